@@ -1,4 +1,4 @@
-"""How long a load takes and how many bytes it reads: bytecheckpoint beside torch DCP, torchsnapshot, the open-source
+"""Times loads and counts the bytes that they read: bytecheckpoint beside torch DCP, torchsnapshot, the open-source
 ByteCheckpoint, torch.load, safetensors and what the machine can do, on the layout that saved and on others, interleaved
 in one run so that a change of the machine's speed hits all alike.
 

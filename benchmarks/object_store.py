@@ -1,4 +1,4 @@
-"""How long a save to an object store takes and a load from it, beside torch DCP's FsspecWriter and FsspecReader and
+"""Times saves to an object store and loads from it, beside torch DCP's FsspecWriter and FsspecReader and
 beside what s3fs, boto3 and obstore need to move the same bytes as plain objects. All interleaved in one
 run, against objects/server.py: a fast S3 on this machine, which shares its cores.
 

@@ -1,4 +1,4 @@
-"""How long a save takes, how long it holds training, what training loses to it and what memory it needs: bytecheckpoint
+"""Times saves, the stall of training, the training time lost, and measures the memory that saves need: bytecheckpoint
 beside torch DCP, torchsnapshot, the open-source ByteCheckpoint, torch.save, safetensors and what the machine can do,
 interleaved in one run so that a change of the machine's speed hits all alike.
 

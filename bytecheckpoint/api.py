@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from bytecheckpoint.adapters.frameworks.detect import Framework
 from bytecheckpoint.adapters.key_map import KeyMap, listed_globs
 from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.distributed.ranks import COORDINATOR, Subject, join_ranks, together
-from bytecheckpoint.info import CheckpointInfo, LoadReport
+from bytecheckpoint.info import LoadReport
 from bytecheckpoint.loading.exchange import Traffic, read_together
 from bytecheckpoint.loading.match import Match, match_again
 from bytecheckpoint.loading.mismatches import MatchVerdict, warn_of_idle
@@ -29,25 +30,23 @@ from bytecheckpoint.loading.read import Source
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.runtime.gc_pause import gc_paused
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
-from bytecheckpoint.saving.global_plan import Agreed, Target, agree, propose, wish_of
+from bytecheckpoint.saving.commit import write_and_commit
+from bytecheckpoint.saving.global_plan import exchange_plans, make_local_plan
 from bytecheckpoint.saving.handle import SaveHandle
-from bytecheckpoint.saving.in_flight import IN_FLIGHT, write_in_background
-from bytecheckpoint.saving.local_stage import Tier
-from bytecheckpoint.saving.prepare import Draft, Phases
+from bytecheckpoint.saving.in_flight import process_state, reentry_refused, wait_until_numbered, wait_until_staged
+from bytecheckpoint.saving.prepare import PreparedSave
+from bytecheckpoint.saving.target import SaveCall, check_metadata, open_target
 from bytecheckpoint.saving.upload import write_upload_and_commit
-from bytecheckpoint.saving.write import Saving, check_metadata, refuse_existing, warn_of_differing, write_and_commit
 from bytecheckpoint.staging.choose import allocate, kind_of_snapshot
 from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.credentials import showable_url
-from bytecheckpoint.storage.layout import check_step, root_of, save_location
+from bytecheckpoint.storage.layout import check_step, root_of
 from bytecheckpoint.storage.open_store import open_store
-from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Store, endpoint_of
 
 logger = logging.getLogger("bytecheckpoint")
 
 
-@IN_FLIGHT.call()
+@reentry_refused()
 @gc_paused()  # for all of it, so that what planning made is gone again when collections go on
 def save(
     path: str | os.PathLike[str],
@@ -93,94 +92,38 @@ def save(
         StorageError: The store refused or could not be reached.
         With `snapshot="lazy"`, the handle raises what ranks find out together where this rank knows a plan already.
     """
-    options, clock = options or SaveOptions(), PhaseTimer()
-    IN_FLIGHT.wait_until_entered()
+    options, timer, process = options or SaveOptions(), PhaseTimer(), process_state()
+    wait_until_numbered()
+    kind = kind_of_snapshot(options.snapshot, async_save=async_save)
     about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=True)
-    # Asking the store takes a thread, which a lazy save would wait for where training needs the cores.
-    enters_later = async_save and options.snapshot == "lazy"
-    ranks = join_ranks(process_group, options.timeout_s, about=about, enters_later=enters_later)
-    with ExitStack() as turn:
-        with together(ranks, f"planning the save to {about.path}", about=about):
-            with clock.phase("wait"):
-                own_turn = turn.enter_context(IN_FLIGHT.turn(awaits_upload=not (async_save and options.local_stage)))
+    # The number of this call takes a thread, which would compete with training: a lazy save asks for it later.
+    ranks = join_ranks(process_group, options.timeout_s, about=about, enters_later=kind == "lazy")
+    call = SaveCall(ranks, about, timer)
+    with ExitStack() as slot:
+        with call.phase("wait"):
+            waiting = process.saves.slot(awaits_upload=not (async_save and options.local_stage))
+            staging_slot = slot.enter_context(waiting)
             if not async_save:
-                turn.close()  # only what is staged needs the staging memory
-            with clock.phase("plan"):
-                step, metadata = check_step(step), check_metadata(metadata)
-                root, folder = save_location(path, step=step, role=role)
-                threads, timeout_s = options.writer_threads, options.timeout_s
-                store = open_store(root, storage_options=storage_options, writer_threads=threads, timeout_s=timeout_s)
-                IN_FLIGHT.kept.check_writable(store, asked_by=ranks.rank)
-                tier = Tier(options) if options.local_stage else None
-                where, is_staged = join_name(str(store), folder), tier is not None
-                target = Target(where, step, options.overwrite, is_staged=is_staged, endpoint=endpoint_of(store))
-                entries = entries_of(state, framework)
-                wish = wish_of(target, collect_all(entries), options)
-                proposal = propose(ranks, wish, IN_FLIGHT.kept.plans)
+                slot.close()  # only what is staged needs the staging memory
+        with call.phase("plan"):
+            step, metadata = check_step(step), check_metadata(metadata)
+            target = open_target(path, step=step, role=role, storage_options=storage_options, options=options)
+            process.check_writable(target.store, ranks)
+            entries = entries_of(state, framework)
+            local_plan = make_local_plan(ranks, target, collect_all(entries), options, plans=process.plans)
 
-        kind = kind_of_snapshot(options.snapshot, async_save=async_save)
-        draft = Draft(proposal, Phases(ranks, target.path, about, clock), IN_FLIGHT.kept, kind=kind, options=options)
-        with together(ranks, f"staging the save to {target.path}", about=about), clock.phase("stage"):
-            draft.prepare(entries)
-        turn.callback(draft.close)
-        handle = SaveHandle(target.path, is_staged=target.is_staged)
+        call = call._replace(about=about._replace(step=step))
+        prepared = PreparedSave(call, target, local_plan, kind=kind, options=options, buffers=process.buffers)
+        slot.callback(prepared.close)
+        prepared.take_snapshot(entries)
 
-        def check() -> None:
-            handle._enter(ranks)
-            refuse_existing(ranks, store, folder, overwrite=options.overwrite)
-
-        def settle() -> Saving:
-            agreed = draft.settle(check)
-            return _saving(draft, agreed, options, store=store, folder=folder, step=step, metadata=metadata, tier=tier)
-
-        def finish(saving: Saving) -> CheckpointInfo:
-            if tier is None:
-                return write_and_commit(saving)
-            uploading = IN_FLIGHT.uploading(own_turn, draft.close)
-            return write_upload_and_commit(saving, tier, handle._reach_local, uploading)
-
-        def write_here() -> CheckpointInfo:
-            settle()
-            if async_save:
-                draft.read_live()
-            return finish(settle())
-
-        if not draft.may_settle_later:
-            settle()
-        if async_save and write_in_background(handle, draft, turn, settle=settle, finish=finish):
-            return handle
-        handle._finish(write_here, turn)
-    if not async_save or IN_FLIGHT.is_told_at_once(handle):
-        handle.result()
-    return handle
-
-
-def _saving(
-    draft: Draft,
-    agreed: Agreed,
-    options: SaveOptions,
-    *,
-    store: Store,
-    folder: str,
-    step: int | None,
-    metadata: Mapping[str, Any],
-    tier: Tier | None,
-) -> Saving:
-    """The save as it is written from here on."""
-    ranks, _, about, clock = draft.phases
-    return Saving(
-        ranks=ranks,
-        store=store,
-        folder=folder,
-        about=about._replace(step=step),
-        options=options,
-        agreed=agreed,
-        snapshot=draft.snapshot,
-        scratch=IN_FLIGHT.kept.buffers.scratch,
-        metadata=metadata,
-        clock=clock,
-        tier=tier,
-    )
+        finish = partial(write_and_commit, prepared, metadata)
+        if target.stage is not None:
+            uploading = process.saves.uploading(staging_slot, prepared.close)
+            finish = partial(write_upload_and_commit, prepared, metadata, target.stage, uploading)
+        if not (async_save and process.saves.run_in_background(prepared, finish, slot)):
+            process.saves.run_now(prepared.progress, finish, slot, raises=not async_save)
+    return SaveHandle(prepared.progress)
 
 
 def warm_up(
@@ -198,16 +141,15 @@ def warm_up(
     `state`, `framework` and `process_group` are as for `save`. Raises CheckpointMismatchError and CheckpointSaveError
     like `save`, and what the caller's last asynchronous save failed with.
     """
-    options = options or SaveOptions()
-    IN_FLIGHT.wait_until_entered()
+    options, process = options or SaveOptions(), process_state()
+    wait_until_numbered()
     about = Subject("(nowhere: warm_up)", None, is_save=True, call="warm_up")
     ranks = join_ranks(process_group, options.timeout_s, about=about)
-    with together(ranks, "warming up", about=about), gc_paused(), IN_FLIGHT.turn(awaits_upload=False):
-        target = Target(about.path, None, overwrite=False)
-        wish = wish_of(target, collect_all(entries_of(state, framework)), options)
-        agreed = agree(ranks, propose(ranks, wish, IN_FLIGHT.kept.plans), IN_FLIGHT.kept.plans)
-        warn_of_differing(ranks, agreed)
-        allocate(agreed.known.files, IN_FLIGHT.kept.buffers, staging_bytes=options.staging_bytes)
+    with together(ranks, "warming up", about=about), gc_paused(), process.saves.slot(awaits_upload=False):
+        contents = collect_all(entries_of(state, framework))
+        local_plan = make_local_plan(ranks, about.path, contents, options, plans=process.plans)
+        agreed = exchange_plans(ranks, local_plan)
+        allocate(agreed.rank_plan.files, process.buffers, staging_bytes=options.staging_bytes)
     ranks.close()
 
 
@@ -271,8 +213,8 @@ def load(
     """
     options = options or LoadOptions()
     started = time.monotonic()
-    IN_FLIGHT.wait_until_entered()
-    IN_FLIGHT.wait_until_staged()  # a lazy save still reads what this load would change
+    wait_until_numbered()
+    wait_until_staged()  # a lazy save still reads what this load would change
     about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=False)
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, f"looking for the checkpoint in {about.path}", about=about):

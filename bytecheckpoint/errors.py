@@ -50,7 +50,7 @@ class CheckpointError(Exception):
         self.step = step
         """The step of that checkpoint, or None."""
         self.ranks = ranks
-        """The ranks on which it went wrong; empty where no rank can be blamed."""
+        """The ranks that failed; empty if unknown."""
 
     def __str__(self) -> str:
         return self.message
@@ -61,12 +61,12 @@ class CheckpointError(Exception):
 
 
 def _printable(message: str) -> str:
-    """The message with control characters written out: names in it come from checkpoints and paths, and could drive a
-    terminal. Lines stay lines.
+    """Escapes control characters except newlines: names in a message come from checkpoints and paths, and could drive a
+    terminal.
     """
     if message.isprintable():
         return message
-    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in message)
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in message)
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -110,7 +110,7 @@ ERROR_CLASSES: dict[str, type[CheckpointError]] = {
         UnsafeCheckpointError,
     )
 }
-"""By name, for a failure that travels from one rank to another."""
+"""Error classes by name, for a failure that is sent from one rank to another."""
 
 
 def and_more(items: Sequence[str], limit: int, separator: str = ", ") -> str:
@@ -123,17 +123,17 @@ def and_more(items: Sequence[str], limit: int, separator: str = ", ") -> str:
 
 
 class TransferProgress(NamedTuple):
-    """How far a transfer had come when it was given up."""
+    """Progress of a transfer when it was given up."""
 
     done_bytes: int
     num_bytes: int
-    """All that were to be moved."""
+    """Length of the whole transfer."""
     seconds: float
 
 
 def describe_progress(moved: TransferProgress) -> str:
-    """`64.0 of 1,500.0 MB were there after 310.0 s, 0.206 MB/s, at which the rest takes 6,956.2 s`. Empty where nothing
-    was left to be moved, and where all of it is too small to tell.
+    """Returns `64.0 of 1,500.0 MB were there after 310.0 s, 0.206 MB/s, at which the rest takes 6,956.2 s`. Empty if
+    the transfer was complete or is too small for a rate.
     """
     done, of_all = f"{moved.done_bytes / 1e6:,.1f}", f"{moved.num_bytes / 1e6:,.1f} MB"
     if moved.done_bytes >= moved.num_bytes or moved.num_bytes < _SHOWN_BYTES:
@@ -146,6 +146,6 @@ def describe_progress(moved: TransferProgress) -> str:
 
 
 def describe_rate(num_bytes: int, seconds: float) -> str:
-    """As `0.206 MB/s`."""
+    """Returns a rate such as `0.206 MB/s`."""
     rate = num_bytes / 1e6 / seconds
     return f"{rate:,.0f} MB/s" if rate >= _WHOLE_FROM else f"{rate:.3g} MB/s"

@@ -22,8 +22,8 @@ KILL_AT = 47
 """A step after the last save, so that work is lost with the processes."""
 
 LOSS_TOLERANCE = 1e-4
-"""In nats per byte. Another layout adds the same numbers in another order, which shows as about 1e-6. A schedule that
-is off by one step would show as 3e-4, a lost optimizer state as 1e-2.
+"""Tolerance in nats per byte. Another layout adds the same numbers in another order, which shows as about 1e-6. A
+schedule that is off by one step would show as 3e-4, a lost optimizer state as 1e-2.
 """
 
 
@@ -85,19 +85,19 @@ def run_demo(out: Path, console: Console) -> list[Claim]:
 
 
 def find_newest_step(killed: Run, console: Console) -> int:
-    """The step of the newest committed checkpoint that the killed run left."""
+    """Returns the step of the newest committed checkpoint of the killed run."""
     step, last = bcp.latest(killed.checkpoints), max(killed.losses)
     if step is None:
         raise RunError(f"no checkpoint was committed before the kill at step {last}")
     console.print(
         f"All dead after step {last}. The newest committed checkpoint is that of step {step}: {last - step} steps must "
-        "be done again, and nobody could tidy up."
+        "be done again, and no process could clean up."
     )
     return step
 
 
 def judge(reference: Run, killed: Run, resumed: list[Run], step: int) -> list[Claim]:
-    """What the demo claims, each with what was found."""
+    """Returns the claims of the demo with their evidence."""
     same_layout, *other_layouts = resumed
     claims = [same_losses("killed run: losses up to the kill are bit-identical", killed, reference, first=1)]
     for run in resumed:

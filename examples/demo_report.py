@@ -1,4 +1,4 @@
-"""Shows what the runs of the demo came to: losses side by side, a plot, claims with their verdicts."""
+"""Shows the results of the demo's runs: losses side by side, a plot, claims with their verdicts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.table import Table
 LINES = [("lightgray", "-", 9.0), ("orange", "-", 5.0), ("green", "-", 2.5), ("blue", "--", 1.8), ("black", ":", 1.5)]
 """Colour, style and width of each run's line: those drawn later are thinner, so that all show where they agree."""
 SPARSE_EVERY = 5
-"""Before the step from which the runs resume, only every so many steps are shown."""
+"""Distance of the rows before the step from which the runs resume."""
 
 
 class Claim(NamedTuple):
@@ -27,7 +27,7 @@ class Claim(NamedTuple):
 
 
 def print_losses(console: Console, runs: Sequence[Run], *, resumed_at: int) -> None:
-    """A row a step, a column a run. A sign says which losses are bit for bit those of the first run."""
+    """Prints a row a step, a column a run. A sign marks losses that are bit-identical to the first run's."""
     reference = runs[0].losses
     table = Table(title="Loss by step, in nats per byte; = is bit-identical to the reference")
     table.add_column("step", justify="right")
@@ -48,7 +48,7 @@ def _cell(loss: float | None, expected: float) -> str:
 
 
 def plot_losses(runs: Sequence[Run], *, resumed_at: int, tolerance: float, path: Path) -> None:
-    """A PNG: the losses of all runs over the steps, and how far the resumed ones are from the first, the reference."""
+    """Draws a PNG: the losses of all runs over the steps, and the distance of the resumed ones from the reference."""
     mpl.use("Agg")
     figure = Figure(figsize=(9, 7), layout="constrained")
     losses, distances = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
@@ -75,7 +75,7 @@ def plot_losses(runs: Sequence[Run], *, resumed_at: int, tolerance: float, path:
 
 
 def show_checkpoint(console: Console, checkpoint: str) -> bool:
-    """What `bcp show` prints; whether it could."""
+    """Runs `bcp show`; returns True if it succeeded."""
     command = [sys.executable, "-m", "bytecheckpoint.tools", "show", checkpoint]
     console.print(f"$ bcp show {checkpoint}", style="bold", soft_wrap=True)
     return subprocess.run(command, check=False).returncode == 0

@@ -1,6 +1,4 @@
-"""Starts runs of train_gpt.py as processes of their own, watches their logs, and kills them. It knows processes and
-logs, not what the runs are compared for.
-"""
+"""Starts runs of train_gpt.py as processes of their own, watches their logs, and kills them."""
 
 from __future__ import annotations
 
@@ -29,9 +27,9 @@ STEPS_PER_LINE = 10
 class Schedule(NamedTuple):
     steps: int
     save_every: int
-    """In steps."""
+    """Number of steps between saves."""
     timeout_s: float
-    """For one run; a run that takes longer is killed and the demo fails."""
+    """Time limit of a run; a run that takes longer is killed and the demo fails."""
 
 
 class RunError(Exception):
@@ -50,13 +48,13 @@ class Run:
         self._num_processes = num_processes
 
     def clear(self) -> None:
-        """Removes what an earlier demo left here, and nothing else."""
+        """Removes the files of an earlier demo, and nothing else."""
         shutil.rmtree(self.checkpoints, ignore_errors=True)
         for name in (LOG, OUTPUT):
             (self.folder / name).unlink(missing_ok=True)
 
     def finish(self, schedule: Schedule, console: Console) -> None:
-        """Runs to the end. Raises RunError where the run fails or takes too long."""
+        """Runs to the end. Raises RunError if the run fails or takes too long."""
         with self._started(schedule) as process:
             for event in self._follow(process, schedule):
                 _show(event, console)
@@ -64,7 +62,7 @@ class Run:
             raise RunError(f"the run ended with exit code {process.returncode}. {self._output_tail()}")
 
     def kill_at(self, step: int, schedule: Schedule, console: Console) -> None:
-        """Runs until the step is in the log, then kills every process. Raises RunError where it never comes."""
+        """Runs until the step is in the log, then kills every process. Raises RunError if the run ends before."""
         with self._started(schedule) as process:
             for event in self._follow(process, schedule):
                 _show(event, console)
@@ -78,7 +76,7 @@ class Run:
 
     @property
     def losses(self) -> dict[int, float]:
-        """By step, in nats per byte; exactly the number that the run computed."""
+        """Losses by step, in nats per byte; exactly the numbers that the run computed."""
         return {event["step"]: float.fromhex(event["hex"]) for event in self.events("step")}
 
     def digests(self, kind: str, step: int) -> dict[str, str]:
@@ -121,7 +119,7 @@ class Run:
             time.sleep(0.05)
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
-        """SIGKILL to the launcher, then to its workers, which lead sessions of their own; nobody can clean up."""
+        """Sends SIGKILL to the launcher, then to its workers, which lead sessions of their own; none can clean up."""
         if process.poll() is not None:
             return
         os.killpg(process.pid, signal.SIGKILL)
@@ -131,12 +129,12 @@ class Run:
         process.wait()
 
     def _lines(self) -> list[str]:
-        """The complete lines of the log."""
+        """Returns the complete lines of the log."""
         log = self.folder / LOG
         return log.read_text().split("\n")[:-1] if log.exists() else []
 
     def _output_tail(self) -> str:
-        """The end of what the processes printed, without the launcher's summary, which hides the cause."""
+        """Returns the end of the processes' output, without the launcher's summary, which hides the cause."""
         output = self.folder / OUTPUT
         text = output.read_text(errors="replace").partition(LAUNCHER)[0]
         return f"{output} ends:\n" + "\n".join(text.splitlines()[-30:])
@@ -169,7 +167,9 @@ def _free_port() -> int:
 
 
 def _environment() -> dict[str, str]:
-    """One thread a process, so that sums are added in one order, and gloo on the loopback interface only."""
+    """Returns an environment with one thread a process, so that sums are added in one order, and gloo on the loopback
+    interface.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if sys.platform in LOOPBACK:
         environment["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]

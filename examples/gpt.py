@@ -144,7 +144,7 @@ def shard_tensor_parallel(model: GPT, mesh: DeviceMesh) -> None:
 
 
 def read_corpus() -> Tensor:
-    """The source text of Python's standard library, the same on every process of a machine: (bytes,) of uint8."""
+    """Reads the source text of Python's standard library, the same on every process of a machine: (bytes,) of uint8."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     if len(text) < 1 << 20:
@@ -153,7 +153,7 @@ def read_corpus() -> Tensor:
 
 
 def draw_batch(corpus: Tensor, *, seed: int, step: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of the whole global batch: each (batch, length) of int64.
+    """Returns inputs and targets of the whole global batch: each (batch, length) of int64.
 
     Nothing but the seed and the step decides what is drawn, so every layout sees the same text at the same step.
     """

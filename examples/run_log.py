@@ -1,5 +1,5 @@
-"""What a run of train_gpt.py writes down so that demo.py can compare runs: a line of JSON for every event, and digests
-of the whole state that depend on nothing but its bits.
+"""Logs a run of train_gpt.py, so that demo.py can compare runs: a line of JSON for every event, and digests of the
+whole state that depend only on its bits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RunLog:
 def state_digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """FQN -> sha256 of the whole tensor, for every parameter and every tensor of the optimizer's state.
 
-    All ranks call it together: tensors that are spread over them are gathered. It shares no code with the library.
+    A collective call: tensors that are spread over ranks are gathered. It shares no code with the library.
     """
     digests = {}
     for fqn, parameter in model.named_parameters():

@@ -78,7 +78,7 @@ def train(args: argparse.Namespace, *, rank: int, world_size: int) -> None:
 
 
 class RandomState:
-    """The state of this process's random numbers, to be saved. With GPUs, add torch.cuda's here."""
+    """State of this process's random numbers, to be saved. With GPUs, add torch.cuda's here."""
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"torch": torch.get_rng_state()}
@@ -88,7 +88,7 @@ class RandomState:
 
 
 def build_model(args: argparse.Namespace, *, world_size: int) -> GPT:
-    """The same weights on every process, then each keeps its part."""
+    """Makes the same weights on every process, then each keeps its part."""
     torch.manual_seed(args.seed)
     model = GPT(width=args.width, depth=args.depth, dropout=args.dropout)
     if args.layout != "single":
@@ -109,7 +109,7 @@ def build_optimizer(model: GPT, args: argparse.Namespace) -> torch.optim.Optimiz
 
 
 def build_scheduler(optimizer: torch.optim.Optimizer, args: argparse.Namespace) -> torch.optim.lr_scheduler.LambdaLR:
-    """A linear warm-up, then half a cosine down to a tenth."""
+    """Returns a linear warm-up, then half a cosine down to a tenth."""
 
     def factor(step: int) -> float:
         if step < args.warmup_steps:
@@ -123,7 +123,7 @@ def build_scheduler(optimizer: torch.optim.Optimizer, args: argparse.Namespace) 
 def next_batch(
     corpus: Tensor, args: argparse.Namespace, step: int, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor]:
-    """This process's part of the global batch: its rows under data parallelism, else all of it."""
+    """Returns this process's part of the global batch: its rows under data parallelism, else all of it."""
     tokens, targets = draw_batch(corpus, seed=args.seed, step=step, batch=args.batch, length=args.length)
     if args.layout == "fsdp":
         rows = slice(rank * args.batch // world_size, (rank + 1) * args.batch // world_size)
@@ -137,7 +137,7 @@ def train_step(
     scheduler: torch.optim.lr_scheduler.LambdaLR,
     batch: tuple[Tensor, Tensor],
 ) -> float:
-    """One update; returns the mean loss of the global batch, in nats per byte."""
+    """Makes one update; returns the mean loss of the global batch, in nats per byte."""
     tokens, targets = batch
     loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
     loss.backward()

@@ -99,5 +99,5 @@ def on_late_streams() -> Iterator[LateStreams]:
         patch.setattr("bytecheckpoint.memory.device_to_host.streams_of", lambda _: streams)
         patch.setattr("bytecheckpoint.memory.device_to_host.has_streams", have_streams)
         patch.setattr("bytecheckpoint.staging.file_image.has_streams", have_streams)
-        patch.setattr("bytecheckpoint.saving.prepare.Draft._is_on_host", is_on_host)
+        patch.setattr("bytecheckpoint.saving.prepare.PreparedSave._is_on_host", is_on_host)
         yield streams

@@ -17,7 +17,7 @@ import torch
 from sample_tensors import DTYPES, LAYOUTS, SHAPE, bits_of, random_bits
 
 import bytecheckpoint as bcp
-from bytecheckpoint.saving import write as writing
+from bytecheckpoint.saving import write
 from bytecheckpoint.storage.object_io import BLOCK_BYTES, FileImage
 
 OPTIONS = {
@@ -152,9 +152,9 @@ def running(loops: list[Callable[[], None]], stop: threading.Event) -> Iterator[
 @contextmanager
 def between_blocks(do: Callable[[int], object]) -> Iterator[None]:
     """Within the block, `do` is called with the byte offset before each block of a data file is asked for."""
-    write_image = writing.write_image
+    write_image = write.write_image
 
-    def write(store: Any, name: str, image: FileImage, *arguments: Any) -> Any:
+    def written(store: Any, name: str, image: FileImage, *arguments: Any) -> Any:
         @contextmanager
         def content(byte_offset: int, byte_length: int) -> Iterator[memoryview]:
             do(byte_offset)
@@ -164,7 +164,7 @@ def between_blocks(do: Callable[[int], object]) -> Iterator[None]:
         return write_image(store, name, image._replace(content=content), *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.saving.write.write_image", write)
+        patch.setattr("bytecheckpoint.saving.write.write_image", written)
         yield
 
 

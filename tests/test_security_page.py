@@ -54,7 +54,7 @@ def test_the_tables_are_found() -> None:
 
 def test_the_token_of_a_reader_is_as_long_as_said() -> None:
     assert "random token of 32 bytes" in PAGE
-    assert "turned away after 10 seconds" in PAGE
+    assert "connection is closed after 10 seconds" in PAGE
     assert rendezvous._HELLO_S == 10
     listener = rendezvous.Listener(towards=None)
     try:

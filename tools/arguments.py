@@ -1,15 +1,11 @@
-"""The arguments that all commands share, and the checkpoint that they lead to.
-
-Sizes on the command line: `2GB`, `512MiB`, `1000000`.
-
-Files that a command writes for people, on this machine.
-"""
+"""Arguments that the commands share: how checkpoints are opened, sizes (`2GB`, `512MiB`, `1000000`), local files."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -28,6 +24,7 @@ from bytecheckpoint.storage.store import Store
 from .exit_codes import UnfollowedLinkError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+AnyStep = int | Literal["latest"] | None
 
 
 class Opened(NamedTuple):
@@ -37,26 +34,47 @@ class Opened(NamedTuple):
     folder: str
     manifest: Manifest
     path: str
-    """For people: without credentials."""
+    """Path for people: without credentials."""
 
 
-def with_output_options(command: _Command) -> _Command:
-    """Adds `--json` and `--storage-option`, which every command takes."""
-    command = click.option(
-        "--storage-option",
-        "storage_options",
-        multiple=True,
-        metavar="KEY=VALUE",
-        callback=_parse_storage_options,
-        help="For the fsspec backend of a URL; may be repeated. A value that is JSON is taken as such, so: "
-        "anon=true, or key='\"123\"' for text that looks like a number.",
-    )(command)
-    return click.option(
-        "--json", "as_json", is_flag=True, help="One JSON object on standard output, and nothing else there."
-    )(command)
+class Access(NamedTuple):
+    """Options of a command that say how checkpoints are opened."""
+
+    storage_options: Mapping[str, Any]
+    step: AnyStep
+    follow_links: bool
+
+    def open_manifest(self, path: str) -> Opened:
+        """Opens a checkpoint and reads its manifest. Raises what `bcp.open` raises."""
+        found = find_checkpoint(
+            path, self.step, opening_at(path, Opening(self.storage_options), follow_links=self.follow_links)
+        )
+        return Opened(found.store, found.folder, manifest_of(found), found.path)
+
+    def find_files(self, opened: Opened) -> Opened:
+        """Sets store and folder to those of the data files. Raises UnfollowedLinkError for a link if not following."""
+        manifest = opened.manifest
+        if manifest.linked_to and not self.follow_links:
+            raise UnfollowedLinkError(
+                f"{opened.path} is a link to {showable_url(manifest.linked_to)!r:.300}, where no file was looked at, "
+                "so nothing is known of them: if you trust whoever made the link, follow it with --follow-links",
+                kind="path_escape",
+                path=opened.path,
+            )
+        opening, here = Opening(self.storage_options), Files(opened.store, opened.folder)
+        files = files_of(here, manifest, opening, follow_links=self.follow_links, path=opened.path)
+        return opened._replace(store=files.store, folder=files.folder)
+
+    def for_paths(self, *paths: str) -> list[Access]:
+        """Returns the access to each of these paths: storage options are for URLs, where one of them is one, and for
+        all otherwise. Links may lead to URLs: where they are followed, all get the options.
+        """
+        is_url = ["://" in path or "::" in path for path in paths]
+        gets_options = [self.follow_links or of_url or not any(is_url) for of_url in is_url]
+        return [self if gets else self._replace(storage_options={}) for gets in gets_options]
 
 
-class Step(click.ParamType[int | Literal["latest"] | None]):
+class StepParam(click.ParamType[AnyStep]):
     """A step as `bcp.open` takes it: `latest`, `none` for the checkpoint at the path itself, or a number."""
 
     name = "step"
@@ -72,61 +90,52 @@ class Step(click.ParamType[int | Literal["latest"] | None]):
         return int(text)
 
 
-AnyStep = int | Literal["latest"] | None
+def with_output_options(command: _Command) -> Callable[..., Any]:
+    """Adds `--json` and `--storage-option`, which every command takes; passes the latter as part of `access`."""
 
+    @wraps(command)
+    def run(*, storage_options: Mapping[str, Any], **given: Any) -> Any:
+        step, follow_links = given.pop("step", "latest"), given.pop("follow_links", False)
+        return command(access=Access(storage_options, step, follow_links), **given)
 
-def with_step_option(under: str = "a root") -> Callable[[_Command], _Command]:
-    """Adds `--step`, for commands that look at one checkpoint `under` a root."""
+    run = click.option(
+        "--storage-option",
+        "storage_options",
+        multiple=True,
+        metavar="KEY=VALUE",
+        callback=_parse_storage_options,
+        help="For the fsspec backend of a URL; may be repeated. A value that is JSON is taken as such, so: "
+        "anon=true, or key='\"123\"' for text that looks like a number.",
+    )(run)
     return click.option(
-        "--step",
-        type=Step(),
-        default="latest",
-        metavar="N",
-        help=f"This step under {under}. Without it, or with latest: the checkpoint at the path, or the newest "
-        "committed step under it. none: the checkpoint at the path, where an earlier version left steps below it.",
-    )
-
-
-def with_limit_option(num_rows: int, about: str) -> Callable[[_Command], _Command]:
-    """Adds `--limit`, for commands that print long tables: so many rows unless told otherwise. `about` says of what."""
-    return click.option(
-        "--limit",
-        type=click.IntRange(min=0),
-        default=num_rows,
-        show_default=True,
-        metavar="ROWS",
-        help=f"{about} --json has always all.",
-    )
-
-
-def finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
-    """For options that take a number: click lets NaN through every range."""
-    if value is not None and not isfinite(value):
-        raise click.BadParameter(f"{value} is no finite number", ctx=ctx, param=param)
-    return value
-
-
-def at_home_folder(_ctx: click.Context, _param: click.Parameter, folder: str | None) -> str | None:
-    """For options that take a folder: a shell leaves the `~` of `--option=~/folder` as it is."""
-    return folder and expand_home(folder)
+        "--json", "as_json", is_flag=True, help="One JSON object on standard output, and nothing else there."
+    )(run)
 
 
 def _parse_storage_options(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, Any]:
-    options = {}
+    options: dict[str, Any] = {}
     for number, text in enumerate(texts, 1):
         key, separator, value = text.partition("=")
         if not separator or not key:
             # The text itself may be a credential, so it is not repeated.
             raise click.BadParameter(f"number {number} is not of the form KEY=VALUE", ctx=ctx, param=param)
-        options[key] = _parse_value(value)
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
     return options
 
 
-def _parse_value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+def with_step_option(under: str = "a root") -> Callable[[_Command], _Command]:
+    """Adds `--step`, for commands that open one checkpoint `under` a root."""
+    return click.option(
+        "--step",
+        type=StepParam(),
+        default="latest",
+        metavar="N",
+        help=f"This step under {under}. Without it, or with latest: the checkpoint at the path, or the newest "
+        "committed step under it. none: the checkpoint at the path, where an earlier version left steps below it.",
+    )
 
 
 def with_link_option(command: _Command) -> _Command:
@@ -138,38 +147,28 @@ def with_link_option(command: _Command) -> _Command:
     )(command)
 
 
-def open_manifest(path: str, *, step: AnyStep, storage_options: Mapping[str, Any], follow_links: bool) -> Opened:
-    """The checkpoint that is meant. Raises what `bcp.open` raises."""
-    opening = opening_at(path, Opening(storage_options), follow_links=follow_links)
-    found = find_checkpoint(path, step, opening)
-    return Opened(found.store, found.folder, manifest_of(found), found.path)
+def with_limit_option(num_rows: int, about: str) -> Callable[[_Command], _Command]:
+    """Adds `--limit`, for commands that print long tables: its default, and what is limited."""
+    return click.option(
+        "--limit",
+        type=click.IntRange(min=0),
+        default=num_rows,
+        show_default=True,
+        metavar="ROWS",
+        help=f"{about} --json has always all.",
+    )
 
 
-def files_opened(opened: Opened, *, storage_options: Mapping[str, Any], follow_links: bool) -> Opened:
-    """The same with the store and folder of its data files. Raises UnfollowedLinkError for a link that is not to be
-    followed.
-    """
-    if opened.manifest.linked_to and not follow_links:
-        raise UnfollowedLinkError(
-            f"{opened.path} is a link to {showable_url(opened.manifest.linked_to)!r:.300}, where no file was looked "
-            "at, so nothing is known of them: if you trust whoever made the link, follow it with --follow-links",
-            kind="path_escape",
-            path=opened.path,
-        )
-    here = Files(opened.store, opened.folder)
-    opening = Opening(storage_options)
-    files = files_of(here, opened.manifest, opening, follow_links=follow_links, path=opened.path)
-    return opened._replace(store=files.store, folder=files.folder)
+def finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    """Checks an option that takes a number: click lets NaN through every range."""
+    if value is not None and not isfinite(value):
+        raise click.BadParameter(f"{value} is no finite number", ctx=ctx, param=param)
+    return value
 
 
-def options_for(
-    paths: Sequence[str], storage_options: Mapping[str, Any], *, follow_links: bool
-) -> list[Mapping[str, Any]]:
-    """The storage options for each of these paths: for URLs, where one of them is one, and for all otherwise. Links may
-    lead to URLs: where they are followed, all get them.
-    """
-    is_url = ["://" in path or "::" in path for path in paths]
-    return [storage_options if follow_links or of_url or not any(is_url) else {} for of_url in is_url]
+def at_home_folder(_ctx: click.Context, _param: click.Parameter, folder: str | None) -> str | None:
+    """Expands an option that takes a folder: a shell leaves the `~` of `--option=~/folder` as it is."""
+    return folder and expand_home(folder)
 
 
 _UNITS = {"": 1, "B": 1}
@@ -196,7 +195,7 @@ class ByteSize(click.ParamType[int]):
 
 
 def parse_bytes(text: str) -> int | None:
-    """None where it is no size."""
+    """Returns None if the text is no size."""
     found = _SIZE.match(str(text))
     unit = _UNITS.get(found.group(2).upper()) if found else None
     num_bytes = float(found.group(1)) * unit if found and unit else inf
@@ -204,7 +203,7 @@ def parse_bytes(text: str) -> int | None:
 
 
 class LocalFile(click.Path):
-    """A file to write: what can be refused at once is wrong usage, before anything is read for it."""
+    """A file to write: a missing folder is wrong usage, before anything is read for it."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False)
@@ -219,7 +218,7 @@ class LocalFile(click.Path):
 
 
 def write_text(path: str, text: str) -> None:
-    """Writes a file, in place of one that stands there. Raises CheckpointSaveError (storage) where it cannot."""
+    """Writes or replaces a file. Raises CheckpointSaveError (storage) if it cannot."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,9 +1,9 @@
-"""`bcp convert`: a checkpoint of any format written in another one."""
+"""`bcp convert`: writes a checkpoint of any format in another one."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -13,20 +13,10 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.storage.open_store import is_local
 
 from . import exit_codes
-from .arguments import (
-    AnyStep,
-    ByteSize,
-    files_opened,
-    open_manifest,
-    options_for,
-    with_link_option,
-    with_output_options,
-    with_step_option,
-)
+from .arguments import Access, ByteSize, with_link_option, with_output_options, with_step_option
 from .name_options import FORMATS, NameOptions, with_name_options
-from .render.number_format import count_text, size_text
-from .render.progress import byte_progress
-from .render.terminal import Screen, print_json
+from .render.number_format import count_text, left_out_text, size_text
+from .render.terminal import Screen, byte_progress, print_json
 
 if TYPE_CHECKING:
     from bytecheckpoint.conversion.convert import Converted, ConvertRequest
@@ -94,37 +84,30 @@ def convert(
     *,
     src: str,
     dst: str,
-    to: Any,
-    step: AnyStep,
+    names: NameOptions,
+    is_renamed: bool,  # noqa: ARG001  for bcp diff
     link: bool,
     dtype: str | None,
     include: Sequence[str],
     exclude: Sequence[str],
-    rename: Sequence[tuple[str, str]],
-    map_name: str | None,
-    map_option: Mapping[str, int | str],
-    keep_unmapped: bool,
     flatten_optimizer: bool,
-    keep_names: bool,
-    experts: str | None,
     max_shard_size: int | None,
     memory: int,
     overwrite: bool,
-    follow_links: bool,
+    access: Access,
     as_json: bool,
-    storage_options: Mapping[str, Any],
 ) -> int:
     """Writes the checkpoint SRC, of any format that can be read, as DST, in the format --to.
 
     Tensors are streamed: memory stays bounded, whatever their size. DST is there whole or not at all. What the target
     has no place for is told. Under torchrun the ranks share the work.
     """
+    to: Any = names.to
     _refuse_idle(to, link=link, max_shard_size=max_shard_size)
-    names = NameOptions(to, rename, map_name, map_option, keep_unmapped, keep_names, experts)
     name_map = names.name_map()
     if flatten_optimizer and to != "dcp":
         raise click.UsageError(f"--flatten-optimizer is for --to dcp, not --to {to}")
-    of_source, of_target = options_for((src, dst), storage_options, follow_links=follow_links)
+    of_source, of_target = access.for_paths(src, dst)
     from bytecheckpoint.conversion.convert import ConvertLimits, ConvertRequest  # noqa: PLC0415 - needs torch, as the rest of it does
     from bytecheckpoint.loading.open_checkpoint import LoadTarget  # noqa: PLC0415
     from bytecheckpoint.loading.select import SelectionRequest  # noqa: PLC0415
@@ -133,22 +116,22 @@ def convert(
         to=to,
         include=include,
         exclude=exclude,
-        rename=rename,
-        keep_names=keep_names,
+        rename=names.rename,
+        keep_names=names.keep_names,
         dtype=dtype,
-        experts=experts or "",
+        experts=names.experts or "",
         flatten_optimizer=flatten_optimizer,
     )
     default_bytes = ByteSize("0").convert(_MAX_FILE.get(to, "8GiB"), None, None)
     request = ConvertRequest(
-        source=LoadTarget(src, step, of_source),
+        source=LoadTarget(src, access.step, of_source.storage_options),
         target=dst,
-        target_options={} if follow_links and is_local(dst) else of_target,
+        target_options={} if access.follow_links and is_local(dst) else of_target.storage_options,
         selection=selection,
         limits=ConvertLimits(memory, max_shard_size or default_bytes),
         overwrite=overwrite,
         is_link=link,
-        follow_links=follow_links,
+        follow_links=access.follow_links,
         name_map=name_map,
     )
     return _run(request, as_json=as_json)
@@ -163,7 +146,6 @@ def _refuse_idle(to: str, *, link: bool, max_shard_size: int | None) -> None:
 
 
 def _run(request: ConvertRequest, *, as_json: bool) -> int:
-
     from bytecheckpoint.conversion.convert import convert as convert_checkpoint  # noqa: PLC0415
     from bytecheckpoint.distributed.ranks import COORDINATOR, Subject, join_ranks  # noqa: PLC0415
     from bytecheckpoint.options import LoadOptions  # noqa: PLC0415
@@ -176,13 +158,15 @@ def _run(request: ConvertRequest, *, as_json: bool) -> int:
         is_first = ranks.rank == COORDINATOR
         try:
             result = convert_checkpoint(
-                request, ranks, progress=lambda total: byte_progress("converting", total) if is_first else _silent()
+                request,
+                ranks,
+                progress=lambda total: byte_progress("converting", total) if is_first else nullcontext(lambda _: None),
             )
         except CheckpointError as error:
             if is_first:
                 _look_for_unfollowed_link(request, error)
                 raise
-            return exit_codes.code_of(error)  # every rank has the same error, and one tells it
+            return exit_codes.code_of(error)  # every rank has the same error, and one reports it
     if is_first and as_json:
         print_json(_as_json(request, result, time.monotonic() - started))
     elif is_first:
@@ -191,18 +175,17 @@ def _run(request: ConvertRequest, *, as_json: bool) -> int:
 
 
 def _look_for_unfollowed_link(request: ConvertRequest, error: CheckpointError) -> None:
-    """Raises UnfollowedLinkError where that is why the source could not be read."""
+    """Raises UnfollowedLinkError if that is why the source could not be read."""
     source = request.source
     if error.kind == "path_escape" and not (request.follow_links or request.is_link):
-        options = source.storage_options or {}
         step = "latest" if source.step is None else source.step
-        opened = open_manifest(source.root, step=step, storage_options=options, follow_links=False)
-        files_opened(opened, storage_options=options, follow_links=False)
+        access = Access(source.storage_options or {}, step, follow_links=False)
+        access.find_files(access.open_manifest(source.root))
 
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """The ranks of torchrun, where it has started this process."""
+    """Joins the ranks of torchrun, if it has started this process."""
     import torch.distributed as dist  # noqa: PLC0415
 
     if not dist.is_torchelastic_launched():
@@ -213,10 +196,6 @@ def _process_group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _silent() -> Any:
-    return nullcontext(lambda _: None)
 
 
 def _as_json(request: ConvertRequest, result: Converted, seconds: float) -> dict[str, Any]:
@@ -258,5 +237,4 @@ def _print(result: Converted, seconds: float) -> None:
     for alias, fqn in result.aliases.items():
         screen.line(f"  tied: {alias} is stored as {fqn}")
     for item in result.left_out:
-        size = f": {count_text(item.num_tensors, 'tensor')}, {size_text(item.num_bytes)}" if item.num_tensors else ""
-        screen.line(f"  left out: {item.name}{size} ({item.why})")
+        screen.line(f"  left out: {left_out_text(item)}")

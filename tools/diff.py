@@ -1,25 +1,22 @@
-"""`bcp diff`: what differs between two checkpoints."""
+"""`bcp diff`: compares two checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from bytecheckpoint.options import LoadOptions
 
 from . import exit_codes
-from .analysis.differences import ObjectDifference, Result, TensorDifference
+from .analysis.differences import CheckpointDiff, TensorDifference
 from .analysis.value_difference import Tolerance
 from .arguments import (
-    AnyStep,
+    Access,
     Opened,
-    files_opened,
     finite,
-    open_manifest,
-    options_for,
     with_limit_option,
     with_link_option,
     with_output_options,
@@ -28,9 +25,6 @@ from .arguments import (
 from .name_options import FORMATS, NameOptions, with_name_options
 from .render.diff_text import print_diff, print_left_out
 from .render.terminal import Screen, print_json
-
-if TYPE_CHECKING:
-    from .analysis.export_view import Export
 
 _DEFAULT_ROWS = 40
 
@@ -79,14 +73,8 @@ def diff(
     *,
     a: str,
     b: str,
-    step: AnyStep,
-    to: str | None,
-    rename: Sequence[tuple[str, str]],
-    map_name: str | None,
-    map_option: Mapping[str, int | str],
-    keep_unmapped: bool,
-    keep_names: bool,
-    experts: str | None,
+    names: NameOptions,
+    is_renamed: bool,
     atol: float | None,
     rtol: float | None,
     ignore_dtype: bool,
@@ -94,9 +82,8 @@ def diff(
     exclude: Sequence[str],
     threads: int,
     limit: int,
-    follow_links: bool,
+    access: Access,
     as_json: bool,
-    storage_options: Mapping[str, Any],
 ) -> int:
     """Compares the checkpoints A and B, whatever their layouts: names, shapes, dtypes, values and plain data.
 
@@ -106,21 +93,16 @@ def diff(
 
     With --to, --rename or --map, A is taken as `bcp convert` would write it: so an export is compared with its source.
     """
-    names = NameOptions(to or "bcp", rename, map_name, map_option, keep_unmapped, keep_names, experts)
-    is_export = bool(names.name_map() or to or rename)
+    names.name_map()  # raises for options that would do nothing
     tolerance = None if atol is None and rtol is None else Tolerance(atol or 0.0, rtol or 0.0)
-    both = options_for((a, b), storage_options, follow_links=follow_links)
-    from .analysis.checkpoint_diff import compare_checkpoints  # noqa: PLC0415 - needs torch, and `bcp ls` does not wait for it
+    from .analysis.checkpoint_diff import compare_checkpoints  # noqa: PLC0415 - torch takes seconds to import
+    from .analysis.export_view import export_of  # noqa: PLC0415
 
     opened_a, opened_b = (
-        files_opened(
-            open_manifest(path, step=step, storage_options=options, follow_links=follow_links),
-            storage_options=options,
-            follow_links=follow_links,
-        )
-        for path, options in zip((a, b), both, strict=True)
+        of_path.find_files(of_path.open_manifest(path))
+        for path, of_path in zip((a, b), access.for_paths(a, b), strict=True)
     )
-    export = _export(opened_a, names, exclude, beside=opened_b) if is_export else None
+    export = export_of(opened_a, names, exclude=exclude, beside=opened_b) if is_renamed else None
     opened_a = export.opened if export else opened_a
     result = compare_checkpoints(
         opened_a,
@@ -139,18 +121,12 @@ def diff(
     return exit_codes.FINE if result.is_same else exit_codes.CORRUPT
 
 
-def _export(opened: Opened, names: NameOptions, exclude: Sequence[str], *, beside: Opened) -> Export:
-    from .analysis.export_view import export_of  # noqa: PLC0415 - as above
-
-    return export_of(opened, names, to=names.to, exclude=exclude, beside=beside)
-
-
 def _is_wanted(fqn: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
     is_included = not include or any(fnmatchcase(fqn, glob) for glob in include)
     return is_included and not any(fnmatchcase(fqn, glob) for glob in exclude)
 
 
-def _as_json(a: Opened, b: Opened, result: Result, tolerance: Tolerance | None) -> dict[str, Any]:
+def _as_json(a: Opened, b: Opened, result: CheckpointDiff, tolerance: Tolerance | None) -> dict[str, Any]:
     return {
         "a": _side_json(a),
         "b": _side_json(b),
@@ -162,7 +138,10 @@ def _as_json(a: Opened, b: Opened, result: Result, tolerance: Tolerance | None) 
         "only_in_a": result.only_in_a,
         "only_in_b": result.only_in_b,
         "tensors": list(map(_tensor_json, result.tensors)),
-        "objects": list(map(_object_json, result.objects)),
+        "objects": [
+            {"fqn": item.fqn, "rank": item.rank, "only_in": item.only_in, "a": item.values[0], "b": item.values[1]}
+            for item in result.objects
+        ],
         "read_num_bytes": result.num_bytes_read,
         "same_checksum_num_bytes": result.num_bytes_same,
         "seconds": round(result.seconds, 6),
@@ -192,7 +171,3 @@ def _tensor_json(tensor: TensorDifference) -> dict[str, Any]:
         "first_a": first.a if first else None,
         "first_b": first.b if first else None,
     }
-
-
-def _object_json(item: ObjectDifference) -> dict[str, Any]:
-    return {"fqn": item.fqn, "rank": item.rank, "only_in": item.only_in, "a": item.values[0], "b": item.values[1]}

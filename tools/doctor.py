@@ -1,4 +1,4 @@
-"""`bcp doctor`: what a storage keeps of what checkpoints rely on, how fast it is, and which options suit it."""
+"""`bcp doctor`: checks a storage for the promises that checkpoints rely on, measures it, and recommends options."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
-from bytecheckpoint.diagnostics.filesystem_features import FolderFacts, probe_folder
-from bytecheckpoint.diagnostics.store_guarantees import GuaranteeCheck, ProbeStore, check_promises
+from bytecheckpoint.diagnostics.filesystem_features import FilesystemFeatures, probe_filesystem
+from bytecheckpoint.diagnostics.store_guarantees import GuaranteeCheck, ProbeStore, check_guarantees
 from bytecheckpoint.diagnostics.store_speed import Latency, Speed, measure_latency, measure_reads, measure_writes
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.open_store import open_store
@@ -20,11 +20,10 @@ from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
 from bytecheckpoint.storage.store import Store
 
 from . import exit_codes
-from .arguments import at_home_folder, finite, with_output_options
-from .recommend import Advice, Compression, advise, measure_compression
-from .render.column_widths import Column
+from .arguments import Access, at_home_folder, finite, with_output_options
+from .recommend import CompressionSpeed, Recommendation, measure_compression, recommend
 from .render.number_format import size_text
-from .render.terminal import Screen, print_json
+from .render.terminal import Column, Screen, print_json
 
 _MiB = 1 << 20
 _COMPRESSING_THREADS = 3
@@ -38,22 +37,22 @@ Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """All that was found out about one storage."""
+    """Findings about one storage."""
 
     url: str
     checks: Sequence[GuaranteeCheck]
-    folder: FolderFacts | None
+    folder: FilesystemFeatures | None
     """None for a URL."""
     latency: Latency
     writes: Sequence[Speed]
     reads: Sequence[Speed]
-    compression: Compression
+    compression: CompressionSpeed
     local: Sequence[Speed] | None
-    advice: Sequence[Advice]
+    advice: Sequence[Recommendation]
 
     @property
     def is_fine(self) -> bool:
-        return all(check.is_kept is not False for check in self.checks if check.is_needed)
+        return all(check.is_met is not False for check in self.checks if check.is_needed)
 
 
 @click.command(short_help="What a storage can do, and which options suit it.", epilog=_EXAMPLE)
@@ -89,8 +88,8 @@ def doctor(
     stage: str | None,
     seconds: float,
     max_mib: int,
+    access: Access,
     as_json: bool,
-    storage_options: Mapping[str, Any],
 ) -> int:
     """Writes, reads and deletes objects of its own below URL, and tells what that shows: which promises the storage
     keeps, how fast it is by the length of a part and by how many are in flight, and which options suit it.
@@ -98,7 +97,7 @@ def doctor(
     Everything it writes is under one name, .tmp-doctor-..., and removed in the end. Exit code 1 where a promise that
     checkpoints need is broken, 4 where the storage cannot be written to.
     """
-    diagnosis = _examine(url, stage, storage_options, seconds=seconds, max_bytes=max_mib * _MiB)
+    diagnosis = _examine(url, stage, access.storage_options, seconds=seconds, max_bytes=max_mib * _MiB)
     if as_json:
         print_json(_as_json(diagnosis))
     else:
@@ -112,8 +111,8 @@ def _examine(
     folder = f"{TEMPORARY_PREFIX}doctor-{secrets.token_hex(8)}"
     with _probing(url, folder, storage_options) as store:
         store.store.list("")  # raises where the root is a file
-        checks = list(check_promises(store))
-        facts = probe_folder(str(store)) if isinstance(store.store, LocalStore) else None
+        checks = list(check_guarantees(store))
+        facts = probe_filesystem(str(store)) if isinstance(store.store, LocalStore) else None
         latency = measure_latency(store)
         writes = _measure_writes(url, folder, storage_options, seconds=seconds, max_bytes=max_bytes)
         reads = list(measure_reads(store, seconds=seconds, max_bytes=max_bytes))
@@ -131,23 +130,19 @@ def _examine(
         reads=reads,
         compression=compression,
         local=local,
-        advice=advise(latency, writes, reads, compression, local),
+        advice=recommend(latency, writes, reads, compression, local),
     )
 
 
 @contextmanager
 def _probing(url: str, folder: str, storage_options: Mapping[str, Any]) -> Iterator[ProbeStore]:
-    """A folder of a storage for objects that are gone in the end."""
-    store = ProbeStore(_open(url, storage_options, threads=1), folder)
+    """Yields a folder of a storage for objects, and removes them in the end."""
+    store = ProbeStore(open_store(url, storage_options=storage_options, writer_threads=1), folder)
     with _no_new_folders(store.store):
         try:
             yield store
         finally:
             store.clear()
-
-
-def _open(url: str, storage_options: Mapping[str, Any], *, threads: int) -> Store:
-    return open_store(url, storage_options=storage_options, writer_threads=threads)
 
 
 @contextmanager
@@ -168,7 +163,7 @@ def _measure_writes(
     opened: list[ProbeStore] = []
 
     def open_with(threads: int) -> ProbeStore:
-        opened.append(ProbeStore(_open(url, storage_options, threads=threads), folder))
+        opened.append(ProbeStore(open_store(url, storage_options=storage_options, writer_threads=threads), folder))
         return opened[-1]
 
     try:
@@ -183,7 +178,7 @@ def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "url": diagnosis.url,
         "ok": diagnosis.is_fine,
         "checks": [
-            {"name": check.name, "needed": check.is_needed, "kept": check.is_kept, "what": check.what}
+            {"name": check.name, "needed": check.is_needed, "kept": check.is_met, "what": check.what}
             for check in diagnosis.checks
         ],
         "folder": None if diagnosis.folder is None else asdict(diagnosis.folder),
@@ -208,7 +203,7 @@ def _speed_json(speed: Speed) -> dict[str, Any]:
 
 def _print(diagnosis: Diagnosis) -> None:
     screen = Screen()
-    broken = [check for check in diagnosis.checks if check.is_kept is False]
+    broken = [check for check in diagnosis.checks if check.is_met is False]
     if not diagnosis.is_fine:
         screen.line(f"{diagnosis.url}: NOT SAFE for checkpoints", style="bold red")
     elif broken:
@@ -222,8 +217,7 @@ def _print(diagnosis: Diagnosis) -> None:
         screen.line()
         screen.fields(_folder_rows(diagnosis.folder))
     latency = diagnosis.latency
-    screen.line()
-    screen.line(
+    screen.paragraph(
         f"latency of 4 KiB: read {latency.read_s * 1e3:.2f} ms, write {latency.write_s * 1e3:.2f} ms; "
         f"of a listing {latency.list_s * 1e3:.2f} ms"
     )
@@ -237,22 +231,20 @@ def _print(diagnosis: Diagnosis) -> None:
 
 
 def _kept_text(check: GuaranteeCheck) -> str:
-    if check.is_kept is None:
+    if check.is_met is None:
         return "not known"
-    return "yes" if check.is_kept else "NO" if check.is_needed else "no"
+    return "yes" if check.is_met else "NO" if check.is_needed else "no"
 
 
-def _folder_rows(facts: FolderFacts) -> list[tuple[str, str]]:
-    def yes(value: bool) -> str:
-        return "yes" if value else "no"
-
+def _folder_rows(facts: FilesystemFeatures) -> list[tuple[str, str]]:
+    yes = {True: "yes", False: "no"}
     return [
         ("file system", facts.file_system or "not known"),
         ("free", f"{size_text(facts.free_bytes)} of {size_text(facts.total_bytes)}"),
-        ("direct writes", yes(facts.direct_writes)),
-        ("preallocation", yes(facts.preallocation)),
-        ("hard links", yes(facts.hard_links)),
-        ("locks", yes(facts.locks)),
+        ("direct writes", yes[facts.direct_writes]),
+        ("preallocation", yes[facts.preallocation]),
+        ("hard links", yes[facts.hard_links]),
+        ("locks", yes[facts.locks]),
         ("sync of a file", f"{facts.file_sync_s * 1e3:.2f} ms"),
         ("sync of a folder", f"{facts.folder_sync_s * 1e3:.2f} ms"),
     ]

@@ -1,6 +1,8 @@
-"""What the program's exit codes mean, for scripts. docs/cli.md lists them."""
+"""Exit codes of the program, for scripts. docs/cli.md lists them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from bytecheckpoint.errors import (
     CheckpointError,
@@ -14,14 +16,14 @@ from bytecheckpoint.errors import StorageError as StoreRefusedError
 
 FINE = 0
 CORRUPT = 1
-"""Corrupt, or different."""
+"""A checkpoint is corrupt, or two differ."""
 USAGE = 2
 NOT_FOUND = 3
 STORAGE = 4
 INTERRUPTED = 130
 """128 + SIGINT, as shells have it."""
 BROKEN_PIPE = 141
-"""128 + SIGPIPE: whoever read the output closed it."""
+"""128 + SIGPIPE: the reader of the output closed it."""
 
 
 class UnfollowedLinkError(UnsafeCheckpointError):
@@ -29,7 +31,7 @@ class UnfollowedLinkError(UnsafeCheckpointError):
 
 
 def code_of(error: CheckpointError) -> int:
-    """The exit code of a command that ends with this error."""
+    """Returns the exit code of a command that ends with this error."""
     match error:
         case CheckpointNotFoundError():
             return NOT_FOUND
@@ -40,3 +42,9 @@ def code_of(error: CheckpointError) -> int:
         case CheckpointMismatchError(kind="conflict") | CheckpointExistsError() | UnfollowedLinkError():
             return USAGE
     return CORRUPT
+
+
+def code_of_findings(kinds: Iterable[str]) -> int:
+    """Returns the exit code of a command that found faults of these kinds: STORAGE if the store alone is at fault."""
+    found = set(kinds)
+    return FINE if not found else STORAGE if found <= {"permission", "unavailable", "unsupported"} else CORRUPT

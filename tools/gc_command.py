@@ -1,10 +1,10 @@
-"""`bcp gc`: what dead saves have left, and its removal."""
+"""`bcp gc`: lists and removes what dead saves have left."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -20,22 +20,11 @@ from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, endpoint_of
 
 from . import exit_codes
-from .arguments import at_home_folder, with_output_options
-from .render.column_widths import Column
+from .arguments import Access, at_home_folder, with_output_options
 from .render.number_format import age_text, count_text, size_text, some_of
-from .render.terminal import Screen, print_json
+from .render.terminal import Column, Screen, TableShape, print_json
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_COLUMNS = [
-    Column("save id", style="bold cyan", is_whole=True),
-    Column("size", is_right=True),
-    Column("files", is_right=True, drop=2),
-    Column("uploads", is_right=True, drop=1),
-    Column("last change", is_whole=True, drop=3),
-    Column("folder", style="dim"),
-    Column("state"),
-]
-
 _EXAMPLE = """\b
 Example:
   bcp gc s3://bucket/run
@@ -45,21 +34,21 @@ Example:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """What one save has left in one place."""
+class GarbageRow:
+    """Leftovers of one save in one place."""
 
     path: str
-    """Of the folder: below the root, or in the local stage."""
+    """Path of the folder: below the root, or in the local stage."""
     save_id: str
     num_files: int
     num_uploads: int
     num_bytes: int
-    changed_s: float | None
-    """When any of it last changed, in seconds since 1970."""
+    changed_at: datetime | None
+    """Time of the last change of any of it."""
     is_local: bool
     is_dead: bool
     why: str
-    """Why it is taken for dead or for alive."""
+    """Reason why it is taken for dead or for alive."""
     leftover: GarbageObject | None
     """None for what is in a local stage."""
 
@@ -111,8 +100,8 @@ def gc(
     min_age_s: float,
     save_ids: Sequence[str],
     stage: str | None,
+    access: Access,
     as_json: bool,
-    storage_options: Mapping[str, Any],
 ) -> int:
     """Lists data files, temporaries and unfinished uploads under ROOT of saves that never committed, and with --delete
     removes those of dead ones.
@@ -120,7 +109,7 @@ def gc(
     A save is taken for dead when nothing that it wrote has changed for --older-than. Committed checkpoints are never
     touched, nor is anything that no save of this library has written.
     """
-    store = open_store(root, storage_options=storage_options, writer_threads=1)
+    store = open_store(root, storage_options=access.storage_options, writer_threads=1)
     listing = store.list("")
     found = garbage.find_leftovers(store, "")
     if not listing and not found.found and stage is None:
@@ -129,30 +118,29 @@ def gc(
     if is_real and found.found:
         # Times are the storage's, and so must be what they are compared with.
         now_s = clock_of(store) or now_s
-    candidates = [_candidate(store, item, now_s, min_age_s, save_ids) for item in found.found]
+    rows = [_row(store, item, now_s, min_age_s, save_ids) for item in found.found]
     if stage is not None:
-        candidates += _in_stage(store, stage, min_age_s, save_ids)
-    if save_ids:
-        candidates = [item for item in candidates if item.save_id in save_ids]
-    failures = _remove(store, stage, [item for item in candidates if item.is_dead]) if is_real else []
+        rows += _rows_of_stage(store, stage, min_age_s, save_ids)
+    rows = [row for row in rows if not save_ids or row.save_id in save_ids]
+    failures = _remove(store, stage, [row for row in rows if row.is_dead]) if is_real else []
     if as_json:
-        print_json(_as_json(store, candidates, found, failures, is_real=is_real))
+        print_json(_as_json(store, rows, found, failures, is_real=is_real))
     else:
-        _print(store, candidates, found, failures, is_real=is_real)
+        _print(store, rows, found, failures, is_real=is_real)
     return exit_codes.STORAGE if failures else exit_codes.FINE
 
 
-def _candidate(store: Store, item: GarbageObject, now_s: float, min_age_s: float, save_ids: Iterable[str]) -> Candidate:
+def _row(store: Store, item: GarbageObject, now_s: float, min_age_s: float, save_ids: Iterable[str]) -> GarbageRow:
     is_named = item.save_id in save_ids
     is_old = item.is_dead(now_s=now_s, min_age_s=min_age_s)
     why = "named" if is_named else "old" if is_old else "age unknown" if item.newest_s is None else "young"
-    return Candidate(
+    return GarbageRow(
         path=join_name(str(store), item.folder),
         save_id=item.save_id,
         num_files=len(item.names),
         num_uploads=len(item.uploads),
         num_bytes=item.num_bytes,
-        changed_s=item.newest_s,
+        changed_at=None if item.newest_s is None else datetime.fromtimestamp(item.newest_s, UTC),
         is_local=False,
         is_dead=is_named or is_old,
         why=why,
@@ -160,39 +148,41 @@ def _candidate(store: Store, item: GarbageObject, now_s: float, min_age_s: float
     )
 
 
-def _in_stage(store: Store, stage: str, min_age_s: float, save_ids: Iterable[str]) -> list[Candidate]:
-    """What is in the local stage, of saves to this root. Whether a process lives there is known there for certain."""
-    candidates = []
+def _rows_of_stage(store: Store, stage: str, min_age_s: float, save_ids: Iterable[str]) -> list[GarbageRow]:
+    """Lists what saves to this root have left in the local stage, which knows for certain if their process lives."""
+    root = str(store)
+    below = join_name(root, "x")[:-1]
+    rows = []
     for found in stage_folder.scan(stage):
         journal = found.journal
-        if journal is None or journal.endpoint != endpoint_of(store) or not _is_below(journal.path, str(store)):
+        if (
+            journal is None
+            or journal.endpoint != endpoint_of(store)
+            or not (journal.path == root or journal.path.startswith(below))
+        ):
             continue
         is_named = journal.save_id in save_ids
         is_old = time.time() - journal.started_at >= min_age_s
         why = "its process lives" if found.is_alive else "named" if is_named else "old" if is_old else "young"
-        candidates.append(
-            Candidate(
+        rows.append(
+            GarbageRow(
                 path=join_name(stage, found.name),
                 save_id=journal.save_id,
                 num_files=len(found.sizes),
                 num_uploads=0,
                 num_bytes=sum(found.sizes.values()),
-                changed_s=journal.started_at,
+                changed_at=datetime.fromtimestamp(journal.started_at, UTC),
                 is_local=True,
                 is_dead=not found.is_alive and (is_named or is_old),
                 why=why,
                 leftover=None,
             )
         )
-    return candidates
+    return rows
 
 
-def _is_below(path: str, root: str) -> bool:
-    return path == root or path.startswith(join_name(root, "x")[:-1])
-
-
-def _remove(store: Store, stage: str | None, dead: Sequence[Candidate]) -> list[str]:
-    """Removes them, each whatever becomes of the others; returns what went wrong."""
+def _remove(store: Store, stage: str | None, dead: Sequence[GarbageRow]) -> list[str]:
+    """Removes each of them, even if another one fails; returns the failures."""
     failures = []
     for item in dead:
         try:
@@ -206,7 +196,7 @@ def _remove(store: Store, stage: str | None, dead: Sequence[Candidate]) -> list[
 
 
 def _as_json(
-    store: Store, candidates: Sequence[Candidate], found: Garbage, failures: Sequence[str], *, is_real: bool
+    store: Store, rows: Sequence[GarbageRow], found: Garbage, failures: Sequence[str], *, is_real: bool
 ) -> dict[str, Any]:
     return {
         "root": str(store),
@@ -218,14 +208,12 @@ def _as_json(
                 "num_files": item.num_files,
                 "num_uploads": item.num_uploads,
                 "num_bytes": item.num_bytes,
-                "changed_at": None
-                if item.changed_s is None
-                else datetime.fromtimestamp(item.changed_s, UTC).isoformat(timespec="seconds"),
+                "changed_at": item.changed_at and item.changed_at.isoformat(timespec="seconds"),
                 "local": item.is_local,
                 "dead": item.is_dead,
                 "why": item.why,
             }
-            for item in candidates
+            for item in rows
         ],
         "unreadable": [join_name(str(store), folder) for folder in found.unreadable],
         "uploads_not_looked_for": found.not_looked_for or None,
@@ -233,44 +221,50 @@ def _as_json(
     }
 
 
-def _print(
-    store: Store, candidates: Sequence[Candidate], found: Garbage, failures: Sequence[str], *, is_real: bool
-) -> None:
+def _print(store: Store, rows: Sequence[GarbageRow], found: Garbage, failures: Sequence[str], *, is_real: bool) -> None:
     screen = Screen()
-    dead = [item for item in candidates if item.is_dead]
+    dead = [item for item in rows if item.is_dead]
     size = size_text(sum(item.num_bytes for item in dead))
     did = "removed" if is_real else "to be removed with --delete"
-    if candidates:
+    if rows:
         screen.line(f"{store}: {count_text(len(dead), 'leftover')} of dead saves, {size}, {did}", style="bold")
-        screen.line()
-        now = datetime.now(UTC)
-        screen.table(_COLUMNS, [_row(str(store), item, now, is_real=is_real) for item in candidates])
+        screen.section(_table(str(store), is_real=is_real), rows)
     else:
         screen.line(f"{store}: nothing is left of saves that did not commit", style="bold green")
-    if any(not item.is_dead for item in candidates):
-        screen.line()
-        screen.line("What is not dead is left alone: --older-than AGE or --save-id ID says what is.")
+    if any(not item.is_dead for item in rows):
+        screen.paragraph("What is not dead is left alone: --older-than AGE or --save-id ID says what is.")
     if found.unreadable:
         screen.line()
         shown = some_of([folder or "." for folder in found.unreadable], 10)
         screen.line(f"not looked at, because the manifest there is damaged: {shown}", style="yellow")
     if found.not_looked_for:
-        screen.line()
-        screen.line(f"unfinished uploads were not looked for: {found.not_looked_for}", style="yellow")
+        screen.paragraph(f"unfinished uploads were not looked for: {found.not_looked_for}", style="yellow")
     for failure in failures:
         screen.line(failure, style="red")
 
 
-def _row(root: str, item: Candidate, now: datetime, *, is_real: bool) -> list[str]:
-    changed = None if item.changed_s is None else datetime.fromtimestamp(item.changed_s, UTC)
-    state = ("removed" if is_real else "dead") if item.is_dead else "alive?"
-    folder = item.path if item.is_local else item.path.removeprefix(root).strip("/") or "."
-    return [
-        item.save_id or "-",
-        size_text(item.num_bytes),
-        count_text(item.num_files),
-        count_text(item.num_uploads),
-        age_text(changed, now),
-        folder,
-        f"{state} ({item.why})",
+def _table(root: str, *, is_real: bool) -> TableShape:
+    now = datetime.now(UTC)
+    columns = [
+        Column("save id", style="bold cyan", is_whole=True),
+        Column("size", is_right=True),
+        Column("files", is_right=True, drop=2),
+        Column("uploads", is_right=True, drop=1),
+        Column("last change", is_whole=True, drop=3),
+        Column("folder", style="dim"),
+        Column("state"),
     ]
+
+    def cells(item: GarbageRow) -> list[str]:
+        state = ("removed" if is_real else "dead") if item.is_dead else "alive?"
+        return [
+            item.save_id or "-",
+            size_text(item.num_bytes),
+            count_text(item.num_files),
+            count_text(item.num_uploads),
+            age_text(item.changed_at, now),
+            item.path if item.is_local else item.path.removeprefix(root).strip("/") or ".",
+            f"{state} ({item.why})",
+        ]
+
+    return TableShape(columns, cells)

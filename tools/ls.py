@@ -1,8 +1,8 @@
-"""`bcp ls`: which checkpoints there are."""
+"""`bcp ls`: lists checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -18,11 +18,10 @@ from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
 
 from . import exit_codes
-from .analysis.checkpoint_list import Listed, Listing, list_checkpoints, read_checkpoint, runs_of
-from .arguments import with_output_options
-from .render.column_widths import Column
+from .analysis.checkpoint_list import CheckpointList, ListedCheckpoint, list_checkpoints, read_checkpoint
+from .arguments import Access, with_output_options
 from .render.number_format import age_text, count_text, size_text, some_of, time_text
-from .render.terminal import Screen, print_json
+from .render.terminal import Column, Screen, print_json
 
 _NOT_COMMITTED = "not committed"
 _COLUMNS = [
@@ -46,20 +45,20 @@ Example:
 @click.command(short_help="The checkpoints under a root.", epilog=_EXAMPLE)
 @click.argument("root")
 @with_output_options
-def ls(*, root: str, as_json: bool, storage_options: Mapping[str, Any]) -> int:
-    """The checkpoints under ROOT, or the one that ROOT is: step, size, age, tensors, how many ranks saved it.
+def ls(*, root: str, access: Access, as_json: bool) -> int:
+    """Lists the checkpoints under ROOT, or the one that ROOT is: step, size, age, tensors, how many ranks saved it.
 
     ROOT may also be a folder of runs: folders that are no checkpoints are looked into, and no deeper. Folders of saves
     that did not finish, or are still being written, are listed as not committed. Only manifests are read. Exit code 1
     where one of them is damaged.
     """
-    store = open_store(root, storage_options=storage_options, writer_threads=1)
-    listing = Listing([], [])
+    store = open_store(root, storage_options=access.storage_options, writer_threads=1)
+    listing = CheckpointList([], [])
     with suppress(CheckpointNotFoundError):  # a file may be a checkpoint too
         listing = list_checkpoints(store)
     if not listing.checkpoints:
-        alone = find_checkpoint(root, "latest", Opening(storage_options))  # or it says what is there instead
-        listing = Listing([read_checkpoint(alone, None) or _gone(alone)], listing.not_listed)
+        alone = find_checkpoint(root, "latest", Opening(access.storage_options))  # or it says what is there instead
+        listing = CheckpointList([read_checkpoint(alone, None) or _gone(alone)], listing.not_listed)
     found = listing.checkpoints
     if as_json:
         not_listed = [join_name(str(store), folder) for folder in listing.not_listed]
@@ -77,8 +76,8 @@ def ls(*, root: str, as_json: bool, storage_options: Mapping[str, Any]) -> int:
     return exit_codes.CORRUPT if is_damaged else exit_codes.FINE
 
 
-def _mixed(found: Sequence[Listed]) -> str | None:
-    """The warning for a root, or a run, that is a checkpoint and has steps below it."""
+def _mixed(found: Sequence[ListedCheckpoint]) -> str | None:
+    """Returns the warning for a root, or a run, that is a checkpoint and has steps below it."""
     own = [item for item in found if item.committed and item.format == OWN_FORMAT]
     for item in own:
         beside = [other for other in own if other.folder.rpartition("/")[0] == item.folder != other.folder]
@@ -91,25 +90,25 @@ def _mixed(found: Sequence[Listed]) -> str | None:
     return None
 
 
-def _gone(found: FoundCheckpoint) -> Listed:
+def _gone(found: FoundCheckpoint) -> ListedCheckpoint:
     raise CheckpointNotFoundError(
         f"{found.path} was there and is gone, or a file of it is", kind="not_found", path=found.path
     )
 
 
-def _as_json(item: Listed) -> dict[str, Any]:
+def _as_json(item: ListedCheckpoint) -> dict[str, Any]:
     fields = asdict(item)
     del fields["folder"], fields["is_refused"]
     created_at = item.created_at.isoformat() if item.created_at else None
     return {**fields, "run": item.run or None, "created_at": created_at}
 
 
-def _print(root: str, listing: Listing) -> None:
+def _print(root: str, listing: CheckpointList) -> None:
     screen = Screen()
     found = listing.checkpoints
     screen.line(f"{root}: {_totals(found)}", style="bold")
     now = datetime.now(UTC)
-    for run in runs_of(found):
+    for run in dict.fromkeys(item.run for item in found):
         of_run = [item for item in found if item.run == run]
         screen.line()
         if run:
@@ -117,31 +116,30 @@ def _print(root: str, listing: Listing) -> None:
         screen.table(_COLUMNS, [_row(item, now) for item in of_run])
     for item in found:
         if item.problem:
-            screen.line()
-            screen.line(item.problem, style="yellow" if item.is_refused else "red")
+            screen.paragraph(item.problem, style="yellow" if item.is_refused else "red")
     warning = _mixed(found)
     if warning:
-        screen.line()
-        screen.line(warning, style="yellow")
+        screen.paragraph(warning, style="yellow")
     if listing.not_listed:
-        screen.line()
-        screen.line(f"not looked into: {some_of(listing.not_listed, 10)}: give one of them as ROOT", style="yellow")
+        screen.paragraph(
+            f"not looked into: {some_of(listing.not_listed, 10)}: give one of them as ROOT", style="yellow"
+        )
 
 
-def _totals(found: Sequence[Listed]) -> str:
+def _totals(found: Sequence[ListedCheckpoint]) -> str:
     committed = [item for item in found if item.committed]
     rest = f", {len(found) - len(committed)} not committed" if len(committed) < len(found) else ""
     total = size_text(sum(item.num_bytes for item in found))
     return f"{count_text(len(committed), 'checkpoint')}{rest}, {total}"
 
 
-def _state(item: Listed) -> str:
+def _state(item: ListedCheckpoint) -> str:
     if not item.committed:
         return _NOT_COMMITTED
     return "committed" if item.format == OWN_FORMAT else item.format
 
 
-def _row(item: Listed, now: datetime) -> list[str]:
+def _row(item: ListedCheckpoint, now: datetime) -> list[str]:
     state = "refused" if item.is_refused else "damaged" if item.problem else _state(item)
     return [
         "-" if item.step is None else str(item.step),

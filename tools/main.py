@@ -1,4 +1,4 @@
-"""The program `bcp`: its commands, and how whatever goes wrong in one becomes one line and an exit code."""
+"""The program `bcp`: its commands. Any error of one becomes one line and an exit code."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class Program(click.Group):
         except KeyboardInterrupt:
             raise click.Abort from None
         except BrokenPipeError:
-            # Whoever read has enough. The interpreter must not complain when it flushes what is left.
+            # The reader has closed the pipe. The interpreter must not complain when it flushes the rest.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return exit_codes.BROKEN_PIPE
         return result
 
 
 def _report(kind: str, message: str, path: str | None, *, as_json: bool) -> int:
-    """Says what went wrong; gives the exit code of the two kinds that are no CheckpointError."""
+    """Prints an error; returns the exit code of the two kinds that are no CheckpointError."""
     if as_json:
         click.echo(json.dumps({"error": {"kind": kind, "message": message, "path": path}}))
     else:
@@ -96,16 +96,10 @@ def cli(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-cli.add_command(doctor)
-cli.add_command(gc)
-cli.add_command(ls)
-cli.add_command(show)
-cli.add_command(verify)
-cli.add_command(diff)
-cli.add_command(convert)
-cli.add_command(timeline)
+for command in (doctor, gc, ls, show, verify, diff, convert, timeline):
+    cli.add_command(command)
 
 
 def main() -> NoReturn:
-    """The console script."""
+    """Runs the console script."""
     cli.main()

@@ -1,10 +1,11 @@
-"""The options that name the tensors of an export: `bcp convert` writes it so, `bcp diff` compares it so."""
+"""Options that name the tensors of an export, for `bcp convert`, which writes it, and `bcp diff`, which compares it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from functools import wraps
+from typing import Any, NamedTuple
 
 import click
 
@@ -13,14 +14,14 @@ from bytecheckpoint.name_maps.parameters import parse_options
 from bytecheckpoint.options import NameMap
 
 FORMATS = ("bcp", "hf", "dcp", "torch")
-"""What `bcp convert` writes."""
-_Command = TypeVar("_Command", bound=Callable[..., Any])
+"""Formats that `bcp convert` writes."""
 
 
 class NameOptions(NamedTuple):
-    """What was given, as click passes it."""
+    """The options as click passes them."""
 
     to: str
+    """Format of the export; "bcp" if none is given."""
     rename: Sequence[tuple[str, str]]
     map_name: str | None
     map_option: Mapping[str, int | str]
@@ -29,7 +30,7 @@ class NameOptions(NamedTuple):
     experts: str | None
 
     def name_map(self) -> NameMap | None:
-        """The map to look through. Raises click.UsageError for options that would do nothing."""
+        """Returns the name map that was given. Raises click.UsageError for options that would do nothing."""
         if self.keep_names and self.to != "hf":
             raise click.UsageError(f"--keep-names is for --to hf: --to {self.to} keeps all names")
         if self.experts is not None and self.to != "hf":
@@ -104,8 +105,14 @@ _OPTIONS = (
 )
 
 
-def with_name_options(command: _Command) -> _Command:
-    """Adds them to a command that also has `--to`."""
+def with_name_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds them to a command that also has `--to`, which gets all of these options as `names`."""
+
+    @wraps(command)
+    def run(*, to: str | None, **given: Any) -> Any:
+        names = NameOptions(to or "bcp", **{name: given.pop(name) for name in NameOptions._fields[1:]})
+        return command(names=names, is_renamed=bool(to or names.rename or names.map_name), **given)
+
     for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+        run = option(run)
+    return run

@@ -1,4 +1,4 @@
-"""What a store's measurements mean for the options of saves and loads, and how fast this machine compresses."""
+"""Recommends options of saves and loads from a store's measurements, and measures how fast this machine compresses."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from bytecheckpoint.storage.object_io import BLOCK_BYTES
 from .render.number_format import size_text
 
 _AS_GOOD = 0.9
-"""Of the best speed: fewer threads that reach it are preferred."""
+"""Part of the best speed: fewer threads that reach it are preferred."""
 _WORTH_IT = 1.25
 _LOCAL_WORTH_IT = 2.0
 _MAX_GAP_BYTES = 64 << 20
 _SAMPLE_FRAMES = 16
 
 
-class Compression(NamedTuple):
-    """Of what looks like bfloat16 weights, by all threads of a save."""
+class CompressionSpeed(NamedTuple):
+    """Compression of what looks like bfloat16 weights, by all threads of a save."""
 
     bytes_per_s: float
-    """Of raw bytes."""
+    """Raw bytes a second."""
     ratio: float
-    """Of compressed bytes to raw ones."""
+    """Compressed bytes by raw ones."""
     threads: int
 
 
-class Advice(NamedTuple):
+class Recommendation(NamedTuple):
     """A value for one option, and why."""
 
     option: str
@@ -44,8 +44,8 @@ class Advice(NamedTuple):
     why: str
 
 
-def measure_compression(threads: int) -> Compression:
-    """With no more threads than there are processors."""
+def measure_compression(threads: int) -> CompressionSpeed:
+    """Compresses with no more threads than there are processors."""
     threads = max(1, min(threads, os.cpu_count() or 1))
     numbers = np.random.default_rng(0).normal(0, 0.02, FRAME_BYTES // 2).astype(np.float32)
     frame = memoryview((numbers.view(np.uint32) >> 16).astype(np.uint16).tobytes())
@@ -59,27 +59,27 @@ def measure_compression(threads: int) -> Compression:
     num_compressed = sum(map_jobs(compress, range(threads), num_threads=threads))
     seconds = time.perf_counter() - started
     num_raw = threads * _SAMPLE_FRAMES * frame.nbytes
-    return Compression(num_raw / max(seconds, 1e-9), num_compressed / num_raw, threads)
+    return CompressionSpeed(num_raw / max(seconds, 1e-9), num_compressed / num_raw, threads)
 
 
-def advise(
+def recommend(
     latency: Latency,
     writes: Sequence[Speed],
     reads: Sequence[Speed],
-    compression: Compression,
+    compression: CompressionSpeed,
     local: Sequence[Speed] | None,
-) -> list[Advice]:
-    """For each option, from what was measured. `local` are the writes to a disk that could be the local stage."""
+) -> list[Recommendation]:
+    """Recommends a value for each option. `local` are the writes to a disk that could be the local stage."""
     best_write = _fewest_threads(_of_library_parts(writes))
     best_read = _fewest_threads(reads)
     return [
-        Advice(
+        Recommendation(
             "SaveOptions.writer_threads",
             best_write.threads,
             f"{size_text(best_write.bytes_per_s)}/s with {best_write.threads}; more threads are no faster by a tenth "
             f"(the default is {SaveOptions().writer_threads})",
         ),
-        Advice(
+        Recommendation(
             "LoadOptions.reader_threads",
             best_read.threads,
             f"{size_text(best_read.bytes_per_s)}/s with {best_read.threads} reads of {size_text(best_read.part_bytes)} "
@@ -92,7 +92,7 @@ def advise(
 
 
 def _of_library_parts(writes: Sequence[Speed]) -> Sequence[Speed]:
-    """Those with blocks as saves write them, or with the longest that were tried."""
+    """Returns writes with blocks as long as those of saves, or the longest that were tried."""
     longest = max(write.part_bytes for write in writes)
     return [write for write in writes if write.part_bytes == min(BLOCK_BYTES, longest)] or writes
 
@@ -102,19 +102,19 @@ def _fewest_threads(speeds: Sequence[Speed]) -> Speed:
     return min((speed for speed in speeds if speed.bytes_per_s >= enough), key=lambda speed: speed.threads)
 
 
-def _gap(latency: Latency, reads: Sequence[Speed]) -> Advice:
+def _gap(latency: Latency, reads: Sequence[Speed]) -> Recommendation:
     alone = max(speed.bytes_per_s for speed in reads if speed.threads == 1)
     gap_bytes = min(int(latency.read_s * alone) // 1000 * 1000, _MAX_GAP_BYTES)
-    return Advice(
+    return Recommendation(
         "LoadOptions.max_gap_bytes",
         gap_bytes,
         f"a request takes {latency.read_s * 1e3:.2f} ms, in which one reader gets {size_text(gap_bytes)}",
     )
 
 
-def _codec(write: Speed, compression: Compression) -> Advice:
+def _codec(write: Speed, compression: CompressionSpeed) -> Recommendation:
     is_faster = compression.ratio < 1 and compression.bytes_per_s >= _WORTH_IT * write.bytes_per_s
-    return Advice(
+    return Recommendation(
         "SaveOptions.codec",
         "zstd" if is_faster else "none",
         f"{compression.threads} threads compress {size_text(compression.bytes_per_s)}/s of what looks like bfloat16 "
@@ -122,12 +122,12 @@ def _codec(write: Speed, compression: Compression) -> Advice:
     )
 
 
-def _local_stage(write: Speed, local: Sequence[Speed] | None) -> Advice:
+def _local_stage(write: Speed, local: Sequence[Speed] | None) -> Recommendation:
     if local is None:
-        return Advice("SaveOptions.local_stage", None, "not measured: --local-stage FOLDER measures a disk")
+        return Recommendation("SaveOptions.local_stage", None, "not measured: --local-stage FOLDER measures a disk")
     disk = _fewest_threads(_of_library_parts(local))
     factor = disk.bytes_per_s / max(write.bytes_per_s, 1e-9)
-    return Advice(
+    return Recommendation(
         "SaveOptions.local_stage",
         factor >= _LOCAL_WORTH_IT,
         f"the disk takes {size_text(disk.bytes_per_s)}/s, {factor:.1f} times what the storage takes",

@@ -1,8 +1,9 @@
-"""`bcp show`: what is in a checkpoint."""
+"""`bcp show`: shows the contents of a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -12,33 +13,31 @@ from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.info import OWN_FORMAT
 
 from . import exit_codes
-from .analysis.module_tree import Node, build_tree
+from .analysis.module_tree import ModuleNode, build_tree
 from .analysis.save_layout import compressed, writers_of
-from .analysis.summary import Contents, Tensor, file_rows, plain_objects
-from .analysis.tensor_stats import Stats, tensor_stats
+from .analysis.summary import ManifestSummary, TensorEntry, file_rows, plain_objects
+from .analysis.tensor_stats import TensorStats, tensor_stats
 from .arguments import (
-    AnyStep,
+    Access,
     LocalFile,
     Opened,
-    files_opened,
-    open_manifest,
     with_limit_option,
     with_link_option,
     with_output_options,
     with_step_option,
     write_text,
 )
-from .render.html_report import Shown, html_report
-from .render.progress import byte_progress
+from .render.html_report import ReportContents, html_report
 from .render.show_text import (
-    print_files,
+    FILE_TABLE,
+    OBJECT_TABLE,
+    TREE_TABLE,
     print_in_depth,
-    print_objects,
     print_summary,
-    print_tensors,
-    print_tree,
+    tensor_table,
+    tree_rows,
 )
-from .render.terminal import Screen, print_json
+from .render.terminal import Screen, byte_progress, print_json
 
 _DEFAULT_ROWS = 40
 
@@ -91,7 +90,6 @@ Example:
 def show(
     *,
     ckpt: str,
-    step: AnyStep,
     with_tree: bool,
     patterns: Sequence[str],
     with_files: bool,
@@ -99,72 +97,69 @@ def show(
     with_stats: bool,
     html_path: str | None,
     limit: int,
-    follow_links: bool,
+    access: Access,
     as_json: bool,
-    storage_options: Mapping[str, Any],
 ) -> int:
-    """What is in the checkpoint CKPT: a summary, then its tensors.
+    """Shows the contents of the checkpoint CKPT: a summary, then its tensors.
 
     Only the manifest is read, unless --stats asks for values, --objects for tensors of single ranks, or --html for how
     the save went.
     """
-    opened = open_manifest(ckpt, step=step, storage_options=storage_options, follow_links=follow_links)
+    opened = access.open_manifest(ckpt)
     if with_stats or with_objects:
-        opened = files_opened(opened, storage_options=storage_options, follow_links=follow_links)
-    contents = Contents(opened.manifest)
-    tensors = contents.select(patterns, path=opened.path)
+        opened = access.find_files(opened)
+    summary = ManifestSummary(opened.manifest)
+    tensors = summary.select(patterns, path=opened.path)
     stats = _read_stats(opened, tensors) if with_stats else None
     tree = build_tree(tensors) if with_tree else None
     files = file_rows(opened.manifest) if with_files else None
     objects = plain_objects(opened) if with_objects else None
     if html_path is not None:
-        shown = Shown(
-            tensors,
-            bool(patterns),
-            stats,
-            objects,
-            read_save_records(opened.store, opened.folder, opened.manifest.save_id),
-        )
-        write_text(html_path, html_report(opened, contents, shown))
+        records = read_save_records(opened.store, opened.folder, opened.manifest.save_id)
+        report = ReportContents(tensors, bool(patterns), stats, objects, records)
+        write_text(html_path, html_report(opened, summary, report))
     if as_json:
         sections = {
-            "tensors": [_tensor_json(contents, tensor, stats, in_depth=bool(patterns)) for tensor in tensors],
+            "tensors": [_tensor_json(summary, tensor, stats, in_depth=bool(patterns)) for tensor in tensors],
             "tree": None if tree is None else list(map(_node_json, tree)),
             "files": files,
-            "objects": None if objects is None else [_without_text(plain._asdict()) for plain in objects],
+            "objects": None
+            if objects is None
+            else [{name: value for name, value in plain._asdict().items() if name != "text"} for plain in objects],
             "html": html_path,
         }
-        print_json({**_summary_json(opened, contents), **sections})
+        print_json({**_summary_json(opened, summary), **sections})
         return exit_codes.FINE
     screen = Screen()
     if patterns:
         screen.line(opened.path, style="bold")
     else:
-        print_summary(screen, opened, contents)
+        print_summary(screen, opened, summary)
     if patterns and tree is None:
-        print_in_depth(screen, opened.manifest, contents, tensors, stats, limit=limit)
+        print_in_depth(screen, opened.manifest, summary, tensors, stats, limit=limit)
     elif tree is not None:
-        print_tree(screen, tree, limit=limit)
+        rows = [row for node in tree for row in tree_rows(node)]
+        screen.section(TREE_TABLE, rows, limit=limit, rest="more rows: --tensor GLOB shows a part, --limit 0 all")
     elif with_stats or not (with_files or with_objects):
-        print_tensors(screen, tensors, stats, limit=limit)
+        rest = "more: --tree shows them by module, --tensor GLOB some, --limit 0 all"
+        screen.section(tensor_table(stats), tensors, limit=limit, rest=rest)
     if files is not None:
-        print_files(screen, files, limit=limit)
+        screen.section(FILE_TABLE, files, limit=limit, rest="more files: --limit 0 shows all")
     if objects is not None:
-        print_objects(screen, objects, limit=limit)
+        screen.section(OBJECT_TABLE, objects, limit=limit, rest="more objects: --limit 0 shows all")
     if html_path is not None:
-        screen.line()
-        screen.line(f"report written to {html_path}")
+        screen.paragraph(f"report written to {html_path}")
     return exit_codes.FINE
 
 
-def _read_stats(opened: Opened, tensors: Sequence[Tensor]) -> dict[str, Stats]:
+def _read_stats(opened: Opened, tensors: Sequence[TensorEntry]) -> dict[str, TensorStats]:
     stored = list(dict.fromkeys(tensor.stored_fqn for tensor in tensors))
     num_bytes = sum({tensor.stored_fqn: tensor.num_elements * itemsize(tensor.dtype) for tensor in tensors}.values())
     with byte_progress("reading", num_bytes) as on_progress:
         return tensor_stats(opened, stored, on_progress=on_progress)
 
 
-def _summary_json(opened: Opened, contents: Contents) -> dict[str, Any]:
+def _summary_json(opened: Opened, summary: ManifestSummary) -> dict[str, Any]:
     manifest = opened.manifest
     world_size = manifest.provenance.get("world_size")
     writers, packed = writers_of(manifest), compressed(manifest)
@@ -179,11 +174,11 @@ def _summary_json(opened: Opened, contents: Contents) -> dict[str, Any]:
         "num_files": len(manifest.files),
         "num_tensors": len(manifest.tensors),
         "num_aliases": len(manifest.aliases),
-        "num_chunks": contents.num_chunks,
-        "num_parameters": contents.num_parameters,
-        "entries": [_total_json(entry) for entry in contents.entries],
-        "dtypes": [_total_json(dtype) for dtype in contents.dtypes],
-        "cuts": [cut._asdict() for cut in contents.cuts],
+        "num_chunks": summary.num_chunks,
+        "num_parameters": summary.num_parameters,
+        "entries": list(map(asdict, summary.entries)),
+        "dtypes": list(map(asdict, summary.dtypes)),
+        "cuts": [cut._asdict() for cut in summary.cuts],
         "writers": None if writers is None else writers._asdict(),
         "compressed": None if packed is None else packed._asdict(),
         "metadata": manifest.metadata,
@@ -191,20 +186,11 @@ def _summary_json(opened: Opened, contents: Contents) -> dict[str, Any]:
     }
 
 
-def _total_json(total: Any) -> dict[str, Any]:
-    return {
-        "name": total.name,
-        "num_tensors": total.num_tensors,
-        "num_elements": total.num_elements,
-        "num_bytes": total.num_bytes,
-    }
-
-
 def _tensor_json(
-    contents: Contents, tensor: Tensor, stats: Mapping[str, Stats] | None, *, in_depth: bool
+    summary: ManifestSummary, tensor: TensorEntry, stats: Mapping[str, TensorStats] | None, *, in_depth: bool
 ) -> dict[str, Any]:
     found = stats.get(tensor.stored_fqn) if stats is not None else None
-    chunks = contents.record(tensor).chunks if in_depth else None
+    chunks = summary.record(tensor).chunks if in_depth else None
     return {
         "fqn": tensor.fqn,
         "alias_of": tensor.alias_of,
@@ -212,14 +198,14 @@ def _tensor_json(
         "shape": tensor.shape,
         "num_elements": tensor.num_elements,
         "num_bytes": tensor.num_bytes,
-        "num_chunks": contents.num_chunks_of(tensor),
-        "chunks": None if chunks is None else list(map(contents.chunk_json, chunks)),
-        "tiles_shape": contents.is_covered_once(tensor) if in_depth else None,
+        "num_chunks": summary.num_chunks_of(tensor),
+        "chunks": None if chunks is None else list(map(summary.chunk_json, chunks)),
+        "tiles_shape": summary.is_covered_once(tensor) if in_depth else None,
         "stats": None if found is None else found.as_json(),
     }
 
 
-def _node_json(node: Node) -> dict[str, Any]:
+def _node_json(node: ModuleNode) -> dict[str, Any]:
     return {
         "name": node.name,
         "dtype": node.tensor.dtype if node.tensor else None,
@@ -229,7 +215,3 @@ def _node_json(node: Node) -> dict[str, Any]:
         "num_bytes": node.num_bytes,
         "children": list(map(_node_json, node.children)),
     }
-
-
-def _without_text(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if name != "text"}

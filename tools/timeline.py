@@ -1,9 +1,9 @@
-"""`bcp timeline`: how a save went."""
+"""`bcp timeline`: shows the course of a save."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,10 +15,9 @@ from bytecheckpoint.errors import CheckpointNotFoundError
 
 from . import exit_codes
 from .arguments import (
-    AnyStep,
+    Access,
     LocalFile,
     Opened,
-    open_manifest,
     with_limit_option,
     with_output_options,
     with_step_option,
@@ -30,7 +29,6 @@ from .render.timeline_text import print_timeline
 
 _DEFAULT_ROWS = 32
 _NUM_SLOWEST = 5
-_STORE_KINDS = {"permission", "unavailable", "unsupported"}
 
 _EXAMPLE = """\b
 Example:
@@ -58,18 +56,17 @@ Example:
 def timeline(
     *,
     ckpt: str,
-    step: AnyStep,
     trace_path: str | None,
     limit: int,
+    access: Access,
     as_json: bool,
-    storage_options: Mapping[str, Any],
 ) -> int:
-    """How the save of the checkpoint CKPT went: the phases of each rank, and which ranks the others waited for.
+    """Shows the save of the checkpoint CKPT: the phases of each rank, and the ranks that the others waited for.
 
     It is told by small files beside the data, which a checkpoint may lack: exit code 3 where there are none, 1 where
     one cannot be understood. Starts of ranks on several machines are as good as their clocks.
     """
-    opened = open_manifest(ckpt, step=step, storage_options=storage_options, follow_links=False)
+    opened = access.open_manifest(ckpt)
     records = read_save_records(opened.store, opened.folder, opened.manifest.save_id)
     if not records.ranks and not records.unreadable:
         raise CheckpointNotFoundError(
@@ -85,9 +82,7 @@ def timeline(
         print_json(_as_json(opened, records, phases, slowest, trace_path))
     else:
         print_timeline(Screen(), opened, records, phases, slowest, limit=limit, trace_path=trace_path)
-    if all(item.kind in _STORE_KINDS for item in records.unreadable):
-        return exit_codes.STORAGE if records.unreadable else exit_codes.FINE
-    return exit_codes.CORRUPT
+    return exit_codes.code_of_findings(item.kind for item in records.unreadable)
 
 
 def _as_json(
@@ -108,16 +103,12 @@ def _as_json(
         "started_at": datetime.fromtimestamp(started_at, UTC).isoformat() if started_at is not None else None,
         "committed_at": manifest.provenance.get("created_at"),
         "seconds": max((end_of(record, ranks) for record in ranks), default=None),
-        "phases": [_phase_json(phase) for phase in phases],
+        "phases": [{name: value for name, value in phase._asdict().items() if name != "by_rank"} for phase in phases],
         "slowest": [_slow_json(slow) for slow in slowest],
         "ranks": [_rank_json(record, started_at or 0.0) for record in ranks],
         "unreadable": [item._asdict() for item in records.unreadable],
         "trace": trace_path,
     }
-
-
-def _phase_json(phase: Phase) -> dict[str, Any]:
-    return {name: value for name, value in phase._asdict().items() if name != "by_rank"}
 
 
 def _slow_json(slow: SlowRank) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""`bcp verify`: whether every byte is still what was written."""
+"""`bcp verify`: checks that every byte is still what was written."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -15,22 +14,17 @@ from bytecheckpoint.options import LoadOptions
 
 from . import exit_codes
 from .arguments import (
-    AnyStep,
+    Access,
     Opened,
-    files_opened,
     finite,
-    open_manifest,
     with_limit_option,
     with_link_option,
     with_output_options,
     with_step_option,
 )
-from .render.column_widths import Column
 from .render.number_format import count_text, size_text, some_of
-from .render.progress import byte_progress
-from .render.terminal import Screen, print_json
+from .render.terminal import Column, Screen, byte_progress, print_json
 
-_STORE_KINDS = {"permission", "unavailable", "unsupported"}
 _DEFAULT_ROWS = 20
 
 _EXAMPLE = """\b
@@ -66,13 +60,11 @@ Example:
 def verify(
     *,
     ckpt: str,
-    step: AnyStep,
     sample_percent: float,
     threads: int,
     limit: int,
-    follow_links: bool,
+    access: Access,
     as_json: bool,
-    storage_options: Mapping[str, Any],
 ) -> int:
     """Checks the checkpoint CKPT and lists all damage.
 
@@ -80,8 +72,7 @@ def verify(
     header as the manifest says, and the chunks of every tensor must cover it exactly once. Exit code 1 where something
     is damaged, 4 where the storage could not be read.
     """
-    opened = open_manifest(ckpt, step=step, storage_options=storage_options, follow_links=follow_links)
-    opened = files_opened(opened, storage_options=storage_options, follow_links=follow_links)
+    opened = access.find_files(access.open_manifest(ckpt))
     started = time.monotonic()
     with byte_progress("checking", bytes_to_read(opened.manifest, sample_percent)) as on_progress:
         result = verify_checkpoint(
@@ -98,9 +89,7 @@ def verify(
         print_json(_as_json(opened, result, sample_percent=sample_percent, seconds=seconds))
     else:
         _print(opened, result, sample_percent=sample_percent, seconds=seconds, limit=limit)
-    if all(item.kind in _STORE_KINDS for item in result.damage):
-        return exit_codes.STORAGE if result.damage else exit_codes.FINE
-    return exit_codes.CORRUPT
+    return exit_codes.code_of_findings(item.kind for item in result.damage)
 
 
 def _as_json(opened: Opened, result: Verification, *, sample_percent: float, seconds: float) -> dict[str, Any]:
@@ -157,14 +146,13 @@ def _print(opened: Opened, result: Verification, *, sample_percent: float, secon
     if result.unchecked_files:
         screen.line(f"  without checksums, so not read: {some_of(result.unchecked_files, 10)}", style="yellow")
     if result.damage:
-        screen.line()
-        screen.line(
+        screen.paragraph(
             f"{_others(result, len(manifest.tensors))}Restore the files from a good copy, or take another step."
         )
 
 
 def _others(result: Verification, num_tensors: int) -> str:
-    """What is known of the tensors that no damage names."""
+    """Formats what is known of the tensors that no damage names."""
     num_others = num_tensors - result.num_hit
     if result.num_sound is None:
         return ""
@@ -182,8 +170,7 @@ def _others(result: Verification, num_tensors: int) -> str:
 def _print_damage(screen: Screen, item: Damage, limit: int) -> None:
     end = item.byte_offset + item.byte_length
     where = f"{item.file}, bytes {item.byte_offset:,} to {end:,}" if item.file else "manifest"
-    screen.line()
-    screen.line(f"  {where}", style="red")
+    screen.paragraph(f"  {where}", style="red")
     rows = [("what", f"{item.kind}: {item.what}"), ("hits", _hit_text(item, limit))]
     screen.table([Column("", style="dim"), Column("")], rows, indent=4)
 

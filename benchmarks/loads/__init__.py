@@ -1,1 +1,1 @@
-"""What a load costs: candidates, how one is timed, tables and targets."""
+"""Candidates of the load benchmark, their timing, tables and targets."""

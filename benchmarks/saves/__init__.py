@@ -1,1 +1,1 @@
-"""What a save costs: candidates, how one is timed, tables and targets."""
+"""Candidates of the save benchmark, their timing, tables and targets."""

@@ -1,1 +1,1 @@
-"""What several benchmarks use: states, process pools, results, tables."""
+"""Modules that several benchmarks use: states, process pools, results, tables."""

@@ -21,18 +21,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bytecheckpoint.adapters.collect import collect_all, entries_of
 from bytecheckpoint.distributed.key_value_ranks import COORDINATOR
-from bytecheckpoint.distributed.ranks import Ranks, SoleRank, Subject
+from bytecheckpoint.distributed.ranks import SoleRank, Subject
 from bytecheckpoint.loading.mismatches import share_findings
 from bytecheckpoint.loading.name_scope import View, WantedState, match_named
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.options import LoadOptions, SaveOptions
-from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
-from bytecheckpoint.saving.global_plan import Agreed, Wish, agree, propose, wish_of
+from bytecheckpoint.saving.commit import commit_together
+from bytecheckpoint.saving.global_plan import LocalSavePlan, exchange_plans, make_local_plan
 from bytecheckpoint.saving.plan_cache import PlanCache
-from bytecheckpoint.saving.report import encode_report
-from bytecheckpoint.saving.write import Saving, commit_together, encode
-from bytecheckpoint.staging.snapshots import LiveState
+from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report
+from bytecheckpoint.saving.target import SaveCall, open_target
+from bytecheckpoint.saving.write import SaveFiles
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.open_store import open_store
 from simulated_ranks.ranks import STEP, Setting, member, offers_of, write_files
@@ -59,44 +59,30 @@ def coordinate(connection: Connection, setting: Setting) -> None:
         ranks = member(store, COORDINATOR, setting.num_ranks)
 
         connection.recv()
-        plans = PlanCache()
         started = time.process_time()
-        wish = wish_of(setting.target, collect_all(entries_of(state, "auto")), SaveOptions())
-        agreed = agree(ranks, propose(ranks, wish, plans), plans)
+        contents = collect_all(entries_of(state, "auto"))
+        local_plan = make_local_plan(ranks, setting.described, contents, SaveOptions(), plans=PlanCache())
+        agreed = exchange_plans(ranks, local_plan)
         plan_s = time.process_time() - started
-        _check_simulation(setting, COORDINATOR, wish)
+        _check_simulation(setting, COORDINATOR, local_plan)
 
-        saving = _saving(setting, ranks, agreed)
-        written = write_files(setting, agreed.known, COORDINATOR)
+        call = SaveCall(ranks, Subject(str(setting.folder), STEP, is_save=True), PhaseTimer())
+        target = open_target(setting.root, step=STEP, role=None, storage_options=None, options=SaveOptions())
+        files = SaveFiles(target, agreed.save_id, COORDINATOR, agreed.rank_plan.files)
+        written = write_files(setting, agreed.rank_plan, COORDINATOR)
         connection.send(None)
 
         connection.recv()
         started = time.process_time()
-        content, facts = encode(saving, ranks.gather(encode_report(agreed, written)))
+        reports = ranks.gather(encode_report(agreed, written))
+        content, info = encode_manifest_and_info(agreed, reports, call, target, metadata={})
         manifest_s = time.process_time() - started
         started = time.process_time()
-        commit_together(saving, content, facts)
+        commit_together(call, files, content, info)
         commit_s = time.process_time() - started
         peak = peak_mb() - before
-        num_chunks = sum(len(tensor.ranks) for tensor in agreed.known.plan.tensors)
+        num_chunks = sum(len(tensor.ranks) for tensor in agreed.rank_plan.global_plan.tensors)
         connection.send(Cost(plan_s, manifest_s, commit_s, num_chunks, len(content), peak))
-
-
-def _saving(setting: Setting, ranks: Ranks, agreed: Agreed) -> Saving:
-    options = SaveOptions()
-    return Saving(
-        ranks=ranks,
-        store=open_store(setting.root, storage_options=None, writer_threads=options.writer_threads),
-        folder=setting.folder.name,
-        about=Subject(str(setting.folder), STEP, is_save=True),
-        options=options,
-        agreed=agreed,
-        snapshot=LiveState([], BufferPool(1, 1)),
-        scratch=BufferPool(1, 1),
-        metadata={},
-        clock=PhaseTimer(),
-        tier=None,
-    )
 
 
 def load(connection: Connection, setting: Setting) -> None:
@@ -142,8 +128,8 @@ def state_of_rank(setting: Setting, rank: int) -> Iterator[dict[str, Any]]:
         dist.destroy_process_group()
 
 
-def _check_simulation(setting: Setting, rank: int, wish: Wish) -> None:
-    if wish.offers() != offers_of(setting.tensors, rank, setting.num_ranks):
+def _check_simulation(setting: Setting, rank: int, local_plan: LocalSavePlan) -> None:
+    if local_plan.offers() != offers_of(setting.tensors, rank, setting.num_ranks):
         raise ValueError("the simulated ranks hold something else than a state gives")
 
 

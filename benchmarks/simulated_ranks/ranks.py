@@ -11,17 +11,19 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import torch
 import torch.distributed as dist
 import zstandard
 
+from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.distributed.key_value_ranks import COORDINATOR, GroupRanks
 from bytecheckpoint.distributed.ranks import BLOCK_RANKS
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.write_items import Offer, pack_offers
 from bytecheckpoint.saving import global_plan
-from bytecheckpoint.saving.global_plan import Agreed, Target, Wish
-from bytecheckpoint.saving.plan_cache import KnownPlan
+from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan
+from bytecheckpoint.saving.plan_cache import PlanCache, RankPlan
 from bytecheckpoint.saving.report import WrittenFile, encode_report
 from bytecheckpoint.storage import layout
 
@@ -46,8 +48,8 @@ class Setting(NamedTuple):
     """Parent folder of the checkpoint."""
 
     @property
-    def target(self) -> Target:
-        return Target(str(self.folder), STEP, overwrite=False)
+    def described(self) -> str:
+        return f"{self.folder} (step={STEP})"
 
     @property
     def folder(self) -> Path:
@@ -116,9 +118,13 @@ def offers_of(tensors: Sequence[NamedShape], rank: int, num_ranks: int) -> list[
     return offers
 
 
-def wish_of_rank(setting: Setting, offers: list[Offer]) -> Wish:
+def local_plan_of_rank(setting: Setting, offers: list[Offer]) -> LocalSavePlan:
     options = SaveOptions()
-    return Wish(setting.target, (), lambda: offers, {}, {}, options.max_file_bytes, options.codec, {})
+    shards = [
+        LocalShard(offer.fqn, offer.dtype, offer.shape, offer.region, torch.empty(offer.lengths, device="meta"))
+        for offer in offers
+    ]
+    return LocalSavePlan(setting.described, shards, {}, {}, {}, options.max_file_bytes, options.codec, PlanCache())
 
 
 def rows_of(tensors: Sequence[NamedShape], num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
@@ -133,8 +139,8 @@ def requests(setting: Setting) -> Iterator[bytes]:
     """Yields what every rank but the coordinator sends it, made fast from what the first one sends."""
     tensors, num_ranks, _ = setting
     offers = offers_of(tensors, COORDINATOR, num_ranks)
-    request = global_plan._whole_request(
-        wish_of_rank(setting, offers), member(dist.HashStore(), COORDINATOR, num_ranks)
+    request = global_plan._whole_message(
+        local_plan_of_rank(setting, offers), member(dist.HashStore(), COORDINATOR, num_ranks)
     )
     numbers = np.array([number for offer in offers for number in (*offer.offsets, *offer.lengths)], "<i8")
     num_dims = np.array([len(shape) for _, shape in tensors])
@@ -154,17 +160,19 @@ def reports(setting: Setting, orders: Sequence[bytes]) -> Iterator[bytes]:
     and describe them once.
     """
     tensors, num_ranks, _ = setting
-    known: dict[tuple[bytes, bytes], tuple[KnownPlan, list[object]]] = {}
+    known: dict[tuple[bytes, bytes], tuple[RankPlan, list[object]]] = {}
     firsts, counts = rows_of(tensors, num_ranks)
     for rank, payload in enumerate(orders, 1):
         digits = [np.char.str_len(numbers.astype(str)) for numbers in (firsts[rank], firsts[rank] + counts[rank])]
         key = counts[rank].tobytes(), np.add(*digits).tobytes()
         if key not in known:
-            order = msgspec.msgpack.decode(payload, type=global_plan._Order)
-            plan = global_plan._planned(
-                order, wish_of_rank(setting, offers_of(tensors, rank, num_ranks)), (), num_ranks
+            order = msgspec.msgpack.decode(payload, type=global_plan._PlanReply)
+            plan = global_plan._rank_plan(
+                order, local_plan_of_rank(setting, offers_of(tensors, rank, num_ranks)), (), num_ranks
             )
-            report = encode_report(Agreed(order.save_id, plan, True, False, {}, {}), write_files(setting, plan, rank))
+            report = encode_report(
+                AgreedPlan(order.save_id, plan, True, False, {}, {}), write_files(setting, plan, rank)
+            )
             known[key] = plan, msgspec.msgpack.decode(report)[1:]
             yield report
         else:
@@ -172,7 +180,7 @@ def reports(setting: Setting, orders: Sequence[bytes]) -> Iterator[bytes]:
             yield msgspec.msgpack.encode([[each.file for each in write_files(setting, plan, rank)], *rest])
 
 
-def write_files(setting: Setting, known: KnownPlan, rank: int) -> list[WrittenFile]:
+def write_files(setting: Setting, known: RankPlan, rank: int) -> list[WrittenFile]:
     """Writes sparse files of the right lengths, with random checksums."""
     rng = random.Random(rank)
     (setting.folder / layout.DATA_FOLDER).mkdir(parents=True, exist_ok=True)

@@ -68,7 +68,7 @@ class PlainEntry:
         others = {fqn: value for fqn, value in values.items() if type(value) not in PLAIN_TENSORS}
         facts = {fqn: value for fqn, value in others.items() if is_facts(fqn) and are_facts(value)}
         refused = refusals(values if facts else {}, checkpoint)
-        # Most of a state, told from the rest by one look.
+        # Found by one look at each leaf: most of a state are such tensors.
         simple = {} if facts or not checkpoint.takes_all else checkpoint.plain
         expectation = Expectation(shards.found, set(facts), refused.problems)
         tensors: list[tuple[str, torch.Tensor]] = []

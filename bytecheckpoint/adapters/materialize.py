@@ -21,7 +21,7 @@ def target_device(tensor: torch.Tensor) -> torch.device:
     return torch.device("cpu") if default.type == "meta" else default
 
 
-def materialise(fqn: str, module: torch.nn.Module, wanted: Collection[int]) -> None:
+def materialize(fqn: str, module: torch.nn.Module, wanted: Collection[int]) -> None:
     """Gives memory to what is on the meta device and `wanted` (by id), keeping parameters the objects that they are.
 
     What a load does not fill stays on the meta device, where using it fails. A warning names buffers that are not

@@ -32,7 +32,7 @@ _Looks = tuple[torch.dtype, torch.layout, torch.Size]
 _Kind = tuple[str, tuple[int, ...], Region, int]
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-"""The types whose tensors are nothing but their elements: told by one look, because a state holds many of them."""
+"""The types whose tensors are nothing but their elements: one look tells, because a state holds many of them."""
 
 _DTYPE_NAMES: Mapping[torch.dtype, str] = {
     getattr(torch, name): name for name in DTYPE_ITEMSIZES if hasattr(torch, name)
@@ -72,7 +72,7 @@ class LocalShards:
     """The shards of this rank, collected in one walk over a state.
 
     Equal shapes share their regions, and how a DTensor lies is found once for all that lie alike. None of that is
-    kept beyond the walk, so nothing can be out of date.
+    retained beyond the walk, so nothing can be out of date.
     """
 
     def __init__(self, *, with_addresses: bool = False) -> None:
@@ -217,10 +217,14 @@ def dense_dtype(fqn: str, tensor: torch.Tensor) -> str:
     return name or dtype_name(tensor.dtype)
 
 
-def _refuse_if_not_dense(fqn: str, tensor: torch.Tensor) -> None:
+def refuse_lazy(fqn: str, tensor: torch.Tensor) -> None:
     if is_lazy(tensor):
         what = "a parameter of a lazy module that has not been initialised"
         raise unsupported(fqn, what, "call forward once, so that its shape is known")
+
+
+def _refuse_if_not_dense(fqn: str, tensor: torch.Tensor) -> None:
+    refuse_lazy(fqn, tensor)
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         raise unsupported(fqn, f"a {kind} tensor", "convert it to a dense tensor, or save its components")

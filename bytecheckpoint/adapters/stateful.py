@@ -1,9 +1,8 @@
-"""Objects that bring their own state_dict and load_state_dict (schedulers, data loaders, wrappers), and `RankLocal`.
+"""Objects with their own state_dict and load_state_dict (schedulers, data loaders, wrappers), `RankLocal`, and the
+random number generators of a process.
 
 Their state is a tree of plain data and tensors whose structure the checkpoint defines: a fresh object may not have
 any of it yet. Tensors that the object shows are loaded in place, others are created on the host.
-
-The random number generators of a process: Python's, numpy's, torch's on the host and on CUDA devices.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def is_stateful(value: Any) -> bool:
 class RankLocal:
     """Marks state that differs from rank to rank, as that of random number generators and data loaders does.
 
-    `value` is plain data, tensors, or an object with state_dict() and load_state_dict(); every rank's is kept. `load`
+    `value` is plain data, tensors, or an object with state_dict() and load_state_dict(); every rank's is saved. `load`
     puts back, as `value` or through load_state_dict(), what the rank of the same number saved. On a larger number of
     ranks some have no saved value: with missing="error" that is an error that says so, because a data loader that
     starts anew repeats data; with missing="keep" they keep what they have, which is right for random numbers. On a
@@ -139,7 +138,7 @@ class StatefulEntry:
         self._found = found
         problems = self._match_subclasses(values, checkpoint)
         own_tensors = [name for name, value in self._current.items() if isinstance(value, torch.Tensor)]
-        needed = [name for name in own_tensors if not enclosing(name, self._target.kept)]
+        needed = [name for name in own_tensors if not enclosing(name, self._target.unchanged)]
         problems += [not_stored(name) for name in needed if not isinstance(values.get(name), TensorRef | torch.Tensor)]
         problems += self._target.problems(found, checkpoint)
         return Expectation(self._target.shards(found, self._current, checkpoint), set(values), problems)
@@ -163,7 +162,7 @@ class StatefulEntry:
                 del live[name]
                 self._current = {key: value for key, value in self._current.items() if not enclosing(key, {name})}
                 continue
-            self._target.kept[name] = tensor
+            self._target.unchanged[name] = tensor
             problems += [problem for problem in refused.problems if enclosing(problem.fqn, {name})]
         return problems
 
@@ -255,7 +254,7 @@ class RngState:
     Those that Python's `random`, `numpy.random` and torch use where no other is passed, the latter for the host and,
     where this process has used CUDA, for its devices. It holds nothing: a save reads the generators, a load sets them.
 
-    Every rank's are kept, and a rank gets back those of the rank of the same number. On a larger number of ranks those
+    Every rank's are saved, and a rank gets back those of the rank of the same number. On a larger number of ranks those
     that have none keep what they have, so seed each rank differently before loading; on a smaller number the generators
     of the other ranks are left alone. What was the current CUDA device sets the one that is now, others go by number;
     on a process without them a warning says that they are left out.

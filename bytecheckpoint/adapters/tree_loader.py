@@ -70,7 +70,7 @@ class TreeTarget:
         self._new: dict[str, torch.Tensor] = {}
         self.live: dict[str, torch.Tensor] = {}
         """The object's own tensor subclasses whose inner tensors are among its tensors, by FQN."""
-        self.kept: dict[str, torch.Tensor] = {}
+        self.unchanged: dict[str, torch.Tensor] = {}
         """Live subclasses that stay as they are."""
         self.own: dict[str, torch.Tensor] = {}
         """Tensor subclasses of an object that gets new ones, by FQN: they stay where one is not wholly loaded."""
@@ -131,7 +131,7 @@ class TreeTarget:
         values = leaves(found.tree, found.fqn)
         left = self.left_out(found, checkpoint)
         sources = [name for name, value in values.items() if isinstance(value, TensorRef) and not enclosing(name, left)]
-        names = [name for name in map(checkpoint.rename, sources) if not enclosing(name, self.kept)]
+        names = [name for name in map(checkpoint.rename, sources) if not enclosing(name, self.unchanged)]
         return [(name, checkpoint.tensors[name]) for name in names if name in checkpoint.tensors]
 
 

@@ -1,5 +1,5 @@
-"""What the file system of a folder can do: links, direct writes, preallocation, locks, how long a sync takes, and how
-much room there is.
+"""Features of the file system of a folder: links, direct writes, preallocation, locks, the time of a sync, free
+space.
 """
 
 # ruff: noqa: PTH108, PTH118, PTH123 - the calls of `os` by name, as in posix_files.py
@@ -23,11 +23,11 @@ _NUM_SYNCS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FolderFacts:
-    """Of one folder; times are medians, in seconds."""
+class FilesystemFeatures:
+    """Features of one folder's file system; times are medians, in seconds."""
 
     file_system: str | None
-    """As the kernel calls it: ext4, xfs, nfs4, ..."""
+    """Name in the kernel: ext4, xfs, nfs4, ..."""
     free_bytes: int
     total_bytes: int
     hard_links: bool
@@ -37,18 +37,18 @@ class FolderFacts:
     preallocation: bool
     """A full disk is met before anything is written."""
     locks: bool
-    """Which a local stage needs."""
+    """Needed by a local stage."""
     file_sync_s: float
-    """To write 4 KiB and sync the file."""
+    """Time to write 4 KiB and sync the file."""
     folder_sync_s: float
 
 
-def probe_folder(folder: str) -> FolderFacts:
-    """Tries it all out with files of its own in a folder that exists. Raises OSError."""
+def probe_filesystem(folder: str) -> FilesystemFeatures:
+    """Tries every feature with files of its own in an existing folder. Raises OSError."""
     status = os.statvfs(folder)
     path = os.path.join(folder, "probe")
     try:
-        return FolderFacts(
+        return FilesystemFeatures(
             file_system=_file_system(folder),
             free_bytes=status.f_bavail * status.f_frsize,
             total_bytes=status.f_blocks * status.f_frsize,
@@ -119,7 +119,7 @@ def _preallocate(path: str) -> None:
 
 
 def _file_system(folder: str) -> str | None:
-    """Of the mount that the folder is on; None where there is no /proc."""
+    """Returns the type of the mount that the folder is on; None without /proc."""
     path = os.path.realpath(folder)
     best, found = "", None
     with suppress(OSError), open("/proc/self/mounts", encoding="utf-8") as mounts:

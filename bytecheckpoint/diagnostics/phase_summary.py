@@ -1,5 +1,5 @@
-"""How long the phases of a save took on all ranks together: what to look at first where a save was slow. It knows
-seconds, and nothing of how they are shown.
+"""Summary of the phases of a save over all ranks, to find what made it slow. Knows seconds, and not how they are
+shown.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bytecheckpoint.diagnostics.telemetry_records import RankRecord
 
 _ORDER = ("wait", "plan", "stage", "write", "upload", "commit")
 _START = "start"
-"""Stands for what a rank did before it called: the others waited for it."""
+"""The time before a rank called save, while the others waited for it."""
 _MAX_PHASES = 16
 
 
@@ -25,39 +25,39 @@ class Phase(NamedTuple):
     max_s: float
     slowest_rank: int
     by_rank: Sequence[float]
-    """In the order of the records."""
+    """Seconds of each rank, in the order of the records."""
 
 
 class SlowRank(NamedTuple):
-    """One of the ranks that were through last."""
+    """One of the ranks that ended last."""
 
     record: RankRecord
     end_s: float
-    """Since the first rank's call, by the clocks of their machines."""
+    """Seconds since the first rank's call, by the clocks of their machines."""
     phase: str
-    """In which it lost most time against the median rank, or the longest where it lost none; `start` where it called
-    late.
+    """The phase with the most time lost against the median rank, or the longest if none was lost; `start` for a late
+    call.
     """
     phase_s: float
     median_s: float
-    """Of that phase."""
+    """Median of that phase."""
 
 
 class RankRow(NamedTuple):
-    """A rank, or neighbours that share a row of a picture."""
+    """A rank, or neighbours that share a row of a chart."""
 
     label: str
     """`3`, or `0-15`."""
     host: str
-    """Of the one that was through last."""
+    """Host of the rank that ended last."""
     seconds: Sequence[float]
-    """By phase: the most that one of them took."""
+    """Longest time of one of them in each phase."""
     slowest: RankRecord
-    """The one that was through last."""
+    """The rank that ended last."""
 
 
 def phases_of(ranks: Sequence[RankRecord]) -> list[Phase]:
-    """The phases that have spans, in the order in which a save goes through them."""
+    """Returns the phases that have spans, in the order of a save."""
     names = dict.fromkeys(span.phase for record in ranks for span in record.spans)
     known = [name for name in _ORDER if name in names]
     others = [name for name in names if name not in _ORDER]
@@ -75,17 +75,17 @@ def _seconds_in(record: RankRecord, phase: str) -> float:
 
 
 def first_call(ranks: Sequence[RankRecord]) -> float:
-    """When the first rank called, in seconds since 1970."""
+    """Returns the time of the first rank's call, in seconds since 1970."""
     return min(record.started_at for record in ranks)
 
 
 def end_of(record: RankRecord, ranks: Sequence[RankRecord]) -> float:
-    """When a rank was through, in seconds since the first call."""
+    """Returns the time at which a rank ended, in seconds since the first call."""
     return record.started_at - first_call(ranks) + record.end
 
 
 def slowest_ranks(ranks: Sequence[RankRecord], phases: Sequence[Phase], count: int) -> list[SlowRank]:
-    """The ranks that were through last, the last one first, with what each lost its time in."""
+    """Returns the ranks that ended last, the last one first, each with the phase that took its time."""
     first = first_call(ranks)
     starts = [record.started_at - first for record in ranks]
     candidates = [(_START, starts), *((phase.name, phase.by_rank) for phase in phases)]
@@ -100,7 +100,7 @@ def slowest_ranks(ranks: Sequence[RankRecord], phases: Sequence[Phase], count: i
 
 
 def rank_rows(ranks: Sequence[RankRecord], phases: Sequence[Phase], max_rows: int) -> list[RankRow]:
-    """The ranks as at most so many rows (0 for all): neighbours share one, so that no slow rank is lost."""
+    """Returns the ranks as at most so many rows (0 for all): neighbours share one, so that no slow rank is lost."""
     per_row = -(-len(ranks) // max_rows) if max_rows else 1
     rows = []
     for start in range(0, len(ranks), per_row):

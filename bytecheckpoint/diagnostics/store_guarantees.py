@@ -1,9 +1,9 @@
-"""Whether a store keeps what this library relies on: found out with objects of its own."""
+"""Checks of the guarantees that this library needs from a store, made with objects of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.inventory import HasPendingUploads
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Access, Block, FillHook, Store
+from bytecheckpoint.storage.store import Access, Block, FillHook, Store, one_block
 
 _MiB = 1 << 20
 _LARGE_BLOCKS = 3
@@ -27,19 +27,19 @@ _WRITERS = 4
 
 
 class GuaranteeCheck(NamedTuple):
-    """One promise, and whether it was kept."""
+    """The verdict on one guarantee."""
 
     name: str
     is_needed: bool
-    """Checkpoints are not safe here without it."""
-    is_kept: bool | None
-    """None where it could not be found out."""
+    """True if checkpoints are not safe without it."""
+    is_met: bool | None
+    """None if unknown."""
     what: str
-    """What was seen."""
+    """The observation."""
 
 
 class ProbeStore:
-    """Another store's objects in a folder of their own, which `clear` leaves empty, whatever happened meanwhile."""
+    """A folder of another store, which `clear` leaves empty."""
 
     def __init__(self, store: Store, folder: str) -> None:
         self.store = store
@@ -68,7 +68,7 @@ class ProbeStore:
         self._names.discard(name)
 
     def clear(self) -> None:
-        """Deletes all that was written. Raises what `delete` raises, having tried them all."""
+        """Deletes everything written. Raises the first error of `delete`, after all were tried."""
         errors = []
         for name in sorted(self._names):
             try:
@@ -82,14 +82,13 @@ class ProbeStore:
             raise errors[0]
 
     def pending_uploads(self) -> Sequence[object]:
-        """Those that are not finished; none where the store does not tell."""
+        """Returns the unfinished uploads; none if the store does not list them."""
         return self.store.pending_uploads(self.folder) if isinstance(self.store, HasPendingUploads) else ()
 
 
 def put(store: Store, name: str, content: bytes, *, replace: bool = False) -> None:
     """Writes an object of one block."""
-    view = memoryview(content)
-    store.write(name, [Block(0, view.nbytes, lambda: nullcontext(view))], replace=replace)
+    store.write(name, one_block(content), replace=replace)
 
 
 def get(store: Store, name: str, byte_offset: int, byte_length: int) -> bytes:
@@ -99,18 +98,18 @@ def get(store: Store, name: str, byte_offset: int, byte_length: int) -> bytes:
     return bytes(buffer)
 
 
-def check_promises(store: ProbeStore) -> Iterator[GuaranteeCheck]:
-    """One after the other. Raises what the store raises where not even a small object can be written and read."""
+def check_guarantees(store: ProbeStore) -> Iterator[GuaranteeCheck]:
+    """Yields the verdicts. Raises the store's error if not even a small object can be written and read."""
     content = _pattern(100_003)
     put(store, "small", content)
     is_same = get(store, "small", 0, len(content)) == content
     yield GuaranteeCheck("read_back", True, is_same, "what was written is read" if is_same else "other bytes are read")
     for name, is_needed, probe in _PROBES:
         try:
-            is_kept, what = probe(store)
+            is_met, what = probe(store)
         except CheckpointError as error:
-            is_kept, what = False, error.message
-        yield GuaranteeCheck(name, is_needed, is_kept, what)
+            is_met, what = False, error.message
+        yield GuaranteeCheck(name, is_needed, is_met, what)
 
 
 _Found = tuple[bool | None, str]
@@ -186,7 +185,7 @@ def _check_listing(store: ProbeStore) -> _Found:
 
 
 class _StoppedError(Exception):
-    """What a block raises to see what becomes of its object."""
+    """Raised by a block in the middle of a write."""
 
 
 def _check_whole_or_nothing(store: ProbeStore) -> _Found:
@@ -235,7 +234,7 @@ def _write_large(store: ProbeStore, name: str, *, before_last: Callable[[], obje
 
 
 def _pattern(num_bytes: int) -> bytes:
-    """Bytes whose place can be told from their values."""
+    """Returns bytes whose values depend on their positions."""
     return (bytes(range(251)) * (num_bytes // 251 + 1))[:num_bytes]
 
 

@@ -1,6 +1,4 @@
-"""How fast a store is: the latency of small requests, and bytes a second by the length of a part and by how many are in
-flight.
-"""
+"""Speed of a store: latency of small requests, and rates by the length of a part and the number in flight."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -17,7 +15,7 @@ from bytecheckpoint.diagnostics.store_guarantees import ProbeStore, get, put
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Block
+from bytecheckpoint.storage.store import block_of, one_block
 
 _MiB = 1 << 20
 WRITE_PART_BYTES = (4 * _MiB, 16 * _MiB, 32 * _MiB)
@@ -31,7 +29,7 @@ class Latency(NamedTuple):
     """Medians, in seconds."""
 
     read_s: float
-    """Of 4 KiB; so below."""
+    """Read of 4 KiB; the write is as long."""
     write_s: float
     list_s: float
 
@@ -40,7 +38,7 @@ class Speed(NamedTuple):
     """One measurement."""
 
     part_bytes: int
-    """Of a block of a write, or of the range of a read."""
+    """Length of a block of a write, or of the range of a read."""
     threads: int
     num_bytes: int
     seconds: float
@@ -51,7 +49,7 @@ class Speed(NamedTuple):
 
 
 def measure_latency(store: ProbeStore) -> Latency:
-    """Of requests one after the other."""
+    """Measures requests one after the other."""
     content = os.urandom(4096)
     names = [f"latency-{number}" for number in range(_ROUNDS)]
     writes = [_seconds(partial(put, store, name, content)) for name in names]
@@ -63,10 +61,10 @@ def measure_latency(store: ProbeStore) -> Latency:
 
 
 def measure_writes(open_store: Callable[[int], ProbeStore], *, seconds: float, max_bytes: int) -> Iterator[Speed]:
-    """One object for each part length and each number of `writer_threads`, which `open_store` takes.
+    """Writes one object for each part length and each number of `writer_threads`, which `open_store` takes.
 
-    As many bytes as take about `seconds` at the speed of the measurement before, but at least one part a thread and at
-    most `max_bytes`.
+    Its length takes about `seconds` at the speed measured before, but is at least one part a thread and at most
+    `max_bytes`.
     """
     content = _page_aligned(os.urandom(min(max_bytes, max(WRITE_PART_BYTES))))
     bytes_per_s = 0.0
@@ -76,7 +74,7 @@ def measure_writes(open_store: Callable[[int], ProbeStore], *, seconds: float, m
             num_parts = max(1, min(wanted, max_bytes) // part_bytes)
             view = content[:part_bytes]
             starts = range(0, num_parts * part_bytes, part_bytes)
-            blocks = [Block(start, part_bytes, partial(_as_it_is, view)) for start in starts]
+            blocks = [block_of(view, start) for start in starts]
             store = open_store(threads)
             took = _seconds(partial(store.write, "written", blocks, replace=False))
             store.delete("written")
@@ -86,11 +84,11 @@ def measure_writes(open_store: Callable[[int], ProbeStore], *, seconds: float, m
 
 
 def measure_reads(store: ProbeStore, *, seconds: float, max_bytes: int) -> Iterator[Speed]:
-    """Ranges of one object, by several threads, for about `seconds` each."""
+    """Reads ranges of one object on several threads, for about `seconds` each."""
     part_lengths = _up_to(READ_PART_BYTES, max_bytes)
     num_bytes = max(part_lengths[-1], min(max_bytes, 64 * _MiB))
     content = memoryview(os.urandom(num_bytes))
-    store.write("read", [Block(0, num_bytes, lambda: nullcontext(content))], replace=False)
+    store.write("read", one_block(content), replace=False)
     for part_bytes in part_lengths:
         for threads in READ_THREADS:
             _drop_cache(store)
@@ -113,10 +111,6 @@ def _measure_reads(store: ProbeStore, num_parts: int, part_bytes: int, threads: 
     return Speed(part_bytes, threads, num_bytes, time.perf_counter() - started)
 
 
-def _as_it_is(content: memoryview) -> AbstractContextManager[memoryview]:
-    return nullcontext(content)
-
-
 def _up_to(lengths: Sequence[int], max_bytes: int) -> list[int]:
     return [length for length in lengths if length <= max_bytes] or [max_bytes]
 
@@ -134,7 +128,7 @@ def _page_aligned(content: bytes) -> memoryview:
 
 
 def _drop_cache(store: ProbeStore) -> None:
-    """So that a folder is read from its disk, as far as the kernel lets go of it."""
+    """Evicts a local object from the page cache, as far as the kernel does."""
     if isinstance(store.store, LocalStore):
         with suppress(OSError):
             fd = os.open(join_name(str(store), "read"), os.O_RDONLY)

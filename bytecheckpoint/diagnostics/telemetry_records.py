@@ -1,5 +1,5 @@
-"""How a save went on each of its ranks, as the ranks have told it beside the data. What is not as docs/format.md
-describes it is said and left out: a checkpoint is as good without it.
+"""Telemetry of a save, one record a rank, read from beside the data. A file that is not as docs/format.md describes is
+reported and left out: a checkpoint is as good without it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _VERSION = 1
 _MAX_BYTES = 4 << 20
 _MAX_SPANS = 10_000
 _MAX_SECONDS = 1e9
-"""Of a save."""
+"""Longest save."""
 _MAX_TIME = 1e11
-"""Since 1970."""
+"""Latest time since 1970."""
 _LOOKS_IN_FLIGHT = 16
 _DAMAGED = "damaged"
 
 
 class PhaseSpan(msgspec.Struct, frozen=True):
-    """One phase as it went. In seconds since the call."""
+    """One phase. Times are in seconds since the call."""
 
     phase: str
     start: float
@@ -35,14 +35,14 @@ class PhaseSpan(msgspec.Struct, frozen=True):
 
 
 class RankRecord(msgspec.Struct, frozen=True):
-    """What one rank has told, as docs/format.md describes it."""
+    """Telemetry of one rank, as docs/format.md describes it."""
 
     version: int
     save_id: str
     rank: int
     host: str
     started_at: float
-    """In seconds since 1970, by the clock of that machine."""
+    """Seconds since 1970, by the clock of that machine."""
     spans: list[PhaseSpan]
     seconds: dict[str, float]
     num_bytes: int
@@ -50,30 +50,30 @@ class RankRecord(msgspec.Struct, frozen=True):
 
     @property
     def end(self) -> float:
-        """When its last phase was over, in seconds since its call."""
+        """End of its last phase, in seconds since its call."""
         return max((span.end for span in self.spans), default=0.0)
 
 
 class Unreadable(NamedTuple):
-    """A file that tells nothing."""
+    """A file that is no telemetry."""
 
     name: str
-    """Inside the checkpoint's folder."""
+    """Path inside the checkpoint's folder."""
     kind: str
-    """`damaged`, or that of the error that the store raised."""
+    """`damaged`, or the kind of the store's error."""
     what: str
 
 
 class SaveRecords(NamedTuple):
-    """All that the ranks have told."""
+    """Telemetry of all ranks."""
 
     ranks: Sequence[RankRecord]
-    """In the order of the ranks."""
+    """Records in the order of the ranks."""
     unreadable: Sequence[Unreadable]
 
 
 def read_save_records(store: Store, checkpoint_folder: str, save_id: str) -> SaveRecords:
-    """What stands beside a checkpoint. Raises StorageError where the store cannot be listed."""
+    """Reads the telemetry beside a checkpoint. Raises StorageError if the store cannot be listed."""
     folder = join_name(checkpoint_folder, layout.TELEMETRY_FOLDER)
     try:
         sizes = store.list(folder)
@@ -109,7 +109,7 @@ def _read(store: Store, folder: str, name: str, num_bytes: int, *, save_id: str)
 
 
 def _fault_of(record: RankRecord, save_id: str) -> str | None:
-    """Why a record cannot be what a rank of this save has told, or None."""
+    """Returns the reason why a record cannot be telemetry of this save, or None."""
     if record.version != _VERSION:
         return f"version {record.version} found, {_VERSION} expected"
     if record.save_id != save_id:

@@ -1,6 +1,5 @@
-"""A committed checkpoint checked from end to end: its manifest, its data files, the checksum of every byte, the chunks
-of every tensor. Everything that is wrong is collected, none of it raised. It reads bytes, makes no tensor and knows no
-torch.
+"""Verification of a committed checkpoint: its manifest, its data files, the checksum of every byte, the chunks of every
+tensor. Damage is collected, not raised. Reads bytes, makes no tensor and knows no torch.
 """
 
 from __future__ import annotations
@@ -29,41 +28,41 @@ from bytecheckpoint.storage.safetensors_header import (
 )
 from bytecheckpoint.storage.store import Store
 
-_PLACED = frozenset({"checksum", "bad_manifest"})
-"""Kinds of faults beside which the rest of a file was read and compared. After all others it was not, or a load refuses
-the file because of its length.
+_LOCAL_FAULTS = frozenset({"checksum", "bad_manifest"})
+"""Kinds of faults that leave the rest of a file compared. After others it was not read, or a load refuses the file
+for its length.
 """
 
 
 class Damage(NamedTuple):
-    """Something in a checkpoint that is not as it was written."""
+    """A part of a checkpoint that is not as it was written."""
 
     kind: str
-    """The kind of the error that a load would raise."""
+    """Kind of the error that a load would raise."""
     file: str | None
-    """Name inside the checkpoint's folder; None where the manifest contradicts itself."""
+    """Name inside the checkpoint's folder; None if the manifest contradicts itself."""
     byte_offset: int
     byte_length: int
     tensors: Sequence[str]
-    """FQNs of those that have bytes there, or in an extent that reaches into it, in file order."""
+    """FQNs of tensors with bytes there, or in an extent that reaches into it, in file order."""
     what: str
     """Found against expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What was looked at, and all that is wrong with it."""
+    """Result of checking a checkpoint."""
 
     damage: Sequence[Damage]
-    """By file and byte offset."""
+    """Sorted by file and byte offset."""
     num_bytes_checked: int
-    """Compared with a checksum."""
+    """Bytes compared with a checksum."""
     unchecked_files: Sequence[str]
     """Data files without checksums in the manifest: only their presence and size is known."""
     num_hit: int
     """Tensors that the damage names; a tied one counts once."""
     num_sound: int | None
-    """Tensors that a load reads as they were written: every byte was compared. None where only a sample was."""
+    """Tensors that a load reads as they were written: every byte was compared. None if only a sample was."""
 
 
 def verify_checkpoint(
@@ -84,8 +83,8 @@ def verify_checkpoint(
         rng: Chooses them.
         on_progress: Gets the number of bytes that were read since it was last called, one call at a time.
 
-    Raises StorageError where the store cannot be listed, and CheckpointNotFoundError (replaced) where files are missing
-    because the checkpoint was replaced or deleted meanwhile; all else that cannot be read of a file is damage.
+    Raises StorageError if the store cannot be listed, and CheckpointNotFoundError (replaced) if files are missing
+    because the checkpoint was replaced or deleted meanwhile; any other failure to read a file is damage.
     """
     files = manifest.files
     sizes = find_files(store, folder, files)
@@ -105,7 +104,7 @@ def verify_checkpoint(
     )
     names = [join_name(folder, file.name) for file in files]
     scan(store, names, pieces, threads=threads, on_done=on_done)
-    contents = _Contents(manifest)
+    contents = _FileContents(manifest)
     broken = _broken_starts(files, sizes, faults)
     faults += _sample_faults(store, names, files, sizes, threads=threads)
     faults += _header_faults(store, names, manifest, contents, broken_starts=broken, threads=threads)
@@ -119,7 +118,7 @@ def verify_checkpoint(
         if size is not None and file.byte_length and not file.extent_lengths
     ]
     hit = {fqn for item in damage for fqn in item.tensors}
-    doubtful = {*unchecked, *(fault.file for fault in faults if fault.kind not in _PLACED)}
+    doubtful = {*unchecked, *(fault.file for fault in faults if fault.kind not in _LOCAL_FAULTS)}
     return Verification(
         damage=damage,
         num_bytes_checked=num_bytes_checked,
@@ -130,7 +129,7 @@ def verify_checkpoint(
 
 
 def _count_sound(manifest: Manifest, hit: AbstractSet[str], doubtful_files: AbstractSet[int]) -> int:
-    """The tensors that are not hit and have no byte in a doubtful file."""
+    """Counts the tensors that are not hit and have no byte in a doubtful file."""
     others = (fqn for fqn in manifest.tensors if fqn not in hit)
     if not doubtful_files:
         return len(manifest.tensors) - len(hit)
@@ -140,7 +139,7 @@ def _count_sound(manifest: Manifest, hit: AbstractSet[str], doubtful_files: Abst
 def _sample_faults(
     store: Store, names: Sequence[str], files: Sequence[DataFile], sizes: Sequence[int | None], *, threads: int
 ) -> list[ScanFault]:
-    """The files that a link points to and that were written again, with their sizes as they were."""
+    """Returns faults for files that a link points to and that were rewritten with the same size."""
     whole = [number for number, (file, size) in enumerate(zip(files, sizes, strict=True)) if size == file.byte_length]
     found = sample_faults(
         store, [names[number] for number in whole], [files[number] for number in whole], threads=threads
@@ -158,20 +157,20 @@ def _sample_faults(
 
 
 def bytes_to_read(manifest: Manifest, sample_percent: float) -> int:
-    """About how many bytes `verify_checkpoint` reads."""
+    """Estimates how many bytes `verify_checkpoint` reads."""
     num_bytes = sum(file.byte_length for file in manifest.files if file.extent_lengths)
     return round(num_bytes * min(sample_percent, 100) / 100)
 
 
-class _Contents:
-    """Which tensor has its bytes where in each file. Collected once, at first use."""
+class _FileContents:
+    """The chunks of tensors in each file. Collected once, at first use."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         self._by_file: dict[int, list[tuple[int, str, Chunk]]] = {}
 
     def of_file(self, index: int) -> list[tuple[int, str, Chunk]]:
-        """Byte offset, FQN and chunk of all that lies in a file, in file order."""
+        """Returns byte offset, FQN and chunk of everything in a file, in file order."""
         if not self._by_file:
             self._by_file = {number: [] for number in range(len(self._manifest.files))}
             for fqn, record in self._manifest.tensors.items():
@@ -182,7 +181,7 @@ class _Contents:
         return self._by_file[index]
 
     def describe(self, fault: ScanFault) -> Damage:
-        """The fault with the tensors that it hits."""
+        """Returns the fault with the tensors that it hits."""
         items = self.of_file(fault.file)
         start, end = self._first_unread_byte(fault), fault.byte_offset + fault.byte_length
         # Chunks do not overlap, so those before the one that reaches into the range are over before it starts. Those of
@@ -196,7 +195,7 @@ class _Contents:
         return Damage(fault.kind, name, fault.byte_offset, fault.byte_length, unique, fault.what)
 
     def _first_unread_byte(self, fault: ScanFault) -> int:
-        """The start of the extent in which a file is cut off: its checksum is about bytes that are gone."""
+        """Returns the start of the extent in which a file is cut off: its checksum covers bytes that are gone."""
         position = 0
         for length in self._manifest.files[fault.file].extent_lengths if fault.kind == "truncated" else ():
             if position + length > fault.byte_offset:
@@ -206,7 +205,7 @@ class _Contents:
 
 
 def _broken_starts(files: Sequence[DataFile], sizes: Sequence[int | None], faults: Iterable[ScanFault]) -> set[int]:
-    """The files whose header need not be looked at, because the bytes that it lies in are known to be damaged."""
+    """Returns the files whose header is not read, because its bytes are known to be damaged."""
     first_extents = {index: file.extent_lengths[0] for index, file in enumerate(files) if file.extent_lengths}
     missing = {index for index, size in enumerate(sizes) if size is None}
     return missing | {fault.file for fault in faults if fault.byte_offset < first_extents.get(fault.file, 1)}
@@ -216,14 +215,13 @@ def _header_faults(
     store: Store,
     names: Sequence[str],
     manifest: Manifest,
-    contents: _Contents,
+    contents: _FileContents,
     *,
     broken_starts: set[int],
     threads: int,
 ) -> Iterator[ScanFault]:
-    """Data files whose header says something else than the manifest: other readers of safetensors would be misled.
-
-    Only files of this save are looked at: a manifest may point into other formats as well.
+    """Yields faults for data files whose header contradicts the manifest, which would mislead other readers of
+    safetensors. Only files of this save are read: a manifest may point into other formats as well.
     """
     own = f"{DATA_FOLDER}/{manifest.save_id}-"
     wanted = [
@@ -240,7 +238,7 @@ def _header_faults(
 
     if wanted:
         contents.of_file(wanted[0])  # collects those of all files, once
-    # Of a store far away most of it is waiting.
+    # A remote store spends most of this on latency.
     yield from filter(None, map_jobs(look, wanted, num_threads=threads))
 
 
@@ -250,7 +248,7 @@ def _compare(
     metadata: Mapping[str, str],
     found: Sequence[StoredEntry],
 ) -> str | None:
-    """How a header differs from what the writer would have written for these chunks, or None."""
+    """Returns how a header differs from the one that the writer makes for these chunks, or None."""
     expected = []
     for _, fqn, chunk in items:
         dtype, shape = manifest.describe(fqn)

@@ -12,10 +12,10 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
 
+from bytecheckpoint.distributed.key_value_ranks import shown_ranks
 from bytecheckpoint.distributed.wire import DISCONNECT, HEARTBEAT, OutgoingUnit, WireHeader, decode_header
 from bytecheckpoint.errors import CheckpointError
 
@@ -29,21 +29,12 @@ class PeerLeftError(Exception):
     """Another rank has ended the exchange, or this one has. The ranks learn why through the coordinator."""
 
 
-class Peer(NamedTuple):
-    """The rank at the other end of a connection."""
-
-    rank: int
-    """Within the group."""
-    global_rank: int
-    """For errors."""
-
-
 class Connection:
     """One end of a connection. Used by one thread at a time, but for `disconnect`, `interrupt` and `close`."""
 
-    def __init__(self, connected: socket.socket, peer: Peer, timeout_s: float) -> None:
-        """`timeout_s` limits the time in which the other end moves no byte."""
-        self.peer = peer
+    def __init__(self, connected: socket.socket, global_rank: int, timeout_s: float) -> None:
+        """`global_rank` is that of the other end, which may stall for `timeout_s`."""
+        self.global_rank = global_rank
         self._timeout_s = timeout_s
         self._socket = connected
         connected.settimeout(timeout_s)
@@ -58,7 +49,7 @@ class Connection:
             while left:
                 left = left[self._socket.send(left) :]
         except TimeoutError:
-            raise missing((self.peer.global_rank,), f"took nothing for {self._timeout_s:g} s") from None
+            raise missing((self.global_rank,), f"took nothing for {self._timeout_s:g} s") from None
         except OSError as error:
             raise self._loss(str(error)) from error
 
@@ -100,9 +91,9 @@ class Connection:
                     raise ConnectionResetError("the connection was closed")
                 left = left[count:]
         except TimeoutError:
-            raise missing((self.peer.global_rank,), f"passed nothing on for {self._timeout_s:g} s") from None
+            raise missing((self.global_rank,), f"passed nothing on for {self._timeout_s:g} s") from None
         except OSError as error:
-            raise missing((self.peer.global_rank,), f"was to pass on what it reads, and is gone ({error})") from error
+            raise missing((self.global_rank,), f"was to pass on what it reads, and is gone ({error})") from error
 
     def receive_header(self) -> WireHeader:
         """Returns the next header, past heartbeats. Raises PeerLeftError at DISCONNECT, or as `receive_into` does."""
@@ -139,7 +130,7 @@ class Connection:
         with suppress(OSError):
             if self._is_readable() and self._socket.recv(1) == _LEAVING:
                 return PeerLeftError()
-        return missing((self.peer.global_rank,), f"was to take what this one reads, and is gone ({reason})")
+        return missing((self.global_rank,), f"was to take what this one reads, and is gone ({reason})")
 
 
 class Activity:
@@ -218,10 +209,6 @@ class PeerSender:
             if now - idle_since >= self._heartbeat_s and self._activity.is_active_since(self._reported_at):
                 self._reported_at = idle_since = now
                 self.connection.send(HEARTBEAT)
-
-
-def shown_ranks(global_ranks: Sequence[int]) -> str:
-    return f"rank {global_ranks[0]}" if len(global_ranks) == 1 else f"ranks {list(global_ranks)}"
 
 
 def missing(global_ranks: tuple[int, ...], what: str) -> CheckpointError:

@@ -354,8 +354,8 @@ class GroupRanks:
     def _missing(self, ranks: Sequence[int], hint: str = "") -> CheckpointError:
         global_ranks = tuple(self.global_ranks[rank] for rank in ranks)
         return CheckpointError(
-            f"{_name(global_ranks)} did not answer within {self._timeout_s:g} s: dead, stuck, or did not make this call"
-            f"{hint}. Look at its log; raise options.timeout_s if it is only slow",
+            f"{shown_ranks(global_ranks)} did not answer within {self._timeout_s:g} s: dead, stuck, or did not make "
+            f"this call{hint}. Look at its log; raise options.timeout_s if it is only slow",
             kind="rank_missing",
             ranks=global_ranks,
         )
@@ -395,5 +395,6 @@ def _block(leader: int) -> str:
     return f"block-{leader}"
 
 
-def _name(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+def shown_ranks(global_ranks: Sequence[int]) -> str:
+    """Names the ranks in an error."""
+    return f"rank {global_ranks[0]}" if len(global_ranks) == 1 else f"ranks {list(global_ranks)}"

@@ -13,14 +13,14 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import msgspec
 
-from bytecheckpoint.distributed.connection import Connection, Peer, PeerLeftError, missing
+from bytecheckpoint.distributed.connection import Connection, PeerLeftError, missing
 from bytecheckpoint.errors import CheckpointError
 
 _HELLO = struct.Struct("<16sIQ")
@@ -61,15 +61,15 @@ class Listener:
         self._arrived: queue.SimpleQueue[tuple[socket.socket, int, bytes] | Exception] = queue.SimpleQueue()
 
     def accept(
-        self, peers: Sequence[Peer], timeout_s: float, *, io_timeout_s: float, is_wanted: Callable[[], bool]
+        self, peers: Mapping[int, int], timeout_s: float, *, io_timeout_s: float, is_wanted: Callable[[], bool]
     ) -> Iterator[tuple[Connection, bytes]]:
-        """Returns the connection of each peer with its request, in the order in which they come. No others are accepted
-        afterwards. The peer may stall a connection for `io_timeout_s`.
+        """Yields the connection of each peer with its request, in the order in which they come. `peers` has their ranks
+        within the group and their global ranks. A connection may stall for `io_timeout_s`.
 
         Raises CheckpointError (rank_missing) if some have not come in time, and PeerLeftError soon after `is_wanted`
         returns False.
         """
-        awaited = {peer.rank: peer for peer in peers}
+        awaited = dict(peers)
         if not awaited:
             return
         deadline = time.monotonic() + timeout_s
@@ -80,8 +80,7 @@ class Listener:
                 if not is_wanted():
                     raise PeerLeftError
                 if time.monotonic() > deadline:
-                    late = tuple(peer.global_rank for peer in awaited.values())
-                    raise missing(late, f"did not connect to this one within {timeout_s:g} s")
+                    raise missing(tuple(awaited.values()), f"did not connect to this one within {timeout_s:g} s")
                 arrived = self._next()
                 if arrived is not None and arrived[1] in awaited:
                     yield Connection(arrived[0], awaited.pop(arrived[1]), io_timeout_s), arrived[2]
@@ -160,9 +159,9 @@ def _interrupt(connected: socket.socket) -> None:
 
 
 def connect(
-    reader: Peer, address: Address, own_rank: int, request: bytes, *, timeout_s: float, is_wanted: Callable[[], bool]
+    reader: int, address: Address, own_rank: int, request: bytes, *, timeout_s: float, is_wanted: Callable[[], bool]
 ) -> Connection:
-    """Returns a connection to the reader rank, which has the request then.
+    """Returns a connection to the reader rank with this global rank, which has the request then.
 
     Raises CheckpointError (rank_missing) if it cannot be reached, and PeerLeftError soon after `is_wanted` returns
     False.
@@ -177,10 +176,10 @@ def connect(
         else:
             return Connection(opened, reader, timeout_s)
     raise CheckpointError(
-        f"rank {reader.global_rank} cannot be reached on port {address.port} of {'; '.join(reasons)}. Ranks exchange "
+        f"rank {reader} cannot be reached on port {address.port} of {'; '.join(reasons)}. Ranks exchange "
         'what several of them want: open the network between them, or load with LoadOptions(exchange="off")',
         kind="rank_missing",
-        ranks=(reader.global_rank,),
+        ranks=(reader,),
     )
 
 

@@ -16,7 +16,6 @@ import xxhash
 from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.planner.byte_ranges import ByteRange
 
-_DIGEST = struct.Struct("<Q")
 _HEADER = struct.Struct("<QQQQ")
 DISCONNECT = _HEADER.pack((1 << 64) - 1, 0, 0, 0)
 """Sent instead of a header by a reader rank whose load has failed."""
@@ -46,18 +45,28 @@ def decode_header(content: bytes) -> WireHeader:
     return WireHeader(*_HEADER.unpack(content))
 
 
+def encode_checked(content: bytes | memoryview) -> bytes:
+    """Returns a message with the digest of the content."""
+    return xxhash.xxh3_64_digest(content) + content
+
+
+def decode_checked(message: bytes, what: str) -> bytes:
+    """Returns the content of the message. Raises CheckpointCorruptError (checksum) if it is not what was sent."""
+    digest, content = message[:8], message[8:]
+    if digest != xxhash.xxh3_64_digest(content):
+        raise damaged(f"{what} ({len(message)} bytes) was")
+    return content
+
+
 def encode_request(request: UnitRequests) -> bytes:
-    """Encodes it with a digest: a damaged request would bring intact bytes that nobody asked for."""
-    content = msgspec.msgpack.encode(list(request.items()))
-    return _DIGEST.pack(xxhash.xxh3_64_intdigest(content)) + content
+    """Encodes it with a digest: a damaged request would bring intact bytes that were not asked for."""
+    return encode_checked(msgspec.msgpack.encode(list(request.items())))
 
 
-def decode_request(content: bytes, *, peer: int) -> UnitRequests:
+def decode_request(message: bytes, *, peer: int) -> UnitRequests:
     """Decodes the request of the peer with this global rank. Raises CheckpointCorruptError (checksum)."""
-    body = content[_DIGEST.size :]
-    if content[: _DIGEST.size] != _DIGEST.pack(xxhash.xxh3_64_intdigest(body)):
-        raise damaged(f"what rank {peer} asked for ({len(content)} bytes) was")
-    return dict(msgspec.msgpack.decode(body, type=list[tuple[tuple[int, int], tuple[ByteRange, ...]]]))
+    content = decode_checked(message, f"what rank {peer} asked for")
+    return dict(msgspec.msgpack.decode(content, type=list[tuple[tuple[int, int], tuple[ByteRange, ...]]]))
 
 
 def view_pieces(content: memoryview, byte_offset: int, pieces: Sequence[ByteRange]) -> list[np.ndarray]:

@@ -23,7 +23,7 @@ from bytecheckpoint.formats.manifest_builder import ManifestBuilder
 from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import Region, whole
 from bytecheckpoint.storage.paths import check_name, join_name
-from bytecheckpoint.storage.safetensors_header import Header, StoredEntry, read_header, torch_dtype_of
+from bytecheckpoint.storage.safetensors_header import SafetensorsHeader, StoredEntry, read_header, torch_dtype_of
 from bytecheckpoint.storage.store import Store
 
 SUFFIX = ".safetensors"
@@ -214,7 +214,7 @@ def _read_headers(source: SourceFolder, names: Iterable[str]) -> _Headers:
     return _Headers(builder, found, is_sharded, aliases)
 
 
-def _header(store: Store, name: str, path: str, num_bytes: int) -> Header:
+def _header(store: Store, name: str, path: str, num_bytes: int) -> SafetensorsHeader:
     try:
         header = read_header(store, name)
     except CheckpointError as error:
@@ -226,7 +226,7 @@ def _header(store: Store, name: str, path: str, num_bytes: int) -> Header:
     return header
 
 
-def _sharding(header: Header, path: str) -> Mapping[str, Any] | None:
+def _sharding(header: SafetensorsHeader, path: str) -> Mapping[str, Any] | None:
     text = header.metadata.get(_SHARDING)
     if text is None:
         return None

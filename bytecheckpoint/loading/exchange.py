@@ -19,8 +19,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from bytecheckpoint.distributed.connection import Activity, Connection, Peer, PeerLeftError, PeerSender, shown_ranks
-from bytecheckpoint.distributed.key_value_ranks import MAX_GRACE_S
+from bytecheckpoint.distributed.connection import Activity, Connection, PeerLeftError, PeerSender
+from bytecheckpoint.distributed.key_value_ranks import MAX_GRACE_S, shown_ranks
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
 from bytecheckpoint.distributed.rendezvous import Address, Listener, connect
 from bytecheckpoint.distributed.wire import (
@@ -34,10 +34,9 @@ from bytecheckpoint.distributed.wire import (
     view_pieces,
 )
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.loading.broadcast_bytes import CommonBytes
 from bytecheckpoint.loading.match import Match
 from bytecheckpoint.loading.read import Source
-from bytecheckpoint.loading.receive import Receiver
+from bytecheckpoint.loading.receive import CommonBytes, Receiver
 from bytecheckpoint.manifest.frames import FRAME_BYTES
 from bytecheckpoint.memory.host_to_device import CopyStreams, streams_to
 from bytecheckpoint.planner.byte_ranges import ByteRange, piece_of
@@ -102,7 +101,7 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
         assigned = msgspec.msgpack.decode(ranks.scatter(assign(payloads, extents)), type=ReadAssignment)
         plan = divide_plan(sharable, assigned.share, extents, unit_bytes=assigned.unit_bytes)
         plan = plan._replace(alone=[*plan.alone, *unsharable])
-        exchange = _Exchange(ranks, source, match, assigned, lanes)
+        exchange = _Exchange(ranks, source, match, assigned=assigned, lanes=lanes)
         common = CommonBytes(assigned.share.common, extents)
         common.broadcast(ranks, source, exchange.targets, lanes)
         common.place(plan.common, exchange.receiver)
@@ -169,7 +168,7 @@ class _Exchange:
     """The connections, threads and memory of one load on one rank."""
 
     def __init__(
-        self, ranks: Ranks, source: Source, match: Match, assigned: ReadAssignment, lanes: CopyStreams
+        self, ranks: Ranks, source: Source, match: Match, *, assigned: ReadAssignment, lanes: CopyStreams
     ) -> None:
         self.targets = source.targets(match.shards, match.stored_fqns, lanes)
         options = source.options
@@ -218,15 +217,15 @@ class _Exchange:
         timeout_s = self._source.options.timeout_s
         with self._activity.waiting():
             accepted = listener.accept(
-                [self._peer(rank) for rank in self._assigned.share.peers],
+                {rank: self._ranks.global_ranks[rank] for rank in self._assigned.share.peers},
                 timeout_s,
                 # Longer than a peer waits for its reader ranks: it may be held up by another one, and that one is stuck
                 # then. A reader rank that a peer holds up sends heartbeats.
                 io_timeout_s=timeout_s + min(timeout_s, MAX_GRACE_S),
                 is_wanted=self._failure.is_within_grace,
             )
-            for connection, content in accepted:
-                request = decode_request(content, peer=connection.peer.global_rank)
+            for connection, message in accepted:
+                request = decode_request(message, peer=connection.global_rank)
                 heartbeat_s = self._assigned.heartbeat_s
                 sender = PeerSender(
                     connection, num_units=len(request), activity=self._activity, heartbeat_s=heartbeat_s
@@ -259,7 +258,7 @@ class _Exchange:
         def wanted_by(start: int, end: int) -> str:
             """Names the peers as well: they rely on the reader rank to verify."""
             touching = [pieces for pieces in requests if any(piece.touches(start, end) for piece in pieces)]
-            peers = sorted({sender.connection.peer.global_rank for key in touching for sender in requests[key]})
+            peers = sorted({sender.connection.global_rank for key in touching for sender in requests[key]})
             return read.wanted_by(start, end) or (f"what {shown_ranks(peers)} asked for" if peers else "")
 
         return read._replace(place=place, wanted_by=wanted_by)
@@ -289,7 +288,7 @@ class _Exchange:
         with self._failure:
             request = {(fetch.file, fetch.byte_offset): self.receiver.pieces(fetch) for fetch in fetches}
             connection = connect(
-                self._peer(reader),
+                self._ranks.global_ranks[reader],
                 self._assigned.addresses[reader],
                 self._ranks.rank,
                 encode_request(request),
@@ -303,15 +302,12 @@ class _Exchange:
                 fetch = awaited.pop((header.file, header.byte_offset), None)
                 if fetch is None:
                     raise damaged(
-                        f"{header.byte_length} bytes from rank {connection.peer.global_rank} that were not asked for "
+                        f"{header.byte_length} bytes from rank {connection.global_rank} that were not asked for "
                         f"(file {header.file}, byte {header.byte_offset}), were"
                     )
                 self.receiver.receive(connection, header, fetch)
             if not awaited:
                 connection.send_ack()
-
-    def _peer(self, rank: int) -> Peer:
-        return Peer(rank, self._ranks.global_ranks[rank])
 
     def _stop(self, error: BaseException) -> None:
         """Ends everything that is under way here; peers are sent DISCONNECT."""

@@ -1,22 +1,28 @@
 """Puts bytes that other ranks have read into tensors: straight into their memory where they are contiguous there, else
-through scratch memory that all connections share.
+through scratch memory that all connections share. What the coordinator broadcasts arrives without a connection.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import accumulate, pairwise
 
 import numpy as np
 
 from bytecheckpoint.distributed.connection import Connection, PeerLeftError
-from bytecheckpoint.distributed.wire import WireHeader, check_digest
+from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
+from bytecheckpoint.distributed.wire import WireHeader, check_digest, decode_checked, encode_checked
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.loading.overwrite_state import Changes
-from bytecheckpoint.loading.read import frame_read
+from bytecheckpoint.loading.read import Source, frame_read
 from bytecheckpoint.loading.scatter import Targets, memory_of, place_all
+from bytecheckpoint.memory.host_to_device import CopyStreams
 from bytecheckpoint.planner.byte_ranges import ByteRange, first_names, piece_of
 from bytecheckpoint.planner.coalesce import Fetch, Frame, Part
+from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents
 from bytecheckpoint.planner.exchange_split import packed
 from bytecheckpoint.runtime.buffers import ByteBudget
 from bytecheckpoint.storage.compression import decode_frame
@@ -53,7 +59,7 @@ class Receiver:
         names = first_names(self._stored_fqns[part.want] for part in fetch.all_parts)
         if header.byte_length != num_bytes:
             raise CheckpointError(
-                f"rank {connection.peer.global_rank} passed on {header.byte_length} bytes of {names}, and {num_bytes} "
+                f"rank {connection.global_rank} passed on {header.byte_length} bytes of {names}, and {num_bytes} "
                 "were asked for: they were damaged on the way, or the ranks have different releases of bytecheckpoint",
                 kind="rank_failed",
             )
@@ -66,7 +72,7 @@ class Receiver:
                 for buffer in buffers:
                     connection.receive_into(buffer)
             if self._verify:
-                check_digest(header, buffers, reader=connection.peer.global_rank, wanted_by=names)
+                check_digest(header, buffers, reader=connection.global_rank, wanted_by=names)
             self._place(others, scratch)
 
     def place(self, fetch: Fetch, content: memoryview) -> None:
@@ -108,3 +114,42 @@ class Receiver:
         raw = np.empty(frame.raw_bytes, np.uint8).data if frame.target is None else frame.target
         decode_frame(frame.codec, content, frame.item_bytes, raw)
         frame.place(raw)
+
+
+class CommonBytes:
+    """Few bytes that many ranks want, such as an optimizer's `step`: the coordinator reads and broadcasts them, so that
+    no rank connects to another one for them. The runs are in the order of the files.
+    """
+
+    def __init__(self, runs: Sequence[ExtentRun], extents: Extents) -> None:
+        self._starts = [(run.file, extents.bounds(run.file)[run.first]) for run in runs]
+        bounds = [*accumulate(map(extents.num_bytes, runs), initial=0)]
+        self.content = memoryview(bytearray(bounds[-1]))
+        self._contents = [self.content[start:end] for start, end in pairwise(bounds)]
+
+    def broadcast(self, ranks: Ranks, source: Source, targets: Targets, lanes: CopyStreams) -> None:
+        """Reads the runs on the coordinator and sends them to all ranks, which must all call this.
+
+        Raises what reading raises, and CheckpointCorruptError (checksum) for bytes that were damaged on the way.
+        """
+        if not self._starts:
+            return
+        if ranks.rank == COORDINATOR:
+            reads = []
+            for start, content in zip(self._starts, self._contents, strict=True):
+                read = source.reads([Fetch(*start, len(content), (), is_direct=False)], targets, ())[0]
+                reads.append(read._replace(target=partial(_open, content), wanted_by=lambda *_: "what all ranks want"))
+            source.run(reads, lanes)
+        message = ranks.broadcast(encode_checked(self.content))
+        self.content[:] = decode_checked(message, "what rank 0 had read for all ranks")
+
+    def place(self, fetches: Iterable[Fetch], receiver: Receiver) -> None:
+        """Puts what this rank wants of the runs into its tensors; each fetch lies in one of them."""
+        for fetch in fetches:
+            number = bisect_right(self._starts, (fetch.file, fetch.byte_offset)) - 1
+            first = fetch.byte_offset - self._starts[number][1]
+            receiver.place(fetch, self._contents[number][first : first + fetch.byte_length])
+
+
+def _open(content: memoryview) -> AbstractContextManager[memoryview]:
+    return nullcontext(content)

@@ -1,5 +1,5 @@
-"""Where ranks have written their chunks: packed by each of them, and on the coordinator made into the columns of a
-manifest. Ranks with the same shards mostly say the same, which is then looked at once.
+"""Chunk locations, packed by each rank and made into the columns of a manifest by the coordinator. Ranks with the same
+shards mostly report the same bytes, which are decoded once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from bytecheckpoint.manifest import Columns
 from bytecheckpoint.planner.file_layout import PlacedChunk
 from bytecheckpoint.planner.save_plan import PlannedTensor
 from bytecheckpoint.planner.write_items import Write
-from bytecheckpoint.saving.plan_cache import KnownPlan
-from bytecheckpoint.staging.compress import FramePlace
+from bytecheckpoint.saving.plan_cache import RankPlan
+from bytecheckpoint.staging.compress import ChunkLocation
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,11 +27,11 @@ _NOT_WRITTEN = (1 << 32) - 1
 _CHUNKS_AT_ONCE = 1 << 20
 
 
-class _Places(msgspec.Struct, frozen=True, array_like=True):
-    """For each slot of a rank's writes (see SavePlan), written or not: where the chunk lies."""
+class _RankLocations(msgspec.Struct, frozen=True, array_like=True):
+    """Location of the chunk in each slot of a rank's writes (see SavePlan), written or not."""
 
     files: bytes
-    """Numbers, or _NOT_WRITTEN."""
+    """File numbers, or _NOT_WRITTEN, as u4."""
     byte_offsets: bytes
     byte_lengths: bytes
     codecs: bytes
@@ -39,32 +39,32 @@ class _Places(msgspec.Struct, frozen=True, array_like=True):
     codec_names: list[str]
 
 
-def pack_places(places: Iterable[tuple[PlacedChunk, int, FramePlace]], known: KnownPlan) -> bytes:
-    """What a rank tells of its chunks: for each the number of its file, and its place there."""
-    slots_of_parts = {part: known.num_offers + index for index, part in enumerate(known.parts)}
-    num_slots = known.num_offers + len(known.parts)
+def pack_locations(locations: Iterable[tuple[PlacedChunk, int, ChunkLocation]], plan: RankPlan) -> bytes:
+    """Packs the chunk locations of a rank: of each chunk the number of its file and the location there."""
+    slots_of_parts = {part: plan.num_offers + index for index, part in enumerate(plan.parts)}
+    num_slots = plan.num_offers + len(plan.parts)
     files, codecs = np.full(num_slots, _NOT_WRITTEN, "<u4"), np.zeros(num_slots, "<u4")
     byte_offsets, byte_lengths = np.zeros(num_slots, "<u8"), np.zeros(num_slots, "<u8")
     indices = {"none": 0}
-    for chunk, number, place in places:
+    for chunk, number, location in locations:
         slot = slots_of_parts.get(Write(chunk.offer, chunk.region), chunk.offer)
-        files[slot], byte_offsets[slot], byte_lengths[slot] = number, place.byte_offset, place.byte_length
-        codecs[slot] = indices.setdefault(place.codec, len(indices))
-    packed = _Places(
+        files[slot], byte_offsets[slot], byte_lengths[slot] = number, location.byte_offset, location.byte_length
+        codecs[slot] = indices.setdefault(location.codec, len(indices))
+    packed = _RankLocations(
         files.tobytes(), byte_offsets.tobytes(), byte_lengths.tobytes(), codecs.tobytes(), codec_names=list(indices)
     )
     return zstandard.compress(msgspec.msgpack.encode(packed), _ZSTD_LEVEL)
 
 
-class PlaceTable:
-    """What all ranks tell, `packed[r]` from rank r. The slots of a rank lie together in arrays over all of them; ranks
-    that say the same share theirs.
+class ChunkLocations:
+    """Chunk locations of all ranks, `packed[r]` from rank r. The slots of a rank are adjacent in arrays over all ranks;
+    ranks that report the same share theirs.
     """
 
     def __init__(self, packed: Sequence[bytes]) -> None:
         distinct = {content: index for index, content in enumerate(dict.fromkeys(packed))}
         decompressor = zstandard.ZstdDecompressor()
-        places = [msgspec.msgpack.decode(decompressor.decompress(content), type=_Places) for content in distinct]
+        places = [msgspec.msgpack.decode(decompressor.decompress(content), type=_RankLocations) for content in distinct]
         self._of_ranks = np.array([distinct[content] for content in packed])
         self._bounds = np.array([0, *accumulate(len(each.files) // 4 for each in places)])
         self._files = np.frombuffer(b"".join(each.files for each in places), "<u4")
@@ -73,18 +73,18 @@ class PlaceTable:
         self._codec_names = list(dict.fromkeys(name for each in places for name in each.codec_names))
         self._codecs = np.concatenate([self._codec_column(each) for each in places])
 
-    def _codec_column(self, places: _Places) -> NDArray[np.integer]:
+    def _codec_column(self, places: _RankLocations) -> NDArray[np.integer]:
         indices = np.array([self._codec_names.index(name) for name in places.codec_names], np.uint8)
         column: NDArray[np.integer] = indices[np.frombuffer(places.codecs, "<u4")]
         return column
 
     def is_written(self, rank: int) -> NDArray[np.bool_]:
-        """For each slot of a rank, whether the rank says that it has written it."""
+        """Returns True for each slot of a rank that the rank reports as written."""
         is_written: NDArray[np.bool_] = self._files[self._slots(rank)] != _NOT_WRITTEN
         return is_written
 
     def num_bytes(self, rank: int) -> int:
-        """How many bytes the chunks of a rank have in its files."""
+        """Returns the number of bytes that the chunks of a rank take in its files."""
         return int(self._byte_lengths[self._slots(rank)].sum())
 
     def _slots(self, rank: int) -> slice:
@@ -92,8 +92,8 @@ class PlaceTable:
         return slice(self._bounds[index], self._bounds[index + 1])
 
     def columns(self, tensors: Sequence[PlannedTensor], starts: Sequence[Sequence[int]]) -> Columns:
-        """The columns of a manifest with these tensors, in which all files stand one rank after the other; `starts`
-        are, by rank and file, where its offsets count from.
+        """Returns the columns of a manifest with these tensors, whose files are listed rank by rank. `starts` has, by
+        rank and file, the byte from which the file's offsets count.
         """
         num_chunks = np.array([len(tensor.ranks) for tensor in tensors], np.int64)
         is_compressed = len(self._codec_names) > 1
@@ -131,7 +131,7 @@ class PlaceTable:
 def _batches(
     tensors: Sequence[PlannedTensor], num_chunks: NDArray[np.int64]
 ) -> Iterator[tuple[Sequence[PlannedTensor], slice]]:
-    """Tensors that have few enough chunks together for arrays of all of them, and where these chunks stand."""
+    """Yields runs of tensors with few enough chunks for temporary arrays, each with the range of its chunks."""
     ends = np.cumsum(num_chunks)
     first, start = 0, 0
     while first < len(tensors):

@@ -1,11 +1,12 @@
-"""What the ranks of a save tell one another before anything is written: what each could write, and what each is to
-write. Where all of them did the same before, they only say so.
+"""The planning of a save by all ranks: each sends its local plan to the coordinator and receives its part of the global
+plan. If all ranks have the plan cached, they only confirm it.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -16,278 +17,266 @@ from bytecheckpoint.adapters.expectation import EntryContents, Scope
 from bytecheckpoint.adapters.plain.merge_plain import merge_plain
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, check_same
-from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.errors import CheckpointSaveError, and_more
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.file_layout import CodecOption
 from bytecheckpoint.planner.save_plan import SavePlan, plan_save
 from bytecheckpoint.planner.write_items import Offer, PackedOffers, Write, pack_offers
 from bytecheckpoint.region import Region
 from bytecheckpoint.runtime.gc_pause import gc_paused
-from bytecheckpoint.saving.plan_cache import KnownPlan, PlanCache
+from bytecheckpoint.saving.plan_cache import PlanCache, RankPlan
 from bytecheckpoint.saving.replica_checks import (
-    InStages,
     PartDigests,
-    check_stages,
+    StageDigests,
+    check_pipeline_stages,
     combined_digest,
-    digests_of,
-    in_several_stages,
+    fqns_in_several_stages,
+    part_digests,
     small_digests,
 )
 from bytecheckpoint.staging.file_image import cut_to_files, plan_files
 
 
-class Target(NamedTuple):
-    """Where a save goes to; the same on all ranks."""
+class LocalSavePlan(NamedTuple):
+    """Everything that one rank holds and wants saved."""
 
-    path: str
-    step: int | None
-    overwrite: bool
-    is_staged: bool = False
-    """Whether through a local stage, which may be another folder on each rank."""
-    endpoint: str = ""
-    """Of the store, where its URL does not say all."""
-
-    def __str__(self) -> str:
-        overwriting = ", overwriting what is there" if self.overwrite else ""
-        staged = ", through a local stage" if self.is_staged else ""
-        at = f" at {self.endpoint}" if self.endpoint else ""
-        return f"{self.path}{at} (step={self.step}{overwriting}{staged})"
-
-
-class Wish(NamedTuple):
-    """What one rank wants saved."""
-
-    target: Target
+    target: str
+    """Description of the place, which must be the same on all ranks."""
     shards: Sequence[LocalShard]
-    offers: Callable[[], list[Offer]]
-    """The shards as other ranks hear of them, in the same order and without digests: made where no plan is known."""
     aliases: Mapping[str, str]
     plain: Mapping[str, tuple[Scope, bytes]]
+    stages: Mapping[str, int]
+    """Pipeline stage by FQN, of modules that know theirs."""
     max_file_bytes: int
     codec: CodecOption
-    stages: Mapping[str, int]
-    """Of modules that are stages of a pipeline and say which: by FQN."""
+    plans: PlanCache
+    """Cache to which a new plan is added."""
     is_empty: bool = False
-    """The state has no entry."""
+    """True if the state has no entry."""
+    fingerprint: bytes = b""
+    """Digest of everything that a plan depends on, and of nothing else."""
+    cached: RankPlan | None = None
+    """Plan of an earlier save with this fingerprint; valid if all ranks have it and replicas are still alike."""
 
-    def fingerprint(self, ranks: Ranks) -> bytes:
-        """What a plan depends on, and nothing else."""
-        fqns_dtypes_shapes_regions = [*zip(*self.shards, strict=True)][:4]
-        options = (self.max_file_bytes, self.codec)
-        parts = (fqns_dtypes_shapes_regions, self.aliases, options, list(ranks.global_ranks), ranks.rank, self.stages)
-        return xxhash.xxh3_128_digest(msgspec.msgpack.encode(parts))
+    def offers(self) -> list[Offer]:
+        """Returns the shards as records for the planner, in the same order and without digests."""
+        return [
+            Offer(fqn, dtype, shape, region.offsets, region.lengths) for fqn, dtype, shape, region, *_ in self.shards
+        ]
 
 
-class _Request(msgspec.Struct, frozen=True, array_like=True):
-    """A wish on its way to the coordinator."""
+class _LocalPlanMessage(msgspec.Struct, frozen=True, array_like=True):
+    """A local plan on its way to the coordinator."""
 
     target: str
     plan_id: str
-    """Of the plan that this rank knows for it; empty where it knows none."""
+    """Id of the plan that this rank has cached for it; empty if it has none."""
     digests: list[int]
-    """Of the compared groups of that plan."""
+    """One digest for each of the compared groups of the cached plan."""
     offers: PackedOffers | None
-    """None where a plan is known."""
+    """None where a plan is cached."""
     aliases: dict[str, str]
-    """Empty there."""
+    """Empty where a plan is cached."""
     plain: dict[str, tuple[Scope, bytes]]
     stages: dict[str, int] = {}
-    """There, of `stage_digests` only."""
+    """Where a plan is cached, only those of the FQNs in `stage_digests`."""
     stage_digests: PartDigests = {}
-    """Of what the coordinator asked for, now or when the plan was made."""
+    """Digests of the tensors that the coordinator asked for, now or when the plan was made."""
     is_empty: bool = False
-    """As in `Wish`."""
 
 
-class _Order(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank is to do."""
+class _PlanReply(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's part of the global plan."""
 
-    save_id: str
-    plan_id: str
-    kept: bytes
-    """A bit for each of its offers: write all of it."""
-    parts: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
-    """Index of the offer, offsets and lengths of the part of it."""
-    together: list[list[int]]
+    save_id: str = ""
+    plan_id: str = ""
+    whole: bytes = b""
+    """A bit for each offer of this rank: it writes all of it."""
+    parts: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+    """Index of the offer, offsets and lengths of the part that this rank writes."""
+    together: list[list[int]] = []
     """Groups of its offers; see SavePlan."""
-    compared: list[list[int]]
-    differing_replicas: list[str]
-    is_known: bool = False
-    """Do what you did before; `kept` and what follows are empty."""
-    tell_all: bool = False
-    """No order yet: send the whole request first."""
+    compared: list[list[int]] = []
+    differing_replicas: list[str] = []
+    is_cached: bool = False
+    """True if the cached plan holds; `whole` to `differing_replicas` are empty."""
+    send_all: bool = False
+    """True if the coordinator needs the whole local plan before it can reply."""
     digested: list[str] = []
-    """With digests of all parts of these tensors."""
+    """FQNs of tensors for all parts of which it needs digests."""
     has_written: bool = False
-    """The coordinator knows where the chunks of this plan lie."""
+    """True if the coordinator has the chunk locations of this plan."""
 
 
-class Agreed(NamedTuple):
-    """The outcome of planning on one rank."""
+class AgreedPlan(NamedTuple):
+    """The global plan as one rank has it, once all ranks have agreed."""
 
     save_id: str
-    known: KnownPlan
+    rank_plan: RankPlan
     is_new: bool
-    """The plan was made just now."""
+    """True if the plan was made in this save and not taken from the cache."""
     has_written: bool
-    """The coordinator knows where the chunks lie in the files: nobody need tell it."""
+    """True if the coordinator has the chunk locations, so that no rank need report them."""
     objects: Mapping[str, bytes]
-    """Plain data that all ranks share, by FQN; here and below, empty but on the coordinator."""
+    """Plain data that all ranks share, by FQN; empty but on the coordinator."""
     rank_objects: Mapping[str, Mapping[int, bytes]]
+    """Plain data of single ranks, by FQN and rank; empty but on the coordinator."""
 
 
-class Proposal(NamedTuple):
-    """What one rank wants saved, and how it would be."""
-
-    wish: Wish
-    fingerprint: bytes
-    known: KnownPlan | None
-    """Used if all ranks know it as well; None where this one knows none."""
-
-
-def wish_of(target: Target, contents: Sequence[EntryContents], options: SaveOptions) -> Wish:
-    """What this rank wants saved of its entries."""
-    shards = [shard for of_entry in contents for shard in of_entry.shards]
+def make_local_plan(
+    ranks: Ranks, target: object, contents: Sequence[EntryContents], options: SaveOptions, *, plans: PlanCache
+) -> LocalSavePlan:
+    """Returns the plan of the entries that this rank holds, with the one of an earlier save if it is in the cache."""
+    shards = [shard for entry in contents for shard in entry.shards]
     if options.codec != "none":
         shards = [part for shard in shards for part in cut_to_files(shard, options)]
+    plan = LocalSavePlan(
+        target=str(target),
+        shards=shards,
+        aliases={alias: fqn for entry in contents for alias, fqn in entry.aliases.items()},
+        plain={fqn: encoded for entry in contents for fqn, encoded in entry.plain.items()},
+        stages={fqn: stage for entry in contents for fqn, stage in entry.stages.items()},
+        max_file_bytes=options.max_file_bytes,
+        codec=options.codec,
+        plans=plans,
+        is_empty=not contents,
+    )
+    fqns_dtypes_shapes_regions = [*zip(*shards, strict=True)][:4]
+    of_ranks = (list(ranks.global_ranks), ranks.rank, plan.stages)
+    parts = (fqns_dtypes_shapes_regions, plan.aliases, (plan.max_file_bytes, plan.codec), *of_ranks)
+    fingerprint = xxhash.xxh3_128_digest(msgspec.msgpack.encode(parts))
+    return plan._replace(fingerprint=fingerprint, cached=plans.find(fingerprint))
 
-    def offers() -> list[Offer]:
-        return [Offer(fqn, dtype, shape, region.offsets, region.lengths) for fqn, dtype, shape, region, *_ in shards]
 
-    aliases = {alias: fqn for of_entry in contents for alias, fqn in of_entry.aliases.items()}
-    plain = {fqn: encoded for of_entry in contents for fqn, encoded in of_entry.plain.items()}
-    stages = {fqn: stage for of_entry in contents for fqn, stage in of_entry.stages.items()}
-    return Wish(target, shards, offers, aliases, plain, options.max_file_bytes, options.codec, stages, not contents)
+def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
+    """Returns this rank's part of the global plan, made now or cached by all ranks. A new plan goes into the cache.
 
-
-def propose(ranks: Ranks, wish: Wish, plans: PlanCache) -> Proposal:
-    """The plan that this rank knows for a wish, if it does. Nobody is told yet."""
-    fingerprint = wish.fingerprint(ranks)
-    return Proposal(wish, fingerprint, plans.find(fingerprint))
-
-
-def agree(ranks: Ranks, proposal: Proposal, plans: PlanCache) -> Agreed:
-    """Every rank's part of one plan, made now or known from a save of the same.
-
-    Raises CheckpointMismatchError (conflict, coverage) where what ranks want does not fit together.
+    Raises CheckpointMismatchError (conflict, coverage) if the local plans contradict one another.
     """
-    wish, known = proposal.wish, proposal.known
-    decision = _Decision(ranks, known)
-    order = decision.hear(_known_request(wish, known) if known is not None else _whole_request(wish, ranks, []))
+    cached = local_plan.cached
+    planner = _GlobalPlanner(ranks, cached)
+    reply = planner.exchange(
+        _whole_message(local_plan, ranks) if cached is None else _cached_message(local_plan, cached)
+    )
     in_stages: Sequence[str] = ()
-    while order.tell_all:
-        in_stages = order.digested
-        order = decision.hear(_whole_request(wish, ranks, in_stages))
-    is_new = not order.is_known or known is None
-    planned = _planned(order, wish, in_stages, ranks.num_ranks) if is_new or known is None else known
-    if is_new:
-        planned.plan = decision.plan
-        plans.keep(proposal.fingerprint, planned)
-    return Agreed(order.save_id, planned, is_new, order.has_written, decision.objects, decision.rank_objects)
+    while reply.send_all:
+        in_stages = reply.digested
+        reply = planner.exchange(_whole_message(local_plan, ranks, in_stages))
+    is_new = cached is None or not reply.is_cached
+    if is_new or cached is None:
+        rank_plan = _rank_plan(reply, local_plan, in_stages, ranks.num_ranks)
+        rank_plan.global_plan = planner.plan
+        local_plan.plans.add(local_plan.fingerprint, rank_plan)
+        _warn_of_differing(ranks, rank_plan.differing_replicas)
+    else:
+        rank_plan = cached
+    return AgreedPlan(reply.save_id, rank_plan, is_new, reply.has_written, planner.objects, planner.rank_objects)
 
 
-def _known_request(wish: Wish, known: KnownPlan) -> _Request:
-    digests = [combined_digest([wish.shards[index].tensor for index in group]) for group in known.compared]
-    stages = {fqn: wish.stages[fqn] for fqn in known.in_stages if fqn in wish.stages}
-    stage_digests = digests_of(wish.shards, known.in_stages, wish.aliases)
-    return _Request(
-        str(wish.target), known.plan_id, digests, None, {}, dict(wish.plain), stages, stage_digests, wish.is_empty
+def _cached_message(local_plan: LocalSavePlan, cached: RankPlan) -> _LocalPlanMessage:
+    return _LocalPlanMessage(
+        target=local_plan.target,
+        plan_id=cached.plan_id,
+        digests=[combined_digest([local_plan.shards[index].tensor for index in group]) for group in cached.compared],
+        offers=None,
+        aliases={},
+        plain=dict(local_plan.plain),
+        stages={fqn: local_plan.stages[fqn] for fqn in cached.in_stages if fqn in local_plan.stages},
+        stage_digests=part_digests(local_plan.shards, cached.in_stages, local_plan.aliases),
+        is_empty=local_plan.is_empty,
     )
 
 
 @gc_paused()
-def _whole_request(wish: Wish, ranks: Ranks, digested: Sequence[str] = ()) -> _Request:
-    offers = wish.offers()
+def _whole_message(local_plan: LocalSavePlan, ranks: Ranks, digested: Sequence[str] = ()) -> _LocalPlanMessage:
+    offers = local_plan.offers()
     if ranks.num_ranks > 1:
-        for index, digest in enumerate(small_digests(wish.shards)):
+        for index, digest in enumerate(small_digests(local_plan.shards)):
             if digest is not None:
                 offers[index] = msgspec.structs.replace(offers[index], digest=digest)
-    digests = digests_of(wish.shards, digested, wish.aliases)
-    return _Request(
-        str(wish.target),
-        "",
-        [],
-        pack_offers(offers),
-        dict(wish.aliases),
-        dict(wish.plain),
-        dict(wish.stages),
-        digests,
-        wish.is_empty,
+    return _LocalPlanMessage(
+        target=local_plan.target,
+        plan_id="",
+        digests=[],
+        offers=pack_offers(offers),
+        aliases=dict(local_plan.aliases),
+        plain=dict(local_plan.plain),
+        stages=dict(local_plan.stages),
+        stage_digests=part_digests(local_plan.shards, digested, local_plan.aliases),
+        is_empty=local_plan.is_empty,
     )
 
 
-class _Decision:
-    """What the coordinator makes of all requests: one order for each rank. Stays empty on the others."""
+class _GlobalPlanner:
+    """The coordinator's side of the exchange: one reply for each local plan. Stays empty on the other ranks."""
 
-    def __init__(self, ranks: Ranks, known: KnownPlan | None) -> None:
+    def __init__(self, ranks: Ranks, cached: RankPlan | None) -> None:
         self._ranks = ranks
-        self._known = known
+        self._cached = cached
         self.plan: SavePlan | None = None
-        """The one that was made; None where a known one is used again."""
+        """None where the cached plan is used."""
         self.objects: Mapping[str, bytes] = {}
         self.rank_objects: Mapping[str, Mapping[int, bytes]] = {}
         self._in_stages: list[str] = []
-        """The FQNs that stages share, of which ranks have been asked for digests."""
+        """FQNs that pipeline stages share, for which digests were requested."""
 
-    def hear(self, request: _Request) -> _Order:
-        """This rank's order."""
-        return msgspec.msgpack.decode(
-            self._ranks.reduce_scatter(msgspec.msgpack.encode(request), self._orders), type=_Order
-        )
+    def exchange(self, message: _LocalPlanMessage) -> _PlanReply:
+        """Sends this rank's message to the coordinator and returns its reply."""
+        reply = self._ranks.reduce_scatter(msgspec.msgpack.encode(message), self._replies)
+        return msgspec.msgpack.decode(reply, type=_PlanReply)
 
     @gc_paused()
-    def _orders(self, payloads: Sequence[bytes]) -> Sequence[bytes]:
-        requests = [msgspec.msgpack.decode(payload, type=_Request) for payload in payloads]
-        names, known = self._ranks.global_ranks, self._known
-        told = [InStages(request.stages, request.stage_digests) for request in requests]
-        check_same("save to", [request.target for request in requests], names)
-        if all(request.is_empty for request in requests):
+    def _replies(self, payloads: Sequence[bytes]) -> Sequence[bytes]:
+        messages = [msgspec.msgpack.decode(payload, type=_LocalPlanMessage) for payload in payloads]
+        global_ranks, cached = self._ranks.global_ranks, self._cached
+        stages = [StageDigests(message.stages, message.stage_digests) for message in messages]
+        check_same("save to", [message.target for message in messages], global_ranks)
+        if all(message.is_empty for message in messages):
             raise CheckpointSaveError(
                 "the state is an empty dict, on every rank; nothing was written: pass what is to be saved, as in "
                 '{"model": model}',
                 kind="unsupported_value",
-                ranks=tuple(names),
+                ranks=tuple(global_ranks),
             )
         save_id = uuid.uuid4().hex[:16]
-        if known is not None and _is_still_so(known, requests):
-            check_stages(known.in_stages, told, names)
-            has_written = known.written is not None
-            orders = [_Order(save_id, known.plan_id, b"", [], [], [], [], is_known=True, has_written=has_written)]
-        elif any(request.plan_id for request in requests):
-            orders = [_Order("", "", b"", [], [], [], [], tell_all=True)]
-        elif self._asks_for_stages(requests):
-            orders = [_Order("", "", b"", [], [], [], [], tell_all=True, digested=self._in_stages)]
+        if cached is not None and _still_holds(cached, messages):
+            check_pipeline_stages(cached.in_stages, stages, global_ranks)
+            replies = [_PlanReply(save_id, cached.plan_id, is_cached=True, has_written=cached.written is not None)]
+        elif any(message.plan_id for message in messages):
+            replies = [_PlanReply(send_all=True)]
+        elif self._needs_stage_digests(messages):
+            replies = [_PlanReply(send_all=True, digested=self._in_stages)]
         else:
-            check_stages(self._in_stages, told, names)
-            packed = [request.offers for request in requests if request.offers is not None]
-            self.plan = plan_save(packed, [request.aliases for request in requests], names=names)
-            orders = _orders(save_id, self.plan)
-        if not orders[COORDINATOR].tell_all:
-            self.objects, self.rank_objects = merge_plain([request.plain for request in requests], names)
-        encoded = [msgspec.msgpack.encode(order) for order in orders]
+            check_pipeline_stages(self._in_stages, stages, global_ranks)
+            packed = [message.offers for message in messages if message.offers is not None]
+            self.plan = plan_save(packed, [message.aliases for message in messages], names=global_ranks)
+            replies = _new_replies(save_id, self.plan)
+        if not replies[COORDINATOR].send_all:
+            self.objects, self.rank_objects = merge_plain([message.plain for message in messages], global_ranks)
+        encoded = [msgspec.msgpack.encode(reply) for reply in replies]
         return encoded if len(encoded) == len(payloads) else encoded * len(payloads)
 
-    def _asks_for_stages(self, requests: Sequence[_Request]) -> bool:
-        """Whether ranks have yet to give digests of what several stages hold under one FQN."""
-        asked, self._in_stages = self._in_stages, in_several_stages(request.stages for request in requests)
-        return self._in_stages != asked
+    def _needs_stage_digests(self, messages: Sequence[_LocalPlanMessage]) -> bool:
+        """True if several stages hold FQNs for which digests were not requested yet."""
+        requested, self._in_stages = self._in_stages, fqns_in_several_stages(message.stages for message in messages)
+        return self._in_stages != requested
 
 
-def _is_still_so(known: KnownPlan, requests: Sequence[_Request]) -> bool:
-    """Whether every rank knows this plan, and replicas are what they were: all alike."""
-    if any(request.plan_id != known.plan_id for request in requests) or known.plan is None:
+def _still_holds(cached: RankPlan, messages: Sequence[_LocalPlanMessage]) -> bool:
+    """True if every rank has this plan cached and replicas that were alike still are."""
+    if any(message.plan_id != cached.plan_id for message in messages) or cached.global_plan is None:
         return False
-    positions = [iter(request.digests) for request in requests]
-    return all(len({next(positions[rank]) for rank in ranks}) == 1 for ranks in known.plan.compared)
+    digests = [iter(message.digests) for message in messages]
+    return all(len({next(digests[rank]) for rank in ranks}) == 1 for ranks in cached.global_plan.compared)
 
 
-def _orders(save_id: str, plan: SavePlan) -> list[_Order]:
+def _new_replies(save_id: str, plan: SavePlan) -> list[_PlanReply]:
     compared: list[list[list[int]]] = [[] for _ in plan.kept]
     for ranks, offers in plan.compared.items():
         for rank, of_rank in zip(ranks, offers, strict=True):
             compared[rank].append(list(of_rank))
     return [
-        _Order(
+        _PlanReply(
             save_id,
             save_id,
             np.packbits(kept).tobytes(),
@@ -301,25 +290,33 @@ def _orders(save_id: str, plan: SavePlan) -> list[_Order]:
 
 
 @gc_paused()
-def _planned(order: _Order, wish: Wish, in_stages: Sequence[str], num_ranks: int) -> KnownPlan:
-    offers = wish.offers()
-    num_offers = len(offers)
-    kept = np.flatnonzero(np.unpackbits(np.frombuffer(order.kept, np.uint8), count=num_offers)).tolist()
-    parts = [Write(offer, Region(offsets, lengths)) for offer, offsets, lengths in order.parts]
-    writes = [*(Write(offer, offers[offer].region) for offer in kept), *parts]
-    return KnownPlan(
-        plan_id=order.plan_id,
+def _rank_plan(reply: _PlanReply, local_plan: LocalSavePlan, in_stages: Sequence[str], num_ranks: int) -> RankPlan:
+    offers = local_plan.offers()
+    whole = np.flatnonzero(np.unpackbits(np.frombuffer(reply.whole, np.uint8), count=len(offers))).tolist()
+    parts = [Write(offer, Region(offsets, lengths)) for offer, offsets, lengths in reply.parts]
+    return RankPlan(
+        plan_id=reply.plan_id,
         files=plan_files(
             offers,
-            writes,
-            together=order.together,
-            max_file_bytes=wish.max_file_bytes,
-            codec=wish.codec,
+            [*(Write(offer, offers[offer].region) for offer in whole), *parts],
+            together=reply.together,
+            max_file_bytes=local_plan.max_file_bytes,
+            codec=local_plan.codec,
             num_ranks=num_ranks,
         ),
-        compared=order.compared,
-        differing_replicas=order.differing_replicas,
+        compared=reply.compared,
+        differing_replicas=reply.differing_replicas,
         in_stages=in_stages,
-        num_offers=num_offers,
+        num_offers=len(offers),
         parts=parts,
     )
+
+
+def _warn_of_differing(ranks: Ranks, fqns: Sequence[str]) -> None:
+    """Warns once for each plan, on one rank, of small tensors whose replicas differ."""
+    if fqns and ranks.rank == COORDINATOR:
+        warnings.warn(
+            f"{len(fqns)} tensors that ranks hold as replicas have different values: {and_more(fqns, 10)}. The lowest "
+            "rank's value is saved; wrap what is meant to differ in bcp.RankLocal",
+            stacklevel=3,
+        )

@@ -1,5 +1,5 @@
-"""A save as its caller sees it: how far it is, what came of it, and that a failure is not lost. Which saves there are,
-and which thread finishes them, is in in_flight.py.
+"""A save as its caller sees it, and the progress that the handle and the background share. The queue of saves in flight
+is in in_flight.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 
-from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.info import CheckpointInfo, LocalInfo
 from bytecheckpoint.runtime.reentrancy import AWAITED, is_refusal
@@ -20,96 +19,114 @@ from bytecheckpoint.staging.snapshots import Snapshot
 class SaveHandle:
     """A save, finished or under way. Methods may be called from any thread."""
 
-    def __init__(self, path: str, *, is_staged: bool) -> None:
-        self._path = path
-        self._entered = threading.Event()
-        self._staged = threading.Event()
-        self._shared: Snapshot | None = None
-        """What is being staged in the background, if it is."""
-        self._local: Future[LocalInfo] | None = Future() if is_staged else None
-        self._future: Future[CheckpointInfo] = Future()
-        self._error: BaseException | None = None
-        self._was_seen = False
-        self._let_go: Callable[[], object] = lambda: None
+    def __init__(self, progress: SaveProgress) -> None:
+        self._progress = progress
 
     def __repr__(self) -> str:
-        state = "failed" if self._failed() else "done" if self.done() else "under way"
-        return f"<SaveHandle {self._path}: {state}>"
+        progress = self._progress
+        state = "failed" if progress.error is not None else "done" if self.done() else "under way"
+        return f"<SaveHandle {progress.path}: {state}>"
 
     def staged(self) -> None:
         """Blocks until the training state may change again. Raises what the save raised if it failed before."""
-        self._await_staging()
-        if self._failed():
+        self._progress.wait_until_staged()
+        if self._progress.error is not None:
             self.result()
 
     def local(self, timeout: float | None = None) -> LocalInfo:
         """Blocks until every rank's data is durable in the local stage, so that `bcp.recover` could commit it after a
-        crash. Of a disk without room, the data is at the path then. `timeout` is in seconds.
+        crash. If a disk is full, its rank's data is at the path then. `timeout` is in seconds.
 
-        Raises the error with which the save failed before, TimeoutError when it is not that far, and
-        CheckpointMismatchError (conflict) where the save has no local stage.
+        Raises the error with which the save failed before, TimeoutError if it is not that far, and
+        CheckpointMismatchError (conflict) if the save has no local stage.
         """
-        if self._local is None:
+        local = self._progress.local
+        if local is None:
             raise CheckpointMismatchError(
-                f"the save to {self._path} has no local stage, so there is nothing to wait for: give it "
+                f"the save to {self._progress.path} has no local stage, so there is nothing to wait for: give it "
                 "SaveOptions.local_stage, or wait for result()",
                 kind="conflict",
-                path=self._path,
+                path=self._progress.path,
             )
-        if not self._local.done():
+        if not local.done():
             AWAITED.refuse()
-        error = self._local.exception(timeout)
+        error = local.exception(timeout)
         if error is not None:
-            self._was_seen = True
-            self._let_go()
+            self._progress.mark_seen()
             raise error
-        return self._local.result()
+        return local.result()
 
     def result(self, timeout: float | None = None) -> CheckpointInfo:
         """Blocks until the checkpoint is durable and committed on every rank; `timeout` is in seconds.
 
-        Raises the error with which the save failed on any rank, or TimeoutError when it is still under way.
+        Raises the error with which the save failed on any rank, or TimeoutError if it is still under way.
         """
         error = self.exception(timeout)
         if error is not None:
             raise error
-        return self._future.result()
+        return self._progress.outcome.result()
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
-        return self._future.done()
+        """True if the save has ended, with or without an error."""
+        return self._progress.outcome.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Blocks like `result`, and returns the error, or None for a checkpoint that is committed."""
         if not self.done():
             AWAITED.refuse()
-        error = self._future.exception(timeout)
-        self._was_seen = True
-        self._let_go()
+        error = self._progress.outcome.exception(timeout)
+        self._progress.mark_seen()
         return error
 
     def add_done_callback(self, fn: Callable[[SaveHandle], object]) -> None:
         """Calls `fn(handle)` once the save has ended, at once if it has; from the thread that ends it."""
-        self._future.add_done_callback(lambda _: fn(self))
+        self._progress.outcome.add_done_callback(lambda _: fn(self))
 
-    def _failed(self) -> bool:
-        return self._error is not None
 
-    def _was_interrupted(self) -> bool:
-        """Whether it ended with something that is no failure of its own."""
-        return self._error is not None and not isinstance(self._error, Exception)
+class SaveProgress:
+    """Progress and outcome of one save, for its handle and for the threads that work on it."""
 
-    def _unseen_error(self) -> BaseException | None:
-        """The error of a failed save that nobody has asked for; asking here counts."""
-        error = None if self._was_seen else self._error
+    def __init__(self, path: str, *, is_staged: bool) -> None:
+        self.path = path
+        self.is_numbered = threading.Event()
+        """Set when all ranks know which call this is, so that other calls may begin."""
+        self.local: Future[LocalInfo] | None = Future() if is_staged else None
+        self.outcome: Future[CheckpointInfo] = Future()
+        self.error: BaseException | None = None
+        self._is_staged = threading.Event()
+        self._shared: Snapshot | None = None
+        """Snapshot that the background stages, and that other threads may help to stage."""
+        self._was_seen = False
+        self._on_seen: Callable[[], object] = lambda: None
+
+    def when_seen(self, do: Callable[[], object]) -> None:
+        """Calls this, perhaps more than once, when the save has ended and its error was raised or there is none."""
+        self._on_seen = do
+
+    def mark_seen(self) -> None:
+        """Records that the caller has the outcome."""
+        self._was_seen = True
+        self._on_seen()
+
+    def take_unseen_error(self) -> BaseException | None:
+        """Returns the error of a failed save if the caller does not have it yet; from now on it does."""
+        error = None if self._was_seen else self.error
         if error is not None:
-            self._was_seen = True
-            self._let_go()
+            self.mark_seen()
         return error
 
-    def _await_staging(self) -> None:
-        """Who waits takes part: the background stages with few threads, which step back behind training."""
-        if self._staged.is_set():
+    def reach_local(self, info: LocalInfo) -> None:
+        """Ends the wait for the local stage: every rank's data is durable there."""
+        if self.local is not None:
+            self.local.set_result(info)
+
+    def share(self, snapshot: Snapshot) -> None:
+        """Lets each thread that waits for staging stage a part of this snapshot."""
+        self._shared = snapshot
+
+    def wait_until_staged(self) -> None:
+        """Returns when the training state may change. This thread helps, because the background has a low priority."""
+        if self._is_staged.is_set():
             return
         AWAITED.refuse()
         shared = self._shared
@@ -117,31 +134,13 @@ class SaveHandle:
             try:
                 with AWAITED.here():
                     shared.stage()
-            except Exception as error:  # the background meets the same, and tells all ranks
+            except Exception as error:  # the background raises the same, and all ranks with it
                 if is_refusal(error):
                     raise
-        self._staged.wait()
+        self._is_staged.wait()
 
-    def _when_told(self, let_go: Callable[[], object]) -> None:
-        """Calls this, perhaps more than once, when the save has ended and nobody need be told of it any more."""
-        self._let_go = let_go
-
-    def _enter(self, ranks: Ranks) -> None:
-        """From now on other calls may begin: it is certain which one this save is to all ranks."""
-        ranks.enter()
-        self._entered.set()
-
-    def _reach_local(self, info: LocalInfo) -> None:
-        """Every rank's data is durable in the local stage."""
-        if self._local is not None:
-            self._local.set_result(info)
-
-    def _share(self, snapshot: Snapshot) -> None:
-        """The snapshot will be staged in the background: from now on, who waits for that takes part."""
-        self._shared = snapshot
-
-    def _stage(self, snapshot: Snapshot) -> None:
-        """Stages, and lets the training state change. A failure is for the writer to meet, who tells all ranks."""
+    def stage(self, snapshot: Snapshot) -> None:
+        """Stages, after which the training state may change. The writer raises the error of a failure, on all ranks."""
         try:
             snapshot.stage()
         except BaseException as error:
@@ -153,36 +152,36 @@ class SaveHandle:
             snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
             raise
         else:
-            self._staged.set()
+            self._is_staged.set()
         finally:
             self._shared = None
 
-    def _finish(self, finish: Callable[[], CheckpointInfo], turn: ExitStack) -> None:
-        """Runs the rest of the save, ends its turn and keeps its outcome. Whatever it raises is for `result`."""
+    def run(self, finish: Callable[[], CheckpointInfo], slot: ExitStack) -> None:
+        """Runs the rest of the save, closes its slot and keeps its outcome. `SaveHandle.result` raises its error."""
         info = None
         try:
             info = finish()
         except BaseException as error:  # noqa: BLE001  a lost error would be a lost checkpoint
-            self._error = error
+            self.error = error
             _clear_frames(error)
-        del finish  # this frame, which is at work, is one of those that the error keeps
-        # The turn ends first: what waits for the outcome, callbacks too, may well save again.
-        turn.close()
+        del finish  # the error keeps this frame, which is running and was not cleared
+        # Before the outcome: threads that wait for it, and its callbacks, may save again.
+        slot.close()
         self._shared = None
-        self._entered.set()
-        self._staged.set()
+        self.is_numbered.set()
+        self._is_staged.set()
         if info is not None:
-            self._future.set_result(info)
+            self.outcome.set_result(info)
         else:
-            if self._local is not None and not self._local.done():
-                self._local.set_exception(self._error)
-            self._future.set_exception(self._error)
+            if self.local is not None and not self.local.done():
+                self.local.set_exception(self.error)
+            self.outcome.set_exception(self.error)
         if info is not None or self._was_seen:
-            self._let_go()
+            self._on_seen()
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """An error that a handle keeps must not keep the state, which the functions that it came through knew."""
+    """Frees the state that the frames of a kept error hold."""
     if error is not None:
         traceback.clear_frames(error.__traceback__)
         _clear_frames(error.__cause__)

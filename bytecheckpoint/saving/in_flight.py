@@ -1,7 +1,5 @@
-"""The saves that are under way: whose turn it is, the background threads that finish them, and what happens to them
-when the interpreter ends. What a caller sees of one is in handle.py; nothing here knows what a save does.
-
-The rest of a save beside training: who stages, who writes, and when the call may return.
+"""Saves in flight and all else that a process keeps between saves: the queue of saves, the background threads that
+finish them, exit hooks, staging memory and cached plans. It does not know what a save does.
 """
 
 from __future__ import annotations
@@ -15,227 +13,269 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import thread as _futures_thread  # noqa: F401  registers its exit hook before ours
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from bytecheckpoint.distributed.ranks import COORDINATOR
-from bytecheckpoint.errors import CheckpointError, CheckpointSaveError
+from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
+from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.runtime.reentrancy import AWAITED
 from bytecheckpoint.runtime.thread_priority import lower_priority
 from bytecheckpoint.runtime.threads import background_threads
-from bytecheckpoint.saving.handle import SaveHandle
-from bytecheckpoint.saving.kept import Kept
-from bytecheckpoint.saving.prepare import Draft
-from bytecheckpoint.saving.write import Saving
+from bytecheckpoint.saving.handle import SaveProgress
+from bytecheckpoint.saving.plan_cache import PlanCache
+from bytecheckpoint.saving.prepare import PreparedSave
+from bytecheckpoint.staging.host_buffers import HostBuffers
 from bytecheckpoint.staging.snapshots import ProposedState, StagedState
+from bytecheckpoint.storage.store import RemoteStore, Store, full_location
+
+logger = logging.getLogger("bytecheckpoint")
 
 _ALL_OR_NOTHING = "it is committed whole or not at all, which `bcp ls` tells, and what was committed before still loads"
 
 
-class Turn:
-    """Of a save: from when it stages until the next one may. To be ended once, or more often."""
+class StagingSlot:
+    """The right of one save to stage: no other save may until it has ended, once or more often."""
 
     def __init__(self, lock: threading.Lock) -> None:
         """`lock` is held by now."""
         self._lock = lock
-        self.is_over = False
-        self.uploads = ExitStack()
+        self.has_ended = False
+        self.upload = ExitStack()
         """Closed when the save is over."""
 
     def end(self) -> None:
-        if not self.is_over:
-            self.is_over = True
+        if not self.has_ended:
+            self.has_ended = True
             self._lock.release()
 
 
-class InFlight:
-    """The asynchronous saves that this process has under way: at most one, and one more that only uploads what is in
-    its local stage, which needs nothing of the process' state any more.
+class SavesInFlight:
+    """The asynchronous saves of this process: at most one that stages and writes, and one that only uploads from its
+    local stage, which needs nothing of the process' state any more.
     """
 
     def __init__(self) -> None:
-        self.kept = Kept()
-        """What saves leave for those that follow."""
-        self._of_parents: list[Kept] = []
+        self.is_exiting = False
         self._step_hook: RemovableHandle | None = None
-        """Torch's handle of the hook in which steps wait."""
-        self._turn = threading.Lock()
+        """Torch's handle of the hook that holds optimizer steps until staging has ended."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all saves, as a forked child must."""
+        self._staging = threading.Lock()
         self._upload = threading.Lock()
-        """Held for an upload, and taken while the turn is held: so uploads come in the order of saves."""
+        """Held for an upload, and taken while `_staging` is held: so uploads come in the order of saves."""
         self._lock = threading.Lock()
-        self._watched: dict[int, SaveHandle] = {}
-        """By id, in their order: saves that are under way, or have failed with an error that nobody has seen; no
-        others, because an error that a handle keeps and has raised knows the caller's frames, and the state in them.
-        Each comes and goes in one step, because signal handlers and background threads change this too.
+        """Guards `_step_hook`."""
+        self._watched: dict[int, SaveProgress] = {}
+        """By id, in their order: saves that are under way, or have failed with an error that the caller has not seen.
+        No others, because a kept error that was raised holds the caller's frames, and the state in them. Each is added
+        and removed in one step, because signal handlers and background threads change this too.
         """
-        self._has_hooks = False
-        self._is_exiting = False
 
     @contextmanager
-    def call(self) -> Iterator[None]:
-        """Around a call that may begin a save: when it is over, its thread is awaited no longer.
-
-        Raises CheckpointSaveError on a thread that a save waits for: in a signal handler, or what the state calls.
+    def slot(self, *, awaits_upload: bool) -> Iterator[StagingSlot]:
+        """Waits for the save that is staging or writing, and with `awaits_upload` for one that uploads; other saves
+        wait until the slot is closed. Raises the error of an earlier save if the caller has not seen it.
         """
         AWAITED.refuse()
-        try:
-            yield
-        finally:
-            AWAITED.leave()
-
-    @contextmanager
-    def turn(self, *, awaits_upload: bool) -> Iterator[Turn]:
-        """Waits for the save that is under way, then holds back others. Raises the error of an earlier one if nobody
-        has seen it. One that is uploading is waited for only where asked.
-        """
-        AWAITED.refuse()
-        self._add_hooks()
-        self._acquire_turn(awaits_upload=awaits_upload)
-        turn = Turn(self._turn)
+        while True:
+            if awaits_upload:  # without the slot, because a signal handler may save meanwhile
+                with self._upload:
+                    pass
+            self._staging.acquire()
+            if not (awaits_upload and self._upload.locked()):  # an upload begins in the slot only
+                break
+            self._staging.release()
+        slot = StagingSlot(self._staging)
         try:
             with AWAITED.here():
                 self._raise_unseen()
-                yield turn
+                yield slot
         finally:
-            turn.end()
-            turn.uploads.close()
-
-    def _acquire_turn(self, *, awaits_upload: bool) -> None:
-        """Waits for an upload without the turn, because a signal handler may want to save meanwhile."""
-        while True:
-            if awaits_upload:
-                with self._upload:
-                    pass
-            self._turn.acquire()
-            if not (awaits_upload and self._upload.locked()):  # who begins one holds the turn
-                return
-            self._turn.release()
+            slot.end()
+            slot.upload.close()
 
     @contextmanager
-    def uploading(self, turn: Turn, let_go: Callable[[], None]) -> Iterator[None]:
-        """Waits for the upload of an earlier save. From then on the next save may begin. `let_go` is called when the
-        state is needed no longer, before anything is waited for.
+    def uploading(self, slot: StagingSlot, release_state: Callable[[], None]) -> Iterator[None]:
+        """Waits for the upload of an earlier save. From then on the next save may begin. Calls `release_state`, which
+        drops the training state, before it waits.
         """
-        let_go()
-        # A synchronous save has ended its turn long ago, and holds up its caller: nothing comes in between.
-        if not turn.is_over:
-            # Until all is over: who waits for the upload is to find its error.
-            turn.uploads.enter_context(self._upload)
-            turn.end()
+        release_state()
+        # A synchronous save has ended its slot long ago, and blocks its caller: no other save comes in between.
+        if not slot.has_ended:
+            # Until the save is over: a save that waits for the upload raises its error.
+            slot.upload.enter_context(self._upload)
+            slot.end()
         yield
 
     @property
-    def _handles(self) -> tuple[SaveHandle, ...]:
+    def _all(self) -> tuple[SaveProgress, ...]:
         return tuple(self._watched.values())
 
-    def _watch(self, handle: SaveHandle) -> None:
-        watched, number = self._watched, id(handle)
-        watched[number] = handle
-        handle._when_told(lambda: watched.pop(number, None))
-
     def _raise_unseen(self) -> None:
-        for handle in self._handles:
-            error = handle._unseen_error()
+        for progress in self._all:
+            error = progress.take_unseen_error()
             if isinstance(error, CheckpointError):
-                message = f"the asynchronous save to {handle._path} failed, and this one was not begun: {error.message}"
+                message = (
+                    f"the asynchronous save to {progress.path} failed, and this one was not begun: {error.message}"
+                )
                 raise type(error)(
                     message, kind=error.kind, path=error.path, step=error.step, ranks=error.ranks
                 ) from error
             if error is not None:
                 raise error
 
-    def start(
+    def _start(
         self,
-        handle: SaveHandle,
+        progress: SaveProgress,
         finish: Callable[[], CheckpointInfo],
-        turn: ExitStack,
+        slot: ExitStack,
         *,
         give_up: Callable[[], object],
     ) -> bool:
-        """Finishes a save, and the turn that it takes over, on a thread of its own. False where there can be none.
+        """Finishes a save on a thread of its own, which takes over the slot. Returns False if there can be no thread.
 
-        There, and where the caller is interrupted before there is such a thread, `give_up` is called and the turn
-        stays with the caller.
+        Then, and if the caller is interrupted before the thread has begun, it calls `give_up`, and the slot stays with
+        the caller.
         """
-        self._watch(handle)
+        watched, number = self._watched, id(progress)
+        watched[number] = progress
+        progress.when_seen(lambda: watched.pop(number, None))
         claim = threading.Lock()
-        """On the turn: of the thread that begins, or of the caller that is interrupted before it has."""
-        own_turn = ExitStack()
+        """Taken by the thread when it begins, or by the caller if it is interrupted before that."""
+        own_slot = ExitStack()
 
         def run() -> None:
             if claim.acquire(blocking=False):
-                handle._finish(finish, own_turn)
+                progress.run(finish, own_slot)
 
         try:
-            own_turn.push(turn.pop_all())
-            if in_background("bcp-save", run):
+            own_slot.push(slot.pop_all())
+            if self.begin_thread("bcp-save", run):
                 return True
         except BaseException:
             if claim.acquire(blocking=False):
-                self._watched.pop(id(handle), None)
-                turn.push(own_turn)
+                watched.pop(number, None)
+                slot.push(own_slot)
                 give_up()
             raise
-        turn.push(own_turn)
+        slot.push(own_slot)
         give_up()
         return False
 
-    def is_told_at_once(self, handle: SaveHandle) -> bool:
-        """Whether a save that was written in the call raises there what its handle would raise: what interrupted it, as
-        Ctrl-C does, is meant for the caller, and when the interpreter is exiting, nobody may come to ask.
+    def run_in_background(self, prepared: PreparedSave, finish: Callable[[], CheckpointInfo], slot: ExitStack) -> bool:
+        """Stages a save, and finishes it on a thread that takes over the slot. Returns when the state may change; for a
+        lazy snapshot at once, because steps of optimizers wait for it.
+
+        Returns False if there can be no more threads: then `finish` writes the state itself.
         """
-        return self._is_exiting or handle._was_interrupted()
+        snapshot = prepared.snapshot
+        if prepared.is_lazy:
+            shared = snapshot.proposed if isinstance(snapshot, ProposedState) else snapshot
+            if isinstance(shared, StagedState):  # waves come one after the other: no thread can help with them
+                prepared.progress.share(shared)
+            self.hold_steps()
+            finish = partial(self._stage_and_finish, prepared, finish)
+        try:
+            if not self._start(prepared.progress, finish, slot, give_up=snapshot.close):
+                prepared.write_live()
+                return False
+            if not prepared.is_lazy:
+                prepared.stage()
+            prepared.call.timer.end_stall()
+        except BaseException as error:
+            prepared.interrupt(error)  # the writer may be under way
+            raise
+        return True
+
+    def _stage_and_finish(self, prepared: PreparedSave, finish: Callable[[], CheckpointInfo]) -> CheckpointInfo:
+        """Stages on another thread, begun here because each thread that the caller begins may block it."""
+        try:
+            if not self.begin_thread("bcp-stage", prepared.stage):
+                prepared.agree()
+                prepared.stage()
+        except MemoryError as error:
+            prepared.interrupt(error)
+        return finish()
+
+    def run_now(
+        self, progress: SaveProgress, finish: Callable[[], CheckpointInfo], slot: ExitStack, *, raises: bool
+    ) -> None:
+        """Finishes a save on this thread. Its error goes to the handle; with `raises` this raises it as well.
+
+        So it does with an interrupt such as Ctrl-C, and if the interpreter is exiting, when no call may ask the handle.
+        """
+        progress.run(finish, slot)
+        error = progress.error
+        if error is not None and (raises or self.is_exiting or not isinstance(error, Exception)):
+            progress.mark_seen()
+            raise error
+
+    def begin_thread(self, name: str, do: Callable[[], None]) -> bool:
+        """Runs `do` on a thread of low priority, which the interpreter waits for. Returns False, with nothing done, if
+        the process can have no more threads or the interpreter is exiting.
+        """
+
+        def run() -> None:
+            lower_priority()
+            do()
+
+        try:
+            background_threads().begin(name, run)
+        except CheckpointError:  # raised by a signal handler
+            raise
+        except RuntimeError:
+            return False
+        return True
 
     def hold_steps(self) -> None:
-        """From now on, each step of a torch optimizer of this process waits while the save in flight is staging: also
-        of one that is wrapped, or not in the state.
+        """From now on, each step of a torch optimizer of this process waits while a save in flight is staging: also of
+        one that is wrapped, or not in the state.
         """
         with self._lock:
             hooks = self._step_hook.hooks_dict_ref() if self._step_hook is not None else None
             if self._step_hook is None or self._step_hook.id not in (hooks or ()):  # others may have removed it
-                self._step_hook = register_optimizer_step_pre_hook(self._wait_for_staging)
+                self._step_hook = register_optimizer_step_pre_hook(self._wait_before_step)
 
-    def wait_until_entered(self) -> None:
-        """Returns when another call may begin: ranks count their calls, and must count them in the same order."""
-        for handle in self._handles:
-            if not handle._entered.is_set():
+    def wait_until_numbered(self) -> None:
+        """Returns when every save in flight has its number."""
+        for progress in self._all:
+            if not progress.is_numbered.is_set():
                 AWAITED.refuse()
-                handle._entered.wait()
+                progress.is_numbered.wait()
 
     def wait_until_staged(self) -> None:
-        """Returns when no save in flight needs the training state any more, well or not."""
-        for handle in self._handles:
-            handle._await_staging()
+        """Returns when no save in flight needs the training state any more."""
+        for progress in self._all:
+            progress.wait_until_staged()
 
-    def _wait_for_staging(self, *_: Any) -> None:
+    def _wait_before_step(self, *_: Any) -> None:
         self.wait_until_staged()
 
-    def _add_hooks(self) -> None:
-        with self._lock:
-            if self._has_hooks:
-                return
-            self._has_hooks = True
+    def add_exit_hooks(self) -> None:
+        """Makes the interpreter wait for saves, and report those that failed unseen."""
         try:
             # atexit comes too late: by then concurrent.futures refuses work, which the save needs to finish.
-            threading._register_atexit(self._wait)  # type: ignore[attr-defined]
-        except RuntimeError:  # it is as late as that, and no thread begins any more that would have to be awaited
-            self._is_exiting = True
-        atexit.register(self._report)
-        os.register_at_fork(after_in_child=self._forget)
+            threading._register_atexit(self._wait_at_exit)  # type: ignore[attr-defined]
+        except RuntimeError:  # it is as late as that, and no thread can begin any more
+            self.is_exiting = True
+        atexit.register(self._report_at_exit)
 
-    def _wait(self) -> None:
-        self._is_exiting = True
-        for handle in self._handles:
-            handle._future.exception()
+    def _wait_at_exit(self) -> None:
+        self.is_exiting = True
+        for progress in self._all:
+            progress.outcome.exception()
 
-    def _report(self) -> None:
-        """The last word about saves that nobody has heard the outcome of: printed, and an exit code that tells."""
-        # The interpreter waits for saves, unless Ctrl-C, or what a signal handler raises, cuts that short.
-        under_way = [handle._path for handle in self._handles if not handle.done()]
-        errors = [(handle._path, handle._unseen_error()) for handle in self._handles]
+    def _report_at_exit(self) -> None:
+        """Prints the errors that nobody has seen, and ends the process with an exit code that says so."""
+        # The interpreter waits for saves, unless Ctrl-C or an exception of a signal handler cuts that short.
+        under_way = [progress.path for progress in self._all if not progress.outcome.done()]
+        errors = [(progress.path, progress.take_unseen_error()) for progress in self._all]
         errors = [(path, error) for path, error in errors if error is not None]
         if not (under_way or errors):
             return
@@ -244,107 +284,82 @@ class InFlight:
         for path, error in errors:
             _print(f"the save to {path} failed and was not committed:")
             traceback.print_exception(error, file=sys.stderr)
-        atexit.unregister(self._report)
+        atexit.unregister(self._report_at_exit)
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # an exit function cannot change the exit code in any other way
-
-    def _forget(self) -> None:
-        """A forked child has copies of the handles, but not the threads that would finish them."""
-        self._watched = {}
-        self._turn = threading.Lock()
-        self._upload = threading.Lock()
-        # Its memory is not the child's, but freeing it here could free what has come to lie in the same place.
-        self._of_parents.append(self.kept)
-        self.kept = Kept()
 
 
 def _print(text: str) -> None:
     print(f"bytecheckpoint: {text}", file=sys.stderr)  # noqa: T201
 
 
-def in_background(name: str, do: Callable[[], None]) -> bool:
-    """Does it on a thread of its own, which the interpreter waits for, one that steps back. False, with nothing done,
-    where the process can have no more threads or the interpreter is exiting.
+class ProcessState:
+    """Everything that a process keeps between saves. One a process: it has one exit code, and staging memory for one
+    save at a time.
     """
 
-    def run() -> None:
-        lower_priority()
-        do()
+    def __init__(self) -> None:
+        self.saves = SavesInFlight()
+        self.buffers = HostBuffers()
+        self.plans = PlanCache()
+        self._writable: set[str] = set()
+        """Stores that were found to be writable."""
+        self._of_parent: list[HostBuffers] = []
 
-    try:
-        background_threads().begin(name, run)
-    except CheckpointError:  # a signal handler's
-        raise
-    except RuntimeError:
-        return False
-    return True
+    def check_writable(self, store: Store, ranks: Ranks) -> None:
+        """Raises what a write to the store would raise, so that a save fails before anything is staged.
+
+        One rank asks for all, once in its process.
+        """
+        place = full_location(store, "")
+        if ranks.rank == COORDINATOR and isinstance(store, RemoteStore) and place not in self._writable:
+            store.check_writable()
+            self._writable.add(place)
+
+    def reset_in_child(self) -> None:
+        """Forgets in a forked child the saves of the parent, whose threads it lacks, and the memory."""
+        self.saves.reset()
+        # The memory is not the child's, but freeing it here could free what has come to lie in the same place.
+        self._of_parent.append(self.buffers)
+        self.buffers, self.plans, self._writable = HostBuffers(), PlanCache(), set()
 
 
-IN_FLIGHT = InFlight()
-"""One a process, because a process has one exit code, and staging memory for one save."""
+_STATE: dict[str, ProcessState] = {}
+"""Empty until the first save. A dict, because `setdefault` is one step for all threads."""
 
 
-logger = logging.getLogger("bytecheckpoint")
+def process_state() -> ProcessState:
+    """Returns the state of this process. The first call makes it, and adds its exit and fork hooks."""
+    if not _STATE:
+        state = ProcessState()
+        if _STATE.setdefault("state", state) is state:
+            state.saves.add_exit_hooks()
+            os.register_at_fork(after_in_child=state.reset_in_child)
+    return _STATE["state"]
 
 
-def write_in_background(
-    handle: SaveHandle,
-    draft: Draft,
-    turn: ExitStack,
-    *,
-    settle: Callable[[], Saving],
-    finish: Callable[[Saving], CheckpointInfo],
-) -> bool:
-    """Settles the save with the other ranks, stages it, and finishes it on a thread that takes over the turn.
+def wait_until_numbered() -> None:
+    """Returns when another call may begin: ranks count their calls, and must count them in the same order."""
+    for state in _STATE.values():
+        state.saves.wait_until_numbered()
 
-    Returns when the state may change; for a lazy snapshot at once, because steps of optimizers wait for it. False, with
-    nothing done, where there can be no more threads: the interpreter may be exiting.
+
+def wait_until_staged() -> None:
+    """Returns when no save in flight needs the training state any more."""
+    for state in _STATE.values():
+        state.saves.wait_until_staged()
+
+
+@contextmanager
+def reentry_refused() -> Iterator[None]:
+    """Surrounds a call that may begin a save: when it is over, no save waits for its thread any more.
+
+    Raises CheckpointSaveError on a thread that a save waits for: in a signal handler, or in a method of the state.
     """
-    snapshot, (ranks, path, _, clock) = draft.snapshot, draft.phases
-
-    def stage() -> None:
-        with clock.phase("stage"):
-            handle._stage(snapshot)
-        if ranks.rank == COORDINATOR:
-            logger.info("staged %s in %.2f s", path, clock.total)
-
-    def interrupted(error: BaseException) -> None:
-        # The writer must not wait for what nobody is going to stage.
-        message = f"the save was interrupted by {type(error).__name__}; nothing was committed"
-        snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
-
-    def stage_beside() -> None:
-        """In the background and begun there, because each thread that the caller wakes may hold it up."""
-        try:
-            is_begun = in_background("bcp-stage", stage)
-        except MemoryError as error:
-            interrupted(error)
-            return
-        if not is_begun:
-            settle()
-            stage()
-
-    def write() -> CheckpointInfo:
-        if draft.is_lazy:
-            stage_beside()
-        saving = settle()
-        snapshot.wait()
-        return finish(saving)
-
-    if draft.is_lazy:
-        shared = snapshot.proposed if isinstance(snapshot, ProposedState) else snapshot
-        if isinstance(shared, StagedState):  # waves follow one another: nobody can help with them
-            handle._share(shared)
-        IN_FLIGHT.hold_steps()
+    AWAITED.refuse()
     try:
-        if not IN_FLIGHT.start(handle, write, turn, give_up=snapshot.close):
-            return False
-        if not draft.is_lazy:
-            stage()
-        clock.end_stall()
-    except BaseException as error:
-        interrupted(error)  # the writer may be under way
-        raise
-    return True
+        yield
+    finally:
+        AWAITED.leave()

@@ -1,5 +1,5 @@
-"""The disk of the host that a save goes through before its data is at the path: one rank's files on it, and which of
-them there was no room for. It writes and uploads files; when, and what the ranks tell one another, is in upload.py.
+"""One rank's files of a save on a disk of the host, before they are uploaded to the path. A file that does not fit on
+the disk is written to the path at once. The phases, and the messages between ranks, are in upload.py.
 """
 
 from __future__ import annotations
@@ -25,39 +25,41 @@ from bytecheckpoint.storage.store import Store
 logger = logging.getLogger("bytecheckpoint")
 
 _SPARE_BYTES = 64 << 20
-"""What is left free on the disk: for the journals and manifests of all ranks of the host."""
+"""Room left free on the disk: for the journals and manifests of all ranks of the host."""
 _BLOCKS_IN_FLIGHT = 8
-"""Host memory through which an upload goes, in blocks of 16 MiB: as many as a store may send at once."""
+"""Blocks of 16 MiB of host memory for an upload: as many as a store may send at once."""
 
 
-class Tier:
-    """One rank's part of a save in its local stage."""
+class LocalStage:
+    """One rank's files of one save in its local stage."""
 
     def __init__(self, options: SaveOptions) -> None:
-        """Raises StorageError or CheckpointSaveError where the folder cannot be used."""
+        """Raises StorageError or CheckpointSaveError if the folder cannot be used."""
         self.root = os.path.abspath(options.local_stage or "")
         stage_folder.prepare(self.root)
-        self.is_kept = False
-        """Every rank's data is durable, so nothing of it is thrown away if what follows fails."""
+        self.is_recoverable = False
+        """True once every rank's data is durable: nothing of it is deleted if a later step fails."""
+        self.files: Sequence[DataFile] = ()
+        """Data files of this rank, once they are complete."""
         self._writer_threads = options.writer_threads
         self._folder: StagedFolder | None = None
-        """None where the disk is so full that there cannot even be a folder."""
+        """None if the disk is so full that there cannot even be a folder."""
         self._journal: Journal | None = None
         self._direct: list[str] = []
-        self._files: Sequence[DataFile] = ()
+        """Names of files for which the disk had no room, at the path already."""
 
     @property
     def folder(self) -> str | None:
-        """The path of what this rank keeps."""
+        """Path of this rank's folder in the stage."""
         return self._folder.path if self._folder else None
 
     @property
     def is_direct(self) -> bool:
-        """Whether any file of this rank went past the disk, which had no room for it."""
+        """True if the disk had no room for a file of this rank."""
         return bool(self._direct)
 
     def begin(self, journal: Journal) -> None:
-        """From now on, whoever looks into the stage sees that this process keeps something there."""
+        """Makes the folder. From now on every process sees that this one uses it."""
         self._journal = journal
         try:
             self._folder = stage_folder.create(self.root, journal, writer_threads=self._writer_threads)
@@ -67,7 +69,7 @@ class Tier:
             self._warn(journal.path)
 
     def write(self, image: FileImage, store: Store, path: str, on_checksum: Callable[[float], None]) -> DataFile:
-        """Writes an image to the disk, durably, or where that has no room for it to `path` in the store."""
+        """Writes an image durably to the disk, or to `path` in the store if the disk has no room for it."""
         was_entered = False
 
         @contextmanager
@@ -81,7 +83,7 @@ class Tier:
             try:
                 return write_image(self._folder.store, image.name, image._replace(content=content), on_checksum)
             except CheckpointSaveError as error:
-                # Hazard: bytes that were taken out of a snapshot cannot be had again.
+                # Hazard: bytes that were taken out of a snapshot cannot be taken again.
                 if error.kind != "no_space" or was_entered:
                     raise
         self._warn(path)
@@ -102,20 +104,15 @@ class Tier:
                 self.root,
             )
 
-    @property
-    def files(self) -> Sequence[DataFile]:
-        """Those of this rank, once they are complete."""
-        return self._files
-
     def complete(self, files: Sequence[DataFile]) -> None:
-        """All files of this rank are durable, here or at the path."""
-        self._files = files
+        """Records that all files of this rank are durable, here or at the path."""
+        self.files = files
         if self._folder is not None and self._journal is not None:
             self._journal = msgspec.structs.replace(self._journal, files=list(files), direct=self._direct)
             self._folder.write_journal(self._journal)
 
-    def keep_manifest(self, content: bytes) -> bool:
-        """Whether it is now durable, so that recovery could commit the save."""
+    def write_manifest(self, content: bytes) -> bool:
+        """Writes the manifest durably, so that recovery can commit the save. Returns False if the disk is full."""
         if self._folder is None:
             return False
         try:
@@ -127,23 +124,23 @@ class Tier:
         return True
 
     def upload(self, store: Store, folder: str) -> None:
-        """Copies this rank's files to where they belong."""
-        files = [file for file in self._files if file.name not in self._direct]
+        """Copies this rank's files to the checkpoint's folder in the store."""
+        files = [file for file in self.files if file.name not in self._direct]
         if self._folder is not None:
             upload_files(self._folder, store, folder, files, writer_threads=self._writer_threads)
 
     def remove(self) -> None:
-        """The files are needed no longer."""
+        """Deletes the folder."""
         if self._folder is not None:
             self._folder.remove()
 
     def close(self) -> None:
-        """Leaves to recovery what is there still."""
+        """Leaves to recovery what is still there."""
         if self._folder is not None:
             self._folder.close()
 
     def remove_superseded(self) -> None:
-        """Removes what dead processes have left of saves that are older than the one that was just committed."""
+        """Deletes the folders of dead processes whose saves are older than this one, which was committed."""
         if self._journal is not None:
             with suppress(CheckpointError, OSError):
                 remove_superseded(self.root, self._journal)
@@ -152,7 +149,7 @@ class Tier:
 def upload_files(
     staged: StagedFolder, store: Store, folder: str, files: Sequence[DataFile], *, writer_threads: int
 ) -> None:
-    """Copies files from a local stage to a folder of the store, one after the other, through memory of its own."""
+    """Copies files from a local stage to a folder of the store, one after the other, through its own buffers."""
     num_blocks = -(-max((file.byte_length for file in files), default=0) // BLOCK_BYTES)
     scratch = BufferPool(BLOCK_BYTES, min(num_blocks, max(_BLOCKS_IN_FLIGHT, writer_threads)))
     for file in files:
@@ -160,7 +157,7 @@ def upload_files(
 
 
 def remove_superseded(root: str, committed: Journal) -> None:
-    """Removes from a local stage what is left of dead saves to the same root of the same step or of earlier ones."""
+    """Deletes from a local stage the folders of dead saves to the same root of the same step or of earlier ones."""
     names = [found.name for found in stage_folder.scan(root) if not found.is_alive and _is_older(found, committed)]
     stage_folder.remove_all(root, names)
 
@@ -168,7 +165,7 @@ def remove_superseded(root: str, committed: Journal) -> None:
 def _is_older(found: stage_folder.FoundStage, committed: Journal) -> bool:
     journal = found.journal
     if journal is None:
-        return True  # what a removal or a creation that was cut short has left
+        return True  # a removal or a creation was interrupted
     if journal.endpoint != committed.endpoint:
         return False
     if journal.path == committed.path:
@@ -178,5 +175,5 @@ def _is_older(found: stage_folder.FoundStage, committed: Journal) -> bool:
 
 
 def _run_of(journal: Journal) -> str:
-    """Where the steps of a run are."""
+    """Returns the path under which the steps of a run are."""
     return journal.root if journal.step is not None else join_name(journal.root, journal.folder)

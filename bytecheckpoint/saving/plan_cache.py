@@ -1,5 +1,5 @@
-"""Plans of earlier saves, kept so that a save of the same tensors is not planned again. What makes two saves the same
-is in the fingerprint: every name, dtype, shape and region, the options and the ranks. No tensor is held, and no value.
+"""Plans of earlier saves, so that a save of the same tensors is not planned again. The fingerprint covers every FQN,
+dtype, shape and region, the options and the ranks. The cache holds no tensor and no value.
 """
 
 from __future__ import annotations
@@ -18,32 +18,31 @@ _MAX_PLANS = 8
 
 
 @dataclass(slots=True, kw_only=True)
-class KnownPlan:
-    """One plan, as one rank knows it."""
+class RankPlan:
+    """One rank's part of a global plan."""
 
     plan_id: str
-    """The same on all ranks that made it together."""
+    """The same on all ranks that made the plan together."""
     files: Sequence[PlannedFile]
-    """Of this rank."""
+    """Data files of this rank."""
     compared: Sequence[Sequence[int]]
     """Groups of this rank's offers that other ranks hold as small replicas: each group has one common digest."""
     differing_replicas: Sequence[str]
-    """Those of them whose values differed when the plan was made."""
+    """FQNs of replicas whose values differed when the plan was made."""
     in_stages: Sequence[str]
-    """The FQNs that several stages of a pipeline had: each is right only as long as it is one tensor."""
+    """FQNs that several pipeline stages hold: the plan is right only while each is one tensor."""
     num_offers: int
-    """Of this rank."""
     parts: Sequence[Write]
-    """Of its offers, those that it does not write as a whole; see SavePlan."""
-    plan: SavePlan | None = None
-    """Here and below, None but on the coordinator."""
-    written: Written | None = None
-    """Set by the first save that has come as far as its manifest."""
+    """Writes of a part of an offer; see SavePlan."""
+    global_plan: SavePlan | None = None
+    """None but on the coordinator."""
+    written: WrittenTensors | None = None
+    """Set on the coordinator by the first save that has built its manifest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """What the ranks reported of the first save with a plan: where every chunk lies, which stays so."""
+class WrittenTensors:
+    """Chunk locations as the ranks reported them in the first save with a plan. Later saves use the same ones."""
 
     tensors: Mapping[str, TensorRecord]
     file_lengths: Sequence[Sequence[int]]
@@ -52,19 +51,19 @@ class Written:
 
 @dataclass(slots=True)
 class PlanCache:
-    """The plans used last, by fingerprint."""
+    """The most recently used plans, by fingerprint."""
 
-    _plans: OrderedDict[bytes, KnownPlan] = field(default_factory=OrderedDict)
+    _plans: OrderedDict[bytes, RankPlan] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def find(self, fingerprint: bytes) -> KnownPlan | None:
+    def find(self, fingerprint: bytes) -> RankPlan | None:
         with self._lock:
             plan = self._plans.get(fingerprint)
             if plan is not None:
                 self._plans.move_to_end(fingerprint)
             return plan
 
-    def keep(self, fingerprint: bytes, plan: KnownPlan) -> None:
+    def add(self, fingerprint: bytes, plan: RankPlan) -> None:
         with self._lock:
             self._plans[fingerprint] = plan
             self._plans.move_to_end(fingerprint)

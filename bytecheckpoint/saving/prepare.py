@@ -1,126 +1,134 @@
-"""A save on one rank until the ranks have agreed on it: what can be made ready before they do, and what is made anew
-where they agree on something else. Knows neither stores nor what comes of the save afterwards.
+"""One rank's save until all ranks have agreed: the snapshot can be taken by a cached plan ahead of that, and is taken
+again if they agree on another plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import logging
+from collections.abc import Sequence
 
 from bytecheckpoint.adapters.collect import Entry
-from bytecheckpoint.distributed.ranks import Ranks, Subject, together
+from bytecheckpoint.distributed.ranks import COORDINATOR
+from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.runtime.gc_pause import gc_paused
-from bytecheckpoint.runtime.phase_timer import PhaseTimer
-from bytecheckpoint.saving.global_plan import Agreed, Proposal, agree
-from bytecheckpoint.saving.kept import Kept
-from bytecheckpoint.saving.plan_cache import KnownPlan
-from bytecheckpoint.saving.write import warn_of_differing
-from bytecheckpoint.staging.choose import Kind, hold_shards, take_snapshot
+from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan, exchange_plans
+from bytecheckpoint.saving.handle import SaveProgress
+from bytecheckpoint.saving.plan_cache import RankPlan
+from bytecheckpoint.saving.target import SaveCall, SaveTarget
+from bytecheckpoint.staging.choose import SnapshotKind, hold_shards, take_snapshot
 from bytecheckpoint.staging.file_image import LiveFile
-from bytecheckpoint.staging.snapshots import LiveState, ProposedState, Snapshot, StagedState
+from bytecheckpoint.staging.host_buffers import HostBuffers
+from bytecheckpoint.staging.snapshots import ProposedState, Snapshot, StagedState
+
+logger = logging.getLogger("bytecheckpoint")
 
 
-class Phases(NamedTuple):
-    """Of the save, as far as the ranks have to be together."""
+class PreparedSave:
+    """A local plan and its snapshot. `agree` makes the plan global, in the call or later in the background."""
 
-    ranks: Ranks
-    path: str
-    about: Subject
-    clock: PhaseTimer
-
-
-class Draft:
-    """What is to be saved, and by which plan as far as this rank knows."""
-
-    def __init__(self, proposal: Proposal, phases: Phases, kept: Kept, *, kind: Kind, options: SaveOptions) -> None:
-        self.phases = phases
+    def __init__(
+        self,
+        call: SaveCall,
+        target: SaveTarget,
+        local_plan: LocalSavePlan,
+        *,
+        kind: SnapshotKind,
+        options: SaveOptions,
+        buffers: HostBuffers,
+    ) -> None:
+        self.progress = SaveProgress(target.path, is_staged=target.stage is not None)
+        self.call = call
+        self.target = target
+        self.buffers = buffers
+        self.options = options
         self.is_lazy = kind == "lazy"
-        self._snapshot: Snapshot | None = None
-        """Of the plan that is known, until the ranks have agreed; then the right one."""
-        self._agreed: Agreed | None = None
-        self._proposal = proposal
-        self._kept = kept
         self._kind = kind
-        self._options = options
-
-    def prepare(self, entries: Sequence[Entry]) -> None:
-        """All that this rank can do by itself. Ranks that hear that they agree can go on at once: what they had to do
-        only then would make them wait for a core, which others train on already.
-        """
-        wish = self._proposal.wish
-        if self.is_lazy:
-            wish = wish._replace(shards=hold_shards(entries, wish.shards))
-            self._proposal = self._proposal._replace(wish=wish)
-        self._kept.grow(self._options.writer_threads)
-        if self._proposal.known is not None:
-            self._snapshot = self._snapshot_of(self._proposal.known)
-        if self.is_lazy and isinstance(self._snapshot, StagedState) and self._is_on_host():
-            self._snapshot = ProposedState(self._snapshot)
-
-    @property
-    def may_settle_later(self) -> bool:
-        """Whether the caller may go on before the ranks have agreed, because nothing that they may still need changes
-        until it is staged. Not where the caller waits for staging: the background, which steps back, would hold it up.
-        """
-        return isinstance(self._snapshot, ProposedState)
+        self._local_plan = local_plan
+        self._snapshot: Snapshot | None = None
+        """Snapshot of the cached plan, until the ranks have agreed; then of the agreed one."""
+        self._agreed: AgreedPlan | None = None
 
     @property
     def snapshot(self) -> Snapshot:
-        """To be had before the ranks have agreed only where that may happen later."""
+        """Exists before the ranks have agreed only if they may agree later."""
         if self._snapshot is None:
             raise RuntimeError("there is no snapshot before the ranks have agreed")
         return self._snapshot
 
-    def settle(self, check: Callable[[], None]) -> Agreed:
-        """Agrees with all ranks, unless that is done, and makes the snapshot the one that they agree on. What `check`
-        raises before that, on whichever rank, all ranks raise.
+    def take_snapshot(self, entries: Sequence[Entry]) -> None:
+        """Takes the snapshot, and agrees with all ranks unless that can be done in the background.
+
+        It takes the snapshot of a cached plan first. What a rank does only after the agreement would have to wait for a
+        core on which another rank trains already.
         """
-        if self._agreed is not None:
-            return self._agreed
-        ranks, path, about, clock = self.phases
-        try:
-            with together(ranks, f"planning the save to {path}", about=about), clock.phase("plan"):
-                check()
-                agreed = agree(ranks, self._proposal, self._kept.plans)
-                warn_of_differing(ranks, agreed)
-            with together(ranks, f"staging the save to {path}", about=about), clock.phase("stage"):
-                self._take(agreed)
-        except BaseException as error:
+        with self.call.phase("stage"):
+            if self.is_lazy:
+                self._local_plan = self._local_plan._replace(shards=hold_shards(entries, self._local_plan.shards))
+            self.buffers.scratch.grow(self.options.writer_threads)
+            if self._local_plan.cached is not None:
+                self._snapshot = self._snapshot_of(self._local_plan.cached)
+            if self.is_lazy and isinstance(self._snapshot, StagedState) and self._is_on_host():
+                self._snapshot = ProposedState(self._snapshot)
+        # Not if the caller waits for staging: the background has a low priority and would delay it.
+        if not isinstance(self._snapshot, ProposedState):
+            self.agree()
+
+    def agree(self) -> AgreedPlan:
+        """Agrees with all ranks on the plan, once, and makes the snapshot the one of that plan."""
+        if self._agreed is None:
+            try:
+                self._agreed = self._agree()
+            except BaseException as error:
+                if isinstance(self._snapshot, ProposedState):
+                    self._snapshot.fail(error)
+                    self._snapshot.close()
+                raise
+        if self._snapshot is None:
+            self._snapshot = self._snapshot_of(self._agreed.rank_plan)
+        return self._agreed
+
+    def _agree(self) -> AgreedPlan:
+        ranks = self.call.ranks
+        with self.call.phase("plan"):
+            ranks.enter()
+            self.progress.is_numbered.set()
+            self.target.refuse_existing(ranks)
+            agreed = exchange_plans(ranks, self._local_plan)
+        with self.call.phase("stage"):
             if isinstance(self._snapshot, ProposedState):
-                self._snapshot.fail(error)
-                self._snapshot.close()
-            raise
-        self._agreed = agreed
+                self._snapshot.settle(self._snapshot_of(agreed.rank_plan) if agreed.is_new else None)
+            elif self._snapshot is None or agreed.is_new:
+                self._snapshot = None  # its memory is freed before new memory is allocated
+                self._snapshot = self._snapshot_of(agreed.rank_plan)
         return agreed
 
-    def _take(self, agreed: Agreed) -> None:
-        if isinstance(self._snapshot, ProposedState):
-            self._snapshot.settle(self._snapshot_of(agreed.known) if agreed.is_new else None)
-        elif self._snapshot is None or agreed.is_new:
-            self._snapshot = None  # its memory goes before new memory comes
-            self._snapshot = self._snapshot_of(agreed.known)
+    def stage(self) -> None:
+        """Stages the snapshot. From then on the training state may change."""
+        with self.call.timer.phase("stage"):
+            self.progress.stage(self.snapshot)
+        if self.call.ranks.rank == COORDINATOR:
+            logger.info("staged %s in %.2f s", self.target.path, self.call.timer.total)
 
-    def read_live(self) -> None:
-        """Has the state itself written, where there is no thread that could write it later."""
-        if self._agreed is not None:  # new files, because a snapshot may have changed its own for its purpose
-            self._snapshot = LiveState(self._files_of(self._agreed.known), self._kept.buffers.scratch)
+    def interrupt(self, error: BaseException) -> None:
+        """Fails the snapshot, so that the writer does not wait for one that will not be staged."""
+        message = f"the save was interrupted by {type(error).__name__}; nothing was committed"
+        self.snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
+
+    def write_live(self) -> None:
+        """Makes the save write the state itself, because there is no thread to write a snapshot later."""
+        self._kind, self._snapshot = "none", None
 
     def close(self) -> None:
-        """Lets go of the state: the error of a failed save keeps what its functions knew."""
-        wish = self._proposal.wish._replace(shards=(), offers=list)
-        self._proposal = self._proposal._replace(wish=wish)
+        """Drops the state: the error of a failed save keeps the frames of its functions."""
+        self._local_plan = self._local_plan._replace(shards=())
 
-    @gc_paused()
-    def _files_of(self, plan: KnownPlan) -> list[LiveFile]:
-        """The data files of a plan, with this rank's shards in them."""
-        return [LiveFile(planned, self._proposal.wish.shards) for planned in plan.files]
-
-    def _snapshot_of(self, plan: KnownPlan) -> Snapshot:
-        return take_snapshot(
-            self._kind, self._files_of(plan), self._kept.buffers, staging_bytes=self._options.staging_bytes
-        )
+    def _snapshot_of(self, plan: RankPlan) -> Snapshot:
+        with gc_paused():
+            # New files for each snapshot, because a snapshot may change its own.
+            files = [LiveFile(planned, self._local_plan.shards) for planned in plan.files]
+        return take_snapshot(self._kind, files, self.buffers, staging_bytes=self.options.staging_bytes)
 
     def _is_on_host(self) -> bool:
-        """What lies on a device is copied as the caller's stream has left it, which the background could not tell."""
-        return all(shard.tensor.is_cpu for shard in self._proposal.wish.shards)
+        """False if a tensor is on a device: its copy must follow the caller's stream, which a thread does not know."""
+        return all(shard.tensor.is_cpu for shard in self._local_plan.shards)

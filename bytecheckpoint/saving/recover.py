@@ -1,13 +1,13 @@
-"""`recover`: what earlier processes have left in the local stages of the hosts, finished by all ranks together where
-every part is there. What is to become of each save is decided in planner/recovery_plan.py.
+"""`recover`: all ranks together finish the saves that earlier processes left in the local stages of the hosts, if every
+part is there. planner/recovery_plan.py decides what becomes of each save.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext, suppress
 from typing import Any, get_args
 
 import msgspec
@@ -25,7 +25,7 @@ from bytecheckpoint.info import Outcome, RecoveredSave
 from bytecheckpoint.manifest import decode_manifest
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.recovery_plan import RecoveryPlan, RecoveryVerdict, StagedPart, Task, There, plan_recovery
-from bytecheckpoint.saving.in_flight import IN_FLIGHT
+from bytecheckpoint.saving.in_flight import wait_until_numbered
 from bytecheckpoint.saving.local_stage import upload_files
 from bytecheckpoint.storage import deletion, layout, stage_folder
 from bytecheckpoint.storage.credentials import showable_url
@@ -38,13 +38,6 @@ from bytecheckpoint.storage.store import Block, Store, endpoint_of, full_locatio
 logger = logging.getLogger("bytecheckpoint")
 
 
-class _Order(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank is to do, and what becomes of each save."""
-
-    tasks: list[Task]
-    verdicts: list[RecoveryVerdict]
-
-
 def recover(
     path: str | os.PathLike[str],
     *,
@@ -52,13 +45,13 @@ def recover(
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[RecoveredSave]:
-    """Finishes what saves to `path`, or below it, left in the local stage when their processes died or their upload
-    failed. To be called by all ranks, before the checkpoint to go on from is loaded.
+    """Finishes the saves to `path`, or below it, that are in the local stage because their processes died or their
+    upload failed. All ranks call it, before they load the checkpoint to resume from.
 
-    A save whose every part is on a disk that one of the ranks sees, or at the path already, is uploaded and committed;
-    it does not matter which rank is on which host now, nor how many there are. One that was cut short before every
-    rank's data was durable is removed. One of which parts are missing here, or damaged by the disk, is kept, and the
-    report says which. What belongs to a living process is left alone.
+    A save is uploaded and committed if every part is on a disk that one of the ranks sees, or at the path already; the
+    number of ranks and their hosts may have changed. A save that ended before every rank's data was durable is removed.
+    A save with parts that are missing here, or damaged by the disk, is kept, and the report says which. A save of a
+    living process is left alone.
 
     Args:
         path: What was given to `save`.
@@ -67,25 +60,33 @@ def recover(
         storage_options: As for `save`.
 
     Returns:
-        What has become of each save, the same on every rank; oldest first, and empty where nothing was left.
+        The outcome of each save, the same on every rank; oldest first, and empty if nothing was left.
 
     Raises:
         CheckpointMismatchError: There is no `options.local_stage`, or ranks were given different paths.
-        CheckpointSaveError, StorageError: As for `save`. Nothing is lost by it: call it again.
+        CheckpointSaveError, StorageError: As for `save`. Nothing is lost: call it again.
     """
-    IN_FLIGHT.wait_until_entered()
+    wait_until_numbered()
     about = Subject(showable_url(str(path)), None, is_save=True, call="recover")
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, f"looking for what saves to {about.path} left in the local stage", about=about):
-        stage = _stage_of(options)
-        threads, timeout_s = options.writer_threads, options.timeout_s
-        store = open_store(path, storage_options=storage_options, writer_threads=threads, timeout_s=timeout_s)
-        order = _agree(ranks, store, stage)
+        if options.local_stage is None:
+            raise CheckpointMismatchError(
+                "recover was given no local stage to look into; nothing was changed: pass the options of the saves, "
+                "with local_stage",
+                kind="conflict",
+            )
+        stage, threads = os.fspath(options.local_stage), options.writer_threads
+        store = open_store(path, storage_options=storage_options, writer_threads=threads, timeout_s=options.timeout_s)
+        assignment = _exchange_plans(ranks, store, stage)
 
     with together(ranks, f"finishing saves to {about.path}", about=about), ExitStack() as held:
-        folders = [(task, held.enter_context(_taken_over(stage, task, options))) for task in order.tasks]
+        folders = [
+            (task, held.enter_context(closing(_take_over(stage, task, writer_threads=threads))))
+            for task in assignment.tasks
+        ]
         damage = _upload_all(ranks, store, folders, options)  # all data is there before any manifest
-        verdicts = [_with_damage(verdict, damage) for verdict in order.verdicts]
+        verdicts = [_with_damage(verdict, damage) for verdict in assignment.verdicts]
         kept = {verdict.save_id for verdict in verdicts if verdict.outcome == "kept"}
         whole = [(task, folder) for task, folder in folders if task.save_id not in kept]
         replaced = [(task, _commit(store, task, folder)) for task, folder in whole if task.commits]
@@ -93,49 +94,45 @@ def recover(
         for _, folder in whole:
             folder.remove()
     ranks.close()
-    # After the other ranks know: there may be thousands of files.
-    for task, names in replaced:
-        deletion.discard(store, task.folder, names)
-    if ranks.rank == COORDINATOR:
-        _clean_up(store, verdicts)
+    # After the other ranks are told: there may be thousands of files.
+    for task, file_names in replaced:
+        deletion.discard(store, task.folder, file_names)
     saves = [_describe(store, verdict) for verdict in verdicts]
     if ranks.rank == COORDINATOR:
+        _clean_up(store, verdicts)
         for save in saves:
             logger.info("recovery of %s (save %s): %s, %s", save.path, save.save_id, save.outcome, save.what)
     return saves
 
 
-def _stage_of(options: SaveOptions) -> str:
-    if options.local_stage is None:
-        raise CheckpointMismatchError(
-            "recover was given no local stage to look into; nothing was changed: pass the options of the saves, with "
-            "local_stage",
-            kind="conflict",
-        )
-    return os.fspath(options.local_stage)
+class _RecoveryAssignment(msgspec.Struct, frozen=True, array_like=True):
+    """The tasks of one rank, and the verdict on each save."""
+
+    tasks: list[Task]
+    verdicts: list[RecoveryVerdict]
 
 
-def _agree(ranks: Ranks, store: Store, stage: str) -> _Order:
-    """This rank's part of the plan that the coordinator makes of what all see."""
+def _exchange_plans(ranks: Ranks, store: Store, stage: str) -> _RecoveryAssignment:
+    """Returns this rank's part of the plan that the coordinator makes of what all ranks see."""
     found = [(folder, _folder_in(store, folder.journal)) for folder in stage_folder.scan(stage)]
     parts = [_part(stage, folder, inside) for folder, inside in found if inside is not None]
 
-    def decide(payloads: Sequence[bytes]) -> Sequence[bytes]:
-        told = [msgspec.msgpack.decode(payload, type=tuple[str, list[StagedPart]]) for payload in payloads]
-        check_same("recover saves to", [target for target, _ in told], ranks.global_ranks)
-        seen = [of_rank for _, of_rank in told]
-        folders = {part.folder: part.step is not None for of_rank in seen for part in of_rank}
-        plan = _plan(store, seen, folders)
-        if _say_alive(store, plan.verdicts):
-            plan = _plan(store, seen, folders)  # what a clean-up has removed until now is seen to be gone
-        return [msgspec.msgpack.encode(_Order(list(tasks), list(plan.verdicts))) for tasks in plan.tasks]
+    def plan_all(payloads: Sequence[bytes]) -> Sequence[bytes]:
+        messages = [msgspec.msgpack.decode(payload, type=tuple[str, list[StagedPart]]) for payload in payloads]
+        check_same("recover saves to", [place for place, _ in messages], ranks.global_ranks)
+        by_rank = [of_rank for _, of_rank in messages]
+        plan = _plan(store, by_rank)
+        if _mark_alive(store, plan.verdicts):
+            plan = _plan(store, by_rank)  # now without the files that garbage collection deleted until the mark
+        replies = [_RecoveryAssignment(list(tasks), list(plan.verdicts)) for tasks in plan.tasks]
+        return [msgspec.msgpack.encode(reply) for reply in replies]
 
-    told = ranks.reduce_scatter(msgspec.msgpack.encode((full_location(store, ""), parts)), decide)
-    return msgspec.msgpack.decode(told, type=_Order)
+    reply = ranks.reduce_scatter(msgspec.msgpack.encode((full_location(store, ""), parts)), plan_all)
+    return msgspec.msgpack.decode(reply, type=_RecoveryAssignment)
 
 
 def _folder_in(store: Store, journal: Journal | None) -> str | None:
-    """Where a save goes to, inside the store; None where that is elsewhere."""
+    """Returns the folder of a save inside the store, or None if the save goes to another place."""
     if journal is None or journal.endpoint != endpoint_of(store):
         return None
     root = str(store)
@@ -148,7 +145,7 @@ def _folder_in(store: Store, journal: Journal | None) -> str | None:
 def _part(stage: str, found: FoundStage, folder: str) -> StagedPart:
     journal = found.journal
     if journal is None:
-        raise TypeError("what has no journal belongs to no save")
+        raise TypeError("a folder without a journal belongs to no save")
     lengths = {file.name: file.byte_length for file in journal.files or () if file.name not in journal.direct}
     needed, damage = _needed(stage, found)
     return StagedPart(
@@ -171,7 +168,7 @@ def _part(stage: str, found: FoundStage, folder: str) -> StagedPart:
 
 
 def _needed(stage: str, found: FoundStage) -> tuple[dict[str, int] | None, str]:
-    """The lengths of all data files, where the manifest is here; else why it cannot be read."""
+    """Returns the lengths of all data files if the manifest is here, or None and the reason why it cannot be read."""
     if found.is_alive or not found.has_manifest:
         return None, ""
     try:
@@ -185,22 +182,24 @@ def _needed(stage: str, found: FoundStage) -> tuple[dict[str, int] | None, str]:
     return {file.name: file.byte_length for file in manifest.files}, ""
 
 
-def _plan(store: Store, seen: Sequence[Sequence[StagedPart]], folders: Mapping[str, bool]) -> RecoveryPlan:
-    return plan_recovery(seen, {folder: _there(store, folder, is_step=is_step) for folder, is_step in folders.items()})
+def _plan(store: Store, by_rank: Sequence[Sequence[StagedPart]]) -> RecoveryPlan:
+    is_step = {part.folder: part.step is not None for of_rank in by_rank for part in of_rank}
+    return plan_recovery(by_rank, {folder: _there(store, folder, is_step=is_step[folder]) for folder in is_step})
 
 
 def _there(store: Store, folder: str, *, is_step: bool) -> There:
     listing = store.list(join_name(folder, layout.DATA_FOLDER))
     sizes = {f"{layout.DATA_FOLDER}/{name}": size for name, size in listing.items() if size is not None}
-    in_the_way = checkpoint_in_the_way(store, folder, is_step=is_step)
-    try:
-        return There(layout.committed_save_id(store, folder), sizes, in_the_way)
-    except (CheckpointCorruptError, UnsafeCheckpointError):
-        return There(None, sizes, in_the_way)
+    save_id = None
+    with suppress(CheckpointCorruptError, UnsafeCheckpointError):
+        save_id = layout.committed_save_id(store, folder)
+    return There(save_id, sizes, checkpoint_in_the_way(store, folder, is_step=is_step))
 
 
-def _say_alive(store: Store, verdicts: Sequence[RecoveryVerdict]) -> bool:
-    """Puts something new beside old data that is going to be used, so that no clean-up takes it for dead."""
+def _mark_alive(store: Store, verdicts: Sequence[RecoveryVerdict]) -> bool:
+    """Writes a new object beside old data that will be used, so that garbage collection spares it. Returns True if it
+    wrote one.
+    """
     finished = [verdict for verdict in verdicts if verdict.outcome == "committed"]
     for verdict in finished:
         name = join_name(verdict.folder, layout.recovery_name(verdict.save_id))
@@ -209,43 +208,41 @@ def _say_alive(store: Store, verdicts: Sequence[RecoveryVerdict]) -> bool:
     return bool(finished)
 
 
-@contextmanager
-def _taken_over(stage: str, task: Task, options: SaveOptions) -> Iterator[StagedFolder]:
-    folder = stage_folder.take_over(stage, task.name, writer_threads=options.writer_threads)
+def _take_over(stage: str, task: Task, *, writer_threads: int) -> StagedFolder:
+    folder = stage_folder.take_over(stage, task.name, writer_threads=writer_threads)
     if folder is None:
         raise CheckpointSaveError(
             f"{os.path.join(stage, task.name)} has been taken by another process since it was found, or removed; "  # noqa: PTH118
             "nothing was committed: recover saves from one job at a time, then call it again",
             kind="storage",
         )
-    try:
-        yield folder
-    finally:
-        folder.close()
+    return folder
 
 
 def _upload_all(
     ranks: Ranks, store: Store, folders: Sequence[tuple[Task, StagedFolder]], options: SaveOptions
 ) -> Mapping[str, str]:
-    """Uploads what all ranks are to; returns, when all have, which saves a disk has damaged, and what it did."""
+    """Uploads the files of all tasks. Returns, when all ranks have, the saves that a disk has damaged, each with the
+    damage.
+    """
     damage = {}
     for task, folder in folders:
         try:
-            _upload(store, task, folder, options)
+            journal = stage_folder.read_journal(folder.store)
+            files = [file for file in (journal.files if journal else None) or () if file.name in task.uploads]
+            upload_files(folder, store, task.folder, files, writer_threads=options.writer_threads)
         except CheckpointError as error:
-            if not isinstance(error, CheckpointCorruptError) and not _is_of(folder, error.path):
+            is_here = error.path is not None and error.path.startswith(os.path.realpath(folder.path))
+            if not isinstance(error, CheckpointCorruptError) and not is_here:
                 raise
             damage[task.save_id] = error.message
 
     def merge(payloads: Sequence[bytes]) -> Sequence[bytes]:
-        told = [msgspec.msgpack.decode(payload, type=dict[str, str]) for payload in payloads]
-        return [msgspec.msgpack.encode({key: what for of_rank in told for key, what in of_rank.items()})] * len(told)
+        by_rank = [msgspec.msgpack.decode(payload, type=dict[str, str]) for payload in payloads]
+        merged = {save_id: what for of_rank in by_rank for save_id, what in of_rank.items()}
+        return [msgspec.msgpack.encode(merged)] * len(payloads)
 
     return msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(damage), merge), type=dict[str, str])
-
-
-def _is_of(folder: StagedFolder, path: str | None) -> bool:
-    return path is not None and path.startswith(os.path.realpath(folder.path))  # errors name files without links
 
 
 def _with_damage(verdict: RecoveryVerdict, damage: Mapping[str, str]) -> RecoveryVerdict:
@@ -260,53 +257,40 @@ def _with_damage(verdict: RecoveryVerdict, damage: Mapping[str, str]) -> Recover
     return msgspec.structs.replace(verdict, outcome="kept", what=what)
 
 
-def _upload(store: Store, task: Task, folder: StagedFolder, options: SaveOptions) -> None:
-    journal = stage_folder.read_journal(folder.store)
-    files = [file for file in (journal.files if journal else None) or () if file.name in task.uploads]
-    upload_files(folder, store, task.folder, files, writer_threads=options.writer_threads)
-
-
 def _commit(store: Store, task: Task, folder: StagedFolder) -> Sequence[str]:
     """Creates the manifest; returns the files of the checkpoint that it replaces."""
     content = folder.manifest() or b""
     manifest = decode_manifest(content)
     layout.check_files(store, task.folder, manifest, range(len(manifest.files)))
+    replaced: Sequence[str] = []
     if task.overwrite:
-        _refuse_replacing_another(store, task)
-    replaced = deletion.files_of_checkpoint(store, task.folder) if task.overwrite else []
+        committed = layout.committed_save_id(store, task.folder)
+        if committed != task.stands:
+            path = join_name(str(store), task.folder)
+            raise CheckpointSaveError(
+                f"another checkpoint (save {committed}) was committed at {path} while save {task.save_id} was being "
+                "finished; nothing was replaced, and both are kept: call recover again",
+                kind="storage",
+                path=path,
+            )
+        replaced = deletion.files_of_checkpoint(store, task.folder)
     layout.commit(store, task.folder, content, replace=task.overwrite)
     return replaced
 
 
-def _refuse_replacing_another(store: Store, task: Task) -> None:
-    stands = layout.committed_save_id(store, task.folder)
-    if stands != task.stands:
-        path = join_name(str(store), task.folder)
-        raise CheckpointSaveError(
-            f"another checkpoint (save {stands}) was committed at {path} while save {task.save_id} was being finished; "
-            "nothing was replaced, and both are kept: call recover again",
-            kind="storage",
-            path=path,
-        )
-
-
 def _clean_up(store: Store, verdicts: Sequence[RecoveryVerdict]) -> None:
-    """Removes from the path what is of no use any more."""
+    """Deletes files at the path that no save needs any more."""
     for verdict in verdicts:
+        folder, save_id = verdict.folder, verdict.save_id
         if verdict.outcome != "under_way":
-            deletion.discard(store, verdict.folder, [layout.recovery_name(verdict.save_id)])
-        # Hazard: a manifest may be on its way still that got no answer, and stand when its data is gone.
-        if verdict.outcome == "removed" and not verdict.may_arrive:
-            with suppress(CheckpointError):
-                deletion.discard(store, verdict.folder, _uncommitted(store, verdict))
-
-
-def _uncommitted(store: Store, verdict: RecoveryVerdict) -> list[str]:
-    """What the save has brought to the path already, unless it is committed there."""
-    if layout.committed_save_id(store, verdict.folder) == verdict.save_id:
-        return []
-    data = layout.data_files_of(store, verdict.folder, verdict.save_id)
-    return data + layout.telemetry_of(store, verdict.folder, verdict.save_id)
+            deletion.discard(store, folder, [layout.recovery_name(save_id)])
+        # Hazard: the request for a manifest may have had no answer and still arrive, after its data was deleted.
+        if verdict.outcome != "removed" or verdict.may_arrive:
+            continue
+        with suppress(CheckpointError):
+            is_committed = layout.committed_save_id(store, folder) == save_id
+            data = layout.data_files_of(store, folder, save_id) + layout.telemetry_of(store, folder, save_id)
+            deletion.discard(store, folder, [] if is_committed else data)
 
 
 def _describe(store: Store, verdict: RecoveryVerdict) -> RecoveredSave:

@@ -1,7 +1,5 @@
-"""Stages of a pipeline that use one FQN: right where it is one tensor that both hold, and an error where each has its
-own, of which all but one would be lost. Known of stages that say which ones they are.
-
-Checksums of small tensors, by which replicas are compared: one a tensor, or one for many of them.
+"""Digests by which replicas are compared: small tensors on every save, and tensors of one FQN that several pipeline
+stages hold. Stages may share a tensor; if each has its own under that FQN, all but one would be lost: an error.
 """
 
 from __future__ import annotations
@@ -23,19 +21,19 @@ _NUM_SHOWN = 10
 _Part = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and lengths."""
 PartDigests = dict[str, list[tuple[tuple[int, ...], tuple[int, ...], int]]]
-"""By FQN: offsets, lengths and digest of each part that a rank holds."""
+"""Offsets, lengths and digest of each part that a rank holds, by FQN."""
 
 
-class InStages(NamedTuple):
-    """What one rank tells of its stages."""
+class StageDigests(NamedTuple):
+    """Pipeline stages of one rank."""
 
     stages: Mapping[str, int]
-    """By FQN."""
+    """Stage by FQN."""
     digests: PartDigests
 
 
-def in_several_stages(stages: Iterable[Mapping[str, int]]) -> list[str]:
-    """The FQNs, sorted, that ranks have in different stages; `stages` are those of each rank, by FQN."""
+def fqns_in_several_stages(stages: Iterable[Mapping[str, int]]) -> list[str]:
+    """Returns the FQNs, sorted, that ranks have in different stages. `stages` has the stage by FQN of each rank."""
     first: dict[str, int] = {}
     found: set[str] = set()
     for of_rank in stages:
@@ -45,23 +43,25 @@ def in_several_stages(stages: Iterable[Mapping[str, int]]) -> list[str]:
     return sorted(found)
 
 
-def digests_of(shards: Sequence[LocalShard], fqns: Iterable[str], aliases: Mapping[str, str]) -> PartDigests:
-    """Of the parts of these tensors that this rank holds, however large; a tied one has those of its alias."""
-    names: dict[str, list[str]] = {}
+def part_digests(shards: Sequence[LocalShard], fqns: Iterable[str], aliases: Mapping[str, str]) -> PartDigests:
+    """Returns digests of the parts of these tensors that this rank holds, however large. A tied weight has those of the
+    tensor that it is tied to.
+    """
+    fqns_of: dict[str, list[str]] = {}
     for fqn in fqns:
-        names.setdefault(aliases.get(fqn, fqn), []).append(fqn)
+        fqns_of.setdefault(aliases.get(fqn, fqn), []).append(fqn)
     digests = PartDigests()
     for shard in shards:
-        if shard.fqn in names:
+        if shard.fqn in fqns_of:
             part = (*shard.region, digest_of(shard.tensor))
-            for fqn in names[shard.fqn]:
+            for fqn in fqns_of[shard.fqn]:
                 digests.setdefault(fqn, []).append(part)
     return digests
 
 
-def check_stages(fqns: Iterable[str], ranks: Sequence[InStages], names: Sequence[int]) -> None:
+def check_pipeline_stages(fqns: Iterable[str], ranks: Sequence[StageDigests], global_ranks: Sequence[int]) -> None:
     """Raises one CheckpointMismatchError (conflict) for all of these FQNs that are different tensors in the stages that
-    have them; `names` are the global numbers of the ranks.
+    hold them.
     """
     lines: list[str] = []
     guilty: set[int] = set()
@@ -71,7 +71,7 @@ def check_stages(fqns: Iterable[str], ranks: Sequence[InStages], names: Sequence
         for rank, (stages, digests) in enumerate(ranks):
             if fqn not in stages:
                 continue
-            holders.setdefault(stages[fqn], names[rank])
+            holders.setdefault(stages[fqn], global_ranks[rank])
             of_stage = parts.setdefault(stages[fqn], {})
             for offsets, lengths, digest in digests.get(fqn, []):
                 of_stage.setdefault((offsets, lengths), set()).add(digest)
@@ -96,12 +96,12 @@ _GATHERED_BYTES = 16 * SMALL_TENSOR_BYTES
 
 
 def is_small(shard: LocalShard) -> bool:
-    """Whether a shard is a whole tensor that is small enough to be compared on every save."""
+    """True if a shard is a whole tensor that is small enough to be compared on every save."""
     return shard.region.lengths == shard.global_shape and shard.tensor.nbytes <= SMALL_TENSOR_BYTES
 
 
 def small_digests(shards: Sequence[LocalShard]) -> list[int | None]:
-    """The xxh3-64 of every shard that is a whole, small tensor. None for the others."""
+    """Returns the xxh3-64 of every shard that is a whole, small tensor, and None for the others."""
     digests: list[int | None] = [None] * len(shards)
     small = [index for index, shard in enumerate(shards) if is_small(shard)]
     for index, tensor in zip(small, _on_host([shards[index].tensor for index in small]), strict=True):
@@ -110,14 +110,14 @@ def small_digests(shards: Sequence[LocalShard]) -> list[int | None]:
 
 
 def digest_of(tensor: torch.Tensor) -> int:
-    """The xxh3-64 of a tensor of any size, copied where its elements have gaps between them or are on a device."""
+    """Returns the xxh3-64 of a tensor of any size. Copies it if it is on a device or not contiguous."""
     return xxhash.xxh3_64_intdigest(_raw(tensor).cpu().numpy().data)
 
 
 def combined_digest(tensors: Sequence[torch.Tensor]) -> int:
-    """One xxh3-64 of all these small tensors. Cheaper than one for each: they are gathered and hashed in large runs."""
+    """Returns one xxh3-64 of all these small tensors. Faster than one for each, because it hashes large runs."""
     state = xxhash.xxh3_64()
-    # Memory that is new to the process costs a page fault for each 4 KiB, while training waits.
+    # New memory would cost a page fault for each 4 KiB, while training waits.
     gathered = bytearray(min(max(sum(tensor.nbytes for tensor in tensors), 1), _GATHERED_BYTES))
     base = ctypes.addressof(ctypes.c_char.from_buffer(gathered))
     filled = 0
@@ -134,7 +134,7 @@ def combined_digest(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _on_host(tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """The same tensors, those of other devices as bytes on the host: one transfer for each device."""
+    """Returns the same tensors, those of other devices as bytes on the host: one transfer for each device."""
     others: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if not tensor.is_cpu:
@@ -151,5 +151,5 @@ def _on_host(tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes as a flat uint8 tensor on its device."""
+    """Returns the tensor's bytes as a flat uint8 tensor on its device."""
     return flat_bytes(same_bits(tensor).contiguous())

@@ -1,9 +1,13 @@
-"""What the ranks of a save tell the coordinator after they have written, and the manifest that comes of it."""
+"""The report of each rank after it has written: sent to the coordinator, which builds the manifest from the reports of
+all, and written as telemetry, which loading never reads.
+"""
 
 from __future__ import annotations
 
 import platform
+import socket
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -13,78 +17,124 @@ import msgspec
 import numpy as np
 import torch
 
-from bytecheckpoint.errors import CheckpointSaveError
-from bytecheckpoint.manifest import DataFile, Manifest, TensorTable
+from bytecheckpoint.errors import CheckpointCorruptError, CheckpointSaveError
+from bytecheckpoint.info import describe_checkpoint
+from bytecheckpoint.manifest import DataFile, Manifest, TensorTable, decode_manifest, encode_manifest
 from bytecheckpoint.planner.file_layout import PlacedChunk
 from bytecheckpoint.planner.save_plan import SavePlan
-from bytecheckpoint.saving.chunk_locations import PlaceTable, pack_places
-from bytecheckpoint.saving.global_plan import Agreed
-from bytecheckpoint.saving.plan_cache import KnownPlan, Written
-from bytecheckpoint.staging.compress import FramePlace
-from bytecheckpoint.staging.file_image import PlannedFile
+from bytecheckpoint.runtime.gc_pause import gc_paused
+from bytecheckpoint.saving.chunk_locations import ChunkLocations, pack_locations
+from bytecheckpoint.saving.global_plan import AgreedPlan
+from bytecheckpoint.saving.plan_cache import WrittenTensors
+from bytecheckpoint.saving.target import SaveCall, SaveTarget
+from bytecheckpoint.staging.compress import ChunkLocation
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Block
+
+_TELEMETRY_VERSION = 1
 
 
 class WrittenFile(NamedTuple):
     """A data file that has been written."""
 
     file: DataFile
-    places: Sequence[FramePlace] | None
-    """Where its chunks lie, in the plan's order; None where they lie as planned."""
+    locations: Sequence[ChunkLocation] | None
+    """Locations of its chunks, in the plan's order; None if they are as planned."""
 
 
-class _Report(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank has written."""
+class _RankReport(msgspec.Struct, frozen=True, array_like=True):
+    """The files and chunks that one rank has written."""
 
     files: list[DataFile]
     starts: list[int]
-    """Of each file: the byte from which the offsets in `places` count."""
-    places: bytes
-    """Of its chunks; see chunk_locations.py. Empty where the coordinator knows all that."""
+    """Byte of each file from which the offsets in `locations` count."""
+    locations: bytes
+    """Packed locations of its chunks; empty if the coordinator has them."""
     varies: bool
-    """Another save with the same plan may write them at other places: their lengths depend on their values."""
+    """True if compressed lengths, and so locations, depend on the values of this save."""
+
+    @property
+    def file_lengths(self) -> list[int]:
+        return [file.byte_length for file in self.files]
 
 
-def encode_report(agreed: Agreed, written: Sequence[WrittenFile]) -> bytes:
-    """The report of a rank that wrote these files."""
-    varies = any(file.places is not None for file in written)
-    starts = [0 if file.places is not None else len(planned.header) for planned, file in _pairs(agreed, written)]
-    places = pack_places(_places(agreed, written), agreed.known) if varies or not agreed.has_written else b""
-    return msgspec.msgpack.encode(_Report([file.file for file in written], starts, places, varies))
+def encode_report(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> bytes:
+    """Returns the report of a rank that wrote these files."""
+    varies = any(file.locations is not None for file in written)
+    planned = agreed.rank_plan.files
+    starts = [
+        0 if file.locations is not None else len(plan.header) for plan, file in zip(planned, written, strict=True)
+    ]
+    is_known = agreed.has_written and not varies
+    locations = b"" if is_known else pack_locations(_locations(agreed, written), agreed.rank_plan)
+    return msgspec.msgpack.encode(_RankReport([file.file for file in written], starts, locations, varies))
 
 
-def _pairs(agreed: Agreed, written: Sequence[WrittenFile]) -> Iterator[tuple[PlannedFile, WrittenFile]]:
-    return zip(agreed.known.files, written, strict=True)
+def _locations(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> Iterator[tuple[PlacedChunk, int, ChunkLocation]]:
+    """Yields each chunk, the number of its file, and its location from the start that is reported for the file."""
+    for number, (planned, file) in enumerate(zip(agreed.rank_plan.files, written, strict=True)):
+        as_planned = (ChunkLocation(chunk.data_offset, chunk.byte_length, "none") for chunk in planned.chunks)
+        for chunk, location in zip(planned.chunks, file.locations or as_planned, strict=True):
+            yield chunk, number, location
 
 
-def _places(agreed: Agreed, written: Sequence[WrittenFile]) -> Iterator[tuple[PlacedChunk, int, FramePlace]]:
-    """Each chunk, the number of its file, and where it lies from the start that is reported for the file."""
-    for number, (planned, file) in enumerate(_pairs(agreed, written)):
-        as_planned = (FramePlace(chunk.data_offset, chunk.byte_length, "none") for chunk in planned.chunks)
-        for chunk, place in zip(planned.chunks, file.places or as_planned, strict=True):
-            yield chunk, number, place
+def encode_manifest_and_info(
+    agreed: AgreedPlan, reports: Sequence[bytes], call: SaveCall, target: SaveTarget, *, metadata: Mapping[str, Any]
+) -> tuple[bytes, bytes]:
+    """Returns the manifest as it will be committed, and the CheckpointInfo of it without seconds.
+
+    Raises CheckpointSaveError (storage) if the reports contradict the plan, or make a manifest that no reader accepts.
+    """
+    with gc_paused():
+        manifest = build_manifest(
+            agreed, reports, global_ranks=call.ranks.global_ranks, step=target.step, metadata=metadata
+        )
+        content = encode_manifest(manifest)
+        try:
+            decoded = decode_manifest(content)
+        except CheckpointCorruptError as error:
+            raise CheckpointSaveError(
+                f"what the ranks report to have written makes no checkpoint: {error.message}. Nothing was committed: "
+                "this is a bug, please report it",
+                kind="storage",
+            ) from error
+        written = agreed.rank_plan.written
+        if written is not None:  # decoded columns are faster to encode
+            agreed.rank_plan.written = replace(written, tensors=decoded.tensors)
+        return content, msgspec.msgpack.encode(describe_checkpoint(decoded, path=target.path, seconds={}))
 
 
 def build_manifest(
-    agreed: Agreed, payloads: Sequence[bytes], *, names: Sequence[int], step: int | None, metadata: Mapping[str, Any]
+    agreed: AgreedPlan,
+    payloads: Sequence[bytes],
+    *,
+    global_ranks: Sequence[int],
+    step: int | None,
+    metadata: Mapping[str, Any],
 ) -> Manifest:
-    """The manifest of what all ranks report, checked against what they were to write. `names` are their global ranks.
+    """Returns the manifest of the reports of all ranks, whose global ranks are `global_ranks`.
 
-    Raises CheckpointSaveError (storage) where a rank reports something else than the plan says.
+    Raises CheckpointSaveError (storage) if a report contradicts the plan.
     """
-    reports = [msgspec.msgpack.decode(payload, type=_Report) for payload in payloads]
-    written = agreed.known.written
+    reports = [msgspec.msgpack.decode(payload, type=_RankReport) for payload in payloads]
+    plan, written = agreed.rank_plan.global_plan, agreed.rank_plan.written
+    if plan is None:
+        raise TypeError("only the coordinator has the global plan")
     if written is not None:
-        _check_files(written, reports, names)
+        for rank, expected, report in zip(global_ranks, written.file_lengths, reports, strict=True):
+            if expected != report.file_lengths:
+                raise _contradiction(rank, f"files of {expected} bytes", f"files of {report.file_lengths} bytes")
     else:
-        written = _written(agreed, reports, names)
+        written = _written_tensors(plan, reports, global_ranks)
         if not any(report.varies for report in reports):
-            agreed.known.written = written
+            agreed.rank_plan.written = written
     return Manifest(
         save_id=agreed.save_id,
         step=step,
         files=[file for report in reports for file in report.files],
         tensors=written.tensors,
-        aliases=agreed.known.plan.aliases if agreed.known.plan is not None else {},
+        aliases=plan.aliases,
         objects=agreed.objects,
         rank_objects=agreed.rank_objects,
         metadata=metadata,
@@ -92,57 +142,34 @@ def build_manifest(
     )
 
 
-def remember_tensors(known: KnownPlan, decoded: Manifest) -> None:
-    """Keeps what a manifest says about tensors in the form in which it was decoded: it encodes at once."""
-    if known.written is not None:
-        known.written = replace(known.written, tensors=decoded.tensors)
-
-
-def _written(agreed: Agreed, reports: Sequence[_Report], names: Sequence[int]) -> Written:
-    """Where everything lies, by what the ranks say."""
-    plan = agreed.known.plan
-    if plan is None:
-        raise TypeError("the coordinator has made the plan, or knows where the chunks lie")
-    table = PlaceTable([report.places for report in reports])
+def _written_tensors(plan: SavePlan, reports: Sequence[_RankReport], global_ranks: Sequence[int]) -> WrittenTensors:
+    locations = ChunkLocations([report.locations for report in reports])
     for rank, report in enumerate(reports):
-        _check_chunks(plan, rank, report, table, name=names[rank])
+        planned = np.concatenate([plan.kept[rank], np.ones(len(plan.parts[rank]), bool)])
+        written = locations.is_written(rank)
+        num_bytes = sum(report.file_lengths)
+        if not np.array_equal(planned, written) or num_bytes < locations.num_bytes(rank):
+            reported = f"{np.count_nonzero(written)} in {num_bytes} bytes"
+            raise _contradiction(global_ranks[rank], f"{np.count_nonzero(planned)} chunks", reported)
     files = [file for report in reports for file in report.files]
-    columns = table.columns(plan.tensors, [report.starts for report in reports])
-    return Written(
+    columns = locations.columns(plan.tensors, [report.starts for report in reports])
+    return WrittenTensors(
         tensors=TensorTable([tensor.fqn for tensor in plan.tensors], columns, files),
-        file_lengths=[_lengths(report) for report in reports],
+        file_lengths=[report.file_lengths for report in reports],
     )
 
 
-def _lengths(report: _Report) -> list[int]:
-    return [file.byte_length for file in report.files]
-
-
-def _check_chunks(plan: SavePlan, rank: int, report: _Report, table: PlaceTable, *, name: int) -> None:
-    planned = np.concatenate([plan.kept[rank], np.ones(len(plan.parts[rank]), bool)])
-    written = table.is_written(rank)
-    if not np.array_equal(planned, written) or sum(_lengths(report)) < table.num_bytes(rank):
-        num_written = f"{np.count_nonzero(written)} in {sum(_lengths(report))} bytes"
-        raise _not_as_planned(name, f"{np.count_nonzero(planned)} chunks", num_written)
-
-
-def _check_files(written: Written, reports: Sequence[_Report], names: Sequence[int]) -> None:
-    for name, expected, report in zip(names, written.file_lengths, reports, strict=True):
-        if list(expected) != _lengths(report):
-            raise _not_as_planned(name, f"files of {list(expected)} bytes", f"files of {_lengths(report)} bytes")
-
-
-def _not_as_planned(name: int, planned: str, reported: str) -> CheckpointSaveError:
+def _contradiction(rank: int, planned: str, reported: str) -> CheckpointSaveError:
     return CheckpointSaveError(
-        f"rank {name} was to write {planned} and reports {reported}; nothing was committed: this is a bug, please "
+        f"rank {rank} was to write {planned} and reports {reported}; nothing was committed: this is a bug, please "
         "report it",
         kind="storage",
-        ranks=(name,),
+        ranks=(rank,),
     )
 
 
 def provenance_of(world_size: int) -> dict[str, Any]:
-    """What a manifest tells about the ranks that wrote the checkpoint, now."""
+    """Returns what a manifest records about the ranks that wrote the checkpoint, now."""
     return {
         "world_size": world_size,
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -150,3 +177,27 @@ def provenance_of(world_size: int) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
+
+
+def write_telemetry(call: SaveCall, target: SaveTarget, save_id: str, files: Sequence[DataFile]) -> None:
+    """Writes a JSON object with the timing of this rank, see docs/format.md. Its errors do not fail the save."""
+    with suppress(Exception):  # it would be raised on this rank only, and the others may commit already
+        _write_telemetry(call, target, save_id, files)
+
+
+def _write_telemetry(call: SaveCall, target: SaveTarget, save_id: str, files: Sequence[DataFile]) -> None:
+    ranks, _, timer = call
+    record = {
+        "version": _TELEMETRY_VERSION,
+        "save_id": save_id,
+        "rank": ranks.global_ranks[ranks.rank],
+        "host": socket.gethostname(),
+        "started_at": timer.started_at,
+        "spans": [span._asdict() for span in timer.spans],
+        "seconds": timer.seconds,
+        "num_bytes": sum(file.byte_length for file in files),
+        "num_files": len(files),
+    }
+    content = memoryview(msgspec.json.encode(record))
+    block = Block(0, content.nbytes, lambda: nullcontext(content))
+    target.store.write(join_name(target.folder, layout.telemetry_name(save_id, ranks.rank)), [block], replace=True)

@@ -1,32 +1,29 @@
-"""The second half of a save that goes through a local stage: data made durable on the disks of the hosts, which gives
-the staging memory back, then uploaded to the path, and the manifest created last as in every save.
+"""The end of a save through a local stage: data made durable on the disks of the hosts, which frees the staging memory,
+then uploaded to the path, and the manifest created last as in every save.
 
-From the moment on at which every rank's data is durable, a save that fails or dies leaves it there, for recover.py.
+Once every rank's data is durable, a save that fails or dies leaves it there for recover.py.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from typing import Any
 
 import msgspec
 
-from bytecheckpoint.distributed.ranks import COORDINATOR, together
+from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, together
 from bytecheckpoint.distributed.stragglers import report_straggler_rate
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import CheckpointInfo, LocalInfo
-from bytecheckpoint.saving.local_stage import Tier
-from bytecheckpoint.saving.report import encode_report
-from bytecheckpoint.saving.telemetry import write_telemetry
-from bytecheckpoint.saving.write import (
-    Saving,
-    commit_together,
-    discard,
-    encode,
-    hear_that_all_have_written,
-    write_files,
-)
+from bytecheckpoint.planner.save_plan import SavePlan
+from bytecheckpoint.saving.commit import broadcast_or_discard, commit_together, discard
+from bytecheckpoint.saving.local_stage import LocalStage
+from bytecheckpoint.saving.prepare import PreparedSave
+from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report, write_telemetry
+from bytecheckpoint.saving.target import SaveCall, SaveTarget
+from bytecheckpoint.saving.write import SaveFiles, write_files
 from bytecheckpoint.storage import layout, stage_folder
 from bytecheckpoint.storage.inventory import refuse_beside
 from bytecheckpoint.storage.stage_folder import Journal
@@ -34,127 +31,138 @@ from bytecheckpoint.storage.store import endpoint_of
 
 logger = logging.getLogger("bytecheckpoint")
 
-IS_KEPT = (
+_IS_RECOVERABLE = (
     "Every rank's data is kept in its local stage: `bcp.recover` finishes the save if that is still possible, and the "
     "next one that is committed removes it"
 )
 
 
-class _Staged(msgspec.Struct, frozen=True, array_like=True):
-    """What all ranks hear when the data of all is durable."""
+class _StagedSave(msgspec.Struct, frozen=True, array_like=True):
+    """What the coordinator sends to all ranks once the data of all is durable."""
 
     is_recoverable: bool
-    """The manifest is durable as well."""
+    """True if the manifest is durable as well."""
     num_bytes: int
     direct_ranks: tuple[int, ...]
-    facts: bytes
+    info: bytes
 
 
 def write_upload_and_commit(
-    saving: Saving, tier: Tier, on_local: Callable[[LocalInfo], None], uploading: AbstractContextManager[None]
+    prepared: PreparedSave,
+    metadata: Mapping[str, Any],
+    stage: LocalStage,
+    uploading: AbstractContextManager[None],
 ) -> CheckpointInfo:
-    """Makes a planned save durable in the local stage, then at the path. Raises on every rank what `save` documents.
+    """Makes a save durable in the local stage, then at the path. Raises on every rank what `save` documents.
 
-    `on_local` is told when nothing but the loss of a disk can lose the save any more; `uploading` is entered for what
-    follows, which needs no memory that the save was staged in.
+    `SaveHandle.local` returns when only the loss of a disk can lose the save. The rest runs within `uploading` and
+    needs no staging memory.
     """
-    with closing(tier):
-        staged, content = _stage(saving, tier)
-        local = _local_info(saving, tier, staged)
+    agreed, target = prepared.agree(), prepared.target
+    prepared.snapshot.wait()
+    call, plan = prepared.call, agreed.rank_plan.global_plan
+    files = SaveFiles(target, agreed.save_id, call.ranks.rank, agreed.rank_plan.files)
+    with closing(stage):
+        staged, content = _write_to_stage(prepared, files, stage, metadata)
+        local = LocalInfo(
+            path=target.path,
+            step=target.step,
+            save_id=agreed.save_id,
+            folder=stage.folder,
+            num_bytes=staged.num_bytes,
+            direct_ranks=staged.direct_ranks,
+        )
         if staged.is_recoverable:
-            on_local(local)
+            prepared.progress.reach_local(local)
         with uploading:
-            info = _upload(saving, tier, staged, content)
+            after = call.about._replace(aftermath=_IS_RECOVERABLE if staged.is_recoverable else "")
+            call = call._replace(about=after)
+            _upload(call, files, stage, plan)
+            info = commit_together(call, files, content, staged.info)
         if not staged.is_recoverable:
-            on_local(local)
-        tier.remove()
-        tier.remove_superseded()
+            prepared.progress.reach_local(local)
+        stage.remove()
+        stage.remove_superseded()
     return info
 
 
-def _stage(saving: Saving, tier: Tier) -> tuple[_Staged, bytes]:
-    """What was staged, and on the coordinator the manifest."""
-    ranks, about, clock = saving.ranks, saving.about, saving.clock
-    doing = f"writing {saving.path} to the local stage"
+def _write_to_stage(
+    prepared: PreparedSave, files: SaveFiles, stage: LocalStage, metadata: Mapping[str, Any]
+) -> tuple[_StagedSave, bytes]:
+    """Returns what was staged, and on the coordinator the manifest."""
+    agreed, call, target = prepared.agree(), prepared.call, files.target
+    ranks, about, timer = call
+    doing = f"writing {target.path} to the local stage"
     with ExitStack() as undo, together(ranks, doing, about=about):
-        undo.callback(discard, saving)
-        with clock.phase("write"), closing(saving.snapshot):
-            tier.begin(_journal_of(saving, tier))
-            written = write_files(saving)
-            tier.complete([of_file.file for of_file in written])
-        report = msgspec.msgpack.encode((encode_report(saving.agreed, written), tier.is_direct))
+        undo.callback(discard, files)
+        with timer.phase("write"), closing(prepared.snapshot) as snapshot:
+            stage.begin(_new_journal(ranks, target, stage, save_id=agreed.save_id))
+            written = write_files(
+                files,
+                snapshot,
+                timer,
+                writer_threads=prepared.options.writer_threads,
+                scratch=prepared.buffers.scratch,
+            )
+            stage.complete([file for file, _ in written])
+        report = msgspec.msgpack.encode((encode_report(agreed, written), stage.is_direct))
         if ranks.rank != COORDINATOR:
-            undo.pop_all()  # from here on the coordinator may keep it, whatever becomes of this rank
-        with report_straggler_rate(ranks, saving.agreed.known.plan, clock.seconds["write"]):
+            undo.pop_all()  # from here on the coordinator may keep it, even if this rank fails
+        with report_straggler_rate(ranks, agreed.rank_plan.global_plan, timer.seconds["write"]):
             gathered = ranks.gather(report)
-        payloads = [msgspec.msgpack.decode(payload, type=tuple[bytes, bool]) for payload in gathered]
-        staged, content = b"", b""
+        reports = [msgspec.msgpack.decode(payload, type=tuple[bytes, bool]) for payload in gathered]
+        payload, content = b"", b""
         if ranks.rank == COORDINATOR:
-            content, facts = encode(saving, [payload for payload, _ in payloads])
-            is_recoverable = tier.keep_manifest(content)
-            direct_ranks = [ranks.global_ranks[rank] for rank, (_, is_direct) in enumerate(payloads) if is_direct]
-            num_bytes = msgspec.msgpack.decode(facts, type=CheckpointInfo).num_bytes
-            staged = msgspec.msgpack.encode(_Staged(is_recoverable, num_bytes, tuple(direct_ranks), facts))
+            encoded = [report for report, _ in reports]
+            content, info = encode_manifest_and_info(agreed, encoded, call, target, metadata=metadata)
+            is_recoverable = stage.write_manifest(content)
+            direct_ranks = tuple(ranks.global_ranks[rank] for rank, (_, is_direct) in enumerate(reports) if is_direct)
+            num_bytes = msgspec.msgpack.decode(info, type=CheckpointInfo).num_bytes
+            payload = msgspec.msgpack.encode(_StagedSave(is_recoverable, num_bytes, direct_ranks, info))
         undo.pop_all()
 
     with together(ranks, doing, about=about):
-        heard = msgspec.msgpack.decode(hear_that_all_have_written(saving, staged), type=_Staged)
-    tier.is_kept = heard.is_recoverable
+        staged = msgspec.msgpack.decode(broadcast_or_discard(ranks, files, payload), type=_StagedSave)
+    stage.is_recoverable = staged.is_recoverable
     if ranks.rank == COORDINATOR:
-        logger.info("data of %s is durable on the local disks after %.2f s", saving.path, clock.total)
-    return heard, content
+        logger.info("data of %s is durable on the local disks after %.2f s", target.path, timer.total)
+    return staged, content
 
 
-def _upload(saving: Saving, tier: Tier, staged: _Staged, content: bytes) -> CheckpointInfo:
-    ranks, clock = saving.ranks, saving.clock
-    about = saving.about._replace(aftermath=IS_KEPT if staged.is_recoverable else "")
-    with ExitStack() as undo, together(ranks, f"uploading {saving.path}", about=about):
-        undo.callback(discard, saving)
-        with clock.phase("upload"):
-            tier.upload(saving.store, saving.folder)
-        write_telemetry(saving.store, saving.folder, saving.agreed.save_id, ranks=ranks, clock=clock, files=tier.files)
+def _upload(call: SaveCall, files: SaveFiles, stage: LocalStage, plan: SavePlan | None) -> None:
+    ranks, about, timer = call
+    target = files.target
+    with ExitStack() as undo, together(ranks, f"uploading {target.path}", about=about):
+        undo.callback(discard, files)
+        with timer.phase("upload"):
+            stage.upload(target.store, target.folder)
+        write_telemetry(call, target, files.save_id, stage.files)
         if ranks.rank != COORDINATOR:
-            undo.pop_all()  # from here on the coordinator may commit it, whatever becomes of this rank
-        plan, upload_s = saving.agreed.known.plan, clock.seconds["upload"]
-        with report_straggler_rate(ranks, plan, upload_s, did="uploaded", is_all=not tier.is_direct):
+            undo.pop_all()  # from here on the coordinator may commit it, even if this rank fails
+        with report_straggler_rate(ranks, plan, timer.seconds["upload"], did="uploaded", is_all=not stage.is_direct):
             ranks.gather(b"")
         if ranks.rank == COORDINATOR:  # an earlier save may have been uploading when this one began
-            refuse_beside(saving.store, saving.folder, is_step=saving.about.step is not None)
+            refuse_beside(target.store, target.folder, is_step=target.step is not None)
         undo.pop_all()
-    return commit_together(saving._replace(about=about), content, staged.facts)
 
 
-def _journal_of(saving: Saving, tier: Tier) -> Journal:
-    ranks = saving.ranks
+def _new_journal(ranks: Ranks, target: SaveTarget, stage: LocalStage, *, save_id: str) -> Journal:
+    endpoint = endpoint_of(target.store)
+    replaces = []
+    if ranks.rank == COORDINATOR and target.overwrite:  # what is committed there, and what others upload to there
+        journals = [found.journal for found in stage_folder.scan(stage.root) if found.journal]
+        here = (endpoint, target.path)
+        replaces = [journal.save_id for journal in journals if (journal.endpoint, journal.path) == here]
+        with suppress(CheckpointError):
+            replaces.append(layout.committed_save_id(target.store, target.folder))
     return Journal(
-        save_id=saving.agreed.save_id,
+        save_id=save_id,
         rank=ranks.rank,
         num_ranks=ranks.num_ranks,
-        root=str(saving.store),
-        endpoint=endpoint_of(saving.store),
-        folder=saving.folder,
-        step=saving.about.step,
-        overwrite=saving.options.overwrite,
-        replaces=_replaced(saving, tier) if ranks.rank == COORDINATOR and saving.options.overwrite else [],
-    )
-
-
-def _replaced(saving: Saving, tier: Tier) -> list[str]:
-    """Save ids of what stands there, as far as it can be read, and of what earlier saves are uploading to there."""
-    on_their_way = [found.journal for found in stage_folder.scan(tier.root) if found.journal]
-    here = (endpoint_of(saving.store), saving.path)
-    save_ids = [journal.save_id for journal in on_their_way if (journal.endpoint, journal.path) == here]
-    with suppress(CheckpointError):
-        save_ids.append(layout.committed_save_id(saving.store, saving.folder))
-    return save_ids
-
-
-def _local_info(saving: Saving, tier: Tier, staged: _Staged) -> LocalInfo:
-    return LocalInfo(
-        path=saving.path,
-        step=saving.about.step,
-        save_id=saving.agreed.save_id,
-        folder=tier.folder,
-        num_bytes=staged.num_bytes,
-        direct_ranks=staged.direct_ranks,
+        root=str(target.store),
+        endpoint=endpoint,
+        folder=target.folder,
+        step=target.step,
+        overwrite=target.overwrite,
+        replaces=replaces,
     )

@@ -12,14 +12,14 @@ from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.memory.tensor_bytes import to_host
 from bytecheckpoint.staging.file_image import LiveFile, PlannedFile
 from bytecheckpoint.staging.host_buffers import HostBuffers
-from bytecheckpoint.staging.snapshots import LiveState, Snapshot, StagedState, StateInWaves, staged_bytes
+from bytecheckpoint.staging.snapshots import LiveState, Snapshot, StagedState, WavesState, staged_bytes
 
-Kind = Literal["none", "copy", "lazy"]
+SnapshotKind = Literal["none", "copy", "lazy"]
 
 _MAX_COPY_THREADS = 4
 
 
-def kind_of_snapshot(wanted: str, *, async_save: bool) -> Kind:
+def kind_of_snapshot(wanted: str, *, async_save: bool) -> SnapshotKind:
     """The kind that an option comes to. `auto` is `copy`, because a lazy snapshot is only safe where nothing but steps
     of torch optimizers changes the state.
     """
@@ -29,14 +29,14 @@ def kind_of_snapshot(wanted: str, *, async_save: bool) -> Kind:
 
 
 def take_snapshot(
-    kind: Kind, files: Sequence[LiveFile], buffers: HostBuffers, *, staging_bytes: int | None
+    kind: SnapshotKind, files: Sequence[LiveFile], buffers: HostBuffers, *, staging_bytes: int | None
 ) -> Snapshot:
     """The snapshot of these files; after `stage()` the state may change."""
     if kind == "none":
         return LiveState(files, buffers.scratch)
     num_bytes = staged_bytes([file.planned for file in files])
     if staging_bytes is not None and num_bytes > staging_bytes:
-        return StateInWaves(files, buffers.staging.take(staging_bytes))
+        return WavesState(files, buffers.staging.take(staging_bytes))
     threads = min(torch.get_num_threads(), _MAX_COPY_THREADS)
     if kind == "lazy":  # half of them beside training, and the others when it waits: see SaveHandle.staged
         threads = max(threads // 2, 1)

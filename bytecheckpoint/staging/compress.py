@@ -40,7 +40,7 @@ _ROOM_BYTES = MAX_ENCODED_BYTES - FRAME_BYTES
 """How much longer than its raw bytes a frame may be."""
 
 
-class FramePlace(NamedTuple):
+class ChunkLocation(NamedTuple):
     """Where a chunk lies in its file, and as what."""
 
     byte_offset: int
@@ -55,7 +55,7 @@ class CompressedFile(NamedTuple):
     """The header, then the frames of each chunk, or its raw bytes where it did not get smaller."""
     extent_lengths: Sequence[int]
     extent_digests: Sequence[int]
-    places: Sequence[FramePlace]
+    locations: Sequence[ChunkLocation]
     """Of the chunks, in their order."""
 
     def image(self, name: str, scratch: BufferPool) -> FileImage:
@@ -257,7 +257,7 @@ def _put_together(chunks: Sequence[_Chunk]) -> CompressedFile:
             *map(xxhash.xxh3_64_intdigest, header_extents),
             *(digest for chunk in in_file for digest in chunk.digests),
         ],
-        places=[FramePlace(starts[id(chunk)], chunk.num_stored_bytes, chunk.codec) for chunk in chunks],
+        locations=[ChunkLocation(starts[id(chunk)], chunk.num_stored_bytes, chunk.codec) for chunk in chunks],
     )
 
 

@@ -224,7 +224,7 @@ class ProposedState:
         self._right.close()
 
 
-class StateInWaves:
+class WavesState:
     """The state on its way through staging memory that is smaller than it: what is written makes room for more."""
 
     def __init__(self, files: Sequence[LiveFile], memory: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""Keeps credentials out of messages: what of a URL may be shown, and whether an error's text repeats a secret."""
+"""Redaction of credentials: URLs fit for messages, and errors whose text repeats a secret."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from bytecheckpoint.storage.backends.posix_errors import describe
 
 _QUERY = re.compile(r"\?.*?(?=::|\Z)", re.DOTALL)
 _USER = re.compile(r"(?P<before>:/{1,2})(?P<user>[^/]*|[^/:@]+:(?!\d*(?:/|\Z))[^@:]*)@")
-"""What stands before the host, also of a URL that lost a slash. A password may have slashes of its own, as keys of S3
-do: after a colon that no port follows, all up to the `@` is taken for it."""
+"""User and password before the host, also in a URL that lost a slash. A password may contain slashes, as keys of S3 do:
+after a colon that no port follows, it extends to the `@`."""
 _AZURE = re.compile(r"\b(?:abfss?|az|wasbs?)\Z")
-"""Whose URLs have the container where others have a user: `abfs://CONTAINER@ACCOUNT...`, which is one place, and no
-secret.
-"""
+"""Schemes whose URLs have a container in place of the user: `abfs://CONTAINER@ACCOUNT...`. It is no secret."""
 _QUERY_FIELD = re.compile(r"[&?][^=&]*=([^&]+)")
 _STRING_FIELD = re.compile(r";[^=;]*=([^;]{8,})")
-"""Of a connection string; what is shorter is no key, but a word like `https`."""
+"""A field of a connection string; shorter values are no keys, but words like `https`."""
 _PLAIN_OPTIONS = frozenset(
     {
         *("endpoint_url", "endpoint", "region_name", "region", "host", "project", "protocol", "profile"),
@@ -30,14 +28,14 @@ _PLAIN_OPTIONS = frozenset(
 )
 """Options, at any depth, whose values help to understand an error and are no secret."""
 _PASSWORDS = {"username": "password", "user": "password", "key": "secret"}
-"""Options that some backend sends together, as Basic authentication does."""
+"""Options that some backend sends together, as in Basic authentication."""
 _MIN_PART = 4
-"""Characters of a part of a secret that is one itself; what is shorter is in every other word."""
+"""Shortest part of a secret that counts as one itself, in characters; shorter ones are in every other word."""
 _MAX_SHOWN = 500
 
 
 def showable_url(url: str) -> str:
-    """The URL without user, password and query string."""
+    """Returns the URL without user, password and query string."""
     return _USER.sub(lambda found: found[0] if _is_container(found) else found["before"], _QUERY.sub("", url))
 
 
@@ -46,7 +44,7 @@ def _is_container(found: re.Match[str]) -> bool:
 
 
 def find_secrets(url: str, storage_options: Mapping[str, object]) -> frozenset[str]:
-    """Every text of the URL and the options that no message may repeat, in the forms in which it could show."""
+    """Returns every text of the URL and the options that no message may repeat, in all forms in which it could show."""
     secrets = {*_secrets_of_url(url), *_option_values(storage_options)}
     for user, password in _PASSWORDS.items():
         if user in storage_options and password in storage_options:
@@ -66,7 +64,7 @@ def _secrets_of_url(url: str) -> Iterator[str]:
             continue
         yield found["user"]
         yield found["user"].partition(":")[2]
-        # Who takes the first slash for the end of the host repeats what stands before it.
+        # A parser that takes the first slash for the end of the host repeats the part before it.
         yield from (part for part in re.split("[:/]", found["user"]) if len(part) >= _MIN_PART)
 
 
@@ -93,7 +91,7 @@ def _texts(name: str, value: object) -> Iterator[str]:
 
 
 def contains_secret(error: BaseException | None, secrets: frozenset[str]) -> bool:
-    """Whether a traceback of the error, with the errors behind it, would show a secret."""
+    """Returns True if a traceback of the error, with its causes, would show a secret."""
     while error is not None:
         if any(secret in str(error) or secret in repr(error) for secret in secrets):
             return True
@@ -102,7 +100,7 @@ def contains_secret(error: BaseException | None, secrets: frozenset[str]) -> boo
 
 
 def describe_safely(error: BaseException, secrets: frozenset[str]) -> str:
-    """The error's own words, or only its class where they repeat a secret."""
+    """Returns the error's message, or only its class if the message repeats a secret."""
     words = describe(error)
     if any(secret in words for secret in secrets):
         return f"{type(error).__name__} (its text is left out, because it repeats a credential)"

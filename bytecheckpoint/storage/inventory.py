@@ -4,26 +4,16 @@ goes through all folders at once.
 Also the rule about checkpoints at one path: a path is one checkpoint, or the root of steps, and never both.
 """
 
-# ruff: noqa: PTH118 - paths are text here, as in local_store.py
-
 from __future__ import annotations
 
-import os
 import secrets
-from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from bytecheckpoint.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+from bytecheckpoint.errors import CheckpointExistsError, StorageError
 from bytecheckpoint.storage import layout
-from bytecheckpoint.storage.backends.fsspec_store import FsspecStore
-from bytecheckpoint.storage.backends.local_store import LocalStore
-from bytecheckpoint.storage.backends.posix_errors import describe, read_error
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, join_name
 from bytecheckpoint.storage.store import Store, one_block
-
-_TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "modifiedTime", "created")
-"""Names that backends of fsspec give the time of an object, the best first."""
 
 
 class StoredObject(NamedTuple):
@@ -74,10 +64,6 @@ def inventory_of(store: Store, folder: str) -> Iterator[StoredObject]:
     """
     if isinstance(store, HasInventory):
         return store.inventory(folder)
-    if isinstance(store, LocalStore):
-        return _in_folder(str(store), folder)
-    if isinstance(store, FsspecStore):
-        return _at_url(store, folder)
     raise StorageError(
         f"the store at {store} does not tell how old its objects are; nothing was changed",
         kind="unsupported",
@@ -97,50 +83,6 @@ def clock_of(store: Store) -> float | None:
     finally:
         store.delete(name)
     return times[0] if times else None
-
-
-def _in_folder(root: str, folder: str) -> Iterator[StoredObject]:
-    def refuse(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):
-            raise read_error(error, root, reason=describe(error), doing="list") from error
-
-    for path, _, names in os.walk(os.path.join(root, folder), onerror=refuse):
-        inside = os.path.relpath(path, root)
-        for name in names:
-            try:
-                status = os.stat(os.path.join(path, name), follow_symlinks=False)  # noqa: PTH116
-            except OSError as error:
-                refuse(error)
-                continue  # finished or deleted since it was listed
-            relative = name if inside == os.curdir else f"{inside}/{name}"
-            yield StoredObject(relative, status.st_size, status.st_mtime)
-
-
-def _at_url(store: FsspecStore, folder: str) -> Iterator[StoredObject]:
-    """Lists everything at once, if the backend can."""
-    root = store._root.strip("/")
-    try:
-        with store._translated(str(store), read_error):
-            store._fs.invalidate_cache()
-            found = store._fs.find(join_name(store._root, folder), detail=True)
-    except CheckpointNotFoundError:
-        return
-    for path, entry in found.items():
-        name = str(path).strip("/").removeprefix(root).strip("/")
-        if name:
-            yield StoredObject(name, int(entry.get("size") or 0), _time_of(entry))
-
-
-def _time_of(entry: Mapping[str, Any]) -> float | None:
-    value = next((entry[key] for key in _TIMES if entry.get(key)), None)
-    if isinstance(value, str):
-        try:
-            value = datetime.fromisoformat(value)
-        except ValueError:
-            return None
-    if isinstance(value, datetime):
-        return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
-    return float(value) if isinstance(value, int | float) else None
 
 
 def refuse_occupied(store: Store, folder: str, *, overwrite: bool) -> None:

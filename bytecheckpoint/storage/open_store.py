@@ -1,4 +1,4 @@
-"""Which store a path or URL means. URLs stay strings throughout: pathlib would collapse their double slash."""
+"""Opens the store of a path or URL. URLs stay strings throughout: pathlib would collapse their double slash."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["is_remote", "join_name", "open_store"]
 
 _LOCAL_URL = re.compile(r"\A(?:file|local)://")
 _S3_URL = re.compile(r"\As3a?://[^/?#@:]+(?:/[^?]*)?\Z")
-"""Without what s3fs alone understands: names of access points, versions, chains of URLs."""
+"""URLs without features of s3fs alone: names of access points, versions, chains of URLs."""
 _S3_QUERY = re.compile(r"\As3a?://[^?]*\?")
 _COLLAPSED_URL = re.compile(r"\A([a-z][a-z0-9+.-]+):/(?!/)")
 
@@ -30,9 +30,9 @@ def open_store(
     writer_threads: int,
     timeout_s: float | None = None,
 ) -> Store:
-    """The store at a folder, a file:// URL or any URL that fsspec knows. Nothing is read, written or made yet.
+    """Returns the store at a folder, a file:// URL or any URL that fsspec knows. Nothing is read, written or made yet.
 
-    `timeout_s` is that of the save or load, by default that of a load: the store gives up before it has gone by.
+    `timeout_s` is that of the save or load, by default that of a load: the store gives up earlier.
 
     Raises CheckpointMismatchError (conflict) for storage options with a local path and StorageError (unsupported) for
     a URL that no installed backend serves.
@@ -63,17 +63,17 @@ def open_store(
 
 
 def expand_home(path: str) -> str:
-    """The path with the home folder for a `~` or `~user` that it starts with; a URL stays as it is."""
+    """Returns the path with a leading `~` or `~user` expanded; a URL stays unchanged."""
     return os.path.expanduser(path) if path.startswith("~") and is_plain_path(path) else path  # noqa: PTH111 - text
 
 
 def is_local(path: str) -> bool:
-    """Whether this is a path or a file:// URL, which takes no storage options."""
+    """Returns True for a path or a file:// URL, which takes no storage options."""
     return bool(_LOCAL_URL.match(path)) or is_plain_path(path)
 
 
 def is_plain_path(path: str) -> bool:
-    """Whether this is a path and no URL, nor one that lost a slash, whose credentials would be taken for a path."""
+    """Returns True for a path, not for a URL, even one that lost a slash: its credentials are no path."""
     collapsed = _COLLAPSED_URL.match(path)
     is_collapsed = collapsed is not None and is_known_protocol(collapsed.group(1))
     return bool(path) and "://" not in path and "::" not in path and not is_collapsed
@@ -89,7 +89,7 @@ def _open_url(
             kind="unsupported",
             path=showable_url(url),
         )
-    # A session of aiobotocore, which s3fs takes, is of use to s3fs only.
+    # A session of aiobotocore, which is an option of s3fs, only works with s3fs.
     if not _S3_URL.match(url) or "session" in (storage_options or {}):
         return FsspecStore(url, storage_options)
     from bytecheckpoint.storage.backends.s3_store import S3Store  # noqa: PLC0415 - local folders do not wait for botocore
@@ -99,5 +99,5 @@ def _open_url(
 
 
 def is_remote(store: Store) -> bool:
-    """Whether reading from the store is slower than hearing the same bytes from another rank."""
+    """Returns True if reading from the store is slower than receiving the same bytes from another rank."""
     return not isinstance(store, LocalStore)

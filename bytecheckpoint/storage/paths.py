@@ -1,4 +1,4 @@
-"""Names of objects in a store: joining them, and refusing those that could lead out of it. It knows no backend."""
+"""Names of objects in a store: joined, and refused if they could lead out of it. Knows no backend."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 from bytecheckpoint.errors import UnsafeCheckpointError
 
 TEMPORARY_PREFIX = ".tmp-"
-"""Starts the last part of the name of what is being written; no listing shows it."""
+"""Start of the last part of a name that is still being written; no listing shows it."""
 
 _UNSAFE_NAME = re.compile(r"\A\Z|[\\:\x00]|\A/|/\Z|//|(?:\A|/)\.\.?(?:/|\Z)")
 
 
 def join_name(*parts: str) -> str:
-    """The parts, joined with one slash each; empty ones vanish. A leading path or URL keeps the slashes it has."""
+    """Joins the parts with one slash each; empty ones vanish. A leading path or URL keeps its slashes."""
     joined = ""
     for part in parts:
         separator = "" if not joined or not part or joined.endswith("/") else "/"
@@ -22,7 +22,7 @@ def join_name(*parts: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """The name itself, where it is relative and stays below the root as it is spelt.
+    """Returns the name if it is relative and, as spelt, stays below the root.
 
     Raises UnsafeCheckpointError (path_escape).
     """
@@ -32,7 +32,7 @@ def check_name(name: str) -> str:
 
 
 def path_escape(name: str, why: str) -> UnsafeCheckpointError:
-    """The error for a name that could reach outside the root."""
+    """Makes the error for a name that could reach outside the root."""
     return UnsafeCheckpointError(
         f"the name {name!r:.300} was refused: {why}; nothing was read or written: do not trust what asked for it",
         kind="path_escape",

@@ -1,5 +1,5 @@
-"""The header of a data file, which makes it a valid safetensors file that every reader of the format opens. Loading a
-checkpoint needs none of it: the manifest says where everything lies. It knows no torch.
+"""The header of a data file, which makes it a valid safetensors file. Loading a checkpoint does not need it: the
+manifest has all positions. Knows no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bytecheckpoint.storage.store import Store
 HEADER_ALIGNMENT = 4096
 """Tensor data starts at a multiple of this, in bytes."""
 MAX_HEADER_BYTES = 100_000_000
-"""What safetensors itself accepts."""
+"""Limit of safetensors itself."""
 
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
@@ -49,9 +49,10 @@ _NEWER_DTYPES = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "C64": "complex64",
 }
-"""Names that the format has got since: read, and never written to data files."""
+"""Newer names of the format: read, and never written to data files."""
 _INTEGERS = {1: "U8", 2: "I16", 4: "I32", 8: "I64", 16: "I64"}
-"""By item size, for every other dtype. Newer names of the format are left out: older readers refuse the whole file."""
+"""Stored dtypes by item size, for every other dtype. Newer names of the format are not used: older readers refuse the
+whole file."""
 _STORED_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
@@ -61,13 +62,13 @@ _STORED_BYTES = {
 
 
 class HeaderEntry(NamedTuple):
-    """A chunk that a data file is to hold."""
+    """A chunk to be described in a header."""
 
     name: str
     dtype: str
     """torch's name without `torch.`."""
     shape: Sequence[int]
-    """Of the chunk, in elements."""
+    """Shape of the chunk, in elements."""
     byte_length: int
 
 
@@ -79,34 +80,34 @@ class StoredEntry(NamedTuple):
     """safetensors' name."""
     shape: tuple[int, ...]
     byte_offset: int
-    """From the start of the file."""
+    """Position from the start of the file."""
     byte_length: int
 
 
-class Header(NamedTuple):
-    """What a data file says about itself."""
+class SafetensorsHeader(NamedTuple):
+    """The decoded header of a data file."""
 
     entries: list[StoredEntry]
-    """In file order."""
+    """Chunks in file order."""
     metadata: dict[str, str]
     data_offset: int
-    """Where tensor data starts, in bytes from the start of the file."""
+    """Start of tensor data, in bytes from the start of the file."""
 
 
 def torch_dtype_of(stored: str) -> str:
-    """Torch's name of a dtype of the format."""
+    """Returns torch's name of a dtype of the format."""
     names = {name: dtype for dtype, name in _STORED_DTYPES.items()} | _NEWER_DTYPES
     return names[stored]
 
 
 def stored_dtype_of(dtype: str) -> str | None:
-    """The format's name of a dtype of torch; None where it has none."""
+    """Returns the format's name of a dtype of torch; None if it has none."""
     newer = {dtype: name for name, dtype in _NEWER_DTYPES.items()}
     return _STORED_DTYPES.get(dtype) or newer.get(dtype)
 
 
 def chunk_name(fqn: str, shape: Sequence[int], region: Region) -> str:
-    """`FQN` where the region is the whole tensor, else `FQN[o0:e0,o1:e1]`."""
+    """Returns `FQN` if the region is the whole tensor, else `FQN[o0:e0,o1:e1]`."""
     if region.lengths == tuple(shape) and fqn != _METADATA:  # that name means something else in the format
         return fqn
     spans = (f"{offset}:{end}" for offset, end in zip(region.offsets, region.ends, strict=True))
@@ -116,7 +117,7 @@ def chunk_name(fqn: str, shape: Sequence[int], region: Region) -> str:
 def chunk_entry(
     fqn: str, dtype: str, shape: Sequence[int], *, region: Region, byte_length: int, codec: str
 ) -> HeaderEntry:
-    """How a header describes a chunk that takes `byte_length` in its file. One that is compressed is so many bytes."""
+    """Returns the entry of a chunk that takes `byte_length` in its file. A compressed one is described as uint8."""
     name = chunk_name(fqn, shape, region)
     if codec == "none":
         return HeaderEntry(name, dtype, region.lengths, byte_length)
@@ -124,11 +125,11 @@ def chunk_entry(
 
 
 def encode_header(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
-    """The start of a data file whose chunks follow one another in this order, padded to HEADER_ALIGNMENT.
+    """Returns the start of a data file whose chunks follow one another in this order, padded to HEADER_ALIGNMENT.
 
     A name that is taken (an FQN may look like the name of another one's chunk) gets underscores appended. Raises
     ValueError for an entry whose length is not that of its shape and dtype, UnsafeCheckpointError (limits_exceeded)
-    where readers would refuse so long a header.
+    if readers would refuse so long a header.
     """
     quote = json.encoder.encode_basestring_ascii
     fields = [f"{quote(_METADATA)}:{json.dumps(dict(metadata))}"] if metadata else []
@@ -151,7 +152,7 @@ def encode_header(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -
 
 
 def _describe(dtype: str, shape: tuple[int, ...]) -> tuple[str, int]:
-    """Dtype and shape as JSON, and the length in bytes."""
+    """Returns dtype and shape as JSON, and the length in bytes."""
     size = itemsize(dtype)
     stored = _STORED_DTYPES.get(dtype) or _INTEGERS[size]
     dims = shape if size < 16 else (*shape, 2)
@@ -169,8 +170,8 @@ def _pad(text: bytes) -> bytes:
     return _LENGTH.pack(num_bytes) + text.ljust(num_bytes)
 
 
-def read_header(store: Store, name: str) -> Header:
-    """The header of a data file in a store. Raises what `Store.read_into` and `decode_header` raise."""
+def read_header(store: Store, name: str) -> SafetensorsHeader:
+    """Reads the header of a data file in a store. Raises like `Store.read_into` and `decode_header`."""
     prefix = bytearray(_LENGTH.size)
     store.read_into(name, 0, memoryview(prefix))
     num_bytes = _header_bytes(prefix, name)
@@ -209,7 +210,7 @@ def _decoders() -> tuple[
     msgspec.json.Decoder[dict[str, str]],
     msgspec.json.Decoder[_WireEntry],
 ]:
-    """Made at first use: importing this module does nothing."""
+    """Returns the decoders, made at first use."""
     return (
         msgspec.json.Decoder(dict[str, msgspec.Raw]),
         msgspec.json.Decoder(dict[str, str]),
@@ -217,10 +218,10 @@ def _decoders() -> tuple[
     )
 
 
-def decode_header(data: bytes | bytearray) -> Header:
-    """What the header at the start of these bytes says, checked in itself: known dtypes, lengths, no hole, no overlap.
+def decode_header(data: bytes | bytearray) -> SafetensorsHeader:
+    """Decodes and checks the header at the start of these bytes: known dtypes, lengths, no hole, no overlap.
 
-    `data` may go on behind the header. Raises CheckpointCorruptError (truncated, bad_manifest) or
+    `data` may be longer than the header. Raises CheckpointCorruptError (truncated, bad_manifest) or
     UnsafeCheckpointError (limits_exceeded).
     """
     if len(data) < _LENGTH.size:
@@ -241,10 +242,10 @@ def decode_header(data: bytes | bytearray) -> Header:
 
 
 def _refuse_repeated(text: bytes, raw: Mapping[str, object]) -> None:
-    """Raises CheckpointCorruptError (bad_manifest) for a name that stands there twice, of which a decoder sees one."""
+    """Raises CheckpointCorruptError (bad_manifest) for a duplicate name, which a decoder returns once."""
     num_tensors = len(raw) - (_METADATA in raw)
     if text.count(b'"data_offsets"') <= num_tensors:
-        return  # a look that costs little: each tensor has at least one of these
+        return  # a cheap check: each tensor has at least one of these
     lengths: list[int] = []
 
     def count(items: list[tuple[str, object]]) -> None:
@@ -255,7 +256,7 @@ def _refuse_repeated(text: bytes, raw: Mapping[str, object]) -> None:
         raise _bad_header(f"{lengths[-1] - len(raw)} of its names stand there twice")
 
 
-def _checked(wires: Mapping[str, _WireEntry], metadata: dict[str, str], *, data_offset: int) -> Header:
+def _checked(wires: Mapping[str, _WireEntry], metadata: dict[str, str], *, data_offset: int) -> SafetensorsHeader:
     entries = []
     end = 0
     for name, wire in sorted(wires.items(), key=lambda item: item[1].data_offsets):
@@ -270,7 +271,7 @@ def _checked(wires: Mapping[str, _WireEntry], metadata: dict[str, str], *, data_
             )
         entries.append(StoredEntry(name, wire.dtype, wire.shape, data_offset + start, stop - start))
         end = stop
-    return Header(entries, metadata, data_offset)
+    return SafetensorsHeader(entries, metadata, data_offset)
 
 
 def _bad_header(what: str, *, kind: str = "bad_manifest") -> CheckpointCorruptError:

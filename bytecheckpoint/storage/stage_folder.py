@@ -1,7 +1,7 @@
-"""What saves keep on a disk of the host until it is uploaded: for each rank of each save one folder, with its data
-files, a journal that says where they belong, and on the coordinator the manifest that is to be created last.
+"""Folders of the local stage: files of saves on a disk of the host until they are uploaded. Each rank of each save has
+one, with its data files, a journal that says where they belong, and on the coordinator the manifest, created last.
 
-A folder belongs to the process that holds its lock. One whose process has died is what recovery looks for.
+A folder belongs to the process that holds its lock. Recovery looks for folders whose process has died.
 """
 
 # ruff: noqa: PTH100, PTH102, PTH104, PTH106, PTH108, PTH112, PTH118, PTH208 - the calls of `os` by name, as in posix_files.py
@@ -16,7 +16,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -29,44 +29,46 @@ from bytecheckpoint.storage.backends.posix_errors import describe, write_error
 from bytecheckpoint.storage.backends.posix_files import make_folders, sync_folder
 from bytecheckpoint.storage.layout import DATA_FOLDER
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, join_name
-from bytecheckpoint.storage.store import Block
+from bytecheckpoint.storage.store import one_block
 
 logger = logging.getLogger("bytecheckpoint")
 
 JOURNAL_NAME = "journal"
 PENDING_NAME = "pending.manifest"
-"""Not a manifest's name: what lies here is no checkpoint."""
+"""Unlike a manifest's name, because a staged folder is no checkpoint."""
 _LOCK_NAME = "lock"
 _NEW_LOCK_NAME = "lock.new"
-"""Until it is taken: what looks for `lock` would else take it first."""
+"""Name until it is locked: recovery, which looks for `lock`, could take it first."""
 _FOLDER = re.compile(r"\A[0-9a-f]{16}-[0-9]{5,}\Z")
 _VERSION = 1
 
 
 class Journal(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank of a save says about what it keeps."""
+    """Description of the staged files of one rank of a save."""
 
     version: int = _VERSION
     save_id: str
     rank: int
-    """Within the group that saves; so `num_ranks`."""
+    """Rank within the group that saves, which has `num_ranks`."""
     num_ranks: int
     root: str
     """Path or URL of the store, without credentials."""
     endpoint: str = ""
-    """Of the store, where its URL does not say all."""
+    """Endpoint of the store; empty if its URL has it."""
     folder: str
-    """Of the checkpoint inside the store."""
+    """Folder of the checkpoint inside the store."""
     step: int | None
     overwrite: bool
     replaces: list[str] = []
-    """Save ids of what stood there, or was on its way there, when the save began; only the coordinator says it."""
+    """Save ids of the checkpoints that were there, or being saved there, when the save began; set by the
+    coordinator.
+    """
     host: str = msgspec.field(default_factory=socket.gethostname)
     started_at: float = msgspec.field(default_factory=time.time)
     files: list[DataFile] | None = None
-    """Once all of this rank's files are durable."""
+    """Set once all files of this rank are durable."""
     direct: list[str] = []
-    """Names of those files that are at the path already, because there was no room for them here."""
+    """Names of files that were written to the path directly, because there was no space for them here."""
 
     @property
     def path(self) -> str:
@@ -74,32 +76,31 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StagedFolder:
-    """What this process keeps of one save: its own, or one that it has taken over from a dead process."""
+    """A folder locked by this process: of its own save, or taken over from a dead process."""
 
     def __init__(self, path: str, lock: ProcessLock, *, writer_threads: int) -> None:
         self.path = path
         self.store = LocalStore(path, writer_threads=writer_threads)
-        """Of the data files, under the names that they have in the checkpoint."""
+        """Store of the data files, under their names in the checkpoint."""
         self._lock = lock
 
     def write_journal(self, journal: Journal) -> None:
-        """Durably; replaces what it said before."""
+        """Writes the journal durably, and replaces the last one."""
         self._write(JOURNAL_NAME, msgspec.msgpack.encode(journal))
 
     def keep_manifest(self, content: bytes) -> None:
-        """Durably: from now on, recovery can commit the save."""
+        """Writes the manifest durably: from now on, recovery can commit the save."""
         self._write(PENDING_NAME, content)
 
     def manifest(self) -> bytes | None:
         return read_manifest(self.store)
 
     def _write(self, name: str, content: bytes) -> None:
-        view = memoryview(content)
-        self.store.write(name, [Block(0, view.nbytes, lambda: nullcontext(view))], replace=True)
+        self.store.write(name, one_block(content), replace=True)
 
     def remove(self) -> None:
-        """Removes the folder, as far as the disk lets it, and gives up the lock."""
-        # The journal goes first: what is left of a removal that was cut short is then known to be nothing.
+        """Removes the folder, as far as possible, and releases the lock."""
+        # The journal goes first: without one, the rest of an interrupted removal is known to be worthless.
         for name in (JOURNAL_NAME, PENDING_NAME):
             with suppress(OSError):
                 os.unlink(os.path.join(self.path, name))
@@ -107,7 +108,7 @@ class StagedFolder:
         self.close()
 
     def close(self) -> None:
-        """Gives up the lock and leaves the files. May be called again."""
+        """Releases the lock and leaves the files. May be called again."""
         self._lock.release()
 
 
@@ -116,16 +117,16 @@ class FoundStage(NamedTuple):
 
     name: str
     is_alive: bool
-    """A living process has it."""
+    """True if a living process holds its lock."""
     journal: Journal | None
-    """None for what a removal or a creation that was cut short has left: there is none, which is certain."""
+    """None after an interrupted removal or creation: it is certain that there is none."""
     sizes: dict[str, int]
-    """Of the data files that are there, by name in the checkpoint, in bytes."""
+    """Sizes of the data files, by name in the checkpoint, in bytes."""
     has_manifest: bool
 
 
 def prepare(root: str) -> None:
-    """Makes the stage's folder. Raises StorageError or CheckpointSaveError where nothing can be written to it."""
+    """Makes the stage's folder. Raises StorageError or CheckpointSaveError if it cannot be written to."""
     try:
         make_folders(os.path.abspath(root))
         probe = os.path.join(root, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
@@ -136,7 +137,7 @@ def prepare(root: str) -> None:
 
 
 def create(root: str, journal: Journal, *, writer_threads: int) -> StagedFolder:
-    """A folder for a rank of a save, with its journal, durable and locked from the moment at which it can be seen."""
+    """Creates a folder for a rank of a save, with its journal, durable and locked from the moment it is visible."""
     name = f"{journal.save_id}-{journal.rank:05d}"
     path, temporary = os.path.join(root, name), os.path.join(root, f"{TEMPORARY_PREFIX}{name}")
     try:
@@ -164,12 +165,12 @@ def create(root: str, journal: Journal, *, writer_threads: int) -> StagedFolder:
 
 
 def store_of(root: str, name: str) -> LocalStore:
-    """Of a folder in a stage, to read from."""
+    """Returns a store to read a folder of a stage."""
     return LocalStore(os.path.join(root, name), writer_threads=1)
 
 
 def take_over(root: str, name: str, *, writer_threads: int) -> StagedFolder | None:
-    """What a dead process has left; None where a living one has it, or nobody any more."""
+    """Locks the folder of a dead process; None if a living one holds it, or it is gone."""
     path = os.path.join(root, name)
     try:
         lock = ProcessLock(os.path.join(path, _LOCK_NAME))
@@ -182,9 +183,9 @@ def take_over(root: str, name: str, *, writer_threads: int) -> StagedFolder | No
 
 
 def scan(root: str) -> Iterator[FoundStage]:
-    """All folders of saves in a stage, whoever has them, in the order of their names. Nothing is changed.
+    """Yields all folders of saves in a stage, in the order of their names. Nothing is changed.
 
-    One of a dead process that cannot be read is left out, with a warning: nobody may take it for nothing.
+    A dead process' folder that cannot be read is left out, with a warning.
     """
     try:
         names = sorted(os.listdir(root))
@@ -201,18 +202,18 @@ def scan(root: str) -> Iterator[FoundStage]:
         except FileNotFoundError:
             continue  # being made or removed at this moment
         except PermissionError:
-            is_alive = True  # another user's: not ours to touch
+            is_alive = True  # another user's
         except StorageError:
-            raise  # no stage can be there
+            raise  # the file system has no locks
         except OSError as error:
             _leave_alone(path, describe(error))
             continue
-        found = _look_into(path, name, is_alive=is_alive)
+        found = _read_stage(path, name, is_alive=is_alive)
         if found is not None:
             yield found
 
 
-def _look_into(path: str, name: str, *, is_alive: bool) -> FoundStage | None:
+def _read_stage(path: str, name: str, *, is_alive: bool) -> FoundStage | None:
     store = store_of(*os.path.split(path))
     try:
         journal = read_journal(store)
@@ -242,7 +243,7 @@ def _leave_alone(path: str, why: str) -> None:
 
 
 def read_journal(store: LocalStore) -> Journal | None:
-    """None where there is none, or none that this version understands. Raises what `LocalStore.read_into` raises."""
+    """Reads the journal; None if there is none of this version. Raises like `LocalStore.read_into`."""
     content = _read(store, JOURNAL_NAME)
     if content is None:
         return None
@@ -253,7 +254,7 @@ def read_journal(store: LocalStore) -> Journal | None:
 
 
 def read_manifest(store: LocalStore) -> bytes | None:
-    """The manifest that is to be committed, encoded, where it is kept here."""
+    """Reads the encoded manifest that is to be committed; None if it is not here."""
     return _read(store, PENDING_NAME)
 
 
@@ -267,7 +268,7 @@ def _read(store: LocalStore, name: str) -> bytes | None:
 
 
 def remove_all(root: str, names: Sequence[str]) -> list[str]:
-    """Removes folders that dead processes have left; gives the names of those that it did remove."""
+    """Removes folders of dead processes; returns the names of those removed."""
     removed = []
     for name in names:
         folder = take_over(root, name, writer_threads=1)

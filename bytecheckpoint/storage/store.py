@@ -29,10 +29,15 @@ class Block(NamedTuple):
     """
 
 
+def block_of(content: bytes | memoryview, byte_offset: int) -> Block:
+    """Returns bytes in memory as a block."""
+    view = memoryview(content)
+    return Block(byte_offset, view.nbytes, lambda: nullcontext(view))
+
+
 def one_block(content: bytes | memoryview) -> list[Block]:
     """Returns bytes in memory as the blocks of an object."""
-    view = memoryview(content)
-    return [Block(0, view.nbytes, lambda: nullcontext(view))]
+    return [block_of(content, 0)]
 
 
 class Access(NamedTuple):

@@ -1,4 +1,4 @@
-"""Small checkpoints that are cut like large ones: the state of a test has to have many extents, reads and parcels."""
+"""Small checkpoints that are cut like large ones: the state of a test has to have many extents, reads and units."""
 
 from __future__ import annotations
 

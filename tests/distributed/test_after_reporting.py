@@ -43,7 +43,7 @@ def save_over(
 def test_what_a_rank_that_is_interrupted_has_reported_stays_where_the_others_commit_it(
     workers: WorkerPool, tmp_path: Path
 ) -> None:
-    function = "bytecheckpoint.saving.write.write_telemetry"
+    function = "bytecheckpoint.saving.commit.write_telemetry"
     outcomes = workers.run(save_over, str(tmp_path), function, press_ctrl_c, world_size=2)
     assert outcomes == [(None, True), ("KeyboardInterrupt", True)]
 
@@ -57,7 +57,7 @@ def test_telemetry_that_one_rank_cannot_write_is_no_failure_of_the_save(
     workers: WorkerPool, tmp_path: Path, function: str
 ) -> None:
     outcomes = workers.run(
-        save_over, str(tmp_path), f"bytecheckpoint.saving.telemetry.{function}", no_network, world_size=2
+        save_over, str(tmp_path), f"bytecheckpoint.saving.report.{function}", no_network, world_size=2
     )
     assert outcomes == [(None, True), (None, True)]
 

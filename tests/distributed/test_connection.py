@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from bytecheckpoint.distributed.connection import Activity, Connection, Peer, PeerLeftError, PeerSender
+from bytecheckpoint.distributed.connection import Activity, Connection, PeerLeftError, PeerSender
 from bytecheckpoint.distributed.rendezvous import Address, Listener, connect
 from bytecheckpoint.distributed.wire import DISCONNECT, HEARTBEAT, OutgoingUnit, WireHeader
 from bytecheckpoint.errors import CheckpointError
@@ -20,7 +20,8 @@ from bytecheckpoint.loading.receive import Receiver
 from bytecheckpoint.planner.coalesce import Fetch, FlatPart
 from bytecheckpoint.runtime.buffers import ByteBudget
 
-READER, PEER = Peer(0, 40), Peer(1, 41)
+READER, PEER = 40, 41
+"""Global ranks; the peer is rank 1 within the group."""
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def listener() -> Iterator[Listener]:
 
 
 def accept(listener: Listener, timeout_s: float) -> list[tuple[Connection, bytes]]:
-    return list(listener.accept([PEER], timeout_s, io_timeout_s=timeout_s, is_wanted=lambda: True))
+    return list(listener.accept({1: PEER}, timeout_s, io_timeout_s=timeout_s, is_wanted=lambda: True))
 
 
 def admit(listener: Listener, timeout_s: float = 10.0) -> tuple[Connection, bytes]:
@@ -40,7 +41,7 @@ def admit(listener: Listener, timeout_s: float = 10.0) -> tuple[Connection, byte
 def connect_to(
     address: Address, timeout_s: float = 10.0, request: bytes = b"", is_wanted: Callable[[], bool] = lambda: True
 ) -> Connection:
-    return connect(READER, address, PEER.rank, request, timeout_s=timeout_s, is_wanted=is_wanted)
+    return connect(READER, address, 1, request, timeout_s=timeout_s, is_wanted=is_wanted)
 
 
 def receive(connection: Connection, num_bytes: int) -> bytes:
@@ -55,7 +56,7 @@ def pair(listener: Listener, timeout_s: float) -> tuple[Connection, Connection]:
         ours = pool.submit(admit, listener, timeout_s)
         theirs = connect_to(listener.address, timeout_s, b"request")
         connection, request = ours.result()
-    assert (connection.peer, request) == (PEER, b"request")
+    assert (connection.global_rank, request) == (PEER, b"request")
     return connection, theirs
 
 
@@ -283,7 +284,7 @@ def test_a_budget_is_never_exceeded_but_by_one_alone() -> None:
 class Sender:
     """A connection from which nothing may be received."""
 
-    peer = Peer(1, 41)
+    global_rank = PEER
 
 
 def test_a_unit_of_another_length_than_was_asked_for_is_refused_before_it_is_received() -> None:

@@ -406,11 +406,11 @@ def test_a_failure_is_not_kept_waiting_for_a_rank_that_does_not_come(workers: Wo
 
 def report_too_little(rank: int, world_size: int, path: str) -> Seen | None:
     """The last rank of a group that is not the first says that its file is shorter than it was to be."""
+    from bytecheckpoint.saving import commit
     from bytecheckpoint.saving import report as reporting
-    from bytecheckpoint.saving import write
 
     def lie(agreed: Any, written: Any) -> bytes:
-        report = msgspec.msgpack.decode(reporting.encode_report(agreed, written), type=reporting._Report)
+        report = msgspec.msgpack.decode(reporting.encode_report(agreed, written), type=reporting._RankReport)
         files = [file._replace(byte_length=1) for file in report.files]
         return msgspec.msgpack.encode(msgspec.structs.replace(report, files=files))
 
@@ -419,7 +419,7 @@ def report_too_little(rank: int, world_size: int, path: str) -> Seen | None:
         return None
     with pytest.MonkeyPatch.context() as patch:
         if rank == 2:
-            patch.setattr(write, "encode_report", lie)
+            patch.setattr(commit, "encode_report", lie)
         return seen(lambda: bcp.save(path, state_of(rank, 1.0), options=OPTIONS, process_group=group))
 
 

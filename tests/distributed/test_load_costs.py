@@ -140,7 +140,7 @@ SPLIT = {"t": torch.arange(64 * EXTENT_BYTES // 4, dtype=torch.int32)}
 
 def load_holding_back(rank: int, world_size: int, path: str) -> tuple[bool, int]:
     """Rank 0 reads for both, and after its first read reads no more until rank 1 has what came of that."""
-    store, arrived = dist.distributed_c10d._get_default_store(), "a parcel has arrived"
+    store, arrived = dist.distributed_c10d._get_default_store(), "a unit has arrived"
     state = {name: torch.zeros_like(value) for name, value in SPLIT.items()}
     num_reads = 0
 

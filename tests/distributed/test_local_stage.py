@@ -133,11 +133,11 @@ def test_ranks_that_do_not_all_have_a_stage_are_told(workers: WorkerPool, tmp_pa
 
 
 def save_with_one_full_disk(rank: int, world_size: int, folder: Path) -> list[int]:
-    from bytecheckpoint.saving.local_stage import Tier
+    from bytecheckpoint.saving.local_stage import LocalStage
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(Tier, "_has_room", lambda _self, _num_bytes: False)
+            patch.setattr(LocalStage, "_has_room", lambda _self, _num_bytes: False)
         handle = bcp.save(
             folder / "run", state_of(rank, 1.0), step=1, async_save=True, options=options_of(rank, folder)
         )
@@ -152,12 +152,12 @@ def test_a_rank_whose_disk_is_full_writes_to_the_path(workers: WorkerPool, tmp_p
 
 
 def fail_after_a_direct_write(rank: int, world_size: int, folder: Path) -> None:
-    from bytecheckpoint.saving.local_stage import Tier
+    from bytecheckpoint.saving.local_stage import LocalStage
 
     gone = raising(bcp.StorageError("gone", kind="unavailable"))
-    with pytest.MonkeyPatch.context() as patch, before("bytecheckpoint.saving.local_stage.Tier.upload", gone):
+    with pytest.MonkeyPatch.context() as patch, before("bytecheckpoint.saving.local_stage.LocalStage.upload", gone):
         if rank == 1:
-            patch.setattr(Tier, "_has_room", lambda _self, _num_bytes: False)
+            patch.setattr(LocalStage, "_has_room", lambda _self, _num_bytes: False)
         seen(lambda: bcp.save(folder / "run", state_of(rank, 1.0), step=1, options=options_of(rank, folder)))
 
 

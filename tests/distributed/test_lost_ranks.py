@@ -145,8 +145,8 @@ def test_a_reader_that_is_slow_is_waited_for(workers: WorkerPool, tmp_path: Path
     assert min(seconds for _, seconds in outcomes) > SLOW_READ_S * NUM_SLOW_READS > 3 * TIMEOUT_S
 
 
-def lose_a_taker(rank: int, world_size: int, path: str) -> Seen | None:
-    """Rank 2 has so much of its own to read that it reads nothing for others, and dies of the first parcel."""
+def lose_a_peer(rank: int, world_size: int, path: str) -> Seen | None:
+    """Rank 2 has so much of its own to read that it reads nothing for others, and dies of the first unit."""
     state = {name: torch.zeros_like(value) for name, value in VALUES.items() if rank == 2 or name == "first"}
     dies = before(PHASES["taking in"], lambda: os.kill(os.getpid(), signal.SIGKILL))
     with small_pieces(extent_bytes=EXTENT_BYTES), dies if rank == 2 else nullcontext():
@@ -154,10 +154,10 @@ def lose_a_taker(rank: int, world_size: int, path: str) -> Seen | None:
         return seen(lambda: bcp.load(path, state, options=options))
 
 
-def test_a_taker_that_dies_is_known_long_before_the_timeout(workers: WorkerPool, tmp_path: Path) -> None:
+def test_a_peer_that_dies_is_known_long_before_the_timeout(workers: WorkerPool, tmp_path: Path) -> None:
     with small_pieces(extent_bytes=EXTENT_BYTES):
         bcp.save(tmp_path, VALUES)
-    *others, lost = workers.run_each(lose_a_taker, str(tmp_path), world_size=3, timeout_s=100)
+    *others, lost = workers.run_each(lose_a_peer, str(tmp_path), world_size=3, timeout_s=100)
     assert isinstance(lost.error, WorkerDied)
     for outcome in others:
         assert outcome.error is None, outcome.error

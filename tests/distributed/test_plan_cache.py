@@ -25,8 +25,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.saving import prepare
-from bytecheckpoint.saving.global_plan import Agreed, Proposal
-from bytecheckpoint.saving.in_flight import IN_FLIGHT
+from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan
+from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.saving.plan_cache import PlanCache
 from distributed.workers import WorkerPool
 
@@ -69,17 +69,17 @@ class WatchedRanks:
 @contextmanager
 def watched_planning() -> Iterator[Watched]:
     watched = Watched()
-    agree = prepare.agree
+    exchange_plans = prepare.exchange_plans
 
-    def watched_agree(ranks: Ranks, proposal: Proposal, plans: PlanCache) -> Agreed:
-        return agree(WatchedRanks(ranks, watched), proposal, plans)
+    def watched_exchange(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
+        return exchange_plans(WatchedRanks(ranks, watched), local_plan)
 
     with ExitStack() as stack:
         for name in ("plan_save", "plan_files"):
             stack.enter_context(
                 before(f"bytecheckpoint.saving.global_plan.{name}", partial(watched.planned.append, name))
             )
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(prepare, "agree", watched_agree)
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(prepare, "exchange_plans", watched_exchange)
         yield watched
 
 
@@ -137,7 +137,7 @@ class Here(NamedTuple):
 
 def arrive(rank: int, world_size: int) -> Here:
     """Every rank, with nothing kept of what other tests saved."""
-    IN_FLIGHT.kept.plans = PlanCache()
+    process_state().plans = PlanCache()
     return with_meshes(rank, world_size)
 
 
@@ -218,7 +218,7 @@ def test_the_same_again_is_one_small_exchange(workers: WorkerPool, tmp_path: Pat
 
 
 def save_many_tensors(rank: int, world_size: int, path: str) -> list[int]:
-    IN_FLIGHT.kept.plans = PlanCache()
+    process_state().plans = PlanCache()
     state = {f"layer{number}.weight": torch.full((3,), float(number)) for number in range(1000)}
     sent = []
     for step in range(3):
@@ -273,7 +273,7 @@ def save_first_changed_first(rank: int, world_size: int, root: str, cases: list[
     here = arrive(rank, world_size)
     histories = []
     for number, case in enumerate(cases):
-        IN_FLIGHT.kept.plans = PlanCache()
+        process_state().plans = PlanCache()
         history = []
         for turn in range(3):
             specs, options = (SPECS, OPTIONS) if turn != 1 else (case.specs, case.options.get(rank, OPTIONS))
@@ -332,7 +332,7 @@ def test_every_group_of_ranks_has_plans_of_its_own(workers: WorkerPool, tmp_path
 def save_once(rank: int, world_size: int, path: str, is_first: bool, turned: int) -> Result:
     here = with_meshes(rank, world_size)
     if is_first:
-        IN_FLIGHT.kept.plans = PlanCache()
+        process_state().plans = PlanCache()
     specs = {name: spec for name, spec in SPECS.items() if spec.lies[:2] != "on"}
     return save_and_check(path, here, with_seeds_from(specs, turned))
 
@@ -350,7 +350,7 @@ def lose_caches(rank: int, world_size: int, root: str, losers: list[list[int]]) 
     results = [save_and_check(f"{root}/first", here, SPECS)]
     for number, ranks in enumerate(losers):
         if rank in ranks:
-            IN_FLIGHT.kept.plans = PlanCache()
+            process_state().plans = PlanCache()
         results += [
             save_and_check(f"{root}/{number}-{turn}", here, with_seeds_from(SPECS, 10 * number + turn))
             for turn in range(2)
@@ -371,7 +371,7 @@ def test_all_plan_anew_where_any_has_lost_its_plans(workers: WorkerPool, tmp_pat
 def copy_of(plans: PlanCache) -> PlanCache:
     copy = PlanCache()
     for fingerprint, plan in plans._plans.items():
-        copy.keep(fingerprint, plan)
+        copy.add(fingerprint, plan)
     return copy
 
 
@@ -379,12 +379,12 @@ def mix_generations(rank: int, world_size: int, root: str, stale: int) -> list[R
     """One rank knows the plan that all knew before the last."""
     here = arrive(rank, world_size)
     results = [save_and_check(f"{root}/first", here, SPECS)]
-    before_loss = copy_of(IN_FLIGHT.kept.plans)
+    before_loss = copy_of(process_state().plans)
     if rank == world_size - 1 - stale:
-        IN_FLIGHT.kept.plans = PlanCache()
+        process_state().plans = PlanCache()
     results.append(save_and_check(f"{root}/second", here, with_seeds_from(SPECS, 10)))
     if rank == stale:
-        IN_FLIGHT.kept.plans = before_loss
+        process_state().plans = before_loss
     return results + [save_and_check(f"{root}/third{n}", here, with_seeds_from(SPECS, 20 + n)) for n in range(2)]
 
 
@@ -408,7 +408,7 @@ class Heard(NamedTuple):
 
 def save_replicas(rank: int, world_size: int, root: str, values: list[dict[int, float]]) -> list[Heard]:
     """Saves replicas that have, on the ranks that are named, other values."""
-    IN_FLIGHT.kept.plans = PlanCache()
+    process_state().plans = PlanCache()
     heard = []
     for number, by_rank in enumerate(values):
         scalar = torch.tensor(by_rank.get(rank, 1.0))
@@ -436,7 +436,7 @@ def test_replicas_that_come_to_differ_are_told_once_and_the_lowest_rank_reduces(
 
 def save_in_layouts(rank: int, world_size: int, root: str) -> list[Heard]:
     """The same replicas on all ranks, each with memory of its own, which changes from save to save."""
-    IN_FLIGHT.kept.plans = PlanCache()
+    process_state().plans = PlanCache()
     heard = []
     for number in range(len(LAYOUTS)):
         layout = list(LAYOUTS.values())[(number + rank) % len(LAYOUTS)]
@@ -459,7 +459,7 @@ def test_replicas_that_only_lie_differently_do_not_differ(workers: WorkerPool, t
 
 
 def save_after_warm_up(rank: int, world_size: int, path: str) -> list[str]:
-    IN_FLIGHT.kept.plans = PlanCache()
+    process_state().plans = PlanCache()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         bcp.warm_up({"a": torch.tensor(float(rank))}, options=OPTIONS)
@@ -482,7 +482,7 @@ def fail_and_go_on(
     here = arrive(rank, world_size)
     results = []
     for number, (phase, function) in enumerate(PHASES.items()):
-        IN_FLIGHT.kept.plans = PlanCache()
+        process_state().plans = PlanCache()
         if was_planned:
             save_and_check(f"{root}/{number}-before", here, SPECS)
         specs = changed(more=Spec(seed=9)) if phase == "laying out" else SPECS
@@ -567,7 +567,7 @@ def save_at_random(rank: int, world_size: int, root: str, seed: int, num_steps: 
         history.append(specs)
         options = [chance.choice([OPTIONS, OPTIONS, SMALL_FILES]) for _ in range(world_size)][rank]
         if chance.random() < 0.1 and chance.randrange(world_size) == rank:
-            IN_FLIGHT.kept.plans = PlanCache()
+            process_state().plans = PlanCache()
         is_async = chance.random() < 0.3
         result = save_and_check(f"{root}/{number}", here, specs, options=options, async_save=is_async)
         faults += [(number, result.wrong)] if result.wrong else []

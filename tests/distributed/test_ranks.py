@@ -29,7 +29,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.region import Region
-from bytecheckpoint.saving.global_plan import Agreed, Target, agree, propose, wish_of
+from bytecheckpoint.saving.global_plan import AgreedPlan, exchange_plans, make_local_plan
 from bytecheckpoint.saving.plan_cache import PlanCache
 from distributed.workers import WorkerDied, WorkerPool
 
@@ -126,15 +126,14 @@ def test_for_a_plan_in_blocks_no_rank_reads_a_message_of_every_other() -> None:
     shared = HashStore()
     stores = [CountedStore(shared) for _ in range(6)]
 
-    def plan(rank: int) -> Agreed:
+    def plan(rank: int) -> AgreedPlan:
         ranks = GroupRanks(lambda: stores[rank], rank, range(6), 20.0, block_ranks=2, call="save")
-        wish = wish_of(Target("/ckpt", 7, overwrite=False), [EntryContents(shards_of(rank), set())], SaveOptions())
-        plans = PlanCache()
-        return agree(ranks, propose(ranks, wish, plans), plans)
+        contents = [EntryContents(shards_of(rank), set())]
+        return exchange_plans(ranks, make_local_plan(ranks, "/ckpt", contents, SaveOptions(), plans=PlanCache()))
 
     with ThreadPoolExecutor(6) as pool:
         agreed = list(pool.map(plan, range(6)))
-    assert [sum(len(file.chunks) for file in of_rank.known.files) for of_rank in agreed] == [1, 2] * 3
+    assert [sum(len(file.chunks) for file in of_rank.rank_plan.files) for of_rank in agreed] == [1, 2] * 3
     assert stores[0].read == ["up/0/1", "up/0/block-2", "up/0/block-4"]
     assert [len(store.read) for store in stores] == [3, 2] * 3
     # Up, a leader sends what it says itself and what its block says; down, there is a message a block and a word.

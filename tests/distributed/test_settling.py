@@ -13,7 +13,7 @@ import torch.distributed as dist
 from faults.seams import Seen, before, holds, loads_as, raising, seen, state_of
 
 import bytecheckpoint as bcp
-from bytecheckpoint.saving.in_flight import IN_FLIGHT
+from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.saving.plan_cache import PlanCache
 from distributed.workers import WorkerPool
 
@@ -25,7 +25,7 @@ def begin(path: str, state: dict[str, Any], kind: str, **arguments: Any) -> bcp.
 
 
 def know_a_plan(rank: int, path: str) -> None:
-    IN_FLIGHT.kept.plans = PlanCache()
+    process_state().plans = PlanCache()
     for number in range(2):  # the first makes the plan and the second what is kept of it
         begin(f"{path}-{number}", state_of(rank, 1.0), "lazy").result()
 

@@ -44,7 +44,7 @@ def test_no_rank_waits_until_the_replaced_data_is_deleted(tmp_path: Path, worker
 def _fail(rank: int, world_size: int, folder: str) -> tuple[str, float, bool]:
     bcp.save(folder, state_of(rank, 1.0))
     error = bcp.CheckpointSaveError("the disk is full", kind="no_space")
-    breaking = before("bytecheckpoint.saving.write.encode_report", raising(error)) if rank == 1 else nullcontext()
+    breaking = before("bytecheckpoint.saving.commit.encode_report", raising(error)) if rank == 1 else nullcontext()
     slow = _deleting_slowly() if rank == 0 else nullcontext()
     started = time.monotonic()
     with slow, breaking, pytest.raises(bcp.CheckpointSaveError) as raised:

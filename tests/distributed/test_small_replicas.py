@@ -5,7 +5,6 @@ it wants, and opens few files for it. Checkpoints that have them in every rank's
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
-from bytecheckpoint.loading.broadcast_bytes import CommonBytes
-from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.distributed.wire import decode_checked
 from distributed.workers import WorkerPool
 
 WIDTH, NUM_LAYERS = 48, 12
@@ -141,11 +139,9 @@ def load_in_common(
 ) -> tuple[bool, int, int]:
     """As many ranks would, of which none connects with another: rank 0 reads and sends what all want."""
 
-    def verify_damaged(common: CommonBytes, files: Sequence[DataFile]) -> None:
-        common.content[-1] ^= 1
-        verify_content(common, files)
+    def decode_damaged(message: bytes, what: str) -> bytes:
+        return decode_checked(message[:-1] + bytes([message[-1] ^ 1]), what)
 
-    verify_content = CommonBytes._verify
     expected = local_tensors(*trained(world_size, num_replicas=1, seed=1))
     model, optimizer = trained(world_size, num_replicas=1, seed=2)
     options = bcp.LoadOptions(exchange="on", timeout_s=60, verify=verify)
@@ -155,7 +151,7 @@ def load_in_common(
     ):
         patch.setattr("bytecheckpoint.planner.exchange_plan.FEW_RANKS", 2)
         if rank == damages_on:
-            patch.setattr(CommonBytes, "_verify", verify_damaged)
+            patch.setattr("bytecheckpoint.loading.receive.decode_checked", decode_damaged)
         report = bcp.load(path, {"model": model, "optimizer": optimizer}, options=options)
     same = all(map(torch.equal, local_tensors(model, optimizer), expected))
     return same, report.num_bytes_read, report.num_bytes_received

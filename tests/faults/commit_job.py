@@ -23,7 +23,7 @@ from bytecheckpoint.tools import gc_command
 from faults.object_world import SCHEME, Operation, WorldStore
 from faults.seams import Seen, before, seen
 
-OPENERS = ("api", "formats.find_checkpoint", "saving.recover", "tools.gc_command")
+OPENERS = ("api", "formats.find_checkpoint", "saving.recover", "saving.target", "tools.gc_command")
 """Where stores are opened."""
 NOTHING = -1.0
 """What a state holds before it is loaded into."""
@@ -127,7 +127,7 @@ def serve(address: str) -> None:
             line.calls.send(carry_out(call))
 
 
-REACH_LOCAL = "bytecheckpoint.saving.handle.SaveHandle._reach_local"
+REACH_LOCAL = "bytecheckpoint.saving.handle.SaveProgress.reach_local"
 
 
 def carry_out(call: Call) -> Ended:

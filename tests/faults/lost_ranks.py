@@ -49,7 +49,7 @@ HUNG_S = 60.0
 """A rank that is not done by then hangs. The longest wait of a case is far shorter."""
 MAY_BE_COMMITTED = "whether the checkpoint was committed"
 CLOSING = "bytecheckpoint.distributed.key_value_ranks.GroupRanks.close"
-COMMIT = "bytecheckpoint.saving.write._commit"
+COMMIT = "bytecheckpoint.saving.commit._create_manifest"
 NEVER = "never comes"
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import bytecheckpoint as bcp
-from bytecheckpoint.saving.in_flight import IN_FLIGHT
+from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.saving.plan_cache import PlanCache
 from distributed.small_pieces import small_pieces
 from faults.moto_bucket import storage_options
@@ -63,7 +63,7 @@ def in_a_hurry() -> Iterator[None]:
 def in_small_parts() -> Iterator[None]:
     """Within the block a small state is uploaded and read like a large one."""
     with small_pieces(extent_bytes=PART_BYTES // 8), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(IN_FLIGHT.kept, "plans", PlanCache())  # those that are kept have large blocks
+        patch.setattr(process_state(), "plans", PlanCache())  # those that are kept have large blocks
         patch.setattr("bytecheckpoint.staging.file_image.BLOCK_BYTES", PART_BYTES)
         patch.setattr("bytecheckpoint.storage.backends.s3_upload._PART_BYTES", PART_BYTES)
         patch.setattr("bytecheckpoint.storage.backends.s3_upload._MIN_PART_BYTES", 1)

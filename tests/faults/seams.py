@@ -20,16 +20,16 @@ import torch
 import bytecheckpoint as bcp
 
 SAVE_PHASES = {
-    "opening": "bytecheckpoint.api.open_store",
-    "planning": "bytecheckpoint.saving.prepare.agree",
+    "opening": "bytecheckpoint.saving.target.open_store",
+    "planning": "bytecheckpoint.saving.prepare.exchange_plans",
     "staging": "bytecheckpoint.saving.prepare.take_snapshot",
     "writing": "bytecheckpoint.saving.write.write_image",
-    "reporting": "bytecheckpoint.saving.write.encode_report",
+    "reporting": "bytecheckpoint.saving.commit.encode_report",
 }
 COORDINATOR_PHASES = {
-    "looking": "bytecheckpoint.api.refuse_existing",
+    "looking": "bytecheckpoint.saving.target.refuse_occupied",
     "merging": "bytecheckpoint.saving.global_plan.merge_plain",
-    "building": "bytecheckpoint.saving.write.build_manifest",
+    "building": "bytecheckpoint.saving.report.build_manifest",
     "committing": "bytecheckpoint.storage.layout.commit",
 }
 LOAD_PHASES = {
@@ -54,8 +54,8 @@ EXCHANGE_PHASES = {
 }
 """Of a load whose ranks exchange what they read."""
 STAGED_PHASES = {
-    "opening": "bytecheckpoint.api.open_store",
-    "planning": "bytecheckpoint.saving.prepare.agree",
+    "opening": "bytecheckpoint.saving.target.open_store",
+    "planning": "bytecheckpoint.saving.prepare.exchange_plans",
     "staging": "bytecheckpoint.saving.prepare.take_snapshot",
     "writing to the disk": "bytecheckpoint.saving.local_stage.write_image",
     "reporting": "bytecheckpoint.saving.upload.encode_report",

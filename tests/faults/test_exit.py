@@ -106,9 +106,6 @@ def test_other_exit_functions_run_and_output_is_flushed_when_a_save_failed(launc
 
 NOTHING_SAVED_YET = """
 import atexit, threading
-from bytecheckpoint import api
-from bytecheckpoint.saving import in_flight
-api.IN_FLIGHT = in_flight.InFlight()  # as in a process that has not saved before
 write.write_image = write_image
 
 def save():

@@ -49,7 +49,7 @@ DEATHS = {
     "between local durability and the upload": ("bytecheckpoint.saving.local_stage.copy_file", "committed"),
     "between the upload and the commit": ("bytecheckpoint.saving.upload.commit_together", "committed"),
     "in the commit": ("bytecheckpoint.storage.layout.commit", "committed"),
-    "after the commit": ("bytecheckpoint.saving.local_stage.Tier.remove", "removed"),
+    "after the commit": ("bytecheckpoint.saving.local_stage.LocalStage.remove", "removed"),
 }
 
 

@@ -36,7 +36,7 @@ def faulty(fail_at: int, fault: Fault, *, on_and_on: bool) -> Iterator[list[Faul
         return opened[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.api.open_store", open_faulty)
+        patch.setattr("bytecheckpoint.saving.target.open_store", open_faulty)
         patch.setattr("bytecheckpoint.formats.find_checkpoint.open_store", open_faulty)
         yield opened
 

@@ -14,11 +14,10 @@ import torch
 from faults.seams import COORDINATOR_PHASES, before, files_under, loads_as, raising, state_of
 
 import bytecheckpoint as bcp
-from bytecheckpoint import api
 from bytecheckpoint.manifest import DataFile, decode_manifest, encode_manifest
-from bytecheckpoint.saving import report, write
-from bytecheckpoint.saving.global_plan import Agreed
-from bytecheckpoint.saving.plan_cache import KnownPlan
+from bytecheckpoint.saving import commit, report, target
+from bytecheckpoint.saving.global_plan import AgreedPlan
+from bytecheckpoint.saving.plan_cache import RankPlan
 from bytecheckpoint.saving.report import WrittenFile
 from bytecheckpoint.storage.backends import fsspec_store
 from bytecheckpoint.storage.store import Block, Store
@@ -52,9 +51,9 @@ class WatchedStore:
 
 
 def save_watched(watch: Callable[[str], object], *arguments: Any, **options: Any) -> None:
-    open_store = api.open_store
+    open_store = target.open_store
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.api.open_store", lambda *args, **kw: WatchedStore(open_store(*args, **kw), watch))
+        patch.setattr(target, "open_store", lambda *args, **kw: WatchedStore(open_store(*args, **kw), watch))
         bcp.save(*arguments, **options)
 
 
@@ -174,7 +173,7 @@ def test_a_save_that_was_held_up_until_its_data_was_cleared_away_replaces_nothin
         elif damage == "half":
             path.write_bytes(path.read_bytes()[:1000])
 
-    monkeypatch.setattr(write, "_HELD_UP_S", -1.0)
+    monkeypatch.setattr(commit, "_HELD_UP_S", -1.0)
     with before(COORDINATOR_PHASES["building"], clear_away):
         if damage == "nothing":
             bcp.save(tmp_path, state_of(0, 2.0), options=OVERWRITING)
@@ -227,22 +226,22 @@ def test_two_values_of_one_place_cannot_be_mixed(tmp_path: Path) -> None:
 
 
 def test_a_report_that_lacks_a_planned_chunk_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pack_places = report.pack_places
+    pack_locations = report.pack_locations
 
-    def without_the_last_chunk(places: Iterable[Any], known: KnownPlan) -> bytes:
-        return pack_places(list(places)[:-1], known)
+    def without_the_last_chunk(locations: Iterable[Any], plan: RankPlan) -> bytes:
+        return pack_locations(list(locations)[:-1], plan)
 
-    monkeypatch.setattr(report, "pack_places", without_the_last_chunk)
+    monkeypatch.setattr(report, "pack_locations", without_the_last_chunk)
     with pytest.raises(bcp.CheckpointSaveError, match="nothing was committed") as error:
         bcp.save(tmp_path, {"never": {"saved": torch.ones(3), "before": torch.ones(2)}})
     assert error.value.kind == "storage"
     assert files_under(tmp_path) == []
 
 
-def with_files_shorter_by(num_bytes: int) -> Callable[[Agreed, Sequence[WrittenFile]], bytes]:
-    encode_report = write.encode_report
+def with_files_shorter_by(num_bytes: int) -> Callable[[AgreedPlan, Sequence[WrittenFile]], bytes]:
+    encode_report = commit.encode_report
 
-    def shortened(agreed: Agreed, written: Sequence[WrittenFile]) -> bytes:
+    def shortened(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> bytes:
         files = [each.file._replace(byte_length=each.file.byte_length - num_bytes) for each in written]
         return encode_report(agreed, [each._replace(file=file) for each, file in zip(written, files, strict=True)])
 
@@ -252,7 +251,7 @@ def with_files_shorter_by(num_bytes: int) -> Callable[[Agreed, Sequence[WrittenF
 def test_a_report_of_files_too_short_for_their_chunks_names_the_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write, "encode_report", with_files_shorter_by(5000))
+    monkeypatch.setattr(commit, "encode_report", with_files_shorter_by(5000))
     with pytest.raises(
         bcp.CheckpointSaveError, match=r"rank 0 was to write 1 chunks and reports 1 in \d+ bytes"
     ) as error:
@@ -264,7 +263,7 @@ def test_a_report_of_files_too_short_for_their_chunks_names_the_rank(
 def test_a_file_of_another_length_than_before_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where chunks lie is known from the first save with a plan, and only true for files like those."""
     bcp.save(tmp_path, state_of(0, 1.0), step=1)
-    monkeypatch.setattr(write, "encode_report", with_files_shorter_by(1))
+    monkeypatch.setattr(commit, "encode_report", with_files_shorter_by(1))
     with pytest.raises(bcp.CheckpointSaveError, match="nothing was committed") as error:
         bcp.save(tmp_path, state_of(0, 2.0), step=2)
     assert error.value.kind == "storage"

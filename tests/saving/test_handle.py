@@ -21,7 +21,7 @@ from faults.seams import before, loads_as, raising, state_of
 import bytecheckpoint as bcp
 from bytecheckpoint.runtime.threads import ThreadPool
 from bytecheckpoint.saving import write
-from bytecheckpoint.saving.in_flight import SaveHandle
+from bytecheckpoint.saving.handle import SaveHandle
 
 WRITING = "bytecheckpoint.saving.write.write_image"
 
@@ -152,7 +152,7 @@ def test_a_callback_is_no_one_who_saw_a_failure(tmp_path: Path) -> None:
 
 
 def test_a_timeout_is_no_one_who_saw_a_failure(tmp_path: Path) -> None:
-    with held_back() as go, before("bytecheckpoint.saving.write.encode_report", raising(OSError(5, "gone"))):
+    with held_back() as go, before("bytecheckpoint.saving.commit.encode_report", raising(OSError(5, "gone"))):
         handle = bcp.save(tmp_path, state_of(0, 1.0), async_save=True)
         with pytest.raises(TimeoutError):
             handle.result(0.01)
@@ -190,7 +190,7 @@ def test_a_thread_that_cannot_start_costs_only_time(tmp_path: Path, monkeypatch:
 def test_ctrl_c_in_a_save_that_no_thread_can_write_reaches_the_caller(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Any
 ) -> None:
-    monkeypatch.setattr("bytecheckpoint.saving.in_flight.in_background", lambda *_: False)
+    monkeypatch.setattr("bytecheckpoint.saving.in_flight.SavesInFlight.begin_thread", lambda *_: False)
     options = bcp.SaveOptions(snapshot=snapshot)
     with before(WRITING, raising(KeyboardInterrupt())), pytest.raises(KeyboardInterrupt):
         bcp.save(tmp_path, state_of(0, 1.0), async_save=True, options=options)
@@ -204,7 +204,7 @@ def test_what_ranks_refuse_where_no_thread_can_start_is_told_by_the_handle(
 ) -> None:
     state = {"x": torch.ones(3)}
     bcp.save(tmp_path, state)  # whose plan is known from now on
-    monkeypatch.setattr("bytecheckpoint.saving.in_flight.in_background", lambda *_: False)
+    monkeypatch.setattr("bytecheckpoint.saving.in_flight.SavesInFlight.begin_thread", lambda *_: False)
     handle = bcp.save(tmp_path, state, async_save=True, options=bcp.SaveOptions(snapshot="lazy"))
     assert handle.done()
     assert isinstance(handle.exception(0), bcp.CheckpointExistsError)
@@ -214,7 +214,7 @@ def test_what_ranks_refuse_where_no_thread_can_start_is_told_by_the_handle(
 def test_the_handle_of_a_failed_save_does_not_keep_the_state(tmp_path: Path, snapshot: str) -> None:
     state = {"x": torch.ones(1000)}
     kept = weakref.ref(state["x"])
-    with before("bytecheckpoint.saving.write.encode_report", raising(OSError(5, "the disk fell off"))):
+    with before("bytecheckpoint.saving.commit.encode_report", raising(OSError(5, "the disk fell off"))):
         options = bcp.SaveOptions(snapshot=snapshot)  # type: ignore[arg-type]
         handle = bcp.save(tmp_path, state, async_save=True, options=options)
         assert isinstance(handle.exception(20), bcp.CheckpointSaveError)
@@ -272,7 +272,7 @@ def test_a_failure_that_was_raised_does_not_keep_what_the_caller_knew(
         with before(WRITING, raising(OSError(5, "the disk fell off"))):
             handle = bcp.save(tmp_path, state_of(0, 1.0), async_save=True)
             if has_ended:
-                wait([handle._future])
+                wait([handle._progress.outcome])
             with pytest.raises(bcp.CheckpointSaveError):
                 handle.result(20)
         with pytest.raises(bcp.CheckpointSaveError):

@@ -16,7 +16,7 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint.manifest import DataFile
-from bytecheckpoint.saving.in_flight import IN_FLIGHT
+from bytecheckpoint.saving.in_flight import wait_until_staged
 from bytecheckpoint.staging import compress, snapshots
 from bytecheckpoint.storage import range_reader
 
@@ -49,7 +49,7 @@ def test_a_state_that_is_staged_in_waves_waits_for_all_of_them(tmp_path: Path) -
     handle = bcp.save(tmp_path, {"x": tensor}, async_save=True, options=WAVES)
 
     def change() -> None:
-        IN_FLIGHT.wait_until_staged()
+        wait_until_staged()
         tensor.fill_(7)
 
     others = [threading.Thread(target=change) for _ in range(3)]

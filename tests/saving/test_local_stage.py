@@ -20,7 +20,6 @@ from faults.seams import before, files_under, loads_as, raising, state_of
 from fsspec.implementations.memory import MemoryFileSystem
 
 import bytecheckpoint as bcp
-from bytecheckpoint.saving import local_stage
 from bytecheckpoint.storage import layout, stage_folder
 from bytecheckpoint.storage.backends.file_lock import ProcessLock
 from bytecheckpoint.storage.backends.local_store import LocalStore
@@ -156,7 +155,9 @@ def test_a_stage_is_kept_as_text(tmp_path: Path) -> None:
 
 def no_room(monkeypatch: pytest.MonkeyPatch, *, bytes_taken: int) -> None:
     """Of a disk that can hold so many bytes of data files."""
-    monkeypatch.setattr(local_stage.Tier, "_has_room", lambda _self, num_bytes: num_bytes <= bytes_taken)
+    monkeypatch.setattr(
+        "bytecheckpoint.saving.local_stage.LocalStage._has_room", lambda _self, num_bytes: num_bytes <= bytes_taken
+    )
 
 
 def no_preallocation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +298,7 @@ def test_who_waits_for_an_upload_that_fails_is_told_so(
             waiting.join(0.3)  # what does not wait is through by then
 
     failing = before(UPLOADING, raising(bcp.StorageError("the network is gone", kind="unavailable")))
-    with failing, before("bytecheckpoint.saving.local_stage.Tier.close", hold_up):
+    with failing, before("bytecheckpoint.saving.local_stage.LocalStage.close", hold_up):
         bcp.save(tmp_path / "run", state_of(0, 1.0), step=1, async_save=True, options=options)
         assert is_started.wait(20)
         waiting.join(20)

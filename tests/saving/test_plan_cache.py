@@ -24,10 +24,10 @@ from training import Tied, mlp, train
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.shards import dtype_name
 from bytecheckpoint.manifest import DataFile
-from bytecheckpoint.saving import write
-from bytecheckpoint.saving.global_plan import Agreed
-from bytecheckpoint.saving.in_flight import IN_FLIGHT
-from bytecheckpoint.saving.plan_cache import KnownPlan, PlanCache
+from bytecheckpoint.saving import commit
+from bytecheckpoint.saving.global_plan import AgreedPlan
+from bytecheckpoint.saving.in_flight import process_state
+from bytecheckpoint.saving.plan_cache import PlanCache, RankPlan
 
 MAX_PLANS = 8
 OVERWRITING = bcp.SaveOptions(overwrite=True)
@@ -39,7 +39,7 @@ State = dict[str, Any]
 def plans(monkeypatch: pytest.MonkeyPatch) -> PlanCache:
     """The cache, empty: no test sees what another has saved."""
     empty = PlanCache()
-    monkeypatch.setattr(IN_FLIGHT.kept, "plans", empty)
+    monkeypatch.setattr(process_state(), "plans", empty)
     return empty
 
 
@@ -277,13 +277,13 @@ def test_after_a_hit_the_manifest_has_the_same_chunks_and_names_its_own_files(tm
 
 def test_a_hit_reports_its_files_and_no_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reports: list[bytes] = []
-    encode_report = write.encode_report
+    encode_report = commit.encode_report
 
-    def kept(agreed: Agreed, written: Sequence[DataFile]) -> bytes:
+    def kept(agreed: AgreedPlan, written: Sequence[DataFile]) -> bytes:
         reports.append(encode_report(agreed, written))
         return reports[-1]
 
-    monkeypatch.setattr(write, "encode_report", kept)
+    monkeypatch.setattr(commit, "encode_report", kept)
     for number in range(3):
         bcp.save(tmp_path, {f"t{index}": torch.ones(3) for index in range(500)}, step=number)
     lengths = [len(report) for report in reports]
@@ -318,13 +318,13 @@ def test_states_that_take_turns_are_saved_right_whether_their_plans_are_kept_or_
 def test_the_plan_that_was_used_longest_ago_goes_first() -> None:
     cache = PlanCache()
     plans = [
-        KnownPlan(plan_id=str(n), files=[], compared=[], differing_replicas=[], in_stages=[], num_offers=0, parts=[])
+        RankPlan(plan_id=str(n), files=[], compared=[], differing_replicas=[], in_stages=[], num_offers=0, parts=[])
         for n in range(MAX_PLANS + 1)
     ]
     for number, plan in enumerate(plans[:MAX_PLANS]):
-        cache.keep(bytes([number]), plan)
+        cache.add(bytes([number]), plan)
     assert cache.find(bytes([0])) is plans[0]
-    cache.keep(bytes([MAX_PLANS]), plans[MAX_PLANS])
+    cache.add(bytes([MAX_PLANS]), plans[MAX_PLANS])
     assert cache.find(bytes([1])) is None
     assert [cache.find(bytes([number])) for number in (0, 2, MAX_PLANS)] == [plans[0], plans[2], plans[MAX_PLANS]]
 

@@ -16,7 +16,7 @@ from faults.seams import before, files_under, loads_as, raising, seen, state_of
 
 import bytecheckpoint as bcp
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
-from bytecheckpoint.saving.in_flight import IN_FLIGHT
+from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.saving.plan_cache import PlanCache
 from distributed.workers import WorkerPool
 
@@ -29,7 +29,7 @@ TOLD_PHASES = {"wait", "plan", "stage", "checksum", "write"}
 
 @pytest.fixture(autouse=True)
 def _no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(IN_FLIGHT.kept, "plans", PlanCache())
+    monkeypatch.setattr(process_state(), "plans", PlanCache())
 
 
 def told(path: Path) -> list[dict[str, Any]]:
@@ -164,7 +164,7 @@ def overwrite_and_fail(rank: int, world_size: int, root: str) -> bool:
     overwriting = bcp.SaveOptions(timeout_s=30, overwrite=True)
     for value in (1.0, 2.0):
         bcp.save(f"{root}/good", state_of(rank, value), options=overwriting)
-    with before("bytecheckpoint.saving.write.build_manifest", raising(OSError("planted"))):
+    with before("bytecheckpoint.saving.report.build_manifest", raising(OSError("planted"))):
         error = seen(lambda: bcp.save(f"{root}/bad", state_of(rank, 1.0), options=OPTIONS))
     return error is not None and loads_as(f"{root}/good", rank, 2.0)
 
@@ -182,7 +182,7 @@ def test_telemetry_of_all_ranks_goes_with_an_overwritten_checkpoint_and_with_a_f
 @pytest.mark.parametrize("phase", ["building", "committing"])
 def test_a_failed_save_leaves_no_telemetry(tmp_path: Path, phase: str) -> None:
     function = {
-        "building": "bytecheckpoint.saving.write.build_manifest",
+        "building": "bytecheckpoint.saving.report.build_manifest",
         "committing": "bytecheckpoint.storage.layout.commit",
     }[phase]
     error = bcp.StorageError("planted", kind="no_space")

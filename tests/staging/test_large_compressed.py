@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import bytecheckpoint as bcp
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointSaveError
-from bytecheckpoint.saving import write as writing
+from bytecheckpoint.saving import write
 from bytecheckpoint.staging import file_image
 from bytecheckpoint.staging.compress import CompressedFile
 from distributed.workers import WorkerPool
@@ -111,21 +111,24 @@ def test_a_file_is_compressed_while_the_one_before_is_written_and_no_more_are_he
 ) -> None:
     events: list[tuple[str, int]] = []
     started = [threading.Event() for _ in range(11)]
-    compress, write = writing._compress, writing._write_compressed
+    compress_file, write_image = write.compress_file, write.write_image
+    compressed, written = iter(range(10)), iter(range(10))
 
-    def watched_compress(saving: Any, number: int, memory: memoryview) -> CompressedFile:
+    def watched_compress(*arguments: Any, **options: Any) -> CompressedFile:
+        number = next(compressed)
         events.append(("compress", number))
         started[number].set()
-        return compress(saving, number, memory)
+        return compress_file(*arguments, **options)
 
-    def watched_write(saving: Any, number: int, compressed: CompressedFile) -> Any:
+    def watched_write(*arguments: Any) -> Any:
+        number = next(written)
         assert number == 9 or started[number + 1].wait(20)
-        written = write(saving, number, compressed)
+        file = write_image(*arguments)
         events.append(("written", number))
-        return written
+        return file
 
-    monkeypatch.setattr(writing, "_compress", watched_compress)
-    monkeypatch.setattr(writing, "_write_compressed", watched_write)
+    monkeypatch.setattr(write, "compress_file", watched_compress)
+    monkeypatch.setattr(write, "write_image", watched_write)
     state = {"w": torch.arange(10 * LIMIT // 4)}
     bcp.save(tmp_path / "c", {"w": state["w"].int()}, options=ZSTD)
     for number in range(2, 10):
@@ -144,7 +147,7 @@ def failing_at(call: int, error: BaseException) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("call", [0, 1, 5])
-@pytest.mark.parametrize("where", ["_compress", "_write_compressed"])
+@pytest.mark.parametrize("where", ["compress_file", "write_image"])
 def test_a_file_that_fails_leaves_none_behind(tmp_path: Path, where: str, call: int) -> None:
     state = {"w": torch.arange(10 * LIMIT // 8), "raw": torch.ones(9)}
     options = bcp.SaveOptions(codec={"w": "zstd"})

@@ -220,7 +220,7 @@ def test_an_optimizer_that_cannot_wait_is_refused_at_every_save(tmp_path: Path) 
 def test_a_step_waits_only_until_staging_is_over(tmp_path: Path) -> None:
     model, optimizer = trained(torch.optim.AdamW)
     go = threading.Event()
-    with before("bytecheckpoint.saving.write.encode_report", lambda: go.wait(20)):
+    with before("bytecheckpoint.saving.commit.encode_report", lambda: go.wait(20)):
         handle = lazily(tmp_path, {"model": model, "optimizer": optimizer})
         optimizer.step()
         assert not handle.done()

@@ -1,5 +1,5 @@
-"""The tables of options in docs/cli.md, as the commands themselves tell them. Run as a script it writes them into the
-page: `make cli-doc`.
+"""Makes the tables of options in docs/cli.md from the commands. Run as a script it writes them into the page:
+`make cli-doc`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from bytecheckpoint.tools.main import cli
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 COMMON = {"--json", "--storage-option", "--help"}
-"""What every command takes; the page tells it once, in words of its own."""
+"""Options of every command, which the page describes once, in words of its own."""
 HEAD = "| option | does |\n| --- | --- |\n"
 
 
 def option_table(command: click.Command) -> str:
-    """A row for each option of its own; nothing where it has none."""
+    """Returns a row for each option of its own; "" without any."""
     options = [param for param in command.get_params(click.Context(cli)) if isinstance(param, click.Option)]
     rows = [_row(option) for option in options if option.opts[-1] not in COMMON]
     return HEAD + "".join(rows) if rows else ""
@@ -32,7 +32,7 @@ def _row(option: click.Option) -> str:
 
 
 def with_option_tables(page: str) -> str:
-    """The page with the table of each command that has a section as it has to be."""
+    """Returns the page with the right table in the section of each command."""
     sections = re.split(r"^(?=## )", page, flags=re.MULTILINE)
     return "".join(map(_with_table, sections))
 

@@ -1,4 +1,4 @@
-"""How each command is called about one checkpoint."""
+"""Arguments of each command for one checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import uuid
 
 
 def paths_of(command: str, path: object) -> list[object]:
-    """The arguments of a command about this path: `diff` takes two, so it gets it twice; `convert` gets a new place."""
+    """Returns the arguments of a command for this path: `diff` gets it twice, `convert` gets a new target."""
     match command:
         case "diff":
             return [path, path]

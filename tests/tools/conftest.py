@@ -46,5 +46,5 @@ def saved_root(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def root(saved_root, tmp_path) -> Path:
-    """A copy of the same, to be damaged."""
+    """Copy of the same, to be damaged."""
     return Path(shutil.copytree(saved_root, tmp_path / "run"))

@@ -13,8 +13,8 @@ import pytest
 import torch
 from checkpoint_files import flip
 from cli_page import PAGE, option_table, with_option_tables
+from fake_telemetry import checkpoint_with_telemetry, ordinary
 from packed_checkpoints import compress_checkpoint
-from told_saves import ordinary, told_checkpoint
 
 import bytecheckpoint as bcp
 from bytecheckpoint.tools import exit_codes
@@ -39,13 +39,13 @@ TYPES = {
 
 @pytest.fixture(scope="module")
 def sections() -> dict[str, str]:
-    """The text about each command."""
+    """Returns the text about each command."""
     parts = re.split(r"^## `bcp (\w+)`$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def documented_keys(section: str) -> dict[str, str]:
-    """The keys of JSON with their types: the first two columns of the table."""
+    """Returns the keys of JSON with their types: the first two columns of the table."""
     table = section.split("| key | ")[1].split("\n\n", maxsplit=1)[0]
     return dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", table, flags=re.MULTILINE))
 
@@ -169,10 +169,10 @@ def test_json_of_convert(call, root, sections, tmp_path) -> None:
 
 
 def test_json_of_timeline(call, root, sections, tmp_path) -> None:
-    told = told_checkpoint(tmp_path / "told", [ordinary(rank) for rank in range(3)], world_size="odd")
-    (told / "telemetry" / "told-00001.json").write_text("odd")
+    timed = checkpoint_with_telemetry(tmp_path / "timed", [ordinary(rank) for rank in range(3)], world_size="odd")
+    (timed / "telemetry" / "timed-00001.json").write_text("odd")
     results = [
         call("timeline", root, "--json", "--trace", tmp_path / "trace.json").json,
-        call("timeline", told, "--json").json,
+        call("timeline", timed, "--json").json,
     ]
     assert_documented(results, sections["timeline"])

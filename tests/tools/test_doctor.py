@@ -14,12 +14,12 @@ import pytest
 from faults.seams import before, files_under, raising
 from fsspec.implementations.memory import MemoryFileSystem
 
-from bytecheckpoint.diagnostics.store_guarantees import ProbeStore, check_promises
+from bytecheckpoint.diagnostics.store_guarantees import ProbeStore, check_guarantees
 from bytecheckpoint.diagnostics.store_speed import Latency, Speed
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.storage.backends.local_store import LocalStore
-from bytecheckpoint.tools.recommend import Compression, advise
+from bytecheckpoint.tools.recommend import CompressionSpeed, recommend
 
 QUICK = ("--seconds", 0, "--max-mib", 1)
 
@@ -158,8 +158,8 @@ BROKEN = {
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
 def test_a_broken_promise_is_seen(tmp_path, kind) -> None:
     store = ProbeStore(kind(str(tmp_path), writer_threads=2), "probe")
-    checks = list(check_promises(store))
-    broken = {check.name for check in checks if not check.is_kept}
+    checks = list(check_guarantees(store))
+    broken = {check.name for check in checks if not check.is_met}
     assert broken >= BROKEN[kind]
     assert bool(broken) == bool(BROKEN[kind])
     store.clear()
@@ -178,15 +178,15 @@ def test_a_broken_promise_ends_with_1(call, tmp_path) -> None:
 
 
 def speeds(**by_threads: float) -> list[Speed]:
-    """Of 16 MiB parts: megabytes a second by number of threads."""
+    """Returns megabytes a second of 16 MiB parts by number of threads."""
     return [Speed(16 << 20, int(name[1:]), int(mb * 1e6), 1.0) for name, mb in by_threads.items()]
 
 
-USUAL = Compression(1e9, 0.7, 2)
+USUAL = CompressionSpeed(1e9, 0.7, 2)
 
 
 def values(writes, reads, *, latency_s=0.02, compression=USUAL, local=None) -> dict[str, object]:
-    advice = advise(Latency(latency_s, latency_s, latency_s), writes, reads, compression, local)
+    advice = recommend(Latency(latency_s, latency_s, latency_s), writes, reads, compression, local)
     return {item.option.partition(".")[2]: item.value for item in advice}
 
 
@@ -202,7 +202,7 @@ def test_a_gap_is_what_is_read_while_a_request_is_under_way() -> None:
 def test_what_is_written_faster_than_compressed_is_not_compressed() -> None:
     assert values(speeds(t1=2000), speeds(t1=100))["codec"] == "none"
     assert values(speeds(t1=100), speeds(t1=100))["codec"] == "zstd"
-    assert values(speeds(t1=100), speeds(t1=100), compression=Compression(1e9, 1.01, 2))["codec"] == "none"
+    assert values(speeds(t1=100), speeds(t1=100), compression=CompressionSpeed(1e9, 1.01, 2))["codec"] == "none"
 
 
 def test_a_stage_is_for_storage_that_is_slower() -> None:

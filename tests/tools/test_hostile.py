@@ -24,7 +24,7 @@ OF_ONE = ["diff", "show", "timeline", "verify"]
 
 
 def changed_body(path, **fields) -> bytes:
-    """The manifest with other msgpack in some fields of its body, sealed as if nothing were wrong."""
+    """Returns the manifest with other msgpack in some fields of its body, sealed as if nothing were wrong."""
     body = msgspec.msgpack.decode(bytes(unseal((path / "manifest.bcp").read_bytes())))
     return seal(encode({**body, **fields}))
 
@@ -37,7 +37,7 @@ def small(tmp_path):
 
 
 def ends_well(call, command, path, codes) -> str:
-    """The kinds of errors of a command that has to end with one of these codes, with and without --json."""
+    """Returns the kinds of errors of a command that must end with one of these codes, with and without --json."""
     ended = call(command, *paths_of(command, path))
     assert ended.code in codes, (command, ended)
     assert ended.err.count("\n") == (0 if ended.out else 1)

@@ -1,4 +1,4 @@
-"""What holds for every command: exit codes, one line or one object for an error, no traceback, no torch."""
+"""Rules for every command: exit codes, one line or one object for an error, no traceback, no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from command_lines import paths_of
 
 import bytecheckpoint as bcp
-from bytecheckpoint.tools.arguments import _parse_value
+from bytecheckpoint.tools.arguments import _parse_storage_options
 from bytecheckpoint.tools.main import cli
 
 COMMANDS = sorted(cli.commands)
@@ -21,7 +21,7 @@ ABOUT_STORAGE = {"doctor", "gc"}
 """They look at what is not committed, or at no checkpoint at all."""
 ABOUT_ONE = sorted(set(COMMANDS) - {"ls"} - ABOUT_STORAGE)
 TAKE_ANY = {"nowhere": {"doctor"}, "empty": {"doctor"}, "noise": ABOUT_STORAGE}
-"""Which commands have something to say about a place without a checkpoint."""
+"""Commands that succeed on a path without a checkpoint."""
 
 
 def test_the_version_is_the_packages(call) -> None:
@@ -149,7 +149,7 @@ def test_wrong_usage_is_exit_code_2_and_one_line(call, args) -> None:
     ],
 )
 def test_values_of_storage_options_are_json_or_text(text, value) -> None:
-    assert _parse_value(text) == value
+    assert _parse_storage_options(None, None, [f"key={text}"]) == {"key": value}
 
 
 def test_urls_and_storage_options_work(call) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from filled_buckets import filled_bucket
+from s3_buckets import filled_bucket
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of client libraries
 

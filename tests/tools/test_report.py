@@ -13,14 +13,14 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 import torch
+from fake_telemetry import checkpoint_with_telemetry, ordinary, record
 from packed_checkpoints import contents_of, write_checkpoint
-from told_saves import ordinary, record, told_checkpoint
 
 import bytecheckpoint as bcp
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, tensor_record
 from bytecheckpoint.region import Region, grid_regions
 from bytecheckpoint.tools.analysis.module_tree import build_tree
-from bytecheckpoint.tools.analysis.summary import Tensor
+from bytecheckpoint.tools.analysis.summary import TensorEntry
 from bytecheckpoint.tools.render.chunk_map import map_chunks
 from bytecheckpoint.tools.render.treemap import Box, lay_out, squarify
 
@@ -135,8 +135,8 @@ def test_nothing_in_a_name_becomes_markup(call, tmp_path) -> None:
     odd = HOSTILE.replace("\x00", "")
     bcp.save(tmp_path / "c", {odd: torch.zeros(4), "plain" + odd: odd}, metadata={odd: odd})
     (telemetry,) = (tmp_path / "c" / "telemetry").iterdir()
-    told = record(0, {odd: (0.0, 1.0)}, host=odd, save_id=bcp.open(tmp_path / "c").info.save_id)
-    telemetry.write_text(__import__("json").dumps(told))
+    content = record(0, {odd: (0.0, 1.0)}, host=odd, save_id=bcp.open(tmp_path / "c").info.save_id)
+    telemetry.write_text(__import__("json").dumps(content))
     page = page_of(call, tmp_path / "c", "--objects")
     assert not list(page.iter("script"))
     assert not list(page.iter("img"))
@@ -144,7 +144,7 @@ def test_nothing_in_a_name_becomes_markup(call, tmp_path) -> None:
 
 
 def test_how_the_save_went_is_drawn(call, tmp_path) -> None:
-    path = told_checkpoint(tmp_path / "c", [ordinary(0), ordinary(1, write_s=3.0), ordinary(2, late_s=0.4)])
+    path = checkpoint_with_telemetry(tmp_path / "c", [ordinary(0), ordinary(1, write_s=3.0), ordinary(2, late_s=0.4)])
     page = page_of(call, path)
     gantt, heat = list(page.iter("svg"))[-2:]
     bars = [rect for rect in gantt.iter("rect") if "rank" in rect.find("title").text]
@@ -166,16 +166,16 @@ def test_a_checkpoint_without_telemetry_or_tensors_has_a_page(call, tmp_path) ->
 
 
 def test_thousands_of_ranks_and_layers_make_a_small_page(call, tmp_path) -> None:
-    path = told_checkpoint(tmp_path / "c", [ordinary(rank, write_s=1 + rank / 999) for rank in range(1000)])
+    path = checkpoint_with_telemetry(tmp_path / "c", [ordinary(rank, write_s=1 + rank / 999) for rank in range(1000)])
     count = 1000
-    files = [DataFile(f"data/told-{n:05d}-0.safetensors", 64 * count) for n in range(1000)]
+    files = [DataFile(f"data/timed-{n:05d}-0.safetensors", 64 * count) for n in range(1000)]
     tensors = {
         f"model.m{n}.weight_{n % 7}": tensor_record(
             "float32", (100, 16), [Chunk(r, (n + k) % 1000, n * 64, 64) for k, r in enumerate(rows(100))]
         )
         for n in range(count)
     }
-    (path / "manifest.bcp").write_bytes(encode_manifest(Manifest(save_id="told", files=files, tensors=tensors)))
+    (path / "manifest.bcp").write_bytes(encode_manifest(Manifest(save_id="timed", files=files, tensors=tensors)))
     page = page_of(call, path)
     assert (tmp_path / "report.html").stat().st_size < 2 << 20
     text = words(page)
@@ -217,7 +217,7 @@ def test_squares_fill_the_box_without_overlaps(count) -> None:
 
 
 def test_small_siblings_share_a_tile() -> None:
-    nodes = build_tree([Tensor(f"m.t{n}x", "float32", (n + 1, n + 1), None) for n in range(100)])
+    nodes = build_tree([TensorEntry(f"m.t{n}x", "float32", (n + 1, n + 1), None) for n in range(100)])
     tiles = lay_out(nodes, Box(0.0, 0.0, 900.0, 400.0))
     assert len(tiles) == 42
     assert tiles[-1].name == "60 more" or any(tile.name == "60 more" for tile in tiles)

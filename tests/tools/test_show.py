@@ -15,12 +15,11 @@ from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, 
 from bytecheckpoint.region import Region
 from bytecheckpoint.tools.analysis.element_values import decode_values, has_values
 from bytecheckpoint.tools.analysis.module_tree import build_tree
-from bytecheckpoint.tools.analysis.summary import Tensor
-from bytecheckpoint.tools.analysis.tensor_stats import Stats
+from bytecheckpoint.tools.analysis.summary import TensorEntry
+from bytecheckpoint.tools.analysis.tensor_stats import TensorStats
 from bytecheckpoint.tools.render.chunk_map import MAX_COLUMNS, MAX_ROWS, lines_of, map_chunks
-from bytecheckpoint.tools.render.column_widths import Column
 from bytecheckpoint.tools.render.number_format import ranges_text, size_text
-from bytecheckpoint.tools.render.terminal import Screen, Styled, to_json
+from bytecheckpoint.tools.render.terminal import Column, Screen, StyledCell, to_json
 
 
 def test_the_summary_comes_first(call, saved_root) -> None:
@@ -66,8 +65,8 @@ def test_the_tree_collapses_layers_that_are_equal(call, saved_root) -> None:
 
 
 def test_layers_that_differ_stay_apart() -> None:
-    tensors = [Tensor(f"layers.{n}.w", "float32", (2, 2) if n % 2 else (4,), None) for n in range(6)]
-    tensors.append(Tensor("layers.6.w", "bfloat16", (4,), None))
+    tensors = [TensorEntry(f"layers.{n}.w", "float32", (2, 2) if n % 2 else (4,), None) for n in range(6)]
+    tensors.append(TensorEntry("layers.6.w", "bfloat16", (4,), None))
     (root,) = build_tree(tensors)
     assert [child.name for child in root.children] == ["0,2,4.w", "1,3,5.w", "6.w"]
     assert root.num_tensors == 7
@@ -75,7 +74,7 @@ def test_layers_that_differ_stay_apart() -> None:
 
 def test_odd_names_make_a_tree(call, tmp_path) -> None:
     names = ["a", "a.", "a..b", "a.01", "a.1", "." * 5, "x." * 3000]
-    nodes = build_tree([Tensor(name, "float32", (), None) for name in names])
+    nodes = build_tree([TensorEntry(name, "float32", (), None) for name in names])
     assert sum(node.num_tensors for node in nodes) == len(names)
 
 
@@ -289,7 +288,7 @@ def test_every_bit_pattern_has_the_value_that_torch_gives_it(dtype) -> None:
 
 
 def test_statistics_of_parts_are_those_of_the_whole() -> None:
-    stats = Stats()
+    stats = TensorStats()
     values = np.random.default_rng(0).normal(1e6, 1, 10_000)
     for part in np.array_split(values, 7):
         stats.add(part)
@@ -301,7 +300,7 @@ def test_a_terminal_gets_colours_and_a_pipe_none(monkeypatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    rows = [["model." + "x" * 80, Styled("1.0 KiB", "red")]]
+    rows = [["model." + "x" * 80, StyledCell("1.0 KiB", "red")]]
     plain, terminal = io.StringIO(), io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     for stream in (plain, terminal):

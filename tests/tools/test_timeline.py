@@ -7,7 +7,7 @@ import shutil
 from itertools import pairwise
 
 import pytest
-from told_saves import SAVE_ID, ordinary, record, told_checkpoint
+from fake_telemetry import SAVE_ID, checkpoint_with_telemetry, ordinary, record
 
 import bytecheckpoint as bcp
 from bytecheckpoint.diagnostics.telemetry_records import PhaseSpan, RankRecord
@@ -15,13 +15,13 @@ from bytecheckpoint.tools.render.chrome_trace import chrome_trace, in_lanes
 
 
 @pytest.fixture
-def told(tmp_path):
+def timed(tmp_path):
     """Four ranks, of which rank 2 writes slowly and rank 3 calls late."""
     ranks = [ordinary(0), ordinary(1), ordinary(2, write_s=5.0), ordinary(3, late_s=3.0)]
-    return told_checkpoint(tmp_path / "told", ranks)
+    return checkpoint_with_telemetry(tmp_path / "timed", ranks)
 
 
-def test_a_real_save_is_told(call, saved_root) -> None:
+def test_a_real_save_is_shown(call, saved_root) -> None:
     ended = call("timeline", saved_root)
     assert ended.code == 0
     assert "slow in" in ended.out
@@ -33,25 +33,25 @@ def test_a_real_save_is_told(call, saved_root) -> None:
     assert 0 < rank["end_s"] == result["seconds"]
 
 
-def test_the_slowest_ranks_are_named_with_what_they_were_slow_in(call, told) -> None:
-    result = call("timeline", told, "--json").json
+def test_the_slowest_ranks_are_named_with_what_they_were_slow_in(call, timed) -> None:
+    result = call("timeline", timed, "--json").json
     slow = [(item["rank"], item["phase"], round(item["end_s"], 6)) for item in result["slowest"]]
     assert slow[:2] == [(2, "write", 5.2), (3, "start", 4.2)]
     assert (result["slowest"][0]["phase_s"], result["slowest"][0]["median_s"]) == (5.0, 1.0)
-    out = call("timeline", told).out
+    out = call("timeline", timed).out
     lines = out[out.index("last ranks") :].splitlines()
     assert lines[1].split()[:5] == ["2", "5.20", "s", "write", "5.00"]
     assert "called late" in lines[2]
 
 
 def test_a_rank_alone_is_slow_in_its_longest_phase(call, tmp_path) -> None:
-    path = told_checkpoint(tmp_path / "alone", [ordinary(0, write_s=5.0)])
+    path = checkpoint_with_telemetry(tmp_path / "alone", [ordinary(0, write_s=5.0)])
     (slow,) = call("timeline", path, "--json").json["slowest"]
     assert (slow["phase"], slow["phase_s"]) == ("write", 5.0)
 
 
-def test_phases_are_summed_up_over_ranks(call, told) -> None:
-    result = call("timeline", told, "--json").json
+def test_phases_are_summed_up_over_ranks(call, timed) -> None:
+    result = call("timeline", timed, "--json").json
     write = next(phase for phase in result["phases"] if phase["name"] == "write")
     assert write == {"name": "write", "min_s": 1.0, "median_s": 1.0, "max_s": 5.0, "slowest_rank": 2}
     assert [phase["name"] for phase in result["phases"]] == ["plan", "stage", "write"]
@@ -59,8 +59,8 @@ def test_phases_are_summed_up_over_ranks(call, told) -> None:
     assert result["ranks"][0]["seconds"]["checksum"] == 0.5
 
 
-def test_the_heat_map_is_darkest_where_it_took_longest(call, told) -> None:
-    lines = call("timeline", told).out.splitlines()
+def test_the_heat_map_is_darkest_where_it_took_longest(call, timed) -> None:
+    lines = call("timeline", timed).out.splitlines()
     rows = {line.split()[0]: line for line in lines if "░" in line or "█" in line}
     assert rows.keys() == {"0", "1", "2", "3"}
     assert rows["2"].count("████") == 1
@@ -70,7 +70,7 @@ def test_the_heat_map_is_darkest_where_it_took_longest(call, told) -> None:
 
 def test_many_ranks_share_rows_and_no_slow_one_is_lost(call, tmp_path) -> None:
     ranks = [ordinary(rank, write_s=9.0 if rank == 377 else 1.0) for rank in range(500)]
-    path = told_checkpoint(tmp_path / "told", ranks)
+    path = checkpoint_with_telemetry(tmp_path / "timed", ranks)
     lines = call("timeline", path, "--limit", 5).out.splitlines()
     shared = [line for line in lines if line.lstrip().startswith(("300-399", "0-99"))]
     assert len(shared) == 2
@@ -81,14 +81,14 @@ def test_many_ranks_share_rows_and_no_slow_one_is_lost(call, tmp_path) -> None:
     assert len(call("timeline", path, "--json").json["ranks"]) == 500
 
 
-def test_ranks_that_told_nothing_are_counted(call, tmp_path) -> None:
-    path = told_checkpoint(tmp_path / "told", [ordinary(0)], world_size=4)
-    assert "1, 3 others told nothing" in call("timeline", path).out
+def test_ranks_without_telemetry_are_counted(call, tmp_path) -> None:
+    path = checkpoint_with_telemetry(tmp_path / "timed", [ordinary(0)], world_size=4)
+    assert "1, 3 others without telemetry" in call("timeline", path).out
 
 
-def test_the_trace_is_one_that_perfetto_opens(call, told, tmp_path) -> None:
+def test_the_trace_is_one_that_perfetto_opens(call, timed, tmp_path) -> None:
     out = tmp_path / "trace.json"
-    ended = call("timeline", told, "--trace", out)
+    ended = call("timeline", timed, "--trace", out)
     assert ended.code == 0
     assert str(out) in ended.out
     trace = json.loads(out.read_text())
@@ -112,9 +112,9 @@ def test_spans_that_overlap_get_rows_of_their_own() -> None:
     assert chrome_trace([], path="x")["traceEvents"] == []
 
 
-def test_a_trace_that_cannot_be_written_is_one_line(call, told, tmp_path) -> None:
+def test_a_trace_that_cannot_be_written_is_one_line(call, timed, tmp_path) -> None:
     for place, code in ((tmp_path / "nowhere" / "trace.json", 2), ("/dev/full", 4)):
-        ended = call("timeline", told, "--trace", place)
+        ended = call("timeline", timed, "--trace", place)
         assert (ended.code, ended.out, ended.err.count("\n")) == (code, "", 1)
 
 
@@ -127,10 +127,10 @@ def test_a_checkpoint_without_telemetry_is_exit_code_3(call, root) -> None:
     assert call("timeline", root).code == 3
 
 
-def test_telemetry_of_another_save_is_no_telemetry_of_this_one(call, told) -> None:
-    for file in (told / "telemetry").iterdir():
+def test_telemetry_of_another_save_is_no_telemetry_of_this_one(call, timed) -> None:
+    for file in (timed / "telemetry").iterdir():
         file.rename(file.with_name(file.name.replace(SAVE_ID, "other")))
-    assert call("timeline", told).code == 3
+    assert call("timeline", timed).code == 3
 
 
 ODD = {
@@ -156,42 +156,42 @@ ODD = {
 
 
 @pytest.mark.parametrize("what", sorted(ODD))
-def test_what_cannot_be_understood_is_named_and_hides_nothing(call, told, what) -> None:
-    (told / "telemetry" / f"{SAVE_ID}-00001.json").write_bytes(ODD[what])
-    ended = call("timeline", told, "--json")
+def test_what_cannot_be_understood_is_named_and_hides_nothing(call, timed, what) -> None:
+    (timed / "telemetry" / f"{SAVE_ID}-00001.json").write_bytes(ODD[what])
+    ended = call("timeline", timed, "--json")
     assert ended.code == 1
     assert [rank["rank"] for rank in ended.json["ranks"]] == [0, 2, 3]
     (item,) = ended.json["unreadable"]
     assert (item["name"], item["kind"]) == (f"telemetry/{SAVE_ID}-00001.json", "damaged")
-    ended = call("timeline", told)
+    ended = call("timeline", timed)
     assert ended.code == 1
-    assert "cannot be understood: telemetry/told-00001.json" in ended.out
+    assert "cannot be understood: telemetry/timed-00001.json" in ended.out
 
 
-def test_a_huge_file_is_not_read(call, told) -> None:
-    with (told / "telemetry" / f"{SAVE_ID}-00001.json").open("r+b") as file:
+def test_a_huge_file_is_not_read(call, timed) -> None:
+    with (timed / "telemetry" / f"{SAVE_ID}-00001.json").open("r+b") as file:
         file.truncate(1 << 40)
-    assert call("timeline", told, "--json").json["unreadable"][0]["kind"] == "damaged"
+    assert call("timeline", timed, "--json").json["unreadable"][0]["kind"] == "damaged"
 
 
 def test_nothing_but_noise_is_exit_code_1(call, tmp_path) -> None:
-    path = told_checkpoint(tmp_path / "told", [ordinary(0)])
+    path = checkpoint_with_telemetry(tmp_path / "timed", [ordinary(0)])
     (path / "telemetry" / f"{SAVE_ID}-00000.json").write_text("noise")
     for args in ([], ["--json"], ["--trace", tmp_path / "out.json"]):
         assert call("timeline", path, *args).code == 1
 
 
 def test_ranks_without_spans_are_shown(call, tmp_path) -> None:
-    path = told_checkpoint(tmp_path / "told", [record(0, {}), record(1, {"odd phase": (0.0, 1.0)})])
+    path = checkpoint_with_telemetry(tmp_path / "timed", [record(0, {}), record(1, {"odd phase": (0.0, 1.0)})])
     result = call("timeline", path, "--json").json
     assert [phase["name"] for phase in result["phases"]] == ["odd phase"]
     assert call("timeline", path).code == 0
-    assert call("timeline", told_checkpoint(tmp_path / "none", [record(0, {})])).code == 0
+    assert call("timeline", checkpoint_with_telemetry(tmp_path / "none", [record(0, {})])).code == 0
 
 
 def test_names_cannot_steer_a_terminal(call, tmp_path) -> None:
     odd = record(0, {"pl\x1b[31man": (0.0, 1.0)}, host="no\x1bde")
-    assert "\x1b" not in call("timeline", told_checkpoint(tmp_path / "told", [odd])).out
+    assert "\x1b" not in call("timeline", checkpoint_with_telemetry(tmp_path / "timed", [odd])).out
 
 
 def test_records_know_when_they_end() -> None:

@@ -45,7 +45,7 @@ def test_one_flipped_bit_anywhere_is_found(call, root, place) -> None:
 
 
 def test_every_byte_has_a_tensor_or_the_header(call, root) -> None:
-    """What verify names is what cannot be loaded, and nothing else."""
+    """Checks that verify names exactly the tensors that cannot be loaded."""
     flip(data_file(root), data_file(root).stat().st_size - 1)
     (item,) = call("verify", root, "--json").json["damage"]
     checkpoint = bcp.open(root)
@@ -240,7 +240,7 @@ def said_to_be_sound(call, path) -> int:
 
 
 def loads_alone(path, fqn: str) -> bool:
-    """Whether a load of nothing but this tensor succeeds."""
+    """Returns True if a load of only this tensor succeeds."""
     try:
         bcp.open(path)[fqn][...]
     except bcp.CheckpointError:

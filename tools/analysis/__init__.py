@@ -1,1 +1,1 @@
-"""What commands compute about checkpoints. Nothing here prints."""
+"""Computations of the commands about checkpoints. Nothing here prints."""

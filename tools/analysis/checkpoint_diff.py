@@ -1,4 +1,4 @@
-"""Two checkpoints compared: names, shapes, dtypes, values, plain data. It needs torch, as no other command does."""
+"""Compares two checkpoints: names, shapes, dtypes, values, plain data. It needs torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
 from ..arguments import Opened
-from ..render.progress import byte_progress
-from .differences import ObjectDifference, Result, TensorDifference
-from .named_values import Named, Place, is_same, named_values
+from ..render.terminal import byte_progress
+from .differences import CheckpointDiff, ObjectDifference, TensorDifference
+from .named_values import NamedValues, ValueKey, is_same, named_values
 from .summary import natural_order, plain_value
-from .tensor_diff import Compared, Pair, TensorDiff
+from .tensor_diff import ComparedTensors, TensorDiff, TensorPair
 from .value_difference import Tolerance, can_compare
 
 
@@ -25,15 +25,15 @@ def compare_checkpoints(
     ignore_dtype: bool,
     is_wanted: Callable[[str], bool],
     threads: int,
-) -> Result:
-    """All that differs under the names that are wanted. Without a tolerance every bit counts.
+) -> CheckpointDiff:
+    """Returns all differences under the wanted names. Without a tolerance every bit counts.
 
     Raises what a load raises.
     """
     started = time.monotonic()
     named_a, named_b = named_values(a.manifest, is_wanted), named_values(b.manifest, is_wanted)
     common = sorted(named_a.tensors.keys() & named_b.tensors.keys(), key=natural_order)
-    pairs = {fqn: Pair(named_a.tensors[fqn], named_b.tensors[fqn]) for fqn in common}
+    pairs = {fqn: TensorPair(named_a.tensors[fqn], named_b.tensors[fqn]) for fqn in common}
     same_shape = [pair for pair in pairs.values() if a.manifest.describe(pair.a)[1] == b.manifest.describe(pair.b)[1]]
     comparison = TensorDiff(a, b, same_shape, tolerance=tolerance)
     num_bytes = comparison.num_bytes
@@ -42,7 +42,7 @@ def compare_checkpoints(
     tensors = [
         _tensor_difference(fqn, pair, (a, b), compared, ignore_dtype=ignore_dtype) for fqn, pair in pairs.items()
     ]
-    return Result(
+    return CheckpointDiff(
         only_in_a=sorted(named_a.tensors.keys() - named_b.tensors.keys(), key=natural_order),
         only_in_b=sorted(named_b.tensors.keys() - named_a.tensors.keys(), key=natural_order),
         num_tensors=len(common),
@@ -56,12 +56,17 @@ def compare_checkpoints(
 
 
 def _is_near(tensor: TensorDifference) -> bool:
-    """Whether values differ, all of them within the tolerance."""
+    """True if values differ, all of them within the tolerance."""
     return tensor.values is not None and bool(tensor.values.max_abs)
 
 
 def _tensor_difference(
-    fqn: str, pair: Pair, opened: tuple[Opened, Opened], compared: Compared, *, ignore_dtype: bool
+    fqn: str,
+    pair: TensorPair,
+    opened: tuple[Opened, Opened],
+    compared: ComparedTensors,
+    *,
+    ignore_dtype: bool,
 ) -> TensorDifference:
     described = [side.manifest.describe(stored) for side, stored in zip(opened, pair, strict=True)]
     (dtype_a, shape_a), (dtype_b, shape_b) = described
@@ -78,7 +83,7 @@ def _tensor_difference(
     )
 
 
-def _object_differences(a: Named, b: Named, tolerance: Tolerance | None) -> list[ObjectDifference]:
+def _object_differences(a: NamedValues, b: NamedValues, tolerance: Tolerance | None) -> list[ObjectDifference]:
     found = []
     for place in a.values.keys() | b.values.keys():
         only_in = "b" if place not in a.values else "a" if place not in b.values else None
@@ -89,8 +94,8 @@ def _object_differences(a: Named, b: Named, tolerance: Tolerance | None) -> list
     return sorted(found, key=lambda item: (natural_order(item.fqn), -1 if item.rank is None else item.rank))
 
 
-def _shown(side: Named, place: Place) -> tuple[Any, str]:
-    """A value as JSON has it, and as text."""
+def _shown(side: NamedValues, place: ValueKey) -> tuple[Any, str]:
+    """Returns a value as JSON can hold it, and as text."""
     if place not in side.values:
         return None, "-"
     value = side.values[place]

@@ -1,11 +1,11 @@
-"""The checkpoints that a path, its folders and the folders of runs in it hold. It lists three levels and reads
-manifests: the path, what lies in it, and what lies in those of its folders that are no checkpoints.
+"""Lists the checkpoints of a path, its folders and the folders of runs in it. It lists three levels and reads
+manifests: the path, its folders, and the folders of those that are no checkpoints.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
-    CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
     StorageError,
@@ -28,68 +27,68 @@ from bytecheckpoint.storage.store import Store
 
 _LOOKS_IN_FLIGHT = 8
 MAX_RUN_FOLDERS = 10_000
-"""Folders within runs that are listed, in all."""
+"""Largest number of folders within runs that are listed, in all."""
 _FILE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-"""Files that may be a checkpoint of another format; their first bytes decide."""
+"""Suffixes of files that may be a checkpoint of another format; their first bytes decide."""
 _DATA_FILE = re.compile(r"\A[0-9a-f]{16}-[0-9]{5,}-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
+class ListedCheckpoint:
     """A folder or file that is a checkpoint, or a folder that a save has not finished."""
 
     folder: str
-    """Inside the root, of a file its path there; "" is the root itself."""
+    """Path inside the root, of a folder or file; "" is the root itself."""
     path: str
     run: str = ""
-    """The folder of the root that holds it, where that is no checkpoint itself."""
+    """Folder of the root that holds it, if that is no checkpoint itself."""
     step: int | None
     committed: bool
     num_bytes: int
-    """Of the data files: what the manifest says, or where there is none, what lies there."""
+    """Bytes of the data files: as the manifest says, or without one, as they are."""
     num_tensors: int | None = None
     world_size: int | None = None
     created_at: datetime | None = None
     save_id: str | None = None
     format: str = OWN_FORMAT
-    """Another one where other programs wrote it."""
+    """Format of the program that wrote it."""
     problem: str | None = None
-    """Why the manifest cannot be read."""
+    """Error of reading the manifest."""
     is_refused: bool = False
-    """The problem is no damage: another program's file, which may be no checkpoint, has what is never loaded."""
+    """True if the problem is no damage: a file of another program has values that are never loaded."""
 
     @property
     def name(self) -> str:
-        """Within its run, or within the root."""
+        """Path within its run, or within the root."""
         return self.folder.removeprefix(f"{self.run}/") if self.run else self.folder
 
 
-class Listing(NamedTuple):
-    """What was found under a root."""
+class CheckpointList(NamedTuple):
+    """Checkpoints under a root."""
 
-    checkpoints: Sequence[Listed]
+    checkpoints: Sequence[ListedCheckpoint]
     """The root itself, its steps, its other folders and files; then the same of each run."""
     not_listed: Sequence[str]
-    """Folders of the root that were not looked into: there are too many, or the storage does not permit it."""
+    """Folders of the root that were not listed: there are too many, or the storage does not permit it."""
 
 
-class _Look(NamedTuple):
-    """What one folder was found to be."""
+class _ListedFolder(NamedTuple):
+    """A folder, and the checkpoint that it is."""
 
     folder: str
-    checkpoint: Listed | None
+    checkpoint: ListedCheckpoint | None
     entries: Mapping[str, int | None] | None
-    """What lies in it; None where the storage does not permit a look."""
+    """Names and sizes in it; None if the storage does not permit a listing."""
 
 
-def list_checkpoints(store: Store) -> Listing:
+def list_checkpoints(store: Store) -> CheckpointList:
     """Lists the root, each folder in it, and each folder in those of them that are neither checkpoints nor steps.
 
     Raises CheckpointNotFoundError where the root is a file, StorageError where it cannot be listed.
     """
     with ThreadPoolExecutor(_LOOKS_IN_FLIGHT, thread_name_prefix="bcp-ls") as pool:
         entries = store.list("")
-        root = _Look("", _look_into(store, "", entries), entries)
+        root = _ListedFolder("", _look_into(store, "", entries), entries)
         looks = list(pool.map(lambda name: _look(store, name), _folders(entries)))
         runs, skipped = _runs_to_list([look for look in looks if not look.checkpoint])
         inside = [join_name(run.folder, name) for run in runs for name in _folders(run.entries or {})]
@@ -98,8 +97,10 @@ def list_checkpoints(store: Store) -> Listing:
         files = [(look.folder, *file) for look in (*holders, *runs) for file in _files(look.entries or {})]
         of_files = list(pool.map(lambda file: _look_at_file(store, *file), files))
     of_root = [root.checkpoint, *(look.checkpoint for look in looks)]
-    found = [item for item in (*of_root, *map(_in_run, (*of_runs, *of_files))) if item]
-    return Listing(sorted(found, key=_order), skipped)
+    in_runs = [replace(item, run=item.folder.rpartition("/")[0]) for item in (*of_runs, *of_files) if item]
+    found = [*filter(None, of_root), *in_runs]
+    found.sort(key=lambda item: (item.run, item.folder != "", item.step is None, item.step or 0, item.folder))
+    return CheckpointList(found, skipped)
 
 
 def _folders(entries: Mapping[str, int | None]) -> list[str]:
@@ -107,13 +108,13 @@ def _folders(entries: Mapping[str, int | None]) -> list[str]:
 
 
 def _files(entries: Mapping[str, int | None]) -> list[tuple[str, int]]:
-    """Names and bytes of those that may be checkpoints."""
+    """Returns names and bytes of files that may be checkpoints."""
     return [(name, size) for name, size in entries.items() if size is not None and name.endswith(_FILE_SUFFIXES)]
 
 
-def _runs_to_list(looks: Sequence[_Look]) -> tuple[list[_Look], list[str]]:
-    """The folders to look into one level further, and the names of those that are not."""
-    runs: list[_Look] = []
+def _runs_to_list(looks: Sequence[_ListedFolder]) -> tuple[list[_ListedFolder], list[str]]:
+    """Returns the folders to list one level further, and the names of the others."""
+    runs: list[_ListedFolder] = []
     skipped: list[str] = []
     num_folders = 0
     for look in looks:
@@ -126,25 +127,17 @@ def _runs_to_list(looks: Sequence[_Look]) -> tuple[list[_Look], list[str]]:
     return runs, skipped
 
 
-def _in_run(item: Listed | None) -> Listed | None:
-    return item and replace(item, run=item.folder.rpartition("/")[0])
-
-
-def _order(item: Listed) -> tuple[object, ...]:
-    return (item.run, item.folder != "", item.step is None, item.step or 0, item.folder)
-
-
-def _look(store: Store, folder: str) -> _Look:
+def _look(store: Store, folder: str) -> _ListedFolder:
     try:
         entries = store.list(folder)
-        return _Look(folder, _look_into(store, folder, entries), entries)
+        return _ListedFolder(folder, _look_into(store, folder, entries), entries)
     except StorageError as error:
         if error.kind != "permission":
             raise
-        return _Look(folder, None, None)
+        return _ListedFolder(folder, None, None)
 
 
-def _look_into(store: Store, folder: str, entries: Mapping[str, int | None]) -> Listed | None:
+def _look_into(store: Store, folder: str, entries: Mapping[str, int | None]) -> ListedCheckpoint | None:
     path, step = join_name(str(store), folder), layout.parse_step(folder.rpartition("/")[2])
     foreign = None if layout.has_manifest(entries) else find_folder(store, folder, entries)
     if layout.has_manifest(entries) or foreign:
@@ -153,11 +146,11 @@ def _look_into(store: Store, folder: str, entries: Mapping[str, int | None]) -> 
     if step is None and not any(map(_DATA_FILE.match, data)):
         return None
     num_bytes = sum(size or 0 for size in data.values())
-    return Listed(folder=folder, path=path, step=step, committed=False, num_bytes=num_bytes)
+    return ListedCheckpoint(folder=folder, path=path, step=step, committed=False, num_bytes=num_bytes)
 
 
-def _look_at_file(store: Store, folder: str, name: str, num_bytes: int) -> Listed | None:
-    """The checkpoint of another format that a file is; None for any other file."""
+def _look_at_file(store: Store, folder: str, name: str, num_bytes: int) -> ListedCheckpoint | None:
+    """Reads a file that is a checkpoint of another format; None for any other file."""
     try:
         place = find_file(store, folder, name, num_bytes)
     except (CheckpointNotFoundError, CheckpointCorruptError):  # of no format that is known, or empty
@@ -166,14 +159,14 @@ def _look_at_file(store: Store, folder: str, name: str, num_bytes: int) -> Liste
     return item and replace(item, folder=join_name(folder, name))
 
 
-def read_checkpoint(found: FoundCheckpoint, step: int | None) -> Listed | None:
-    """A checkpoint as its manifest tells of it; None where it was deleted since it was found."""
+def read_checkpoint(found: FoundCheckpoint, step: int | None) -> ListedCheckpoint | None:
+    """Describes a checkpoint by its manifest; None if it was deleted since it was found."""
     folder, path = found.folder, found.path
     own_format = found.foreign.format if found.foreign else OWN_FORMAT
     try:
         info = describe_checkpoint(manifest_of(found), path=path, seconds={})
     except (CheckpointCorruptError, CheckpointMismatchError, UnsafeCheckpointError) as error:
-        return Listed(
+        return ListedCheckpoint(
             folder=folder,
             path=path,
             step=step,
@@ -181,11 +174,11 @@ def read_checkpoint(found: FoundCheckpoint, step: int | None) -> Listed | None:
             num_bytes=0,
             format=own_format,
             problem=error.message,
-            is_refused=_is_refusal(found, error),
+            is_refused=bool(found.foreign and found.foreign.file) and isinstance(error, UnsafeCheckpointError),
         )
     except CheckpointNotFoundError:
         return None
-    return Listed(
+    return ListedCheckpoint(
         folder=folder,
         path=path,
         step=info.step if step is None else step,
@@ -197,13 +190,3 @@ def read_checkpoint(found: FoundCheckpoint, step: int | None) -> Listed | None:
         save_id=info.save_id,
         format=info.format,
     )
-
-
-def _is_refusal(found: FoundCheckpoint, error: CheckpointError) -> bool:
-    is_file = found.foreign is not None and bool(found.foreign.file)
-    return is_file and isinstance(error, UnsafeCheckpointError)
-
-
-def runs_of(checkpoints: Iterable[Listed]) -> list[str]:
-    """The runs that these are in, in order; "" for the root."""
-    return list(dict.fromkeys(item.run for item in checkpoints))

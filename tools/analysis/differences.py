@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, as records: what `bcp diff` finds, prints and gives as JSON."""
+"""Records of the differences between two checkpoints, which `bcp diff` prints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from .value_difference import Difference
+import numpy as np
+
+from .value_difference import ValueDifference
 
 
 class TensorDifference(NamedTuple):
@@ -15,21 +17,21 @@ class TensorDifference(NamedTuple):
     fqn: str
     dtypes: tuple[str, str]
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    values: Difference | None
-    """None where the values cannot be compared."""
+    values: ValueDifference | None
+    """None if the values cannot be compared."""
     problems: Sequence[str]
-    """Of `shape`, `dtype`, `values`; none where all is within the tolerance."""
+    """Some of `shape`, `dtype`, `values`; empty if all is within the tolerance."""
 
     @property
     def num_elements(self) -> int:
-        """Of the first one."""
+        """Number of elements of the first tensor."""
         return prod(self.shapes[0])
 
     @property
     def first_index(self) -> list[int] | None:
-        """Of the first element that differs."""
+        """Index of the first element that differs."""
         first = self.values.first if self.values else None
-        return index_of(first.position, self.shapes[0]) if first else None
+        return [int(at) for at in np.unravel_index(first.position, self.shapes[0])] if first else None
 
 
 class ObjectDifference(NamedTuple):
@@ -38,48 +40,31 @@ class ObjectDifference(NamedTuple):
     fqn: str
     rank: int | None
     only_in: str | None
-    """`a`, `b`, or None where both have it."""
+    """`a`, `b`, or None if both have it."""
     values: tuple[Any, Any]
-    """As JSON has them."""
+    """Values as JSON can hold them."""
     texts: tuple[str, str]
 
 
-class Result(NamedTuple):
-    """All that differs."""
+class CheckpointDiff(NamedTuple):
+    """All differences."""
 
     only_in_a: Sequence[str]
-    """Tensors by name."""
+    """Names of tensors."""
     only_in_b: Sequence[str]
     num_tensors: int
-    """That both have."""
+    """Number of tensors that both have."""
     tensors: Sequence[TensorDifference]
     objects: Sequence[ObjectDifference]
     num_objects: int
-    """That either has."""
+    """Number of plain values that either has."""
     num_bytes_read: int
-    """Of both."""
+    """Bytes read of both."""
     num_bytes_same: int
-    """Of the first one, not read: both manifests have the same checksums for them."""
+    """Bytes of the first one that were not read: both manifests have the same checksums for them."""
     seconds: float
 
     @property
     def is_same(self) -> bool:
         differing = any(tensor.problems for tensor in self.tensors)
         return not (self.only_in_a or self.only_in_b or differing or self.objects)
-
-
-def flat_position(index: Sequence[int], shape: Sequence[int]) -> int:
-    """The number, row-major, of the element at an index."""
-    position = 0
-    for at, length in zip(index, shape, strict=True):
-        position = position * length + at
-    return position
-
-
-def index_of(position: int, shape: Sequence[int]) -> list[int]:
-    """The index of an element by its number, row-major."""
-    index = []
-    for length in reversed(shape):
-        position, at = divmod(position, length)
-        index.append(at)
-    return index[::-1]

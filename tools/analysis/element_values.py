@@ -1,5 +1,5 @@
-"""Stored bytes as numbers that numpy can calculate with, for every dtype of which an element is one number. It needs no
-torch: numpy has most of them, bfloat16 is the upper half of a float32, the float8 dtypes are tables of 256 values.
+"""Decodes stored bytes to numpy numbers, for every dtype of which an element is one number. It needs no torch: numpy
+has most of them, bfloat16 is the upper half of a float32, the float8 dtypes are tables of 256 values.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class _Float8(NamedTuple):
     mantissa_bits: int
     bias: int
     has_infinity: bool
-    """As IEEE has it: the largest exponent is for infinities and NaN."""
+    """True if the largest exponent is for infinities and NaN, as in IEEE 754."""
     nan_bits: frozenset[int]
-    """What else is NaN."""
+    """Other bits that are NaN."""
 
 
 _FLOAT8 = {
@@ -39,12 +39,12 @@ _FLOAT8 = {
 
 
 def has_values(dtype: str) -> bool:
-    """Whether `decode_values` knows this dtype."""
+    """Returns True if `decode_values` knows this dtype."""
     return dtype in _NUMPY or dtype in _FLOAT8 or dtype in {"bfloat16", "float8_e8m0fnu", "complex32"}
 
 
 def decode_values(dtype: str, content: memoryview) -> np.ndarray:
-    """The elements in these bytes, flat; as a view where numpy has the dtype. Raises KeyError for an unknown one."""
+    """Returns the elements in these bytes, flat; a view if numpy has the dtype. Raises KeyError for an unknown one."""
     if dtype == "bfloat16":
         return (np.frombuffer(content, "<u2").astype("<u4") << 16).view("<f4")
     if dtype == "complex32":

@@ -1,5 +1,5 @@
-"""Which chunks of two checkpoints hold the same bytes, as far as their manifests can tell: by the checksums of the
-extents that the chunks lie in. It looks at a million chunks as columns, and reads no data file.
+"""Finds chunks of two checkpoints that hold the same bytes, by the checksums of the extents in which they lie. A
+million chunks stay columns, and no data file is read.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ class ChunkColumns:
         self._coordinate_starts = np.cumsum([0, *(2 * columns.num_dims * columns.num_chunks).tolist()]).tolist()
 
     def of(self, fqn: str) -> range:
-        """The numbers of the chunks of a tensor."""
+        """Returns the numbers of the chunks of a tensor."""
         index = self._indices[fqn]
         return range(self._starts[index], self._starts[index + 1])
 
     def coordinates(self, fqn: str) -> np.ndarray:
-        """Of each chunk of a tensor: its offsets, then its lengths, one after the other."""
+        """Returns the offsets and then the lengths of each chunk of a tensor, one chunk after the other."""
         index = self._indices[fqn]
         return self._coordinates[self._coordinate_starts[index] : self._coordinate_starts[index + 1]]
 
     def regions(self, fqn: str, numbers: Sequence[int]) -> list[Region]:
-        """Those of some chunks of a tensor, by their numbers within it."""
+        """Returns the regions of some chunks of a tensor, by their numbers within it."""
         num_dims = len(self.manifest.describe(fqn)[1])
         rows = self.coordinates(fqn).reshape(len(self.of(fqn)), 2, num_dims)
         return [Region(tuple(offsets), tuple(lengths)) for offsets, lengths in rows[list(numbers)].tolist()]
 
 
 def are_cut_alike(a: ChunkColumns, fqn_a: str, b: ChunkColumns, fqn_b: str) -> bool:
-    """Whether the chunks of two tensors of one shape can be set beside each other."""
+    """Returns True if two tensors of one shape have chunks of the same regions."""
     return len(a.of(fqn_a)) == len(b.of(fqn_b)) and np.array_equal(a.coordinates(fqn_a), b.coordinates(fqn_b))
 
 
 def known_equal(a: ChunkColumns, b: ChunkColumns, chunks_a: np.ndarray, chunks_b: np.ndarray) -> np.ndarray:
-    """Of pairs of chunks with one region and dtype, by number: whether the manifests show that they hold the same.
+    """Returns, for pairs of chunks with one region and dtype, True where the manifests show that they hold the same.
 
     They do where both lie at the same place in runs of extents that have the same lengths and checksums.
     """
@@ -77,7 +77,7 @@ def known_equal(a: ChunkColumns, b: ChunkColumns, chunks_a: np.ndarray, chunks_b
 def _equal_in(
     files: tuple[DataFile, DataFile], starts: tuple[np.ndarray, np.ndarray], byte_lengths: np.ndarray
 ) -> np.ndarray:
-    """For chunks that lie in one file on each side."""
+    """Compares chunks that lie in one file on each side."""
     equal = np.zeros(len(byte_lengths), bool)
     if not (files[0].extent_lengths and files[1].extent_lengths):
         return equal
@@ -102,7 +102,7 @@ def _equal_in(
 def _extents_around(
     lengths: np.ndarray, starts: np.ndarray, byte_lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of chunks: the first extent that each touches, the one after the last, and where in the first it begins."""
+    """Returns for each chunk its first extent, the one after its last, and its start within the first."""
     bounds = np.concatenate([[0], np.cumsum(lengths.astype(np.int64))])
     first = np.searchsorted(bounds, starts, side="right") - 1
     stop = np.maximum(np.searchsorted(bounds, starts + byte_lengths, side="left"), first)

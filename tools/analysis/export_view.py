@@ -1,4 +1,4 @@
-"""A checkpoint as `bcp convert` would write it, without writing it: its tensors under the names that the target has.
+"""Shows a checkpoint as `bcp convert` would write it, without writing it: its tensors under the names of the target.
 The elements stay where they are.
 """
 
@@ -23,31 +23,32 @@ from ..arguments import Opened
 from ..name_options import NameOptions
 
 
-class Export(NamedTuple):
-    """What would be written."""
+class ExportView(NamedTuple):
+    """The manifest that would be written, and what has no place in it."""
 
     opened: Opened
     left_out: Sequence[LeftOut]
 
 
-def export_of(opened: Opened, names: NameOptions, *, to: Any, exclude: Sequence[str], beside: Opened) -> Export:
-    """The checkpoint that `bcp convert --to` would write of this one with these options, at the place of another one.
+def export_of(opened: Opened, names: NameOptions, *, exclude: Sequence[str], beside: Opened) -> ExportView:
+    """Returns the checkpoint that `bcp convert --to` would write of this one with these options, in place of another.
 
     Raises what the conversion raises; CheckpointMismatchError (conflict) also for a map that makes tensors of which the
     checkpoint does not hold every element, as the zeros of a padded vocabulary.
     """
     source = Source(opened.store, opened.folder, opened.manifest, LoadOptions(), is_exchanged=False, path=opened.path)
+    to: Any = names.to
     view = mapped_view(source, names.name_map(), is_state=to == "bcp", in_place=True)
-    wish = SelectionRequest(
+    request = SelectionRequest(
         to=to, exclude=exclude, rename=names.rename, keep_names=names.keep_names, experts=names.experts or ""
     )
-    manifest, selection = link_manifest(view, wish, source=opened.folder, target=opened.folder)
+    manifest, selection = link_manifest(view, request, source=opened.folder, target=opened.folder)
     left_out = list(selection.left_out)
     if to == "hf":  # which has tensors only
         left_out += [LeftOut(fqn, 0, 0, "plain data") for fqn in (*manifest.objects, *manifest.rank_objects)]
-        experts = names_for_experts(wish, source, Beside(beside.store, beside.folder))
+        experts = names_for_experts(request, source, Beside(beside.store, beside.folder))
         manifest = replace(_with_separate_experts(manifest, experts), objects={}, rank_objects={})
-    return Export(opened._replace(manifest=manifest), left_out)
+    return ExportView(opened._replace(manifest=manifest), left_out)
 
 
 def _with_separate_experts(manifest: Manifest, experts: str) -> Manifest:

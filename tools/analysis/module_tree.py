@@ -1,4 +1,4 @@
-"""Tensors as a tree of modules, in which layers that repeat are one: `layers.0-31`. It knows names, dtypes, shapes."""
+"""Builds a tree of modules from tensors, in which layers that repeat are one node: `layers.0-31`."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..render.number_format import ranges_text
-from .summary import Tensor
+from .summary import TensorEntry
 
 _MAX_DEPTH = 64
-"""What lies deeper is one name: the depth of a tree is a checkpoint's to say, that of a recursion is not."""
+"""Deeper parts of a name are one node: a checkpoint must not decide the depth of a recursion."""
 _Signature = tuple[Any, ...]
 
 
 @dataclass(slots=True)
-class Node:
-    """A part of FQNs, and everything below it."""
+class ModuleNode:
+    """A part of FQNs, and all below it."""
 
     name: str
     """One part, several that have no other child (`attn.wq.weight`), or numbers of equal siblings (`0-31`)."""
-    tensor: Tensor | None = None
-    """Where an FQN ends here; of equal siblings, the first one's."""
-    children: list[Node] = field(default_factory=list)
+    tensor: TensorEntry | None = None
+    """Tensor whose FQN ends here; of equal siblings, the first one's."""
+    children: list[ModuleNode] = field(default_factory=list)
     num_tensors: int = 0
-    """With this and the following, all that the node stands for: siblings that repeat are counted each time."""
+    """Sum over the node, as the following two: siblings that repeat are counted each time."""
     num_elements: int = 0
     num_bytes: int = 0
 
 
-class _Signed(NamedTuple):
-    node: Node
+class _SignedNode(NamedTuple):
+    node: ModuleNode
     signature: int
     """Equal for nodes whose contents have the same names, dtypes and shapes."""
 
 
-def build_tree(tensors: Iterable[Tensor]) -> list[Node]:
-    """The top-level nodes."""
+def build_tree(tensors: Iterable[TensorEntry]) -> list[ModuleNode]:
+    """Returns the top-level nodes."""
     nested: dict[str | None, Any] = {}
     for tensor in tensors:
         level = nested
@@ -48,25 +48,25 @@ def build_tree(tensors: Iterable[Tensor]) -> list[Node]:
     return [signed.node for signed in _collapse(built)]
 
 
-def _build(name: str, below: dict[str | None, Any], signatures: dict[_Signature, int]) -> _Signed:
-    tensor: Tensor | None = below.get(None)
+def _build(name: str, below: dict[str | None, Any], signatures: dict[_Signature, int]) -> _SignedNode:
+    tensor: TensorEntry | None = below.get(None)
     built = [_build(part, deeper, signatures) for part, deeper in below.items() if part is not None]
     kind = (tensor.dtype, tensor.shape, tensor.alias_of is None) if tensor else None
     signature: _Signature = (kind, *((item.node.name, item.signature) for item in built))
     children = [item.node for item in _collapse(built)]
-    node = Node(name, tensor, children)
+    node = ModuleNode(name, tensor, children)
     is_stored = tensor is not None and tensor.alias_of is None
     node.num_tensors = is_stored + sum(child.num_tensors for child in children)
     node.num_elements = (tensor.num_elements if tensor and is_stored else 0) + sum(c.num_elements for c in children)
     node.num_bytes = (tensor.num_bytes if tensor else 0) + sum(child.num_bytes for child in children)
     if tensor is None and len(children) == 1:
         node.name, node.tensor, node.children = f"{name}.{children[0].name}", children[0].tensor, children[0].children
-    return _Signed(node, signatures.setdefault(signature, len(signatures)))
+    return _SignedNode(node, signatures.setdefault(signature, len(signatures)))
 
 
-def _collapse(siblings: list[_Signed]) -> list[_Signed]:
-    """The siblings with those of them made one that are numbered and equal."""
-    groups: dict[Any, list[_Signed]] = {}
+def _collapse(siblings: list[_SignedNode]) -> list[_SignedNode]:
+    """Merges siblings that are numbered and equal."""
+    groups: dict[Any, list[_SignedNode]] = {}
     for signed in siblings:
         number, _, rest = signed.node.name.partition(".")
         is_numbered = number.isascii() and number.isdecimal() and str(int(number[:18])) == number
@@ -74,7 +74,7 @@ def _collapse(siblings: list[_Signed]) -> list[_Signed]:
     return [_merge(group) for group in groups.values()]
 
 
-def _merge(group: list[_Signed]) -> _Signed:
+def _merge(group: list[_SignedNode]) -> _SignedNode:
     if len(group) == 1:
         return group[0]
     first = group[0].node
@@ -82,11 +82,11 @@ def _merge(group: list[_Signed]) -> _Signed:
     rest = first.name.partition(".")[1:]
     merged = _multiply(first, len(group))
     merged.name = ranges_text(numbers) + "".join(rest)
-    return _Signed(merged, group[0].signature)
+    return _SignedNode(merged, group[0].signature)
 
 
-def _multiply(node: Node, factor: int) -> Node:
-    return Node(
+def _multiply(node: ModuleNode, factor: int) -> ModuleNode:
+    return ModuleNode(
         node.name,
         node.tensor,
         [_multiply(child, factor) for child in node.children],

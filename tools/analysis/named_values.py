@@ -1,5 +1,5 @@
-"""What a checkpoint holds, by the names that users know it by: tensors, tied ones under each name, and plain values,
-leaf by leaf. It reads nothing but the manifest.
+"""Lists the contents of a checkpoint by the names of the user's state: tensors, tied ones under each name, and plain
+values, leaf by leaf. It reads only the manifest.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from bytecheckpoint.adapters.shards import dtype_name
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
-from .value_difference import Side, Tolerance, find_difference
+from .value_difference import Elements, Tolerance, find_difference
 
 
-class Place(NamedTuple):
-    """Where a plain value stands."""
+class ValueKey(NamedTuple):
+    """Name and rank of a plain value."""
 
     fqn: str
     rank: int | None
     """The rank that saved it; None where all ranks have it in common."""
 
 
-class Named(NamedTuple):
+class NamedValues(NamedTuple):
     """The contents of a checkpoint."""
 
     tensors: dict[str, str]
-    """By each of its names, the FQN under which a tensor is stored."""
-    values: dict[Place, Any]
-    """The leaves of plain data. A tensor of a single rank that lies in data files is a TensorRef."""
+    """FQN under which a tensor is stored, by each of its names."""
+    values: dict[ValueKey, Any]
+    """Leaves of plain data. A tensor of a single rank that lies in data files is a TensorRef."""
 
 
-def named_values(manifest: Manifest, is_wanted: Callable[[str], bool]) -> Named:
-    """Those whose names are wanted.
+def named_values(manifest: Manifest, is_wanted: Callable[[str], bool]) -> NamedValues:
+    """Returns the contents whose names are wanted.
 
-    Tensors stored under a name made of their content stand under the names that the state gave them. Raises what
+    Tensors stored under a name made of their content get the names of the state. Raises what
     decoding plain data raises.
     """
     tensors = {fqn: fqn for fqn in manifest.tensors} | dict(manifest.aliases)
-    values: dict[Place, Any] = {}
+    values: dict[ValueKey, Any] = {}
     for place, value in _leaves(manifest):
         if not isinstance(value, TensorRef) or place.rank is not None:
             values[place] = value
@@ -51,25 +51,25 @@ def named_values(manifest: Manifest, is_wanted: Callable[[str], bool]) -> Named:
             tensors[place.fqn] = value.fqn
         if isinstance(value, TensorRef) and value.fqn != place.fqn and is_content_fqn(value.fqn):
             tensors.pop(value.fqn, None)
-    return Named(
+    return NamedValues(
         {fqn: stored for fqn, stored in tensors.items() if is_wanted(fqn)},
         {place: value for place, value in values.items() if is_wanted(place.fqn)},
     )
 
 
-def _leaves(manifest: Manifest) -> Iterator[tuple[Place, Any]]:
+def _leaves(manifest: Manifest) -> Iterator[tuple[ValueKey, Any]]:
     for fqn, data in manifest.objects.items():
         for leaf, value in leaves(decode_plain(data), fqn).items():
-            yield Place(leaf, None), value
+            yield ValueKey(leaf, None), value
     for fqn, by_rank in manifest.rank_objects.items():
         for rank, data in sorted(by_rank.items()):
             for leaf, value in leaves(decode_plain(data), fqn).items():
-                yield Place(leaf, rank), value
+                yield ValueKey(leaf, rank), value
 
 
 def is_same(a: Any, b: Any, tolerance: Tolerance | None) -> bool:
-    """Whether two plain values are the same: of one type, with the same bits, or the same within a tolerance where
-    they are floats, or lists, arrays and tensors of floats.
+    """Returns True if two plain values are the same: of one type, with the same bits, or, if they are floats, or lists,
+    arrays and tensors of floats, the same within a tolerance.
     """
     if type(a) is not type(b):
         return False
@@ -88,22 +88,22 @@ def is_same(a: Any, b: Any, tolerance: Tolerance | None) -> bool:
     return False
 
 
-def _is_near(a: Side | None, b: Side | None, tolerance: Tolerance) -> bool:
+def _is_near(a: Elements | None, b: Elements | None, tolerance: Tolerance) -> bool:
     if a is None or b is None or a.dtype != b.dtype:
         return False
     return not find_difference(a, b, tolerance).num_differing
 
 
-def _scalar(value: float) -> Side:
-    return Side("float64", memoryview(np.float64(value).tobytes()))
+def _scalar(value: float) -> Elements:
+    return Elements("float64", memoryview(np.float64(value).tobytes()))
 
 
-def _elements(value: Any) -> Side | None:
-    """Of a tensor or array of floating point numbers; of nothing else a part may differ."""
+def _elements(value: Any) -> Elements | None:
+    """Returns the elements of a tensor or array of floating point numbers; None for all that has no tolerance."""
     if isinstance(value, torch.Tensor):
         is_float = value.is_floating_point()
         content = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if is_float else b""
-        return Side(dtype_name(value.dtype), memoryview(content)) if is_float else None
+        return Elements(dtype_name(value.dtype), memoryview(content)) if is_float else None
     array = np.ascontiguousarray(value)
     name = array.dtype.newbyteorder("<").name if array.dtype.kind == "f" and array.dtype.itemsize <= 8 else None
-    return Side(name, memoryview(array.astype(array.dtype.newbyteorder("<")).tobytes())) if name else None
+    return Elements(name, memoryview(array.astype(array.dtype.newbyteorder("<")).tobytes())) if name else None

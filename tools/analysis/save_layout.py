@@ -1,5 +1,5 @@
-"""How a checkpoint was cut and spread when it was saved: parts of tensors, chunks of files, bytes of ranks. It looks at
-a million chunks as columns, and makes no record of any.
+"""Sums up how a save has cut and spread a checkpoint: parts of tensors, chunks of files, bytes of ranks. A million
+chunks stay columns.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _WHOLE = "whole"
 _RANK = re.compile(r"-([0-9]{1,9})-[0-9]+\.safetensors\Z")
 
 
-class Cut(NamedTuple):
-    """The tensors that are cut alike."""
+class CutTotals(NamedTuple):
+    """Sums over tensors that are cut alike."""
 
     name: str
     """`whole`, parts along each dimension (`4 x 1`), or `irregular`."""
@@ -32,54 +32,54 @@ class Cut(NamedTuple):
     num_bytes: int
 
 
-class Writers(NamedTuple):
-    """What the ranks of the save have written."""
+class WriterBytes(NamedTuple):
+    """Bytes that the ranks of a save have written."""
 
     num_ranks: int
-    """That have written anything."""
+    """Number of ranks that have written anything."""
     min_num_bytes: int
     median_num_bytes: float
     max_num_bytes: int
 
 
-class Compressed(NamedTuple):
-    """What compressing has saved."""
+class CompressedBytes(NamedTuple):
+    """Bytes that compression has saved."""
 
     num_chunks: int
-    """That are compressed."""
+    """Number of compressed chunks."""
     num_bytes: int
-    """Of all chunks, as stored."""
+    """Bytes of all chunks, as stored."""
     raw_num_bytes: int
-    """Of all elements."""
+    """Bytes of all elements."""
 
 
 def chunk_counts(manifest: Manifest) -> dict[str, int]:
-    """How many chunks each tensor has."""
+    """Counts the chunks of each tensor."""
     return dict(zip(manifest.tensors, manifest.table.columns.num_chunks.tolist(), strict=True))
 
 
 def chunks_by_file(manifest: Manifest) -> list[int]:
-    """How many chunks each file has."""
+    """Counts the chunks of each file."""
     files = manifest.table.columns.files.astype(np.int64)
     counts: list[int] = np.bincount(files, minlength=len(manifest.files)).tolist()
     return counts
 
 
-def cuts_of(manifest: Manifest) -> list[Cut]:
-    """The ways in which tensors are cut, those with most bytes first."""
-    cuts: dict[str, Cut] = {}
+def cuts_of(manifest: Manifest) -> list[CutTotals]:
+    """Sums up tensors by the way they are cut, most bytes first."""
+    cuts: dict[str, CutTotals] = {}
     counts = chunk_counts(manifest)
     for fqn, part in _parts(manifest):
         dtype, shape = manifest.describe(fqn)
         name = _name_of(shape, part, counts[fqn])
-        _, num_tensors, num_chunks, num_bytes = cuts.get(name) or Cut(name, 0, 0, 0)
+        _, num_tensors, num_chunks, num_bytes = cuts.get(name, (name, 0, 0, 0))
         more_bytes = prod(shape) * itemsize(dtype)
-        cuts[name] = Cut(name, num_tensors + 1, num_chunks + counts[fqn], num_bytes + more_bytes)
+        cuts[name] = CutTotals(name, num_tensors + 1, num_chunks + counts[fqn], num_bytes + more_bytes)
     return sorted(cuts.values(), key=lambda cut: (-cut.num_bytes, cut.name))
 
 
 def _parts(manifest: Manifest) -> Iterator[tuple[str, Sequence[int] | None]]:
-    """Each tensor with the lengths of a part where its chunks are a regular grid, else None."""
+    """Yields each tensor with the lengths of a part if its chunks are a regular grid, else None."""
     columns = manifest.table.columns
     lengths = columns.grid_parts.tolist()
     bounds = pairwise([0, *np.cumsum(columns.num_dims * columns.is_grid).tolist()])
@@ -93,8 +93,8 @@ def _name_of(shape: Sequence[int], part: Sequence[int] | None, num_chunks: int) 
     return "irregular" if part is None else " x ".join(map(str, grid_counts(shape, part)))
 
 
-def writers_of(manifest: Manifest) -> Writers | None:
-    """By the names of data files; None where they have others, as in foreign formats."""
+def writers_of(manifest: Manifest) -> WriterBytes | None:
+    """Sums bytes by the ranks in the names of data files; None if a name has no rank, as in foreign formats."""
     by_rank: Counter[int] = Counter()
     for file in manifest.files:
         found = _RANK.search(file.name)
@@ -104,27 +104,22 @@ def writers_of(manifest: Manifest) -> Writers | None:
     if not by_rank:
         return None
     of_ranks = list(by_rank.values())
-    return Writers(len(of_ranks), min(of_ranks), median(of_ranks), max(of_ranks))
+    return WriterBytes(len(of_ranks), min(of_ranks), median(of_ranks), max(of_ranks))
 
 
-def compressed(manifest: Manifest) -> Compressed | None:
-    """None where no chunk is compressed."""
+def compressed(manifest: Manifest) -> CompressedBytes | None:
+    """Returns None if no chunk is compressed."""
     columns = manifest.table.columns
     packed = [index for index, name in enumerate(columns.codec_names) if name != "none"]
     num_chunks = int(np.isin(columns.codecs, packed).sum())
     num_bytes = int(columns.byte_lengths.sum())
     described = manifest.describe_all().values()
     raw_num_bytes = sum(prod(shape) * itemsize(dtype) for dtype, shape in described)
-    return Compressed(num_chunks, num_bytes, raw_num_bytes) if num_chunks else None
-
-
-def is_covered_once(manifest: Manifest, fqn: str) -> bool:
-    """Whether the chunks of a tensor cover it exactly once. Of a regular grid that is known."""
-    return manifest.table.find_fault(fqn) is None
+    return CompressedBytes(num_chunks, num_bytes, raw_num_bytes) if num_chunks else None
 
 
 def first_chunks(record: TensorRecord, count: int) -> TensorRecord:
-    """The record with at most so many of its chunks (0 for all): to show some of a million makes none of the others."""
+    """Returns the record with at most so many of its chunks (0 for all), without making the others."""
     if not count or record.num_chunks <= count:
         return record
     return record._replace(

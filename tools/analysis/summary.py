@@ -1,4 +1,4 @@
-"""What a manifest says, as the records that `bcp show` prints: totals, tensors, files, plain objects. It reads no data
+"""Summarizes a manifest as the records that `bcp show` prints: totals, tensors, files, plain objects. It reads no data
 file; only plain objects need torch to be decoded.
 """
 
@@ -18,13 +18,13 @@ from bytecheckpoint.manifest import Chunk, Manifest, TensorRecord
 
 from ..arguments import Opened
 from ..render.number_format import shape_text, shortened, some_of
-from .save_layout import Cut, chunk_counts, chunks_by_file, cuts_of, is_covered_once
+from .save_layout import CutTotals, chunk_counts, chunks_by_file, cuts_of
 
 _DIGITS = re.compile(r"([0-9]+)")
 _MAX_TEXT = 200
 
 
-class Tensor(NamedTuple):
+class TensorEntry(NamedTuple):
     """A tensor, or another name of a tied one."""
 
     fqn: str
@@ -40,7 +40,7 @@ class Tensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in the data files: nothing for an alias."""
+        """Bytes in the data files: 0 for an alias."""
         return 0 if self.alias_of else self.num_elements * itemsize(self.dtype)
 
     @property
@@ -49,22 +49,22 @@ class Tensor(NamedTuple):
 
 
 @dataclass(slots=True)
-class Total:
-    """Of tensors that are stored; aliases count for nothing."""
+class TensorTotals:
+    """Sums over stored tensors; aliases do not count."""
 
     name: str
     num_tensors: int = 0
     num_elements: int = 0
     num_bytes: int = 0
 
-    def add(self, tensor: Tensor) -> None:
+    def add(self, tensor: TensorEntry) -> None:
         if tensor.alias_of is None:
             self.num_tensors += 1
             self.num_elements += tensor.num_elements
             self.num_bytes += tensor.num_bytes
 
 
-class Plain(NamedTuple):
+class PlainEntry(NamedTuple):
     """A plain value."""
 
     fqn: str
@@ -72,34 +72,34 @@ class Plain(NamedTuple):
     """The rank that saved it; None where all ranks have it in common."""
     type: str
     value: Any
-    """Itself where JSON has it, else text."""
+    """The value itself if JSON can hold it, else text."""
     text: str
 
 
-class Contents:
+class ManifestSummary:
     """The tensors of an opened checkpoint in natural order (layer 10 after layer 9), and their totals."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
         stored = manifest.describe_all()
-        tensors = [Tensor(fqn, dtype, shape, None) for fqn, (dtype, shape) in stored.items()]
-        tensors += [Tensor(alias, *stored[fqn], fqn) for alias, fqn in manifest.aliases.items()]
+        tensors = [TensorEntry(fqn, dtype, shape, None) for fqn, (dtype, shape) in stored.items()]
+        tensors += [TensorEntry(alias, *stored[fqn], fqn) for alias, fqn in manifest.aliases.items()]
         self.tensors = sorted(tensors, key=lambda tensor: natural_order(tensor.fqn))
 
     @cached_property
-    def entries(self) -> list[Total]:
-        """By top-level name of the state that was saved."""
+    def entries(self) -> list[TensorTotals]:
+        """Totals by top-level name of the state."""
         return _totals(self.tensors, lambda tensor: tensor.fqn.split(".", 1)[0])
 
     @cached_property
-    def dtypes(self) -> list[Total]:
-        """By dtype, the largest first."""
+    def dtypes(self) -> list[TensorTotals]:
+        """Totals by dtype, the largest first."""
         totals = _totals(self.tensors, lambda tensor: tensor.dtype)
         return sorted(totals, key=lambda total: -total.num_bytes)
 
     @cached_property
     def num_parameters(self) -> int:
-        """Elements of all tensors but those that are the state of an optimizer."""
+        """Number of elements of all tensors but optimizer state."""
         optimizers = {
             name
             for name in {fqn.split(".", 1)[0] for fqn in self._manifest.objects}
@@ -116,23 +116,21 @@ class Contents:
         return sum(self._num_chunks.values())
 
     @cached_property
-    def cuts(self) -> list[Cut]:
-        """The ways in which tensors are cut."""
+    def cuts(self) -> list[CutTotals]:
         return cuts_of(self._manifest)
 
-    def record(self, tensor: Tensor) -> TensorRecord:
-        """Where the tensor lies."""
+    def record(self, tensor: TensorEntry) -> TensorRecord:
         return self._manifest.tensors[tensor.stored_fqn]
 
-    def num_chunks_of(self, tensor: Tensor) -> int:
+    def num_chunks_of(self, tensor: TensorEntry) -> int:
         return self._num_chunks[tensor.stored_fqn]
 
-    def is_covered_once(self, tensor: Tensor) -> bool:
-        """Whether the chunks of a tensor cover it exactly once."""
-        return is_covered_once(self._manifest, tensor.stored_fqn)
+    def is_covered_once(self, tensor: TensorEntry) -> bool:
+        """Returns True if the chunks of a tensor cover it exactly once."""
+        return self._manifest.table.find_fault(tensor.stored_fqn) is None
 
     def chunk_json(self, chunk: Chunk) -> dict[str, Any]:
-        """A chunk, with the name of its file."""
+        """Returns a chunk with the name of its file."""
         return {
             "offsets": chunk.region.offsets,
             "lengths": chunk.region.lengths,
@@ -142,8 +140,8 @@ class Contents:
             "codec": chunk.codec,
         }
 
-    def select(self, patterns: Sequence[str], *, path: str) -> list[Tensor]:
-        """The tensors with one of these FQNs, or matching one of these globs; all where there is no pattern.
+    def select(self, patterns: Sequence[str], *, path: str) -> list[TensorEntry]:
+        """Returns the tensors with one of these FQNs, or matching one of these globs; all if there is no pattern.
 
         Raises CheckpointNotFoundError (not_found) for a pattern without any.
         """
@@ -160,7 +158,7 @@ class Contents:
 
 
 def natural_order(fqn: str) -> list[str | tuple[int, str]]:
-    """A sort key under which numbers in a name count as numbers."""
+    """Returns a sort key under which numbers in a name count as numbers."""
     parts: list[Any] = _DIGITS.split(fqn)
     parts[1::2] = [(int(digits[:18]), digits) for digits in parts[1::2]]
     return parts
@@ -174,17 +172,16 @@ def _no_such_tensor(path: str, pattern: str, names: Iterable[str]) -> str:
     return f"no tensor of {path} is named or matches {pattern!r}; {hint}"
 
 
-def _totals(tensors: Iterable[Tensor], name_of: Any) -> list[Total]:
-    totals: dict[str, Total] = {}
+def _totals(tensors: Iterable[TensorEntry], name_of: Any) -> list[TensorTotals]:
+    totals: dict[str, TensorTotals] = {}
     for tensor in tensors:
         name = name_of(tensor)
-        total = totals.get(name) or totals.setdefault(name, Total(name))
-        total.add(tensor)
+        totals.setdefault(name, TensorTotals(name)).add(tensor)
     return list(totals.values())
 
 
 def file_rows(manifest: Manifest) -> list[dict[str, Any]]:
-    """Each data file: its size, checksums and chunks."""
+    """Returns size, number of checksums and of chunks of each data file."""
     return [
         {
             "name": file.name,
@@ -196,8 +193,8 @@ def file_rows(manifest: Manifest) -> list[dict[str, Any]]:
     ]
 
 
-def plain_objects(opened: Opened) -> list[Plain]:
-    """All plain values, those of single ranks under each rank."""
+def plain_objects(opened: Opened) -> list[PlainEntry]:
+    """Returns all plain values, those of single ranks under each rank."""
     # Decoding them needs torch, and no other command does.
     from bytecheckpoint.adapters.plain.plain_data import decode_plain  # noqa: PLC0415
     from bytecheckpoint.adapters.plain.plain_tree import leaves  # noqa: PLC0415
@@ -216,12 +213,12 @@ def plain_objects(opened: Opened) -> list[Plain]:
     return sorted(found, key=lambda plain: (natural_order(plain.fqn), -1 if plain.rank is None else plain.rank))
 
 
-def _plain(fqn: str, rank: int | None, value: Any) -> Plain:
-    return Plain(fqn, rank, type(value).__name__, *plain_value(value))
+def _plain(fqn: str, rank: int | None, value: Any) -> PlainEntry:
+    return PlainEntry(fqn, rank, type(value).__name__, *plain_value(value))
 
 
 def plain_value(value: Any) -> tuple[Any, str]:
-    """A plain value as JSON has it, and as text."""
+    """Returns a plain value as JSON can hold it, and as text."""
     text = _describe(value)
     return value if _is_json(value) else text, text
 

@@ -1,5 +1,5 @@
-"""The tensors of two checkpoints set beside each other, whatever their layouts: read region by region as a load reads
-them, in bounded memory, several regions at a time. What the checksums of both manifests show to be equal is not read.
+"""Compares the tensors of two checkpoints, whatever their layouts: read region by region as a load reads them, in
+bounded memory, several regions at a time. Chunks with equal checksums in both manifests are not read.
 """
 
 from __future__ import annotations
@@ -21,70 +21,72 @@ from bytecheckpoint.region import Region, split_rows, whole
 from bytecheckpoint.runtime.threads import run_jobs
 
 from ..arguments import Opened
-from .differences import flat_position, index_of
 from .equal_chunks import ChunkColumns, are_cut_alike, known_equal
-from .value_difference import Difference, First, Side, Tolerance, can_compare, find_difference
+from .value_difference import Elements, Tolerance, ValueDifference, can_compare, find_difference
 
 _TILE_BYTES = 16 << 20
-"""Of one side."""
+"""Bytes of a region, of one side."""
 _TILES_AT_ONCE = 4096
 _OPTIONS = LoadOptions(reader_threads=1, scratch_bytes=16 << 20)
 
 
-class Pair(NamedTuple):
-    """A tensor of each checkpoint, of one shape, under the FQNs under which they are stored."""
+class TensorPair(NamedTuple):
+    """Stored FQNs of a tensor of each checkpoint, of one shape."""
 
     a: str
     b: str
 
 
-class Compared(NamedTuple):
-    """What came of it."""
+class ComparedTensors(NamedTuple):
+    """Result of a comparison."""
 
-    differences: dict[Pair, Difference]
-    """Of all pairs whose values can be compared."""
+    differences: dict[TensorPair, ValueDifference]
+    """Differences of all pairs whose values can be compared."""
     num_bytes_same: int
-    """Of the first checkpoint, that need not be read because both manifests have the same checksums for them."""
+    """Bytes of the first checkpoint that are not read because both manifests have the same checksums for them."""
 
 
-class _Tile(NamedTuple):
+class _ComparedRegion(NamedTuple):
     """A region of a pair that is compared at once."""
 
-    pair: Pair
+    pair: TensorPair
     region: Region
     num_bytes: int
-    """Of the wider dtype."""
+    """Bytes in the wider dtype."""
 
 
 class TensorDiff:
-    """The comparison of two opened checkpoints. Making it reads nothing; `num_bytes` are to be read of both."""
+    """Comparison of two opened checkpoints. Making it reads nothing; `num_bytes` are to be read of both."""
 
-    def __init__(self, a: Opened, b: Opened, pairs: Iterable[Pair], *, tolerance: Tolerance | None) -> None:
-        self._sources = _source(a), _source(b)
+    def __init__(self, a: Opened, b: Opened, pairs: Iterable[TensorPair], *, tolerance: Tolerance | None) -> None:
+        self._sources = [
+            Source(side.store, side.folder, side.manifest, _OPTIONS, is_exchanged=False) for side in (a, b)
+        ]
         self._tolerance = tolerance
         self._lock = threading.Lock()
-        self._regions: list[tuple[Pair, Region]] = []
-        self._differences: dict[Pair, Difference] = {}
+        self._regions: list[tuple[TensorPair, Region]] = []
+        self._differences: dict[TensorPair, ValueDifference] = {}
         self._num_bytes_same = 0
         for pair in dict.fromkeys(pairs):
             if can_compare(a.manifest.describe(pair.a)[0], b.manifest.describe(pair.b)[0]):
-                self._differences[pair] = Difference()
+                self._differences[pair] = ValueDifference()
         self._add_regions()
 
     @property
     def num_bytes(self) -> int:
         return sum(self._bytes_of(pair, region) for pair, region in self._regions)
 
-    def run(self, *, threads: int, on_progress: Callable[[int], None]) -> Compared:
+    def run(self, *, threads: int, on_progress: Callable[[int], None]) -> ComparedTensors:
         """Reads and compares. `on_progress` gets the number of bytes of both that are done since it was last called.
 
-        Raises what a load raises; every file that is needed is looked at before anything is read.
+        Raises what a load raises; every file that is needed is checked for its size before anything is read.
         """
         # Before anything is cut into tiles: a manifest may claim a tensor of any size.
         for index, source in enumerate(self._sources):
-            _check_files(source, {pair[index] for pair, _ in self._regions})
+            fqns = {pair[index] for pair, _ in self._regions}
+            source.check_files({file for fqn in fqns for file in source.manifest.tensors[fqn].files})
 
-        def do(batch: Sequence[_Tile]) -> None:
+        def do(batch: Sequence[_ComparedRegion]) -> None:
             found = self._compare(batch)
             with self._lock:
                 for tile, difference in zip(batch, found, strict=True):
@@ -92,25 +94,25 @@ class TensorDiff:
                 on_progress(sum(self._bytes_of(tile.pair, tile.region) for tile in batch))
 
         run_jobs(do, _batches(self._tiles()), num_threads=threads)
-        return Compared(self._differences, self._num_bytes_same)
+        return ComparedTensors(self._differences, self._num_bytes_same)
 
-    def _bytes_of(self, pair: Pair, region: Region) -> int:
+    def _bytes_of(self, pair: TensorPair, region: Region) -> int:
         return region.numel * sum(map(itemsize, self._dtypes(pair)))
 
-    def _dtypes(self, pair: Pair) -> list[str]:
+    def _dtypes(self, pair: TensorPair) -> list[str]:
         return [source.manifest.describe(fqn)[0] for source, fqn in zip(self._sources, pair, strict=True)]
 
-    def _tiles(self) -> Iterator[_Tile]:
+    def _tiles(self) -> Iterator[_ComparedRegion]:
         for pair, region in self._regions:
             item_bytes = max(map(itemsize, self._dtypes(pair)))
             for part in split_rows(region, _TILE_BYTES // item_bytes):
-                yield _Tile(pair, part, part.numel * item_bytes)
+                yield _ComparedRegion(pair, part, part.numel * item_bytes)
 
     def _add_regions(self) -> None:
-        """What has to be read: the chunks that may differ of tensors that are cut alike, and all of the others."""
+        """Collects what must be read: chunks that may differ of tensors that are cut alike, and all of the others."""
         a, b = (ChunkColumns(source.manifest) for source in self._sources)
-        alike: list[Pair] = []
-        others: list[Pair] = []
+        alike: list[TensorPair] = []
+        others: list[TensorPair] = []
         for pair in self._differences:
             dtype_a, dtype_b = self._dtypes(pair)
             is_alike = dtype_a == dtype_b and are_cut_alike(a, pair.a, b, pair.b)
@@ -132,10 +134,10 @@ class TensorDiff:
         for pair in others:
             self._add(pair, [whole(a.manifest.describe(pair.a)[1])])
 
-    def _add(self, pair: Pair, regions: Iterable[Region]) -> None:
+    def _add(self, pair: TensorPair, regions: Iterable[Region]) -> None:
         self._regions += [(pair, region) for region in regions if region.numel]
 
-    def _compare(self, batch: Sequence[_Tile]) -> list[Difference]:
+    def _compare(self, batch: Sequence[_ComparedRegion]) -> list[ValueDifference]:
         sides = [
             _read(source, [(tile.pair[index], tile.region) for tile in batch])
             for index, source in enumerate(self._sources)
@@ -145,23 +147,16 @@ class TensorDiff:
             difference = find_difference(a, b, self._tolerance)
             if difference.first is not None:
                 _, shape = self._sources[0].manifest.describe(tile.pair.a)
-                position = _position(difference.first.position, tile.region, shape)
-                difference.first = First(position, difference.first.a, difference.first.b)
+                index = np.unravel_index(difference.first.position, tile.region.lengths)
+                whole_index = [at + offset for at, offset in zip(index, tile.region.offsets, strict=True)]
+                position = int(np.ravel_multi_index(whole_index, shape)) if shape else 0
+                difference.first = difference.first._replace(position=position)
             found.append(difference)
         return found
 
 
-def _source(opened: Opened) -> Source:
-    return Source(opened.store, opened.folder, opened.manifest, _OPTIONS, is_exchanged=False)
-
-
-def _check_files(source: Source, fqns: Iterable[str]) -> None:
-    files = {file for fqn in fqns for file in source.manifest.tensors[fqn].files}
-    source.check_files(files)
-
-
-def _batches(tiles: Iterable[_Tile]) -> Iterator[list[_Tile]]:
-    batch: list[_Tile] = []
+def _batches(tiles: Iterable[_ComparedRegion]) -> Iterator[list[_ComparedRegion]]:
+    batch: list[_ComparedRegion] = []
     num_bytes = 0
     for tile in tiles:
         if batch and (num_bytes + tile.num_bytes > _TILE_BYTES or len(batch) == _TILES_AT_ONCE):
@@ -173,16 +168,16 @@ def _batches(tiles: Iterable[_Tile]) -> Iterator[list[_Tile]]:
         yield batch
 
 
-def _read(source: Source, wanted: Sequence[tuple[str, Region]]) -> list[Side]:
-    """The stored bytes of these regions, on the calling thread."""
+def _read(source: Source, wanted: Sequence[tuple[str, Region]]) -> list[Elements]:
+    """Reads the stored bytes of these regions, on the calling thread."""
     described = source.manifest.describe_each([fqn for fqn, _ in wanted])
     shards, contents = [], []
     for (fqn, region), (dtype, shape) in zip(wanted, described, strict=True):
         content = torch.empty(region.numel * itemsize(dtype), dtype=torch.uint8, device="cpu")
         shards.append(LocalShard(fqn, dtype, shape, region, content.view(torch_dtype(dtype)).view(region.lengths)))
-        contents.append(Side(dtype, content.numpy().data))
+        contents.append(Elements(dtype, content.numpy().data))
     fqns = [fqn for fqn, _ in wanted]
-    # Not Source.plan, which looks at the files: that was done once for all regions.
+    # Not Source.plan, which checks the files: that was done once for all regions.
     fetches = plan_load(
         source.manifest,
         [Want(fqn, region, is_flat=True) for fqn, region in wanted],
@@ -192,10 +187,3 @@ def _read(source: Source, wanted: Sequence[tuple[str, Region]]) -> list[Side]:
     )
     source.read(fetches, shards, fqns)
     return contents
-
-
-def _position(position: int, region: Region, shape: Sequence[int]) -> int:
-    """An element of a region, by its number there, as number in the whole tensor, both row-major."""
-    return flat_position(
-        [at + offset for at, offset in zip(index_of(position, region.lengths), region.offsets, strict=True)], shape
-    )

@@ -1,5 +1,5 @@
-"""What the values of tensors are like, read once, chunk by chunk, in bounded memory. The parts are read as a load reads
-them: few large ranges of a file, each verified.
+"""Computes statistics of the values of tensors, read once, chunk by chunk, in bounded memory. The parts are read as a
+load reads them: few large ranges of a file, each verified.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ..arguments import Opened
 from .element_values import decode_values, has_values
 
 _PART_BYTES = 2 << 20
-"""A part is turned into float64, so a thread takes several times this."""
+"""Bytes of a part. It is converted to float64, so a thread takes several times this."""
 _FETCH_BYTES = 8 << 20
 
 
-class Stats:
-    """Of the values seen so far. Infinities and NaN are counted, and left out of everything else."""
+class TensorStats:
+    """Statistics of the values seen so far. Infinities and NaN are counted, and left out of everything else."""
 
     def __init__(self) -> None:
         self.min: float | int | None = None
@@ -49,16 +49,16 @@ class Stats:
 
     @property
     def std(self) -> float | None:
-        """Of the whole tensor as a population."""
+        """Standard deviation of the whole tensor as a population."""
         return math.sqrt(max(self._squares, 0.0) / self._count) if self._count else None
 
     def as_json(self) -> dict[str, float | int | None]:
-        """By the names that docs/cli.md gives them."""
+        """Returns the statistics by the names of docs/cli.md."""
         numbers = {"min": self.min, "max": self.max, "mean": self.mean, "std": self.std}
         return {**numbers, "num_nan": self.num_nan, "num_inf": self.num_inf, "num_zeros": self.num_zeros}
 
     def add(self, values: np.ndarray) -> None:
-        """More values. Of complex ones only NaN, infinities and zeros are counted: they have no order."""
+        """Adds values. Of complex ones only NaN, infinities and zeros are counted: they have no order."""
         self.num_zeros += int(values.size - np.count_nonzero(values))
         if values.dtype.kind not in "iu":
             is_nan = np.isnan(values)
@@ -86,10 +86,10 @@ class Stats:
         self._count = total
 
 
-def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[int], None]) -> dict[str, Stats]:
-    """The statistics of these stored tensors; those whose dtype has no numbers in it (packed bits) are left out.
+def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[int], None]) -> dict[str, TensorStats]:
+    """Returns the statistics of these stored tensors; dtypes without numbers (packed bits) are left out.
 
-    Raises what a load raises. `on_progress` gets the number of their bytes that were seen since it was last called.
+    Raises what a load raises. `on_progress` gets the number of bytes read since its last call.
     """
     manifest, options = opened.manifest, LoadOptions()
     wanted = [fqn for fqn in fqns if has_values(manifest.describe(fqn)[0])]
@@ -98,7 +98,7 @@ def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[
         files = {file for fqn in wanted for file in manifest.tensors[fqn].files}
         check_files(opened.store, opened.folder, manifest, files)
     fetches = list(_plan(manifest, wanted))
-    found = {fqn: Stats() for fqn in wanted}
+    found = {fqn: TensorStats() for fqn in wanted}
     lock = threading.Lock()
 
     def add(parts: Sequence[Part], byte_offset: int, content: memoryview) -> None:
@@ -151,7 +151,7 @@ def _parts(index: int, chunk: Chunk, item_bytes: int) -> Iterable[BoxPart]:
 
 
 def _frames(index: int, chunk: Chunk, bounds: Sequence[int], item_bytes: int) -> list[Frame]:
-    """All frames of a chunk, each with one part. An empty chunk has none."""
+    """Returns all frames of a chunk, each with one part. An empty chunk has none."""
     if not chunk.byte_length:
         return []
     parts = frame_parts(index, chunk, chunk.region, flat_target=chunk.region, item_bytes=item_bytes)

@@ -1,5 +1,5 @@
-"""How far the values of two tensors are apart, element by element, in bounded memory. NaN and infinities are told apart
-from numbers. It knows stored bytes and dtypes, and no file.
+"""Compares the stored bytes of two tensors element by element, in bounded memory. NaN and infinities count apart from
+numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from bytecheckpoint.dtypes import itemsize
 from .element_values import decode_values, has_values
 
 _SLICE_ELEMENTS = 1 << 18
-"""So many are turned into float64 at once."""
+"""Number of elements that are converted to float64 at once."""
 _BITS = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<u8"}
 
 
@@ -25,40 +25,40 @@ class Tolerance(NamedTuple):
     rtol: float
 
 
-class Side(NamedTuple):
+class Elements(NamedTuple):
     """Elements of one of the two tensors."""
 
     dtype: str
     content: memoryview
-    """As stored, row-major."""
+    """Bytes as stored, row-major."""
 
 
-class First(NamedTuple):
+class FirstDifference(NamedTuple):
     """The first element that differs, in row-major order."""
 
     position: int
-    """In the flat tensor."""
+    """Position in the flat tensor."""
     a: str
-    """Its value on each side, as text: JSON has no NaN."""
+    """Value on each side, as text: JSON has no NaN."""
     b: str
 
 
 @dataclass(slots=True)
-class Difference:
-    """Between two tensors of one shape, as far as they were compared."""
+class ValueDifference:
+    """Difference of two tensors of one shape, as far as they were compared."""
 
     num_differing: int = 0
     num_not_finite: int = 0
-    """Of those, where a NaN or an infinity stands on one side at least, so that there is no distance."""
+    """Number of differing pairs with a NaN or an infinity, so that there is no distance."""
     max_abs: float | int | None = None
-    """Of all pairs of finite values, those within a tolerance too; None where there is none, or elements are no
+    """Largest distance of finite values, those within a tolerance too; None without any, or if elements are no
     numbers."""
     max_rel: float | None = None
-    """Relative to the larger of the two."""
-    first: First | None = None
+    """Largest distance relative to the larger of the two values."""
+    first: FirstDifference | None = None
 
-    def add(self, other: Difference) -> None:
-        """The difference of other elements of the same tensors, with the position in the same numbers."""
+    def add(self, other: ValueDifference) -> None:
+        """Adds the difference of other elements of the same tensors, with positions in the same tensor."""
         self.num_differing += other.num_differing
         self.num_not_finite += other.num_not_finite
         self.max_abs = larger(self.max_abs, other.max_abs)
@@ -68,35 +68,35 @@ class Difference:
 
 
 def larger(a: Any, b: Any) -> Any:
-    """The larger of two numbers, either of which may be None."""
+    """Returns the larger of two numbers, either of which may be None."""
     return b if a is None else a if b is None else max(a, b)
 
 
 def can_compare(dtype_a: str, dtype_b: str) -> bool:
-    """Whether values of these dtypes can be set beside each other: bytes of one dtype, or numbers."""
+    """Returns True if values of these dtypes can be compared: bytes of one dtype, or numbers."""
     return dtype_a == dtype_b or (has_values(dtype_a) and has_values(dtype_b))
 
 
-def find_difference(a: Side, b: Side, tolerance: Tolerance | None) -> Difference:
+def find_difference(a: Elements, b: Elements, tolerance: Tolerance | None) -> ValueDifference:
     """Compares elements of two dtypes for which `can_compare` holds. Without a tolerance every bit of one dtype counts,
     and the values of two.
     """
-    difference = Difference()
+    difference = ValueDifference()
     if a.dtype == b.dtype and same_bytes(a.content, b.content):
         return difference
     bytes_a, bytes_b = itemsize(a.dtype), itemsize(b.dtype)
     num_elements = len(a.content) // bytes_a
     for start in range(0, num_elements, _SLICE_ELEMENTS):
         stop = min(start + _SLICE_ELEMENTS, num_elements)
-        part_a = Side(a.dtype, a.content[start * bytes_a : stop * bytes_a])
-        part_b = Side(b.dtype, b.content[start * bytes_b : stop * bytes_b])
+        part_a = Elements(a.dtype, a.content[start * bytes_a : stop * bytes_a])
+        part_b = Elements(b.dtype, b.content[start * bytes_b : stop * bytes_b])
         if a.dtype != b.dtype or not same_bytes(part_a.content, part_b.content):
             difference.add(_compare(part_a, part_b, tolerance, start))
     return difference
 
 
 def same_bytes(a: memoryview, b: memoryview) -> bool:
-    """Whether two runs of bytes are equal, at the speed of memory."""
+    """Returns True if two runs of bytes are equal, at the speed of memory."""
     if len(a) != len(b):
         return False
     whole = len(a) // 8 * 8
@@ -104,9 +104,9 @@ def same_bytes(a: memoryview, b: memoryview) -> bool:
     return np.array_equal(*words) and bytes(a[whole:]) == bytes(b[whole:])
 
 
-def _compare(a: Side, b: Side, tolerance: Tolerance | None, start: int) -> Difference:
+def _compare(a: Elements, b: Elements, tolerance: Tolerance | None, start: int) -> ValueDifference:
     if not (has_values(a.dtype) and has_values(b.dtype)):
-        return _of_bits(a, b, start)
+        return _compare_bits(a, b, start)
     values_a, values_b = decode_values(a.dtype, a.content), decode_values(b.dtype, b.content)
     with np.errstate(all="ignore"):
         gaps, scales, is_finite = _distances(values_a, values_b)
@@ -118,7 +118,7 @@ def _compare(a: Side, b: Side, tolerance: Tolerance | None, start: int) -> Diffe
             # Equal integers beyond 2**53 are told from others before they are made floating point.
             differs = np.where(is_finite, ~same & (gaps > atol + rtol * scales), ~same)
         relative = gaps[is_finite & (scales > 0)] / scales[is_finite & (scales > 0)]
-    return Difference(
+    return ValueDifference(
         num_differing=int(np.count_nonzero(differs)),
         num_not_finite=int(np.count_nonzero(differs & ~is_finite)),
         max_abs=_largest_gap(values_a, values_b, gaps[is_finite]),
@@ -128,7 +128,7 @@ def _compare(a: Side, b: Side, tolerance: Tolerance | None, start: int) -> Diffe
 
 
 def _distances(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """|a - b|, max(|a|, |b|), and whether both are finite."""
+    """Returns |a - b|, max(|a|, |b|), and True where both are finite."""
     kind = np.complex128 if "c" in {a.dtype.kind, b.dtype.kind} else np.float64
     wide_a, wide_b = a.astype(kind), b.astype(kind)
     scales = np.maximum(np.abs(wide_a), np.abs(wide_b))
@@ -141,7 +141,7 @@ def _are_same_integers(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _integer_gaps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Exact, also where a float64 or the dtype itself could not hold them: differences modulo 2**bits, unsigned."""
+    """Returns exact distances, even if a float64 or the dtype could not hold them: modulo 2**bits, unsigned."""
     unsigned = a.dtype.str.replace("i", "u")
     high, low = np.maximum(a, b), np.minimum(a, b)
     gaps: np.ndarray = high.view(unsigned) - low.view(unsigned)
@@ -154,7 +154,7 @@ def _largest_gap(a: np.ndarray, b: np.ndarray, finite_gaps: np.ndarray) -> float
     return float(finite_gaps.max()) if finite_gaps.size else None
 
 
-def _bits_differ(a: Side, b: Side) -> np.ndarray:
+def _bits_differ(a: Elements, b: Elements) -> np.ndarray:
     item_bytes = itemsize(a.dtype)
     bits = [np.frombuffer(side.content, _BITS[item_bytes]) for side in (a, b)]
     differs: np.ndarray = bits[0] != bits[1]
@@ -163,17 +163,17 @@ def _bits_differ(a: Side, b: Side) -> np.ndarray:
     return differs
 
 
-def _of_bits(a: Side, b: Side, start: int) -> Difference:
-    """Of elements that are no numbers: packed ones."""
+def _compare_bits(a: Elements, b: Elements, start: int) -> ValueDifference:
+    """Compares elements that are no numbers: packed ones."""
     differs = _bits_differ(a, b)
     bits_a, bits_b = (np.frombuffer(side.content, _BITS[itemsize(a.dtype)]) for side in (a, b))
     first = _first(differs, bits_a, bits_b, start)
-    as_hex = first and First(first.position, f"{int(first.a):#x}", f"{int(first.b):#x}")
-    return Difference(num_differing=int(np.count_nonzero(differs)), first=as_hex)
+    as_hex = first and FirstDifference(first.position, f"{int(first.a):#x}", f"{int(first.b):#x}")
+    return ValueDifference(num_differing=int(np.count_nonzero(differs)), first=as_hex)
 
 
-def _first(differs: np.ndarray, a: np.ndarray, b: np.ndarray, start: int) -> First | None:
+def _first(differs: np.ndarray, a: np.ndarray, b: np.ndarray, start: int) -> FirstDifference | None:
     if not differs.any():
         return None
     at = int(np.argmax(differs))
-    return First(start + at, str(a[at].item()), str(b[at].item()))
+    return FirstDifference(start + at, str(a[at].item()), str(b[at].item()))

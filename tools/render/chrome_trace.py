@@ -1,5 +1,5 @@
-"""The phases of a save in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open: a process
-a rank, and in it as many rows as phases overlap.
+"""Writes the phases of a save in the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open: a
+process a rank, and in it as many rows as phases overlap.
 
 The format: "Trace Event Format", Google, https://chromium.googlesource.com/catapult.
 """
@@ -16,7 +16,7 @@ _US = 1e6
 
 
 def chrome_trace(ranks: Sequence[RankRecord], *, path: str) -> dict[str, Any]:
-    """The trace of these ranks as JSON has it. Time 0 is when the first of them called."""
+    """Returns the trace of these ranks as JSON. Time 0 is the call of the first of them."""
     first = first_call(ranks) if ranks else 0.0
     events = [event for record in ranks for event in _events(record, record.started_at - first)]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"checkpoint": path}}
@@ -40,7 +40,7 @@ def _events(record: RankRecord, offset_s: float) -> Iterator[dict[str, Any]]:
 
 
 def in_lanes(spans: Sequence[PhaseSpan]) -> list[tuple[int, PhaseSpan]]:
-    """The spans by start, each with the first row on which no other one is under way."""
+    """Returns the spans by start, each with the first row that is free at its start."""
     ends: list[float] = []
     placed = []
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):

@@ -1,5 +1,5 @@
-"""A small picture of which file holds which part of a tensor: fields for a terminal and for a page. A tensor of more
-than two dimensions is looked at along the two that are cut most.
+"""Draws a small map of the files that hold the parts of a tensor: fields for a terminal and for a page. A tensor of
+more than two dimensions is drawn along the two that are cut most.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HOLE = "."
 
 
 class Axes(NamedTuple):
-    """Which dimensions of a tensor a picture shows."""
+    """Dimensions of a tensor that a map shows."""
 
     down: int | None
     """None for a tensor of one dimension."""
@@ -27,25 +27,23 @@ class Axes(NamedTuple):
 
 
 class ChunkMap(NamedTuple):
-    """The picture."""
+    """A map of a tensor's chunks."""
 
     axes: Axes
     fields: np.ndarray
-    """Rows of fields: which of `files` holds the element in the middle of each; -1 for none. Where the picture leaves
-    dimensions out, the file of one of the chunks that lie behind one another."""
+    """Rows of fields: position in `files` of the file with the element in the middle of the field; -1 for none. If the
+    map leaves dimensions out, the file of one of the chunks that lie behind one another."""
     files: Sequence[int]
-    """All that hold the tensor, rising, as indices into `Manifest.files`."""
+    """Files that hold the tensor, rising, as indices into `Manifest.files`."""
 
 
 def letter_of(position: int) -> str:
-    """The letter of a file by its position among those that hold a tensor; they come again where there are more."""
+    """Returns the letter of a file by its position among those that hold a tensor; letters repeat if there are more."""
     return _LETTERS[position % NUM_LETTERS]
 
 
 def map_chunks(record: TensorRecord, *, max_rows: int, max_columns: int) -> ChunkMap | None:
-    """The picture of a tensor in at most so many fields. None where there is nothing to see: a tensor without
-    dimensions or elements, or of one chunk.
-    """
+    """Draws a tensor in at most so many fields. None for a tensor without dimensions or elements, or of one chunk."""
     if not record.shape or 0 in record.shape or record.num_chunks < 2:
         return None
     boxes = np.array(record.coordinates, np.int64).reshape(record.num_chunks, 2, len(record.shape))
@@ -66,7 +64,7 @@ def map_chunks(record: TensorRecord, *, max_rows: int, max_columns: int) -> Chun
 
 
 def _pick_axes(offsets: np.ndarray) -> Axes:
-    """The two dimensions with the most cuts, in their order; the first ones where there are as many."""
+    """Returns the two dimensions with the most cuts, in their order; the first ones on a tie."""
     num_dims = offsets.shape[1]
     if num_dims == 1:
         return Axes(None, 0)
@@ -76,8 +74,8 @@ def _pick_axes(offsets: np.ndarray) -> Axes:
 
 
 def _fields(boxes: np.ndarray, length: int, num_fields: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each box, its first field and the one after its last, along a dimension of so many elements: those whose
-    middle it holds. The middle of field f is element (2f + 1) * length // (2 * num_fields).
+    """Returns for each box its first field and the one after its last, along a dimension of so many elements: the
+    fields whose middle it holds. The middle of field f is element (2f + 1) * length // (2 * num_fields).
     """
     starts, ends = boxes[:, 0], boxes[:, 0] + boxes[:, 1]
     # In float64, because the product of two lengths may not fit an int64; a field more or less does not matter there.
@@ -87,12 +85,12 @@ def _fields(boxes: np.ndarray, length: int, num_fields: int) -> tuple[np.ndarray
 
 
 def axes_text(axes: Axes) -> str:
-    """What the rows and columns of a picture are."""
+    """Describes the rows and columns of a map."""
     if axes.down is None:
         return "from the first element to the last"
     return f"dimension {axes.down} down, dimension {axes.across} across"
 
 
 def lines_of(drawn: ChunkMap) -> list[str]:
-    """The picture as lines of letters, one a file."""
+    """Returns the map as lines of letters, one a file."""
     return ["".join(_HOLE if file < 0 else letter_of(file) for file in row) for row in drawn.fields.tolist()]

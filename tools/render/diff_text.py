@@ -1,25 +1,25 @@
-"""How `bcp diff` looks."""
+"""Prints the output of `bcp diff`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import reduce
+from typing import TYPE_CHECKING
 
-from ..analysis.differences import ObjectDifference, Result, TensorDifference
+from ..analysis.differences import CheckpointDiff, TensorDifference
 from ..analysis.value_difference import larger
-from .column_widths import Column
-from .number_format import count_text, number_text, shape_text, shortened, size_text
-from .terminal import Screen
+from .number_format import count_text, left_out_text, number_text, shape_text, shortened, size_text
+from .terminal import Column, Screen, TableShape
 
 if TYPE_CHECKING:
     from bytecheckpoint.loading.select import LeftOut
 
 _NAME = "bold cyan"
 _MAX_VALUE_TEXT = 60
-_HOW = "more: --limit 0 shows all"
+_MORE = "more: --limit 0 shows all"
 
 
-def print_diff(screen: Screen, paths: tuple[str, str], result: Result, *, limit: int) -> None:
+def print_diff(screen: Screen, paths: tuple[str, str], result: CheckpointDiff, *, limit: int) -> None:
     for letter, path in zip("AB", paths, strict=True):
         screen.line(f"{letter}  {path}", style="bold")
     screen.line()
@@ -33,24 +33,26 @@ def print_diff(screen: Screen, paths: tuple[str, str], result: Result, *, limit:
     screen.line(f"  {_work(result)}")
     _print_names(screen, "only in A", result.only_in_a, limit)
     _print_names(screen, "only in B", result.only_in_b, limit)
-    _print_kinds(screen, differing, limit)
-    _print_values(screen, [tensor for tensor in differing if "values" in tensor.problems], limit)
-    _print_objects(screen, result.objects, limit)
+    other_kind = [tensor for tensor in differing if tensor.shapes[0] != tensor.shapes[1] or "dtype" in tensor.problems]
+    other_values = [tensor for tensor in differing if "values" in tensor.problems]
+    tables = [(_KIND_TABLE, other_kind), (_VALUE_TABLE, other_values), (_OBJECT_TABLE, result.objects)]
+    for table, items in tables:
+        if items:
+            screen.section(table, items, limit=limit, rest=_MORE)
 
 
 def print_left_out(screen: Screen, left_out: Sequence[LeftOut], *, limit: int) -> None:
-    """What of A the export has no place for, so that it was not compared."""
+    """Prints the parts of A that have no place in the export, so that they were not compared."""
     for item in left_out[: limit or None]:
-        size = f": {count_text(item.num_tensors, 'tensor')}, {size_text(item.num_bytes)}" if item.num_tensors else ""
-        screen.line(f"  not compared: {item.name}{size} ({item.why})")
-    screen.rest(len(left_out), limit, _HOW)
+        screen.line(f"  not compared: {left_out_text(item)}")
+    screen.rest(len(left_out), limit, _MORE)
 
 
-def _counts(result: Result) -> str:
+def _counts(result: CheckpointDiff) -> str:
     return f"{count_text(result.num_tensors, 'tensor')} and {count_text(result.num_objects, 'plain value')}"
 
 
-def _verdict(result: Result, differing: Sequence[TensorDifference]) -> str:
+def _verdict(result: CheckpointDiff, differing: Sequence[TensorDifference]) -> str:
     parts = [
         (len(differing), "tensor", "differ"),
         (len(result.only_in_a), "tensor", "only in A"),
@@ -67,16 +69,14 @@ def _verdict(result: Result, differing: Sequence[TensorDifference]) -> str:
 def _within(near: Sequence[TensorDifference]) -> str:
     if not near:
         return ""
-    max_abs: Any = None
-    max_rel: Any = None
-    for tensor in near:
-        if tensor.values is not None:
-            max_abs, max_rel = larger(max_abs, tensor.values.max_abs), larger(max_rel, tensor.values.max_rel)
+    values = [tensor.values for tensor in near if tensor.values is not None]
+    max_abs = reduce(larger, (found.max_abs for found in values), None)
+    max_rel = reduce(larger, (found.max_rel for found in values), None)
     by = f"by at most {number_text(max_abs)} (relative {number_text(max_rel)})"
     return f"; within the tolerance {count_text(len(near), 'tensor')} differ{'s' * (len(near) == 1)} {by}"
 
 
-def _work(result: Result) -> str:
+def _work(result: CheckpointDiff) -> str:
     rate = result.num_bytes_read / max(result.seconds, 1e-9)
     read = f"{size_text(result.num_bytes_read)} of both compared in {result.seconds:.1f} s ({size_text(rate)}/s)"
     same = f", {size_text(result.num_bytes_same)} of A have the checksums of B" if result.num_bytes_same else ""
@@ -84,47 +84,20 @@ def _work(result: Result) -> str:
 
 
 def _print_names(screen: Screen, title: str, names: Sequence[str], limit: int) -> None:
-    if not names:
-        return
-    screen.line()
-    screen.table([Column(title, style=_NAME)], [[name] for name in names[: limit or None]])
-    screen.rest(len(names), limit, _HOW)
+    if names:
+        screen.section(TableShape([Column(title, style=_NAME)], lambda name: [name]), names, limit=limit, rest=_MORE)
 
 
-def _print_kinds(screen: Screen, tensors: Sequence[TensorDifference], limit: int) -> None:
-    shown = [tensor for tensor in tensors if tensor.shapes[0] != tensor.shapes[1] or "dtype" in tensor.problems]
-    if not shown:
-        return
-    facts = ("dtype A", "dtype B", "shape A", "shape B")
-    columns = [Column("tensor", style=_NAME), *(Column(name, is_whole=True) for name in facts)]
-    screen.line()
-    screen.table(
-        columns,
-        [[tensor.fqn, *tensor.dtypes, *map(shape_text, tensor.shapes)] for tensor in shown[: limit or None]],
-    )
-    screen.rest(len(shown), limit, _HOW)
-
-
-def _print_values(screen: Screen, tensors: Sequence[TensorDifference], limit: int) -> None:
-    if not tensors:
-        return
-    columns = [
+_KIND_TABLE = TableShape(
+    [
         Column("tensor", style=_NAME),
-        Column("differing", is_right=True),
-        Column("of", is_right=True, drop=2),
-        Column("max abs", is_right=True),
-        Column("max rel", is_right=True, drop=3),
-        Column("NaN/Inf", is_right=True, drop=1),
-        Column("first at", is_whole=True, drop=4),
-        Column("A", is_right=True),
-        Column("B", is_right=True),
-    ]
-    screen.line()
-    screen.table(columns, list(map(_value_row, tensors[: limit or None])))
-    screen.rest(len(tensors), limit, _HOW)
+        *(Column(name, is_whole=True) for name in ("dtype A", "dtype B", "shape A", "shape B")),
+    ],
+    lambda tensor: [tensor.fqn, *tensor.dtypes, *map(shape_text, tensor.shapes)],
+)
 
 
-def _value_row(tensor: TensorDifference) -> list[str]:
+def _value_cells(tensor: TensorDifference) -> list[str]:
     values = tensor.values
     if values is None or values.first is None:
         return [tensor.fqn, *["-"] * 8]
@@ -142,21 +115,32 @@ def _value_row(tensor: TensorDifference) -> list[str]:
 
 
 def _value_text(text: str) -> str:
-    """A float in few digits; integers, complex numbers and bits as they are."""
+    """Formats a float in few digits; keeps integers, complex numbers and bits."""
     try:
         return text if text.lstrip("-").isdigit() else f"{float(text):.6g}"
     except ValueError:
         return text
 
 
-def _print_objects(screen: Screen, objects: Sequence[ObjectDifference], limit: int) -> None:
-    if not objects:
-        return
-    columns = [Column("plain value", style=_NAME), Column("rank", is_right=True), Column("A"), Column("B")]
-    rows = [
-        [item.fqn, "" if item.rank is None else str(item.rank), *(shortened(t, _MAX_VALUE_TEXT) for t in item.texts)]
-        for item in objects[: limit or None]
-    ]
-    screen.line()
-    screen.table(columns, rows)
-    screen.rest(len(objects), limit, _HOW)
+_VALUE_TABLE = TableShape(
+    [
+        Column("tensor", style=_NAME),
+        Column("differing", is_right=True),
+        Column("of", is_right=True, drop=2),
+        Column("max abs", is_right=True),
+        Column("max rel", is_right=True, drop=3),
+        Column("NaN/Inf", is_right=True, drop=1),
+        Column("first at", is_whole=True, drop=4),
+        Column("A", is_right=True),
+        Column("B", is_right=True),
+    ],
+    _value_cells,
+)
+_OBJECT_TABLE = TableShape(
+    [Column("plain value", style=_NAME), Column("rank", is_right=True), Column("A"), Column("B")],
+    lambda item: [
+        item.fqn,
+        "" if item.rank is None else str(item.rank),
+        *(shortened(text, _MAX_VALUE_TEXT) for text in item.texts),
+    ],
+)

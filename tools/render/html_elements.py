@@ -1,23 +1,22 @@
-"""Pieces of a page, each well-formed and with everything escaped that a checkpoint may have put into a name."""
+"""Elements of a page, each well-formed and with names of the checkpoint escaped."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from .column_widths import Column
-from .terminal import printable
+from .terminal import Column, printable
 
 Attributes = Mapping[str, object]
 
 
 def text(value: object) -> str:
-    """Text that stands between tags."""
+    """Escapes text between tags."""
     return escape(printable(str(value)))
 
 
 def tag(name: str, attributes: Attributes, *content: str) -> str:
-    """An element around pieces of a page; floats in attributes have two decimals."""
+    """Returns an element around others; floats in attributes have two decimals."""
     given = "".join(f' {key}="{_attribute(value)}"' for key, value in attributes.items())
     return f"<{name}{given}>{''.join(content)}</{name}>" if content else f"<{name}{given}/>"
 
@@ -27,7 +26,7 @@ def _attribute(value: object) -> str:
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> str:
-    """Rows of text under their titles."""
+    """Returns rows of text under their titles."""
     classes = [{"class": "right"} if column.is_right else {} for column in columns]
     titles = (tag("th", kind, text(column.title)) for column, kind in zip(columns, classes, strict=True))
     lines = [
@@ -37,12 +36,12 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> str:
 
 
 def color(number: int, *, lightness: int = 68) -> str:
-    """One of many colours, neighbours far apart: hues in steps of the golden angle."""
+    """Returns one of many colours, neighbours far apart: hues in steps of the golden angle."""
     return f"hsl({round(number * 137.508) % 360} 62% {lightness}%)"
 
 
 def fitted(label: str, width: float) -> str:
-    """As much of a label as fits into so many pixels at the size of a picture's text; nothing if that is too little."""
+    """Shortens a label to so many pixels at the size of a picture's text; returns "" if too little would be left."""
     most = int(width / 6.6)
     shown = printable(label)
     return shown if len(shown) <= most else shown[: most - 1] + "…" if most >= 4 else ""

@@ -1,39 +1,28 @@
-"""The report of `bcp show --html`: one page that needs nothing but itself. It runs no script, asks no network, and
-stays small at a million chunks, because pictures and tables show a bounded part and say what is left out.
+"""Makes the report of `bcp show --html`: one page that needs nothing but itself. It runs no script, asks no network,
+and stays small at a million chunks, because pictures and tables show a bounded part and say what is left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bytecheckpoint.diagnostics.phase_summary import phases_of, slowest_ranks
 from bytecheckpoint.diagnostics.telemetry_records import SaveRecords
 from bytecheckpoint.manifest import TensorRecord
 
 from ..analysis.module_tree import build_tree
-from ..analysis.summary import Contents, Plain, Tensor, file_rows
-from ..analysis.tensor_stats import Stats
+from ..analysis.summary import ManifestSummary, PlainEntry, TensorEntry, file_rows
+from ..analysis.tensor_stats import TensorStats
 from ..arguments import Opened
 from .chunk_map import ChunkMap, axes_text
-from .column_widths import Column
 from .html_elements import color, table, tag, text
 from .number_format import count_text, shape_text, shortened
 from .report_charts import bar, chunk_picture, treemap
 from .save_charts import gantt, heat_map
-from .show_text import (
-    FILE_COLUMNS,
-    OBJECT_COLUMNS,
-    TREE_COLUMNS,
-    file_cells,
-    object_cells,
-    summary_rows,
-    tables_of_totals,
-    tensor_cells,
-    tensor_columns,
-    tree_rows,
-)
-from .timeline_text import PHASE_COLUMNS, SLOW_COLUMNS, phase_cells, slow_cells
+from .show_text import FILE_TABLE, OBJECT_TABLE, TREE_TABLE, summary_rows, tables_of_totals, tensor_table, tree_rows
+from .terminal import Column, TableShape
+from .timeline_text import PHASE_TABLE, SLOW_TABLE
 
 _MAX_ROWS = 400
 _MAX_PICTURES = 12
@@ -64,20 +53,20 @@ svg text.small { font-size: 10px; fill: currentColor; }
 """
 
 
-class Shown(NamedTuple):
-    """What the report is to be about."""
+class ReportContents(NamedTuple):
+    """Contents of a report."""
 
-    tensors: Sequence[Tensor]
-    """Those that `--tensor` names, or all."""
+    tensors: Sequence[TensorEntry]
+    """Tensors that `--tensor` names, or all."""
     is_selected: bool
-    """Whether `--tensor` was given."""
-    stats: Mapping[str, Stats] | None
-    objects: Sequence[Plain] | None
+    """True if `--tensor` was given."""
+    stats: Mapping[str, TensorStats] | None
+    objects: Sequence[PlainEntry] | None
     records: SaveRecords
 
 
-def html_report(opened: Opened, contents: Contents, shown: Shown) -> str:
-    """The page. It is well-formed XML too."""
+def html_report(opened: Opened, summary: ManifestSummary, shown: ReportContents) -> str:
+    """Returns the page, which is well-formed XML too."""
     head = tag(
         "head",
         {},
@@ -87,29 +76,29 @@ def html_report(opened: Opened, contents: Contents, shown: Shown) -> str:
         tag("title", {}, text(opened.path)),
         tag("style", {}, _STYLE),
     )
-    body = tag("body", {}, tag("h1", {}, text(opened.path)), *_sections(opened, contents, shown))
+    body = tag("body", {}, tag("h1", {}, text(opened.path)), *_sections(opened, summary, shown))
     return f"<!DOCTYPE html>\n{tag('html', {'lang': 'en'}, head, body)}\n"
 
 
-def _sections(opened: Opened, contents: Contents, shown: Shown) -> Iterator[str]:
-    nodes = build_tree(contents.tensors)
+def _sections(opened: Opened, summary: ManifestSummary, shown: ReportContents) -> Iterator[str]:
+    nodes = build_tree(summary.tensors)
     plain = [Column("", style=""), Column("")]
-    yield table(plain, summary_rows(opened, contents))
-    yield _section("Where the bytes are", treemap(nodes), bar(contents.dtypes))
-    for titles, rows in tables_of_totals(contents):
-        columns = [Column(titles[0]), *(Column(title, is_right=True) for title in titles[1:])]
-        yield _capped_table(columns, rows)
+    yield table(plain, summary_rows(opened, summary))
+    yield _section("Where the bytes are", treemap(nodes), bar(summary.dtypes))
+    for shape, items in tables_of_totals(summary):
+        yield _capped_table(shape, items)
     yield _section("How the save went", *_save(shown.records))
-    pictures = list(_pictures(opened, contents, shown))
+    pictures = list(_pictures(opened, summary, shown))
     if pictures:
         yield _section("Which file holds what", *pictures)
     rows = [row for node in nodes for row in tree_rows(node)]
-    yield _section("Modules", _capped_table(TREE_COLUMNS, rows))
-    yield _folded("Tensors", *_tensor_table(shown))
+    yield _section("Modules", _capped_table(TREE_TABLE, rows))
+    largest = sorted(shown.tensors, key=lambda tensor: 0 if shown.is_selected else -tensor.num_bytes)
+    yield _folded("Tensors", _capped_table(tensor_table(shown.stats), largest))
     files = sorted(file_rows(opened.manifest), key=lambda file: -file["num_bytes"])
-    yield _folded("Files", _capped_table(FILE_COLUMNS, [file_cells(file) for file in files[:_MAX_ROWS]], len(files)))
+    yield _folded("Files", _capped_table(FILE_TABLE, files))
     if shown.objects is not None:
-        yield _folded("Plain values", _capped_table(OBJECT_COLUMNS, list(map(object_cells, shown.objects))))
+        yield _folded("Plain values", _capped_table(OBJECT_TABLE, shown.objects))
 
 
 def _section(title: str, *content: str) -> str:
@@ -117,35 +106,25 @@ def _section(title: str, *content: str) -> str:
 
 
 def _folded(title: str, *content: str) -> str:
-    """A section that opens when it is asked for."""
+    """Returns a section that a click opens."""
     return tag("details", {}, tag("summary", {}, tag("h2", {}, text(title))), *content)
 
 
-def _capped_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], num_rows: int | None = None) -> str:
-    num_rows = len(rows) if num_rows is None else num_rows
-    rest = _note(f"... and {num_rows - _MAX_ROWS:,} more") if num_rows > _MAX_ROWS else ""
-    return table(columns, rows[:_MAX_ROWS]) + rest
+def _capped_table(shape: TableShape, items: Sequence[Any]) -> str:
+    rest = _note(f"... and {len(items) - _MAX_ROWS:,} more") if len(items) > _MAX_ROWS else ""
+    return table(shape.columns, map(shape.cells, items[:_MAX_ROWS])) + rest
 
 
 def _note(what: str) -> str:
     return tag("p", {"class": "rest"}, text(what))
 
 
-def _tensor_table(shown: Shown) -> Iterator[str]:
-    """Those that were asked for, or the largest ones."""
-    tensors = list(shown.tensors)
-    if not shown.is_selected:
-        tensors.sort(key=lambda tensor: -tensor.num_bytes)
-    cells = [tensor_cells(tensor, shown.stats) for tensor in tensors[:_MAX_ROWS]]
-    yield _capped_table(tensor_columns(shown.stats), cells, len(tensors))
-
-
-def _pictures(opened: Opened, contents: Contents, shown: Shown) -> Iterator[str]:
-    """Of the tensors that were asked for, or of the largest one of each way in which tensors are cut."""
-    stored = {tensor.stored_fqn: tensor for tensor in shown.tensors if contents.num_chunks_of(tensor) > 1}
-    chosen = list(stored.values()) if shown.is_selected else _largest_by_count(contents, list(stored.values()))
+def _pictures(opened: Opened, summary: ManifestSummary, shown: ReportContents) -> Iterator[str]:
+    """Yields pictures of the selected tensors, or of the largest one of each way in which tensors are cut."""
+    stored = {tensor.stored_fqn: tensor for tensor in shown.tensors if summary.num_chunks_of(tensor) > 1}
+    chosen = list(stored.values()) if shown.is_selected else _largest_by_count(summary, list(stored.values()))
     for tensor in chosen[:_MAX_PICTURES]:
-        record = contents.record(tensor)
+        record = summary.record(tensor)
         picture = chunk_picture(opened.manifest, record)
         if picture is not None:
             drawing, drawn = picture
@@ -157,15 +136,15 @@ def _pictures(opened: Opened, contents: Contents, shown: Shown) -> Iterator[str]
         yield _note(f"... and {len(chosen) - _MAX_PICTURES:,} more tensors in several chunks: --tensor shows them")
 
 
-def _largest_by_count(contents: Contents, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The largest tensor of each number of chunks and of dimensions."""
-    largest: dict[tuple[int, int], Tensor] = {}
+def _largest_by_count(summary: ManifestSummary, tensors: Sequence[TensorEntry]) -> list[TensorEntry]:
+    """Returns the largest tensor of each number of chunks and of dimensions."""
+    largest: dict[tuple[int, int], TensorEntry] = {}
     for tensor in sorted(tensors, key=lambda tensor: -tensor.num_bytes):
-        largest.setdefault((contents.num_chunks_of(tensor), len(tensor.shape)), tensor)
+        largest.setdefault((summary.num_chunks_of(tensor), len(tensor.shape)), tensor)
     return list(largest.values())
 
 
-def _picture_text(tensor: Tensor, record: TensorRecord, drawn: ChunkMap) -> str:
+def _picture_text(tensor: TensorEntry, record: TensorRecord, drawn: ChunkMap) -> str:
     holds = f"{count_text(record.num_chunks, 'chunk')} in {count_text(len(drawn.files), 'file')}"
     return f"{tensor.dtype} {shape_text(tensor.shape)}, {holds}, {axes_text(drawn.axes)}"
 
@@ -191,5 +170,5 @@ def _save(records: SaveRecords) -> Iterator[str]:
         yield gantt(records.ranks, phases)
         yield _legend([shortened(phase.name, 40) for phase in phases])
         yield heat_map(records.ranks, phases)
-    yield table(PHASE_COLUMNS, map(phase_cells, phases))
-    yield table(SLOW_COLUMNS, map(slow_cells, slowest))
+    yield _capped_table(PHASE_TABLE, phases)
+    yield _capped_table(SLOW_TABLE, slowest)

@@ -1,15 +1,19 @@
-"""Numbers, sizes and times as people read them."""
+"""Formats numbers, sizes and times for people."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bytecheckpoint.loading.select import LeftOut
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def size_text(num_bytes: float) -> str:
-    """`1.5 MiB`."""
+    """Returns `1.5 MiB`."""
     power = 0
     while num_bytes >= 1023.95 and power < len(_UNITS) - 1:
         num_bytes /= 1024
@@ -18,12 +22,18 @@ def size_text(num_bytes: float) -> str:
 
 
 def count_text(number: int, noun: str = "") -> str:
-    """`1,234 tensors`, `1 tensor`."""
+    """Returns `1,234 tensors`, `1 tensor`."""
     return f"{number:,}" + (f" {noun}" + "s" * (number != 1) if noun else "")
 
 
+def left_out_text(item: LeftOut) -> str:
+    """Returns `NAME: 2 tensors, 1.5 MiB (WHY)`."""
+    size = f": {count_text(item.num_tensors, 'tensor')}, {size_text(item.num_bytes)}" if item.num_tensors else ""
+    return f"{item.name}{size} ({item.why})"
+
+
 def short_count(number: int) -> str:
-    """`7.2 B` for large numbers of parameters, else the number itself."""
+    """Returns `7.2 B` for large numbers of parameters, else the number itself."""
     for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if number >= limit:
             return f"{number / limit:.2f} {unit}"
@@ -35,7 +45,7 @@ def time_text(when: datetime | None) -> str:
 
 
 def age_text(when: datetime | None, now: datetime) -> str:
-    """`5 min ago`; a clock that runs ahead gives `just now`."""
+    """Returns `5 min ago`; `just now` for a clock that runs ahead."""
     if when is None:
         return "-"
     age = now - when if when.tzinfo else now.replace(tzinfo=None) - when
@@ -47,12 +57,12 @@ def age_text(when: datetime | None, now: datetime) -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """`4096 x 1024`; `scalar` for a tensor without dimensions."""
+    """Returns `4096 x 1024`; `scalar` for a tensor without dimensions."""
     return " x ".join(map(str, shape)) if shape else "scalar"
 
 
 def number_text(value: float | None) -> str:
-    """Four significant digits, so that a column of them can be read."""
+    """Returns four significant digits."""
     return "-" if value is None else f"{value:.4g}"
 
 
@@ -61,13 +71,13 @@ def shortened(text: str, limit: int) -> str:
 
 
 def some_of(names: Sequence[str], limit: int) -> str:
-    """`a, b and 3 more`."""
+    """Returns `a, b and 3 more`."""
     rest = f" and {len(names) - limit:,} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + rest
 
 
 def ranges_text(numbers: Sequence[int]) -> str:
-    """`0-3,5,7-9` for rising numbers."""
+    """Returns `0-3,5,7-9` for rising numbers."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

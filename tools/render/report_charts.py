@@ -1,4 +1,4 @@
-"""The pictures of a report, as SVG: sizes of modules and dtypes, and which file holds which part of a tensor."""
+"""Draws the pictures of a report as SVG: sizes of modules and dtypes, and the files that hold the parts of a tensor."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from bytecheckpoint.manifest import Manifest, TensorRecord
 from bytecheckpoint.region import describe
 
-from ..analysis.module_tree import Node
-from ..analysis.summary import Total
+from ..analysis.module_tree import ModuleNode
+from ..analysis.summary import TensorTotals
 from .chunk_map import ChunkMap, map_chunks
 from .html_elements import color, fitted, tag, text
 from .number_format import count_text, shape_text, size_text
-from .treemap import Box, Tile, lay_out
+from .treemap import Box, TreemapTile, lay_out
 
 WIDTH = 960.0
 _TREEMAP_HEIGHT = 480.0
@@ -20,34 +20,34 @@ _BAR_HEIGHT = 28.0
 _MAP_WIDTH, _MIN_MAP_HEIGHT, _MAX_MAP_HEIGHT = 480.0, 40.0, 320.0
 _MAX_ROWS, _MAX_COLUMNS = 96, 160
 _MAX_OUTLINES = 400
-"""More chunks than these are drawn as fields."""
+"""Largest number of chunks that are drawn one by one, not as fields."""
 
 
 def svg(width: float, height: float, label: str, *content: str) -> str:
-    """A picture that fits the page, with a name for those who do not see it."""
+    """Returns a picture that fits the page, with a label for screen readers."""
     box = {"viewBox": f"0 0 {width:.0f} {height:.0f}", "role": "img", "aria-label": label}
     return tag("svg", {**box, "style": f"max-width:{width:.0f}px"}, *content, "")
 
 
 def rect(box: Box, fill: str, lines: Sequence[str], kind: str = "") -> str:
-    """A rectangle that says these lines when one points at it."""
+    """Returns a rectangle that shows these lines under the pointer."""
     place = {"x": box.x, "y": box.y, "width": max(box.width, 0.0), "height": max(box.height, 0.0), "fill": fill}
     return tag("rect", {**place, **({"class": kind} if kind else {})}, tag("title", {}, "\n".join(map(text, lines))))
 
 
 def label(x: float, y: float, shown: str, kind: str = "") -> str:
-    """A line of text; nothing where there is none."""
+    """Returns a line of text; "" for none."""
     return tag("text", {"x": x, "y": y, **({"class": kind} if kind else {})}, text(shown)) if shown else ""
 
 
-def treemap(nodes: Sequence[Node]) -> str:
-    """Modules by the bytes that their tensors take."""
+def treemap(nodes: Sequence[ModuleNode]) -> str:
+    """Draws modules by the bytes of their tensors."""
     total = sum(node.num_bytes for node in nodes)
     tiles = lay_out(nodes, Box(0.0, 0.0, WIDTH, _TREEMAP_HEIGHT)) if total else []
     return svg(WIDTH, _TREEMAP_HEIGHT, "sizes of modules", *(_tile(tile, total) for tile in tiles))
 
 
-def _tile(tile: Tile, total: int) -> str:
+def _tile(tile: TreemapTile, total: int) -> str:
     node, box = tile.node, tile.box
     parts = [tile.path, f"{size_text(node.num_bytes)}, {100 * node.num_bytes / total:.3g} %"]
     parts.append(f"{count_text(node.num_tensors, 'tensor')}, {count_text(node.num_elements, 'element')}")
@@ -58,8 +58,8 @@ def _tile(tile: Tile, total: int) -> str:
     return rect(box, fill, parts, "edge") + label(box.x + 4, box.y + 12, shown)
 
 
-def bar(totals: Sequence[Total]) -> str:
-    """Shares of a whole beside one another."""
+def bar(totals: Sequence[TensorTotals]) -> str:
+    """Draws shares of a whole beside one another."""
     whole = sum(total.num_bytes for total in totals)
     x = 0.0
     parts = []
@@ -73,7 +73,7 @@ def bar(totals: Sequence[Total]) -> str:
 
 
 def chunk_picture(manifest: Manifest, record: TensorRecord) -> tuple[str, ChunkMap] | None:
-    """The chunks of a tensor in the colours of their files; None where there is nothing to see."""
+    """Draws the chunks of a tensor in the colours of their files; None if there is nothing to see."""
     drawn = map_chunks(record, max_rows=_MAX_ROWS, max_columns=_MAX_COLUMNS)
     if drawn is None:
         return None
@@ -91,7 +91,7 @@ def _map_height(record: TensorRecord, drawn: ChunkMap) -> float:
 
 
 def _outlines(manifest: Manifest, record: TensorRecord, drawn: ChunkMap, height: float) -> list[str]:
-    """Each chunk where it lies."""
+    """Draws each chunk at its place."""
     down, across = drawn.axes
     positions = {file: position for position, file in enumerate(drawn.files)}
     parts = []
@@ -107,7 +107,7 @@ def _outlines(manifest: Manifest, record: TensorRecord, drawn: ChunkMap, height:
 
 
 def _fields(manifest: Manifest, drawn: ChunkMap, height: float) -> list[str]:
-    """Runs of fields that lie in one file, and of rows that are alike."""
+    """Draws runs of fields that lie in one file, and of rows that are alike."""
     rows = drawn.fields.tolist()
     scale_x, scale_y = _MAP_WIDTH / len(rows[0]), height / len(rows)
     parts = []
@@ -122,6 +122,6 @@ def _fields(manifest: Manifest, drawn: ChunkMap, height: float) -> list[str]:
 
 
 def _runs(items: Sequence[object]) -> list[tuple[int, int]]:
-    """Where runs of equal neighbours begin and end."""
+    """Returns start and end of runs of equal neighbours."""
     starts = [index for index, item in enumerate(items) if not index or item != items[index - 1]]
     return list(zip(starts, [*starts[1:], len(items)], strict=True))

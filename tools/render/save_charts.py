@@ -1,4 +1,4 @@
-"""The pictures of how a save went, as SVG: when each rank was in which phase, and how long."""
+"""Draws the course of a save as SVG: the phases of each rank, when and how long."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .timeline_text import seconds_text
 from .treemap import Box
 
 _LEFT = 90.0
-"""Room for the names of rows."""
+"""Width of the names of rows."""
 _AXIS_HEIGHT = 20.0
 _TOP = 4.0
 _MAX_ROWS = 64
 _MAX_COLUMNS = 256
 _MAX_SPANS = 200
-"""Of a row: the longest ones."""
+"""Largest number of spans of a row: the longest ones are drawn."""
 _CELL_HEIGHT = 26.0
 _NUM_TICKS = 5
 
 
 def gantt(ranks: Sequence[RankRecord], phases: Sequence[Phase]) -> str:
-    """Ranks down, time across. Where there are many ranks, neighbours share a row, which shows the slowest of them."""
+    """Draws ranks down, time across. Neighbours share a row if there are many, which shows the slowest of them."""
     rows = rank_rows(ranks, phases, _MAX_ROWS)
     row_height = 18.0 if len(rows) <= 32 else 10.0
     height = _TOP + row_height * len(rows) + _AXIS_HEIGHT
@@ -54,7 +54,7 @@ def _ticks(last: float, scale: float, height: float) -> list[str]:
 
 
 def _bars(row: RankRow, colors: dict[str, str], box: Box) -> list[str]:
-    """The spans of a row; the box's width is that of a second."""
+    """Draws the spans of a row; the box's width is that of a second."""
     longest = sorted(row.slowest.spans, key=lambda span: span.start - span.end)[:_MAX_SPANS]
     placed = in_lanes(longest)
     num_lanes = 1 + max((lane for lane, _ in placed), default=0)
@@ -75,7 +75,7 @@ def _bars(row: RankRow, colors: dict[str, str], box: Box) -> list[str]:
 
 
 def heat_map(ranks: Sequence[RankRecord], phases: Sequence[Phase]) -> str:
-    """Phases down, ranks across, the darker the longer; neighbours share a column where there are many."""
+    """Draws phases down, ranks across, the darker the longer; neighbours share a column if there are many."""
     columns = rank_rows(ranks, phases, _MAX_COLUMNS)
     width = (WIDTH - _LEFT) / len(columns)
     height = _CELL_HEIGHT * len(phases) + _AXIS_HEIGHT

@@ -1,4 +1,4 @@
-"""How `bcp show` looks: each part of its output as lines and tables."""
+"""Prints the output of `bcp show`: each part as lines and tables."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from bytecheckpoint.info import describe_checkpoint
 from bytecheckpoint.manifest import Manifest, TensorRecord
 from bytecheckpoint.region import describe
 
-from ..analysis.module_tree import Node
+from ..analysis.module_tree import ModuleNode
 from ..analysis.save_layout import compressed, first_chunks, writers_of
-from ..analysis.summary import Contents, Plain, Tensor
-from ..analysis.tensor_stats import Stats
+from ..analysis.summary import ManifestSummary, TensorEntry
+from ..analysis.tensor_stats import TensorStats
 from ..arguments import Opened
 from .chunk_map import MAX_COLUMNS, MAX_ROWS, NUM_LETTERS, axes_text, letter_of, lines_of, map_chunks
-from .column_widths import Column
 from .number_format import (
     age_text,
     count_text,
@@ -28,47 +27,59 @@ from .number_format import (
     some_of,
     time_text,
 )
-from .terminal import Screen
+from .terminal import Column, Screen, TableShape
 
 _NAME = "bold cyan"
 _MAX_VALUE_TEXT = 100
 _MAX_SUMMARY_ROWS = 20
 _STATS = ("min", "max", "mean", "std")
 _COUNTS = ("NaN", "Inf", "zeros")
-TREE_COLUMNS = [
-    Column("module", style=_NAME),
-    Column("tensors", is_right=True, drop=1),
-    Column("dtype", is_whole=True, drop=3),
-    Column("shape", is_whole=True, drop=4),
-    Column("elements", is_right=True, drop=2),
-    Column("size", is_right=True),
-]
-FILE_COLUMNS = [
-    Column("file", style=_NAME),
-    Column("size", is_right=True),
-    Column("chunks", is_right=True, drop=2),
-    Column("checksums", is_right=True, drop=1),
-]
-OBJECT_COLUMNS = [
-    Column("object", style=_NAME),
-    Column("rank", is_right=True),
-    Column("type", style="dim", drop=1),
-    Column("value"),
-]
+TREE_TABLE = TableShape(
+    [
+        Column("module", style=_NAME),
+        Column("tensors", is_right=True, drop=1),
+        Column("dtype", is_whole=True, drop=3),
+        Column("shape", is_whole=True, drop=4),
+        Column("elements", is_right=True, drop=2),
+        Column("size", is_right=True),
+    ],
+    list,
+)
+"""Table of the rows that `tree_rows` makes."""
+FILE_TABLE = TableShape(
+    [
+        Column("file", style=_NAME),
+        Column("size", is_right=True),
+        Column("chunks", is_right=True, drop=2),
+        Column("checksums", is_right=True, drop=1),
+    ],
+    lambda file: [file["name"], size_text(file["num_bytes"]), f"{file['num_chunks']:,}", f"{file['num_extents']:,}"],
+)
+OBJECT_TABLE = TableShape(
+    [
+        Column("object", style=_NAME),
+        Column("rank", is_right=True),
+        Column("type", style="dim", drop=1),
+        Column("value"),
+    ],
+    lambda plain: [
+        plain.fqn,
+        "" if plain.rank is None else str(plain.rank),
+        plain.type,
+        shortened(plain.text, _MAX_VALUE_TEXT),
+    ],
+)
 
 
-def print_summary(screen: Screen, opened: Opened, contents: Contents) -> None:
+def print_summary(screen: Screen, opened: Opened, summary: ManifestSummary) -> None:
     screen.line(opened.path, style="bold")
-    screen.fields(summary_rows(opened, contents))
-    for titles, rows in tables_of_totals(contents):
-        columns = [Column(titles[0], style=_NAME), *(Column(title, is_right=True) for title in titles[1:])]
-        screen.line()
-        screen.table(columns, rows[:_MAX_SUMMARY_ROWS])
-        screen.rest(len(rows), _MAX_SUMMARY_ROWS, "more: --json has all")
+    screen.fields(summary_rows(opened, summary))
+    for table, items in tables_of_totals(summary):
+        screen.section(table, items, limit=_MAX_SUMMARY_ROWS, rest="more: --json has all")
 
 
-def summary_rows(opened: Opened, contents: Contents) -> list[tuple[str, str]]:
-    """What to know first: names and values, without those of which nothing is known."""
+def summary_rows(opened: Opened, summary: ManifestSummary) -> list[tuple[str, str]]:
+    """Returns names and values of the known facts about a checkpoint."""
     manifest = opened.manifest
     info = describe_checkpoint(manifest, path=opened.path, seconds={})
     age = age_text(info.created_at, datetime.now(UTC))
@@ -76,18 +87,20 @@ def summary_rows(opened: Opened, contents: Contents) -> list[tuple[str, str]]:
     by = f" by {count_text(info.world_size, 'rank')}" if info.world_size is not None else ""
     tied = f", {count_text(len(manifest.aliases), 'tied name')}" if manifest.aliases else ""
     metadata = list(manifest.metadata.items())
+    programs = [name for name in ("bytecheckpoint", "torch", "python") if name in manifest.provenance]
+    objects = sorted([*manifest.objects, *(f"{fqn} (by rank)" for fqn in manifest.rank_objects)])
     rest = [("metadata", f"... and {len(metadata) - _MAX_SUMMARY_ROWS:,} more: --json has all")]
     rows = [
         ("format", info.format if manifest.foreign_format else ""),
         ("step", "" if manifest.step is None else str(manifest.step)),
         ("saved", (saved + by).strip()),
-        ("with", _versions(manifest.provenance)),
+        ("with", ", ".join(f"{name} {manifest.provenance[name]}" for name in programs)),
         *_written_by(manifest),
         *_compressed(manifest),
         ("size", f"{size_text(info.num_bytes)} in {count_text(len(manifest.files), 'file')}"),
-        ("tensors", f"{info.num_tensors:,} in {count_text(contents.num_chunks, 'chunk')}{tied}"),
-        ("parameters", f"{short_count(contents.num_parameters)} (elements outside of optimizer state)"),
-        ("objects", _objects(manifest)),
+        ("tensors", f"{info.num_tensors:,} in {count_text(summary.num_chunks, 'chunk')}{tied}"),
+        ("parameters", f"{short_count(summary.num_parameters)} (elements outside of optimizer state)"),
+        ("objects", some_of(objects, 8)),
         *(
             (f"metadata {name}", shortened(repr(value), _MAX_VALUE_TEXT))
             for name, value in metadata[:_MAX_SUMMARY_ROWS]
@@ -98,7 +111,7 @@ def summary_rows(opened: Opened, contents: Contents) -> list[tuple[str, str]]:
 
 
 def _written_by(manifest: Manifest) -> list[tuple[str, str]]:
-    """How evenly the ranks have shared the work."""
+    """Returns the row that compares the bytes of the ranks."""
     writers = writers_of(manifest)
     if writers is None:
         return []
@@ -116,75 +129,56 @@ def _compressed(manifest: Manifest) -> list[tuple[str, str]]:
     return [("compressed", f"{count_text(packed.num_chunks, 'chunk')}; all take {took}")]
 
 
-def tables_of_totals(contents: Contents) -> list[tuple[list[str], list[list[str]]]]:
-    """Titles and rows of the tables that sum tensors up: by entry, by dtype, by how they are cut."""
-    tables = []
-    for title, totals in (("entry", contents.entries), ("dtype", contents.dtypes)):
-        rows = [
-            [total.name, f"{total.num_tensors:,}", f"{total.num_elements:,}", size_text(total.num_bytes)]
-            for total in totals
-        ]
-        tables.append(([title, "tensors", "elements", "size"], rows))
-    cuts = [
-        [cut.name, f"{cut.num_tensors:,}", f"{cut.num_chunks:,}", size_text(cut.num_bytes)] for cut in contents.cuts
+def tables_of_totals(summary: ManifestSummary) -> list[tuple[TableShape, Sequence[Any]]]:
+    """Returns the tables that sum tensors up, with their items: by entry, by dtype, by the way they are cut."""
+
+    def shape(titles: Sequence[str], count_of: str) -> TableShape:
+        columns = [Column(titles[0], style=_NAME), *(Column(title, is_right=True) for title in titles[1:])]
+        return TableShape(
+            columns,
+            lambda item: [
+                item.name,
+                f"{item.num_tensors:,}",
+                f"{getattr(item, count_of):,}",
+                size_text(item.num_bytes),
+            ],
+        )
+
+    found: list[tuple[TableShape, Sequence[Any]]] = [
+        (shape([title, "tensors", "elements", "size"], "num_elements"), totals)
+        for title, totals in (("entry", summary.entries), ("dtype", summary.dtypes))
     ]
-    tables.append((["cut into", "tensors", "chunks", "size"], cuts))
-    return [(titles, rows) for titles, rows in tables if rows]
+    found.append((shape(["cut into", "tensors", "chunks", "size"], "num_chunks"), summary.cuts))
+    return [(table, items) for table, items in found if items]
 
 
-def _versions(provenance: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{name} {provenance[name]}" for name in ("bytecheckpoint", "torch", "python") if name in provenance
-    )
-
-
-def _objects(manifest: Manifest) -> str:
-    names = [*manifest.objects, *(f"{fqn} (by rank)" for fqn in manifest.rank_objects)]
-    return some_of(sorted(names), 8)
-
-
-def print_tensors(screen: Screen, tensors: Sequence[Tensor], stats: Mapping[str, Stats] | None, *, limit: int) -> None:
-    screen.line()
-    screen.table(tensor_columns(stats), [tensor_cells(tensor, stats) for tensor in tensors[: limit or None]])
-    screen.rest(len(tensors), limit, "more: --tree shows them by module, --tensor GLOB some, --limit 0 all")
-
-
-def tensor_columns(stats: Mapping[str, Stats] | None) -> list[Column]:
-    """Of a table of tensors."""
+def tensor_table(stats: Mapping[str, TensorStats] | None) -> TableShape:
     numbers = (*_STATS, *_COUNTS) if stats is not None else ("size",)
-    named = [
+    columns = [
         Column("tensor", style=_NAME),
         Column("dtype", is_whole=True, drop=1),
         Column("shape", is_whole=True, drop=2),
+        *(Column(name, is_right=True) for name in numbers),
     ]
-    return [*named, *(Column(name, is_right=True) for name in numbers)]
+
+    def cells(tensor: TensorEntry) -> list[str]:
+        name = f"{tensor.fqn} = {tensor.alias_of}" if tensor.alias_of else tensor.fqn
+        size = ["tied" if tensor.alias_of else size_text(tensor.num_bytes)]
+        numbers = size if stats is None else stats_cells(stats.get(tensor.stored_fqn))
+        return [name, tensor.dtype, shape_text(tensor.shape), *numbers]
+
+    return TableShape(columns, cells)
 
 
-def tensor_cells(tensor: Tensor, stats: Mapping[str, Stats] | None) -> list[str]:
-    """A row of it."""
-    name = f"{tensor.fqn} = {tensor.alias_of}" if tensor.alias_of else tensor.fqn
-    row = [name, tensor.dtype, shape_text(tensor.shape)]
-    if stats is not None:
-        return row + stats_cells(stats.get(tensor.stored_fqn))
-    return [*row, "tied" if tensor.alias_of else size_text(tensor.num_bytes)]
-
-
-def stats_cells(stats: Stats | None) -> list[str]:
+def stats_cells(stats: TensorStats | None) -> list[str]:
     if stats is None:
         return ["-"] * (len(_STATS) + len(_COUNTS))
     numbers = [number_text(value) for value in (stats.min, stats.max, stats.mean, stats.std)]
     return [*numbers, *(f"{count:,}" for count in (stats.num_nan, stats.num_inf, stats.num_zeros))]
 
 
-def print_tree(screen: Screen, tree: Sequence[Node], *, limit: int) -> None:
-    rows = [row for node in tree for row in tree_rows(node)]
-    screen.line()
-    screen.table(TREE_COLUMNS, rows[: limit or None])
-    screen.rest(len(rows), limit, "more rows: --tensor GLOB shows a part, --limit 0 all")
-
-
-def tree_rows(node: Node, lead: str = "", below: str = "") -> list[list[str]]:
-    """A node and all below it, as rows under TREE_COLUMNS; what `lead` and `below` are drawn before."""
+def tree_rows(node: ModuleNode, lead: str = "", below: str = "") -> list[list[str]]:
+    """Returns the rows of a node and all below it; `lead` and `below` are drawn before them."""
     tensor = node.tensor
     is_tied = tensor is not None and tensor.alias_of is not None
     rows = [
@@ -206,33 +200,40 @@ def tree_rows(node: Node, lead: str = "", below: str = "") -> list[list[str]]:
 def print_in_depth(
     screen: Screen,
     manifest: Manifest,
-    contents: Contents,
-    tensors: Sequence[Tensor],
-    stats: Mapping[str, Stats] | None,
+    summary: ManifestSummary,
+    tensors: Sequence[TensorEntry],
+    stats: Mapping[str, TensorStats] | None,
     *,
     limit: int,
 ) -> None:
     for tensor in tensors[: limit or None]:
-        record = contents.record(tensor)
-        _print_facts(screen, tensor, contents, stats)
-        _print_chunks(screen, manifest, record, limit)
-        _print_map(screen, record)
+        record = summary.record(tensor)
+        _print_facts(screen, tensor, summary, stats)
+        if record.num_chunks:
+            _print_chunks(screen, manifest, record, limit)
+        drawn = map_chunks(record, max_rows=MAX_ROWS, max_columns=MAX_COLUMNS)
+        if drawn is not None:
+            again = "" if len(drawn.files) <= NUM_LETTERS else f", which come again after {NUM_LETTERS} files"
+            screen.paragraph(f"    which file holds what, by letter{again}, {axes_text(drawn.axes)}:", style="dim")
+            for line in lines_of(drawn):
+                screen.line(f"    {line}")
     if limit and len(tensors) > limit:
         screen.line()
     screen.rest(len(tensors), limit, "more tensors: --limit 0 shows all")
 
 
-def _print_facts(screen: Screen, tensor: Tensor, contents: Contents, stats: Mapping[str, Stats] | None) -> None:
-    screen.line()
-    screen.line(tensor.fqn, style=_NAME)
-    covers = "" if contents.is_covered_once(tensor) else ", which do NOT cover it exactly once: see bcp verify"
+def _print_facts(
+    screen: Screen, tensor: TensorEntry, summary: ManifestSummary, stats: Mapping[str, TensorStats] | None
+) -> None:
+    screen.paragraph(tensor.fqn, style=_NAME)
+    covers = "" if summary.is_covered_once(tensor) else ", which do NOT cover it exactly once: see bcp verify"
     size = f"tied to {tensor.alias_of}, stored there" if tensor.alias_of else size_text(tensor.num_bytes)
     screen.fields(
         [
             ("dtype", tensor.dtype),
             ("shape", f"{shape_text(tensor.shape)} ({count_text(tensor.num_elements, 'element')})"),
             ("size", size),
-            ("chunks", f"{contents.num_chunks_of(tensor):,}{covers}"),
+            ("chunks", f"{summary.num_chunks_of(tensor):,}{covers}"),
         ]
     )
     if stats is not None:
@@ -242,8 +243,6 @@ def _print_facts(screen: Screen, tensor: Tensor, contents: Contents, stats: Mapp
 
 
 def _print_chunks(screen: Screen, manifest: Manifest, record: TensorRecord, limit: int) -> None:
-    if not record.num_chunks:
-        return
     positions = {file: position for position, file in enumerate(sorted(set(record.files)))}
     columns = [
         Column(""),
@@ -265,37 +264,3 @@ def _print_chunks(screen: Screen, manifest: Manifest, record: TensorRecord, limi
     screen.line()
     screen.table(columns, rows, indent=4)
     screen.rest(record.num_chunks, limit, "more chunks: --limit 0 shows all")
-
-
-def _print_map(screen: Screen, record: TensorRecord) -> None:
-    drawn = map_chunks(record, max_rows=MAX_ROWS, max_columns=MAX_COLUMNS)
-    if drawn is None:
-        return
-    screen.line()
-    again = "" if len(drawn.files) <= NUM_LETTERS else f", which come again after {NUM_LETTERS} files"
-    screen.line(f"    which file holds what, by letter{again}, {axes_text(drawn.axes)}:", style="dim")
-    for line in lines_of(drawn):
-        screen.line(f"    {line}")
-
-
-def print_files(screen: Screen, files: Sequence[Mapping[str, Any]], *, limit: int) -> None:
-    screen.line()
-    screen.table(FILE_COLUMNS, list(map(file_cells, files[: limit or None])))
-    screen.rest(len(files), limit, "more files: --limit 0 shows all")
-
-
-def file_cells(file: Mapping[str, Any]) -> list[str]:
-    """A row under FILE_COLUMNS."""
-    return [file["name"], size_text(file["num_bytes"]), f"{file['num_chunks']:,}", f"{file['num_extents']:,}"]
-
-
-def print_objects(screen: Screen, objects: Sequence[Plain], *, limit: int) -> None:
-    screen.line()
-    screen.table(OBJECT_COLUMNS, list(map(object_cells, objects[: limit or None])))
-    screen.rest(len(objects), limit, "more objects: --limit 0 shows all")
-
-
-def object_cells(plain: Plain) -> list[str]:
-    """A row under OBJECT_COLUMNS."""
-    rank = "" if plain.rank is None else str(plain.rank)
-    return [plain.fqn, rank, plain.type, shortened(plain.text, _MAX_VALUE_TEXT)]

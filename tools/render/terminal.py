@@ -1,5 +1,5 @@
-"""Text on standard output: colours and fitted columns where it is a terminal, plain aligned text everywhere else, so
-that pipes and files get the same words without any escape sequence.
+"""Prints to standard output: colours and fitted columns on a terminal, plain aligned text everywhere else, so that
+pipes and files get the same words without escape sequences. Numbers are shown whole or not at all.
 """
 
 from __future__ import annotations
@@ -7,15 +7,45 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, Self, TextIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, NamedTuple, Self, TextIO
 
 import click
 
-from .column_widths import GAP, Column, fit_columns
+GAP = "  "
+_FULL_TEXT = 24
+"""Width of a text column for which no other column is dropped."""
+_LEAST_TEXT = 8
 
 
-class Styled(str):
+class Column(NamedTuple):
+    """A column of a table."""
+
+    title: str
+    is_right: bool = False
+    """Right-aligned, as numbers are, and never shortened."""
+    style: str = ""
+    """Style on a terminal, in rich's words."""
+    is_whole: bool = False
+    """True for text that is never shortened."""
+    drop: int = 0
+    """Order in which columns are dropped if the window is too narrow, 1 first; 0 stays."""
+
+    @property
+    def is_text(self) -> bool:
+        return not (self.is_right or self.is_whole)
+
+
+class TableShape(NamedTuple):
+    """Columns of a table, and how a row is made of an item."""
+
+    columns: Sequence[Column]
+    cells: Callable[[Any], Sequence[str]]
+
+
+class StyledCell(str):
     """A cell of a table with a style of its own, for a terminal."""
 
     __slots__ = ("style",)
@@ -28,19 +58,19 @@ class Styled(str):
 
 
 def printable(text: str) -> str:
-    """The text without control characters: names in a checkpoint may hold what would steer a terminal."""
+    """Escapes control characters: names in a checkpoint may hold what would steer a terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class Screen:
-    """Where a command writes for people."""
+    """Standard output for people."""
 
     def __init__(self, stream: TextIO | None = None, *, is_terminal: bool | None = None) -> None:
         self._stream = stream or sys.stdout
         self._is_terminal = self._stream.isatty() if is_terminal is None else is_terminal
 
     def line(self, text: str = "", *, style: str = "") -> None:
-        """One line; nothing in it is wrapped, so that it can be copied."""
+        """Prints one line, which is not wrapped, so that it can be copied."""
         if self._is_terminal and style:
             from rich.console import Console  # noqa: PLC0415 - a pipe does not wait for rich
             from rich.text import Text  # noqa: PLC0415
@@ -49,17 +79,28 @@ class Screen:
         else:
             click.echo(printable(text), file=self._stream)
 
+    def paragraph(self, text: str, *, style: str = "") -> None:
+        """Prints an empty line and one line."""
+        self.line()
+        self.line(text, style=style)
+
     def rest(self, num_rows: int, limit: int, how: str) -> None:
-        """Says how many rows a table of at most `limit` rows (0 for all) has not shown, and how to see them."""
+        """Prints how many rows a table of at most `limit` rows (0 for all) has not shown, and how to see them."""
         if limit and num_rows > limit:
             self.line(f"  ... and {num_rows - limit:,} {how}", style="dim")
 
+    def section(self, shape: TableShape, items: Sequence[Any], *, limit: int = 0, rest: str = "") -> None:
+        """Prints an empty line and a table of at most `limit` items (0 for all); `rest` tells how to see the others."""
+        self.line()
+        self.table(shape.columns, list(map(shape.cells, islice(items, limit or None))))
+        self.rest(len(items), limit, rest)
+
     def fields(self, pairs: Sequence[tuple[str, str]]) -> None:
-        """Names and values, values aligned."""
+        """Prints names and aligned values."""
         self.table([Column("", style="dim"), Column("")], pairs)
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]], *, indent: int = 2) -> None:
-        """Rows under their titles; without a title line where no column has one."""
+        """Prints rows under their titles; without a title line if no column has one."""
         if self._is_terminal:
             self._rich_table(columns, rows, indent)
         else:
@@ -105,7 +146,9 @@ class Screen:
             )
         for row in rows:
             cells = [row[number] for number in fitted.numbers]
-            table.add_row(*(Text(printable(cell), cell.style if isinstance(cell, Styled) else "") for cell in cells))
+            table.add_row(
+                *(Text(printable(cell), cell.style if isinstance(cell, StyledCell) else "") for cell in cells)
+            )
         # Where even the numbers do not fit, the window folds the lines: nothing of a number is lost.
         needed = indent + sum(fitted.widths) + len(GAP) * max(len(fitted.widths) - 1, 0)
         Console(file=self._stream, highlight=False, width=max(window, needed)).print(Padding(table, (0, 0, 0, indent)))
@@ -115,12 +158,12 @@ class Screen:
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """The one object of `--json`."""
+    """Prints the one object of `--json`."""
     click.echo(json.dumps(to_json(value), allow_nan=False))
 
 
 def to_json(value: Any) -> Any:
-    """What JSON can hold: NaN and infinities become null, bytes their hexadecimal digits, other things their text."""
+    """Converts to JSON: NaN and infinities become null, bytes their hexadecimal digits, other things their text."""
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -130,3 +173,76 @@ def to_json(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.hex()
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+class ShownColumns(NamedTuple):
+    """Columns that fit into a window."""
+
+    numbers: list[int]
+    """Positions of the shown columns."""
+    widths: list[int]
+    """Their widths, in cells."""
+    dropped: list[int]
+    """Positions of the dropped columns."""
+
+
+def fit_columns(columns: Sequence[Column], lengths: Sequence[int], room: int) -> ShownColumns:
+    """Chooses columns and widths that take at most `room` cells, gaps included, if the numbers fit at all.
+
+    Args:
+        columns: All columns of the table.
+        lengths: The cells that the longest content of each takes.
+        room: The width of the window.
+    """
+    shown = list(range(len(columns)))
+    for number in sorted((n for n in shown if columns[n].drop), key=lambda n: columns[n].drop):
+        if _total([_wanted(columns[n], lengths[n], _FULL_TEXT) for n in shown]) <= room:
+            break
+        shown.remove(number)
+    spare = room - _total([_wanted(columns[n], lengths[n], 0) for n in shown])
+    texts = [n for n in shown if columns[n].is_text]
+    given = dict(zip(texts, _share(spare, [lengths[n] for n in texts]), strict=True))
+    widths = [given.get(n, lengths[n]) for n in shown]
+    return ShownColumns(shown, widths, [n for n in range(len(columns)) if n not in shown])
+
+
+def _wanted(column: Column, length: int, text_limit: int) -> int:
+    return min(length, text_limit) if column.is_text else length
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + len(GAP) * max(len(widths) - 1, 0)
+
+
+def _share(room: int, lengths: Sequence[int]) -> list[int]:
+    """Divides cells among texts of these lengths: shorter ones first get all that they need."""
+    shares = [0] * len(lengths)
+    rising = sorted(range(len(lengths)), key=lambda n: lengths[n])
+    for position, number in enumerate(rising):
+        fair = max(room // (len(rising) - position), _LEAST_TEXT)
+        shares[number] = min(lengths[number], fair)
+        room -= shares[number]
+    return shares
+
+
+@contextmanager
+def byte_progress(doing: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Shows a progress bar on standard error, if that is a terminal. Yields a function that takes the number of bytes
+    done since its last call.
+    """
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich import progress  # noqa: PLC0415 - a pipe does not wait for rich
+    from rich.console import Console  # noqa: PLC0415
+
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(doing, total=total_bytes)
+        yield lambda num_bytes: bar.advance(task, num_bytes)

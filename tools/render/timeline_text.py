@@ -1,4 +1,4 @@
-"""How `bcp timeline` looks."""
+"""Prints the output of `bcp timeline`."""
 
 from __future__ import annotations
 
@@ -10,23 +10,10 @@ from bytecheckpoint.diagnostics.telemetry_records import SaveRecords
 from bytecheckpoint.info import describe_checkpoint
 
 from ..arguments import Opened
-from .column_widths import Column
 from .number_format import count_text, shortened, size_text, some_of, time_text
-from .terminal import Screen, Styled
+from .terminal import Column, Screen, StyledCell, TableShape
 
 _NAME = "bold cyan"
-PHASE_COLUMNS = [
-    Column("phase", style=_NAME),
-    *(Column(name, is_right=True) for name in ("fastest", "median", "slowest", "on rank")),
-]
-SLOW_COLUMNS = [
-    Column("last ranks", is_right=True, style=_NAME),
-    Column("through after", is_right=True),
-    Column("slow in", is_whole=True),
-    Column("for", is_right=True),
-    Column("median", is_right=True, drop=1),
-    Column("host"),
-]
 _SHADES = " ░▒▓█"
 _SHADE_WIDTH = 4
 _HEAT = ("", "yellow", "dark_orange", "red", "bold red")
@@ -47,16 +34,14 @@ def print_timeline(
     screen.line(opened.path, style="bold")
     if records.ranks:
         _print_facts(screen, opened, records)
-        _print_phases(screen, phases)
+        screen.section(PHASE_TABLE, phases)
         _print_heat_map(screen, rank_rows(records.ranks, phases, limit), phases, len(records.ranks))
-        _print_slowest(screen, slowest)
+        screen.section(SLOW_TABLE, slowest)
     for item in records.unreadable[:_SHOWN_UNREADABLE]:
-        screen.line()
-        screen.line(f"cannot be understood: {item.name}: {item.what}", style="red")
+        screen.paragraph(f"cannot be understood: {item.name}: {item.what}", style="red")
     screen.rest(len(records.unreadable), _SHOWN_UNREADABLE, "more files like that: --json lists all")
     if trace_path is not None:
-        screen.line()
-        screen.line(f"trace written to {trace_path}: open it in ui.perfetto.dev or chrome://tracing")
+        screen.paragraph(f"trace written to {trace_path}: open it in ui.perfetto.dev or chrome://tracing")
 
 
 def _print_facts(screen: Screen, opened: Opened, records: SaveRecords) -> None:
@@ -70,7 +55,7 @@ def _print_facts(screen: Screen, opened: Opened, records: SaveRecords) -> None:
     lasted = max(end_of(record, ranks) for record in ranks)
     rows = [
         ("called", time_text(started)),
-        ("ranks", f"{len(ranks):,}" + (f", {count_text(missing, 'other')} told nothing" if missing > 0 else "")),
+        ("ranks", f"{len(ranks):,}" + (f", {count_text(missing, 'other')} without telemetry" if missing > 0 else "")),
         ("hosts", some_of([shortened(host, _MAX_NAME) for host in hosts], 4)),
         ("written", f"{size_text(written)} in {seconds_text(lasted)} ({size_text(written / max(lasted, 1e-9))}/s)"),
     ]
@@ -81,7 +66,7 @@ def _print_facts(screen: Screen, opened: Opened, records: SaveRecords) -> None:
 
 
 def seconds_text(seconds: float) -> str:
-    """`1.23 s`, `45 ms`, `20 µs`."""
+    """Returns `1.23 s`, `45 ms`, `20 µs`."""
     if seconds >= 100:
         return f"{seconds:,.0f} s"
     if seconds >= 1:
@@ -89,18 +74,35 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or not seconds else f"{seconds * 1e6:.3g} µs"
 
 
-def _print_phases(screen: Screen, phases: Sequence[Phase]) -> None:
-    screen.line()
-    screen.table(PHASE_COLUMNS, list(map(phase_cells, phases)))
-
-
-def phase_cells(phase: Phase) -> list[str]:
-    """A row under PHASE_COLUMNS."""
-    return [
+PHASE_TABLE = TableShape(
+    [
+        Column("phase", style=_NAME),
+        *(Column(name, is_right=True) for name in ("fastest", "median", "slowest", "on rank")),
+    ],
+    lambda phase: [
         shortened(phase.name, _MAX_NAME),
         *map(seconds_text, (phase.min_s, phase.median_s, phase.max_s)),
         str(phase.slowest_rank),
-    ]
+    ],
+)
+SLOW_TABLE = TableShape(
+    [
+        Column("last ranks", is_right=True, style=_NAME),
+        Column("through after", is_right=True),
+        Column("slow in", is_whole=True),
+        Column("for", is_right=True),
+        Column("median", is_right=True, drop=1),
+        Column("host"),
+    ],
+    lambda slow: [
+        str(slow.record.rank),
+        seconds_text(slow.end_s),
+        "called late" if slow.phase == "start" else shortened(slow.phase, _MAX_NAME),
+        seconds_text(slow.phase_s),
+        seconds_text(slow.median_s),
+        shortened(slow.record.host, _MAX_NAME),
+    ],
+)
 
 
 def _print_heat_map(screen: Screen, rows: Sequence[RankRow], phases: Sequence[Phase], num_ranks: int) -> None:
@@ -110,40 +112,16 @@ def _print_heat_map(screen: Screen, rows: Sequence[RankRow], phases: Sequence[Ph
         Column("host"),
     ]
     longest = max((phase.max_s for phase in phases), default=0.0)
-    screen.line()
-    screen.table(
-        columns,
-        [
-            [
-                row.label,
-                *(_cell(seconds, longest) for seconds in row.seconds),
-                shortened(row.host, _MAX_NAME),
-            ]
-            for row in rows
-        ],
-    )
+
+    def cells(row: RankRow) -> list[str]:
+        return [row.label, *(_cell(seconds, longest) for seconds in row.seconds), shortened(row.host, _MAX_NAME)]
+
+    screen.section(TableShape(columns, cells), rows)
     shared = "; a row shows the slowest of its ranks" if len(rows) < num_ranks else ""
     screen.line(f"  the darker, the longer{shared}", style="dim")
 
 
-def _cell(seconds: float, longest: float) -> Styled:
+def _cell(seconds: float, longest: float) -> StyledCell:
     share = seconds / longest if longest else 0.0
     level = min(int(share * len(_SHADES)), len(_SHADES) - 1)
-    return Styled(f"{_SHADES[level] * _SHADE_WIDTH} {seconds_text(seconds):>7}", _HEAT[level])
-
-
-def _print_slowest(screen: Screen, slowest: Sequence[SlowRank]) -> None:
-    screen.line()
-    screen.table(SLOW_COLUMNS, list(map(slow_cells, slowest)))
-
-
-def slow_cells(slow: SlowRank) -> list[str]:
-    """A row under SLOW_COLUMNS."""
-    return [
-        str(slow.record.rank),
-        seconds_text(slow.end_s),
-        "called late" if slow.phase == "start" else shortened(slow.phase, _MAX_NAME),
-        seconds_text(slow.phase_s),
-        seconds_text(slow.median_s),
-        shortened(slow.record.host, _MAX_NAME),
-    ]
+    return StyledCell(f"{_SHADES[level] * _SHADE_WIDTH} {seconds_text(seconds):>7}", _HEAT[level])

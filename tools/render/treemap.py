@@ -1,5 +1,4 @@
-"""A tree of modules as rectangles whose areas are sizes, one inside the other. It knows areas, and nothing of how they
-are drawn.
+"""Lays out a tree of modules as nested rectangles whose areas are sizes.
 
 Squarified treemaps: Bruls, Huizing, van Wijk (2000).
 """
@@ -7,14 +6,15 @@ Squarified treemaps: Bruls, Huizing, van Wijk (2000).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
-from ..analysis.module_tree import Node
+from ..analysis.module_tree import ModuleNode
 
 _TITLE_HEIGHT = 16.0
 _MARGIN = 2.0
 _MIN_WIDTH, _MIN_HEIGHT = 60.0, 44.0
-"""What is smaller shows nothing inside."""
+"""Size of a rectangle below which it shows nothing inside."""
 _MAX_DEPTH = 6
 _MAX_CHILDREN = 40
 
@@ -28,29 +28,31 @@ class Box(NamedTuple):
     height: float
 
 
-class Tile(NamedTuple):
-    """A node with its place; those inside it come after it."""
+class TreemapTile(NamedTuple):
+    """A node and its rectangle; the tiles inside it come after it."""
 
     box: Box
     name: str
     path: str
-    """FQN of what it stands for."""
-    node: Node
+    """FQN of the node."""
+    node: ModuleNode
     depth: int
     family: int
-    """Number of the top-level node that it belongs to."""
+    """Number of its top-level node."""
     has_inside: bool
 
 
-def lay_out(nodes: Sequence[Node], box: Box) -> list[Tile]:
-    """The tiles of a tree in a rectangle. What takes no bytes has none, and of many siblings the smallest share one."""
-    tiles: list[Tile] = []
+def lay_out(nodes: Sequence[ModuleNode], box: Box) -> list[TreemapTile]:
+    """Returns the tiles of a tree in a rectangle. Nodes without bytes have none, and of many siblings the smallest
+    share one.
+    """
+    tiles: list[TreemapTile] = []
     for family, (node, place) in enumerate(_placed(nodes, box)):
         _add(tiles, node, place, path=node.name, depth=0, family=family)
     return tiles
 
 
-def _add(tiles: list[Tile], node: Node, box: Box, *, path: str, depth: int, family: int) -> None:
+def _add(tiles: list[TreemapTile], node: ModuleNode, box: Box, *, path: str, depth: int, family: int) -> None:
     inside = Box(
         box.x + _MARGIN,
         box.y + _TITLE_HEIGHT,
@@ -59,18 +61,18 @@ def _add(tiles: list[Tile], node: Node, box: Box, *, path: str, depth: int, fami
     )
     has_room = box.width >= _MIN_WIDTH and box.height >= _MIN_HEIGHT and depth < _MAX_DEPTH
     has_inside = has_room and any(child.num_bytes for child in node.children)
-    tiles.append(Tile(box, node.name, path, node, depth, family, has_inside))
+    tiles.append(TreemapTile(box, node.name, path, node, depth, family, has_inside))
     if has_inside:
         for child, place in _placed(node.children, inside):
             _add(tiles, child, place, path=f"{path}.{child.name}", depth=depth + 1, family=family)
 
 
-def _placed(nodes: Sequence[Node], box: Box) -> list[tuple[Node, Box]]:
-    """The nodes with a size, the largest first, each with its part of the rectangle."""
+def _placed(nodes: Sequence[ModuleNode], box: Box) -> list[tuple[ModuleNode, Box]]:
+    """Returns the nodes with a size, the largest first, each with its part of the rectangle."""
     ordered = sorted((node for node in nodes if node.num_bytes), key=lambda node: -node.num_bytes)
     rest = ordered[_MAX_CHILDREN:]
     if rest:
-        together = Node(
+        together = ModuleNode(
             f"{len(rest):,} more",
             num_tensors=sum(node.num_tensors for node in rest),
             num_elements=sum(node.num_elements for node in rest),
@@ -82,52 +84,44 @@ def _placed(nodes: Sequence[Node], box: Box) -> list[tuple[Node, Box]]:
 
 
 def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
-    """Rectangles with areas in the proportion of these sizes, above 0, as near to squares as this way finds them."""
+    """Returns rectangles with areas in proportion to these sizes, above 0, nearly squares."""
     boxes: list[Box] = []
     first, left = 0, sum(sizes)
     while first < len(sizes):
-        per_size = box.width * box.height / left
-        last = _end_of_row(sizes, first, min(box.width, box.height), per_size)
+        last = _end_of_row(sizes, first, min(box.width, box.height), box.width * box.height / left)
         row = sizes[first:last]
         placed, box = _cut_row(row, box, share=sum(row) / left)
         boxes += placed
-        left -= sum(row)
-        left = max(left, 1e-12)
+        left = max(left - sum(row), 1e-12)
         first = last
     return boxes
 
 
-def _end_of_row(sizes: Sequence[float], first: int, side: float, per_size: float) -> int:
-    """How far a row along a side goes before its rectangles get longer again."""
-    last = first + 1
-    worst = _worst(sizes[first:last], side, per_size)
+def _end_of_row(sizes: Sequence[float], first: int, side: float, area_per_size: float) -> int:
+    """Returns the end of the row along a side in which the longest rectangle is shortest."""
+    last, worst = first, inf
     while last < len(sizes):
-        longer = _worst(sizes[first : last + 1], side, per_size)
+        row = sizes[first : last + 1]
+        thickness = max(sum(row) * area_per_size / max(side, 1e-9), 1e-9)
+        lengths = [max(size * area_per_size / thickness, 1e-9) for size in (min(row), max(row))]
+        longer = max(max(thickness / length, length / thickness) for length in lengths)
         if longer > worst:
             break
         worst, last = longer, last + 1
     return last
 
 
-def _worst(row: Sequence[float], side: float, per_size: float) -> float:
-    """The largest ratio of the sides of a rectangle in a row."""
-    thickness = sum(row) * per_size / max(side, 1e-9)
-    lengths = [size * per_size / max(thickness, 1e-9) for size in row]
-    return max(max(thickness / max(length, 1e-9), length / max(thickness, 1e-9)) for length in lengths)
-
-
 def _cut_row(row: Sequence[float], box: Box, *, share: float) -> tuple[list[Box], Box]:
-    """The rectangles of a row along the shorter side, and what of the box is left."""
-    total = sum(row)
-    boxes = []
-    if box.width >= box.height:
-        width, y = box.width * share, box.y
-        for size in row:
-            boxes.append(Box(box.x, y, width, box.height * size / total))
-            y += boxes[-1].height
-        return boxes, Box(box.x + width, box.y, max(box.width - width, 0.0), box.height)
-    height, x = box.height * share, box.x
+    """Returns the rectangles of a row along the shorter side, and the rest of the box."""
+    if box.width < box.height:
+        boxes, rest = _cut_row(row, _turned(box), share=share)
+        return list(map(_turned, boxes)), _turned(rest)
+    width, y, boxes = box.width * share, box.y, []
     for size in row:
-        boxes.append(Box(x, box.y, box.width * size / total, height))
-        x += boxes[-1].width
-    return boxes, Box(box.x, box.y + height, box.width, max(box.height - height, 0.0))
+        boxes.append(Box(box.x, y, width, box.height * size / sum(row)))
+        y += boxes[-1].height
+    return boxes, Box(box.x + width, box.y, max(box.width - width, 0.0), box.height)
+
+
+def _turned(box: Box) -> Box:
+    return Box(box.y, box.x, box.height, box.width)

@@ -7,10 +7,10 @@ Takes, by the attributes that they have and without DeepSpeed:
   which is the torch optimizer in it: its parameters are the flat masters. With stage 0 it may be a torch optimizer;
 - `engine.module` beside `engine.optimizer`, and modules of ZeRO 3 without any.
 
-A parameter that is kept in two precisions is stored once, by its master. A load fills the masters; low precision comes
+A parameter that exists in two precisions is stored once, by its master. A load fills the masters; low precision comes
 from them for what lies on this rank, and from the checkpoint for the rest. Parameters that are not optimised are the
 module's own, or in ZeRO 3 the partition `ds_tensor`; what is gathered at the moment is not read, but filled by a load.
-What else a resumed training needs is kept with the optimizer: counters of the engine, its scheduler, the loss scaler.
+What else a resumed training needs is saved with the optimizer: counters of the engine, its scheduler, the loss scaler.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def not_in(named: NamedParameters, flat: Iterable[FlatModule]) -> NamedParameter
 
 
 def has_traces(tree: ModuleTree) -> bool:
-    """True if DeepSpeed has wrapped the module: told by any parameter, because it marks those that it optimises."""
+    """True if DeepSpeed has wrapped the module, which marks the parameters that it optimises."""
     found = (each for _, module in tree.submodules for each in module._parameters.values())
     return any(hasattr(each, _PARTITION) or hasattr(each, _MASTER) for each in found)
 

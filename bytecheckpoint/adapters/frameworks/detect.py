@@ -53,7 +53,7 @@ def _is_there(framework: str, state: Mapping[str, Any]) -> bool:
     values = list(_values(state))
     if _is_among(framework, values):
         return True
-    # Their state_dict may cost memory: they are asked where nothing else has told.
+    # Their state_dict may cost memory: it is read only where nothing else matches.
     wrappers = (value for value in values if is_stateful(value) and not stages_of(value))
     return any(_is_among(framework, list(_values(value.state_dict()))) for value in wrappers)
 

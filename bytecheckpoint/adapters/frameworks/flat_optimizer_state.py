@@ -105,15 +105,15 @@ class FlatParamState:
         for names, part in self._not_excluded(found):
             if found.group(names) is None:
                 problems.append(not_stored(f"{self._fqn}.groups.{names.name}"))
-            if not _fits(names, part, found):
+            if not same_but_for_padding(part.padded_axis, part.shape, _stored_as(names, part, found)):
                 problems += found.misfits(names, part.shape)
-        for names, part in self._taken(found):
+        for names, part, stored_shape in self._taken(found):
             states = found.tensors(names)
             for key, (fqn, tensor) in states.items():
                 if "." in key:
                     text = f"{fqn}: a tensor inside a list, for which flat parameters have no place"
                     problems.append(Problem("shape", fqn, text))
-                elif _is_stored_scalar(tensor, _stored_as(names, part, found), key):
+                elif _is_stored_scalar(tensor, stored_shape, key):
                     are_scalars.setdefault(key, set()).add(True)
                     shards.add(fqn, self._scalars.get(fqn, placeholder(tensor)))
                 elif isinstance(own := self._state.get(key), torch.Tensor) and own.shape != self._memory.shape:
@@ -143,9 +143,9 @@ class FlatParamState:
         """Yields parameters that the checkpoint has a scalar for, where this memory keeps a tensor of its own shape."""
         own = self._state.get(key)
         if True in are_scalars and (False in are_scalars or (isinstance(own, torch.Tensor) and own.numel() != 1)):
-            for names, part in self._taken(found):
+            for names, _, stored_shape in self._taken(found):
                 fqn, tensor = found.tensors(names).get(key, ("", None))
-                if tensor is not None and _is_stored_scalar(tensor, _stored_as(names, part, found), key):
+                if tensor is not None and _is_stored_scalar(tensor, stored_shape, key):
                     text = (
                         f"{fqn}: one value of shape {list(tensor.shape)} in the checkpoint, and in the state a tensor "
                         "with an element for each of the parameter"
@@ -153,9 +153,9 @@ class FlatParamState:
                     yield Problem("shape", fqn, text)
 
     def prepare(self, found: StoredOptimizer) -> None:
-        for names, part in self._taken(found):
+        for names, _, stored_shape in self._taken(found):
             for key, (fqn, tensor) in _whole_tensors(names, found).items():
-                if _is_stored_scalar(tensor, _stored_as(names, part, found), key):
+                if _is_stored_scalar(tensor, stored_shape, key):
                     device = scalar_device(self._group.values, self._memory)
                     self._scalars[fqn] = torch.empty_like(placeholder(tensor), device=device)
                 elif not isinstance(self._state.get(key), torch.Tensor):
@@ -167,11 +167,11 @@ class FlatParamState:
         """Puts scalars in place. Returns which are left as they were, and why: parameters do not agree on them."""
         values: dict[str, tuple[str, Any]] = {}
         differing: dict[str, str] = {}
-        for names, part in self._taken(found):
+        for names, _, stored_shape in self._taken(found):
             of_parameter: dict[str, tuple[str, Any]] = {
                 key: (fqn, self._scalars[fqn])
                 for key, (fqn, tensor) in _whole_tensors(names, found).items()
-                if _is_stored_scalar(tensor, _stored_as(names, part, found), key)
+                if _is_stored_scalar(tensor, stored_shape, key)
             }
             # Trees of tensors were refused, and strict=False leaves them out.
             of_parameter |= {
@@ -188,9 +188,12 @@ class FlatParamState:
                 put_scalar(self._group, self._memory, key, value)
         return list(differing.values())
 
-    def _taken(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatParamPart]]:
-        """The parameters whose state is loaded."""
-        return ((names, part) for names, part in self._not_excluded(found) if _fits(names, part, found))
+    def _taken(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatParamPart, tuple[int, ...]]]:
+        """Yields the parameters whose state is loaded, and the shape of each when its state was saved."""
+        for names, part in self._not_excluded(found):
+            stored_shape = _stored_as(names, part, found)
+            if same_but_for_padding(part.padded_axis, part.shape, stored_shape):
+                yield names, part, stored_shape
 
     def _not_excluded(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatParamPart]]:
         return ((names, part) for names, part in self._parts if not found.is_excluded(names))
@@ -207,13 +210,9 @@ def _whole_tensors(names: ParameterNames, found: StoredOptimizer) -> dict[str, t
 
 
 def _stored_as(names: ParameterNames, part: FlatParamPart, found: StoredOptimizer) -> tuple[int, ...]:
-    """The shape of the parameter when its state was saved, as far as the checkpoint tells."""
+    """Returns the shape of the parameter when its state was saved, as far as the checkpoint tells."""
     shape = found.parameter_shape(names)
     return part.shape if shape is None else shape
-
-
-def _fits(names: ParameterNames, part: FlatParamPart, found: StoredOptimizer) -> bool:
-    return same_but_for_padding(part.padded_axis, part.shape, _stored_as(names, part, found))
 
 
 def _is_stored_scalar(stored: StoredTensor, shape: tuple[int, ...], key: str) -> bool:

@@ -134,7 +134,7 @@ class FlatModule(NamedTuple):
     """A module whose framework keeps parameters flat, as one save or load finds it. Other tensors it has as ever."""
 
     held: Sequence[FlatParamMemory]
-    """Every parameter that is kept flat, on every rank; of one that this rank has nothing of, an empty part."""
+    """Every flat parameter, on every rank; an empty part of one that this rank has nothing of."""
     replaced: Collection[int] = frozenset()
     """The ids of tensors that the module shows in place of those parameters, or of their flat memory."""
     aliases: Mapping[str, str] = {}

@@ -98,8 +98,8 @@ def walked_tree(fqn: str, tree: ModuleTree) -> ModuleTree:
 def flat_module(fqn: str, tree: ModuleTree, plain_name: Callable[[str], str]) -> FlatModule:
     """Returns what the units of a module have flat. `plain_name` takes wrappers out of a name.
 
-    Raises CheckpointSaveError (unsupported_value) within summon_full_params, and for what the elements of a flat
-    parameter cannot be told of.
+    Raises CheckpointSaveError (unsupported_value) within summon_full_params, and for what hides the elements of a
+    flat parameter.
     """
     wrappers = {id(module): module for _, module in tree.submodules if isinstance(module, FullyShardedDataParallel)}
     for wrapper in wrappers.values():

@@ -79,7 +79,7 @@ def _memory(value: Any) -> tuple[int, int] | None:
 
 
 class ReloadEntry:
-    """An object around modules that were loaded in place: it is given their state, which it may have kept a copy of."""
+    """An object around modules that were loaded in place: it gets their state, of which it may have a copy."""
 
     def __init__(self, fqn: str, value: Stateful, inside: WrappedModules) -> None:
         self.fqn = fqn

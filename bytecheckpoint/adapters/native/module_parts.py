@@ -13,7 +13,7 @@ from bytecheckpoint.adapters.frameworks.flat_parameters import FlatModule
 from bytecheckpoint.adapters.native.module_walk import ModuleTree, tree_of
 from bytecheckpoint.adapters.native.pipelines import Stage
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS
-from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
+from bytecheckpoint.manifest.plain_wire import join_fqn
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", fsdp1.WRAPPED})
 """Parts of names that torch.compile, activation checkpointing and FSDP1 put in."""
@@ -49,7 +49,7 @@ class ModulePart(NamedTuple):
         return plain_name(name)
 
     def plain_tensors(self) -> Mapping[str, torch.Tensor] | None:
-        """The state_dict, where all in it are plain tensors of the module under plain names: told by a few looks."""
+        """Returns the state_dict, where all in it are plain tensors of the module under plain names."""
         if self.is_wrapped or self.flat is not None or not self.tree.is_saved_as_usual:
             return None
         values = self.tree.state_dict()
@@ -62,12 +62,6 @@ class ModulePart(NamedTuple):
         for name, value in self.tree.state_dict().items():
             if id(value) not in replaced:
                 yield name, self.plain_name(name), value
-
-
-def refuse_lazy(fqn: str, tensor: torch.Tensor) -> None:
-    if torch.nn.parameter.is_lazy(tensor):
-        advice = "call forward once, so that its shape is known"
-        raise unsupported(fqn, "a parameter of a lazy module that has not been initialised", advice)
 
 
 def is_extra_state(name: str) -> bool:

@@ -7,7 +7,7 @@ stored once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,21 +23,20 @@ from bytecheckpoint.adapters.frameworks.flat_parameters import (
     NamedPart,
     merged,
 )
-from bytecheckpoint.adapters.materialize import materialise
+from bytecheckpoint.adapters.materialize import materialize
 from bytecheckpoint.adapters.native.module_parts import (
     EXTRA_STATE,
     ModulePart,
     is_data,
     is_extra_state,
     part_of,
-    refuse_lazy,
 )
 from bytecheckpoint.adapters.native.pipelines import Stage
 from bytecheckpoint.adapters.native.subclass_flatten import flat_parts, is_facts, is_subclass, tied_subclasses
 from bytecheckpoint.adapters.native.subclass_match import Refusals, refusals
 from bytecheckpoint.adapters.plain.plain_data import encode_plain
 from bytecheckpoint.adapters.plain.plain_tree import leaves
-from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards
+from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards, refuse_lazy
 from bytecheckpoint.adapters.tied import split_tied, with_flat_ties
 from bytecheckpoint.adapters.tree_loader import TreeTarget, keep_for_rank
 from bytecheckpoint.manifest.plain_wire import join_fqn
@@ -55,14 +54,21 @@ class _ModuleTensors(NamedTuple):
     flat: Sequence[tuple[str, FlatParamMemory]]
     """Flat parameters, each after its FQN."""
 
-    def names(self) -> set[str]:
-        """The FQNs of all tensors."""
-        return {*self.tensors, *self.aliases, *(fqn for fqn, _ in self.flat)}
-
     facts: Mapping[str, Any]
     """Metadata of tensor subclasses, whose inner tensors are among the tensors, by FQN."""
     stages: Mapping[str, int]
     """Number of the pipeline stage by FQN, where a stage says it."""
+    other_names: Mapping[str, Sequence[str]]
+    """FQN of a tensor -> the aliases of it."""
+
+    def names(self) -> set[str]:
+        """Returns the FQNs of all tensors."""
+        return {*self.tensors, *self.aliases, *(fqn for fqn, _ in self.flat)}
+
+    def stored_name(self, fqn: str, checkpoint: CheckpointView) -> str:
+        """Returns the first of a tensor's names that the checkpoint has."""
+        names = (fqn, *self.other_names.get(fqn, ()))
+        return next((name for name in names if name in checkpoint.tensors), fqn)
 
 
 class ModuleEntry:
@@ -144,21 +150,21 @@ class ModuleEntry:
 
     def expect(self, checkpoint: CheckpointView) -> Expectation:
         held = self._held()
-        other_names = _other_names(held.aliases)
         own = {**held.facts, **held.tensors} if held.facts else {}
-        self._refused = refused = refusals(own, checkpoint, held.aliases, other_names)
+        self._refused = refused = refusals(own, checkpoint, held.aliases, held.other_names)
         problems = refused.problems
         of_module = LocalShards(with_addresses=True)
         of_module.add_all(
-            (_stored_name(fqn, other_names, checkpoint), tensor)
-            for fqn, tensor in held.tensors.items()
-            if not refused.has(fqn)
+            (held.stored_name(fqn, checkpoint), tensor) for fqn, tensor in held.tensors.items() if not refused.has(fqn)
         )
         shards = of_module.found
         for fqn, flat in held.flat:
-            shards += flat.part.shards(_stored_name(fqn, other_names, checkpoint), flat.memory)
+            shards += flat.part.shards(held.stored_name(fqn, checkpoint), flat.memory)
+        copies: list[LocalShard] = []
+        for copy in (copy for part in self._parts if part.flat is not None for copy in part.flat.copies):
+            name = held.stored_name(join_fqn(self.fqn, copy.name), checkpoint)
+            copies += copy.part.shards(name, copy.memory)
         claims = held.names() | set(held.facts)
-        copies = self._copies(other_names, checkpoint)
         for fqn in held.extra:
             found = checkpoint.entry_tree(fqn)
             if found is None:
@@ -172,21 +178,11 @@ class ModuleEntry:
                 problems += [rank_missing(fqn, missing[0].num_saved)] if missing else []
         return Expectation(shards, claims, problems, copies)
 
-    def _copies(self, other_names: Mapping[str, Sequence[str]], checkpoint: CheckpointView) -> list[LocalShard]:
-        """Returns the shards of flat parameters in lower precision."""
-        shards: list[LocalShard] = []
-        for part in self._parts:
-            for copy in () if part.flat is None else part.flat.copies:
-                name = _stored_name(join_fqn(self.fqn, copy.name), other_names, checkpoint)
-                shards += copy.part.shards(name, copy.memory)
-        return shards
-
     def prepare(self, checkpoint: CheckpointView, refused: Collection[str]) -> None:
         held = self._read()
-        other_names = _other_names(held.aliases)
 
         def is_filled(fqn: str, tensor: torch.Tensor) -> bool:
-            name = _stored_name(held.aliases.get(fqn, fqn), other_names, checkpoint)
+            name = held.stored_name(held.aliases.get(fqn, fqn), checkpoint)
             found = checkpoint.tensors.get(name)
             return found is not None and found.shape == tuple(tensor.shape) and name not in refused
 
@@ -195,7 +191,15 @@ class ModuleEntry:
             if found is not None:
                 self._extra.prepare(found, {}, checkpoint)
         for part in self._parts:
-            materialise(self.fqn, part.tree.module, {id(tensor) for tensor in self._loadable(part, is_filled)})
+            filled = set()
+            for _, plain, tensor in part.state():
+                fqn = join_fqn(self.fqn, plain)
+                if not isinstance(tensor, torch.Tensor) or self._refused.has(f"{fqn}."):
+                    continue
+                inner = flat_parts(fqn, tensor) if is_subclass(tensor) else {fqn: tensor}  # filled only as a whole
+                if all(is_facts(name) or is_filled(name, each) for name, each in inner.items()):
+                    filled.add(id(tensor))
+            materialize(self.fqn, part.tree.module, filled)
 
     def finish(self, checkpoint: CheckpointView) -> None:
         for part in self._parts:
@@ -218,15 +222,6 @@ class ModuleEntry:
             if part.flat is not None:
                 part.flat.finish()
 
-    def _loadable(self, part: ModulePart, is_filled: Callable[[str, torch.Tensor], bool]) -> Iterator[torch.Tensor]:
-        """The tensors that are filled, subclasses only as a whole."""
-        for _, plain, tensor in part.state():
-            fqn = join_fqn(self.fqn, plain)
-            if not isinstance(tensor, torch.Tensor) or self._refused.has(f"{fqn}."):
-                continue
-            if all(is_filled(name, each) for name, each in _tensors_of(fqn, tensor).items()):
-                yield tensor
-
     def _held(self) -> _ModuleTensors:
         held, self._named = self._named or self._read(), None
         return held
@@ -238,66 +233,63 @@ class ModuleEntry:
         flat: list[tuple[str, FlatParamMemory]] = []
         flat_ties: list[tuple[str, str]] = []
         facts: dict[str, Any] = {}
+        stages: dict[str, int] = {}
         known: dict[int, tuple[str, dict[str, Any]]] = {}
         prefix = f"{self.fqn}." if self.fqn else ""
-        starts: list[int] = []
         for part in self._parts:
-            starts.append(len(found))
-            if part.flat is not None:
-                flat += [(prefix + held.name, held) for held in part.flat.held]
-                flat_ties += [(prefix + alias, prefix + name) for alias, name in part.flat.aliases.items()]
+            first = len(found)
             plain_tensors = part.plain_tensors()
             if plain_tensors is not None:
                 found += [(name, prefix + name, tensor) for name, tensor in plain_tensors.items()]
-                continue
-            live = None if part.tree.is_saved_as_usual else part.tree.live()
-            for name, plain, value in part.state():
-                fqn = prefix + plain
-                is_plain = type(value) in PLAIN_TENSORS and not name.endswith(EXTRA_STATE)
-                if not is_plain and is_data(name, value):
-                    extra[fqn] = value
-                    continue
-                if not is_plain:
-                    refuse_lazy(fqn, value)
-                is_live = live is None or id(value) in live
-                tensor = value if is_live else self._detached.setdefault(fqn, value)
-                if is_plain or not is_subclass(tensor):
-                    found.append((name, fqn, tensor))
-                    continue
-                # Taken apart once, so that it is seen to be tied where it has several names.
-                if id(tensor) not in known:
-                    known[id(tensor)] = fqn, flat_parts(fqn, tensor)
-                first, of_first = known[id(tensor)]
-                parts = {fqn + of_part.removeprefix(first): part for of_part, part in of_first.items()}
-                facts |= {of_part: part for of_part, part in parts.items() if is_facts(of_part)}
-                found += [(name, of_part, part) for of_part, part in parts.items() if not is_facts(of_part)]
-        stages: dict[str, int] = {}
-        for part, start, end in zip(self._parts, starts, [*starts[1:], len(found)], strict=True):
+            else:
+                found += self._read_part(part, prefix, extra, facts, known)
+            of_part = [] if part.flat is None else [(prefix + held.name, held) for held in part.flat.held]
+            flat += of_part
+            if part.flat is not None:
+                flat_ties += [(prefix + alias, prefix + name) for alias, name in part.flat.aliases.items()]
             if part.stage is not None:
-                stages |= dict.fromkeys((fqn for _, fqn, _ in found[start:end]), part.stage)
-            if part.stage is not None and part.flat is not None:
-                stages |= dict.fromkeys((prefix + held.name for held in part.flat.held), part.stage)
+                stages |= dict.fromkeys((fqn for _, fqn, _ in found[first:]), part.stage)
+                stages |= dict.fromkeys((fqn for fqn, _ in of_part), part.stage)
         tensors, aliases = split_tied(found)
         if flat:
             aliases = with_flat_ties(tensors, aliases, [fqn for fqn, _ in flat], flat_ties)
-        return _ModuleTensors(tensors, aliases, extra, flat, facts, stages)
+        other_names: dict[str, list[str]] = {}
+        for alias, fqn in aliases.items():
+            other_names.setdefault(fqn, []).append(alias)
+        return _ModuleTensors(tensors, aliases, extra, flat, facts, stages, other_names)
 
-
-def _tensors_of(fqn: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A tensor by its FQN, or the inner tensors of a subclass by theirs."""
-    if not is_subclass(tensor):
-        return {fqn: tensor}
-    return {name: part for name, part in flat_parts(fqn, tensor).items() if not is_facts(name)}
-
-
-def _other_names(aliases: Mapping[str, str]) -> dict[str, list[str]]:
-    """FQN of a tensor -> those of the tensors that are tied to it."""
-    other_names: dict[str, list[str]] = {}
-    for alias, fqn in aliases.items():
-        other_names.setdefault(fqn, []).append(alias)
-    return other_names
-
-
-def _stored_name(fqn: str, other_names: Mapping[str, Sequence[str]], checkpoint: CheckpointView) -> str:
-    """The first of a tensor's names that the checkpoint has."""
-    return next((name for name in (fqn, *other_names.get(fqn, ())) if name in checkpoint.tensors), fqn)
+    def _read_part(
+        self,
+        part: ModulePart,
+        prefix: str,
+        extra: dict[str, Any],
+        facts: dict[str, Any],
+        known: dict[int, tuple[str, dict[str, Any]]],
+    ) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yields the module's own name, the FQN and the tensor of all tensors; adds the rest to `extra` and `facts`.
+        `known` are the parts of tensor subclasses, each taken apart once, so that it is seen to be tied where it has
+        several names.
+        """
+        live = None if part.tree.is_saved_as_usual else part.tree.live()
+        for name, plain, value in part.state():
+            fqn = prefix + plain
+            is_plain = type(value) in PLAIN_TENSORS and not name.endswith(EXTRA_STATE)
+            if not is_plain and is_data(name, value):
+                extra[fqn] = value
+                continue
+            if not is_plain:
+                refuse_lazy(fqn, value)
+            is_live = live is None or id(value) in live
+            tensor = value if is_live else self._detached.setdefault(fqn, value)
+            if is_plain or not is_subclass(tensor):
+                yield name, fqn, tensor
+                continue
+            if id(tensor) not in known:
+                known[id(tensor)] = fqn, flat_parts(fqn, tensor)
+            first, of_first = known[id(tensor)]
+            for of_part, inner in of_first.items():
+                own = fqn + of_part.removeprefix(first)
+                if is_facts(own):
+                    facts[own] = inner
+                else:
+                    yield name, own, inner

@@ -121,19 +121,13 @@ def _facts_problems(own: Mapping[str, Any], checkpoint: CheckpointView, tied: Ma
     problems: list[Problem] = []
     for group in names.values():
         found = [fqn for fqn in group if fqn in checkpoint.plain]
-        problems += [_problem(fqn, own[fqn], checkpoint) for fqn in found if _differs(own[fqn], checkpoint.plain[fqn])]
+        for fqn, why in ((fqn, difference(own[fqn], checkpoint.plain[fqn])) for fqn in found):
+            if why is not None:
+                text = f"{outer_fqn(fqn)}: tensor subclasses that differ: {why}"
+                problems.append(Problem("conflict", fqn, text))
         if not found and not any(map(checkpoint.skips, group)):
             problems.append(not_stored(group[0]))
     return problems
-
-
-def _differs(own: Any, found: Any) -> bool:
-    return difference(own, found) is not None
-
-
-def _problem(fqn: str, own: Any, checkpoint: CheckpointView) -> Problem:
-    text = f"{outer_fqn(fqn)}: tensor subclasses that differ: {difference(own, checkpoint.plain[fqn])}"
-    return Problem("conflict", fqn, text)
 
 
 def unbuildable(values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[str, Problem]:
@@ -164,23 +158,6 @@ def partly_taken(values: Mapping[str, Any], checkpoint: CheckpointView) -> set[s
     return {found[-1] for found in (enclosing(fqn, outer) for fqn in names) if found}
 
 
-def own_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The optimizer state of one parameter by key, subclasses taken apart: `exp_avg.codes`, `exp_avg.@subclass`."""
-    if not any(map(is_subclass, state.values())):  # nearly always
-        return state
-    own: dict[str, Any] = {}
-    for key, value in state.items():
-        own |= flat_parts(key, value) if is_subclass(value) else {key: value}
-    return own
-
-
-def _holds_any(value: Any) -> bool:
-    """True if a state holds elements here: of one that lies elsewhere nobody can tell what it is."""
-    if not isinstance(value, torch.Tensor):
-        return False
-    return not isinstance(value, DTensor) or value._local_tensor.numel() > 0
-
-
 class SubclassState:
     """The tensor subclasses in one parameter's optimizer state, live and in a checkpoint.
 
@@ -194,7 +171,11 @@ class SubclassState:
         tensors: Mapping[str, tuple[str, StoredTensor]],
         plain: Mapping[str, tuple[str, Any]],
     ) -> None:
-        self.own = own_state(live)
+        self.own = live
+        """Live state by key, subclasses taken apart: `exp_avg.codes`, `exp_avg.@subclass`."""
+        if any(map(is_subclass, live.values())):
+            parts = [flat_parts(key, value) if is_subclass(value) else {key: value} for key, value in live.items()]
+            self.own = {key: part for of_key in parts for key, part in of_key.items()}
         self._parameter = parameter
         self._tensors = tensors
         self._facts: dict[str, Any] = {}
@@ -233,7 +214,9 @@ class SubclassState:
     def _why_not(self, key: str, facts: Any) -> str | None:
         if key in self.own:
             return difference(self.own[key], facts)
-        if _holds_any(self.own.get(outer_fqn(key))):
+        own = self.own.get(outer_fqn(key))
+        # Of a state that holds no elements here nobody can tell what it is.
+        if isinstance(own, torch.Tensor) and (not isinstance(own, DTensor) or own._local_tensor.numel()):
             return "a tensor subclass in the checkpoint, and none in the state"
         inner = {k: stored for k, (_, stored) in self._tensors.items() if k.startswith(f"{outer_fqn(key)}.")}
         meta = torch.device("meta")
@@ -259,18 +242,18 @@ class SubclassState:
             spread = self._spread(key, stored, device or self._parameter.device)
             if spread is not None:
                 return spread
-        home = self._parameter.device if self._around(key) else torch.device("cpu")
+        home = self._parameter.device if self._enclosing(key) else torch.device("cpu")
         return torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device=device or home)
 
-    def _around(self, key: str) -> list[Any]:
+    def _enclosing(self, key: str) -> list[Any]:
         """The facts of the subclasses that a tensor is a part of, the outermost one first."""
         keys = sorted((of_key for of_key in self._facts if key.startswith(f"{outer_fqn(of_key)}.")), key=len)
         return [self._facts[of_key] for of_key in keys]
 
     def _is_spread(self, key: str) -> bool:
         """True if a tensor is a part of something that lies like the parameter, which is spread over ranks."""
-        enclosing = self._around(key)
-        is_like = bool(enclosing) and enclosing[0][0]["shape"] == list(self._parameter.shape)
+        outer = self._enclosing(key)
+        is_like = bool(outer) and outer[0][0]["shape"] == list(self._parameter.shape)
         return is_like and isinstance(self._parameter, DTensor)
 
     def _spread(self, key: str, stored: StoredTensor, device: torch.device) -> DTensor | None:

@@ -132,13 +132,13 @@ def are_facts(found: Any) -> bool:
     """True if plain data describes a tensor subclass."""
     if type(found) is not list or len(found) != 1 or type(found[0]) is not dict:
         return False
-    told = found[0]
-    shape, stride = told.get("shape"), told.get("stride")
+    facts = found[0]
+    shape, stride = facts.get("shape"), facts.get("stride")
     if type(shape) is not list or type(stride) is not list or len(shape) != len(stride):
         return False
-    dtype = getattr(torch, str(told.get("dtype")), None)
-    is_named = type(told.get("class")) is str and isinstance(dtype, torch.dtype)
-    return "context" in told and is_named and all(type(length) is int and length >= 0 for length in (*shape, *stride))
+    dtype = getattr(torch, str(facts.get("dtype")), None)
+    is_named = type(facts.get("class")) is str and isinstance(dtype, torch.dtype)
+    return "context" in facts and is_named and all(type(length) is int and length >= 0 for length in (*shape, *stride))
 
 
 def class_of(found: Any) -> type[Any]:

@@ -115,7 +115,7 @@ class Reshaping(NamedTuple):
 
 
 def _holds_more(form: Form, own: Mapping[str, Any], fqn: str, tensors: Iterable[str]) -> bool:
-    """True for state by numbers, as a state_dict() has it, with more than what is kept for a parameter."""
+    """True for state by numbers, as a state_dict() has it, with other keys than a parameter's state has."""
     if form.keys is None or BY_POSITION not in own:
         return False
     return any(not form.keys >= values.keys() for values in _with_refs(own, fqn, tensors)[_STATE].values())

@@ -1,5 +1,5 @@
-"""The check that saved state is state of an optimizer's own kind, told by what it consists of: names of classes say
-little, because a fused, a wrapped and a derived optimizer go on from one another's state.
+"""The check that saved state is state of an optimizer's own kind, judged by its keys: names of classes say little,
+because a fused, a wrapped and a derived optimizer go on from one another's state.
 """
 
 from __future__ import annotations

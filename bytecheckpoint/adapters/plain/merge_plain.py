@@ -1,5 +1,5 @@
 """The plain data of all ranks made one: what is the same is stored once, dicts are united, and what differs is either
-meant to (and kept for each rank) or an error that says how to mean it.
+meant to (and stored for each rank) or an error that says how to declare it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from bytecheckpoint.adapters.shards import PLAIN_TENSORS
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, TensorRef, too_deep, unsupported
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, DTensor, TensorRef, *PLAIN_TENSORS})
-"""Types of what is no entry of its own and holds none: most of a state, told from the rest by one look."""
+"""Types of values that are no entries of their own and hold none: most of a state."""
 
 _LEAVES = ATOMS - {DTensor}  # one of a tensor subclass has the parts of that below it
 

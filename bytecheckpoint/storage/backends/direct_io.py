@@ -1,5 +1,5 @@
-"""A new file on its way to the disk, past the page cache where the file system takes that: nothing is copied, and what
-training has in the cache stays there. It raises OSError and knows nothing of names, blocks or checkpoints.
+"""Direct writes of a new file, past the page cache if the file system supports it: nothing is copied, and the cache
+stays with training. Raises OSError and knows nothing of names, blocks or checkpoints.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import numpy as np
 from bytecheckpoint.storage.backends.posix_files import preallocate, sync_to_disk, write_fully, write_some
 
 MIN_DIRECT_BYTES = 1 << 20
-"""A file below this goes through the page cache: the calls that a direct write needs more cost more than they save."""
+"""Smaller files go through the page cache: the extra calls of a direct write cost more than they save."""
 PAGE_BYTES = max(4096, mmap.PAGESIZE)
-"""What memory, file offset and length of a direct write are multiples of. No disk in use has larger blocks."""
+"""Alignment of memory, file offset and length of a direct write. No disk in use has larger blocks."""
 
 _REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EFAULT})
-"""EFAULT is for memory that a driver has mapped and a disk cannot read: the page cache can copy it."""
+"""EFAULT means memory that a driver has mapped and a disk cannot read: the page cache can copy it."""
 
 
 class DirectFile:
     """An empty file that several threads fill at once, each with bytes of its own.
 
-    Whole pages of the file go by a descriptor of their own straight from the caller's memory to the disk. What is left
-    goes through the page cache: the file's last bytes, memory that is not aligned, and everything from the moment on
-    at which the file system refuses. No page is written both ways at the same time.
+    Whole pages go by a second descriptor straight from the caller's memory to the disk. The rest goes through the page
+    cache: the file's last bytes, memory that is not aligned, and everything after a refusal by the file system. No page
+    is written both ways at the same time.
     """
 
     def __init__(self, path: str, fd: int) -> None:
@@ -37,25 +37,25 @@ class DirectFile:
         self._is_refused = False
 
     def prepare(self, num_bytes: int) -> None:
-        """Takes the disk space for all that is to be written, as far as the file system can do that ahead."""
+        """Allocates the disk space for the whole file, if the file system can."""
         if num_bytes < MIN_DIRECT_BYTES:
             return
         preallocate(self._fd, num_bytes)
         self._direct_fd = _open_direct(self._path)
 
     def write(self, content: memoryview, byte_offset: int) -> None:
-        """Writes flat bytes to where they belong. Threads may be in it at once, for ranges that share no byte."""
+        """Writes flat bytes. May be called from several threads at once, for ranges that share no byte."""
         start, end = _whole_pages(content, byte_offset)
         write_fully(self._fd, content[:start], byte_offset)
         start += self._write_direct(content[start:end], byte_offset + start)
         write_fully(self._fd, content[start:], byte_offset + start)
 
     def sync(self) -> None:
-        """Makes what was written by either descriptor survive a power cut."""
+        """Makes writes by either descriptor durable."""
         sync_to_disk(self._fd)
 
     def close(self) -> None:
-        """To be called once, when no thread is in `write`."""
+        """Must be called once, when no thread is in `write`."""
         try:
             if self._direct_fd is not None:
                 os.close(self._direct_fd)
@@ -63,7 +63,7 @@ class DirectFile:
             os.close(self._fd)
 
     def _write_direct(self, pages: memoryview, byte_offset: int) -> int:
-        """How many bytes, in whole pages, went to the disk: fewer than all where the rest is to go another way."""
+        """Returns how many bytes, in whole pages, went to the disk; the rest has to go through the page cache."""
         written = 0
         while self._direct_fd is not None and not self._is_refused and written < pages.nbytes:
             try:
@@ -80,18 +80,18 @@ class DirectFile:
 
 
 def _open_direct(path: str) -> int | None:
-    """None where there is no such thing, and where a second descriptor is not to be had for whatever reason."""
+    """Returns a second descriptor; None if the system has no direct writes or refuses for any reason."""
     o_direct: int = getattr(os, "O_DIRECT", 0)
     if not o_direct:
         return None
     try:
         return os.open(path, os.O_WRONLY | os.O_CLOEXEC | o_direct)
-    except OSError:  # the first descriptor is enough, and where it is not, writing to it says why
+    except OSError:  # the first descriptor suffices, or writing to it raises the error
         return None
 
 
 def _whole_pages(content: memoryview, byte_offset: int) -> tuple[int, int]:
-    """Start and end, in `content`, of the pages of the file that it fills whole from aligned memory."""
+    """Returns start and end, in `content`, of the pages of the file that it fills whole from aligned memory."""
     start = -byte_offset % PAGE_BYTES
     end = content.nbytes - (byte_offset + content.nbytes) % PAGE_BYTES
     if end <= start or (_address(content) + start) % PAGE_BYTES:

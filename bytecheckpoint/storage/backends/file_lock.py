@@ -1,5 +1,5 @@
-"""A lock on a file that lasts as long as the process that took it: the kernel releases it, however the process ends.
-So others can tell what a living process still uses from what a dead one has left.
+"""File locks that last as long as the process: the kernel releases them, however it ends. They tell files in use from
+those of a dead process.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _IS_TAKEN = frozenset({errno.EAGAIN, errno.EACCES})
 
 
 class ProcessLock:
-    """Held until `release`, or until the process ends."""
+    """A lock held until `release`, or until the process ends."""
 
     def __init__(self, path: str) -> None:
-        """Raises FileNotFoundError where there is no such file and BlockingIOError where another one holds it."""
+        """Raises FileNotFoundError if there is no such file and BlockingIOError if another process holds it."""
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             _lock(self._fd, path, fcntl.LOCK_EX)
@@ -31,19 +31,19 @@ class ProcessLock:
         """May be called again."""
         _HELD.remove(self)
         if self._fd >= 0:
-            # Not by closing alone: a child that was forked just now may not have closed its copy yet.
+            # Closing alone is not enough: a child that was forked just now may not have closed its copy yet.
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         self.close()
 
     def close(self) -> None:
-        """Lets go of this process' part in it: others that share it keep it."""
+        """Closes this process' descriptor. A process that shares the lock keeps it."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def is_locked(path: str) -> bool:
-    """Whether a living process holds it. Several may ask at once. Raises FileNotFoundError."""
+    """Returns True if a living process holds it. May be called by several at once. Raises FileNotFoundError."""
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         _lock(fd, path, fcntl.LOCK_SH)
@@ -68,8 +68,8 @@ def _lock(fd: int, path: str, kind: int) -> None:
         ) from error
 
 
-class _Held:
-    """The locks of this process. A forked child shares them, and would keep them after its parent has died."""
+class _HeldLocks:
+    """The locks of this process. A forked child, which shares them, closes them: it may outlive its parent."""
 
     def __init__(self) -> None:
         self._locks: list[ProcessLock] = []
@@ -81,17 +81,17 @@ class _Held:
             self._locks = [*self._locks, lock]
             if not self._has_hook:
                 self._has_hook = True
-                os.register_at_fork(after_in_child=self._let_go)
+                os.register_at_fork(after_in_child=self._close_all)
 
     def remove(self, lock: ProcessLock) -> None:
         with self._changing:
             self._locks = [other for other in self._locks if other is not lock]
 
-    def _let_go(self) -> None:
+    def _close_all(self) -> None:
         self._changing = threading.Lock()
         locks, self._locks = self._locks, []
         for lock in locks:
             lock.close()
 
 
-_HELD = _Held()
+_HELD = _HeldLocks()

@@ -1,5 +1,5 @@
 """A store at any URL that fsspec knows. It uses whole objects and exact ranges only: no cache, no read-ahead, no
-transaction (those are a flag on a shared instance), and it trusts no answer that says less than was asked.
+transaction (those are a flag on a shared instance), and it checks that answers are complete.
 """
 
 from __future__ import annotations
@@ -7,7 +7,8 @@ from __future__ import annotations
 import errno
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
 import fsspec.core
@@ -15,7 +16,7 @@ from fsspec.registry import known_implementations, registry
 from fsspec.spec import AbstractFileSystem
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError
-from bytecheckpoint.storage.backends.fsspec_upload import Upload, reason_against_replacing, send, takes
+from bytecheckpoint.storage.backends.fsspec_upload import FsspecUpload, reason_against_replacing, send, takes
 from bytecheckpoint.storage.backends.posix_errors import (
     already_exists,
     is_a_file,
@@ -25,16 +26,20 @@ from bytecheckpoint.storage.backends.posix_errors import (
     write_error,
 )
 from bytecheckpoint.storage.credentials import contains_secret, describe_safely, find_secrets, showable_url
+from bytecheckpoint.storage.inventory import StoredObject
 from bytecheckpoint.storage.object_io import count_bytes
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, join_name
-from bytecheckpoint.storage.store import Access, Block, FillHook
+from bytecheckpoint.storage.store import Access, Block, FillHook, one_block
 
 _READ_BYTES = 64 << 20
-"""One request's part of a read into a buffer: the backend's copy of it is what that costs in memory."""
+"""Length of one request of a read into a buffer: the backend's copy of it costs memory."""
 _MAX_READS = 10
 """Attempts to read an object that others replace meanwhile."""
 _ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
-"""Of an object store in the same region."""
+"""Figures of an object store in the same region."""
+
+_TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "modifiedTime", "created")
+"""Names that backends give the time of an object, the best first."""
 
 _PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), "bytecheckpoint"),
@@ -50,20 +55,19 @@ _PACKAGES = {
     "webhdfs": "requests",
     "hf": "huggingface_hub",
 }
-"""What to install for a protocol: extras of this package for what its tests are run against."""
-
+"""Packages to install for a protocol: extras of this package for protocols that its tests cover."""
 
 _ENDPOINT_OPTIONS = ("endpoint_url", "endpoint", "base_url", "account_name", "account_host", "host", "port")
 
 
 class _ToError(Protocol):
-    """Makes this library's error out of a backend's; `shown` is the object's URL, `reason` the backend's words."""
+    """Makes this library's error out of a backend's; `shown` is the object's URL, `reason` the backend's message."""
 
     def __call__(self, error: BaseException, shown: str, /, *, reason: str) -> CheckpointError: ...
 
 
 def is_known_protocol(protocol: str) -> bool:
-    """Whether fsspec has heard of it; the package that serves it may still be missing."""
+    """Returns True if fsspec knows it; the package that serves it may still be missing."""
     return protocol in known_implementations or protocol in registry
 
 
@@ -86,7 +90,7 @@ class FsspecStore:
 
     @property
     def endpoint(self) -> str:
-        """What the options, or the variables of the environment, say of the service and the account."""
+        """Service and account from the options or the environment."""
         return self._endpoint
 
     @property
@@ -94,33 +98,33 @@ class FsspecStore:
         return _ACCESS
 
     def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
-        """As the protocol says. Where the backend has no create-only write, two writers at once may both succeed."""
+        """Implements `Store`. If the backend has no create-only write, two concurrent writers may both succeed."""
         path, shown = self._path(name), self._show(name)
-        upload = Upload(path, count_bytes(blocks), replace=replace)
-        is_kept = bool(reason_against_replacing(self._fs))
+        upload = FsspecUpload(path, count_bytes(blocks), replace=replace)
+        cannot_replace = bool(reason_against_replacing(self._fs))
         with self._translated(shown, read_error):
-            is_taken = (is_kept or not replace) and self._has_object(path)
+            is_taken = (cannot_replace or not replace) and self._has_object(path)
         if is_taken and not replace:
             raise already_exists(shown)
         if is_taken:
             self.check_replaceable()
 
         def to_error(error: BaseException, path: str, *, reason: str) -> CheckpointError:
-            # There was nothing under this name before, and what is there now is not ours: another writer's.
+            # The name was free before, so the object there now is another writer's.
             if isinstance(error, FileExistsError) or (not replace and self._is_taken(upload)):
                 return already_exists(path)
             return write_error(error, path, reason=reason, needed_bytes=upload.num_bytes, free_bytes=None)
 
         def is_done() -> bool:
-            """Whether a failed last step succeeded and only its answer was lost."""
+            """Returns True if a failed last step succeeded and only its answer was lost."""
             with suppress(CheckpointError), self._translated(shown, read_error):
                 return upload.is_at(self._fs)
             return False
 
-        def calling(*, may_be_done: bool = False) -> AbstractContextManager[None]:
+        def backend(*, may_be_done: bool = False) -> AbstractContextManager[None]:
             return self._translated(shown, to_error, is_done=is_done if may_be_done else None)
 
-        send(self._fs, upload, blocks, calling)
+        send(self._fs, upload, blocks, backend)
 
     def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: FillHook | None = None) -> None:
         flat = buffer.cast("B") if buffer.nbytes else memoryview(b"")
@@ -131,7 +135,7 @@ class FsspecStore:
                 on_filled(start + part.nbytes)
 
     def read_bytes(self, name: str, byte_offset: int, byte_length: int) -> bytes:
-        """As `SupportsReadBytes` says."""
+        """Implements `SupportsReadBytes`."""
         if not byte_length:
             return b""
         path, shown, end = self._path(name), self._show(name), byte_offset + byte_length
@@ -202,10 +206,24 @@ class FsspecStore:
             )
 
     def check_writable(self) -> None:
-        """As the protocol says: an empty object is written and deleted again, under a name that no listing shows."""
+        """Implements `RemoteStore`: writes an empty object under a name that no listing shows, and deletes it."""
         name = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}-writable"
-        self.write(name, [Block(0, 0, lambda: nullcontext(memoryview(b"")))], replace=True)
+        self.write(name, one_block(b""), replace=True)
         self.delete(name)
+
+    def inventory(self, folder: str) -> Iterator[StoredObject]:
+        """Implements `HasInventory`, by one listing of everything if the backend can."""
+        root = self._root.strip("/")
+        try:
+            with self._translated(self._shown, read_error):
+                self._fs.invalidate_cache()
+                found = self._fs.find(join_name(self._root, folder), detail=True)
+        except CheckpointNotFoundError:
+            return
+        for path, entry in found.items():
+            name = str(path).strip("/").removeprefix(root).strip("/")
+            if name:
+                yield StoredObject(name, int(entry.get("size") or 0), _time_of(entry))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{check_name(name)}"
@@ -222,11 +240,11 @@ class FsspecStore:
         raise OSError(errno.EAGAIN, "objects are deleted faster than they can be listed", path)
 
     def _fresh(self) -> dict[str, bool]:
-        """What makes `ls` ask the storage: invalidating alone loses to a listing that another thread has just begun."""
+        """Options that make `ls` query the storage: invalidating alone races with a listing of another thread."""
         return {"refresh": True} if takes(self._fs, "ls", "refresh") else {}
 
     def _exactly(self) -> dict[str, str]:
-        """What keeps a backend that reads through an open file from reading ahead."""
+        """Options that keep a backend that reads through an open file from reading ahead."""
         is_through_file = getattr(self._fs.cat_file, "__func__", None) is AbstractFileSystem.cat_file
         return {"cache_type": "none"} if is_through_file else {}
 
@@ -243,7 +261,7 @@ class FsspecStore:
         except FileNotFoundError:
             return False
 
-    def _is_taken(self, upload: Upload) -> bool:
+    def _is_taken(self, upload: FsspecUpload) -> bool:
         with suppress(CheckpointError), self._translated(self._shown, read_error):
             return self._has_object(upload.path)
         return False
@@ -287,7 +305,7 @@ class FsspecStore:
     def _translated(
         self, shown: str, to_error: _ToError, *, is_done: Callable[[], bool] | None = None
     ) -> Iterator[None]:
-        """The boundary to the backend: whatever it raises leaves as one of this library's errors."""
+        """Translates whatever the backend raises into one of this library's errors."""
         try:
             yield
         except CheckpointError:
@@ -302,10 +320,22 @@ class FsspecStore:
 
 def _endpoint_of(fs: AbstractFileSystem, options: Mapping[str, object]) -> str:
     of_client = options.get("client_kwargs")
-    told = {**(of_client if isinstance(of_client, Mapping) else {}), **options}
+    given = {**(of_client if isinstance(of_client, Mapping) else {}), **options}
     # adlfs finds it in connection strings and in the environment.
-    told = {"account_name": getattr(fs, "account_name", None), **told}
-    return ", ".join(showable_url(str(told[name])).rstrip("/") for name in _ENDPOINT_OPTIONS if told.get(name))
+    given = {"account_name": getattr(fs, "account_name", None), **given}
+    return ", ".join(showable_url(str(given[name])).rstrip("/") for name in _ENDPOINT_OPTIONS if given.get(name))
+
+
+def _time_of(entry: Mapping[str, Any]) -> float | None:
+    value = next((entry[key] for key in _TIMES if entry.get(key)), None)
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value)
+        except ValueError:
+            return None
+    if isinstance(value, datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _list_error(error: BaseException, shown: str, /, *, reason: str) -> CheckpointError:

@@ -1,5 +1,5 @@
-"""How the bytes of one object reach an fsspec backend so that no reader sees a part of them. What does that differs:
-multipart uploads, a whole object in one call, or a temporary name and a move. It translates no errors.
+"""Atomic put of one object to an fsspec backend: by a multipart upload, a whole object in one call, or a temporary name
+and a move, depending on the backend. It translates no errors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bytecheckpoint.storage.store import Block
 _WHOLE_BYTES = 32 << 20
 """Up to this size an object is sent in one call, whatever the backend."""
 _CALL_BYTES = 32 << 20
-"""Handed over, or read back, in one call."""
+"""Bytes passed to the backend, or read back, in one call."""
 _MAX_PARTS = 9000
 """S3 takes 10,000 parts an object."""
 _MiB = 1 << 20
@@ -33,14 +33,14 @@ _MULTIPART = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", 
 """Their open file is an upload that shows nothing until it is completed."""
 _AZURE = frozenset({"az", "abfs", "abfss"})
 _MULTIPART_CREATE = _AZURE | frozenset({"s3", "s3a"})
-"""Of those, the ones that complete an upload opened as "xb" only where there is no such object."""
+"""Protocols among those that complete an upload opened as "xb" only if there is no such object."""
 _CREATING_MOVE = frozenset({"webdav", "dav"})
-"""Whose servers move something only where nothing is, if they are asked to."""
+"""Protocols whose servers can refuse to move onto an existing name."""
 _MOVING = _CREATING_MOVE | frozenset({"sftp", "ssh", "ftp", "smb", "hdfs", "arrow_hdfs", "webhdfs", "webHDFS", "dbfs"})
 _MOVING |= {"file", "local"}
 """File systems: a half-written file is visible, and a move is atomic."""
 _WEBHDFS = frozenset({"webhdfs", "webHDFS"})
-_KEEPING_TARGETS = {
+_CANNOT_REPLACE = {
     **dict.fromkeys(("hdfs", "arrow_hdfs"), "pyarrow deletes the target first and moves then"),
     "smb": "an SMB rename refuses a target that exists",
     "ftp": "an FTP rename onto a target that exists does what each server pleases",
@@ -49,14 +49,14 @@ _KEEPING_TARGETS = {
 """The protocols that cannot replace a file in one step, with the reason."""
 
 
-class Calling(Protocol):
-    """Makes the context in which the backend is called; `may_be_done` where an error may mean a lost answer."""
+class BackendContext(Protocol):
+    """Makes the context for calls of the backend; `may_be_done` if an error may mean a lost answer."""
 
     def __call__(self, *, may_be_done: bool = False) -> AbstractContextManager[None]: ...
 
 
-class Upload:
-    """One object on its way: where to, and a digest of what was sent, to know it again."""
+class FsspecUpload:
+    """The path of an object to be written, and a digest of the bytes sent, to recognize it."""
 
     def __init__(self, path: str, num_bytes: int, *, replace: bool) -> None:
         self.path = path
@@ -72,7 +72,7 @@ class Upload:
                 yield from (content[start : start + _CALL_BYTES] for start in range(0, content.nbytes, _CALL_BYTES))
 
     def is_at(self, fs: Any) -> bool:
-        """Whether the backend has exactly the bytes that were sent. Raises what the backend raises."""
+        """Returns True if the backend has exactly the bytes that were sent. Raises the backend's errors."""
         fs.invalidate_cache(self.path)
         if fs.info(self.path)["size"] != self.num_bytes:
             return False
@@ -82,26 +82,26 @@ class Upload:
         return found.digest() == self._digest.digest()
 
 
-def send(fs: Any, upload: Upload, blocks: Sequence[Block], calling: Calling) -> None:
+def send(fs: Any, upload: FsspecUpload, blocks: Sequence[Block], backend: BackendContext) -> None:
     """Publishes the object, or raises and publishes nothing. What a block's `content` raises passes through."""
     protocols = _protocols(fs)
     if protocols & _MOVING:
-        _send_and_move(fs, upload, blocks, calling)
+        _send_and_move(fs, upload, blocks, backend)
     elif protocols & _MULTIPART and upload.num_bytes > _WHOLE_BYTES:
         mode = "xb" if protocols & _MULTIPART_CREATE and not upload.replace else "wb"
-        with calling():
+        with backend():
             file = fs.open(upload.path, mode, block_size=_part_bytes(upload.num_bytes))
-        _fill(file, upload, blocks, calling, closing_publishes=True)
+        _fill(file, upload, blocks, backend, closing_publishes=True)
     else:
-        # Of an unknown backend nothing else is certain to show no part of an object, so memory has to hold it all.
+        # With an unknown backend only one call is certain to show no part of an object, so memory has to hold it all.
         data = _copy(upload, blocks)
-        with calling(may_be_done=True):
+        with backend(may_be_done=True):
             _put(fs, upload, data)
 
 
 def reason_against_replacing(fs: Any) -> str:
-    """The reason why this backend cannot replace an object in one step; empty where it can."""
-    reasons = (f"{name}://: {_KEEPING_TARGETS[name]}" for name in sorted(_protocols(fs)) if name in _KEEPING_TARGETS)
+    """Returns the reason why this backend cannot replace an object in one step; empty if it can."""
+    reasons = (f"{name}://: {_CANNOT_REPLACE[name]}" for name in sorted(_protocols(fs)) if name in _CANNOT_REPLACE)
     return next(reasons, "")
 
 
@@ -109,7 +109,7 @@ def _protocols(fs: Any) -> set[str]:
     return {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
 
 
-def _copy(upload: Upload, blocks: Sequence[Block]) -> bytes:
+def _copy(upload: FsspecUpload, blocks: Sequence[Block]) -> bytes:
     data = io.BytesIO()
     for piece in upload.pieces(blocks):
         data.write(piece)
@@ -120,53 +120,55 @@ def _part_bytes(num_bytes: int) -> int:
     return max(_CALL_BYTES, -(-num_bytes // (_MAX_PARTS * _MiB)) * _MiB)
 
 
-def _fill(file: Any, upload: Upload, blocks: Sequence[Block], calling: Calling, *, closing_publishes: bool) -> None:
-    """Writes and closes an open file; where anything fails, what it has is not published."""
+def _fill(
+    file: Any, upload: FsspecUpload, blocks: Sequence[Block], backend: BackendContext, *, closing_publishes: bool
+) -> None:
+    """Writes and closes an open file. If anything fails, its bytes are not published."""
     try:
-        _write_pieces(file, upload, blocks, calling)
-        with calling(may_be_done=closing_publishes):
+        _write_pieces(file, upload, blocks, backend)
+        with backend(may_be_done=closing_publishes):
             file.close()
     except BaseException:
-        _abandon(file, calling)
+        _abandon(file, backend)
         raise
 
 
-def _write_pieces(file: Any, upload: Upload, blocks: Sequence[Block], calling: Calling) -> None:
-    with closing(upload.pieces(blocks)) as pieces:  # so that a block is left before an error of the backend is raised
+def _write_pieces(file: Any, upload: FsspecUpload, blocks: Sequence[Block], backend: BackendContext) -> None:
+    with closing(upload.pieces(blocks)) as pieces:  # leaves the block before an error of the backend is raised
         for piece in pieces:
-            with calling():
+            with backend():
                 file.write(piece)
 
 
-def _abandon(file: Any, calling: Calling) -> None:
+def _abandon(file: Any, backend: BackendContext) -> None:
     if not isinstance(file, AbstractBufferedFile):
-        with suppress(CheckpointError), calling():
+        with suppress(CheckpointError), backend():
             file.close()
         return
-    with suppress(CheckpointError), calling():
+    with suppress(CheckpointError), backend():
         file.discard()
     # Hazard: closing it would complete the upload with what there is, and so would its finalizer.
     file.closed = True
 
 
-def _send_and_move(fs: Any, upload: Upload, blocks: Sequence[Block], calling: Calling) -> None:
+def _send_and_move(fs: Any, upload: FsspecUpload, blocks: Sequence[Block], backend: BackendContext) -> None:
     folder, _, name = upload.path.rpartition("/")
     temporary = f"{folder}/{TEMPORARY_PREFIX}{secrets.token_hex(8)}-{name[:200]}"
-    with calling():
+    with backend():
         fs.makedirs(folder, exist_ok=True)
         file = fs.open(temporary, "wb")
     try:
-        _fill(file, upload, blocks, calling, closing_publishes=False)
-        with calling(may_be_done=True):
+        _fill(file, upload, blocks, backend, closing_publishes=False)
+        with backend(may_be_done=True):
             _move(fs, temporary, upload)
             _check_moved(fs, temporary, upload)
     except BaseException:
-        with suppress(CheckpointError), calling():
+        with suppress(CheckpointError), backend():
             fs.rm_file(temporary)
         raise
 
 
-def _move(fs: Any, temporary: str, upload: Upload) -> None:
+def _move(fs: Any, temporary: str, upload: FsspecUpload) -> None:
     if _protocols(fs) & _CREATING_MOVE:
         fs.client.move(temporary, upload.path, overwrite=upload.replace)
     elif _protocols(fs) & _WEBHDFS:
@@ -174,12 +176,12 @@ def _move(fs: Any, temporary: str, upload: Upload) -> None:
         options = {"renameoptions": "OVERWRITE"} if upload.replace else {}
         fs._call("RENAME", method="put", path=temporary, destination=fs._strip_protocol(upload.path), **options)
     else:
-        # Hazard: it replaces. Of two writers that both found the name free the later one wins.
+        # Hazard: this replaces. If two writers found the name free, the later one wins.
         fs.mv(temporary, upload.path)
 
 
-def _check_moved(fs: Any, temporary: str, upload: Upload) -> None:
-    """Raises OSError where the backend reported success and did not move the file."""
+def _check_moved(fs: Any, temporary: str, upload: FsspecUpload) -> None:
+    """Raises OSError if the backend reported success and did not move the file."""
     for path in (temporary, upload.path):
         fs.invalidate_cache(path)
     if not fs.exists(temporary) and fs.info(upload.path)["size"] == upload.num_bytes:
@@ -190,11 +192,11 @@ def _check_moved(fs: Any, temporary: str, upload: Upload) -> None:
     raise OSError(errno.EIO, f"the storage answered that it has moved the written file here, but it has not{cannot}")
 
 
-def _put(fs: Any, upload: Upload, data: bytes) -> None:
+def _put(fs: Any, upload: FsspecUpload, data: bytes) -> None:
     if upload.replace:
         fs.pipe_file(upload.path, data)
     elif type(fs) is MemoryFileSystem:
-        # Its own create-only mode looks first and stores later: of two threads both may succeed.
+        # Its create-only mode checks first and stores later: two threads may both succeed.
         file = MemoryFile(fs, "/" + upload.path.lstrip("/"), data)
         if fs.store.setdefault(file.path, file) is not file:
             raise FileExistsError(errno.EEXIST, "another writer was faster", upload.path)
@@ -214,5 +216,5 @@ def _put_if_absent(fs: Any, path: str, data: bytes) -> None:
 
 
 def takes(fs: Any, method: str, parameter: str) -> bool:
-    """Whether the method has the parameter; asynchronous backends declare it on the coroutine behind the method."""
+    """Returns True if the method has the parameter; asynchronous backends declare it on their coroutine."""
     return parameter in inspect.signature(getattr(fs, f"_{method}", None) or getattr(fs, method)).parameters

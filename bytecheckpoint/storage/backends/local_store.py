@@ -1,8 +1,8 @@
-"""A store in a folder of a file system. It turns the calls of posix_files.py into the store's promises: an object is
-there whole and durably or not at all, names stay inside the root, and every failure is one of this library's errors.
+"""A store in a folder of a file system. It builds the store's guarantees on posix_files.py: an object exists whole and
+durably or not at all, names stay inside the root, and every failure is one of this library's errors.
 """
 
-# ruff: noqa: PTH100, PTH106, PTH108, PTH112, PTH118, PTH120 - the calls of `os` by name: their order is the promise, and tests record it
+# ruff: noqa: PTH100, PTH106, PTH108, PTH112, PTH116, PTH118, PTH120 - the calls of `os` by name: their order is the promise, and tests record it
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from bytecheckpoint.storage.backends.posix_files import (
     remove_quietly,
     sync_folder,
 )
+from bytecheckpoint.storage.inventory import StoredObject
 from bytecheckpoint.storage.object_io import count_bytes, take_blocks
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, path_escape
 from bytecheckpoint.storage.store import Access, Block, FillHook
@@ -61,15 +62,15 @@ class LocalStore:
 
     @property
     def free_bytes(self) -> int | None:
-        """What may still be written there; None where that cannot be told."""
+        """Free space for an ordinary user; None if unknown."""
         return _free_bytes(self._root)
 
     def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
-        """As the protocol says. One block is written by the caller's thread, several by `writer_threads`."""
+        """Implements `Store`. One block is written by the caller's thread, several by `writer_threads`."""
         path = self._path_of_name(name)
         if not replace and os.path.lexists(path):
             raise already_exists(path)
-        writing = _Writing(path, count_bytes(blocks))
+        writing = _WriteErrors(path, count_bytes(blocks))
         with writing:
             temporary, fd = self._create_temporary(path)
         try:
@@ -125,13 +126,13 @@ class LocalStore:
         return {name: None if size == _FOLDER else size for name, size in sizes.items() if size is not None}
 
     def delete(self, name: str) -> None:
-        """As the protocol says. Folders that are left empty go as well: a store has no empty folders."""
+        """Implements `Store`. Removes folders that become empty as well: a store has no empty folders."""
         path = self._path_of_name(name)
         folder = os.path.dirname(path)
         with _reading(path, doing="delete"):
             try:
                 os.unlink(path)
-                # What is deleted first must be gone first after a power cut too: a manifest before its data.
+                # Deletions must keep their order after a power cut too: a manifest before its data.
                 sync_folder(folder)
             except (FileNotFoundError, NotADirectoryError):
                 return
@@ -140,8 +141,28 @@ class LocalStore:
                 os.rmdir(folder)
                 folder = os.path.dirname(folder)
 
+    def inventory(self, folder: str) -> Iterator[StoredObject]:
+        """Implements `HasInventory`."""
+
+        def on_error(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):
+                raise read_error(error, self._root, reason=describe(error), doing="list") from error
+
+        for path, _, names in os.walk(os.path.join(self._root, folder), onerror=on_error):
+            inside = os.path.relpath(path, self._root)
+            for name in names:
+                try:
+                    status = os.stat(os.path.join(path, name), follow_symlinks=False)
+                except OSError as error:
+                    on_error(error)
+                    continue  # finished or deleted since it was listed
+                relative = name if inside == os.curdir else f"{inside}/{name}"
+                yield StoredObject(relative, status.st_size, status.st_mtime)
+
     def _path_of_name(self, name: str) -> str:
-        """The path of the name itself: the folders before it may be links inside the root, what it points to not."""
+        """Returns the path of the name itself: folders before it may be links inside the root; the last part is not
+        followed.
+        """
         folder, _, last = check_name(name).rpartition("/")
         self._resolve(folder)
         return os.path.join(self._root, folder, last)
@@ -154,7 +175,7 @@ class LocalStore:
         return resolved
 
     def _create_temporary(self, path: str) -> tuple[str, int]:
-        """Its path and a descriptor to write to. It lies in the folder of `path`, so that publishing moves no data."""
+        """Returns the path and descriptor of a new file in the folder of `path`, so that publishing moves no data."""
         folder, name = os.path.split(path)
         temporary = os.path.join(folder, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}-{name[:_MAX_SUFFIX]}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -165,8 +186,8 @@ class LocalStore:
             make_folders(folder)
             return temporary, os.open(temporary, flags, 0o666)
 
-    def _fill(self, file: DirectFile, blocks: Sequence[Block], writing: _Writing) -> None:
-        """Writes the blocks, makes them durable and closes the file, whatever happens."""
+    def _fill(self, file: DirectFile, blocks: Sequence[Block], writing: _WriteErrors) -> None:
+        """Writes the blocks, makes them durable and closes the file in any case."""
 
         def write(content: memoryview, byte_offset: int) -> None:
             with writing:
@@ -188,7 +209,7 @@ class LocalStore:
     def _make_name_durable(self, path: str, *, replace: bool) -> None:
         """Syncs the folders from the file's up to the root and the one that the root is in.
 
-        Not only the file's own: a dead process may have made the others and not lived to sync them.
+        A dead process may have made those above the file's own without syncing them.
         """
         folder = os.path.dirname(path)
         try:
@@ -204,10 +225,10 @@ class LocalStore:
             raise
 
 
-class _Writing:
-    """Translates what writing one object raises. Stateless: several threads are in it at once.
+class _WriteErrors:
+    """A context that translates the errors of writing one object. Stateless: several threads are in it at once.
 
-    It stands around system calls only, so that an OSError of a block's `content` is not taken for one of this store.
+    It encloses system calls only, so that an OSError of a block's `content` passes through.
     """
 
     def __init__(self, path: str, num_bytes: int) -> None:
@@ -263,7 +284,7 @@ def _publish(temporary: str, path: str, *, replace: bool) -> None:
 
 
 def _size(entry: os.DirEntry[str]) -> int | None:
-    """In bytes, _FOLDER for a folder, None for what is neither, is gone by now, or is a link to itself."""
+    """Returns the size in bytes, _FOLDER for a folder, None for anything else, a vanished entry or a link to itself."""
     try:
         status = entry.stat()
     except FileNotFoundError:
@@ -278,14 +299,14 @@ def _size(entry: os.DirEntry[str]) -> int | None:
 
 
 def _file_in_the_way(path: str) -> str:
-    """The part of the path that is a file where a folder is needed."""
+    """Returns the part of the path that is a file instead of a folder."""
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     return path
 
 
 def _reason(error: OSError, path: str) -> str:
-    """The error's own words. ENOSPC has two causes, of which only one is about bytes."""
+    """Returns the error's message. ENOSPC has two causes, of which only one is about bytes."""
     if error.errno == errno.ENOSPC:
         with suppress(OSError):
             status = os.statvfs(os.path.dirname(path))
@@ -295,7 +316,7 @@ def _reason(error: OSError, path: str) -> str:
 
 
 def _free_bytes(folder: str) -> int | None:
-    """What an ordinary user may still write there, in bytes; the folder need not exist yet."""
+    """Returns the space for an ordinary user, in bytes; the folder need not exist yet."""
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
     try:

@@ -1,5 +1,5 @@
-"""What a store raises instead of an OSError: the one place where error numbers become this library's errors. It
-knows neither store; `path` is what a message may show, `reason` is the backend's own words.
+"""Errors of stores: the one place where error numbers become this library's errors. Knows no store; `path` is the
+path that a message shows, `reason` the backend's message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 def describe(error: BaseException) -> str:
-    """The error's own words: without number and file name where it is an OSError that has both."""
+    """Returns the error's message, without number and file name if it is an OSError with both."""
     words = error.strerror if isinstance(error, OSError) and isinstance(error.strerror, str) else str(error)
     return words or type(error).__name__
 
@@ -30,9 +30,9 @@ def describe(error: BaseException) -> str:
 def write_error(
     error: BaseException, path: str, *, reason: str, needed_bytes: int, free_bytes: int | None
 ) -> CheckpointError:
-    """For an object that could not be written: CheckpointSaveError (no_space, storage) or StorageError.
+    """Makes the error for a failed write: CheckpointSaveError (no_space, storage) or StorageError.
 
-    `free_bytes` is what the storage had left before, or None where it cannot be asked.
+    `free_bytes` is the free space before the write, or None if unknown.
     """
     number = error.errno if isinstance(error, OSError) else None
     if number in _NO_SPACE:
@@ -52,7 +52,7 @@ def write_error(
 
 
 def read_error(error: BaseException, path: str, *, reason: str, doing: str = "read") -> CheckpointError:
-    """For an object that could not be read: CheckpointNotFoundError (missing_file) or StorageError."""
+    """Makes the error for a failed read: CheckpointNotFoundError (missing_file) or StorageError."""
     if isinstance(error, FileNotFoundError):
         return missing_file(path)
     refused = _refused(error, path, doing=doing, reason=reason)
@@ -89,7 +89,7 @@ def _refused(error: BaseException, path: str, *, doing: str, reason: str) -> Sto
 
 
 def missing_file(path: str) -> CheckpointNotFoundError:
-    """For an object that is not there."""
+    """Makes the error for a missing object."""
     return CheckpointNotFoundError(
         f"there is no file {path}; nothing else was touched: restore the file or take another step",
         kind="missing_file",
@@ -98,7 +98,7 @@ def missing_file(path: str) -> CheckpointNotFoundError:
 
 
 def already_exists(path: str) -> CheckpointExistsError:
-    """For a name that is taken."""
+    """Makes the error for a name that is taken."""
     return CheckpointExistsError(
         f"{path} exists already and was left as it is: choose another path or step, or ask for it to be replaced",
         kind="exists",
@@ -107,7 +107,7 @@ def already_exists(path: str) -> CheckpointExistsError:
 
 
 def replaced_meanwhile(path: str) -> CheckpointExistsError:
-    """For a name that another writer has replaced, or deleted, while this one tried to replace it."""
+    """Makes the error for a name that another writer has replaced or deleted meanwhile."""
     return CheckpointExistsError(
         f"another writer has replaced or deleted {path} meanwhile, and that was left as it is: let only one at a time "
         "write to a path, then try again",
@@ -117,7 +117,7 @@ def replaced_meanwhile(path: str) -> CheckpointExistsError:
 
 
 def is_a_file(path: str) -> CheckpointNotFoundError:
-    """For a file where a folder was to be listed."""
+    """Makes the error for listing a file as a folder."""
     return CheckpointNotFoundError(
         f"{path} is a file, not a folder, so no checkpoint can be in it; it was not touched: give the folder of a "
         "checkpoint, or one that holds step_ folders",
@@ -127,7 +127,7 @@ def is_a_file(path: str) -> CheckpointNotFoundError:
 
 
 def truncated(path: str, *, wanted_end: int, found_end: int) -> CheckpointCorruptError:
-    """For an object that ends at byte `found_end` where bytes up to `wanted_end` are wanted."""
+    """Makes the error for an object that ends at byte `found_end` when bytes up to `wanted_end` are read."""
     return CheckpointCorruptError(
         f"{path} ends at byte {found_end}, but bytes up to {wanted_end} are to be read; it was cut short or replaced: "
         "restore the file or take another step",
@@ -137,7 +137,7 @@ def truncated(path: str, *, wanted_end: int, found_end: int) -> CheckpointCorrup
 
 
 def too_long(path: str, num_bytes: int, max_bytes: int) -> UnsafeCheckpointError:
-    """For an object that is longer than anything of its kind may be."""
+    """Makes the error for an object that is longer than its kind may be."""
     return UnsafeCheckpointError(
         f"{path} has {num_bytes} bytes; it may have {max_bytes}: it was not read",
         kind="limits_exceeded",

@@ -1,5 +1,5 @@
-"""The file system calls that a local store is made of: whole reads and writes, publishing a finished file under its
-name, and making names survive a power cut. It raises OSError and knows nothing of checkpoints.
+"""File system calls of a local store: whole reads and writes, publishing a finished file under its name, and making
+names survive a power cut. Raises OSError and knows nothing of checkpoints.
 """
 
 # ruff: noqa: PTH102, PTH104, PTH108, PTH112, PTH120, PTH121 - the calls of `os` by name: their order is the promise, and tests record it
@@ -17,10 +17,12 @@ from bytecheckpoint.storage.store import FillHook
 _MAX_CALL_BYTES = 1 << 30
 """Linux moves at most 2 GiB - 4 KiB a call, macOS refuses more than 2 GiB - 1."""
 _CACHED_BYTES = 1 << 20
-"""What a core has in its cache when it has just read it."""
+"""Length of a read that is still in the processor's cache afterwards."""
 
 _NO_PREALLOCATION = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.EINTR})
-"""EINTR too: it is an optimisation, and a timer that ticks faster than it works would interrupt it for ever."""
+"""Includes EINTR: a timer that ticks faster than the call would interrupt it for ever, and it is only an
+optimisation.
+"""
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL})
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
 _AT_FDCWD = -100
@@ -28,11 +30,11 @@ _RENAME_NOREPLACE = 1
 
 
 def preallocate(fd: int, num_bytes: int) -> None:
-    """Takes the disk space of an empty file ahead, where the file system can, and makes the file as long as that.
+    """Allocates the disk space of an empty file, if the file system can, and sets its length.
 
-    Raises the OSError of a disk or quota that has not that much left.
+    Raises OSError if the disk or quota has too little space.
     """
-    # Not posix_fallocate: where the file system cannot preallocate, the C library writes zeros in its name.
+    # Not posix_fallocate: if the file system cannot preallocate, the C library writes zeros.
     try:
         fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     except (AttributeError, OSError):
@@ -55,12 +57,12 @@ def write_fully(fd: int, content: memoryview, byte_offset: int) -> None:
 
 
 def write_some(fd: int, content: memoryview, byte_offset: int) -> int:
-    """One call: how many bytes it wrote."""
+    """Makes one call and returns how many bytes it wrote."""
     return os.pwritev(fd, [content[:_MAX_CALL_BYTES]], byte_offset)
 
 
 def read_fully(fd: int, byte_offset: int, buffer: memoryview, on_filled: FillHook | None = None) -> int:
-    """Fills the buffer from `byte_offset` on. How many bytes it got: fewer than it takes where the file ends early."""
+    """Fills the buffer from `byte_offset` on. Returns the number of bytes, which is smaller if the file ends early."""
     filled = 0
     step_bytes = _MAX_CALL_BYTES if on_filled is None else _CACHED_BYTES
     while filled < buffer.nbytes:
@@ -74,7 +76,7 @@ def read_fully(fd: int, byte_offset: int, buffer: memoryview, on_filled: FillHoo
 
 
 def publish(temporary: str, path: str, *, replace: bool) -> None:
-    """Gives the finished temporary file its name, in one step. Raises FileExistsError where it is taken."""
+    """Gives the finished temporary file its name, in one step. Raises FileExistsError if it is taken."""
     if replace:
         os.rename(temporary, path)
         return
@@ -95,15 +97,15 @@ def publish(temporary: str, path: str, *, replace: bool) -> None:
 def _rename_without_replacing(temporary: str, path: str) -> None:
     if _renameat2(temporary, path):
         return
-    # Hazard: two writers that both pass this check both succeed, and the later one replaces the earlier. It is left
-    # to file systems that know neither hard links nor RENAME_NOREPLACE, where nothing better exists.
+    # Hazard: two writers that both pass this check both succeed, and the later one replaces the earlier. Nothing better
+    # exists on file systems with neither hard links nor RENAME_NOREPLACE.
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
     os.rename(temporary, path)
 
 
 def _renameat2(temporary: str, path: str) -> bool:
-    """Whether it was done; False where the C library, the kernel or the file system does not have it."""
+    """Returns False if the C library, the kernel or the file system does not support it."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):
@@ -117,7 +119,7 @@ def _renameat2(temporary: str, path: str) -> bool:
 
 
 def make_folders(folder: str) -> None:
-    """Makes the folder and those above it that are missing. Each one made survives a power cut."""
+    """Makes the folder and the missing ones above it, durably."""
     if os.path.isdir(folder):
         return
     parent = os.path.dirname(folder)
@@ -130,7 +132,7 @@ def make_folders(folder: str) -> None:
 
 
 def sync_to_disk(fd: int) -> None:
-    """Makes what was written to a file or folder survive a power cut. On macOS fsync leaves it in the drive's cache."""
+    """Makes a file or folder survive a power cut. On macOS fsync leaves writes in the drive's cache."""
     full_sync = getattr(fcntl, "F_FULLFSYNC", None)
     if full_sync is not None:
         with suppress(OSError):  # not every file system there knows it
@@ -140,7 +142,7 @@ def sync_to_disk(fd: int) -> None:
 
 
 def sync_folder(folder: str) -> None:
-    """Makes the names in a folder survive a power cut, as far as its file system can do that at all."""
+    """Makes the names in a folder survive a power cut, if its file system can."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         sync_to_disk(fd)
@@ -152,6 +154,6 @@ def sync_folder(folder: str) -> None:
 
 
 def remove_quietly(path: str) -> None:
-    """Removes a file that no one needs; one that stays is only a leftover."""
+    """Removes a file that is not needed; if that fails, it is only garbage."""
     with suppress(OSError):
         os.unlink(path)

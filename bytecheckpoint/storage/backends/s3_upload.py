@@ -228,7 +228,7 @@ class _MultipartUpload:
         self._may_have_others = False
         """The service may have begun an upload whose answer was lost."""
         self._failures: list[FailedRequestError] = []
-        """Those of parts, in the order of time."""
+        """Failures of parts, in the order of time."""
 
     def send(self, parts: Sequence[Block], *, in_flight: int) -> None:
         started = time.monotonic()

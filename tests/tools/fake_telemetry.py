@@ -1,4 +1,4 @@
-"""Checkpoints whose telemetry is made up, so that tests know what it says."""
+"""Writes checkpoints with made-up telemetry."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from bytecheckpoint.manifest import Manifest, encode_manifest
 
-SAVE_ID = "told"
+SAVE_ID = "timed"
 STARTED_AT = 1.75e9
 
 
 def record(
     rank: int, phases: Mapping[str, tuple[float, float]], *, late_s: float = 0.0, **changed: Any
 ) -> dict[str, Any]:
-    """What a rank tells whose phases began and ended then."""
+    """Returns the record of a rank with these starts and ends of phases."""
     return {
         "version": 1,
         "save_id": SAVE_ID,
@@ -32,16 +32,16 @@ def record(
 
 
 def ordinary(rank: int, *, write_s: float = 1.0, late_s: float = 0.0) -> dict[str, Any]:
-    """A rank that plans for a tenth of a second, stages for two and then writes, which overlaps staging."""
+    """Returns a rank that plans for a tenth of a second, stages for two and then writes, which overlaps staging."""
     phases = {"plan": (0.0, 0.1), "stage": (0.1, 0.3), "write": (0.2, 0.2 + write_s)}
     return record(rank, phases, late_s=late_s)
 
 
-def told_checkpoint(folder: Path, records: Sequence[Mapping[str, Any]], **provenance: Any) -> Path:
-    """An empty checkpoint with this telemetry."""
+def checkpoint_with_telemetry(folder: Path, records: Sequence[Mapping[str, Any]], **provenance: Any) -> Path:
+    """Writes an empty checkpoint with this telemetry."""
     (folder / "telemetry").mkdir(parents=True)
     manifest = Manifest(save_id=SAVE_ID, provenance={"world_size": len(records), **provenance})
     (folder / "manifest.bcp").write_bytes(encode_manifest(manifest))
-    for number, told in enumerate(records):
-        (folder / "telemetry" / f"{SAVE_ID}-{number:05d}.json").write_text(json.dumps(told))
+    for number, timed in enumerate(records):
+        (folder / "telemetry" / f"{SAVE_ID}-{number:05d}.json").write_text(json.dumps(timed))
     return folder

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import bytecheckpoint as bcp
-from bytecheckpoint.tools.render.column_widths import Column, fit_columns
+from bytecheckpoint.tools.render.terminal import Column, fit_columns
 
 WIDTHS = (40, 60, 80, 120, 200)
 _CHILD = """
@@ -48,7 +48,7 @@ class Terminal:
         os.close(inside)
 
     def run(self, width: int, *args: object) -> list[str]:
-        """The lines that a command prints, without their colours."""
+        """Returns the lines that a command prints, without their colours."""
         fcntl.ioctl(self._screen, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
         assert self.process.stdin is not None
         self.process.stdin.write(("\t".join(map(str, args)) + "\n").encode())
@@ -75,7 +75,7 @@ def terminal():
 
 @pytest.fixture(scope="module")
 def long_names(saved_root, tmp_path_factory) -> Path:
-    """A root with steps, a save that did not finish, and a checkpoint whose name is longer than a narrow window."""
+    """Makes a root with steps, an unfinished save, and a checkpoint whose name is longer than a narrow window."""
     root = tmp_path_factory.mktemp("windows") / "r"
     for step in (5, 1000):
         bcp.save(root, {"x": 1}, step=step)

@@ -1,4 +1,4 @@
-"""A bucket that holds what lies in a folder, and how a command is told to get there."""
+"""Serves the files of a folder as a bucket, with the options for a command that reads it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from storage.s3_server import running_s3
 
 @contextmanager
 def filled_bucket(folder: Path) -> Iterator[list[str]]:
-    """The options of a command for a bucket that holds the files of the folder under `run`."""
+    """Yields the options of a command for a bucket that holds the files of the folder under `run`."""
     with running_s3() as server:
         for path in folder.rglob("*"):
             if path.is_file():

@@ -1,0 +1,212 @@
+"""The end of a save: every rank writes its files and reports them, then the coordinator creates the manifest, which is
+the commit. Runs in the call or in the background, and uses messages between the ranks, never their collectives.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from bytecheckpoint.distributed.ranks import COORDINATOR, RankFailedError, Ranks, together
+from bytecheckpoint.distributed.stragglers import report_straggler_rate
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    StorageError,
+)
+from bytecheckpoint.info import CheckpointInfo
+from bytecheckpoint.manifest import DataFile, open_manifest
+from bytecheckpoint.saving.prepare import PreparedSave
+from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report, write_telemetry
+from bytecheckpoint.saving.target import SaveCall, SaveTarget
+from bytecheckpoint.saving.write import SaveFiles, write_files
+from bytecheckpoint.storage import deletion, layout
+from bytecheckpoint.storage.garbage import MIN_AGE_S, sweep
+from bytecheckpoint.storage.open_store import is_remote
+from bytecheckpoint.storage.paths import join_name
+
+logger = logging.getLogger("bytecheckpoint")
+
+_MAY_BE_COMMITTED = "All data is written; whether the checkpoint was committed, `bcp ls` tells"
+_HELD_UP_S = MIN_AGE_S / 2
+"""Age at which garbage collection may have taken the save for dead and deleted its data."""
+_VISIBILITY_PAUSES_S = (0.1, 0.4, 1.5)
+_CANNOT_BE_COMMITTED = {"no_space", "permission"}
+"""Kinds of errors with which a store refused to write anything, and did not merely lose the answer."""
+
+
+def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> CheckpointInfo:
+    """Writes the data of a save and commits it. Raises on every rank what `save` documents."""
+    agreed, call, target = prepared.agree(), prepared.call, prepared.target
+    ranks, about, timer = call
+    prepared.snapshot.wait()
+    files = SaveFiles(target, agreed.save_id, ranks.rank, agreed.rank_plan.files)
+    # Other ranks are told of a failure first: files are deleted after `together` has ended.
+    with ExitStack() as undo, together(ranks, f"writing {target.path}", about=about):
+        undo.callback(discard, files)
+        with timer.phase("write"), closing(prepared.snapshot) as snapshot:
+            written = write_files(
+                files,
+                snapshot,
+                timer,
+                writer_threads=prepared.options.writer_threads,
+                scratch=prepared.buffers.scratch,
+            )
+        report = encode_report(agreed, written)
+        if ranks.rank != COORDINATOR:
+            undo.pop_all()  # from here on the coordinator may commit it, even if this rank fails
+        with report_straggler_rate(ranks, agreed.rank_plan.global_plan, timer.seconds["write"]):
+            reports = ranks.gather(report)
+        write_telemetry(call, target, agreed.save_id, [file for file, _ in written])
+        content = info = b""
+        if ranks.rank == COORDINATOR:
+            content, info = encode_manifest_and_info(agreed, reports, call, target, metadata=metadata)
+        undo.pop_all()
+    return commit_together(call, files, content, info)
+
+
+def commit_together(call: SaveCall, files: SaveFiles, content: bytes, info: bytes) -> CheckpointInfo:
+    """Creates the manifest once every rank has written. `content` and `info` come from the coordinator, which sends
+    `info` to all.
+    """
+    ranks, about, timer = call
+    target, is_coordinator = files.target, ranks.rank == COORDINATOR
+    may_be = f"{about.aftermath}. {_MAY_BE_COMMITTED}" if about.aftermath else _MAY_BE_COMMITTED
+    after = about._replace(aftermath=about.aftermath if is_coordinator else may_be)
+    replaced: Sequence[str] = ()
+    with ExitStack() as undo, together(ranks, f"committing {target.path}", about=after), timer.phase("commit"):
+        broadcast_or_discard(ranks, files, b"")
+        if is_coordinator:
+            replaced = _create_manifest(call, files, content, undo)
+        committed = msgspec.msgpack.decode(ranks.broadcast(info), type=CheckpointInfo)
+    ranks.close()
+    timer.end_stall()
+    if is_coordinator:
+        # After the other ranks are told: this rank alone deletes what may be thousands of files.
+        deletion.discard(target.store, target.folder, replaced)
+        sweep(target.store, target.folder, files.save_id)
+        logger.info("committed %s in %.2f s", target.path, timer.total)
+    return replace(committed, seconds={**timer.seconds, "total": timer.total})
+
+
+def broadcast_or_discard(ranks: Ranks, files: SaveFiles, payload: bytes) -> bytes:
+    """Returns the coordinator's payload, and discards this rank's files if another rank failed.
+
+    Hazard: only if the coordinator says so. A slow coordinator may still commit what this rank has reported, also if
+    another rank was interrupted after it reported.
+    """
+    try:
+        return ranks.broadcast(payload)
+    except RankFailedError:
+        discard(files)
+        raise
+
+
+def _create_manifest(call: SaveCall, files: SaveFiles, content: bytes, undo: ExitStack) -> Sequence[str]:
+    """Creates the manifest; returns the files of the checkpoint that it replaces. `undo` discards the data of this
+    save if it is certain that nothing was committed.
+    """
+    store, folder, overwrite = files.target.store, files.target.folder, files.target.overwrite
+    with ExitStack() as refused:
+        refused.callback(undo.callback, discard, files)
+        if call.timer.age_s > _HELD_UP_S:
+            _refuse_if_collected(call, files, content)
+        if call.ranks.num_ranks > 1 and not is_remote(store):
+            _refuse_unshared(call, files, content)
+        refused.pop_all()
+    replaced = deletion.files_of_checkpoint(store, folder) if overwrite else []
+    try:
+        layout.commit(store, folder, content, replace=overwrite)
+    except CheckpointExistsError:
+        undo.callback(discard, files)  # another checkpoint is there, so this one cannot have been committed
+        raise
+    except (StorageError, CheckpointSaveError) as error:
+        if error.kind in _CANNOT_BE_COMMITTED and not _may_be_committed(files):
+            undo.callback(discard, files)
+            raise
+        raise type(error)(f"{error.message}. {_MAY_BE_COMMITTED}", kind=error.kind, path=error.path) from error
+    return replaced
+
+
+def _refuse_if_collected(call: SaveCall, files: SaveFiles, content: bytes) -> None:
+    target, manifest = files.target, open_manifest(content)
+    try:
+        layout.check_files(target.store, target.folder, manifest, range(len(manifest.files)))
+    except (CheckpointNotFoundError, CheckpointCorruptError) as error:
+        raise CheckpointSaveError(
+            f"the save to {target.path} was held up for {call.timer.age_s / 3600:.1f} hours, and what it had written "
+            "is not there any more: it was taken for that of a dead save and cleared away. Nothing was committed, and "
+            "what stood there is as it was: save again",
+            kind="storage",
+            path=target.path,
+        ) from error
+
+
+def _refuse_unshared(call: SaveCall, files: SaveFiles, content: bytes) -> None:
+    """Raises CheckpointSaveError (storage) if a file is not in the coordinator's folder, because hosts do not share it.
+
+    It opens each file by its name: a network file system may list a folder as it was a minute ago.
+    """
+    target = files.target
+    for file in open_manifest(content).files:  # whose millions of chunks were checked before
+        try:
+            _read_last_byte(target, file)
+        except (CheckpointNotFoundError, CheckpointCorruptError) as error:
+            raise CheckpointSaveError(
+                f"{join_name(target.path, file.name)}, which another rank has written, cannot be read by "
+                f"rank {call.ranks.global_ranks[COORDINATOR]} ({error.kind}): the path has to be on a file system that "
+                "the hosts of all ranks share, and show all of them the same. Nothing was committed, and what stood "
+                "there is as it was: save to a shared folder or an object store",
+                kind="storage",
+                path=target.path,
+            ) from error
+
+
+def _read_last_byte(target: SaveTarget, file: DataFile) -> None:
+    """Tries again for a while: some file systems show a file to other hosts a moment after it was closed."""
+    for pause_s in (*_VISIBILITY_PAUSES_S, None):
+        try:
+            target.store.read_into(join_name(target.folder, file.name), file.byte_length - 1, memoryview(bytearray(1)))
+        except (CheckpointNotFoundError, CheckpointCorruptError):
+            if pause_s is None:
+                raise
+            time.sleep(pause_s)
+        else:
+            return
+
+
+def _may_be_committed(files: SaveFiles) -> bool:
+    """False only if the manifest of this save is certainly not in its place."""
+    target = files.target
+    try:
+        if not layout.has_manifest(target.store.list(target.folder)):
+            return False
+        return layout.read_manifest(target.store, target.folder).save_id == files.save_id
+    except CheckpointError:
+        return True
+
+
+def discard(files: SaveFiles) -> None:
+    """Deletes the files of a save that will not be committed: the coordinator those of all ranks, the others their own.
+
+    Deletes nothing if recovery can still commit the save.
+    """
+    (store, folder, *_, stage), save_id, rank, planned = files
+    if stage is not None:
+        if stage.is_recoverable:
+            return
+        stage.remove()
+    names = [*map(files.name, range(len(planned))), layout.telemetry_name(save_id, rank)]
+    with suppress(CheckpointError):
+        if rank == COORDINATOR:
+            names = layout.data_files_of(store, folder, save_id) + layout.telemetry_of(store, folder, save_id)
+    deletion.discard(store, folder, names)

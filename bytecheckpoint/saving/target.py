@@ -1,0 +1,106 @@
+"""The place of one save and the call that all ranks make for it: small records that every step of a save takes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, Subject, together
+from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.options import SaveOptions
+from bytecheckpoint.runtime.phase_timer import PhaseTimer
+from bytecheckpoint.saving.local_stage import LocalStage
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.inventory import refuse_occupied
+from bytecheckpoint.storage.layout import save_location
+from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store, UnconditionalStore, full_location
+
+_DOING = {"wait": "waiting for the slot of the save", "plan": "planning the save", "stage": "staging the save"}
+
+
+class SaveCall(NamedTuple):
+    """One call of `save`, made by all ranks together."""
+
+    ranks: Ranks
+    about: Subject
+    timer: PhaseTimer
+
+    @contextmanager
+    def phase(self, name: Literal["wait", "plan", "stage"]) -> Iterator[None]:
+        """Times one phase before the writing; an error of one rank in it is raised by all."""
+        doing = f"{_DOING[name]} to {self.about.path}"
+        with together(self.ranks, doing, about=self.about), self.timer.phase(name):
+            yield
+
+
+class SaveTarget(NamedTuple):
+    """The place of the checkpoint; the same on all ranks but for the folder of the local stage."""
+
+    store: Store
+    folder: str
+    """Folder of the checkpoint inside the store."""
+    step: int | None
+    overwrite: bool
+    stage: LocalStage | None = None
+    """None where data goes to the store at once."""
+
+    @property
+    def path(self) -> str:
+        return join_name(str(self.store), self.folder)
+
+    def __str__(self) -> str:
+        overwriting = ", overwriting what is there" if self.overwrite else ""
+        staged = ", through a local stage" if self.stage is not None else ""
+        return f"{full_location(self.store, self.folder)} (step={self.step}{overwriting}{staged})"
+
+    def refuse_existing(self, ranks: Ranks) -> None:
+        """Raises CheckpointExistsError, before anything is written, if a committed checkpoint must not be replaced or
+        must not have another one beside it, and StorageError (unsupported) if the store cannot replace it.
+        """
+        if ranks.rank == COORDINATOR:
+            store, folder = self.store, self.folder
+            refuse_occupied(store, folder, overwrite=self.overwrite)
+            if self.overwrite and isinstance(store, UnconditionalStore) and layout.has_manifest(store.list(folder)):
+                store.check_replaceable()
+
+
+def open_target(
+    path: str | os.PathLike[str],
+    *,
+    step: int | None,
+    role: str | None,
+    storage_options: Mapping[str, Any] | None,
+    options: SaveOptions,
+) -> SaveTarget:
+    """Opens the store and the local stage of a save. Raises what the checks of the role and of both folders raise."""
+    root, folder = save_location(path, step=step, role=role)
+    store = open_store(
+        root,
+        storage_options=storage_options,
+        writer_threads=options.writer_threads,
+        timeout_s=options.timeout_s,
+    )
+    return SaveTarget(store, folder, step, options.overwrite, LocalStage(options) if options.local_stage else None)
+
+
+def check_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Returns the user's metadata as a manifest holds it.
+
+    Raises CheckpointSaveError (unsupported_value) before anything is written.
+    """
+    try:
+        encoded = msgspec.msgpack.encode(dict(metadata or {}))
+        decoded: dict[str, Any] = msgspec.msgpack.decode(encoded, type=dict[str, Any])
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise CheckpointSaveError(
+            f"metadata cannot be written down: {error}; nothing was written: use str keys, and None, bool, int, float, "
+            "str, bytes, lists and dicts as values",
+            kind="unsupported_value",
+        ) from error
+    return decoded
