@@ -6,34 +6,42 @@ An archive is a part of a file, or all of it: torch's distributed checkpoints ho
 
 from __future__ import annotations
 
-import os
 import struct
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
-from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
+from typing import NamedTuple
 
-from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, UnsafeCheckpointError
+from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
 from bytecheckpoint.formats.file_reader import FileReader, not_readable, too_much
 
 MAX_DIRECTORY_BYTES = 1 << 28
 
 _END = struct.Struct("<4s4H2LH")  # signature, disks (2), entries (2), directory bytes and offset, comment bytes
+_END_64_LOCATOR = struct.Struct("<4sLQL")  # signature, disk, offset of the following, disks
+_END_64 = struct.Struct("<4sQ2H2L4Q")  # signature, size, versions, disks, entries (2), directory bytes and offset
+_ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _LOCAL_CHECKSUM = 14
 _FULL_16, _FULL_32 = 0xFFFF, 0xFFFFFFFF
-_ENCRYPTED, _UTF_8 = 1, 1 << 11
-_UNPARSABLE = (
-    BadZipFile,
-    NotImplementedError,
-    ValueError,
-    LookupError,
-    ArithmeticError,
-    struct.error,
-    OSError,
-    Warning,
-)
-"""Errors of `zipfile` for a directory that nobody wrote."""
+_ZIP_64_EXTRA = 1
+_ENCRYPTED = 1
+
+
+class ArchiveMember(NamedTuple):
+    """A member as the archive's directory describes it."""
+
+    header_offset: int
+    """Offset from the start of the archive, in bytes."""
+    byte_length: int
+    limit: int
+    """Offset at which the next member, or the directory, begins."""
+    checksum: int
+    """CRC-32 of its bytes, as the writer recorded it."""
+
+
+class _ArchiveDirectory(NamedTuple):
+    num_entries: int
+    byte_length: int
+    byte_offset: int
 
 
 def directory_offset(file: FileReader) -> int | None:
@@ -56,12 +64,7 @@ class ZipArchive:
         self.file = file
         self._start = start
         self._end = end
-        archive = self._parsed()
-        self.directory_offset = archive.start_dir
-        """Offset from the start of the archive, in bytes."""
-        self.members: Mapping[str, ZipInfo] = archive.NameToInfo
-        self._limits = self._checked(archive.filelist)
-        """Header offset of a member -> where it has to end: where the next member, or the directory, begins."""
+        self.members = self._read_members()
 
     def data_offset(self, name: str) -> int:
         """Returns where a member's bytes begin, from the start of the file."""
@@ -70,22 +73,23 @@ class ZipArchive:
         name_bytes, extra_bytes = fields[9:11]
         start = member.header_offset + _LOCAL.size + name_bytes + extra_bytes
         found = self._read(member.header_offset + _LOCAL.size, min(name_bytes, 4096))
-        if fields[0] != b"PK\x03\x04" or found != _raw_name(member):
+        if fields[0] != b"PK\x03\x04" or found != name.encode():
             self.file.damaged(f"its member {name!r:.200} does not begin where the directory says")
-        if start + member.file_size > self._limits[member.header_offset]:
-            self._refuse_overlap(member)
+        if start + member.byte_length > member.limit:
+            self.file.damaged(f"its member {name!r:.200} reaches into the one that follows it")
         return self._start + int(start)
 
     def checksum_offset(self, name: str) -> int:
-        """Returns where the checksum of a member's bytes is that stands before them, from the start of the archive."""
+        """Returns where the checksum stands before a member's bytes, from the start of the archive."""
         return self.members[name].header_offset + _LOCAL_CHECKSUM
 
     def read(self, name: str, *, max_bytes: int) -> bytes:
         """Returns the bytes of a member."""
-        num_bytes = self.members[name].file_size
+        num_bytes = self.members[name].byte_length
         if num_bytes > max_bytes:
-            what = f"its member {name!r:.200} has {num_bytes} bytes, at most {max_bytes} are read"
-            raise too_much(self.file.path, what)
+            raise too_much(
+                self.file.path, f"its member {name!r:.200} has {num_bytes} bytes, at most {max_bytes} are read"
+            )
         return self.file.read(self.data_offset(name), num_bytes)
 
     def _read(self, byte_offset: int, byte_length: int) -> bytes:
@@ -93,86 +97,95 @@ class ZipArchive:
             self.file.damaged("its directory points behind its end", kind="truncated")
         return self.file.read(self._start + byte_offset, byte_length)
 
-    def _parsed(self) -> ZipFile:
-        """Returns the directory as zipfile reads it, which passes over bytes around the archive and over a count of
-        members that is wrong. Those are refused.
-        """
+    def _read_members(self) -> dict[str, ArchiveMember]:
+        directory = self._find_directory()
+        self.directory_offset = directory.byte_offset
+        """Offset from the start of the archive, in bytes."""
+        content = self._read(directory.byte_offset, directory.byte_length)
+        found: dict[str, tuple[int, int, int]] = {}
+        position = 0
+        for _ in range(directory.num_entries):
+            if position + _ENTRY.size > len(content):
+                self.file.damaged(f"its directory ends before the last of its {directory.num_entries} members")
+            name, where, position = self._read_entry(content, position)
+            if name in found:
+                self.file.damaged(f"it has two members named {name!r:.200}")
+            found[name] = where
+        return self._with_limits(found, directory.byte_offset)
+
+    def _with_limits(self, found: dict[str, tuple[int, int, int]], directory_offset: int) -> dict[str, ArchiveMember]:
+        in_order = sorted(found.items(), key=lambda item: item[1])
+        limits = [header_offset for _, (header_offset, *_) in in_order[1:]] + [directory_offset]
+        members = {}
+        for (name, (header_offset, byte_length, checksum)), limit in zip(in_order, limits, strict=True):
+            if header_offset + _LOCAL.size + len(name.encode()) + byte_length > limit:
+                self.file.damaged(f"its member {name!r:.200} reaches into the one that follows it")
+            members[name] = ArchiveMember(header_offset, byte_length, limit, checksum)
+        return members
+
+    def _find_directory(self) -> _ArchiveDirectory:
         end = self._end - self._start - _END.size
         fields = _END.unpack(self._read(end, _END.size)) if end >= 0 else (b"",)
         if fields[0] != b"PK\x05\x06":
             self.file.damaged("it does not end as an archive of torch.save does; it was cut short", kind="truncated")
         if any(fields[1:3]) or fields[3] != fields[4] or fields[7]:
             self.file.damaged("it is an archive in several parts or with a comment, which torch.save does not write")
-        num_members, num_bytes, offset = fields[4:7]
-        is_large = num_members == _FULL_16 or _FULL_32 in (num_bytes, offset)
-        try:
-            archive = ZipFile(_ArchiveFile(self.file, self._start, self._end))
-        except CheckpointError:
-            raise
-        except _UNPARSABLE as error:
-            self.file.damaged(f"its directory is not one of a zip archive: {error}")
-        if not is_large and (len(archive.filelist), archive.start_dir) != (num_members, offset):
-            self.file.damaged("its directory is not where its end says, or has other members")
-        return archive
-
-    def _checked(self, members: list[ZipInfo]) -> dict[int, int]:
-        if len(members) != len(self.members):
-            self.file.damaged("it has two members of one name")
-        in_order = sorted(members, key=_header_offset)
-        limits = [*map(_header_offset, in_order), self.directory_offset][1:]
-        for member, limit in zip(in_order, limits, strict=True):
-            name = member.filename
-            if member.flag_bits & _ENCRYPTED or member.compress_type != ZIP_STORED:
-                how = "encrypted" if member.flag_bits & _ENCRYPTED else "compressed"
-                advice = "load it with torch.load where it comes from, and save it with torch.save"
-                raise not_readable(self.file.path, f"its member {name!r:.200} is {how}", advice)
-            if member.file_size != member.compress_size:
-                self.file.damaged(f"its member {name!r:.200} is not compressed, and has two lengths")
-            num_bytes = _LOCAL.size + len(_raw_name(member)) + member.file_size
-            if member.header_offset < 0 or member.header_offset + num_bytes > limit:
-                self._refuse_overlap(member)
-        return dict(zip(map(_header_offset, in_order), limits, strict=True))
-
-    def _refuse_overlap(self, member: ZipInfo) -> None:
-        self.file.damaged(f"its member {member.filename!r:.200} reaches into the one that follows it")
-
-
-def _header_offset(member: ZipInfo) -> int:
-    return member.header_offset
-
-
-def _raw_name(member: ZipInfo) -> bytes:
-    return member.orig_filename.encode("utf-8" if member.flag_bits & _UTF_8 else "cp437")
-
-
-class _ArchiveFile:
-    """An archive as the file that `zipfile` reads: bytes `start` to `end` of another one."""
-
-    def __init__(self, file: FileReader, start: int, end: int) -> None:
-        self._file = file
-        self._start = start
-        self._end = end
-        self._position = start
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position - self._start
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        position = offset + {os.SEEK_SET: self._start, os.SEEK_CUR: self._position, os.SEEK_END: self._end}[whence]
-        if position < self._start:
-            raise OSError("a position before the start")
-        self._position = position
-        return self.tell()
-
-    def read(self, num_bytes: Any = -1) -> bytes:
-        left = max(0, self._end - self._position)
-        num_bytes = min(left, num_bytes) if num_bytes >= 0 else left
+        num_entries, num_bytes, offset = fields[4:7]
+        if _FULL_32 in (num_bytes, offset) or num_entries == _FULL_16:
+            num_entries, num_bytes, offset = self._find_directory_64(end - _END_64_LOCATOR.size)
         if num_bytes > MAX_DIRECTORY_BYTES:
-            what = f"its directory has {num_bytes} bytes, at most {MAX_DIRECTORY_BYTES} are read"
-            raise too_much(self._file.path, what)
-        content = self._file.read(self._position, num_bytes)
-        self._position += num_bytes
-        return content
+            raise too_much(
+                self.file.path, f"its directory has {num_bytes} bytes, at most {MAX_DIRECTORY_BYTES} are read"
+            )
+        if offset + num_bytes > end:
+            self.file.damaged("its directory reaches behind its end")
+        return _ArchiveDirectory(num_entries, num_bytes, offset)
+
+    def _find_directory_64(self, at: int) -> tuple[int, int, int]:
+        locator = _END_64_LOCATOR.unpack(self._read(at, _END_64_LOCATOR.size)) if at >= 0 else (b"",)
+        if locator[0] != b"PK\x06\x07":
+            self.file.damaged("the end of its directory is not where a large archive has it")
+        fields = _END_64.unpack(self._read(locator[2], _END_64.size))
+        if fields[0] != b"PK\x06\x06" or fields[6] != fields[7]:
+            self.file.damaged("the end of its directory is not what a large archive has there")
+        return fields[7], fields[8], fields[9]
+
+    def _read_entry(self, content: bytes, position: int) -> tuple[str, tuple[int, int, int], int]:
+        """Returns the name of the member at this position of the directory; its header offset, length and checksum; and
+        the next position.
+        """
+        fields = _ENTRY.unpack_from(content, position)
+        name_bytes, extra_bytes, comment_bytes = fields[10:13]
+        start = position + _ENTRY.size
+        end = start + name_bytes + extra_bytes + comment_bytes
+        if fields[0] != b"PK\x01\x02" or end > len(content):
+            self.file.damaged("its directory is not one of a zip archive")
+        try:
+            name = content[start : start + name_bytes].decode()
+        except UnicodeDecodeError:
+            self.file.damaged("a member's name is no Unicode")
+        if fields[3] & _ENCRYPTED or fields[4]:
+            how = "encrypted" if fields[3] & _ENCRYPTED else "compressed"
+            advice = "load it with torch.load where it comes from, and save it with torch.save"
+            raise not_readable(self.file.path, f"its member {name!r:.200} is {how}", advice)
+        numbers = {"raw": fields[9], "stored": fields[8], "offset": fields[16]}
+        self._widen(numbers, content[start + name_bytes : start + name_bytes + extra_bytes])
+        if numbers["raw"] != numbers["stored"]:
+            self.file.damaged(f"its member {name!r:.200} is not compressed, and has two lengths")
+        return name, (numbers["offset"], numbers["stored"], fields[7]), end
+
+    def _widen(self, numbers: dict[str, int], extra: bytes) -> None:
+        """Replaces the numbers that do not fit into 32 bits by those of the zip64 record."""
+        wide = [key for key, value in numbers.items() if value == _FULL_32]
+        position = 0
+        while wide and position + 4 <= len(extra):
+            kind, num_bytes = struct.unpack_from("<2H", extra, position)
+            position += 4
+            if kind == _ZIP_64_EXTRA:
+                if num_bytes < 8 * len(wide) or position + num_bytes > len(extra):
+                    break
+                numbers |= dict(zip(wide, struct.unpack_from(f"<{len(wide)}Q", extra, position), strict=True))
+                return
+            position += num_bytes
+        if wide:
+            self.file.damaged("a member's length or place is missing in its directory")

@@ -65,7 +65,7 @@ class TorchArchive:
     def checksum(self, ref: StorageRef) -> int | None:
         """Returns the checksum of a storage's bytes; None if the archive has no such member."""
         member = self._zip.members.get(f"{self._folder}data/{ref.key}")
-        return None if member is None else member.CRC
+        return None if member is None else member.checksum
 
     def read(self, byte_offset: int, byte_length: int) -> bytes:
         """Returns these bytes of its file."""
@@ -80,7 +80,7 @@ class TorchArchive:
             member = self._zip.members.get(name)
             if member is None:
                 self._file.damaged(f"it has no member {name!r:.200}, which its pickle points to", kind="truncated")
-            found = self._storages[ref.key] = self._zip.data_offset(name), member.file_size
+            found = self._storages[ref.key] = self._zip.data_offset(name), member.byte_length
         if found[1] != num_bytes:
             what = f"its storage {ref.key!r:.200} has {found[1]} bytes, its pickle says {num_bytes}"
             self._file.damaged(what)
