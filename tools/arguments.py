@@ -37,7 +37,7 @@ class Opened(NamedTuple):
     """Path for people: without credentials."""
 
 
-class Access(NamedTuple):
+class AccessOptions(NamedTuple):
     """Options of a command that say how checkpoints are opened."""
 
     storage_options: Mapping[str, Any]
@@ -65,7 +65,7 @@ class Access(NamedTuple):
         files = files_of(here, manifest, opening, follow_links=self.follow_links, path=opened.path)
         return opened._replace(store=files.store, folder=files.folder)
 
-    def for_paths(self, *paths: str) -> list[Access]:
+    def for_paths(self, *paths: str) -> list[AccessOptions]:
         """Returns the access to each of these paths: storage options are for URLs, where one of them is one, and for
         all otherwise. Links may lead to URLs: where they are followed, all get the options.
         """
@@ -96,7 +96,7 @@ def with_output_options(command: _Command) -> Callable[..., Any]:
     @wraps(command)
     def run(*, storage_options: Mapping[str, Any], **given: Any) -> Any:
         step, follow_links = given.pop("step", "latest"), given.pop("follow_links", False)
-        return command(access=Access(storage_options, step, follow_links), **given)
+        return command(access=AccessOptions(storage_options, step, follow_links), **given)
 
     run = click.option(
         "--storage-option",

@@ -13,7 +13,7 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.storage.open_store import is_local
 
 from . import exit_codes
-from .arguments import Access, ByteSize, with_link_option, with_output_options, with_step_option
+from .arguments import AccessOptions, ByteSize, with_link_option, with_output_options, with_step_option
 from .name_options import FORMATS, NameOptions, with_name_options
 from .render.number_format import count_text, left_out_text, size_text
 from .render.terminal import Screen, byte_progress, print_json
@@ -94,7 +94,7 @@ def convert(
     max_shard_size: int | None,
     memory: int,
     overwrite: bool,
-    access: Access,
+    access: AccessOptions,
     as_json: bool,
 ) -> int:
     """Writes the checkpoint SRC, of any format that can be read, as DST, in the format --to.
@@ -179,7 +179,7 @@ def _look_for_unfollowed_link(request: ConvertRequest, error: CheckpointError) -
     source = request.source
     if error.kind == "path_escape" and not (request.follow_links or request.is_link):
         step = "latest" if source.step is None else source.step
-        access = Access(source.storage_options or {}, step, follow_links=False)
+        access = AccessOptions(source.storage_options or {}, step, follow_links=False)
         access.find_files(access.open_manifest(source.root))
 
 

@@ -14,7 +14,7 @@ from . import exit_codes
 from .analysis.differences import CheckpointDiff, TensorDifference
 from .analysis.value_difference import Tolerance
 from .arguments import (
-    Access,
+    AccessOptions,
     Opened,
     finite,
     with_limit_option,
@@ -82,7 +82,7 @@ def diff(
     exclude: Sequence[str],
     threads: int,
     limit: int,
-    access: Access,
+    access: AccessOptions,
     as_json: bool,
 ) -> int:
     """Compares the checkpoints A and B, whatever their layouts: names, shapes, dtypes, values and plain data.

@@ -20,7 +20,7 @@ from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
 from bytecheckpoint.storage.store import Store
 
 from . import exit_codes
-from .arguments import Access, at_home_folder, finite, with_output_options
+from .arguments import AccessOptions, at_home_folder, finite, with_output_options
 from .recommend import CompressionSpeed, Recommendation, measure_compression, recommend
 from .render.number_format import size_text
 from .render.terminal import Column, Screen, print_json
@@ -88,7 +88,7 @@ def doctor(
     stage: str | None,
     seconds: float,
     max_mib: int,
-    access: Access,
+    access: AccessOptions,
     as_json: bool,
 ) -> int:
     """Writes, reads and deletes objects of its own below URL, and reports which promises the storage keeps, how fast

@@ -20,7 +20,7 @@ from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, endpoint_of
 
 from . import exit_codes
-from .arguments import Access, at_home_folder, with_output_options
+from .arguments import AccessOptions, at_home_folder, with_output_options
 from .render.number_format import age_text, count_text, size_text, some_of
 from .render.terminal import Column, Screen, TableShape, print_json
 
@@ -100,7 +100,7 @@ def gc(
     min_age_s: float,
     save_ids: Sequence[str],
     stage: str | None,
-    access: Access,
+    access: AccessOptions,
     as_json: bool,
 ) -> int:
     """Lists data files, temporaries and unfinished uploads under ROOT of saves that never committed, and with --delete

@@ -19,7 +19,7 @@ from bytecheckpoint.storage.paths import join_name
 
 from . import exit_codes
 from .analysis.checkpoint_list import CheckpointList, ListedCheckpoint, list_checkpoints, read_checkpoint
-from .arguments import Access, with_output_options
+from .arguments import AccessOptions, with_output_options
 from .render.number_format import age_text, count_text, size_text, some_of, time_text
 from .render.terminal import Column, Screen, print_json
 
@@ -45,7 +45,7 @@ Example:
 @click.command(short_help="The checkpoints under a root.", epilog=_EXAMPLE)
 @click.argument("root")
 @with_output_options
-def ls(*, root: str, access: Access, as_json: bool) -> int:
+def ls(*, root: str, access: AccessOptions, as_json: bool) -> int:
     """Lists the checkpoints under ROOT, or the one that ROOT is: step, size, age, tensors, number of ranks.
 
     ROOT may also be a folder of runs: folders that are no checkpoints are listed, and no deeper. Folders of saves that

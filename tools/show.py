@@ -18,7 +18,7 @@ from .analysis.save_layout import compressed, writers_of
 from .analysis.summary import ManifestSummary, TensorEntry, file_rows, plain_objects
 from .analysis.tensor_stats import TensorStats, tensor_stats
 from .arguments import (
-    Access,
+    AccessOptions,
     LocalFile,
     Opened,
     with_limit_option,
@@ -97,7 +97,7 @@ def show(
     with_stats: bool,
     html_path: str | None,
     limit: int,
-    access: Access,
+    access: AccessOptions,
     as_json: bool,
 ) -> int:
     """Shows the contents of the checkpoint CKPT: a summary, then its tensors.

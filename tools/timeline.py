@@ -15,7 +15,7 @@ from bytecheckpoint.errors import CheckpointNotFoundError
 
 from . import exit_codes
 from .arguments import (
-    Access,
+    AccessOptions,
     LocalFile,
     Opened,
     with_limit_option,
@@ -58,7 +58,7 @@ def timeline(
     ckpt: str,
     trace_path: str | None,
     limit: int,
-    access: Access,
+    access: AccessOptions,
     as_json: bool,
 ) -> int:
     """Shows the save of the checkpoint CKPT: the phases of each rank, and the ranks that the others waited for.

@@ -14,7 +14,7 @@ from bytecheckpoint.options import LoadOptions
 
 from . import exit_codes
 from .arguments import (
-    Access,
+    AccessOptions,
     Opened,
     finite,
     with_limit_option,
@@ -63,7 +63,7 @@ def verify(
     sample_percent: float,
     threads: int,
     limit: int,
-    access: Access,
+    access: AccessOptions,
     as_json: bool,
 ) -> int:
     """Checks the checkpoint CKPT and lists all damage.

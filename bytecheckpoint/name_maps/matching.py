@@ -27,7 +27,7 @@ class NameMatch(NamedTuple):
     is_stacked: bool
 
 
-class _Entry(NamedTuple):
+class _PatternEntry(NamedTuple):
     pattern: Pattern
     rule: int
     part: int
@@ -40,7 +40,7 @@ class NameIndex:
     def __init__(self, name_map: MapFile, side: int) -> None:
         self._map = name_map
         self._side = side
-        self._entries: dict[tuple[str, ...], list[_Entry]] = {}
+        self._entries: dict[tuple[str, ...], list[_PatternEntry]] = {}
         stacked = name_map.stacked[side]
         parts = (
             (number, part, dict.fromkeys(variants))
@@ -49,11 +49,11 @@ class NameIndex:
         )
         for number, part, variants in parts:
             for pattern in variants:
-                self._add(_Entry(pattern, number, part, is_stacked=False))
+                self._add(_PatternEntry(pattern, number, part, is_stacked=False))
                 if stacked in pattern.fields:
-                    self._add(_Entry(pattern.without(stacked), number, part, is_stacked=True))
+                    self._add(_PatternEntry(pattern.without(stacked), number, part, is_stacked=True))
 
-    def _add(self, entry: _Entry) -> None:
+    def _add(self, entry: _PatternEntry) -> None:
         self._entries.setdefault(shape_of_name(entry.pattern.parts), []).append(entry)
 
     def find(self, fqn: str) -> NameMatch | None:

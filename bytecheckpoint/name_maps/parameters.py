@@ -10,7 +10,7 @@ from typing import Literal
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
 from bytecheckpoint.name_maps.expressions import MAX_SIZE
 from bytecheckpoint.name_maps.patterns import Pattern
-from bytecheckpoint.name_maps.schema import STACKED, VARIANT, MapFile, Option, Source
+from bytecheckpoint.name_maps.schema import STACKED, VARIANT, MapFile, Option, OptionSource
 
 _YES, _NO = "yes", "no"
 
@@ -85,7 +85,7 @@ class Options:
             self._values[name] = found
         return self._values[name]
 
-    def _value_of(self, source: str | Source) -> object:
+    def _value_of(self, source: str | OptionSource) -> object:
         if isinstance(source, str):
             return self._facts.find(source)
         if source.tensor is not None:

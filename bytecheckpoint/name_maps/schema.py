@@ -26,7 +26,7 @@ _SIDE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,79}")
 _Kind = TypeVar("_Kind", bound=msgspec.Struct)
 
 
-class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"condition": "if"}):
+class OptionSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"condition": "if"}):
     """A source of an option: a value in the plain data of the checkpoint, or the length of a tensor."""
 
     value: str = ""
@@ -44,7 +44,7 @@ class Option(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"s
     """A number that operations need."""
 
     about: str = ""
-    sources: tuple[str | Source, ...] = ()
+    sources: tuple[str | OptionSource, ...] = ()
     """The first that exists counts. A text is the FQN of a value."""
     default: SizeExpression | None = None
 

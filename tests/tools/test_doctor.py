@@ -7,20 +7,17 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
-from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
+from broken_stores import ForgetfulStore
 from faults.seams import Seam, before, files_under, raising
 from fsspec.implementations.memory import MemoryFileSystem
 
-from bytecheckpoint.diagnostics.store_guarantees import ProbeStore, check_guarantees
 from bytecheckpoint.diagnostics.store_speed import Latency, Speed
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.storage import open_store
 from bytecheckpoint.storage.backends import local_store as local_store_module
-from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.tools import doctor
 from bytecheckpoint.tools.recommend import CompressionSpeed, recommend
 
@@ -105,68 +102,6 @@ def test_a_bucket_that_does_not_exist_is_exit_code_4(call, s3) -> None:
     assert s3.secret not in ended.err
 
 
-# Stores that break a promise.
-
-
-class ForgetfulStore(LocalStore):
-    """Lists what was there a moment ago."""
-
-    def list(self, folder):
-        listing = dict(super().list(folder))
-        if listing:
-            listing.popitem()
-        return listing
-
-
-class ReplacingStore(LocalStore):
-    """Has no creation."""
-
-    def write(self, name, blocks, *, replace):
-        super().write(name, blocks, replace=replace or True)
-
-
-class TornStore(LocalStore):
-    """Shows what it has so far."""
-
-    def write(self, name, blocks, *, replace):
-        if len(blocks) > 1:
-            super().write(name, blocks[:1], replace=replace)
-        super().write(name, blocks, replace=True if len(blocks) > 1 else replace)
-
-
-class GenerousStore(LocalStore):
-    """Pads what is past the end."""
-
-    def read_into(self, name, byte_offset, buffer, *, on_filled=None):
-        size = (Path(str(self)) / name).stat().st_size if (Path(str(self)) / name).exists() else None
-        if size is None:
-            super().read_into(name, byte_offset, buffer, on_filled=on_filled)
-        else:
-            super().read_into(
-                name, byte_offset, buffer[: max(0, min(buffer.nbytes, size - byte_offset))], on_filled=on_filled
-            )
-
-
-BROKEN = {
-    ForgetfulStore: {"fresh_listing"},
-    ReplacingStore: {"create_only", "create_race"},
-    TornStore: {"large_objects", "whole_or_nothing"},
-    GenerousStore: {"exact_ranges"},
-    LocalStore: set(),
-}
-
-
-@pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
-def test_a_broken_promise_is_seen(tmp_path, kind) -> None:
-    store = ProbeStore(kind(str(tmp_path), writer_threads=2), "probe")
-    checks = list(check_guarantees(store))
-    broken = {check.name for check in checks if not check.is_met}
-    assert broken >= BROKEN[kind]
-    assert bool(broken) == bool(BROKEN[kind])
-    store.clear()
-    assert files_under(tmp_path) == []
-
-
 def test_a_broken_promise_ends_with_1(call, tmp_path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(open_store, "LocalStore", ForgetfulStore)
@@ -210,16 +145,3 @@ def test_a_stage_is_for_storage_that_is_slower() -> None:
     assert values(speeds(t1=100), speeds(t1=100))["local_stage"] is None
     assert values(speeds(t1=100), speeds(t1=100), local=speeds(t1=150))["local_stage"] is False
     assert values(speeds(t1=100), speeds(t1=100), local=speeds(t1=1500))["local_stage"] is True
-
-
-def test_clearing_goes_on_where_one_object_stays(tmp_path) -> None:
-    store = ProbeStore(LocalStore(str(tmp_path), writer_threads=1), "probe")
-    for name in "abc":
-        from bytecheckpoint.storage.store import Block
-
-        store.write(name, [Block(0, 1, lambda: nullcontext(memoryview(b"x")))], replace=False)
-    (tmp_path / "probe" / "b").unlink()
-    (tmp_path / "probe" / "b").mkdir()
-    with pytest.raises(StorageError):
-        store.clear()
-    assert files_under(tmp_path) == []

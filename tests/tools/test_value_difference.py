@@ -11,11 +11,17 @@ from packed_checkpoints import tensor_bytes
 
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.tools.analysis.element_values import has_values
-from bytecheckpoint.tools.analysis.value_difference import Elements, Tolerance, can_compare, find_difference, same_bytes
+from bytecheckpoint.tools.analysis.value_difference import (
+    TensorElements,
+    Tolerance,
+    can_compare,
+    find_difference,
+    same_bytes,
+)
 
 
-def side(tensor: torch.Tensor) -> Elements:
-    return Elements(str(tensor.dtype).removeprefix("torch."), memoryview(tensor_bytes(tensor)))
+def side(tensor: torch.Tensor) -> TensorElements:
+    return TensorElements(str(tensor.dtype).removeprefix("torch."), memoryview(tensor_bytes(tensor)))
 
 
 def difference(a, b, tolerance=None, dtype=torch.float32):
@@ -116,7 +122,7 @@ def test_one_flipped_bit_is_seen_in_every_dtype(dtype) -> None:
     content = bytearray(item_bytes * 9)
     other = bytearray(content)
     other[item_bytes * 5] ^= 1
-    found = find_difference(Elements(dtype, memoryview(content)), Elements(dtype, memoryview(other)), None)
+    found = find_difference(TensorElements(dtype, memoryview(content)), TensorElements(dtype, memoryview(other)), None)
     assert (found.num_differing, found.first.position) == (1, 5)
     assert (found.max_abs is None) is not has_values(dtype)
     assert can_compare(dtype, dtype)
@@ -128,7 +134,7 @@ def test_many_slices_are_as_one() -> None:
     a = generator.normal(size=700_001).astype(np.float32)
     b = a.copy()
     b[[3, 300_000, 700_000]] += np.float32([1, 5, 2])
-    sides = [Elements("float32", memoryview(array.tobytes())) for array in (a, b)]
+    sides = [TensorElements("float32", memoryview(array.tobytes())) for array in (a, b)]
     found = find_difference(*sides, None)
     gaps = np.abs(a.astype(float) - b.astype(float))
     assert (found.num_differing, found.first.position) == (3, 3)

@@ -16,7 +16,7 @@ from bytecheckpoint.adapters.shards import dtype_name
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
-from .value_difference import Elements, Tolerance, find_difference
+from .value_difference import TensorElements, Tolerance, find_difference
 
 
 class ValueKey(NamedTuple):
@@ -88,22 +88,22 @@ def is_same(a: Any, b: Any, tolerance: Tolerance | None) -> bool:
     return False
 
 
-def _is_near(a: Elements | None, b: Elements | None, tolerance: Tolerance) -> bool:
+def _is_near(a: TensorElements | None, b: TensorElements | None, tolerance: Tolerance) -> bool:
     if a is None or b is None or a.dtype != b.dtype:
         return False
     return not find_difference(a, b, tolerance).num_differing
 
 
-def _scalar(value: float) -> Elements:
-    return Elements("float64", memoryview(np.float64(value).tobytes()))
+def _scalar(value: float) -> TensorElements:
+    return TensorElements("float64", memoryview(np.float64(value).tobytes()))
 
 
-def _elements(value: Any) -> Elements | None:
+def _elements(value: Any) -> TensorElements | None:
     """Returns the elements of a tensor or array of floating point numbers; None for all that has no tolerance."""
     if isinstance(value, torch.Tensor):
         is_float = value.is_floating_point()
         content = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if is_float else b""
-        return Elements(dtype_name(value.dtype), memoryview(content)) if is_float else None
+        return TensorElements(dtype_name(value.dtype), memoryview(content)) if is_float else None
     array = np.ascontiguousarray(value)
     name = array.dtype.newbyteorder("<").name if array.dtype.kind == "f" and array.dtype.itemsize <= 8 else None
-    return Elements(name, memoryview(array.astype(array.dtype.newbyteorder("<")).tobytes())) if name else None
+    return TensorElements(name, memoryview(array.astype(array.dtype.newbyteorder("<")).tobytes())) if name else None

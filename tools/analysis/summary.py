@@ -64,7 +64,7 @@ class TensorTotals:
             self.num_bytes += tensor.num_bytes
 
 
-class PlainEntry(NamedTuple):
+class PlainSummary(NamedTuple):
     """A plain value."""
 
     fqn: str
@@ -193,7 +193,7 @@ def file_rows(manifest: Manifest) -> list[dict[str, Any]]:
     ]
 
 
-def plain_objects(opened: Opened) -> list[PlainEntry]:
+def plain_objects(opened: Opened) -> list[PlainSummary]:
     """Returns all plain values, those of single ranks under each rank."""
     # Decoding them needs torch, and no other command does.
     from bytecheckpoint.adapters.plain.plain_data import decode_plain  # noqa: PLC0415
@@ -213,8 +213,8 @@ def plain_objects(opened: Opened) -> list[PlainEntry]:
     return sorted(found, key=lambda plain: (natural_order(plain.fqn), -1 if plain.rank is None else plain.rank))
 
 
-def _plain(fqn: str, rank: int | None, value: Any) -> PlainEntry:
-    return PlainEntry(fqn, rank, type(value).__name__, *plain_value(value))
+def _plain(fqn: str, rank: int | None, value: Any) -> PlainSummary:
+    return PlainSummary(fqn, rank, type(value).__name__, *plain_value(value))
 
 
 def plain_value(value: Any) -> tuple[Any, str]:

@@ -22,7 +22,7 @@ from bytecheckpoint.runtime.threads import run_jobs
 
 from ..arguments import Opened
 from .equal_chunks import ChunkColumns, are_cut_alike, known_equal
-from .value_difference import Elements, Tolerance, ValueDifference, can_compare, find_difference
+from .value_difference import TensorElements, Tolerance, ValueDifference, can_compare, find_difference
 
 _TILE_BYTES = 16 << 20
 """Bytes of a region, of one side."""
@@ -168,14 +168,14 @@ def _batches(tiles: Iterable[_ComparedRegion]) -> Iterator[list[_ComparedRegion]
         yield batch
 
 
-def _read(source: Source, wanted: Sequence[tuple[str, Region]]) -> list[Elements]:
+def _read(source: Source, wanted: Sequence[tuple[str, Region]]) -> list[TensorElements]:
     """Reads the stored bytes of these regions, on the calling thread."""
     described = source.manifest.describe_each([fqn for fqn, _ in wanted])
     shards, contents = [], []
     for (fqn, region), (dtype, shape) in zip(wanted, described, strict=True):
         content = torch.empty(region.numel * itemsize(dtype), dtype=torch.uint8, device="cpu")
         shards.append(LocalShard(fqn, dtype, shape, region, content.view(torch_dtype(dtype)).view(region.lengths)))
-        contents.append(Elements(dtype, content.numpy().data))
+        contents.append(TensorElements(dtype, content.numpy().data))
     fqns = [fqn for fqn, _ in wanted]
     # Not Source.plan, which checks the files: that was done once for all regions.
     fetches = plan_load(

@@ -25,7 +25,7 @@ class Tolerance(NamedTuple):
     rtol: float
 
 
-class Elements(NamedTuple):
+class TensorElements(NamedTuple):
     """Elements of one of the two tensors."""
 
     dtype: str
@@ -77,7 +77,7 @@ def can_compare(dtype_a: str, dtype_b: str) -> bool:
     return dtype_a == dtype_b or (has_values(dtype_a) and has_values(dtype_b))
 
 
-def find_difference(a: Elements, b: Elements, tolerance: Tolerance | None) -> ValueDifference:
+def find_difference(a: TensorElements, b: TensorElements, tolerance: Tolerance | None) -> ValueDifference:
     """Compares elements of two dtypes for which `can_compare` holds. Without a tolerance every bit of one dtype counts,
     and the values of two.
     """
@@ -88,8 +88,8 @@ def find_difference(a: Elements, b: Elements, tolerance: Tolerance | None) -> Va
     num_elements = len(a.content) // bytes_a
     for start in range(0, num_elements, _SLICE_ELEMENTS):
         stop = min(start + _SLICE_ELEMENTS, num_elements)
-        part_a = Elements(a.dtype, a.content[start * bytes_a : stop * bytes_a])
-        part_b = Elements(b.dtype, b.content[start * bytes_b : stop * bytes_b])
+        part_a = TensorElements(a.dtype, a.content[start * bytes_a : stop * bytes_a])
+        part_b = TensorElements(b.dtype, b.content[start * bytes_b : stop * bytes_b])
         if a.dtype != b.dtype or not same_bytes(part_a.content, part_b.content):
             difference.add(_compare(part_a, part_b, tolerance, start))
     return difference
@@ -104,7 +104,7 @@ def same_bytes(a: memoryview, b: memoryview) -> bool:
     return np.array_equal(*words) and bytes(a[whole:]) == bytes(b[whole:])
 
 
-def _compare(a: Elements, b: Elements, tolerance: Tolerance | None, start: int) -> ValueDifference:
+def _compare(a: TensorElements, b: TensorElements, tolerance: Tolerance | None, start: int) -> ValueDifference:
     if not (has_values(a.dtype) and has_values(b.dtype)):
         return _compare_bits(a, b, start)
     values_a, values_b = decode_values(a.dtype, a.content), decode_values(b.dtype, b.content)
@@ -154,7 +154,7 @@ def _largest_gap(a: np.ndarray, b: np.ndarray, finite_gaps: np.ndarray) -> float
     return float(finite_gaps.max()) if finite_gaps.size else None
 
 
-def _bits_differ(a: Elements, b: Elements) -> np.ndarray:
+def _bits_differ(a: TensorElements, b: TensorElements) -> np.ndarray:
     item_bytes = itemsize(a.dtype)
     bits = [np.frombuffer(side.content, _BITS[item_bytes]) for side in (a, b)]
     differs: np.ndarray = bits[0] != bits[1]
@@ -163,7 +163,7 @@ def _bits_differ(a: Elements, b: Elements) -> np.ndarray:
     return differs
 
 
-def _compare_bits(a: Elements, b: Elements, start: int) -> ValueDifference:
+def _compare_bits(a: TensorElements, b: TensorElements, start: int) -> ValueDifference:
     """Compares elements that are no numbers: packed ones."""
     differs = _bits_differ(a, b)
     bits_a, bits_b = (np.frombuffer(side.content, _BITS[itemsize(a.dtype)]) for side in (a, b))

@@ -12,7 +12,7 @@ from bytecheckpoint.diagnostics.telemetry_records import SaveRecords
 from bytecheckpoint.manifest import TensorRecord
 
 from ..analysis.module_tree import build_tree
-from ..analysis.summary import ManifestSummary, PlainEntry, TensorEntry, file_rows
+from ..analysis.summary import ManifestSummary, PlainSummary, TensorEntry, file_rows
 from ..analysis.tensor_stats import TensorStats
 from ..arguments import Opened
 from .chunk_map import ChunkMap, axes_text
@@ -61,7 +61,7 @@ class ReportContents(NamedTuple):
     is_selected: bool
     """True if `--tensor` was given."""
     stats: Mapping[str, TensorStats] | None
-    objects: Sequence[PlainEntry] | None
+    objects: Sequence[PlainSummary] | None
     records: SaveRecords
 
 

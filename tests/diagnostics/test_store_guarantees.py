@@ -1,0 +1,44 @@
+"""A store that breaks a promise is found out, and a probe leaves nothing behind."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+from broken_stores import ForgetfulStore, GenerousStore, ReplacingStore, TornStore
+from faults.seams import files_under
+
+from bytecheckpoint.diagnostics.store_guarantees import ProbeStore, check_guarantees
+from bytecheckpoint.errors import StorageError
+from bytecheckpoint.storage.backends.local_store import LocalStore
+from bytecheckpoint.storage.store import Block
+
+BROKEN = {
+    ForgetfulStore: {"fresh_listing"},
+    ReplacingStore: {"create_only", "create_race"},
+    TornStore: {"large_objects", "whole_or_nothing"},
+    GenerousStore: {"exact_ranges"},
+    LocalStore: set(),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
+def test_a_broken_promise_is_seen(tmp_path, kind) -> None:
+    store = ProbeStore(kind(str(tmp_path), writer_threads=2), "probe")
+    checks = list(check_guarantees(store))
+    broken = {check.name for check in checks if not check.is_met}
+    assert broken >= BROKEN[kind]
+    assert bool(broken) == bool(BROKEN[kind])
+    store.clear()
+    assert files_under(tmp_path) == []
+
+
+def test_clearing_goes_on_where_one_object_stays(tmp_path) -> None:
+    store = ProbeStore(LocalStore(str(tmp_path), writer_threads=1), "probe")
+    for name in "abc":
+        store.write(name, [Block(0, 1, lambda: nullcontext(memoryview(b"x")))], replace=False)
+    (tmp_path / "probe" / "b").unlink()
+    (tmp_path / "probe" / "b").mkdir()
+    with pytest.raises(StorageError):
+        store.clear()
+    assert files_under(tmp_path) == []
