@@ -113,6 +113,7 @@ def fit_state(ranks: Ranks, scope: NameScope, wanted: WantedState, plan: Callabl
 
     Raises what `plan` raises, and CheckpointMismatchError on every rank for what does not fit on any.
     """
+    as_it_is = match_named(scope, wanted)
     names = list(map(str, wanted.state))
 
     def agree(matched: Matched, *, other_name: str = "", has_experts: bool = False) -> Fitted:
@@ -129,7 +130,6 @@ def fit_state(ranks: Ranks, scope: NameScope, wanted: WantedState, plan: Callabl
         )
         return Fitted(*matched, fetches, findings)
 
-    as_it_is = match_named(scope, wanted)
     other_name = scope.other_name(names, as_it_is.entries)
     fitted = agree(as_it_is, other_name=other_name, has_experts=has_separate_experts(scope.manifest))
     if not fitted.findings.is_open:
