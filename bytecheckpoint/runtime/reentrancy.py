@@ -22,12 +22,16 @@ class AwaitedThreads:
     """The threads that a save waits for now."""
 
     def __init__(self) -> None:
-        self._forget()
-        os.register_at_fork(after_in_child=self._forget)
+        self._threads: dict[object, int] = {}
+        """Threads by context: one may be awaited for several reasons."""
+        self._is_registered = False
 
     @contextmanager
     def here(self) -> Iterator[None]:
         """Notes this thread as awaited until the context ends, which may be on another thread, or until `leave`."""
+        if not self._is_registered:  # here, because an import registers nothing
+            self._is_registered = True
+            os.register_at_fork(after_in_child=self._forget)
         stay = object()
         self._threads[stay] = threading.get_ident()
         try:
@@ -48,8 +52,7 @@ class AwaitedThreads:
 
     def _forget(self) -> None:
         """Forgets the saves, which a forked child does not have."""
-        self._threads: dict[object, int] = {}
-        """Threads by context: one may be awaited for several reasons."""
+        self._threads = {}
 
 
 def is_refusal(error: BaseException) -> bool:
