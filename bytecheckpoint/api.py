@@ -178,27 +178,37 @@ def load(
     without such entries may have the names of the state's only entry. Nothing is changed before every check that can be
     made up front has passed on every rank.
 
-    Args: path: As for `save`; or a safetensors file or folder, a folder of torch.distributed.checkpoint or DeepSpeed,
-    or a torch.save file, which are read without conversion. state: As for `save`: its tensors are the memory that is
-    filled, its plain data is replaced in its containers. Modules on the meta device get memory, optimizers without
-    state get state. framework: As for `save`. step: A step, `latest` for the checkpoint at `path` itself or its newest
-    committed step, None for `path` only. strict: Raise one error for all keys that are missing on either side, shapes
-    and dtypes that differ, rules of `include`, `exclude` and `key_map` that match nothing, and a load that would fill
-    nothing. Otherwise load what fits and report the rest, with a warning for the rules and for a load that fills
-    nothing. key_map: From checkpoint FQN to state FQN: a dict, a list of (pattern, replacement) for re.sub applied in
-    order, or a function. Optimizer state follows the parameters of its modules. include: Only checkpoint FQNs that
-    match one of these globs. exclude: No checkpoint FQNs that match one of these globs. The optimizer state of a
-    parameter goes with it. cast: Convert dtypes that differ. Floating-point dtypes round; a value out of range of an
-    integer dtype is an error. process_group: As for `save`. role: As for `save`. storage_options: As for `save`.
-    options: See LoadOptions.
+    Args:
+        path: As for `save`; or a safetensors file or folder, a folder of torch.distributed.checkpoint or DeepSpeed, or
+            a torch.save file, which are read without conversion.
+        state: As for `save`: its tensors are the memory that is filled, its plain data is replaced in its containers.
+            Modules on the meta device get memory, optimizers without state get state.
+        framework: As for `save`.
+        step: A step, `latest` for the checkpoint at `path` itself or its newest committed step, None for `path` only.
+        strict: Raise one error for all keys that are missing on either side, shapes and dtypes that differ, rules of
+            `include`, `exclude` and `key_map` that match nothing, and a load that would fill nothing. Otherwise load
+            what fits and report the rest, with a warning for the rules and for a load that fills nothing.
+        key_map: From checkpoint FQN to state FQN: a dict, a list of (pattern, replacement) for re.sub applied in
+            order, or a function. Optimizer state follows the parameters of its modules.
+        include: Only checkpoint FQNs that match one of these globs.
+        exclude: No checkpoint FQNs that match one of these globs. The optimizer state of a parameter goes with it.
+        cast: Convert dtypes that differ. Floating-point dtypes round; a value out of range of an integer dtype is an
+            error.
+        process_group: As for `save`.
+        role: As for `save`.
+        storage_options: As for `save`.
+        options: See LoadOptions.
 
-    Raises: CheckpointNotFoundError: There is no committed checkpoint, or a file of it is gone. A checkpoint that is
-    replaced while it is read is read again; kind `replaced` means that this happened too often.
-    CheckpointMismatchError: State and checkpoint do not fit, the state has nothing of `framework`, or the path is a
-    checkpoint and a root of steps and `step` does not select one; the state is unchanged. CheckpointCorruptError:
-    Damaged bytes. UnsafeCheckpointError: The checkpoint requires something that loading must not do.
-    CheckpointSaveError: The state holds what is not supported (`unsupported_value`). CheckpointError: A rank failed
-    (`rank_failed`) or is missing (`rank_missing`). StorageError: The store refused or could not be reached.
+    Raises:
+        CheckpointNotFoundError: There is no committed checkpoint, or a file of it is gone. A checkpoint that is
+            replaced while it is read is read again; kind `replaced` means that this happened too often.
+        CheckpointMismatchError: State and checkpoint do not fit, the state has nothing of `framework`, or the path is a
+            checkpoint and a root of steps and `step` does not select one; the state is unchanged.
+        CheckpointCorruptError: Damaged bytes.
+        UnsafeCheckpointError: The checkpoint requires something that loading must not do.
+        CheckpointSaveError: The state holds what is not supported (`unsupported_value`).
+        CheckpointError: A rank failed (`rank_failed`) or is missing (`rank_missing`).
+        StorageError: The store refused or could not be reached.
 
     Once reading has begun, the message ends with a sentence that says if this rank's state was overwritten.
     """

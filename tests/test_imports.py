@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import subprocess
 import sys
 import tomllib
@@ -88,6 +89,15 @@ def test_a_handle_offers_what_is_promised_of_it() -> None:
 @pytest.mark.parametrize("name", sorted(PUBLIC_NAMES - {"__version__"}))
 def test_a_public_name_exists_and_is_documented(name: str) -> None:
     assert getattr(bcp, name).__doc__
+
+
+@pytest.mark.parametrize("name", ["load", "recover", "save"])
+def test_each_argument_of_a_function_is_documented_on_a_line_of_its_own(name: str) -> None:
+    function = getattr(bcp, name)
+    lines = (inspect.getdoc(function) or "").splitlines()
+    assert {"Args:", "Raises:"} <= set(lines)
+    parameters = inspect.signature(function).parameters
+    assert [key for key in parameters if not any(line.startswith(f"    {key}: ") for line in lines)] == []
 
 
 def test_the_package_has_a_guided_tour() -> None:

@@ -113,6 +113,11 @@ class SavesInFlight:
             slot.end()
         yield
 
+    def _watch(self, progress: SaveProgress) -> None:
+        watched, number = self._watched, id(progress)
+        watched[number] = progress
+        progress.when_seen(lambda: watched.pop(number, None))
+
     @property
     def _all(self) -> tuple[SaveProgress, ...]:
         return tuple(self._watched.values())
@@ -143,9 +148,7 @@ class SavesInFlight:
         Then, and if the caller is interrupted before the thread has begun, it calls `give_up`, and the slot stays with
         the caller.
         """
-        watched, number = self._watched, id(progress)
-        watched[number] = progress
-        progress.when_seen(lambda: watched.pop(number, None))
+        self._watch(progress)
         claim = threading.Lock()
         """Taken by the thread when it begins, or by the caller if it is interrupted before that."""
         own_slot = ExitStack()
@@ -160,10 +163,11 @@ class SavesInFlight:
                 return True
         except BaseException:
             if claim.acquire(blocking=False):
-                watched.pop(number, None)
+                self._watched.pop(id(progress), None)
                 slot.push(own_slot)
                 give_up()
             raise
+        self._watched.pop(id(progress), None)  # an interrupt may come before `run_now`
         slot.push(own_slot)
         give_up()
         return False
@@ -182,16 +186,16 @@ class SavesInFlight:
             self.hold_steps()
             finish = partial(self._stage_and_finish, prepared, finish)
         try:
-            if not self._start(prepared.progress, finish, slot, give_up=snapshot.close):
-                prepared.write_live()
-                return False
-            if not prepared.is_lazy:
-                prepared.stage()
-            prepared.call.timer.end_stall()
+            if self._start(prepared.progress, finish, slot, give_up=snapshot.close):
+                if not prepared.is_lazy:
+                    prepared.stage()
+                prepared.call.timer.end_stall()
+                return True
         except BaseException as error:
             prepared.interrupt(error)  # the writer may be under way
             raise
-        return True
+        prepared.write_live()
+        return False
 
     def _stage_and_finish(self, prepared: PreparedSave, finish: Callable[[], CheckpointInfo]) -> CheckpointInfo:
         """Stages on another thread, begun here because each thread that the caller begins may block it."""
@@ -210,6 +214,8 @@ class SavesInFlight:
 
         So it does with an interrupt such as Ctrl-C, and if the interpreter is exiting, when no call may ask the handle.
         """
+        if not raises:
+            self._watch(progress)
         progress.run(finish, slot)
         error = progress.error
         if error is not None and (raises or self.is_exiting or not isinstance(error, Exception)):

@@ -22,6 +22,8 @@ import bytecheckpoint as bcp
 from bytecheckpoint.runtime.threads import ThreadPool
 from bytecheckpoint.saving import commit, in_flight, write
 from bytecheckpoint.saving.handle import SaveHandle
+from bytecheckpoint.saving.in_flight import process_state
+from bytecheckpoint.saving.prepare import PreparedSave
 
 WRITING = Seam(write, "write_image")
 
@@ -360,4 +362,29 @@ def test_a_lazy_save_whose_staging_cannot_begin_fails_and_the_next_one_is_right(
     assert (tmp_path / "a" / "manifest.bcp").exists() == (error is None)
     monkeypatch.undo()
     bcp.save(tmp_path / "b", state, async_save=True, options=lazy).result(20)
+    assert torch.equal(bcp.open(tmp_path / "b")["w"][:], state["w"])
+
+
+@pytest.mark.parametrize("snapshot", ["copy", "lazy"])
+def test_an_interrupt_where_there_can_be_no_thread_reaches_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: str
+) -> None:
+    original, state = PreparedSave.write_live, {"w": torch.ones(10)}
+    bcp.save(tmp_path / "first", state, async_save=True, options=bcp.SaveOptions(snapshot=snapshot)).result(20)
+
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def interrupted(prepared: PreparedSave) -> None:
+        original(prepared)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ThreadPool, "begin", no_thread)
+    monkeypatch.setattr(PreparedSave, "write_live", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bcp.save(tmp_path / "a", state, async_save=True, options=bcp.SaveOptions(snapshot=snapshot))
+    monkeypatch.undo()
+    assert process_state().saves._all == ()  # the interpreter would wait for it
+    bcp.save(tmp_path / "b", state)
+    assert not (tmp_path / "a" / "manifest.bcp").exists()
     assert torch.equal(bcp.open(tmp_path / "b")["w"][:], state["w"])
