@@ -125,6 +125,12 @@ def test_keys_that_all_have_one_hash_are_refused(keys: str) -> None:
         assert refused(read_pickle, content).kind == "bad_manifest"
 
 
+def test_values_that_are_kept_under_numbers_of_one_hash_are_refused() -> None:
+    kept = b"".join(b"p%d\n" % (number * sys.hash_info.modulus) for number in range(2))
+    assert refused(read_pickle, b"\x80\x02N" + kept + b".").kind == "bad_manifest"
+    assert refused(read_pickle, b"\x80\x02Np-1\n.").kind == "bad_manifest"
+
+
 @pytest.mark.usefixtures("_low_limits")
 def test_an_ordered_dict_of_such_keys_is_not_made_again_and_again() -> None:
     pairs = b"ccollections\nOrderedDict\nq\x000](" + b"".join(key + b"N\x86" for key in numbers(400)) + b"eq\x010"
