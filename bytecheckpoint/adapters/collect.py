@@ -100,7 +100,7 @@ def _walk_state(state: Mapping[str, Any]) -> Iterator[_Value]:
         # All sharded objects below a name are one entry, because layers are parts of one tensor.
         sharded = [each.value for each in values if each.make is _sharded_entry]
         if sharded:
-            yield _Value(key, sharded, None, _sharded_entry)
+            yield _Value(str(key), sharded, None, _sharded_entry)
         yield from (each for each in values if each.make is not _sharded_entry)
 
 
@@ -209,6 +209,10 @@ def _rank_local_entry(each: _Value, _framework: str, _engines: Sequence[Any]) ->
     return [RankLocalEntry(each.fqn, each.found)]
 
 
+def _is_stateful_object(value: Any) -> bool:
+    return not isinstance(value, list | tuple) and is_stateful(value)  # the items of a list are entries of their own
+
+
 def _stateful_entries(each: _Value, framework: str, _engines: Sequence[Any]) -> Sequence[Entry]:
     inside = modules_inside(each.value)
     if inside is None:
@@ -221,7 +225,7 @@ KINDS: Sequence[tuple[Callable[[Any], Any], _Make]] = (
     (stages_of, _module_entries),
     (_optimizers_in, _optimizer_entries),
     (_rank_local, _rank_local_entry),
-    (is_stateful, _stateful_entries),
+    (_is_stateful_object, _stateful_entries),
 )
 """The kinds of values that are entries of their own, wherever they stand in the state: what tells one, and what makes
 its entries. The first that matches counts, and each value is asked once. All else is tensors and plain data."""

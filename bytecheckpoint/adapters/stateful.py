@@ -45,8 +45,8 @@ class Stateful(Protocol):
 
 
 def is_stateful(value: Any) -> bool:
-    """True if an object, which is no tensor or container, brings its own state_dict and load_state_dict."""
-    if isinstance(value, type | dict | list | tuple | torch.Tensor):
+    """True if an object, which is no tensor or dict, brings its own state_dict and load_state_dict."""
+    if isinstance(value, type | dict | torch.Tensor):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 

@@ -231,7 +231,7 @@ class _PlainWalk:
 
     def _sequence(self, value: Collection[Any], fqn: str, depth: int) -> Any:
         """Returns a list, a tuple, or a set as a list."""
-        if _ATOMS.issuperset(map(type, value)):
+        if depth > 1 and _ATOMS.issuperset(map(type, value)):
             self._count(len(value) // _ATOMS_A_VALUE, sum(map(_num_bytes, value)))
             return value if type(value) in {list, tuple} else list(value)
         items = [self.plain(item, join_fqn(fqn, index), depth - 1) for index, item in enumerate(value)]

@@ -88,11 +88,13 @@ class TensorTable(Mapping[str, TensorRecord]):
         self._first_parts = _starts(columns.num_dims * columns.is_grid)
         self._first_coordinates = _starts(2 * columns.num_dims * columns.num_chunks * ~columns.is_grid)
         self._checked = set(range(len(fqns))) if is_checked else set()
+        """Tensors whose own chunks are right. Bytes that two tensors share are found when all are checked."""
+        self._is_all_checked = is_checked or not fqns
         self._described: dict[str, tuple[str, tuple[int, ...]]] = {}
 
     def check_all(self) -> None:
-        """Checks every chunk that was not checked. Raises CheckpointCorruptError (bad_manifest)."""
-        if len(self._checked) == len(self):
+        """Checks every chunk, unless that was done. Raises CheckpointCorruptError (bad_manifest)."""
+        if self._is_all_checked:
             return
         fqns = list(self._indices)
         spans = [
@@ -100,6 +102,7 @@ class TensorTable(Mapping[str, TensorRecord]):
         ]
         self._refuse_shared_bytes(Spans(*map(np.concatenate, zip(*spans, strict=True))))
         self._checked.update(range(len(fqns)))
+        self._is_all_checked = True
 
     def _batches(self) -> Iterator[tuple[int, int]]:
         """Yields ranges of tensors that have few enough chunks together."""

@@ -129,6 +129,9 @@ class _RuleFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     padding: Padding | None = None
 
 
+_FIELDS_BESIDE_SIDES = {*Around.__struct_fields__, *_RuleFields.__struct_fields__} - {"first", "second"}
+
+
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tables with names of sides, and those that messages number or name, are converted one by one."""
 
@@ -188,6 +191,8 @@ class _Parser:
         match raw.get("sides"):
             case [str(first), str(second)] if first != second and all(map(_SIDE.fullmatch, (first, second))):
                 self._sides = first, second
+                if not _FIELDS_BESIDE_SIDES.isdisjoint(self._sides):
+                    self._refuse("sides", f"none can be called {' or '.join(sorted(_FIELDS_BESIDE_SIDES))}")
             case _:
                 self._refuse("sides", 'it has to name the two sides, as in sides = ["megatron-gpt", "hf-llama"]')
         file = self._converted(raw, _File, "")
@@ -246,6 +251,8 @@ class _Parser:
     def _rule(self, number: int, item: Any) -> Rule:
         where = self._where("tensors", number)
         fields = self._converted(item, self._two_sided(_RuleFields, str | list[str]), where)
+        if fields.padding is not None:
+            self._check_side(f"{where}.padding", fields.padding.side)
         try:
             self._check_operation(fields)
             names = self._names(0, fields), self._names(1, fields)
@@ -261,7 +268,6 @@ class _Parser:
         if interleave is not None and padding is not None:
             raise ValueError("interleave and padding cannot both be said of one tensor")
         if padding is not None:
-            self._check_side("padding", padding.side)
             sizes = [padding.rows, padding.without]
         if interleave is not None:
             lists = [names for names in (rule.first, rule.second) if isinstance(names, list)]

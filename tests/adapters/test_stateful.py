@@ -207,3 +207,20 @@ def test_a_gradient_scaler(tmp_path: Path) -> None:
     assert target.get_scale() == 8.0
     bcp.save(tmp_path / "off", {"scaler": torch.amp.GradScaler("cpu", enabled=False)})
     bcp.load(tmp_path / "off", {"scaler": torch.amp.GradScaler("cpu", enabled=False)})
+
+
+class Buffer(list[int]):
+    """A list with a state_dict() of its own, as replay buffers are."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"items": list(self)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self[:] = state_dict["items"]
+
+
+def test_rank_local_over_a_list_with_a_state_dict_of_its_own(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"buffer": bcp.RankLocal(Buffer([1, 2]))})
+    target = Buffer()
+    bcp.load(tmp_path, {"buffer": bcp.RankLocal(target)})
+    assert target == [1, 2]

@@ -125,6 +125,22 @@ def test_keys_that_all_have_one_hash_are_refused(keys: str) -> None:
         assert refused(read_pickle, content).kind == "bad_manifest"
 
 
+@pytest.mark.parametrize("depth", [64, 65, 70])
+def test_numbers_in_lists_that_are_nested_too_deep_are_refused(depth: int) -> None:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    with pytest.raises(UnsafeCheckpointError, match="more than 64 deep") as caught:
+        manifest_builder.ManifestBuilder("x").take_apart({"a": value}, on_tensor=lambda *_: None)
+    assert caught.value.kind == "limits_exceeded"
+
+
+def test_values_that_are_kept_under_numbers_of_one_hash_are_refused() -> None:
+    kept = b"".join(b"p%d\n" % (number * sys.hash_info.modulus) for number in range(2))
+    assert refused(read_pickle, b"\x80\x02N" + kept + b".").kind == "bad_manifest"
+    assert refused(read_pickle, b"\x80\x02Np-1\n.").kind == "bad_manifest"
+
+
 @pytest.mark.usefixtures("_low_limits")
 def test_an_ordered_dict_of_such_keys_is_not_made_again_and_again() -> None:
     pairs = b"ccollections\nOrderedDict\nq\x000](" + b"".join(key + b"N\x86" for key in numbers(400)) + b"eq\x010"

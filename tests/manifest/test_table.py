@@ -126,6 +126,14 @@ def test_a_chunk_that_cannot_be_right_is_found_when_it_is_used(*, turned: bool, 
         assert caught.value.kind == "bad_manifest"
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_bytes_that_two_tensors_share_are_found_also_after_each_was_looked_at_alone(*, turned: bool) -> None:
+    opened = open_manifest(tampered(halves("ab", turned=turned), chunk_byte_offsets=bytes(4)))
+    assert all(len(opened.tensors[fqn].chunks) == 2 for fqn in "ab")
+    with pytest.raises(CheckpointCorruptError, match="share"):
+        opened.table.check_all()
+
+
 def wholes(fqns: str) -> Manifest:
     """Tensors of one chunk of 16 bytes each."""
     return manifest_of(dict.fromkeys(fqns, ((8,), [whole((8,))])))
