@@ -57,7 +57,7 @@ class Entry(Protocol):
 def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     """Returns the entries of a state, modules first: optimizers are named after their modules' parameters.
 
-    Raises CheckpointSaveError (unsupported_value) for a state that is no dict with names as keys, and
+    Raises CheckpointSaveError (unsupported_value) for a state that is not a dict with names as keys, and
     CheckpointMismatchError (conflict) for a framework that is not known, or that nothing in the state is of.
     """
     check_known(framework)
