@@ -198,7 +198,7 @@ class _DcpFolder:
         if view is None:
             view = self._views[content] = unpickle(content, self.builder.path, find_value)
         if not isinstance(view, StoredView):
-            raise damaged(self.builder.path, f"{fqn!r:.200} is no tensor in its file")
+            raise damaged(self.builder.path, f"{fqn!r:.200} is not a tensor in its file")
         return view
 
     def read_objects(self, metadata: Metadata) -> dict[Any, Any]:
@@ -224,7 +224,7 @@ class _DcpFolder:
             at = at.setdefault(key, {})
             if type(at) is not dict:
                 name = ".".join(map(str, path))
-                raise damaged(self.builder.path, f"{name!r:.200} lies in something that is no container")
+                raise damaged(self.builder.path, f"{name!r:.200} lies in something that is not a container")
         if path[-1] in at:
             raise damaged(self.builder.path, f"it has {'.'.join(map(str, path))!r:.200} twice")
         at[path[-1]] = value
