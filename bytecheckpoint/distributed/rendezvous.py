@@ -216,7 +216,7 @@ def _open(
                 raise ConnectionResetError("the connection was closed")
             answer += part
         if not hmac.compare_digest(answer, expected):
-            raise ConnectionRefusedError("somebody else answers")
+            raise ConnectionRefusedError("another process answers")
         left = memoryview(request)
         while left:
             _await(opened, select.POLLOUT, limit_s, is_wanted)

@@ -1,5 +1,5 @@
-"""Records what a load has done to the state of this rank, for the error of one that fails: nothing, memory that is not
-filled, or old and new values side by side.
+"""Records what a load has done to the state of this rank, for the error of a load that fails: nothing, memory that is
+not filled, or old and new values side by side.
 """
 
 from __future__ import annotations

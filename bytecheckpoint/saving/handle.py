@@ -67,7 +67,7 @@ class SaveHandle:
         return self._progress.outcome.result()
 
     def done(self) -> bool:
-        """True if the save has ended, with or without an error."""
+        """Returns True if the save has ended, with or without an error."""
         return self._progress.outcome.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:

@@ -130,5 +130,7 @@ class PreparedSave:
         return take_snapshot(self._kind, files, self.buffers, staging_bytes=self.options.staging_bytes)
 
     def _is_on_host(self) -> bool:
-        """False if a tensor is on a device: its copy must follow the caller's stream, which a thread does not know."""
+        """Returns False if a tensor is on a device: its copy must follow the caller's stream, which a thread does not
+        know.
+        """
         return all(shard.tensor.is_cpu for shard in self._local_plan.shards)
