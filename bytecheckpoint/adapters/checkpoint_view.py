@@ -158,8 +158,8 @@ class CheckpointView:
 
     @cached_property
     def plain(self) -> dict[str, Any]:
-        """The leaves of all plain data by state FQN. Those that differ between ranks and were saved by no rank of
-        this number are `RankMissing`.
+        """The leaves of all plain data by state FQN. A leaf that differs between ranks is `RankMissing` if no rank
+        of this number saved it.
         """
         if self._is_as_saved:
             return self._tree_leaves

@@ -40,10 +40,12 @@ class Entry(Protocol):
     fqn: str
 
     def collect(self) -> EntryContents:
-        """Returns what to save, as views of live memory."""
+        """Returns the shards and plain data to save, as views of live memory."""
 
     def expect(self, checkpoint: CheckpointView) -> Expectation:
-        """Returns what to load, with meta tensors for memory that `prepare` will create. Changes nothing."""
+        """Returns the shards and plain data to load, with meta tensors for memory that `prepare` will create. Changes
+        nothing.
+        """
 
     def prepare(self, checkpoint: CheckpointView, refused: Collection[str], /) -> None:
         """Creates that memory, but for what is `refused`, by FQN. Called once, after every check has passed on every
@@ -254,7 +256,7 @@ def plain_names_of(entries: Sequence[Entry]) -> dict[str, str]:
 
 
 def collect_all(entries: list[Entry]) -> list[EntryContents]:
-    """Returns what every entry gives to a save.
+    """Returns the shards and plain data of every entry for a save.
 
     Raises CheckpointSaveError (unsupported_value) where two of them use the same FQN.
     """

@@ -90,7 +90,9 @@ class PlainEntry:
         return expectation
 
     def _expects_other(self, fqn: str, value: Any, checkpoint: CheckpointView, expectation: Expectation) -> bool:
-        """Adds to the expectation what a leaf needs. False for one that needs just the bytes of one tensor."""
+        """Adds the needs of a leaf to the expectation. Returns False for a leaf that needs only the bytes of one
+        tensor.
+        """
         missing = checkpoint.missing_at(fqn)
         adopted = _adopted(value, fqn, checkpoint)
         if adopted is not None:

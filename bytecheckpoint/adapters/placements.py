@@ -70,7 +70,8 @@ def is_known(placement: Any) -> bool:
 def held_parts(
     fqn: str, shape: tuple[int, ...], local: torch.Tensor, mesh_axes: Sequence[MeshAxis]
 ) -> Sequence[LocalPart]:
-    """Returns what this rank holds of a tensor of this shape: mostly one part, of no elements for an empty share.
+    """Returns the parts of a tensor of this shape that this rank holds: mostly one part, of no elements for an empty
+    share.
 
     Raises CheckpointMismatchError (conflict) where the local tensor does not fit the placements.
     """
@@ -138,7 +139,9 @@ def _parts_by_regions(
     by_regions: Sequence[MeshAxis],
     others: Sequence[MeshAxis],
 ) -> Sequence[LocalPart]:
-    """Returns the parts of one placement that gives regions: it cuts what the others, which come first, have left."""
+    """Returns the parts of one placement that gives regions. Other placements come first; this placement cuts the part
+    that they leave.
+    """
     axis = by_regions[0]
     intervals = [left_to_right(dim, length, others) or [(0, 0)] for dim, length in enumerate(shape)]
     if len(by_regions) > 1 or any(len(of_dim) > 1 for of_dim in intervals):

@@ -118,7 +118,7 @@ class TreeTarget:
         return {name for name in names if state_fqn(name, checkpoint) not in self.live}
 
     def problems(self, found: StoredTree, checkpoint: CheckpointView) -> list[Problem]:
-        """Returns which subclasses in the tree cannot be built."""
+        """Returns a problem for each subclass in the tree that cannot be built."""
         return list(self._unbuildable(leaves(found.tree, found.fqn), checkpoint).values())
 
     def _unbuildable(self, values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[str, Problem]:

@@ -67,8 +67,8 @@ def unwrapped(engine: Any) -> Any:
 
 
 def flat_optimizer(fqn: str, value: Any, engines: Iterable[Any]) -> FlatOptimizer | None:
-    """Returns an engine's optimizer, or one that DeepSpeed has wrapped, of which no engine need be known; None for
-    others.
+    """Returns an engine's optimizer, or an optimizer that DeepSpeed has wrapped, with or without a known engine; None
+    for others.
 
     The torch optimizer that an engine was made with is the same as the engine's own. Raises CheckpointSaveError
     (unsupported_value), naming `fqn`, where not all of its state can be read.
@@ -260,7 +260,7 @@ def _refuse_swapped(fqn: str, parameter: Any) -> None:
 
 
 def facts_of(wrapper: Any, engine: Any | None) -> dict[str, Any]:
-    """Returns what a resumed training needs besides parameters and their state."""
+    """Returns the plain data that a resumed training needs besides parameters and their state."""
     facts: dict[str, Any] = {}
     scaler = _dynamic_scaler(wrapper)
     if scaler is not None:

@@ -1,4 +1,4 @@
-"""The frameworks that a call may name, and the check that something in a state is of the one that it names."""
+"""The frameworks that a call may name, and the check that the state has an object of the named framework."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def _add_factory(fqn: str, factory: Any, found: ShardedObjects) -> None:
 
 
 def _with_data(built: Any) -> Any:
-    """Returns what was built, with tensors in place of ShardedTensors."""
+    """Returns the state that was built, with tensors in place of ShardedTensors."""
     if isinstance(built, Mapping):
         return {key: _with_data(value) for key, value in built.items()}
     if type(built) in (list, tuple):

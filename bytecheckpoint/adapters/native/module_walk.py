@@ -75,7 +75,7 @@ class ModuleTree(NamedTuple):
             hook(self.module, "", True)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Returns what `state_dict(keep_vars=True)` of the module gives: live values by the module's own names."""
+        """Returns the same as `state_dict(keep_vars=True)` of the module: live values by the module's own names."""
         if not self.is_saved_as_usual:
             return self.module.state_dict(keep_vars=True)
         values: dict[str, Any] = {}
@@ -91,7 +91,7 @@ class ModuleTree(NamedTuple):
         return values
 
     def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
-        """Returns what `named_parameters()` of the module gives: each once, under its first name."""
+        """Returns the same as `named_parameters()` of the module: each once, under its first name."""
         if not self.is_walked_as_usual:
             return self.module.named_parameters()
         found: dict[int, tuple[str, torch.nn.Parameter]] = {}
@@ -103,7 +103,7 @@ class ModuleTree(NamedTuple):
         return found.values()
 
     def buffers(self) -> Iterable[torch.Tensor]:
-        """Returns what `buffers()` of the module gives; where it is walked as usual, some more than once."""
+        """Returns the same as `buffers()` of the module; where it is walked as usual, some more than once."""
         if not self.is_walked_as_usual:
             return self.module.buffers()
         return [buffer for _, module in self.submodules for buffer in module._buffers.values() if buffer is not None]

@@ -269,8 +269,8 @@ class ModuleEntry:
         known: dict[int, tuple[str, dict[str, Any]]],
     ) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yields the module's own name, the FQN and the tensor of all tensors; adds the rest to `extra` and `facts`.
-        `known` are the parts of tensor subclasses, each taken apart once, so that it is seen to be tied where it has
-        several names.
+        `known` are the parts of tensor subclasses, each taken apart once, so that a tensor with several names is
+        recognized as tied.
         """
         live = None if part.tree.is_saved_as_usual else part.tree.live()
         for name, plain, value in part.state():

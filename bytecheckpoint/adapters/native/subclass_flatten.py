@@ -115,7 +115,7 @@ def tied_subclasses(
 
 
 def with_new_memory(tensor: torch.Tensor, allocate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Returns the same subclass, made of what `allocate` gives for each of its inner tensors."""
+    """Returns the same subclass with new memory: `allocate` makes each of its inner tensors."""
     if isinstance(tensor, DTensor):
         local = with_new_memory(tensor._local_tensor, allocate)
         return DTensor(local, tensor._spec, requires_grad=tensor.requires_grad)  # type: ignore[no-untyped-call]

@@ -146,7 +146,7 @@ def unbuildable(values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[s
 
 
 def _on_meta(fqn: str, value: Any, checkpoint: CheckpointView) -> Any:
-    """Returns what stands for a leaf while no memory is needed."""
+    """Returns a placeholder for a leaf while no memory is needed."""
     if isinstance(value, TensorRef):
         tensor = checkpoint.tensors.get(checkpoint.rename(fqn))
         return None if tensor is None else placeholder(tensor)

@@ -97,7 +97,7 @@ def _has_only_fields(value: Any) -> bool:
 
 
 def difference(own: Any, found: Any) -> str | None:
-    """Returns what is different in a checkpoint from the facts of a live subclass, as text for an error."""
+    """Returns the differences between the facts in a checkpoint and those of a live subclass, as text for an error."""
     if not are_facts(found):
         return "found no description of a tensor subclass"
     texts = [text for key, expected in own[0].items() for text in _differences(key, found[0][key], expected)]

@@ -90,7 +90,7 @@ class ShownState(NamedTuple):
 
 
 def shown_by(optimizer: torch.optim.Optimizer, inner: Sequence[Any]) -> ShownState:
-    """Returns what state_dict() has. State that it makes for inner optimizers that had none is not counted and is
+    """Returns the content of state_dict(). State that it makes for inner optimizers that had none is not counted and is
     removed again: torchtitan's takes a step to make it, and a save changes nothing.
     """
     empty = [each for each in (optimizer, *inner) if isinstance(each, torch.optim.Optimizer) and not each.state]

@@ -118,8 +118,8 @@ class StoredOptimizer:
         return in_model if is_in_model else name
 
     def _state_fqns(self, name: str) -> list[str]:
-        """Returns what a stored parameter may be called in the state. Renamed once: as key_map renames the parameter in
-        its module, or else as it renames its state in the optimizer.
+        """Returns the names that a stored parameter may have in the state. Renamed once: as key_map renames the
+        parameter in its module, or else as it renames its state in the optimizer.
         """
         source, rename = self._source(name), self._checkpoint.rename
         sources = [source] if source in self._checkpoint.saved else [join_fqn(MODEL_FQN, name), name]
@@ -221,7 +221,7 @@ class StoredOptimizer:
         return next((self._tensors[name] for name in self._names(names) if name in self._tensors), {})
 
     def plain(self, names: ParameterNames) -> dict[str, tuple[str, Any]]:
-        """State key -> its checkpoint FQN, and the tree that is its value, where include and exclude leave it."""
+        """State key -> its checkpoint FQN, and the tree that is its value, as far as it is selected."""
         name = next((name for name in self._names(names) if name in self._tree["state"]), None)
         if name is None:
             return {}
@@ -239,7 +239,7 @@ class StoredOptimizer:
         return self._checkpoint.takes_all
 
     def facts(self) -> dict[str, Any]:
-        """Returns what else the framework of the optimizer saved with it, where include and exclude leave it."""
+        """Returns the other data that the framework of the optimizer saved with it, as far as it is selected."""
         facts: Mapping[str, Any] = self._tree.get("facts", {})
         prefix = join_fqn(self._tree_fqn, "facts")
         return {key: value for key, value in facts.items() if self._takes_all(value, join_fqn(prefix, key))}

@@ -26,7 +26,7 @@ class _Conflict(NamedTuple):
 def merge_plain(
     plain: Sequence[Mapping[str, tuple[Scope, bytes]]], global_ranks: Sequence[int]
 ) -> tuple[dict[str, bytes], dict[str, dict[int, bytes]]]:
-    """Returns what is common to all ranks, and what each rank has of its own, by FQN; `plain[r]` comes from rank r,
+    """Returns the values common to all ranks, and the values of each single rank, by FQN; `plain[r]` comes from rank r,
     whose global number is `global_ranks[r]`.
 
     Raises one CheckpointMismatchError (conflict) for all FQNs whose values differ without being allowed to.

@@ -59,8 +59,9 @@ _UNDECODABLE = (
 _decode_fqn = msgspec.msgpack.Decoder(str).decode
 
 TensorHook = Callable[[str, torch.Tensor], str | torch.Tensor | None]
-"""Returns what the tree has for the tensor of this FQN: the FQN under which its bytes lie in data files, None if that
-is its own, or a tensor to write in place."""
+"""Returns the value that replaces the tensor of this FQN in the tree: the FQN under which its bytes lie in data files,
+None if that is its own, or a tensor to write in place.
+"""
 
 
 def encode_plain(value: Any, fqn: str, on_tensor: TensorHook) -> bytes:

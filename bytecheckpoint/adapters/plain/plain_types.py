@@ -104,7 +104,7 @@ def as_plain(value: Any) -> Any:
 
 
 def advice_for(value: Any) -> str:
-    """Returns what to save in place of an object that is refused."""
+    """Returns advice: the value to save in place of an object that is refused."""
     match value:
         case Namespace() | SimpleNamespace():
             return "save vars(value), and make it anew from the dict that a load fills"
