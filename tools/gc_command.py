@@ -182,7 +182,7 @@ def _rows_of_stage(store: Store, stage: str, min_age_s: float, save_ids: Iterabl
 
 
 def _remove(store: Store, stage: str | None, dead: Sequence[GarbageRow]) -> list[str]:
-    """Removes each of them, even if another one fails; returns the failures."""
+    """Removes every item, even if another item fails; returns the failures."""
     failures = []
     for item in dead:
         try:

@@ -42,7 +42,7 @@ def read_folder(source: SourceFolder) -> None:
 
 
 def read_state(source: SourceFolder, inside: str, *, below: str = "") -> dict[Any, Any]:
-    """Returns what is saved in the folder `inside` of a checkpoint's folder, as it was nested, with a TensorRef for
+    """Returns the content of the folder `inside` of a checkpoint's folder, as it was nested, with a TensorRef for
     each of its tensors. These are added to the builder, their names below this one.
     """
     num_bytes = source.list(inside)[METADATA_NAME] or 0
@@ -93,7 +93,7 @@ class _DcpFolder:
         self._numbers: dict[str, int] = {}
         self._files: dict[int, FileReader] = {}
         self._views: dict[bytes, Any] = {}
-        """Tensor of each pickle: those of equal parts are equal."""
+        """Decoded tensor by pickle: similar parts have equal pickles."""
         self._heads: dict[int, _Head] = {}
         """The latest head of an archive of each length."""
 

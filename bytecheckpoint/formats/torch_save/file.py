@@ -198,7 +198,7 @@ def missing_file(path: str, what: str) -> CheckpointNotFoundError:
 
 
 def translated(path: str, writer: str, function: Callable[..., _Found], *args: Any) -> _Found:
-    """Returns what a function returns. Its errors over values of another kind become one about the file."""
+    """Returns the result of a function. Its errors over values of another kind become one about the file."""
     try:
         return function(*args)
     except CheckpointError:

@@ -209,7 +209,7 @@ def _read_dtensor(value: Instance) -> ShardedTensor:
 
     axes = list(map(_Axis, placements, sizes))
     order = sorted(range(len(axes)), key=lambda each: _name(axes[each].placement) == _STRIDED)
-    """Strided placements cut what the others leave."""
+    """Strided placements cut the part that other placements leave."""
     if not isinstance(view, StoredView):
         raise PickleError("a rank's part of a tensor is none")
     coordinate = mesh["_coordinate_on_dim"]

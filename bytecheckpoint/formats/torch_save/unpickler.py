@@ -38,7 +38,7 @@ class Callee(Protocol):
     """Stand-in for a class or function that a pickle names."""
 
     def make(self, *args: Any) -> Any:
-        """Returns what a call with these arguments is read as."""
+        """Returns the value that a call with these arguments stands for."""
 
 
 FindGlobal = Callable[[str, str], Any]
@@ -88,7 +88,7 @@ class _Machine:
         return stack.pop()
 
     def _steps(self) -> dict[str, Callable[[Any], object]]:
-        """Returns what each instruction does with its argument."""
+        """Returns the handler of each instruction; a handler gets the argument."""
         stack, memo = self._stack, self._memo
         push = stack.append
         return {
@@ -132,7 +132,7 @@ class _Machine:
         }
 
     def _popped(self) -> list[Any]:
-        """Removes the last mark and all above it. Returns what was above it."""
+        """Removes the last mark and all above it. Returns the values that were above it."""
         at = len(self._stack) - 1
         while self._stack[at] is not _MARK:
             at -= 1
