@@ -184,7 +184,7 @@ def connect(
 
 
 def _places(address: Address, reasons: list[str]) -> Iterator[tuple[str, int, Any]]:
-    """Resolves the hosts, one after the other; adds to `reasons` why one cannot be."""
+    """Resolves the hosts, one after the other; adds an error to `reasons` for each host that cannot be resolved."""
     for host in address.hosts:
         try:
             for family, _, _, _, place in socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM):

@@ -59,7 +59,7 @@ class Traffic(NamedTuple):
 
 
 class LocalReadPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the coordinator."""
+    """The message of a rank to the coordinator."""
 
     address: Address
     runs: list[ExtentRun]

@@ -59,7 +59,7 @@ class MergedFindings(msgspec.Struct, frozen=True, array_like=True):
     is_open: bool = False
     """Something is missing, and the checkpoint may have it in another way."""
     other_name: str = ""
-    """The one that all ranks gave, if so; else ""."""
+    """The name, if all ranks gave the same; else ""."""
 
 
 def merge_findings(

@@ -33,7 +33,9 @@ class StateChanges:
         self._has_overwritten = True
 
     def describe(self, whose: str) -> str:
-        """Returns what has become of the state, and what to do now; `whose` state it is stands behind `the state`."""
+        """Returns a sentence about the condition of the state and what to do now; `whose` follows `the state` in
+        it.
+        """
         if self._has_overwritten:
             return f"The state{whose} is partly overwritten: {_BEFORE_USE}"
         if self.may_have_overwritten:

@@ -35,7 +35,8 @@ class SaveHandle:
 
     def local(self, timeout: float | None = None) -> LocalInfo:
         """Blocks until every rank's data is durable in the local stage, so that `bcp.recover` could commit it after a
-        crash. If a disk is full, its rank's data is at the path then. `timeout` is in seconds.
+        crash. If the disk of a rank is full, the data of that rank is durable at the path instead. `timeout` is in
+        seconds.
 
         Raises the error with which the save failed before, TimeoutError if it is not that far, and
         CheckpointMismatchError (conflict) if the save has no local stage.

@@ -154,7 +154,7 @@ def newest_below(store: Store, folder: str, listing: Mapping[str, int | None]) -
 def _mixed_root(newest: int, *, location: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(
         f"{location} is a checkpoint, and has committed steps below it, the newest {newest}: earlier versions of this "
-        "library let both be saved there, and which of them is meant cannot be known; nothing was read or changed. "
+        "library let both be saved there, and it is not known which of them is meant; nothing was read or changed. "
         f"Say which one: step=None for the checkpoint at the path, step={newest} for that step (on the command line "
         f"--step none, --step {newest}). Then move one of the two to a path of its own",
         kind="conflict",

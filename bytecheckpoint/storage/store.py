@@ -156,7 +156,7 @@ class UnconditionalStore(Store, Protocol):
 
 
 def endpoint_of(store: Store) -> str:
-    """Returns what tells stores with one URL apart; mostly empty."""
+    """Returns a text that distinguishes stores with the same URL; mostly empty."""
     return store.endpoint if isinstance(store, HasEndpoint) else ""
 
 
