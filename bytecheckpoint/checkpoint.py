@@ -48,7 +48,7 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         return f"<Checkpoint {self._path}: {'closed' if self._opened is None else f'{len(self)} tensors'}>"
 
     def _repr_html_(self) -> str:
-        """The first tensors as a table, for notebooks."""
+        """Returns the first tensors as a table, for notebooks."""
         if self._opened is None:
             return f"<p>{escape(repr(self))}</p>"
         rows = [(name, str(view.dtype), str(list(view.shape))) for name, view in islice(self.items(), _MAX_ROWS)]
@@ -116,8 +116,8 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         """What each rank saved under this FQN, by rank: RankLocal values, and extra_state that differed.
 
         Tensors in them are read, whole, to the host; ranks that saved the same large tensor share it. Raises
-        CheckpointNotFoundError (not_found), which is no KeyError, for an FQN without such values, and what a load
-        raises.
+        CheckpointNotFoundError (not_found), which is not a KeyError, for an FQN without such values, and the errors of
+        a load.
         """
         by_rank = self.manifest.rank_objects.get(fqn)
         if by_rank is None:
@@ -163,10 +163,10 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         return fqn in self.manifest.tensors or fqn in self._other_names
 
     def __getitem__(self, fqn: str) -> StoredTensorView:
-        """The tensor of this FQN, not yet read. Raises KeyError, with near names, where there is none."""
+        """Returns the tensor of this FQN, not yet read. Raises KeyError, with near names, where there is none."""
         stored_fqn = self._other_names.get(fqn, fqn)
         if stored_fqn not in self.manifest.tensors:
-            raise KeyError(f"{fqn!r} is no tensor of {self._path}{self._hint(fqn)}")
+            raise KeyError(f"{fqn!r} is not a tensor of {self._path}{self._hint(fqn)}")
         return StoredTensorView(self, stored_fqn)
 
     def _hint(self, fqn: object) -> str:
@@ -184,7 +184,7 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
     def state_dict(self, prefix: str = "") -> dict[str, torch.Tensor]:
         """Reads all tensors whose FQN starts with `prefix`, whole, on the host, under their FQN without it.
 
-        `module.load_state_dict(bcp.open(path).state_dict("model."))` is what it is for. Raises what a load raises.
+        `module.load_state_dict(bcp.open(path).state_dict("model."))` is what it is for. Raises the errors of a load.
         """
         stored = {fqn: self._other_names.get(fqn, fqn) for fqn in self if fqn.startswith(prefix)}
         tensors = read_whole(self._source, list(dict.fromkeys(stored.values())))
@@ -219,7 +219,7 @@ class StoredTensorView:
         return self.numel() * self.dtype.itemsize
 
     def numel(self) -> int:
-        """The number of elements."""
+        """Returns the number of elements."""
         return self.shape.numel()
 
     def __len__(self) -> int:
@@ -233,15 +233,15 @@ class StoredTensorView:
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Like indexing a tensor with integers, slices and `...`; the result is on the host, with its own memory.
 
-        Raises IndexError for an index that the shape does not have, and what a load raises.
+        Raises IndexError for an index that the shape does not have, and the errors of a load.
         """
         region, rest = _covering_region(tuple(self.shape), index)
         return _read_regions(self._checkpoint._source, {self.fqn: region})[self.fqn][rest]
 
     def numpy(self) -> np.ndarray:
-        """All of it, read now, as an array with its own memory.
+        """Returns all of it, read now, as an array with its own memory.
 
-        Raises TypeError for a dtype that numpy has not, as bfloat16, and what a load raises.
+        Raises TypeError for a dtype that numpy lacks, such as bfloat16, and the errors of a load.
         """
         if self.dtype in _IN_NUMPY:
             return self[...].numpy()
@@ -268,7 +268,7 @@ class StoredTensorView:
 def read_whole(
     source: Source, fqns: Sequence[str], device: torch.device | str | int = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """Reads whole tensors, by the names that they are stored under. Raises what a load raises."""
+    """Reads whole tensors, by the names that they are stored under. Raises the errors of a load."""
     return _read_regions(source, dict.fromkeys(fqns), device)
 
 

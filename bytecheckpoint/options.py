@@ -138,8 +138,8 @@ class LoadOptions:
     more for rank 0, which finds out which rank is missing. A rank without an answer by then names rank 0, even if
     another rank is missing for which rank 0 began to wait more than 5 s later than this rank.
 
-    It waits longer for bytes from a reader rank, as long as that goes on reading and no read takes this time. A failed
-    request to S3 is retried for half of this time.
+    It waits longer for bytes from a reader rank, as long as the reader rank goes on reading and no read takes this
+    time. A failed request to S3 is retried for half of this time.
     """
     name_map: NameMap | str | os.PathLike[str] | None = None
     """Read the checkpoint as another framework would have saved it: the name or path of a map, or a NameMap. `key_map`,

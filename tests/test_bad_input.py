@@ -61,7 +61,7 @@ def test_an_empty_folder_and_a_folder_of_something_else(tmp_path: Path, read: An
     with pytest.raises(bcp.CheckpointNotFoundError, match="check the path"):
         read(tmp_path)
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(bcp.CheckpointNotFoundError, match=r"is no checkpoint.*notes\.txt") as error:
+    with pytest.raises(bcp.CheckpointNotFoundError, match=r"is not a checkpoint.*notes\.txt") as error:
         read(tmp_path)
     assert error.value.kind == "not_found"
 
@@ -288,7 +288,7 @@ def test_metadata_that_cannot_be_written_down(tmp_path: Path, metadata: Any) -> 
 @pytest.mark.parametrize("key_map", [[("(", "x")], [("a", r"\9")]], ids=["pattern", "group"])
 def test_a_key_map_that_is_no_pattern(saved: Path, key_map: Any) -> None:
     target = state()
-    with pytest.raises(bcp.CheckpointMismatchError, match=r"key_map rule .* is no pattern") as error:
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"key_map rule .* is not a pattern") as error:
         bcp.load(saved, target, key_map=key_map)
     assert error.value.kind == "conflict"
     assert target["n"] == 0.0

@@ -45,7 +45,7 @@ class AccessOptions(NamedTuple):
     follow_links: bool
 
     def open_manifest(self, path: str) -> Opened:
-        """Opens a checkpoint and reads its manifest. Raises what `bcp.open` raises."""
+        """Opens a checkpoint and reads its manifest. Raises the errors of `bcp.open`."""
         found = find_checkpoint(
             path, self.step, opening_at(path, Opening(self.storage_options), follow_links=self.follow_links)
         )
@@ -188,14 +188,14 @@ class ByteSize(click.ParamType[int]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         num_bytes = parse_bytes(value)
         if num_bytes is None:
-            self.fail(f"{value!r} is no size: 2GB, 512MiB or 1000000 would be one", param, ctx)
+            self.fail(f"{value!r} is not a size: 2GB, 512MiB or 1000000 would be one", param, ctx)
         if num_bytes < (parse_bytes(self._minimum) or 0):
             self.fail(f"{value} is less than {self._minimum}", param, ctx)
         return num_bytes
 
 
 def parse_bytes(text: str) -> int | None:
-    """Returns None if the text is no size."""
+    """Returns None if the text is not a size."""
     found = _SIZE.match(str(text))
     unit = _UNITS.get(found.group(2).upper()) if found else None
     num_bytes = float(found.group(1)) * unit if found and unit else inf
@@ -212,7 +212,7 @@ class LocalFile(click.Path):
         value = expand_home(value)
         folder = Path(value).parent
         if not folder.is_dir():
-            what = "is no folder" if folder.exists() else "does not exist"
+            what = "is not a folder" if folder.exists() else "does not exist"
             self.fail(f"cannot write {value!r}: the folder {str(folder)!r} {what}; give another path", param, ctx)
         return super().convert(value, param, ctx)
 

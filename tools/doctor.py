@@ -153,7 +153,7 @@ def _no_new_folders(store: Store) -> Iterator[None]:
         yield
     finally:
         for path in missing if isinstance(store, LocalStore) else ():
-            with suppress(OSError):  # somebody uses it by now
+            with suppress(OSError):  # it is in use by now
                 path.rmdir()
 
 

@@ -67,7 +67,7 @@ class Age(click.ParamType[float]):
         return float(found.group(1)) * _SECONDS[found.group(2) or "s"]
 
 
-@click.command(name="gc", short_help="What dead saves have left; removes it where told.", epilog=_EXAMPLE)
+@click.command(name="gc", short_help="Lists what dead saves left; removes it with --delete.", epilog=_EXAMPLE)
 @click.argument("root")
 @click.option("--delete", "is_real", is_flag=True, help="Remove what is dead. Without it, nothing is changed.")
 @click.option(
@@ -182,14 +182,14 @@ def _rows_of_stage(store: Store, stage: str, min_age_s: float, save_ids: Iterabl
 
 
 def _remove(store: Store, stage: str | None, dead: Sequence[GarbageRow]) -> list[str]:
-    """Removes each of them, even if another one fails; returns the failures."""
+    """Removes every item, even if another item fails; returns the failures."""
     failures = []
     for item in dead:
         try:
             if item.leftover is not None:
                 garbage.remove(store, item.leftover)
             elif stage is not None and not stage_folder.remove_all(stage, [item.path.rpartition("/")[2]]):
-                failures.append(f"{item.path} has been taken by a process meanwhile, and was left alone")
+                failures.append(f"{item.path} has been taken over by another process meanwhile, and was left alone")
         except CheckpointError as error:
             failures.append(error.message)
     return failures

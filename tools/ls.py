@@ -48,7 +48,7 @@ Example:
 def ls(*, root: str, access: AccessOptions, as_json: bool) -> int:
     """Lists the checkpoints under ROOT, or the one that ROOT is: step, size, age, tensors, number of ranks.
 
-    ROOT may also be a folder of runs: folders that are no checkpoints are listed, and no deeper. Folders of saves that
+    ROOT may also be a folder of runs: folders that are not checkpoints are listed, and no deeper. Folders of saves that
     did not finish, or are still being written, are listed as not committed. Only manifests are read. Exit code 1 if one
     of them is damaged.
     """

@@ -52,7 +52,7 @@ def _parse_rules(ctx: click.Context, param: click.Parameter, texts: Sequence[str
             re.sub(old, new, "")
         except re.error as error:
             raise click.BadParameter(
-                f"{text!r} is no pattern and replacement: {error}", ctx=ctx, param=param
+                f"{text!r} is not a pattern and replacement: {error}", ctx=ctx, param=param
             ) from error
         rules.append((old, new))
     return rules

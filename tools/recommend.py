@@ -19,7 +19,7 @@ from bytecheckpoint.storage.object_io import BLOCK_BYTES
 from .render.number_format import size_text
 
 _AS_GOOD = 0.9
-"""Part of the best speed: fewer threads that reach it are preferred."""
+"""Share of the best speed. Of the numbers of threads that reach this share, the smallest is recommended."""
 _WORTH_IT = 1.25
 _LOCAL_WORTH_IT = 2.0
 _MAX_GAP_BYTES = 64 << 20

@@ -81,7 +81,7 @@ def verify(
             opened.manifest,
             threads=threads,
             sample_percent=sample_percent,
-            rng=random.Random(),  # noqa: S311 - a sample is no secret
+            rng=random.Random(),  # noqa: S311 - a sample is not a secret
             on_progress=on_progress,
         )
     seconds = time.monotonic() - started

@@ -121,7 +121,7 @@ class CheckpointView:
         return selected
 
     def takes(self, fqn: str) -> bool:
-        """True if include and exclude let this checkpoint FQN through."""
+        """Returns True if include and exclude let this checkpoint FQN through."""
         if self.takes_all:
             return True
         is_excluded = self.excludes(fqn)  # asked whatever include says: it is known then that a glob matches something
@@ -133,7 +133,7 @@ class CheckpointView:
         return next((why for source, why in left_out.items() if self.rename(source) == fqn), None)
 
     def excludes(self, fqn: str) -> bool:
-        """True if exclude names this checkpoint FQN."""
+        """Returns True if exclude names this checkpoint FQN."""
         return self._exclude.match(fqn)
 
     def globbed_name(self, fqn: str) -> str:
@@ -158,8 +158,8 @@ class CheckpointView:
 
     @cached_property
     def plain(self) -> dict[str, Any]:
-        """The leaves of all plain data by state FQN. Those that differ between ranks and were saved by no rank of
-        this number are `RankMissing`.
+        """The leaves of all plain data by state FQN. A leaf that differs between ranks is `RankMissing` if no rank
+        of this number saved it.
         """
         if self._is_as_saved:
             return self._tree_leaves
@@ -179,8 +179,8 @@ class CheckpointView:
         return StoredTree(source, tree, any(map(self.takes, leaves(tree, source))))
 
     def object_tree(self, fqn: str) -> StoredTree | None:
-        """The tree that the object of this state FQN was saved as: an entry, the only one of a list of objects, or all
-        of a checkpoint that stands below this FQN.
+        """Returns the tree that the object of this state FQN was saved as: an entry, the only one of a list of objects,
+        or all of a checkpoint that stands below this FQN.
         """
         found = self.entry_tree(fqn)
         if found is None and f"{fqn}.1" not in self._tree_names:
@@ -188,7 +188,7 @@ class CheckpointView:
         return self._tree_of_all() if found is None and fqn == self._below[:-1] else found
 
     def _tree_of_all(self) -> StoredTree | None:
-        """All plain data and tensors of the checkpoint, but for entries of other names, as one tree."""
+        """Returns all plain data and tensors of the checkpoint, but for entries of other names, as one tree."""
         below = {fqn: tree for fqn, tree in self.trees.items() if fqn and self.rename(fqn).startswith(self._below)}
         roots = set(below)
         alone = [fqn for fqn in self.saved if not is_at_or_below(fqn, roots)]
@@ -230,7 +230,7 @@ class CheckpointView:
         return {name: value for name, value in self.plain.items() if isinstance(value, RankMissing)}
 
     def _tree_at(self, fqn: str) -> Any:
-        """The part of the plain data at this checkpoint FQN, or None."""
+        """Returns the part of the plain data at this checkpoint FQN, or None."""
         if fqn in self.trees:
             return self.trees[fqn]
         parts = fqn.split(".")
@@ -242,7 +242,7 @@ class CheckpointView:
         return None
 
     def skips(self, fqn: str) -> bool:
-        """True if include or exclude keep this state FQN from being loaded."""
+        """Returns True if include or exclude keep this state FQN from being loaded."""
         if self.takes_all or fqn in self.skipped or fqn in self._known:
             return not self.takes_all and fqn in self.skipped
         # What is renamed into a container that they name themselves is loaded.
@@ -311,13 +311,13 @@ class CheckpointView:
 
 
 def is_at_or_below(fqn: str, roots: set[str]) -> bool:
-    """True if an FQN is one of these or starts with one of them and a dot."""
+    """Returns True if an FQN is one of these or starts with one of them and a dot."""
     parts = fqn.split(".")
     return any(".".join(parts[:count]) in roots for count in range(1, len(parts) + 1))
 
 
 def _named_by_content(manifest: Manifest) -> set[str]:
-    """The tensors that plain data of any rank refers to by another name than that of the leaf that they are."""
+    """Returns the tensors that plain data of any rank refers to by another name than that of the leaf that they are."""
     candidates = set(filter(is_content_fqn, manifest.tensors))
     if not candidates:
         return candidates
@@ -332,7 +332,7 @@ def _all_trees(manifest: Manifest) -> list[tuple[str, bytes]]:
 
 
 def _common_tree(trees: Sequence[Any]) -> Any:
-    """The first tree, with what is not the same in all of them, or not in all, marked as missing."""
+    """Returns the first tree, with what is not the same in all of them, or not in all, marked as missing."""
     if all(isinstance(tree, dict) for tree in trees):
         by_key: dict[Any, list[Any]] = {}
         for key, value in (item for tree in trees for item in tree.items()):
@@ -359,5 +359,5 @@ def _descend(tree: Any, path: str) -> Any:
 
 
 def placeholder(stored: StoredTensor) -> torch.Tensor:
-    """A tensor on the meta device that stands for one that a load will create."""
+    """Returns a tensor on the meta device that stands for one that a load will create."""
     return torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device="meta")

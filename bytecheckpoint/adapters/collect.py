@@ -40,10 +40,12 @@ class Entry(Protocol):
     fqn: str
 
     def collect(self) -> EntryContents:
-        """Returns what to save, as views of live memory."""
+        """Returns the shards and plain data to save, as views of live memory."""
 
     def expect(self, checkpoint: CheckpointView) -> Expectation:
-        """Returns what to load, with meta tensors for memory that `prepare` will create. Changes nothing."""
+        """Returns the shards and plain data to load, with meta tensors for memory that `prepare` will create. Changes
+        nothing.
+        """
 
     def prepare(self, checkpoint: CheckpointView, refused: Collection[str], /) -> None:
         """Creates that memory, but for what is `refused`, by FQN. Called once, after every check has passed on every
@@ -57,7 +59,7 @@ class Entry(Protocol):
 def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     """Returns the entries of a state, modules first: optimizers are named after their modules' parameters.
 
-    Raises CheckpointSaveError (unsupported_value) for a state that is no dict with names as keys, and
+    Raises CheckpointSaveError (unsupported_value) for a state that is not a dict with names as keys, and
     CheckpointMismatchError (conflict) for a framework that is not known, or that nothing in the state is of.
     """
     check_known(framework)
@@ -258,7 +260,7 @@ def plain_names_of(entries: Sequence[Entry]) -> dict[str, str]:
 
 
 def collect_all(entries: list[Entry]) -> list[EntryContents]:
-    """Returns what every entry gives to a save.
+    """Returns the shards and plain data of every entry for a save.
 
     Raises CheckpointSaveError (unsupported_value) where two of them use the same FQN.
     """

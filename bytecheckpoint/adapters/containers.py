@@ -90,7 +90,9 @@ class PlainEntry:
         return expectation
 
     def _expects_other(self, fqn: str, value: Any, checkpoint: CheckpointView, expectation: Expectation) -> bool:
-        """Adds to the expectation what a leaf needs. False for one that needs just the bytes of one tensor."""
+        """Adds the needs of a leaf to the expectation. Returns False for a leaf that needs only the bytes of one
+        tensor.
+        """
         missing = checkpoint.missing_at(fqn)
         adopted = _adopted(value, fqn, checkpoint)
         if adopted is not None:
@@ -137,7 +139,7 @@ class PlainEntry:
 
 
 def _holds_tensors_only(value: Any) -> bool:
-    """True for a dict by names of tensors that are no more than their elements: many states are."""
+    """Returns True for a dict by names of tensors that are no more than their elements: many states are."""
     if type(value) is not dict or not value or set(map(type, value)) != {str}:
         return False
     others = set(map(type, value.values())) - PLAIN_TENSORS
@@ -145,7 +147,7 @@ def _holds_tensors_only(value: Any) -> bool:
 
 
 def _adopted(value: Any, fqn: str, checkpoint: CheckpointView) -> StoredTree | None:
-    """Returns what an empty dict takes: whatever the checkpoint has in its place."""
+    """Returns an expectation for an empty dict: it takes whatever the checkpoint has in its place."""
     found = checkpoint.subtree(fqn) if isinstance(value, dict) else None
     return found if found is not None and isinstance(found.tree, dict) else None
 
@@ -177,7 +179,7 @@ def _problems(fqn: str, value: Any, checkpoint: CheckpointView) -> list[Problem]
 
 
 def _taken(tree: dict[Any, Any], fqn: str, checkpoint: CheckpointView, left: Collection[str]) -> dict[Any, Any]:
-    """The dict without what include and exclude leave out, and without what this rank has no value for."""
+    """Returns the dict without what include and exclude leave out, and without what this rank has no value for."""
     taken = {}
     for key, item in tree.items():
         child = join_fqn(fqn, key)

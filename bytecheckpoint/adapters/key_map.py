@@ -28,7 +28,7 @@ class Renamer:
         """`below` is the name below which all others stand, but for those at and below the names `beside` it. `plain`
         are the state's names of what it shows under others, by these.
 
-        Raises CheckpointMismatchError (conflict) for what is no key_map.
+        Raises CheckpointMismatchError (conflict) for a value that is not a key_map.
         """
         self.unused: dict[str | tuple[str, str], None] = {}
         """Keys of a dict, or pairs of a list."""
@@ -97,8 +97,8 @@ def _substitute(pattern: str, replacement: str, fqn: str) -> tuple[str, int]:
         return re.subn(pattern, replacement, fqn)
     except (re.error, IndexError) as error:
         raise CheckpointMismatchError(
-            f"the key_map rule {(pattern, replacement)!r} is no pattern and replacement for re.sub: {error}; nothing "
-            "was loaded",
+            f"the key_map rule {(pattern, replacement)!r} is not a pattern and replacement for re.sub: {error}; "
+            "nothing was loaded",
             kind="conflict",
         ) from error
 
@@ -122,14 +122,14 @@ class Globs:
         return bool(self._globs)
 
     def match(self, fqn: str) -> bool:
-        """True if any glob matches."""
+        """Returns True if any glob matches."""
         for glob in [glob for glob in self.unused if fnmatchcase(fqn, glob)]:
             del self.unused[glob]
         return any(fnmatchcase(fqn, glob) for glob in self._globs)
 
 
 def listed_globs(option: str, globs: object) -> Sequence[str] | None:
-    """One glob or several, as a list. Raises CheckpointMismatchError (conflict) for what is neither."""
+    """Returns one glob, or several globs, as a list. Raises CheckpointMismatchError (conflict) for any other value."""
     if globs is None:
         return None
     given = [globs] if isinstance(globs, str) or not isinstance(globs, Iterable) else list(globs)

@@ -1,4 +1,4 @@
-"""Modules on the meta device: memory for what a load will fill."""
+"""Creates memory for modules on the meta device that a load will fill."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def target_device(tensor: torch.Tensor) -> torch.device:
 
 
 def materialize(fqn: str, module: torch.nn.Module, wanted: Collection[int]) -> None:
-    """Gives memory to what is on the meta device and `wanted` (by id), keeping parameters the objects that they are.
+    """Gives memory to tensors on the meta device that are `wanted` (by id). Parameters stay the same objects.
 
     What a load does not fill stays on the meta device, where using it fails. A warning names buffers that are not
     persistent, which no checkpoint holds.

@@ -51,7 +51,7 @@ class LocalPart(NamedTuple):
     """A region of the local tensor, or the first of consecutive elements of it; None where it is all of it."""
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """The view of the local tensor that is this region."""
+        """Returns the view of the local tensor that is this region."""
         if self.place is None:
             return local
         if isinstance(self.place, int):
@@ -63,14 +63,15 @@ class LocalPart(NamedTuple):
 
 
 def is_known(placement: Any) -> bool:
-    """True if a placement says where its parts lie."""
+    """Returns True if a placement says where its parts lie."""
     return isinstance(placement, Replicate | Shard | _StridedShard) or _regions_of(placement) is not None
 
 
 def held_parts(
     fqn: str, shape: tuple[int, ...], local: torch.Tensor, mesh_axes: Sequence[MeshAxis]
 ) -> Sequence[LocalPart]:
-    """Returns what this rank holds of a tensor of this shape: mostly one part, of no elements for an empty share.
+    """Returns the parts of a tensor of this shape that this rank holds: mostly one part, of no elements for an empty
+    share.
 
     Raises CheckpointMismatchError (conflict) where the local tensor does not fit the placements.
     """
@@ -103,7 +104,7 @@ def _find_parts(
 
 
 _find_parts_once = lru_cache(maxsize=1024)(_find_parts)
-"""It takes as long as all else that is done for a small tensor, and follows from its arguments alone."""
+"""This takes as long as all other work for a small tensor, and follows from its arguments alone."""
 
 
 def _regions_of(placement: Any) -> _RegionsOf | None:
@@ -119,7 +120,7 @@ def _regions_of(placement: Any) -> _RegionsOf | None:
 
 
 def _ragged(placement: Any, shape: tuple[int, ...], num_parts: int, index: int) -> list[Region]:
-    """A run of the flat tensor for each rank, as long as its units say. Raises ValueError."""
+    """Returns a run of the flat tensor for each rank, as long as its units say. Raises ValueError."""
     units, dims, numel = tuple(placement.local_units), tuple(placement.dims), prod(shape)
     if len(units) != num_parts:
         raise ValueError(f"it has {len(units)} local_units for {num_parts} ranks")
@@ -138,7 +139,9 @@ def _parts_by_regions(
     by_regions: Sequence[MeshAxis],
     others: Sequence[MeshAxis],
 ) -> Sequence[LocalPart]:
-    """Returns the parts of one placement that gives regions: it cuts what the others, which come first, have left."""
+    """Returns the parts of one placement that gives regions. Other placements come first; this placement cuts the part
+    that they leave.
+    """
     axis = by_regions[0]
     intervals = [left_to_right(dim, length, others) or [(0, 0)] for dim, length in enumerate(shape)]
     if len(by_regions) > 1 or any(len(of_dim) > 1 for of_dim in intervals):
@@ -165,7 +168,7 @@ def _parts_by_regions(
 
 
 def _shifted(region: Region, offsets: tuple[int, ...], within: tuple[int, ...]) -> Region:
-    """The region in global coordinates. Raises ValueError where it leaves the shape that it is to lie within."""
+    """Returns the region in global coordinates. Raises ValueError if it leaves the shape that must contain it."""
     is_inside = len(region.offsets) == len(region.lengths) == len(within) and all(
         at >= 0 and length >= 0 and at + length <= end
         for at, length, end in zip(region.offsets, region.lengths, within, strict=True)
@@ -205,7 +208,7 @@ def _misfit(
 def fitting_intervals(
     shape: tuple[int, ...], local_shape: tuple[int, ...], mesh_axes: Sequence[MeshAxis]
 ) -> list[list[list[Interval]]]:
-    """The indices along each dimension that this rank holds, in the order in which its local tensor has them.
+    """Returns the indices along each dimension that this rank holds, in the order in which its local tensor has them.
 
     Strided placements say two things where lengths do not divide evenly: distribute_tensor cuts along the mesh axes
     from left to right, fully_shard cuts what tensor parallelism has cut already. The local tensor tells which it was,
@@ -222,7 +225,9 @@ def lengths_of(intervals: Sequence[Sequence[Interval]]) -> tuple[int, ...]:
 
 
 def _may_be_fully_sharded(mesh_axes: Sequence[MeshAxis]) -> bool:
-    """True if fully_shard makes such placements: one strided axis, by as much as later axes have cut its dimension."""
+    """Returns True if fully_shard makes such placements: one strided axis, by as much as later axes have cut its
+    dimension.
+    """
     strided = [index for index, axis in enumerate(mesh_axes) if isinstance(axis[0], _StridedShard)]
     if len(strided) != 1:
         return False
@@ -284,7 +289,7 @@ def _joined(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 def boxes_of(intervals: Sequence[Sequence[Interval]]) -> list[tuple[Region, Region]]:
-    """Every combination of one interval a dimension: its region in the global tensor, and in the local one."""
+    """Returns every combination of one interval a dimension: its region in the global tensor, and in the local one."""
     with_positions = []
     for of_dim in intervals:
         position, entries = 0, []

@@ -86,7 +86,7 @@ class LocalShards:
         """Adds the shards of a tensor: mostly one, several where its rows are strided, none off the mesh.
 
         An empty share of an uneven split is one shard of no elements, so that every rank knows the FQN.
-        Raises CheckpointSaveError (unsupported_value) for what has no dense memory of its own, and
+        Raises CheckpointSaveError (unsupported_value) for a tensor without dense memory of its own, and
         CheckpointMismatchError (conflict) for a DTensor whose local tensor does not fit its placements.
         """
         self.add_all([(fqn, tensor)])
@@ -169,7 +169,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def shares_elements(tensor: torch.Tensor) -> bool:
-    """True if two elements of a tensor lie in the same memory, or may do so: it cannot be filled."""
+    """Returns True if two elements of a tensor lie in the same memory, or may do so: it cannot be filled."""
     if tensor.is_contiguous():
         return False
     dims = sorted((stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1)
@@ -182,7 +182,9 @@ def shares_elements(tensor: torch.Tensor) -> bool:
 
 
 def has_all_memory(tensor: torch.Tensor) -> bool:
-    """True if the memory of a dense tensor's elements is there: a storage can be freed or made smaller under it."""
+    """Returns True if the memory of a dense tensor's elements is there: a storage can be freed or made smaller under
+    it.
+    """
     num_bytes = tensor.nbytes
     if num_bytes and not tensor.is_contiguous():
         reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -203,13 +205,13 @@ def check_has_all_memory(fqn: str, tensor: torch.Tensor) -> None:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a row-major tensor as a flat tensor of bytes, on its device: a view."""
+    """Returns the memory of a row-major tensor as a flat tensor of bytes, on its device: a view."""
     # Not reshape(-1): the stride of a dimension of one element can be anything, which stays in the result.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def dense_dtype(fqn: str, tensor: torch.Tensor) -> str:
-    """The name of the dtype of a tensor that has dense memory of its own.
+    """Returns the name of the dtype of a tensor that has dense memory of its own.
 
     Raises CheckpointSaveError (unsupported_value) for any other.
     """

@@ -45,7 +45,7 @@ class Stateful(Protocol):
 
 
 def is_stateful(value: Any) -> bool:
-    """True if an object, which is no tensor or dict, brings its own state_dict and load_state_dict."""
+    """Returns True if an object, which is not a tensor or dict, brings its own state_dict and load_state_dict."""
     if isinstance(value, type | dict | torch.Tensor):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
@@ -177,7 +177,9 @@ class StatefulEntry:
 
 
 def _can_fill(own: Any, value: Any) -> bool:
-    """True if what is inside of a live subclass takes what the tree has: what the tree holds itself is built anew."""
+    """Returns True if what is inside of a live subclass takes what the tree has: what the tree holds itself is built
+    anew.
+    """
     return not isinstance(own, torch.Tensor) or not (own.is_meta or isinstance(value, torch.Tensor))
 
 
@@ -198,7 +200,7 @@ class RankLocalEntry:
         def on_tensor(fqn: str, tensor: torch.Tensor) -> str | torch.Tensor:
             if is_sharded(tensor):
                 advice = "put it into the state outside of RankLocal, or its to_local() into RankLocal"
-                raise unsupported(fqn, f"a {type(tensor).__name__}, which is no value of one rank's own", advice)
+                raise unsupported(fqn, f"a {type(tensor).__name__}, which is not a value of one rank's own", advice)
             return keep_for_rank(shards, fqn, tensor)
 
         state = self._state()

@@ -38,7 +38,9 @@ def split_tied(found: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str
 def with_flat_ties(
     tensors: Collection[str], aliases: Mapping[str, str], flat: Collection[str], ties: Iterable[tuple[str, str]]
 ) -> dict[str, str]:
-    """The aliases of all tensors: `aliases` are those of `tensors`, and `ties` those of `flat` parameters, by FQN."""
+    """Returns the aliases of all tensors: `aliases` are those of `tensors`, and `ties` those of `flat` parameters, by
+    FQN.
+    """
     names = {*tensors, *flat}
     found = dict(aliases)
     for alias, fqn in ties:

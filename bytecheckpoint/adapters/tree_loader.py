@@ -38,12 +38,12 @@ def keep_for_rank(shards: LocalShards, fqn: str, tensor: torch.Tensor) -> str | 
 
 
 _ABSENT = object()
-"""Stands for what a tree is not to have."""
+"""Marks a value that the tree must not have."""
 
 
 def _without_absent(tree: Any) -> Any:
-    """The tree, changed in place, without what is absent, and without containers that have nothing else. What is absent
-    before the last item of a list or tuple is None.
+    """Returns the tree, changed in place, without what is absent, and without containers that have nothing else. What
+    is absent before the last item of a list or tuple is None.
     """
     if isinstance(tree, dict) and tree:
         for key, item in list(tree.items()):
@@ -92,8 +92,8 @@ class TreeTarget:
                 self._new[name] = torch.empty_like(placeholder(stored), device=device)
 
     def filled(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Any:
-        """The tree with tensors in place of references; what include and exclude leave out is as in `current`, and not
-        there at all where that lacks it. None where nothing is left.
+        """Returns the tree with tensors in place of references; what include and exclude leave out is as in `current`,
+        and not there at all where that lacks it. None where nothing is left.
         """
         values = leaves(found.tree, found.fqn)
         unbuildable = self._unbuildable(values, checkpoint).keys()
@@ -118,7 +118,7 @@ class TreeTarget:
         return {name for name in names if state_fqn(name, checkpoint) not in self.live}
 
     def problems(self, found: StoredTree, checkpoint: CheckpointView) -> list[Problem]:
-        """Returns which subclasses in the tree cannot be built."""
+        """Returns a problem for each subclass in the tree that cannot be built."""
         return list(self._unbuildable(leaves(found.tree, found.fqn), checkpoint).values())
 
     def _unbuildable(self, values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[str, Problem]:
@@ -141,7 +141,9 @@ def state_fqn(fqn: str, checkpoint: CheckpointView) -> str:
 
 
 def fits(own: Any, found: StoredTensor) -> TypeGuard[torch.Tensor]:
-    """True if what an object shows can be filled: the checkpoint, not a fresh object, says what tensors are like."""
+    """Returns True if what an object shows can be filled: the checkpoint, not a fresh object, says what tensors are
+    like.
+    """
     if not isinstance(own, torch.Tensor) or is_sharded(own):
         return isinstance(own, torch.Tensor)
     is_same = (tuple(own.shape), dtype_name(own.dtype)) == (found.shape, found.dtype)

@@ -56,7 +56,7 @@ class Elements:
         source.check_files(files)
 
     def read(self, jobs: Sequence[Job]) -> None:
-        """Fills the memory of all jobs. Raises what a load raises, and CheckpointMismatchError (dtype) for an element
+        """Fills the memory of all jobs. Raises the errors of a load, and CheckpointMismatchError (dtype) for an element
         that is finite, and would be infinite in the dtype that is wanted.
         """
         source = self._source

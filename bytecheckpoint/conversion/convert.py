@@ -127,7 +127,7 @@ def convert(
     """Writes the target. `progress` gets the number of bytes that this rank will write, and returns a context that
     counts them.
 
-    Raises what a load and a save raise; the target is not there then, or as it was before.
+    Raises the errors of a load and of a save; the target is not there then, or as it was before.
     """
     about = Subject(showable_url(request.target), None, is_save=True)
     if request.is_link:
@@ -301,7 +301,7 @@ class _FileWriter:
 
 
 def _confirm_all_written(ranks: Ranks, plan: _Plan, done: Sequence[DataFile]) -> None:
-    """Waits for the coordinator. Removes what this rank has written if another one has failed."""
+    """Waits for the coordinator. Removes the files of this rank if another rank has failed."""
     try:
         ranks.broadcast(b"")
     except RankFailedError:
@@ -310,7 +310,7 @@ def _confirm_all_written(ranks: Ranks, plan: _Plan, done: Sequence[DataFile]) ->
 
 
 def _commit(plan: _Plan, files: Sequence[DataFile], *, overwrite: bool) -> None:
-    """Writes what makes the target of these files exist, then removes what it replaces."""
+    """Writes the file that makes the target exist, then removes the files that the target replaces."""
     store, target = plan.place.store, plan.target
     replaced: Sequence[str] = plan.existing.stale
     if target.last_name == layout.MANIFEST_NAME and overwrite:
@@ -334,7 +334,7 @@ def _commit(plan: _Plan, files: Sequence[DataFile], *, overwrite: bool) -> None:
 
 @contextmanager
 def _discarded_on_refusal(plan: _Plan, files: Sequence[DataFile]) -> Iterator[None]:
-    """Removes the files if what makes the target exist was refused, and none if a store does not know."""
+    """Removes the files if the store refused the file that makes the target exist, and none if it does not know."""
     try:
         yield
     except (StorageError, CheckpointSaveError, CheckpointExistsError) as error:
@@ -357,7 +357,7 @@ def _in_order(plan: _Plan, reports: Sequence[bytes]) -> list[DataFile]:
 
 
 def _discard(plan: _Plan, done: Sequence[DataFile]) -> None:
-    """Removes what was written of a target that will not exist.
+    """Removes the files of a target that will not exist.
 
     Hazard: no other file, whatever its name: another process may be writing to the same place.
     """

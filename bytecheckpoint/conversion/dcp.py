@@ -70,7 +70,7 @@ def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_
 def _planned(
     state: Mapping[Any, Any], wanted: Sequence[WantedTensor]
 ) -> tuple[Metadata, dict[str, MetadataIndex], dict[str, Any]]:
-    """Returns what torch would write for a state: its description, the index of each part, and the parts."""
+    """Returns the parts that torch would write for a state: its description, the index of each part, and the parts."""
     stubs: dict[int, TensorStub] = {}
 
     def stood_for(value: Any) -> Any:

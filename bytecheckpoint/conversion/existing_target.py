@@ -54,7 +54,9 @@ class ExistingTarget(NamedTuple):
 
 
 def open_target(path: str, to: TargetFormat, opening: Opening) -> TargetPlace:
-    """Raises what `open_store` raises, and CheckpointMismatchError (conflict) where no file can be named so."""
+    """Raises the errors of `open_store`, and CheckpointMismatchError (conflict) if the path cannot be the name of a
+    file.
+    """
     parent, name = split_path(from_root(path))
     if to != "torch":
         return TargetPlace(opening.store(path), "", None if layout.parse_step(name) is None else opening.store(parent))
@@ -106,7 +108,9 @@ def _replaceable(store: Store, existing: ExistingTarget) -> ExistingTarget:
 
 
 def _refuse_root_of_steps(place: TargetPlace, listing: Mapping[str, int | None]) -> None:
-    """Raises CheckpointExistsError (exists): what is written beside steps would be found instead of them, or never."""
+    """Raises CheckpointExistsError (exists) if the folder holds steps: a checkpoint beside them would hide them, or
+    never be found.
+    """
     steps = sorted(
         name for name, num_bytes in listing.items() if num_bytes is None and layout.parse_step(name) is not None
     )
@@ -119,7 +123,7 @@ def _refuse_root_of_steps(place: TargetPlace, listing: Mapping[str, int | None])
 
 
 def refuse_own_files(place: TargetPlace, existing: ExistingTarget, names: Iterable[str], source: Source) -> None:
-    """Raises CheckpointExistsError (exists) where what is to be replaced, or gets these names, is the source's."""
+    """Raises CheckpointExistsError (exists) if a file that would be replaced belongs to the source."""
     used = {_real_path(source.store, join_name(source.folder, file.name)) for file in source.manifest.files}
     ours = sorted(name for name in {*existing.stale, *names} if _real_path(place.store, name) in used)
     if existing.is_there and ours:
@@ -145,7 +149,7 @@ def _huggingface(store: Store, listing: Mapping[str, int | None]) -> ExistingTar
     # What says what belongs together goes first, or a reader might take a part for the whole.
     first = [name for name in (SOLE_NAME, INDEX_NAME) if listing.get(name) is not None]
     indexed = files_of_index(SourceFolder(store, "", listing), INDEX_NAME)
-    # Others that begin with "model" are somebody's own: other weights, adapters.
+    # Others that begin with "model" belong to the user: other weights, adapters.
     names = sorted(
         name for name, size in listing.items() if size is not None and (name in indexed or _HF_SHARD.match(name))
     )

@@ -49,7 +49,7 @@ def mapped_view(source: Source, name_map: NameMap | None, *, is_state: bool, in_
     """`is_state` asks for names as a state of this library has them; `in_place` has the tensors of the view lie in the
     files of the checkpoint.
 
-    Raises what `map_checkpoint` and `mapped_objects` raise, and `relink`, where it is in place.
+    Raises the errors of `map_checkpoint` and `mapped_objects`, and `relink`, where it is in place.
     """
     if name_map is None:
         return MappedView(source.manifest)

@@ -33,7 +33,7 @@ class _TensorRows(NamedTuple):
 def plan_own(
     manifest: Manifest, selection: Selection, plain: PlainData, *, max_file_bytes: int, num_ranks: int, save_id: str
 ) -> TargetPlan:
-    """Raises what `encode_header` raises."""
+    """Raises the errors of `encode_header`."""
     wanted = selection.wanted
     shares = _shares(wanted, max_file_bytes, num_ranks)
     sizes = [share.region.numel * itemsize(wanted[share.tensor].dtype) for share in shares]

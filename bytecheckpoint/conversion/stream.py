@@ -113,7 +113,7 @@ class Budget(NamedTuple):
     """A multiple of BLOCK_BYTES."""
     num_windows: int
     scratch_bytes: int
-    """Memory for what cannot be read straight into a window."""
+    """Memory for bytes that cannot be read straight into a window."""
 
 
 def budget_of(memory_bytes: int, longest_file: int) -> Budget:

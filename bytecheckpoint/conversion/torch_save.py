@@ -124,7 +124,7 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def saved_value(value: Any) -> bytes:
-    """Returns what torch.save writes for a value of plain data."""
+    """Returns the file that torch.save writes for a value of plain data."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()

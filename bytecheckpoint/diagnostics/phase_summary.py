@@ -29,7 +29,7 @@ class Phase(NamedTuple):
 
 
 class SlowRank(NamedTuple):
-    """One of the ranks that ended last."""
+    """A rank that was among the last to end."""
 
     record: RankRecord
     end_s: float

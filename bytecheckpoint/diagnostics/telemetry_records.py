@@ -55,7 +55,7 @@ class RankRecord(msgspec.Struct, frozen=True):
 
 
 class Unreadable(NamedTuple):
-    """A file that is no telemetry."""
+    """A file that is not telemetry."""
 
     name: str
     """Path inside the checkpoint's folder."""

@@ -248,7 +248,9 @@ def _compare(
     metadata: Mapping[str, str],
     found: Sequence[StoredEntry],
 ) -> str | None:
-    """Returns how a header differs from the one that the writer makes for these chunks, or None."""
+    """Returns the difference between a header and the header that the writer makes for these chunks; None if they are
+    equal.
+    """
     expected = []
     for _, fqn, chunk in items:
         dtype, shape = manifest.describe(fqn)

@@ -50,7 +50,7 @@ ABANDONED = "abandoned"
 """The key of a call that ended because a rank did not come, so that this rank can tell when it does."""
 
 _OWN, _SHARED, _FAILURE = b"+", b"=", b"-"
-"""First byte of a message from the coordinator: each rank has one of its own; this is for all; a rank has failed."""
+"""First byte of a message from the coordinator: for one rank; the same for all ranks; a rank has failed."""
 _END_OF_CALL = b"\0"
 """Ends the name of the call, with which the first message of each rank begins."""
 _HAS_FAILURE = "failed"

@@ -13,7 +13,7 @@ from bytecheckpoint.runtime.threads import shared_threads
 T = TypeVar("T")
 
 _SHORTEST_POLL_S = 0.0005
-"""Less is no gain: each poll takes some 0.1 ms of a core, which the rank that is awaited may need."""
+"""Less is not a gain: each poll takes some 0.1 ms of a core, which the rank that is awaited may need."""
 _LONGEST_POLL_S = 0.02
 
 

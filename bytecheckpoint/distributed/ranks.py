@@ -244,8 +244,9 @@ def check_same(doing: str, targets: Sequence[str], global_ranks: Sequence[int]) 
     odd = [rank for rank, target in enumerate(targets) if target != targets[COORDINATOR]]
     if odd:
         raise CheckpointMismatchError(
-            f"ranks were told to {doing} different places: rank {global_ranks[COORDINATOR]} {targets[COORDINATOR]}, "
-            f"rank {global_ranks[odd[0]]} {targets[odd[0]]}; nothing was changed: pass the same to all ranks",
+            f"the ranks were called to {doing} different places: rank {global_ranks[COORDINATOR]} "
+            f"{targets[COORDINATOR]}, rank {global_ranks[odd[0]]} {targets[odd[0]]}; nothing was changed: "
+            "pass the same to all ranks",
             kind="conflict",
             ranks=tuple(global_ranks[rank] for rank in odd),
         )

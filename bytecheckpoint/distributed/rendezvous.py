@@ -184,7 +184,7 @@ def connect(
 
 
 def _places(address: Address, reasons: list[str]) -> Iterator[tuple[str, int, Any]]:
-    """Resolves the hosts, one after the other; adds to `reasons` why one cannot be."""
+    """Resolves the hosts, one after the other; adds an error to `reasons` for each host that cannot be resolved."""
     for host in address.hosts:
         try:
             for family, _, _, _, place in socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM):
@@ -216,7 +216,7 @@ def _open(
                 raise ConnectionResetError("the connection was closed")
             answer += part
         if not hmac.compare_digest(answer, expected):
-            raise ConnectionRefusedError("somebody else answers")
+            raise ConnectionRefusedError("another process answers")
         left = memoryview(request)
         while left:
             _await(opened, select.POLLOUT, limit_s, is_wanted)

@@ -99,7 +99,7 @@ def _latest(store: Store, listing: Mapping[str, int | None]) -> list[str]:
             is_number = pointer == _MEGATRON_LATEST and text.isascii() and text.isdecimal()
             if is_number:
                 names += [form.format(int(text)) for form in _NUMBERED]
-            elif text in listing:  # else it names nothing here: it is no path to follow
+            elif text in listing:  # else it names nothing here: it is not a path to follow
                 names.append(text)
     return names
 

@@ -31,7 +31,7 @@ class FileReader:
         return join_name(str(self._store), self._name)
 
     def read(self, byte_offset: int, byte_length: int) -> bytes:
-        """Raises CheckpointCorruptError (truncated) for what the file lacks, and what `Store.read_into` raises."""
+        """Raises CheckpointCorruptError (truncated) for what the file lacks, and the errors of `Store.read_into`."""
         end = byte_offset + byte_length
         if byte_offset < 0 or byte_length < 0 or end > self.byte_length:
             self.damaged(f"bytes {byte_offset} to {end} are asked for, and it has {self.byte_length}", kind="truncated")

@@ -108,7 +108,7 @@ def _find_foreign(
     except StorageError as error:
         if error.kind != "permission":
             raise
-        return None  # the path was looked at, and nothing is there: the folder above is no concern of the caller's
+        return None  # the path was looked at, and nothing is there: the folder above is not a concern of the caller's
     if num_bytes is None:
         return None
     found = _in_hub(FoundCheckpoint(above, 1, "", None), parent, opening)
@@ -151,7 +151,7 @@ def split_path(path: str) -> tuple[str, str]:
 def manifest_bytes(found: FoundCheckpoint) -> bytes:
     """Returns the encoded manifest of a checkpoint, for one rank to send to all; a foreign one was checked, all of it.
 
-    Raises what `layout.read_manifest_bytes` and `formats.read_manifest` raise.
+    Raises the errors of `layout.read_manifest_bytes` and `formats.read_manifest`.
     """
     if found.foreign is None:
         return layout.read_manifest_bytes(found.store, found.folder)

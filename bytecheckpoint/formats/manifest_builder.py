@@ -115,11 +115,12 @@ class ManifestBuilder:
             raise two_of(self.path, fqn)
 
     def take_apart(self, value: Any, *, on_tensor: OnTensor) -> None:
-        """Adds the plain data of a whole state, with TensorRefs for the tensors in it. Each of these is given to
-        `on_tensor`, or is a TensorRef already: a tensor that was added, and gets the name of where it stands. Each
-        optimizer of a list, and each scheduler of Lightning's, is an entry of its own: `optimizer_states.0`.
+        """Adds the plain data of a whole state, with TensorRefs in place of its tensors. Each tensor is given to
+        `on_tensor`, unless it is a TensorRef already: that tensor was added before, and is renamed after its place in
+        the state. Each optimizer of a list, and each scheduler of Lightning's, is an entry of its own:
+        `optimizer_states.0`.
 
-        A value that is no dict gets the name `value`; an optimizer alone has no name.
+        A value that is not a dict gets the name `value`; an optimizer alone has no name.
         """
         renamed: dict[str, str] = {}
         walk = _PlainWalk(self.path, on_tensor, renamed)

@@ -17,7 +17,7 @@ class DtypeName(NamedTuple):
     name: str
 
     def __repr__(self) -> str:
-        """Returns what torch itself shows, because keys become texts."""
+        """Returns the text that torch itself shows, because keys become text."""
         return f"torch.{self.name}"
 
 

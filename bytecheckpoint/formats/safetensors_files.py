@@ -120,7 +120,7 @@ def read_index(source: SourceFolder, name: str) -> dict[str, str]:
     try:
         index = json.loads(content, object_pairs_hook=_without_repetitions)
     except (ValueError, RecursionError) as error:
-        raise damaged(path, f"it is no index: {error}") from error
+        raise damaged(path, f"it is not an index: {error}") from error
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
         raise damaged(path, "it has no weight_map from names to files")

@@ -59,7 +59,7 @@ class Traffic(NamedTuple):
 
 
 class LocalReadPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the coordinator."""
+    """The message of a rank to the coordinator."""
 
     address: Address
     runs: list[ExtentRun]
@@ -83,7 +83,7 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
     """Carries out the plans of all ranks, each of which passes its own. Must be called by all. If ranks do not exchange
     what they read, each does all of its plan.
 
-    Raises what reading raises, CheckpointCorruptError (checksum) for bytes that were damaged on the way, and
+    Raises the errors of reading, CheckpointCorruptError (checksum) for bytes that were damaged on the way, and
     CheckpointError (rank_missing) for a rank that died or is stuck. A failure elsewhere is raised here as well.
     """
     if not source.is_exchanged:

@@ -40,7 +40,7 @@ class Files(NamedTuple):
 def files_of(here: Files, manifest: Manifest, opening: Opening, *, follow_links: bool, path: str) -> Files:
     """Returns the checkpoint's own folder, or the one that its manifest links to. `path` is for the error.
 
-    Raises UnsafeCheckpointError (path_escape) if links are not to be followed, and what opening a store raises.
+    Raises UnsafeCheckpointError (path_escape) if links are not to be followed, and the errors of opening a store.
     """
     if not manifest.linked_to:
         return here
@@ -86,15 +86,15 @@ def sample_ranges(byte_length: int, directory_offset: int | None) -> list[tuple[
 
 
 def take_sample(store: Store, name: str, byte_offset: int, byte_length: int) -> Sample:
-    """Reads a sample. Raises what `Store.read_into` raises."""
+    """Reads a sample. Raises the errors of `Store.read_into`."""
     content = bytearray(byte_length)
     store.read_into(name, byte_offset, memoryview(content))
     return Sample(byte_offset, byte_length, xxhash.xxh3_64_intdigest(content))
 
 
 def sample_faults(store: Store, names: Sequence[str], files: Sequence[DataFile], *, threads: int) -> list[SampleFault]:
-    """Returns the samples of these files, with these names in the store, that differ. Raises what `Store.read_into`
-    raises.
+    """Returns the samples of these files, with these names in the store, that differ. Raises the errors of
+    `Store.read_into`.
     """
 
     def compare(job: tuple[int, Sample]) -> SampleFault | None:

@@ -40,7 +40,7 @@ class _RankFindings(msgspec.Struct, frozen=True, array_like=True):
     has_places: bool
     """Its state is empty, or has a place that something could fill."""
     is_all_skipped: bool
-    """Include and exclude leave nothing of what the state wants."""
+    """True if include and exclude leave out everything that the state wants."""
     other_name: str
     """The name of the state below which the checkpoint can stand instead; "" if there is none."""
     has_experts: bool
@@ -59,7 +59,7 @@ class MergedFindings(msgspec.Struct, frozen=True, array_like=True):
     is_open: bool = False
     """Something is missing, and the checkpoint may have it in another way."""
     other_name: str = ""
-    """The one that all ranks gave, if so; else ""."""
+    """The name, if all ranks gave the same; else ""."""
 
 
 def merge_findings(
@@ -72,7 +72,7 @@ def merge_findings(
     other_name: str = "",
     has_experts: bool = False,
 ) -> MergedFindings:
-    """Returns what does not fit on any rank; with `strict` all of it is one error, raised on every rank.
+    """Returns everything that does not fit on some rank; with `strict` all of it is one error, raised on every rank.
 
     Keys are unexpected if the checkpoint has them under a top-level name of the state and no rank takes them.
     """

@@ -108,10 +108,10 @@ def match_named(scope: NameScope, wanted: WantedState, *, below: str = "", besid
 
 def fit_state(ranks: Ranks, scope: NameScope, wanted: WantedState, plan: Callable[[Matched], list[Fetch]]) -> Fitted:
     """Compares the state with the checkpoint as it is, and, if that lacks something, in other ways: below a name of the
-    state that is no entry of the checkpoint, and with stacks of the experts that it has in separate tensors. Takes the
-    one that fits best on all ranks together.
+    state that is not an entry of the checkpoint, and with stacks of the experts that it has in separate tensors. Takes
+    the one that fits best on all ranks together.
 
-    Raises what `plan` raises, and CheckpointMismatchError on every rank for what does not fit on any.
+    Raises the errors of `plan`, and CheckpointMismatchError on every rank for what does not fit on any.
     """
     as_it_is = match_named(scope, wanted)
     names = list(map(str, wanted.state))
@@ -155,7 +155,8 @@ def _entries(stored: CheckpointView) -> set[str]:
 
 def _best_of(ranks: Ranks, candidates: Sequence[Matched]) -> Matched:
     """Returns the comparison that fits best on all ranks together, the first of several: one that finds any shard, with
-    most shards less problems. If include leaves out all that could be found, there is no problem, and that is no fit.
+    most shards less problems. If include leaves out all that could be found, there is no problem, and that is not a
+    fit.
     """
 
     def choose(payloads: Sequence[bytes]) -> Sequence[bytes]:

@@ -86,7 +86,7 @@ def _with_previous(error: CheckpointError, previous: CheckpointError | None) -> 
 
 
 def open_together(ranks: Ranks, target: LoadTarget, options: LoadOptions) -> Source:
-    """Opens the checkpoint that all ranks load. Raises what `find_checkpoint` and `manifest_bytes` raise."""
+    """Opens the checkpoint that all ranks load. Raises the errors of `find_checkpoint` and `manifest_bytes`."""
     opening = Opening(target.storage_options, options.timeout_s)
     at_root = opening_at(target.root, opening, follow_links=options.follow_links)
 

@@ -1,5 +1,5 @@
-"""Records what a load has done to the state of this rank, for the error of one that fails: nothing, memory that is not
-filled, or old and new values side by side.
+"""Records what a load has done to the state of this rank, for the error of a load that fails: nothing, memory that is
+not filled, or old and new values side by side.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class StateChanges:
         self._has_overwritten = True
 
     def describe(self, whose: str) -> str:
-        """Returns what has become of the state, and what to do now; `whose` state it is stands behind `the state`."""
+        """Returns a sentence about the condition of the state and what to do now; `whose` follows `the state` in
+        it.
+        """
         if self._has_overwritten:
             return f"The state{whose} is partly overwritten: {_BEFORE_USE}"
         if self.may_have_overwritten:

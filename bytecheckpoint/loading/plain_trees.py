@@ -231,9 +231,10 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def without_numpy(value: Any, fqn: str) -> Any:
-    """Returns the value with tensors for arrays, lists if torch has no such dtype, and plain numbers for numpy's.
+    """Returns the value with numpy arrays as tensors (as lists where torch lacks the dtype) and numpy scalars as plain
+    numbers.
 
-    Raises CheckpointMismatchError (conflict), which names the value, for what is none of these.
+    Raises CheckpointMismatchError (conflict), which names the value, for a value of any other type.
     """
     if isinstance(value, np.ndarray):
         try:

@@ -130,7 +130,7 @@ class CommonBytes:
     def broadcast(self, ranks: Ranks, source: Source, targets: Targets, lanes: CopyStreams) -> None:
         """Reads the runs on the coordinator and sends them to all ranks, which must all call this.
 
-        Raises what reading raises, and CheckpointCorruptError (checksum) for bytes that were damaged on the way.
+        Raises the errors of reading, and CheckpointCorruptError (checksum) for bytes that were damaged on the way.
         """
         if not self._starts:
             return

@@ -1,4 +1,4 @@
-"""Scatters bytes that were read into tensor memory: what staging gathers in a save."""
+"""Scatters bytes that were read into tensor memory. This is the reverse of staging, which gathers them in a save."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class ModelNames(NamedTuple):
         return next((entry for entry in known if entry in found), min(found, default=""))
 
     def not_of_model(self, fqns: Sequence[str]) -> dict[str, str]:
-        """Returns why each of these is no tensor of the model."""
+        """Returns for each FQN the reason why it is not a tensor of the model."""
         entry = self.entry(fqns)
         others = [fqn for fqn in fqns if self.entries.get(fqn) != entry and fqn not in self.kept]
         return dict.fromkeys(others, "no part of the model, by the name map")
@@ -190,7 +190,7 @@ def entry_of(fqn: str) -> str:
 
 
 def _not_of_a_model(manifest: Manifest, fqns: Sequence[str], trees: Mapping[str, Any]) -> dict[str, str]:
-    """Returns why each of these is no tensor of the model that is taken."""
+    """Returns for each FQN the reason why it is not a tensor of the model that is taken."""
     prefixes = tuple(join_fqn(fqn, "state.") for fqn in optimizers_in(trees))
     why = {fqn: "state of an optimizer" for fqn in fqns if fqn.startswith(prefixes)}
     why |= {fqn: "differs from rank to rank" for fqn in fqns if is_content_fqn(fqn)}
@@ -227,7 +227,7 @@ def _common_entry(manifest: Manifest, fqns: Sequence[str], trees: Mapping[str, A
 def _totals(
     manifest: Manifest, fqns: Sequence[str] | Mapping[str, str] | set[str], why: Callable[[str], str]
 ) -> list[LeftOut]:
-    """Returns what is left out of each entry, by reason."""
+    """Returns the reasons for leaving out parts of each entry."""
     groups: dict[tuple[str, str], list[str]] = {}
     for fqn in sorted(fqns):
         groups.setdefault((entry_of(fqn), why(fqn)), []).append(fqn)

@@ -105,7 +105,7 @@ def check_manifest(manifest: Manifest) -> None:
     refuse_deep_nesting(manifest.provenance, "provenance")
     for alias, target in manifest.aliases.items():
         if target not in manifest.tensors:
-            raise bad_manifest(f"{shown(alias)} is said to be tied to {shown(target)}, which is no tensor in it")
+            raise bad_manifest(f"{shown(alias)} is said to be tied to {shown(target)}, which is not a tensor in it")
         if alias in manifest.tensors:
             raise bad_manifest(f"{shown(alias)} is both a tensor of its own and tied to {shown(target)}")
     check_files(manifest.files)

@@ -38,7 +38,7 @@ class TensorRef(NamedTuple):
 
 
 class LeafEncoder(Protocol):
-    """Encodes the values of a tree that are no plain data of Python's or numpy's."""
+    """Encodes the values of a tree that are not plain data of Python's or numpy's."""
 
     tensor_types: frozenset[type]
     """Types that `encode_tensor` takes."""
@@ -46,13 +46,13 @@ class LeafEncoder(Protocol):
     def encode_tensor(self, fqn: str, tensor: Any) -> Ext: ...
 
     def encode_other(self, value: Any, fqn: str, depth: int) -> Any:
-        """Returns what stands in msgpack for any other value. Raises CheckpointSaveError (unsupported_value)."""
+        """Returns the msgpack value that represents any other value. Raises CheckpointSaveError (unsupported_value)."""
 
 
 def encode_tree(value: Any, fqn: str, leaves: LeafEncoder) -> bytes:
     """Returns the tree below `fqn` as bytes.
 
-    Raises CheckpointSaveError (unsupported_value), naming the FQN, for what is no plain data.
+    Raises CheckpointSaveError (unsupported_value), naming the FQN, for a value that is not plain data.
     """
     return encode(to_wire(value, fqn, leaves, MAX_DEPTH))
 
@@ -183,7 +183,7 @@ def scalar_from_wire(value: Any) -> Any:
     if not dtype.itemsize:  # older releases wrote an element of an array for an empty text
         return dtype.type()
     if shape or len(content) != dtype.itemsize:
-        raise ValueError(f"{len(content)} bytes are no numpy scalar of dtype {name} and shape {shape}")
+        raise ValueError(f"{len(content)} bytes are not a numpy scalar of dtype {name} and shape {shape}")
     if dtype.kind == "S":
         return np.bytes_(content)
     return np.str_(bytes(content).decode("utf-32-be" if dtype.str[0] == ">" else "utf-32-le", "surrogatepass"))

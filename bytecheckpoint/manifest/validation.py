@@ -83,7 +83,7 @@ def check_save_id(save_id: str) -> None:
 
 
 def check_link(folder: str) -> None:
-    """Raises UnsafeCheckpointError (path_escape) if a link points to what is no folder or URL."""
+    """Raises UnsafeCheckpointError (path_escape) if a link points to something that is neither a folder nor a URL."""
     if "\0" in folder or not _FOLDER.match(folder):
         raise _path_escape("link to another folder", folder)
 

@@ -68,7 +68,7 @@ class Mapped(NamedTuple):
     sides: tuple[str, str]
     """The framework of the checkpoint and the other one."""
     translation: Translation
-    """Translates names that are no tensor's."""
+    """Translates names of values that are not tensors."""
 
 
 def in_a_state(mapped: Mapped) -> Mapped:

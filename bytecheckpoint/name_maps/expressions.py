@@ -14,7 +14,7 @@ class SizeExpression:
     """A product and quotient of numbers and options, parsed from TOML."""
 
     def __init__(self, value: object) -> None:
-        """Raises ValueError, which says what is wrong, for what is no size."""
+        """Raises ValueError, which says what is wrong, for a value that is not a size."""
         if type(value) is int and not 0 < value <= MAX_SIZE:
             raise ValueError(f"{value} is not a number from 1 to {MAX_SIZE}")
         self.text = str(value)
@@ -23,7 +23,7 @@ class SizeExpression:
         is_product = len(words) % 2 == 1 and len(terms) <= _MAX_TERMS and set(operators) <= {"*", "/"}
         if type(value) not in {int, str} or not is_product:
             raise ValueError(
-                f"{value!r:.200} is no size: write options and numbers with * or / between them, and spaces"
+                f"{value!r:.200} is not a size: write options and numbers with * or / between them, and spaces"
             )
         self._terms = list(zip(operators, map(self._term, terms), strict=True))
         """`*` or `/`, and what by. The first is multiplied with 1."""
@@ -31,7 +31,7 @@ class SizeExpression:
     def _term(self, term: str) -> str | int:
         is_number = term.isascii() and term.isdecimal() and len(term) <= len(str(MAX_SIZE))
         if not is_number and not term.isidentifier():
-            raise ValueError(f"{self.text!r:.200} has {term!r:.80}, which is no option's name and no number")
+            raise ValueError(f"{self.text!r:.200} has {term!r:.80}, which is neither an option's name nor a number")
         return int(term) if is_number else term
 
     @property
@@ -42,14 +42,14 @@ class SizeExpression:
     def value(self, option: Callable[[str], int]) -> int:
         """Returns the number, given the options by name.
 
-        Raises ValueError, which says what is wrong, if a quotient is no whole number, or the result is not from 1 to
+        Raises ValueError, which says what is wrong, if a quotient is not a whole number, or the result is not from 1 to
         MAX_SIZE.
         """
         result = 1
         for operator, term in self._terms:
             number = option(term) if isinstance(term, str) else term
             if operator == "/" and (number == 0 or result % number):
-                raise ValueError(f"{self._with_values(option)} is no whole number")
+                raise ValueError(f"{self._with_values(option)} is not a whole number")
             result = result // number if operator == "/" else result * number
             if not 0 < result <= MAX_SIZE:
                 raise ValueError(f"{self._with_values(option)} is not a number from 1 to {MAX_SIZE}")

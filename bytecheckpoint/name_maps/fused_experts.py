@@ -61,7 +61,7 @@ def has_separate_experts(manifest: Manifest) -> bool:
 def with_fused_experts(manifest: Manifest) -> Manifest | None:
     """Returns the same checkpoint with one tensor for all experts of a layer, in the same files.
 
-    None if no layer has experts that can be one tensor. Raises what `relink` raises.
+    None if no layer has experts that can be one tensor. Raises the errors of `relink`.
     """
     layers = [name for name in manifest.tensors if ".weight" in name and "experts." in name]
     described = dict(zip(layers, manifest.describe_each(layers), strict=True))
@@ -156,8 +156,8 @@ def _with_block(prefix: str, old: str, new: str) -> str:
 def with_separate_experts(tensors: Sequence[WantedTensor], names: ExpertNames) -> list[WantedTensor]:
     """Returns the tensors of a target with one tensor for each matrix of each expert, named as in files.
 
-    A tensor that is no stack of experts in the layout of transformers 5 (number of experts, rows, columns; gate before
-    up; no bias beside them) stays as it is.
+    A tensor that is not a stack of experts in the layout of transformers 5 (number of experts, rows, columns; gate
+    before up; no bias beside them) stays as it is.
     """
     by_name = {tensor.fqn: tensor for tensor in tensors}
     stack_names: dict[str, set[str]] = {}

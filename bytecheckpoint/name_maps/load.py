@@ -69,7 +69,7 @@ def _text_of(path: Path) -> str:
             content = file.read(MAX_TEXT_BYTES + 1)
         return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise CheckpointMismatchError(
             f"there is no name map {str(path)!r:.300}, by that name or at that path: {reason}; nothing was loaded or "
             f"written: the library has {', '.join(shipped_maps())}, and takes the path of a map of your own",
@@ -93,7 +93,7 @@ def mapped_manifest(manifest: Manifest, folder: CheckpointFolder, wanted: NameMa
     """Returns the checkpoint as the other framework has it: other names and shapes, of the same bytes in the same
     files.
 
-    Raises the same, and what `relink` raises.
+    Raises the same, and the errors of `relink`.
     """
     mapped = map_checkpoint(manifest, folder, wanted)
     objects, left_out = mapped_objects(manifest, mapped)
@@ -108,7 +108,7 @@ def as_state(mapped: Mapped, objects: Mapping[str, bytes]) -> Mapped:
 
 
 def as_mapped(manifest: Manifest, mapped: Mapped, objects: Mapping[str, bytes]) -> Manifest:
-    """Returns the manifest with these tensors and plain data. Raises what `relink` raises."""
+    """Returns the manifest with these tensors and plain data. Raises the errors of `relink`."""
     relinked = relink(manifest, mapped.tensors)
     return replace(
         manifest,

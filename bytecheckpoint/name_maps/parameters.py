@@ -66,7 +66,7 @@ class Options:
         unknown = [name for name in given if name not in {*name_map.options, VARIANT, STACKED}]
         if unknown:
             names = ", ".join([*name_map.options, VARIANT, STACKED])
-            raise self._refusal(f"{unknown[0]!r:.80} is no option of it, those are {names}")
+            raise self._refusal(f"{unknown[0]!r:.80} is not an option of it, those are {names}")
 
     def value(self, name: str) -> int:
         """Returns the value of an option. Raises CheckpointMismatchError (conflict) if it is unknown or no size."""

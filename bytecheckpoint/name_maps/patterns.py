@@ -47,7 +47,7 @@ class Pattern(str):
 
 
 def parse_pattern(text: str) -> Pattern:
-    """Raises ValueError, which says what is wrong, for text that is no pattern."""
+    """Raises ValueError, which says what is wrong, for text that is not a pattern."""
     pattern = Pattern(text)
     if not all(pattern.parts):
         raise ValueError(f"{text!r:.200} has nothing between two dots, or at an end")

@@ -81,7 +81,9 @@ class Around(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first: NameTemplate = NameTemplate("{name}")
     second: NameTemplate = NameTemplate("{name}")
     equal_parts: bool = False
-    """It is no tensor like the parameter, but one value for all of it, which parameters that become one have alike."""
+    """True if this is one value for a whole parameter, not a tensor of its shape. Parameters that are merged must have
+    the same value.
+    """
     entry: str = ""
     """The name of the model in a state, where there is more in the checkpoint, and nothing stands around its names."""
 
@@ -226,7 +228,7 @@ class _Parser:
 
     def _check_side(self, where: str, side: str) -> None:
         if side not in self._sides:
-            self._refuse(where, f"{side!r:.80} is no side, those are {self._sides[0]} and {self._sides[1]}")
+            self._refuse(where, f"{side!r:.80} is not a side, those are {self._sides[0]} and {self._sides[1]}")
 
     def _option(self, name: str, item: Any) -> Option:
         where = f"options.{name}"
@@ -239,7 +241,7 @@ class _Parser:
         for name, needs in left.items():
             for needed in needs:
                 if needed not in self._options:
-                    what = f"the default of {name!r:.80} needs {needed!r:.80}, which is no option of this map"
+                    what = f"the default of {name!r:.80} needs {needed!r:.80}, which is not an option of this map"
                     self._refuse("options", what)
         while left:
             # What needs nothing that is left can be found; where there is no such option, they go round in a circle.
@@ -282,7 +284,7 @@ class _Parser:
         for size in sizes:
             for name in size.names:
                 if name not in self._options:
-                    raise ValueError(f"{size.text!r:.200} needs {name!r}, which is no option of this map")
+                    raise ValueError(f"{size.text!r:.200} needs {name!r}, which is not an option of this map")
 
     def _names(self, side: int, rule: _RuleFields) -> tuple[tuple[Pattern, ...], ...]:
         names = (rule.first, rule.second)[side]
@@ -316,7 +318,7 @@ class _Parser:
         for side, field in found.items():
             self._check_side("stacked", side)
             if field not in fields:
-                self._refuse(f"stacked.{side}", f"{field!r:.80} is no field of any name")
+                self._refuse(f"stacked.{side}", f"{field!r:.80} is not a field of any name")
         return found.get(self._sides[0], ""), found.get(self._sides[1], "")
 
     def _refuse(self, where: str, what: str, cause: BaseException | None = None) -> NoReturn:

@@ -15,7 +15,9 @@ MAX_TOGETHER = 64
 """Ranks that share the reading of the same bytes. More are divided into groups that each read them once, so that no
 rank connects to all others."""
 FEW_RANKS = 4
-"""Most ranks that connect to the reader rank of a few small bytes. What more ranks want is broadcast as a message."""
+"""Largest number of ranks that connect to one reader rank for a few bytes. Bytes that more ranks want are broadcast as
+a message.
+"""
 _COMMON_BYTES = 256 << 10
 _COMMON_BYTES_OF_ALL = 256 << 20
 """Limit for these messages to all ranks together: they come from one store."""
@@ -33,16 +35,17 @@ class ExtentRun(NamedTuple):
 
 
 class ReaderShare(NamedTuple):
-    """The part of one rank in the reading of what several want."""
+    """The part of one rank in reading the runs that several ranks want."""
 
     reads: Sequence[ExtentRun]
-    """This rank reads them, wants them too, and passes them on."""
+    """Runs that this rank reads for itself and for other ranks."""
     peers: Sequence[int]
-    """The ranks to which it passes something on, rising."""
+    """The ranks that this rank sends bytes to, rising."""
     received: Sequence[tuple[int, ExtentRun]]
     """The reader rank of each run that this rank wants and does not read, in the order of the files."""
     common: Sequence[ExtentRun] = ()
-    """The coordinator reads and broadcasts them; the same for every rank, whether it wants these runs or not."""
+    """Runs that the coordinator reads and broadcasts. They are the same for every rank, whether it wants them or not.
+    """
 
 
 class Extents:
@@ -66,7 +69,7 @@ class Extents:
 
 
 def max_common_bytes(num_ranks: int) -> int:
-    """Returns the limit for what is broadcast in a load."""
+    """Returns the largest number of bytes that a load broadcasts."""
     return min(_COMMON_BYTES, _COMMON_BYTES_OF_ALL // max(num_ranks, 1))
 
 
@@ -103,7 +106,7 @@ def assign_readers(wanted: Sequence[Sequence[ExtentRun]], extents: Extents, *, c
 
 
 def _take_common(by_ranks: dict[tuple[int, ...], list[ExtentRun]], extents: Extents, max_bytes: int) -> list[ExtentRun]:
-    """Takes out the runs that many ranks want, up to `max_bytes`; those of most ranks first."""
+    """Takes out the runs that many ranks want, up to `max_bytes`; runs that the most ranks want come first."""
     common: list[ExtentRun] = []
     many = [ranks for ranks in by_ranks if len(ranks) > FEW_RANKS]
     for ranks in sorted(many, key=lambda ranks: (-len(ranks), ranks)):
@@ -152,7 +155,7 @@ def _ranks_in(bits: int) -> tuple[int, ...]:
 
 
 def _level(loads: Sequence[int], amount: int) -> list[int]:
-    """Returns what to add to each load so that the highest that is added to is as low as can be."""
+    """Returns the amount to add to each load so that the highest changed load is as low as can be."""
     rising = sorted(loads)
     level = filled = 0
     for count, load in enumerate(rising, start=1):

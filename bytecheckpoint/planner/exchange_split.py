@@ -23,12 +23,14 @@ class ReadUnit(NamedTuple):
 
 
 class DividedPlan(NamedTuple):
-    """A load plan as one rank carries it out together with others. A fetch is what this rank wants of a unit."""
+    """A load plan that one rank carries out together with others. A fetch holds the bytes that this rank wants of a
+    unit.
+    """
 
     shared: Sequence[Fetch]
-    """This rank reads them, and other ranks want pieces of them."""
+    """Fetches that this rank reads and of which other ranks want pieces."""
     alone: Sequence[Fetch]
-    """This rank reads them, and no other rank wants anything of them."""
+    """Fetches that this rank reads for itself alone."""
     received: Mapping[int, Sequence[Fetch]]
     """Units that each of the reader ranks reads for this one, in file order. Units of which it wants nothing, such as
     those between the rows of a box, are left out; no unit may be left."""
@@ -126,7 +128,9 @@ def _units(run: ExtentRun, extents: Extents, unit_bytes: int) -> Iterator[ReadUn
 
 
 def _cut_all(fetches: Iterable[Fetch], units: Sequence[ReadUnit]) -> dict[ReadUnit, list[Part | Frame]]:
-    """Returns what the fetches want of each unit, in file order. The units are in order and hold all that is wanted."""
+    """Returns the bytes that the fetches want of each unit, in file order. The units are in order and hold all that is
+    wanted.
+    """
     wanted: dict[ReadUnit, list[Part | Frame]] = {unit: [] for unit in units}
     for fetch in fetches:
         for item in (*fetch.parts, *fetch.frames):

@@ -50,7 +50,7 @@ def _boxes(want: int, chunk: Chunk, common: Region, number: int, item_bytes: int
 def frames_of(
     chunk: Chunk, parts: Mapping[int, Sequence[Part]], extent_bounds: Sequence[int], *, item_bytes: int
 ) -> list[Frame]:
-    """The frames with these numbers and what they are for, with their places in the file.
+    """Returns the frames with these numbers and what they are for, with their places in the file.
 
     `extent_bounds` are where the extents of the file begin, in bytes, and its length.
     """

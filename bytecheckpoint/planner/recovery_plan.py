@@ -204,7 +204,7 @@ class _Save:
 
     def _seen(self) -> str:
         ranks = and_more([str(part.rank) for part in self._parts], _MAX_NAMED)
-        return f"seen are the parts of ranks {ranks} of {self._parts[0].num_ranks}; run it where the others are"
+        return f"only the parts of ranks {ranks} of {self._parts[0].num_ranks} are visible; run it where the others are"
 
     def work(self, verdict: RecoveryVerdict) -> list[tuple[StagedPart, list[str], bool]]:
         """Returns the folders with work: the uploads from each, and True if its manifest is committed."""

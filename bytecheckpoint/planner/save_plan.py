@@ -217,7 +217,7 @@ class _Planner:
         self._chunks.setdefault(fqn, []).append((region, rank, item))
 
     def assign_replicas(self) -> None:
-        """Chooses the writers of replicas, those with fewest holders first."""
+        """Chooses a writer for each replicated region, starting with the regions that the fewest ranks hold."""
         for ranks in sorted(self._replicas, key=lambda ranks: (len(ranks), ranks)):
             loads = self._loads[list(ranks)].tolist()
             for replica, region, position in assign_writers(self._replicas[ranks], loads):

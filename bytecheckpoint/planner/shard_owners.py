@@ -67,7 +67,7 @@ Holders = dict[Region, list[Holder]]
 def collect_items(
     tables: Sequence[ItemTable], aliases: Mapping[str, str], global_ranks: Sequence[int]
 ) -> dict[str, TensorItems]:
-    """Returns the write items of each tensor that is no alias.
+    """Returns the write items of each tensor that is not an alias.
 
     Raises CheckpointMismatchError (conflict) if ranks disagree about dtype or shape.
     """
@@ -92,7 +92,7 @@ def collect_items(
 
 
 def disagreement(conflicts: Mapping[str, tuple[str, tuple[int, ...]]]) -> CheckpointMismatchError:
-    """Returns the error for these FQNs: for each a line, and the ranks that it is about."""
+    """Returns the error for these FQNs, with one line and the ranks concerned for each."""
     return CheckpointMismatchError(
         f"ranks disagree about {len(conflicts)} tensors; nothing was written. Give each its own FQN, or the same "
         "global shape and dtype on every rank, tied to the same, and save again:\n"

@@ -76,7 +76,7 @@ class BufferPool:
             self.give(block)
 
     def take(self) -> memoryview:
-        """Returns a free block, else a new one while there may be more, else the one that will be free first."""
+        """Returns a free block, or a new block while the limit allows one; else waits until a block is free."""
         returned: _Returned | None = None
         with self._changed:
             self._changed.wait_for(lambda: self._returned or self._num_made < self._num_blocks)

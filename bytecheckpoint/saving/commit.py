@@ -145,7 +145,7 @@ def _refuse_if_collected(call: SaveCall, files: SaveFiles, content: bytes) -> No
         raise CheckpointSaveError(
             f"the save to {target.path} was held up for {call.timer.age_s / 3600:.1f} hours, and what it had written "
             "is not there any more: it was taken for that of a dead save and cleared away. Nothing was committed, and "
-            "what stood there is as it was: save again",
+            "the checkpoint that was there is unchanged: save again",
             kind="storage",
             path=target.path,
         ) from error
@@ -185,7 +185,7 @@ def _read_last_byte(target: SaveTarget, file: DataFile) -> None:
 
 
 def _may_be_committed(files: SaveFiles) -> bool:
-    """False only if the manifest of this save is certainly not in its place."""
+    """Returns False only if the manifest of this save is certainly not in its place."""
     target = files.target
     try:
         if not layout.has_manifest(target.store.list(target.folder)):

@@ -258,13 +258,13 @@ class _GlobalPlanner:
         return encoded if len(encoded) == len(payloads) else encoded * len(payloads)
 
     def _needs_stage_digests(self, messages: Sequence[_LocalPlanMessage]) -> bool:
-        """True if several stages hold FQNs for which digests were not requested yet."""
+        """Returns True if several stages hold FQNs for which digests were not requested yet."""
         requested, self._in_stages = self._in_stages, fqns_in_several_stages(message.stages for message in messages)
         return self._in_stages != requested
 
 
 def _still_holds(cached: RankPlan, messages: Sequence[_LocalPlanMessage]) -> bool:
-    """True if every rank has this plan cached and replicas that were alike still are."""
+    """Returns True if every rank has this plan cached and replicas that were alike still are."""
     if any(message.plan_id != cached.plan_id for message in messages) or cached.global_plan is None:
         return False
     digests = [iter(message.digests) for message in messages]

@@ -35,7 +35,8 @@ class SaveHandle:
 
     def local(self, timeout: float | None = None) -> LocalInfo:
         """Blocks until every rank's data is durable in the local stage, so that `bcp.recover` could commit it after a
-        crash. If a disk is full, its rank's data is at the path then. `timeout` is in seconds.
+        crash. If the disk of a rank is full, the data of that rank is durable at the path instead. `timeout` is in
+        seconds.
 
         Raises the error with which the save failed before, TimeoutError if it is not that far, and
         CheckpointMismatchError (conflict) if the save has no local stage.
@@ -67,7 +68,7 @@ class SaveHandle:
         return self._progress.outcome.result()
 
     def done(self) -> bool:
-        """True if the save has ended, with or without an error."""
+        """Returns True if the save has ended, with or without an error."""
         return self._progress.outcome.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:

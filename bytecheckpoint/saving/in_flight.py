@@ -102,8 +102,8 @@ class SavesInFlight:
 
     @contextmanager
     def uploading(self, slot: StagingSlot, release_state: Callable[[], None]) -> Iterator[None]:
-        """Waits for the upload of an earlier save. From then on the next save may begin. Calls `release_state`, which
-        drops the training state, before it waits.
+        """Drops the training state with `release_state`, then waits for the upload of an earlier save. After the wait
+        the next save may begin.
         """
         release_state()
         # A synchronous save has ended its slot long ago, and blocks its caller: no other save comes in between.

@@ -75,7 +75,7 @@ class PreparedSave:
             self.agree()
 
     def agree(self) -> AgreedPlan:
-        """Agrees with all ranks on the plan, once, and makes the snapshot the one of that plan."""
+        """Agrees with all ranks on the plan, once, and makes the snapshot follow that plan."""
         if self._agreed is None:
             try:
                 self._agreed = self._agree()
@@ -111,7 +111,7 @@ class PreparedSave:
             logger.info("staged %s in %.2f s", self.target.path, self.call.timer.total)
 
     def interrupt(self, error: BaseException) -> None:
-        """Fails the snapshot, so that the writer does not wait for one that will not be staged."""
+        """Fails the snapshot, so that the writer does not wait for files that will never be staged."""
         message = f"the save was interrupted by {type(error).__name__}; nothing was committed"
         self.snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
 
@@ -130,5 +130,7 @@ class PreparedSave:
         return take_snapshot(self._kind, files, self.buffers, staging_bytes=self.options.staging_bytes)
 
     def _is_on_host(self) -> bool:
-        """False if a tensor is on a device: its copy must follow the caller's stream, which a thread does not know."""
+        """Returns False if a tensor is on a device: its copy must follow the caller's stream, which a thread does not
+        know.
+        """
         return all(shard.tensor.is_cpu for shard in self._local_plan.shards)

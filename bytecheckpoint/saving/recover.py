@@ -120,7 +120,9 @@ class _RecoveryAssignment(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _exchange_plans(ranks: Ranks, store: Store, stage: str) -> _RecoveryAssignment:
-    """Returns this rank's part of the plan that the coordinator makes of what all ranks see."""
+    """Returns this rank's part of the recovery plan. The coordinator makes the plan from the folders that all ranks
+    see.
+    """
     found = [(folder, _folder_in(store, folder.journal)) for folder in stage_folder.scan(stage)]
     parts = [_part(stage, folder, inside) for folder, inside in found if inside is not None]
 

@@ -96,7 +96,7 @@ _GATHERED_BYTES = 16 * SMALL_TENSOR_BYTES
 
 
 def is_small(shard: LocalShard) -> bool:
-    """True if a shard is a whole tensor that is small enough to be compared on every save."""
+    """Returns True if a shard is a whole tensor that is small enough to be compared on every save."""
     return shard.region.lengths == shard.global_shape and shard.tensor.nbytes <= SMALL_TENSOR_BYTES
 
 

@@ -169,7 +169,7 @@ def _contradiction(rank: int, planned: str, reported: str) -> CheckpointSaveErro
 
 
 def provenance_of(world_size: int) -> dict[str, Any]:
-    """Returns what a manifest records about the ranks that wrote the checkpoint, now."""
+    """Returns the record about the ranks that wrote the checkpoint, now."""
     return {
         "world_size": world_size,
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),

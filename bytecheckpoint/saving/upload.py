@@ -89,7 +89,7 @@ def write_upload_and_commit(
 def _write_to_stage(
     prepared: PreparedSave, files: SaveFiles, stage: LocalStage, metadata: Mapping[str, Any]
 ) -> tuple[_StagedSave, bytes]:
-    """Returns what was staged, and on the coordinator the manifest."""
+    """Returns the staged files, and on the coordinator the manifest."""
     agreed, call, target = prepared.agree(), prepared.call, files.target
     ranks, about, timer = call
     doing = f"writing {target.path} to the local stage"

@@ -1,4 +1,4 @@
-"""The kind of snapshot that a save takes, and what makes a lazy one safe."""
+"""Chooses the kind of snapshot that a save takes, and checks that a lazy snapshot is safe."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def compress_file(
     """Compresses a file that was planned with codecs into this memory, which must not change until the file is written.
     Calls `on_compressed` and `on_checksum`, on any thread, with the seconds that each took.
 
-    Raises what `content` raises.
+    Raises the errors of `content`.
     """
     chunks = _chunks_of(planned, memory)
     frames = ((chunk, number) for chunk in chunks for number in range(chunk.num_frames))

@@ -36,7 +36,7 @@ class FrameEncoder:
         without frames.
         """
         if codec != "zstd":
-            raise ValueError(f"{codec!r} is no codec that has frames")
+            raise ValueError(f"{codec!r} is not a codec that has frames")
         if item_bytes == 1:
             return self._compressor.compress(raw)
         if self._scratch.nbytes < raw.nbytes:

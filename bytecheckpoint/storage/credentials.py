@@ -14,10 +14,10 @@ _USER = re.compile(r"(?P<before>:/{1,2})(?P<user>[^/]*|[^/:@]+:(?!\d*(?:/|\Z))[^
 """User and password before the host, also in a URL that lost a slash. A password may contain slashes, as keys of S3 do:
 after a colon that no port follows, it extends to the `@`."""
 _AZURE = re.compile(r"\b(?:abfss?|az|wasbs?)\Z")
-"""Schemes whose URLs have a container in place of the user: `abfs://CONTAINER@ACCOUNT...`. It is no secret."""
+"""Schemes whose URLs have a container in place of the user: `abfs://CONTAINER@ACCOUNT...`. It is not a secret."""
 _QUERY_FIELD = re.compile(r"[&?][^=&]*=([^&]+)")
 _STRING_FIELD = re.compile(r";[^=;]*=([^;]{8,})")
-"""A field of a connection string; shorter values are no keys, but words like `https`."""
+"""A field of a connection string; shorter values are not keys, but words like `https`."""
 _PLAIN_OPTIONS = frozenset(
     {
         *("endpoint_url", "endpoint", "region_name", "region", "host", "project", "protocol", "profile"),
@@ -26,7 +26,7 @@ _PLAIN_OPTIONS = frozenset(
         *("account_name", "account_host", "container_name"),
     }
 )
-"""Options, at any depth, whose values help to understand an error and are no secret."""
+"""Options, at any depth, whose values help to understand an error and are not secret."""
 _PASSWORDS = {"username": "password", "user": "password", "key": "secret"}
 """Options that some backend sends together, as in Basic authentication."""
 _MIN_PART = 4

@@ -55,7 +55,7 @@ class GarbageObject:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the objects; stores do not give that of an upload."""
+        """Size of the objects. Uploads are not counted, because stores do not report their size."""
         return sum(self.names.values())
 
     def add(self, name: str, num_bytes: int, changed_s: float | None) -> None:

@@ -62,7 +62,7 @@ class CheckpointLocation(NamedTuple):
 def root_of(path: str | os.PathLike[str], role: str | None) -> str:
     """Returns the path, or the folder of the role under it.
 
-    Raises CheckpointMismatchError (conflict), which is a ValueError, for a role that is no folder name.
+    Raises CheckpointMismatchError (conflict), which is a ValueError, for a role that is not a folder name.
     """
     root = os.fspath(path)
     if role is None:
@@ -154,7 +154,7 @@ def newest_below(store: Store, folder: str, listing: Mapping[str, int | None]) -
 def _mixed_root(newest: int, *, location: str) -> CheckpointMismatchError:
     return CheckpointMismatchError(
         f"{location} is a checkpoint, and has committed steps below it, the newest {newest}: earlier versions of this "
-        "library let both be saved there, and which of them is meant cannot be known; nothing was read or changed. "
+        "library let both be saved there, and it is not known which of them is meant; nothing was read or changed. "
         f"Say which one: step=None for the checkpoint at the path, step={newest} for that step (on the command line "
         f"--step none, --step {newest}). Then move one of the two to a path of its own",
         kind="conflict",
@@ -237,7 +237,7 @@ def _nothing_at_root(store: Store, listing: Mapping[str, int | None], *, locatio
         kind = "not_committed"
     else:
         held = and_more(sorted(listing), _MAX_NAMED)
-        what, kind = f"{location} is no checkpoint: it has no {MANIFEST_NAME} (it holds {held})", "not_found"
+        what, kind = f"{location} is not a checkpoint: it has no {MANIFEST_NAME} (it holds {held})", "not_found"
     return CheckpointNotFoundError(f"{what}; {_name_steps(steps)}", kind=kind, path=location)
 
 
@@ -251,7 +251,7 @@ def _name_steps(steps: list[int]) -> str:
 def read_manifest(store: Store, folder: str) -> Manifest:
     """Reads the manifest of the checkpoint in a folder of the store.
 
-    Raises CheckpointNotFoundError (not_committed) and what `decode_manifest` raises, with the path.
+    Raises CheckpointNotFoundError (not_committed) and the errors of `decode_manifest`, with the path.
     """
     path = join_name(str(store), folder, MANIFEST_NAME)
     return parse_manifest(read_manifest_bytes(store, folder), path=path, whole=True)
@@ -333,7 +333,8 @@ def commit(store: Store, folder: str, manifest: bytes, *, replace: bool) -> None
     this one, and the data of the replaced one may be deleted.
 
     Raises CheckpointExistsError (exists) if another one exists, with `replace` only if it was created meanwhile;
-    CheckpointSaveError (storage) if the store reports success and has another manifest; and what `Store.write` raises.
+    CheckpointSaveError (storage) if the store reports success and has another manifest; and the errors of
+    `Store.write`.
     """
     try:
         store.write(join_name(folder, MANIFEST_NAME), one_block(manifest), replace=replace)
@@ -348,8 +349,8 @@ def commit(store: Store, folder: str, manifest: bytes, *, replace: bool) -> None
         path = join_name(str(store), folder, MANIFEST_NAME)
         raise CheckpointSaveError(
             f"the storage reported that {path} was replaced, but another manifest stands there: either it does not "
-            "replace, or another save was faster. Nothing was deleted: let only one save at a time write to a path, "
-            "then save again",
+            "replace, or another save replaced it meanwhile. Nothing was deleted: let only one save at a time "
+            "write to a path, then save again",
             kind="storage",
             path=path,
         )

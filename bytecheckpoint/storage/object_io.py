@@ -75,8 +75,8 @@ def copy_file(source: Store, target: Store, folder: str, file: DataFile, scratch
     """Copies `file.name` of the source to the same name in a folder of the target, with blocks of BLOCK_BYTES from
     `scratch`.
 
-    Raises CheckpointCorruptError (checksum, truncated) if the source has other bytes than were written to it, and what
-    `Store.write` raises; nothing is published then.
+    Raises CheckpointCorruptError (checksum, truncated) if the source has other bytes than were written to it, and the
+    errors of `Store.write`; nothing is published then.
     """
 
     @contextmanager
@@ -148,7 +148,7 @@ def take_blocks(blocks: Sequence[Block], take: Callable[[memoryview, int], None]
 def open_block(block: Block) -> Iterator[memoryview]:
     """Gives the block's bytes for as long as the context lasts. Errors of its `content` pass through.
 
-    Raises CheckpointSaveError (storage) if they have another length than the block, or are no flat view of bytes.
+    Raises CheckpointSaveError (storage) if they have another length than the block, or are not a flat view of bytes.
     """
     with block.content() as content:
         if (content.nbytes, content.shape, content.strides) != (block.byte_length, (block.byte_length,), (1,)):

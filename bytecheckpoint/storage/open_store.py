@@ -73,7 +73,9 @@ def is_local(path: str) -> bool:
 
 
 def is_plain_path(path: str) -> bool:
-    """Returns True for a path, not for a URL, even one that lost a slash: its credentials are no path."""
+    """Returns True for a path, not for a URL, even one that lost a slash: a URL has credentials, and they are not part
+    of a path.
+    """
     collapsed = _COLLAPSED_URL.match(path)
     is_collapsed = collapsed is not None and is_known_protocol(collapsed.group(1))
     return bool(path) and "://" not in path and "::" not in path and not is_collapsed

@@ -225,7 +225,7 @@ def decode_header(data: bytes | bytearray) -> SafetensorsHeader:
     UnsafeCheckpointError (limits_exceeded).
     """
     if len(data) < _LENGTH.size:
-        raise _bad_header(f"{len(data)} bytes are no data file", kind="truncated")
+        raise _bad_header(f"{len(data)} bytes are not a data file", kind="truncated")
     num_bytes = _header_bytes(data, "a data file")
     text = memoryview(data)[_LENGTH.size : _LENGTH.size + num_bytes]
     if len(text) < num_bytes:

@@ -35,7 +35,7 @@ logger = logging.getLogger("bytecheckpoint")
 
 JOURNAL_NAME = "journal"
 PENDING_NAME = "pending.manifest"
-"""Unlike a manifest's name, because a staged folder is no checkpoint."""
+"""Unlike a manifest's name, because a staged folder is not a checkpoint."""
 _LOCK_NAME = "lock"
 _NEW_LOCK_NAME = "lock.new"
 """Name until it is locked: recovery, which looks for `lock`, could take it first."""

@@ -1,7 +1,7 @@
 """The store protocol: named, immutable byte objects under one root. Backends implement it; writers, readers and the
 layout use it without knowing the backend.
 
-An object exists whole or not at all. There is no rename, no append and no folder to make: object storage is no file
+An object exists whole or not at all. There is no rename, no append and no folder to make: object storage is not a file
 system, and a file system can do all of this.
 """
 
@@ -94,7 +94,7 @@ class Store(Protocol):
         """
 
     def delete(self, name: str) -> None:
-        """Removes an object. A missing one is no error."""
+        """Removes an object. A missing one is not an error."""
 
 
 @runtime_checkable
@@ -156,7 +156,7 @@ class UnconditionalStore(Store, Protocol):
 
 
 def endpoint_of(store: Store) -> str:
-    """Returns what tells stores with one URL apart; mostly empty."""
+    """Returns a text that distinguishes stores with the same URL; mostly empty."""
     return store.endpoint if isinstance(store, HasEndpoint) else ""
 
 

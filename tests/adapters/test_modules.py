@@ -194,7 +194,7 @@ def test_wrappers_do_not_change_names(tmp_path: Path) -> None:
 
 
 class Counting(nn.Module):
-    """Keeps data that is no tensor in its state_dict, by means of its own."""
+    """Keeps data that is not a tensor in its state_dict, by means of its own."""
 
     def __init__(self, count: Any) -> None:
         super().__init__()

@@ -138,7 +138,7 @@ def test_what_the_map_drops_and_what_it_does_not_know(call, tmp_path) -> None:
         (["--map", "no-such-map"], "there is no name map 'no-such-map'"),
         (["--map", TO_LLAMA], "knows none of its"),
         (["--map", TO_MEGATRON, "--map-option", "heads"], "'heads' is not NAME=VALUE"),
-        (["--map", TO_MEGATRON, "--map-option", "head=3"], "'head' is no option of it"),
+        (["--map", TO_MEGATRON, "--map-option", "head=3"], "'head' is not an option of it"),
         (["--map", ""], "--map takes a name or a file"),
         (["--map-option", "heads=3"], "--map-option and --keep-unmapped are for --map"),
         (["--keep-unmapped"], "--map-option and --keep-unmapped are for --map"),

@@ -65,7 +65,7 @@ def test_ranks_that_load_from_different_places_are_refused(workers: WorkerPool, 
 
 
 def bad_argument(rank: int, world_size: int, path: str) -> tuple[Seen | None, Seen | None]:
-    """On rank 1 the path is no path, and then the step no step."""
+    """On rank 1 first the path and then the step is not valid."""
     first = seen(lambda: bcp.save(None if rank == 1 else path, state_of(rank, 1.0), options=OPTIONS))  # type: ignore[arg-type]
     second = seen(lambda: bcp.save(path, state_of(rank, 1.0), step=-1 if rank == 1 else 1, options=OPTIONS))
     return first, second

@@ -19,7 +19,7 @@ SAVING = bcp.SaveOptions(timeout_s=20)
 
 
 def seen_by(rank: int) -> bytes:
-    """What cannot be compressed, and is no tensor: the manifest holds it."""
+    """What cannot be compressed, and is not a tensor: the manifest holds it."""
     return random.Random(rank).randbytes(MAX_VALUE_BYTES + (1 << 20))
 
 

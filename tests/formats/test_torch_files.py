@@ -444,7 +444,7 @@ def test_no_flipped_bit_is_more_than_an_error_or_another_value(tmp_path: Path) -
 
 def test_a_file_of_another_kind_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
-    path.write_text("hello, this is no checkpoint")
+    path.write_text("hello, this is not a checkpoint")
     error = refused(path)
     assert (type(error), error.kind) == (bcp.CheckpointNotFoundError, "not_found")
 

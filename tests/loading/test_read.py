@@ -127,7 +127,7 @@ def test_state_dict_is_what_load_state_dict_takes(tmp_path: Path) -> None:
 
 
 def test_names_that_are_not_there(opened: bcp.Checkpoint, tmp_path: Path) -> None:
-    with pytest.raises(KeyError, match="'nothing' is no tensor of"):
+    with pytest.raises(KeyError, match="'nothing' is not a tensor of"):
         opened["nothing"]
     with pytest.raises(KeyError):
         opened["n"]

@@ -62,7 +62,7 @@ def test_a_wrong_name_is_told_of_near_ones(saved: Path) -> None:
         ("model.0", "there are tensors below it, as 'model.0."),
         ("scheduler.last_epoch", "plain data is in `objects`"),
     ):
-        with pytest.raises(KeyError, match="is no tensor of") as caught:
+        with pytest.raises(KeyError, match="is not a tensor of") as caught:
             opened[wrong]
         assert hint in str(caught.value)
 

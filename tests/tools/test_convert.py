@@ -398,7 +398,7 @@ def test_s3_to_s3_and_credentials_are_never_shown(call, s3, s3_prefix, sources, 
 
 
 def test_flat_names_of_torch_are_names_within_a_model(call, tmp_path) -> None:
-    """The first part of a name is no entry where nothing says so: a model may have a module named `model`."""
+    """The first part of a name is not an entry where nothing says so: a model may have a module named `model`."""
     state = {"model.embed.weight": torch.ones(2), "lm_head.weight": torch.zeros(2)}
     torch.save(state, tmp_path / "a.pt")
     dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)

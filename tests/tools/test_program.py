@@ -53,7 +53,7 @@ def test_every_command_has_help_with_an_example(call, command: str) -> None:
         ("nowhere", 3, "not_found", "there is nothing at"),
         ("file", 3, "not_found", "is a file"),
         ("empty", 3, "not_found", "there is nothing at"),
-        ("noise", 3, "not_found", "is no checkpoint"),
+        ("noise", 3, "not_found", "is not a checkpoint"),
         ("nosuch://bucket/run", 4, "unsupported", "no backend is known"),
         ("", 4, "unsupported", "the path is empty"),
     ],
@@ -249,7 +249,7 @@ def test_a_local_file_in_a_folder_that_is_not_there_is_wrong_usage(call, saved_r
     assert f"the folder {str(target.parent)!r} does not exist" in ended.err
     assert not target.parent.exists()
     (tmp_path / "file").write_text("x")
-    assert "is no folder" in call(command, saved_root, option, tmp_path / "file" / "page").err
+    assert "is not a folder" in call(command, saved_root, option, tmp_path / "file" / "page").err
 
 
 @pytest.mark.parametrize(("command", "option"), [("show", "--html"), ("timeline", "--trace")])

@@ -28,7 +28,7 @@ def compare_checkpoints(
 ) -> CheckpointDiff:
     """Returns all differences under the wanted names. Without a tolerance every bit counts.
 
-    Raises what a load raises.
+    Raises the errors of a load.
     """
     started = time.monotonic()
     named_a, named_b = named_values(a.manifest, is_wanted), named_values(b.manifest, is_wanted)
@@ -56,7 +56,7 @@ def compare_checkpoints(
 
 
 def _is_near(tensor: TensorDifference) -> bool:
-    """True if values differ, all of them within the tolerance."""
+    """Returns True if values differ, all of them within the tolerance."""
     return tensor.values is not None and bool(tensor.values.max_abs)
 
 

@@ -1,5 +1,5 @@
 """Lists the checkpoints of a path, its folders and the folders of runs in it. It lists three levels and reads
-manifests: the path, its folders, and the folders of those that are no checkpoints.
+manifests: the path, its folders, and the folders of those that are not checkpoints.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ListedCheckpoint:
     """Path inside the root, of a folder or file; "" is the root itself."""
     path: str
     run: str = ""
-    """Folder of the root that holds it, if that is no checkpoint itself."""
+    """Folder of the root that holds it, if that is not a checkpoint itself."""
     step: int | None
     committed: bool
     num_bytes: int

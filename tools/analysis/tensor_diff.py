@@ -79,7 +79,7 @@ class TensorDiff:
     def run(self, *, threads: int, on_progress: Callable[[int], None]) -> ComparedTensors:
         """Reads and compares. `on_progress` gets the number of bytes of both that are done since it was last called.
 
-        Raises what a load raises; every file that is needed is checked for its size before anything is read.
+        Raises the errors of a load; every file that is needed is checked for its size before anything is read.
         """
         # Before anything is cut into tiles: a manifest may claim a tensor of any size.
         for index, source in enumerate(self._sources):

@@ -89,7 +89,7 @@ class TensorStats:
 def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[int], None]) -> dict[str, TensorStats]:
     """Returns the statistics of these stored tensors; dtypes without numbers (packed bits) are left out.
 
-    Raises what a load raises. `on_progress` gets the number of bytes read since its last call.
+    Raises the errors of a load. `on_progress` gets the number of bytes read since its last call.
     """
     manifest, options = opened.manifest, LoadOptions()
     wanted = [fqn for fqn in fqns if has_values(manifest.describe(fqn)[0])]

@@ -51,7 +51,7 @@ class ValueDifference:
     num_not_finite: int = 0
     """Number of differing pairs with a NaN or an infinity, so that there is no distance."""
     max_abs: float | int | None = None
-    """Largest distance of finite values, those within a tolerance too; None without any, or if elements are no
+    """Largest distance of finite values, those within a tolerance too; None without any, or if elements are not
     numbers."""
     max_rel: float | None = None
     """Largest distance relative to the larger of the two values."""
@@ -164,7 +164,7 @@ def _bits_differ(a: TensorElements, b: TensorElements) -> np.ndarray:
 
 
 def _compare_bits(a: TensorElements, b: TensorElements, start: int) -> ValueDifference:
-    """Compares elements that are no numbers: packed ones."""
+    """Compares elements that are not numbers: packed ones."""
     differs = _bits_differ(a, b)
     bits_a, bits_b = (np.frombuffer(side.content, _BITS[itemsize(a.dtype)]) for side in (a, b))
     first = _first(differs, bits_a, bits_b, start)

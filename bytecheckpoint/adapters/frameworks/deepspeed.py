@@ -48,16 +48,16 @@ _UNREADABLE = (
     ("offloaded_states", "whose states are offloaded", "call engine.reload_states() first"),
     ("zenflow", "with ZenFlow", "turn zenflow off"),
 )
-"""Attributes that are true where state lies in other places, what that is called, and what to do about it."""
+"""Attributes that are true where state lies in other places, each with the name of that feature and advice."""
 _UNREADABLE_IF_SET = (
     ("superoffload_cpu_optimizer", "with SuperOffload", "turn super_offload off"),
     ("backup_optimizer", "offloaded in part", "set the ratio of the offload to 1.0"),
 )
-"""The same for attributes that are there only then."""
+"""Like the table above, for attributes that exist only where state lies in other places."""
 
 
 def is_engine(value: Any) -> bool:
-    """True if a module is an engine, which is `engine.module` with an optimizer and counters."""
+    """Returns True if a module is an engine, which is `engine.module` with an optimizer and counters."""
     attributes = vars(value) if isinstance(value, torch.nn.Module) else {}
     return {"optimizer", *COUNTERS} <= attributes.keys() and isinstance(unwrapped(value), torch.nn.Module)
 
@@ -67,7 +67,8 @@ def unwrapped(engine: Any) -> Any:
 
 
 def flat_optimizer(fqn: str, value: Any, engines: Iterable[Any]) -> FlatOptimizer | None:
-    """An engine's optimizer, or one that DeepSpeed has wrapped, of which no engine need be known; None for others.
+    """Returns an engine's optimizer, or an optimizer that DeepSpeed has wrapped, with or without a known engine; None
+    for others.
 
     The torch optimizer that an engine was made with is the same as the engine's own. Raises CheckpointSaveError
     (unsupported_value), naming `fqn`, where not all of its state can be read.
@@ -115,10 +116,11 @@ def _groups_of(wrapper: Any) -> list[Sequence[torch.Tensor]]:
 
 
 def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatModule | None:
-    """Finds how the parameters of a module lie: in a wrapped optimizer, in partitions of ZeRO 3, or else None.
+    """Finds the flat memory of a module's parameters: in a wrapped optimizer or in partitions of ZeRO 3; None if there
+    is none.
 
-    `wrapper` is an optimizer that may have them: None comes back for parameters of which it has none, because those may
-    be another's. Raises CheckpointSaveError (unsupported_value) where it has others as well.
+    `wrapper` is an optimizer that may have the parameters. Returns None if it has none of them, because they may belong
+    to another optimizer. Raises CheckpointSaveError (unsupported_value) if it has only some of them.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in named:
@@ -175,13 +177,13 @@ def not_in(named: NamedParameters, flat: Iterable[FlatModule]) -> NamedParameter
 
 
 def has_traces(tree: ModuleTree) -> bool:
-    """True if DeepSpeed has wrapped the module, which marks the parameters that it optimises."""
+    """Returns True if DeepSpeed has wrapped the module, which marks the parameters that it optimises."""
     found = (each for _, module in tree.submodules for each in module._parameters.values())
     return any(hasattr(each, _PARTITION) or hasattr(each, _MASTER) for each in found)
 
 
 def refuse_unknown(fqn: str, named: NamedParameters, flat: Iterable[FlatModule]) -> None:
-    """Raises CheckpointSaveError (unsupported_value) for parameters with masters that nobody has found: a load would
+    """Raises CheckpointSaveError (unsupported_value) for parameters with masters that were not found: a load would
     be undone by the next step, and a save would store what is rounded.
     """
     unknown = [name for name, parameter in not_in(named, flat) if hasattr(parameter, _MASTER)]
@@ -209,7 +211,9 @@ def _copies(fqn: str, name: str, held: MasterPart) -> Iterator[FlatParamMemory]:
 
 
 def _gathered(fqn: str, name: str, parameter: Any) -> Iterator[FlatParamMemory]:
-    """All of a parameter of ZeRO 3, where it is there: a small one always, any other between forward and backward."""
+    """Yields all of a parameter of ZeRO 3, where it is there: a small one always, any other between forward and
+    backward.
+    """
     if parameter.ds_status.name == "INFLIGHT":
         raise unsupported(fqn, "a module whose parameters are being gathered", "save and load between steps")
     if parameter.ds_status.name == "AVAILABLE":
@@ -218,7 +222,9 @@ def _gathered(fqn: str, name: str, parameter: Any) -> Iterator[FlatParamMemory]:
 
 
 def _finish(masters: Sequence[MasterPart], alone: Sequence[Any]) -> None:
-    """Rounds the masters as DeepSpeed does after a step, without its gather: the rest was read."""
+    """Rounds the masters into the low-precision parameters, as DeepSpeed does after a step. Needs no gather: the load
+    has read the elements of other ranks.
+    """
     for partitioned in alone:
         partitioned.ds_secondary_tensor = None  # hpZ: gathered within a node, from values that are out of date now
     for held in masters:
@@ -254,7 +260,7 @@ def _refuse_swapped(fqn: str, parameter: Any) -> None:
 
 
 def facts_of(wrapper: Any, engine: Any | None) -> dict[str, Any]:
-    """Returns what a resumed training needs besides parameters and their state."""
+    """Returns the plain data that a resumed training needs besides parameters and their state."""
     facts: dict[str, Any] = {}
     scaler = _dynamic_scaler(wrapper)
     if scaler is not None:
@@ -288,7 +294,7 @@ def take_facts(wrapper: Any, engine: Any | None, facts: Mapping[str, Any]) -> No
 
 
 def _dynamic_scaler(wrapper: Any) -> Any | None:
-    """Returns what adapts the loss scale; None where that is fixed, as without fp16."""
+    """Returns the object that adapts the loss scale; None where the scale is fixed, as without fp16."""
     of_zero, of_fp16 = getattr(wrapper, "loss_scaler", None), getattr(wrapper, "loss_scale_config", None)
     if getattr(of_zero, "dynamic", False):
         return of_zero

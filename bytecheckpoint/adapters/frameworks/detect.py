@@ -1,4 +1,4 @@
-"""The frameworks that a call may name, and the check that something in a state is of the one that it names."""
+"""The frameworks that a call may name, and the check that the state has an object of the named framework."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ def _is_among(framework: str, values: Iterable[Any]) -> bool:
 
 
 def _is_ddp(module: torch.nn.Module) -> bool:
-    """True if a module is of DDP, or Megatron's: the caller knows that none of its tensors is split."""
+    """Returns True if a module is of DDP, or Megatron's: the caller knows that none of its tensors is split."""
     names = {kind.__name__ for kind in type(module).__mro__}
     return "DistributedDataParallel" in names or hasattr(type(module), "sharded_state_dict")
 
 
 def _is_of_vescale(value: Any) -> bool:
-    """True for veScale's classes, and for torch's DTensor with its placements, told by their attributes."""
+    """Returns True for veScale's classes, and for torch's DTensor with its placements, told by their attributes."""
     if any(kind.__module__.partition(".")[0] == "vescale" for kind in type(value).__mro__):
         return True
     placements = value.placements if isinstance(value, DTensor) else ()

@@ -158,7 +158,9 @@ class FlatParamState:
                     self._group.optimizer.state[self._memory][key] = new
 
     def finish(self, found: StoredOptimizer) -> list[str]:
-        """Puts scalars in place. Returns which are left as they were, and why: parameters do not agree on them."""
+        """Puts scalars in place. Returns a message for each scalar that stays unchanged, because parameters disagree
+        about it.
+        """
         values: dict[str, tuple[str, Any]] = {}
         differing: dict[str, str] = {}
         for names, _, stored_shape in self._taken(found):
@@ -210,7 +212,7 @@ def _stored_as(names: ParameterNames, part: FlatParamPart, found: StoredOptimize
 
 
 def _is_stored_scalar(stored: StoredTensor, shape: tuple[int, ...], key: str) -> bool:
-    """True if the stored state of a parameter of this shape is a scalar, and no tensor like the parameter."""
+    """Returns True if the stored state of a parameter of this shape is a scalar, and no tensor like the parameter."""
     return prod(stored.shape) == 1 and (stored.shape != shape or key in HOST_SCALARS)
 
 
@@ -219,7 +221,7 @@ def _holds(kind: type[torch.Tensor | TensorRef], value: Any, fqn: str) -> bool:
 
 
 def differing_error(texts: Sequence[str]) -> CheckpointMismatchError:
-    """Returns the error for what `FlatParamState.finish` has left as it was."""
+    """Returns the error for the values that `FlatParamState.finish` left unchanged."""
     return CheckpointMismatchError(
         f"{'; '.join(texts)}; but this rank keeps both parameters in one flat buffer, which has one value for all. "
         "What else the checkpoint has for this rank is loaded, and this value is as it was: load into a model that "

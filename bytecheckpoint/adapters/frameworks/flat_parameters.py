@@ -116,7 +116,7 @@ class NamedPart(NamedTuple):
     """A part of a parameter, and the parameter's name."""
 
     name: str
-    """Name of the parameter in its module, without what wrappers put into names."""
+    """Name of the parameter in its module, without the prefixes of wrappers."""
     part: FlatParamPart
 
 
@@ -131,10 +131,12 @@ class FlatParamMemory(NamedTuple):
 
 
 class FlatModule(NamedTuple):
-    """A module whose framework keeps parameters flat, as one save or load finds it. Other tensors it has as ever."""
+    """A module whose framework keeps parameters flat, as one save or load finds it. Its other tensors are ordinary
+    ones.
+    """
 
     held: Sequence[FlatParamMemory]
-    """Every flat parameter, on every rank; an empty part of one that this rank has nothing of."""
+    """Every flat parameter, on every rank; an empty part if this rank has no elements of it."""
     replaced: Collection[int] = frozenset()
     """The ids of tensors that the module shows in place of those parameters, or of their flat memory."""
     aliases: Mapping[str, str] = {}
@@ -195,12 +197,12 @@ def split_padding(
 
 
 def same_but_for_padding(axis: int | None, shape: Sequence[int], other: Sequence[int]) -> bool:
-    """True if the shapes are equal, or differ along this axis only."""
+    """Returns True if the shapes are equal, or differ along this axis only."""
     return tuple(shape) == tuple(other) or (axis is not None and _differ_along(axis, shape, other))
 
 
 def _differ_along(axis: int, shape: Sequence[int], other: Sequence[int]) -> bool:
-    """True if the shapes differ, and along this axis only."""
+    """Returns True if the shapes differ, and along this axis only."""
     lengths = list(zip(shape, other, strict=False))
     return len(shape) == len(other) and [dim for dim, (a, b) in enumerate(lengths) if a != b] == [axis]
 
@@ -218,6 +220,6 @@ class FlatOptimizer(NamedTuple):
     module: Callable[[NamedParameters], FlatModule | None]
     """Finds the flat parameters of the module that has these; None where none is flat."""
     facts: Callable[[], dict[str, Any]]
-    """Returns what else a resumed training needs, as plain data that is the same on all ranks."""
+    """Returns the other values that a resumed training needs, as plain data that is the same on all ranks."""
     take_facts: Callable[[Mapping[str, Any]], None]
-    """Puts those of a checkpoint in place, which may come from another framework and lack any of them."""
+    """Puts the plain data of a checkpoint in place, which may come from another framework and lack any of them."""

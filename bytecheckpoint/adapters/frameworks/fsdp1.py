@@ -67,17 +67,17 @@ def has_units(fqn: str, tree: ModuleTree) -> bool:
 
 
 def is_flattened(parameter: torch.Tensor | None) -> bool:
-    """True if it is a flat parameter, or one that shows a part of such."""
+    """Returns True for a flat parameter, or a parameter that is a view of a part of a flat parameter."""
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
 def shows_parameter(parameter: torch.Tensor) -> bool:
-    """True if it stands for one parameter, of which it shows a part of a flat parameter (`use_orig_params`)."""
+    """Returns True if it stands for one parameter, of which it shows a part of a flat parameter (`use_orig_params`)."""
     return is_flattened(parameter) and not getattr(parameter, "_is_flat_param", False)
 
 
 def walked_tree(fqn: str, tree: ModuleTree) -> ModuleTree:
-    """The tree without the methods that gather parameters.
+    """Returns the tree without the methods that gather parameters.
 
     Raises CheckpointSaveError (unsupported_value) where modules save more than a walk finds, and for tensors on the
     meta device.
@@ -214,7 +214,9 @@ def _part(fqn: str, flat: Any, index: int) -> FlatParamPart:
 
 
 def _order(fqn: str, shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions by falling strides: FSDP1 takes elements as they lay in memory, which may be channels last."""
+    """Returns the dimensions by falling strides: FSDP1 takes elements as they lay in memory, which may be channels
+    last.
+    """
     order = sorted(range(len(shape)), key=lambda dim: (shape[dim] != 1, -strides[dim]))
     stride = 1
     for dim in reversed(order):

@@ -75,7 +75,7 @@ class MegatronEntry:
         self._pieces_of: dict[object, list[ShardedPiece]] = {}
         for piece in self._pieces:
             self._pieces_of.setdefault(_memory_key(piece.source), []).append(piece)
-        # What is no run of its parameter's memory is left out: only an optimizer that has it says so.
+        # A part that is not a run of its parameter's memory is left out: only an optimizer that has it says so.
         in_runs = [piece.source for piece in self._pieces if piece.span is not None]
         self.link(OptimizedElements(source, source, 0, "itself") for source in in_runs)
         self.link(_whole_masters(self._pieces))
@@ -90,9 +90,9 @@ class MegatronEntry:
             self._objects.append(_ShardedObject(fqn, sharded, chunk, path))
 
     def link(self, optimized: Iterable[OptimizedElements]) -> None:
-        """Says what an optimizer of the state has of parameters; those of other entries are left to them.
+        """Lists the parameters that an optimizer of the state has; parameters of other entries are left to these.
 
-        Raises CheckpointSaveError (unsupported_value) for flat memory of a parameter whose pieces are no runs of it.
+        Raises CheckpointSaveError (unsupported_value) for flat memory of a parameter whose pieces are not runs of it.
         """
         for of_parameter in optimized:
             key = _memory_key(of_parameter.parameter)
@@ -107,7 +107,7 @@ class MegatronEntry:
     def _part(self, piece: ShardedPiece, optimized: OptimizedElements) -> NamedPart:
         part = piece.part(optimized.start, optimized.held.numel())
         if part is None:
-            what = "a part that is no run of its parameter's memory, of which an optimizer has flat memory"
+            what = "a part that is not a run of its parameter's memory, of which an optimizer has flat memory"
             advice = "use a ShardedTensorFactory whose pieces are contiguous views"
             raise unsupported(join_fqn(self.fqn, piece.key), what, advice)
         return NamedPart(piece.key, part)
@@ -226,7 +226,7 @@ def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
 
 
 def _is_main(replica_id: int | Sequence[int]) -> bool:
-    """True if an object is the one of its replicas that is saved: Megatron's may differ."""
+    """Returns True if an object is the one of its replicas that is saved: Megatron's may differ."""
     return not any((replica_id,) if isinstance(replica_id, int) else replica_id)
 
 
@@ -238,7 +238,7 @@ def _memory_key(tensor: torch.Tensor) -> object:
 
 
 def _holds_same(shard: LocalShard, other: LocalShard) -> bool:
-    """True if two shards of one region are tied, or equal to the bit."""
+    """Returns True if two shards of one region are tied, or equal to the bit."""
     a, b = shard.tensor, other.tensor
     if (shard.dtype, shard.global_shape, a.is_meta) != (other.dtype, other.global_shape, b.is_meta):
         return False
@@ -277,8 +277,8 @@ def _has_own_state(module: torch.nn.Module) -> bool:
 
 
 def _has_own_method(module: torch.nn.Module, child: torch.nn.Module) -> bool:
-    """True if a wrapper says itself what of it is saved. A method that it has of Megatron's base class, or that the
-    child has inherited too, only adds to the keys that there is a wrapper.
+    """Returns True if a wrapper itself defines what is saved. A method that it has of Megatron's base class, or that
+    the child has inherited too, only adds to the keys that there is a wrapper.
     """
     definer = next((cls for cls in type(module).__mro__ if "sharded_state_dict" in vars(cls)), None)
     if definer is None or isinstance(child, definer):

@@ -32,7 +32,7 @@ _SCALER = "megatron_grad_scaler"
 
 
 def is_megatron_optimizer(value: object) -> bool:
-    """True if an object is one of Megatron's optimizers, which are none of torch's."""
+    """Returns True if an object is one of Megatron's optimizers, which are none of torch's."""
     if isinstance(value, type | torch.nn.Module | torch.optim.Optimizer):
         return False
     own = getattr(value, "__dict__", {})
@@ -105,7 +105,7 @@ def _check_readable(fqn: str, owner: Any) -> None:
 
 
 def _optimized(owner: Any) -> Iterator[OptimizedElements]:
-    """Yields what the inner optimizer has, and what it has nothing of on this rank."""
+    """Yields the parameters that the inner optimizer has, and those without elements on this rank."""
     seen: set[int] = set()
     copies = _pairs(getattr(owner, "float16_groups", ()), getattr(owner, "fp32_from_float16_groups", ()))
     of_float16 = (OptimizedElements(parameter, copy, 0, "copy") for parameter, copy in copies)
@@ -129,7 +129,7 @@ def _shards(owner: Any) -> Iterator[OptimizedElements]:
         here.add(id(parameter))
         # With overlap_param_gather the rest of the parameter is one step behind until the next forward pass.
         yield OptimizedElements(parameter, view, owner._get_model_param_range_map(parameter)["param"].start, "share")
-    # Every rank must know that a parameter is saved as copies or shares, also who has nothing of those.
+    # Every rank must know that a parameter is saved as copies or shares, also a rank that has none of them.
     for parameter in (parameter for buffer in owner.buffers for parameter in buffer.param_index_map):
         if id(parameter) not in here:
             kept_as: Literal["share", "copy"] = "share" if parameter.dtype is torch.float32 else "copy"

@@ -51,7 +51,7 @@ class ShardedPiece(NamedTuple):
         return range(start, start + self.memory.numel())
 
     def part(self, start: int, numel: int) -> FlatParamPart | None:
-        """Returns its part in memory that holds these elements of the flattened source; None where that is no run."""
+        """Returns its part in memory that holds these elements of the flattened source; None if that is not a run."""
         span = self.span
         if span is None:
             return None
@@ -78,7 +78,7 @@ class ShardedObjects(NamedTuple):
 
 
 def is_sharded_leaf(value: object) -> bool:
-    """True if a value is one of the objects that a sharded_state_dict holds."""
+    """Returns True if a value is one of the objects that a sharded_state_dict holds."""
     is_local = type(value).__name__ == "LocalNonpersistentObject" and has_attributes(value, "unwrap")
     return is_local or _is_factory(value) or _is_tensor(value) or _is_object(value)
 
@@ -108,7 +108,7 @@ def leaves_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def find_in(fqn: str, tree: Any) -> ShardedObjects:
-    """The pieces and objects of what a module's `sharded_state_dict()` gave, or of a dict that holds some.
+    """Returns the pieces and objects of what a module's `sharded_state_dict()` gave, or of a dict that holds some.
 
     Raises CheckpointSaveError (unsupported_value) for an object that contradicts itself, flattened tensors, and a
     factory whose pieces are not all of its data.
@@ -148,7 +148,7 @@ def _add_factory(fqn: str, factory: Any, found: ShardedObjects) -> None:
 
 
 def _with_data(built: Any) -> Any:
-    """Returns what was built, with tensors in place of ShardedTensors."""
+    """Returns the state that was built, with tensors in place of ShardedTensors."""
     if isinstance(built, Mapping):
         return {key: _with_data(value) for key, value in built.items()}
     if type(built) in (list, tuple):
@@ -157,7 +157,7 @@ def _with_data(built: Any) -> Any:
 
 
 def _cover(pieces: Sequence[ShardedPiece], data: torch.Tensor) -> bool:
-    """True if views of a tensor are each of its elements once."""
+    """Returns True if views of a tensor are each of its elements once."""
     if sum(piece.memory.numel() for piece in pieces) != data.numel():
         return False
     spans = [piece.span for piece in pieces]

@@ -54,7 +54,7 @@ def part_of_rank(shape: Sequence[int], partition: int, index: int, position: int
 
 
 def is_wrapper(value: Any) -> bool:
-    """True if an object is an optimizer of DeepSpeed's, which keeps the masters of low-precision parameters."""
+    """Returns True if an object is an optimizer of DeepSpeed's, which keeps the masters of low-precision parameters."""
     attributes = () if isinstance(value, type) else getattr(value, "__dict__", ())
     return "optimizer" in attributes and any(name in attributes for name in _READERS)
 

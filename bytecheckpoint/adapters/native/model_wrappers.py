@@ -30,8 +30,8 @@ class WrappedModules(NamedTuple):
 
 
 def modules_inside(value: Any) -> WrappedModules | None:
-    """The modules in the attributes of an object with a state_dict(), where that shows exactly their state: the same
-    names, and the same memory where a module's state is live. None where it shows anything else, as one does that
+    """Returns the modules in the attributes of an object with a state_dict(), where that shows exactly their state: the
+    same names, and the same memory where a module's state is live. None where it shows anything else, as one does that
     keeps averages of the weights.
     """
     modules = _modules_in(value)
@@ -62,7 +62,7 @@ def _modules_in(value: Any) -> list[torch.nn.Module]:
 
 
 def _is_read_otherwise(module: torch.nn.Module) -> bool:
-    """True if frameworks have adapters of their own for it, or its state_dict() gathers it."""
+    """Returns True if frameworks have adapters of their own for it, or its state_dict() gathers it."""
     is_fsdp1 = any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
     return is_fsdp1 or is_engine(module) or is_megatron_module(module)
 
@@ -87,7 +87,7 @@ class ReloadEntry:
         self._inside = inside
 
     def plain_names(self) -> Mapping[str, str]:
-        """State FQNs of the modules' tensors by those under which the object shows them, where these differ."""
+        """Maps each FQN under which the object shows a tensor to the state FQN of that tensor, where the two differ."""
         parts = [(part_of(self.fqn, stage), stage.module) for stage in self._inside.stages]
         plain = {plain_name(name): part.plain_name(name) for part, module in parts for name in module.state_dict()}
         names = ((name, plain[plain_name(name)]) for name in self._inside.names)

@@ -21,7 +21,7 @@ EXTRA_STATE = "_extra_state"
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what torch.compile, activation checkpointing and FSDP1 put into it."""
+    """Returns a parameter's name without the prefixes of torch.compile, activation checkpointing and FSDP1."""
     parts = name.split(".")
     return name if _WRAPPERS.isdisjoint(parts) else ".".join(part for part in parts if part not in _WRAPPERS)
 
@@ -40,7 +40,7 @@ class ModulePart(NamedTuple):
     """Parameters that its framework has flat."""
 
     def plain_name(self, name: str) -> str:
-        """The name of something in the module, without what wrappers put into it."""
+        """Returns the name of something in the module, without the prefixes of wrappers."""
         if not self.is_wrapped:
             return name
         for prefix in self.ddp_prefixes:
@@ -57,7 +57,9 @@ class ModulePart(NamedTuple):
         return values if are_plain else None
 
     def state(self) -> Iterator[tuple[str, str, Any]]:
-        """The state_dict without flat parameters: of each value the module's own name, the plain name, and itself."""
+        """Yields the state_dict without flat parameters: of each value the module's own name, the plain name, and
+        itself.
+        """
         replaced = () if self.flat is None else self.flat.replaced
         for name, value in self.tree.state_dict().items():
             if id(value) not in replaced:
@@ -69,7 +71,9 @@ def is_extra_state(name: str) -> bool:
 
 
 def is_data(name: str, value: Any) -> bool:
-    """True if something in a state_dict is no tensor of the module: extra state, or what its own hooks put there."""
+    """Returns True if something in a state_dict is not a tensor of the module: extra state, or what its own hooks put
+    there.
+    """
     return not isinstance(value, torch.Tensor) or is_extra_state(name)
 
 

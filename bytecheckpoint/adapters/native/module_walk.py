@@ -40,7 +40,8 @@ class ModuleTree(NamedTuple):
     """Names of extra state that the tree itself looks for, and the module of each."""
 
     def own_saving(self, known: str) -> Iterator[tuple[str, str]]:
-        """The modules that say themselves what a state_dict holds, by their names, and how: a walk would miss that.
+        """Yields the modules that say themselves what a state_dict holds, by their names, and how: a walk would miss
+        that.
 
         Extra state and hooks from the module `known` do not count.
         """
@@ -56,7 +57,7 @@ class ModuleTree(NamedTuple):
                     yield name, f"{type(module).__name__} with the state_dict hook {getattr(hook, '__name__', hook)}"
 
     def walked(self) -> ModuleTree:
-        """The same tree, whose values are found without any method of its modules but `get_extra_state`.
+        """Returns the same tree, whose values are found without any method of its modules but `get_extra_state`.
 
         For modules whose methods communicate, once `own_saving` has nothing to say.
         """
@@ -74,7 +75,7 @@ class ModuleTree(NamedTuple):
             hook(self.module, "", True)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Returns what `state_dict(keep_vars=True)` of the module gives: live values by the module's own names."""
+        """Returns the same as `state_dict(keep_vars=True)` of the module: live values by the module's own names."""
         if not self.is_saved_as_usual:
             return self.module.state_dict(keep_vars=True)
         values: dict[str, Any] = {}
@@ -90,7 +91,7 @@ class ModuleTree(NamedTuple):
         return values
 
     def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
-        """Returns what `named_parameters()` of the module gives: each once, under its first name."""
+        """Returns the same as `named_parameters()` of the module: each once, under its first name."""
         if not self.is_walked_as_usual:
             return self.module.named_parameters()
         found: dict[int, tuple[str, torch.nn.Parameter]] = {}
@@ -102,13 +103,13 @@ class ModuleTree(NamedTuple):
         return found.values()
 
     def buffers(self) -> Iterable[torch.Tensor]:
-        """Returns what `buffers()` of the module gives; where it is walked as usual, some more than once."""
+        """Returns the same as `buffers()` of the module; where it is walked as usual, some more than once."""
         if not self.is_walked_as_usual:
             return self.module.buffers()
         return [buffer for _, module in self.submodules for buffer in module._buffers.values() if buffer is not None]
 
     def live(self) -> set[int]:
-        """The ids of all parameters and buffers, also of those that no checkpoint holds."""
+        """Returns the ids of all parameters and buffers, also of those that no checkpoint holds."""
         return {id(tensor) for tensor in self._tensors()}
 
     def _tensors(self) -> Iterator[torch.Tensor | None]:
@@ -137,5 +138,5 @@ def tree_of(module: torch.nn.Module) -> ModuleTree:
 
 
 def _keep(classes: Iterable[type[torch.nn.Module]], methods: Sequence[str]) -> bool:
-    """True if none of the classes overrides one of these methods."""
+    """Returns True if none of the classes overrides one of these methods."""
     return all(getattr(cls, method) is getattr(torch.nn.Module, method) for cls in classes for method in methods)

@@ -109,7 +109,9 @@ class ModuleEntry:
         return merged(flat)
 
     def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
-        """Every parameter with its name in the model; a tied one once, under its first name. Without flat ones."""
+        """Yields every parameter with its name in the model; a tied one once, under its first name. Flat parameters are
+        left out.
+        """
         for part in self._parts:
             replaced = () if part.flat is None else part.flat.replaced
             for name, parameter in part.tree.named_parameters():
@@ -127,7 +129,7 @@ class ModuleEntry:
             yield from part.tree.buffers()
 
     def tied_names(self) -> dict[str, str]:
-        """The other names of tied tensors -> their first name, without the entry's own."""
+        """Returns the other names of tied tensors -> their first name, without the entry's own."""
         self._named = held = self._named or self._read()
         prefix = len(self.fqn) + 1
         tied = {**held.aliases, **tied_subclasses(held.facts, held.aliases, held.tensors)}
@@ -267,8 +269,8 @@ class ModuleEntry:
         known: dict[int, tuple[str, dict[str, Any]]],
     ) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yields the module's own name, the FQN and the tensor of all tensors; adds the rest to `extra` and `facts`.
-        `known` are the parts of tensor subclasses, each taken apart once, so that it is seen to be tied where it has
-        several names.
+        `known` are the parts of tensor subclasses, each taken apart once, so that a tensor with several names is
+        recognized as tied.
         """
         live = None if part.tree.is_saved_as_usual else part.tree.live()
         for name, plain, value in part.state():

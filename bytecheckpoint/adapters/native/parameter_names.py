@@ -26,13 +26,13 @@ class NamesParameters(Protocol):
     fqn: str
 
     def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
-        """Every parameter that is no flat memory, with its name in the model; a tied one once."""
+        """Yields every parameter that is not flat memory, with its name in the model; a tied one once."""
 
     def in_optimizer(self) -> Iterator[tuple[int, Sequence[NamedPart]]]:
         """Yields the ids of tensors that an optimizer has in place of the others, and what lies in each."""
 
     def tied_names(self) -> dict[str, str]:
-        """The other names of tied tensors -> their first name."""
+        """Returns the other names of tied tensors -> their first name."""
 
 
 class ParameterNames(NamedTuple):
@@ -114,7 +114,9 @@ def name_parameters(
 
 
 def _found_in_modules(wanted: set[int], modules: Sequence[NamesParameters]) -> OptimizedParameters:
-    """The first module that has a parameter gives it its name. What one of them keeps flat is flat."""
+    """Merges the names of several modules. A parameter gets its name from the first module that has it. It counts as
+    flat if any of the modules keeps it flat.
+    """
     whole: dict[int, ParameterNames] = {}
     flat: dict[int, list[OptimizedParameter]] = {}
     for entry in modules:

@@ -20,7 +20,7 @@ class Stage(NamedTuple):
 
 
 def stages_of(value: Any) -> list[Stage]:
-    """The modules that a value of the state stands for; none where it is anything else than modules."""
+    """Returns the modules that a value of the state stands for; none where it is anything else than modules."""
     if isinstance(value, list | tuple):
         found: list[Stage] = []
         for item in value:

@@ -36,7 +36,7 @@ _TABLES = frozenset({"qmap"})
 
 
 def is_subclass(value: object) -> bool:
-    """True if a value is a tensor that names the tensors that it is made of, or a DTensor of such tensors."""
+    """Returns True if a value is a tensor that names the tensors that it is made of, or a DTensor of such tensors."""
     if type(value) in PLAIN_TENSORS or not isinstance(value, torch.Tensor):
         return False
     tensor = value._local_tensor if isinstance(value, DTensor) else value
@@ -48,7 +48,8 @@ def is_subclass(value: object) -> bool:
 
 
 def parts_of(fqn: str, tensor: torch.Tensor) -> dict[str, Any]:
-    """The inner tensors of a subclass by attribute, live, and its facts under FACTS. An inner one may be a subclass.
+    """Returns the inner tensors of a subclass by attribute, live, and its facts under FACTS. An inner one may be a
+    subclass.
 
     Raises CheckpointSaveError (unsupported_value) where they are not all that there is to say.
     """
@@ -57,7 +58,7 @@ def parts_of(fqn: str, tensor: torch.Tensor) -> dict[str, Any]:
     parts = {name: getattr(local, name) for name in names}
     for name, inner in parts.items():
         if not isinstance(inner, torch.Tensor) or "." in name:
-            what = f"a tensor subclass, {type(local).__qualname__}, whose part {name!r} is no tensor"
+            what = f"a tensor subclass, {type(local).__qualname__}, whose part {name!r} is not a tensor"
             raise unsupported(fqn, what, "save the plain tensors that it is made of")
     if isinstance(tensor, DTensor):
         spread = {name: dtensor_of_part(f"{fqn}.{name}", inner, tensor) for name, inner in parts.items()}
@@ -66,7 +67,7 @@ def parts_of(fqn: str, tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def flat_parts(fqn: str, tensor: torch.Tensor) -> dict[str, Any]:
-    """All that a subclass comes to, by FQN: tensors that are no subclasses, and facts, of nested ones too."""
+    """Returns all that a subclass comes to, by FQN: tensors that are not subclasses, and facts, of nested ones too."""
     found: dict[str, Any] = {}
     for name, part in parts_of(fqn, tensor).items():
         child = f"{fqn}.{name}"
@@ -75,12 +76,12 @@ def flat_parts(fqn: str, tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def is_facts(fqn: str) -> bool:
-    """True if this is the FQN of the facts of a subclass, unless a user has called something else so."""
+    """Returns True if this is the FQN of the facts of a subclass, unless a user has called something else so."""
     return fqn.endswith(FACTS) and fqn.rpartition(".")[2] == FACTS
 
 
 def outer_fqn(facts_fqn: str) -> str:
-    """The FQN of the subclass whose facts these are."""
+    """Returns the FQN of the subclass whose facts these are."""
     return facts_fqn[: -len(FACTS) - 1]
 
 
@@ -98,7 +99,7 @@ def tied_subclasses(
     facts_fqns: Iterable[str], aliases: Mapping[str, str], fqns_of_own: Iterable[str]
 ) -> dict[str, str]:
     """Maps each subclass all of whose inner tensors are tied to those of one other to the FQN under which these are
-    stored. `fqns_of_own` are those of tensors that are no aliases.
+    stored. `fqns_of_own` are those of tensors that are not aliases.
     """
     outer = {outer_fqn(fqn) for fqn in facts_fqns}
     if not outer or not aliases:
@@ -114,7 +115,7 @@ def tied_subclasses(
 
 
 def with_new_memory(tensor: torch.Tensor, allocate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The same subclass, made of what `allocate` gives for each of its inner tensors."""
+    """Returns the same subclass with new memory: `allocate` makes each of its inner tensors."""
     if isinstance(tensor, DTensor):
         local = with_new_memory(tensor._local_tensor, allocate)
         return DTensor(local, tensor._spec, requires_grad=tensor.requires_grad)  # type: ignore[no-untyped-call]
@@ -129,7 +130,7 @@ def with_new_memory(tensor: torch.Tensor, allocate: Callable[[torch.Tensor], tor
 
 
 def subclasses_in(value: Any, fqn: str) -> dict[str, torch.Tensor]:
-    """The subclasses in nested dicts, lists and tuples, by FQN."""
+    """Returns the subclasses in nested dicts, lists and tuples, by FQN."""
     if is_subclass(value):
         return {fqn: value}
     items = value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ()
@@ -143,7 +144,8 @@ def restored(
     like: torch.Tensor | None = None,
     left: Collection[str] = (),
 ) -> Any:
-    """The tree with every subclass in it built of its parts, or taken from the `live` ones, which have been filled.
+    """Returns the tree with every subclass in it built of its parts, or taken from the `live` ones, which have been
+    filled.
 
     Dicts and lists are changed in place. One whose parts were made by `spread_like(like)` is built as a DTensor that
     lies like it; those that are `left` stay as they are.
@@ -187,12 +189,12 @@ def why_not_built(values: Mapping[str, Any], like: torch.Tensor | None = None) -
 
 
 def _tried(parts: Mapping[str, Any], like: torch.Tensor | None) -> torch.Tensor | str:
-    """The subclass, or why it cannot be built."""
+    """Returns the subclass, or why it cannot be built."""
     for name, part in parts.items():
         if isinstance(part, str):
             return part
         if name != FACTS and not isinstance(part, torch.Tensor):
-            return f"its part {name} is no tensor"
+            return f"its part {name} is not a tensor"
     try:
         built = _built(parts, like)
     except LookupError as error:
@@ -239,7 +241,8 @@ def _unflattened(
 def dtensor_like(
     outer: DTensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, is_table: bool = False
 ) -> DTensor | None:
-    """A DTensor of this global shape whose parts are to those of `outer` as its lengths are to those of `outer`.
+    """Returns a DTensor of this global shape whose parts are to those of `outer` as its lengths are to those of
+    `outer`.
 
     None where the lengths of the parts are not whole numbers, and where blocks do not end where parts end.
     """
@@ -258,13 +261,13 @@ def dtensor_like(
 
 
 def is_table_fqn(fqn: str) -> bool:
-    """True if the inner tensor of this FQN is the same for all parts of the tensor around it."""
+    """Returns True if the inner tensor of this FQN is the same for all parts of the tensor around it."""
     return fqn.rpartition(".")[2] in _TABLES
 
 
 def dtensor_of_part(fqn: str, inner: torch.Tensor, outer: DTensor) -> DTensor | None:
-    """The inner tensor of one part of a DTensor as a part of its own global tensor; None where this rank, which holds
-    nothing, cannot tell.
+    """Returns the inner tensor of one part of a DTensor as a part of its own global tensor; None where this rank, which
+    holds nothing, cannot tell.
     """
     if is_table_fqn(fqn):
         return _as_dtensor(inner, inner.shape, outer, is_table=True)
@@ -285,20 +288,20 @@ def dtensor_of_part(fqn: str, inner: torch.Tensor, outer: DTensor) -> DTensor | 
 
 
 def _sharded_dims(outer: DTensor) -> set[int] | None:
-    """The dimensions along which it is cut; None where that is not how it is cut."""
+    """Returns the dimensions along which it is cut; None where that is not how it is cut."""
     cuts = [placement for placement in outer.placements if not isinstance(placement, Replicate)]
     dims = {placement.dim for placement in cuts if isinstance(placement, Shard | _StridedShard)}
     return dims if all(isinstance(placement, Shard | _StridedShard) for placement in cuts) else None
 
 
 def _can_follow(num_dims: int, outer: DTensor, sharded: set[int]) -> bool:
-    """True if a tensor of so many dimensions has those along which the outer one is cut."""
+    """Returns True if a tensor of so many dimensions has those along which the outer one is cut."""
     return not sharded or num_dims == outer.dim() or (num_dims > 0 and sharded == {0})
 
 
 def _ends_with_blocks(outer: DTensor, dim: int, length: int) -> bool:
-    """True if parts of the outer tensor end where blocks do, of which an inner tensor of this length has one element
-    each, or several: 6 rows with 4 scales are blocks of two rows and a short one, twice.
+    """Returns True if parts of the outer tensor end where blocks do, of which an inner tensor of this length has one
+    element each, or several: 6 rows with 4 scales are blocks of two rows and a short one, twice.
     """
     if outer._local_tensor.shape[dim] == outer.shape[dim]:  # not cut
         return True
@@ -315,7 +318,7 @@ def _as_dtensor(local: torch.Tensor, shape: torch.Size, outer: DTensor, *, is_ta
 
 
 def dense_stride(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """The stride of a tensor without gaps whose dimensions lie in memory as those of this stride do."""
+    """Returns the stride of a tensor without gaps whose dimensions lie in memory as those of this stride do."""
     stride = [0] * len(shape)
     dims = sorted(range(len(shape)), key=lambda dim: (-order[dim], dim))
     for at, dim in enumerate(dims):

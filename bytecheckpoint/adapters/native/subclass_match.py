@@ -68,7 +68,9 @@ def refusals(
 
 
 def _together(fqns: Collection[str], outer: Collection[str], aliases: Mapping[str, str]) -> tuple[str, ...]:
-    """The prefixes of the outermost subclasses around these FQNs, and of those that share a tensor with one of them."""
+    """Returns the prefixes of the outermost subclasses around these FQNs, and of those that share a tensor with one of
+    them.
+    """
     refused = {enclosing(fqn, outer)[-1] for fqn in fqns}
     pairs = [(enclosing(alias, outer), enclosing(fqn, outer)) for alias, fqn in aliases.items()] if refused else []
     links = [{of_alias[-1], of_own[-1]} for of_alias, of_own in pairs if of_alias and of_own]
@@ -97,7 +99,7 @@ def _part_problem(fqn: str, own: Any, checkpoint: CheckpointView, other_names: S
 
 
 def why_no_part(own: torch.Tensor, found: StoredTensor) -> tuple[str, str] | None:
-    """The kind of problem, and why the inner tensor of a live subclass cannot be filled from the stored one."""
+    """Returns the kind of problem, and why the inner tensor of a live subclass cannot be filled from the stored one."""
     if tuple(own.shape) != found.shape:
         return "shape", f"shape {list(found.shape)} in the checkpoint, {list(own.shape)} in the state"
     dtype = dtype_name(own.dtype)
@@ -144,7 +146,7 @@ def unbuildable(values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[s
 
 
 def _on_meta(fqn: str, value: Any, checkpoint: CheckpointView) -> Any:
-    """Returns what stands for a leaf while no memory is needed."""
+    """Returns a placeholder for a leaf while no memory is needed."""
     if isinstance(value, TensorRef):
         tensor = checkpoint.tensors.get(checkpoint.rename(fqn))
         return None if tensor is None else placeholder(tensor)
@@ -152,7 +154,7 @@ def _on_meta(fqn: str, value: Any, checkpoint: CheckpointView) -> Any:
 
 
 def partly_taken(values: Mapping[str, Any], checkpoint: CheckpointView) -> set[str]:
-    """The outermost subclasses among leaves by checkpoint FQN of which include or exclude leave something out."""
+    """Returns the outermost subclasses, by checkpoint FQN, of which include or exclude leave out a part."""
     outer = {outer_fqn(fqn) for fqn, value in values.items() if is_facts(fqn) and are_facts(value)}
     names = [fqn for fqn in values if not checkpoint.takes(fqn)] if outer else []
     return {found[-1] for found in (enclosing(fqn, outer) for fqn in names) if found}
@@ -203,7 +205,7 @@ class SubclassState:
         return list(why_not_built({**parts, **new}, self._parameter).items())
 
     def _why_no_part(self, key: str, own: Any) -> str | None:
-        """Returns why a live inner tensor is not filled; what include and exclude leave out is no reason."""
+        """Returns why a live inner tensor is not filled; what include and exclude leave out is not a reason."""
         if is_facts(key) or not enclosing(key, {outer_fqn(of_key) for of_key in self._facts if of_key in self.own}):
             return None
         if key not in self._tensors:
@@ -215,7 +217,7 @@ class SubclassState:
         if key in self.own:
             return difference(self.own[key], facts)
         own = self.own.get(outer_fqn(key))
-        # Of a state that holds no elements here nobody can tell what it is.
+        # The kind of a state without elements on this rank is unknown.
         if isinstance(own, torch.Tensor) and (not isinstance(own, DTensor) or own._local_tensor.numel()):
             return "a tensor subclass in the checkpoint, and none in the state"
         inner = {k: stored for k, (_, stored) in self._tensors.items() if k.startswith(f"{outer_fqn(key)}.")}
@@ -225,15 +227,15 @@ class SubclassState:
         return None
 
     def takes(self, key: str) -> bool:
-        """True if what the checkpoint has under this key, `exp_avg.codes` say, is loaded."""
+        """Returns True if what the checkpoint has under this key, `exp_avg.codes` say, is loaded."""
         return key.partition(".")[0] not in self._refused
 
     def lacks(self, key: str) -> bool:
-        """True if the state of this key, `exp_avg` say, is to be put together of parts that a load creates."""
+        """Returns True if the state of this key, `exp_avg` say, is to be put together of parts that a load creates."""
         return self.takes(key) and f"{key}.{FACTS}" not in self.own and not self.is_elsewhere(key)
 
     def is_elsewhere(self, key: str) -> bool:
-        """True if the state of this key holds nothing here of what is a subclass on other ranks."""
+        """Returns True if the state of this key holds nothing here of what is a subclass on other ranks."""
         return f"{key}.{FACTS}" in self._facts and key in self.own
 
     def new_part(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
@@ -246,12 +248,12 @@ class SubclassState:
         return torch.empty(stored.shape, dtype=torch_dtype(stored.dtype), device=device or home)
 
     def _enclosing(self, key: str) -> list[Any]:
-        """The facts of the subclasses that a tensor is a part of, the outermost one first."""
+        """Returns the facts of the subclasses that a tensor is a part of, the outermost one first."""
         keys = sorted((of_key for of_key in self._facts if key.startswith(f"{outer_fqn(of_key)}.")), key=len)
         return [self._facts[of_key] for of_key in keys]
 
     def _is_spread(self, key: str) -> bool:
-        """True if a tensor is a part of something that lies like the parameter, which is spread over ranks."""
+        """Returns True if a tensor is a part of something that lies like the parameter, which is spread over ranks."""
         outer = self._enclosing(key)
         is_like = bool(outer) and outer[0][0]["shape"] == list(self._parameter.shape)
         return is_like and isinstance(self._parameter, DTensor)

@@ -34,7 +34,7 @@ Facts = list[dict[str, Any]]
 
 
 def facts_of(fqn: str, tensor: torch.Tensor, context: Any, shown: torch.Tensor) -> Facts:
-    """The facts of a subclass with this context; `shown` is the DTensor around it, or the tensor itself.
+    """Returns the facts of a subclass with this context; `shown` is the DTensor around it, or the tensor itself.
 
     In a context, the shape that the tensor shows stands as a reference to it, because that of a shard is its own: as a
     torch.Size, or under the key `shape` or `size`. Any other list stays one, whatever it happens to be equal to.
@@ -97,15 +97,15 @@ def _has_only_fields(value: Any) -> bool:
 
 
 def difference(own: Any, found: Any) -> str | None:
-    """Returns what is different in a checkpoint from the facts of a live subclass, as text for an error."""
+    """Returns the differences between the facts in a checkpoint and those of a live subclass, as text for an error."""
     if not are_facts(found):
-        return "found what is no description of a tensor subclass"
+        return "found no description of a tensor subclass"
     texts = [text for key, expected in own[0].items() for text in _differences(key, found[0][key], expected)]
     return "; ".join(texts) or None
 
 
 def _differences(name: str, stored: Any, expected: Any) -> list[str]:
-    """One text for each value that differs, in dicts with the same keys down to the last."""
+    """Returns one text for each value that differs, in dicts with the same keys down to the last."""
     if type(stored) is dict and type(expected) is dict and stored.keys() == expected.keys():
         return [text for key in stored for text in _differences(f"{name} {key}", stored[key], expected[key])]
     if _is_same(stored, expected):
@@ -129,7 +129,7 @@ def _shown(value: Any) -> str:
 
 
 def are_facts(found: Any) -> bool:
-    """True if plain data describes a tensor subclass."""
+    """Returns True if plain data describes a tensor subclass."""
     if type(found) is not list or len(found) != 1 or type(found[0]) is not dict:
         return False
     facts = found[0]
@@ -142,17 +142,19 @@ def are_facts(found: Any) -> bool:
 
 
 def class_of(found: Any) -> type[Any]:
-    """Raises LookupError for what is no tensor subclass that this process has imported and torch can unflatten."""
+    """Raises LookupError unless the value is a tensor subclass that this process has imported and torch can
+    unflatten.
+    """
     if not are_facts(found):
-        raise LookupError("found what is no description of a tensor subclass")
+        raise LookupError("found no description of a tensor subclass")
     cls = _imported(found[0]["class"])
     if not (issubclass(cls, torch.Tensor) and hasattr(cls, "__tensor_unflatten__")):
-        raise LookupError(f"{_name_of(cls)} is no tensor subclass with __tensor_unflatten__")
+        raise LookupError(f"{_name_of(cls)} is not a tensor subclass with __tensor_unflatten__")
     return cls
 
 
 def context_of(found: Facts, shape: Sequence[int], device: torch.device) -> Any:
-    """The context for `__tensor_unflatten__` of a tensor that shows this shape, on this device.
+    """Returns the context for `__tensor_unflatten__` of a tensor that shows this shape, on this device.
 
     Raises LookupError where it needs a class that is not there.
     """
@@ -171,7 +173,7 @@ def _from_plain(value: Any, shape: tuple[int, ...], device: torch.device) -> Any
     if _OUTER in value:
         sequence = _SEQUENCES.get(value[_OUTER]) if type(value[_OUTER]) is str else None
         if sequence is None:
-            raise LookupError(f"{_shown(value[_OUTER])} is no kind of shape")
+            raise LookupError(f"{_shown(value[_OUTER])} is not a kind of shape")
         return sequence(shape)
     if _DEVICE in value:
         return device
@@ -187,14 +189,14 @@ def _from_plain(value: Any, shape: tuple[int, ...], device: torch.device) -> Any
 def _member(value: Mapping[str, Any]) -> enum.Enum:
     cls, name = _imported(value[_ENUM]), value.get("name")
     if not issubclass(cls, enum.Enum) or type(name) is not str or name not in cls.__members__:
-        raise LookupError(f"{value[_ENUM]} is no enum with a member {_shown(name)}")
+        raise LookupError(f"{value[_ENUM]} is not an enum with a member {_shown(name)}")
     return cls.__members__[name]
 
 
 def _namedtuple(value: Mapping[str, Any], shape: tuple[int, ...], device: torch.device) -> Any:
     cls, fields = _imported(value[_NAMEDTUPLE]), _fields(value)
     if not _is_namedtuple(cls) or set(cls._fields) != fields.keys():
-        raise LookupError(f"{value[_NAMEDTUPLE]} is no named tuple with the fields {list(fields)}")
+        raise LookupError(f"{value[_NAMEDTUPLE]} is not a named tuple with the fields {list(fields)}")
     made: Any = tuple.__new__(cls, (_from_plain(fields[name], shape, device) for name in cls._fields))
     return made
 
@@ -202,12 +204,12 @@ def _namedtuple(value: Mapping[str, Any], shape: tuple[int, ...], device: torch.
 def _fields(value: Mapping[str, Any]) -> dict[str, Any]:
     fields = value.get("fields")
     if type(fields) is not dict:
-        raise LookupError(f"{_shown(fields)} are no fields")
+        raise LookupError(f"{_shown(fields)} are not fields")
     return fields
 
 
 def _runs_code(cls: type[Any], names: Collection[str]) -> bool:
-    """True if to set these fields, or to let go of what has them, is more than to keep values."""
+    """Returns True if to set these fields, or to let go of what has them, is more than to keep values."""
     found = [inspect.getattr_static(cls, name, None) for name in names]
     is_set_by_code = any(hasattr(type(it), "__set__") and not isinstance(it, MemberDescriptorType) for it in found)
     return is_set_by_code or hasattr(cls, "__del__")
@@ -217,7 +219,7 @@ def _dataclass(value: Mapping[str, Any], shape: tuple[int, ...], device: torch.d
     cls, fields = _imported(value[_DATACLASS]), _fields(value)
     names = {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else None
     if names != fields.keys():
-        raise LookupError(f"{value[_DATACLASS]} is no dataclass with the fields {list(fields)}")
+        raise LookupError(f"{value[_DATACLASS]} is not a dataclass with the fields {list(fields)}")
     if _runs_code(cls, fields):
         raise LookupError(f"{value[_DATACLASS]} is more than a dataclass: it runs code of its own")
     try:
@@ -230,7 +232,7 @@ def _dataclass(value: Mapping[str, Any], shape: tuple[int, ...], device: torch.d
 
 
 def _imported(name: str) -> type[Any]:
-    """The class of this name, where its module has been imported. Looks only, so no code of any module runs."""
+    """Returns the class of this name, where its module has been imported. Looks only, so no code of any module runs."""
     parts = str(name).split(".")
     for count in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:count]))

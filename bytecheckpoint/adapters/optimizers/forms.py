@@ -50,7 +50,7 @@ def forms_of(entries: Iterable[object]) -> dict[str, Form]:
 
 
 def forms_in(value: Any, fqn: str) -> dict[str, Form]:
-    """The nested and flat optimizer state in a tree of plain data."""
+    """Returns the nested and flat optimizer state in a tree of plain data."""
     if not isinstance(value, dict):
         return {}
     if (form := _form_of(value)) is not None:
@@ -79,8 +79,8 @@ class Reshaping(NamedTuple):
     parse: Parse
 
     def reshaped(self, tree: Any, fqn: str, rename: Callable[[str], str], tensors: Iterable[str]) -> Any:
-        """The tree of this checkpoint FQN, with optimizers in it in the forms that the state has; `tensors` are the
-        checkpoint FQNs of all tensors.
+        """Returns the tree of this checkpoint FQN, with optimizers in it in the forms that the state has; `tensors` are
+        the checkpoint FQNs of all tensors.
         """
         if not isinstance(tree, dict):
             return tree
@@ -115,14 +115,14 @@ class Reshaping(NamedTuple):
 
 
 def _holds_more(form: Form, own: Mapping[str, Any], fqn: str, tensors: Iterable[str]) -> bool:
-    """True for state by numbers, as a state_dict() has it, with other keys than a parameter's state has."""
+    """Returns True for state by numbers, as a state_dict() has it, with other keys than a parameter's state has."""
     if form.keys is None or BY_POSITION not in own:
         return False
     return any(not form.keys >= values.keys() for values in _with_refs(own, fqn, tensors)[_STATE].values())
 
 
 def _with_numbers(tree: Any, fqn: str, tensors: Iterable[str]) -> Any:
-    """The tree with each optimizer in it that is by position in the form of its state_dict()."""
+    """Returns the tree with each optimizer in it that is by position in the form of its state_dict()."""
     if not isinstance(tree, dict):
         return tree
     if not (is_optimizer_tree(tree) and BY_POSITION in tree):
@@ -134,7 +134,7 @@ def _with_numbers(tree: Any, fqn: str, tensors: Iterable[str]) -> Any:
 
 
 def _without_names(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """The tree without the names that torch puts beside numbers: its tensors are called by the numbers."""
+    """Returns the tree without the names that torch puts beside numbers: its tensors are called by the numbers."""
     groups = tree.get(_GROUPS)
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         return tree
@@ -142,7 +142,7 @@ def _without_names(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def _without_refs(tree: Mapping[str, Any], fqn: str) -> dict[str, Any]:
-    """The library's own tree without what the names of its tensors say already."""
+    """Returns the library's own tree without what the names of its tensors say already."""
     prefix = f"{join_fqn(fqn, _STATE)}."
     state = {
         name: {key: value for key, value in values.items() if value != TensorRef(f"{prefix}{name}.{key}")}
@@ -152,7 +152,7 @@ def _without_refs(tree: Mapping[str, Any], fqn: str) -> dict[str, Any]:
 
 
 def _with_refs(tree: Mapping[str, Any], fqn: str, tensors: Iterable[str]) -> dict[str, Any]:
-    """The library's own tree with a reference for each tensor of the optimizer."""
+    """Returns the library's own tree with a reference for each tensor of the optimizer."""
     known = {name for group in tree["groups"].values() for name in group[_PARAMS]}
     state = {name: dict(values) for name, values in tree[_STATE].items()}
     prefix = f"{join_fqn(fqn, _STATE)}."
@@ -180,7 +180,7 @@ def _items(name: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def flat_optimizer_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The flat form of a nested state_dict, in which parameters have names."""
+    """Returns the flat form of a nested state_dict, in which parameters have names."""
     groups = {
         str(index): {_PARAMS: group[_PARAMS], "values": {key: item for key, item in group.items() if key != _PARAMS}}
         for index, group in enumerate(state_dict[_GROUPS])

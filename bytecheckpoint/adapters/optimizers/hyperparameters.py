@@ -49,7 +49,7 @@ def by_first_parameter(
 def agreed(
     parameters: Iterable[ParameterNames], found: StoredOptimizer, checkpoint: CheckpointView
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """The stored values for a group of these parameters, and those on which they do not agree."""
+    """Returns the stored values for a group of these parameters, and those on which they do not agree."""
     by_parameter = map(found.group, parameters)
     groups = {of_parameter.fqn: of_parameter for of_parameter in by_parameter if of_parameter is not None}
     values, problems = {}, []
@@ -82,7 +82,7 @@ def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> Non
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """True if two pieces of plain data are equal, to the bit; a number is equal to a tensor of it."""
+    """Returns True if two pieces of plain data are equal, to the bit; a number is equal to a tensor of it."""
     if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor):
         return torch.equal(torch.as_tensor(a), torch.as_tensor(b))
     # As bytes, so that NaN is NaN and arrays are compared whole.

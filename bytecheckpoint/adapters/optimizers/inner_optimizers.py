@@ -26,7 +26,8 @@ Shapes = Counter[tuple[int, ...]]
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The optimizers in the attributes of this one, also in lists and dicts there, down to those that hold none.
+    """Returns the optimizers in the attributes of this one, also in lists and dicts there, down to those that hold
+    none.
 
     Optimizers of torch, and those of DeepSpeed that wrap one.
     """
@@ -58,7 +59,7 @@ def _held_by_attributes(owner: Any) -> Iterator[Any]:
 
 
 def _items_of(value: Any, depth: int, is_one: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yields what `is_one` holds for, in dicts, lists and tuples nested as deep."""
+    """Yields the values for which `is_one` is true, in dicts, lists and tuples, nested or not."""
     if is_one(value):
         yield value
     elif isinstance(value, Mapping | list | tuple) and depth:
@@ -67,13 +68,15 @@ def _items_of(value: Any, depth: int, is_one: Callable[[Any], bool]) -> Iterator
 
 
 def is_usual(optimizer: torch.optim.Optimizer) -> bool:
-    """True if an optimizer gives out `.state` as torch's base class does, and `.state` is an attribute of its own."""
+    """Returns True if an optimizer gives out `.state` as torch's base class does, and `.state` is an attribute of its
+    own.
+    """
     has_usual_dict = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
     return has_usual_dict and "state_dict" not in vars(optimizer) and keeps_state(optimizer)
 
 
 def keeps_state(optimizer: torch.optim.Optimizer) -> bool:
-    """True if what is put into `.state` stays there: a property may give a new dict each time."""
+    """Returns True if what is put into `.state` stays there: a property may give a new dict each time."""
     return _STATE in vars(optimizer) or optimizer.state is optimizer.state
 
 
@@ -87,7 +90,7 @@ class ShownState(NamedTuple):
 
 
 def shown_by(optimizer: torch.optim.Optimizer, inner: Sequence[Any]) -> ShownState:
-    """Returns what state_dict() has. State that it makes for inner optimizers that had none is not counted and is
+    """Returns the content of state_dict(). State that it makes for inner optimizers that had none is not counted and is
     removed again: torchtitan's takes a step to make it, and a save changes nothing.
     """
     empty = [each for each in (optimizer, *inner) if isinstance(each, torch.optim.Optimizer) and not each.state]
@@ -119,7 +122,7 @@ def _look(value: Any, shapes: Shapes, *, depth: int, is_known: bool) -> bool:
 
 
 def held_by(optimizers: Iterable[Any], *, without: Iterable[Any] = ()) -> Shapes:
-    """The state tensors of these optimizers, but for those that others hold as well."""
+    """Returns the state tensors of these optimizers, but for those that others hold as well."""
     elsewhere = {id(tensor) for tensor in _state_tensors(without)}
     return Counter(tuple(tensor.shape) for tensor in _state_tensors(optimizers) if id(tensor) not in elsewhere)
 
@@ -150,7 +153,9 @@ def check_steps_wait(fqn: str, optimizers: Iterable[torch.optim.Optimizer], wrap
 
 
 def _waits(optimizer: torch.optim.Optimizer, outer: Sequence[object]) -> bool:
-    """True if a step of this optimizer waits: it runs hooks, or optimizers inside it that do step all parameters."""
+    """Returns True if a step of this optimizer waits: it runs hooks, or optimizers inside it that do step all
+    parameters.
+    """
     # Not by the class alone: schedulers and trainers replace `step` on the instance.
     if getattr(optimizer.step, "hooked", False):
         return True

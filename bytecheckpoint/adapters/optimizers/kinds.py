@@ -60,7 +60,7 @@ _ALGORITHM = _kind(
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind | None:
-    """None for one of which is not known what it keeps."""
+    """Returns None for an optimizer whose state keys are unknown."""
     # torch puts a hook in place of the method of each class, and the hook says which method it calls.
     step = type(optimizer).step
     name, _, method = step.__qualname__.rpartition(".")
@@ -84,8 +84,8 @@ def clashes(
     parameters: Iterable[ParameterNames],
     found: StoredOptimizer,
 ) -> list[Clash]:
-    """The parameters of a group that were saved by another kind of optimizer, as far as include and exclude leave their
-    state.
+    """Returns the parameters of a group that were saved by another kind of optimizer, as far as include and exclude
+    leave their state.
     """
     kind = kind_of(optimizer)
     own = _ALGORITHM & group.keys()
@@ -110,7 +110,7 @@ def clashes(
 
 
 def problem_of(fqn: str, kinds: Collection[str], found: Sequence[Clash]) -> Problem:
-    """One for all parameters of an optimizer entry; `kinds` are the names of its classes."""
+    """Returns one for all parameters of an optimizer entry; `kinds` are the names of its classes."""
     first = found[0]
     shown = and_more([clash.name for clash in found], _NUM_SHOWN)
     text = (

@@ -246,7 +246,7 @@ class OptimizerEntry:
                 yield ParamGroup(optimizer, group, of_group)
 
     def _param_states(self, found: StoredOptimizer) -> Iterator[ParamState]:
-        """Yields the state of each parameter that is no flat memory, where any of it is to be loaded."""
+        """Yields the state of each parameter that is not flat memory, where any of it is to be loaded."""
         whole, clashing = self._optimized.whole, self._clashing(found)
         for group in self._groups() if whole else ():
             for parameter in group.parameters if id(group.values) not in clashing else ():

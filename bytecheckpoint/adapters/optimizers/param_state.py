@@ -30,7 +30,7 @@ _COUNT_IN_NUMBERS = (torch.optim.SparseAdam, torch.optim.LBFGS)
 
 
 class ParamGroup(NamedTuple):
-    """One of the param_groups of an optimizer."""
+    """A param_group of an optimizer."""
 
     optimizer: torch.optim.Optimizer
     values: dict[str, Any]
@@ -153,8 +153,9 @@ class ParamState:
         return shards.found
 
     def _new(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
-        """Makes a state tensor that lies like its parameter where it has its shape, and is whole otherwise: on
-        `device`, or where the optimizer itself would have made it, also for a parameter on the meta device.
+        """Makes a state tensor. It is sharded like its parameter if it has the shape of the parameter, and whole
+        otherwise. It is created on `device`; without one, on the device that the optimizer itself would choose, also
+        for a parameter on the meta device.
         """
         if "." in key:
             return self._subclasses.new_part(key, stored, device)
@@ -184,7 +185,7 @@ class ParamState:
                 self._group.optimizer.state[parameter][key] = self._new(key, tensor, None)
 
     def finish(self, checkpoint: CheckpointView) -> None:
-        """Puts in place what is no tensor, or made of several."""
+        """Puts in place plain values, and values made of several tensors."""
         group, parameter, subclasses = self._group, self._parameter, self._subclasses
         for key, (fqn, value) in self._found.plain(self._names).items():
             if not subclasses.lacks(key) or not can_take(subclasses.own.get(key), value):
@@ -202,7 +203,7 @@ class ParamState:
 
 
 def _becomes_number(own: Any, stored: StoredTensor) -> bool:
-    """True if a stored tensor goes to where the optimizer has a number."""
+    """Returns True if a stored tensor goes to where the optimizer has a number."""
     return is_number(own) and prod(stored.shape) == 1
 
 
@@ -211,13 +212,13 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def is_scalar(value: Any) -> bool:
-    """True if a piece of state is a number, or a tensor of one element."""
+    """Returns True if a piece of state is a number, or a tensor of one element."""
     return value.numel() == 1 if isinstance(value, torch.Tensor) else is_number(value)
 
 
 def can_take(own: Any, value: Any) -> bool:
-    """True if a loaded value has a place where the optimizer has `own`: a scalar in a tensor of one element, anything
-    in what is no tensor. The rest was refused, and strict=False leaves it out.
+    """Returns True if a loaded value has a place where the optimizer has `own`: a scalar in a tensor of one element,
+    anything else in a value that is not a tensor. The rest was refused, and strict=False leaves it out.
     """
     return not isinstance(own, torch.Tensor) or (is_scalar(value) and own.numel() == 1)
 
@@ -254,6 +255,8 @@ def put_scalar(group: ParamGroup, parameter: torch.Tensor, key: str, value: Any)
 
 
 def _keeps_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """True if an optimizer without state would make its scalars as tensors: torch's own and those derived of them."""
+    """Returns True if an optimizer without state would make its scalars as tensors: torch's own and those derived of
+    them.
+    """
     bases = {cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim.")}
     return bool(bases - {torch.optim.Optimizer}) and not isinstance(optimizer, _COUNT_IN_NUMBERS)

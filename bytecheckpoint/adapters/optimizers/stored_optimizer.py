@@ -27,7 +27,7 @@ class StoredGroup(NamedTuple):
 
 
 def is_optimizer_tree(tree: Any) -> TypeGuard[Mapping[str, Any]]:
-    """True for a dict made like an optimizer's; plain data may have the same keys."""
+    """Returns True for a dict made like an optimizer's; plain data may have the same keys."""
     if not isinstance(tree, dict) or not {"state", "groups"} <= tree.keys():
         return False
     state, groups = tree["state"], tree["groups"]
@@ -36,7 +36,7 @@ def is_optimizer_tree(tree: Any) -> TypeGuard[Mapping[str, Any]]:
 
 
 def are_groups(tree: Any) -> bool:
-    """True if a tree is surely an optimizer's: data of other objects may have the same keys."""
+    """Returns True if a tree is surely an optimizer's: data of other objects may have the same keys."""
     groups = tree["groups"] if is_optimizer_tree(tree) else {}
     return bool(groups) and all(group.keys() == {"params", "values"} for group in groups.values())
 
@@ -112,14 +112,14 @@ class StoredOptimizer:
         return any(map(is_facts, leaves(self._tree["state"], "")))
 
     def _source(self, name: str) -> str:
-        """The checkpoint FQN of the parameter that was saved under this name."""
+        """Returns the checkpoint FQN of the parameter that was saved under this name."""
         in_model = join_fqn(MODEL_FQN, name)
         is_in_model = in_model in self._checkpoint.saved and name not in self._tree.get("outside_model", ())
         return in_model if is_in_model else name
 
     def _state_fqns(self, name: str) -> list[str]:
-        """Returns what a stored parameter may be called in the state. Renamed once: as key_map renames the parameter in
-        its module, or else as it renames its state in the optimizer.
+        """Returns the names that a stored parameter may have in the state. Renamed once: as key_map renames the
+        parameter in its module, or else as it renames its state in the optimizer.
         """
         source, rename = self._source(name), self._checkpoint.rename
         sources = [source] if source in self._checkpoint.saved else [join_fqn(MODEL_FQN, name), name]
@@ -162,7 +162,7 @@ class StoredOptimizer:
             yield self._checkpoint.rename(join_fqn(self._tree_fqn, "state"))
 
     def is_excluded(self, names: ParameterNames) -> bool:
-        """True if exclude leaves out the parameter itself, under every name that it has."""
+        """Returns True if exclude leaves out the parameter itself, under every name that it has."""
         sources = [self._sources[fqn] for fqn in names.fqns if fqn in self._sources]
         return all(map(self._checkpoint.excludes, sources or map(self._checkpoint.globbed_name, names.fqns)))
 
@@ -172,7 +172,7 @@ class StoredOptimizer:
         return next((tensor.shape for tensor in tensors if tensor is not None), None)
 
     def fits(self, names: ParameterNames, shape: tuple[int, ...]) -> bool:
-        """True if a parameter of this shape had it when its state was made, as far as the checkpoint tells."""
+        """Returns True if a parameter of this shape had it when its state was made, as far as the checkpoint tells."""
         if self._is_by_position:  # of the parameters themselves nothing is known
             shapes = {tensor.shape for _, tensor in self.tensors(names).values()}
             return all(found == shape or len(found) != len(shape) for found in shapes)
@@ -193,7 +193,7 @@ class StoredOptimizer:
         if not self._has_order:
             text = (
                 "its parameters have no names in the checkpoint, and the flat memory in the state has another order, "
-                "so that nobody can tell which is which; save it with names (torch.distributed.checkpoint.state_dict, "
+                "so that they cannot be told apart; save it with names (torch.distributed.checkpoint.state_dict, "
                 "or an optimizer made from named_parameters())"
             )
         elif sum(self._lengths) == len(self._groups):
@@ -205,7 +205,7 @@ class StoredOptimizer:
         else:
             text = (
                 f"of {len(self._groups)} parameters without names in the checkpoint, of {sum(self._lengths)} in the "
-                "state, so that nobody can tell which is which"
+                "state, so that they cannot be told apart"
             )
         return [Problem("conflict", self._fqn, f"{self._fqn}: {text}")]
 
@@ -213,7 +213,7 @@ class StoredOptimizer:
         return next((self._groups[name] for name in self._names(names)), None)
 
     def takes(self, group: StoredGroup, key: str) -> bool:
-        """True if include and exclude leave this hyperparameter of the group."""
+        """Returns True if include and exclude leave this hyperparameter of the group."""
         return self._takes_all(group.values.get(key), join_fqn(group.fqn, key))
 
     def tensors(self, names: ParameterNames) -> Mapping[str, tuple[str, StoredTensor]]:
@@ -221,7 +221,7 @@ class StoredOptimizer:
         return next((self._tensors[name] for name in self._names(names) if name in self._tensors), {})
 
     def plain(self, names: ParameterNames) -> dict[str, tuple[str, Any]]:
-        """State key -> its checkpoint FQN, and the tree that is its value, where include and exclude leave it."""
+        """State key -> its checkpoint FQN, and the tree that is its value, as far as it is selected."""
         name = next((name for name in self._names(names) if name in self._tree["state"]), None)
         if name is None:
             return {}
@@ -230,7 +230,7 @@ class StoredOptimizer:
         return {key: (fqn, value) for key, (fqn, value) in values.items() if self._takes_all(value, fqn)}
 
     def state_keys(self, names: ParameterNames) -> set[str]:
-        """The keys of all that is to be loaded of a parameter's state."""
+        """Returns the keys of all that is to be loaded of a parameter's state."""
         return {key.partition(".")[0] for key in (*self.tensors(names), *self.plain(names))}
 
     @property
@@ -239,7 +239,7 @@ class StoredOptimizer:
         return self._checkpoint.takes_all
 
     def facts(self) -> dict[str, Any]:
-        """Returns what else the framework of the optimizer saved with it, where include and exclude leave it."""
+        """Returns the other data that the framework of the optimizer saved with it, as far as it is selected."""
         facts: Mapping[str, Any] = self._tree.get("facts", {})
         prefix = join_fqn(self._tree_fqn, "facts")
         return {key: value for key, value in facts.items() if self._takes_all(value, join_fqn(prefix, key))}

@@ -70,7 +70,7 @@ class OptimizerWrapper(NamedTuple):
         return _StateCheck("by state_dict" if held <= shown.shapes else "refused", shown.shapes, held)
 
     def refused(self, fqn: str, found: _StateCheck) -> CheckpointSaveError:
-        """The error for one of which no way saves all."""
+        """Returns the error for one of which no way saves all."""
         names = ", ".join(sorted({type(each).__name__ for each in self.inner}))
         inside = f" and the optimizers in it ({names})" if names else ""
         what = (
@@ -147,7 +147,7 @@ class OptimizerWrapperEntry:
         return self._as_saved(checkpoint).expect(checkpoint)
 
     def _as_saved(self, checkpoint: CheckpointView) -> OptimizerEntry | StatefulEntry:
-        """The way in which the checkpoint has it."""
+        """Returns the way in which the checkpoint has it."""
         found = checkpoint.entry_tree(self.fqn)
         is_by_parameter = found is None or is_optimizer_tree(found.tree)
         return self._named() if is_by_parameter or self._by_state_dict is None else self._by_state_dict
@@ -160,7 +160,9 @@ class OptimizerWrapperEntry:
 
 
 def wrapper_of(optimizer: Any) -> OptimizerWrapper | None:
-    """An optimizer that holds others, or may keep its state elsewhere than in its `.state`; None for all others."""
+    """Returns an optimizer that holds others, or may keep its state elsewhere than in its `.state`; None for all
+    others.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return None
     inner = inner_optimizers(optimizer)

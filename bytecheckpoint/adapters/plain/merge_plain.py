@@ -26,7 +26,7 @@ class _Conflict(NamedTuple):
 def merge_plain(
     plain: Sequence[Mapping[str, tuple[Scope, bytes]]], global_ranks: Sequence[int]
 ) -> tuple[dict[str, bytes], dict[str, dict[int, bytes]]]:
-    """Returns what is common to all ranks, and what each rank has of its own, by FQN; `plain[r]` comes from rank r,
+    """Returns the values common to all ranks, and the values of each single rank, by FQN; `plain[r]` comes from rank r,
     whose global number is `global_ranks[r]`.
 
     Raises one CheckpointMismatchError (conflict) for all FQNs whose values differ without being allowed to.
@@ -64,7 +64,9 @@ def _conflict_error(conflicts: Sequence[_Conflict], global_ranks: Sequence[int])
 
 
 def _unite(values: Mapping[int, Any], fqn: str, conflicts: list[_Conflict], *, is_whole: bool) -> Any:
-    """The value that these ranks agree about; dicts are united key by key, if `is_whole` only where no key is odd."""
+    """Returns the value that these ranks agree about; dicts are united key by key, if `is_whole` only where no key is
+    odd.
+    """
     (first, value), *others = values.items()
     are_dicts = all(type(of_rank) is dict for of_rank in values.values())
     if are_dicts and not (is_whole and any(other.keys() != value.keys() for _, other in others)):

@@ -54,19 +54,20 @@ _UNDECODABLE = (
     *(msgspec.DecodeError, struct.error, ValueError, TypeError, AttributeError),
     *(RuntimeError, ArithmeticError, SyntaxError),
 )
-"""Errors of msgspec, numpy and torch for content that nobody encoded: names that they lack, impossible shapes."""
+"""Errors of msgspec, numpy and torch for content that no encoder wrote: names that they lack, impossible shapes."""
 
 _decode_fqn = msgspec.msgpack.Decoder(str).decode
 
 TensorHook = Callable[[str, torch.Tensor], str | torch.Tensor | None]
-"""Returns what the tree has for the tensor of this FQN: the FQN under which its bytes lie in data files, None if that
-is its own, or a tensor to write in place."""
+"""Returns the value that replaces the tensor of this FQN in the tree: the FQN under which its bytes lie in data files,
+None if that is its own, or a tensor to write in place.
+"""
 
 
 def encode_plain(value: Any, fqn: str, on_tensor: TensorHook) -> bytes:
     """Returns the tree below `fqn` as bytes; `on_tensor` says where its tensors go.
 
-    Raises CheckpointSaveError (unsupported_value), naming the FQN, for what is no plain data.
+    Raises CheckpointSaveError (unsupported_value), naming the FQN, for a value that is not plain data.
     """
     return wire.encode_tree(value, fqn, _TorchLeaves(on_tensor))
 
@@ -145,7 +146,7 @@ def content_fqn(fqn: str, tensor: torch.Tensor) -> str:
 
 
 def is_content_fqn(fqn: str) -> bool:
-    """True if an FQN has the form of those that `content_fqn` gives; one that a user chose may have it as well."""
+    """Returns True if an FQN has the form that `content_fqn` gives; a name that a user chose may have it, too."""
     return "@" in fqn and _CONTENT_FQN.search(fqn) is not None
 
 
@@ -194,7 +195,7 @@ def _from_ext(code: int, content: memoryview, depth: int) -> Any:
 def _dtype_from_wire(name: Any) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r:.80} is no dtype of torch's")
+        raise ValueError(f"{name!r:.80} is not a dtype of torch's")
     return dtype
 
 
@@ -210,7 +211,7 @@ def _tensor_from_wire(value: Any) -> torch.Tensor:
 
 
 def _checked_pairs(pairs: Any) -> Any:
-    """Keys as the encoder writes them: of others somebody could have chosen the hashes, all the same."""
+    """Keys as the encoder writes them: keys of other types could be made to collide in their hashes."""
     if not all(type(key) is str or (type(key) is int and key in INT64) for key, _ in pairs):
         raise ValueError("a dict has a key that is neither a text nor an integer of 64 bits")
     return pairs

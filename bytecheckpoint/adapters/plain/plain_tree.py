@@ -13,13 +13,13 @@ from bytecheckpoint.adapters.shards import PLAIN_TENSORS
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, TensorRef, too_deep, unsupported
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, DTensor, TensorRef, *PLAIN_TENSORS})
-"""Types of values that are no entries of their own and hold none: most of a state."""
+"""Types of values that are not entries of their own and hold none: most of a state."""
 
 _LEAVES = ATOMS - {DTensor}  # one of a tensor subclass has the parts of that below it
 
 
 def leaves(value: Any, fqn: str) -> dict[str, Any]:
-    """The leaves of a tree by FQN: what is loaded, compared and renamed one by one.
+    """Returns the leaves of a tree by FQN: what is loaded, compared and renamed one by one.
 
     Dicts and tensor subclasses are taken apart down to their last key, lists and tuples only where they hold tensors;
     an empty container is a leaf.
@@ -68,8 +68,8 @@ def _holds_tensor(value: Any, fqn: str, depth: int) -> bool:
 
 
 def with_leaves(value: Any, fqn: str, new: Mapping[str, Any]) -> Any:
-    """The tree with new leaves, or new values for whole containers: dicts and lists are changed in place, tuples made
-    anew. Leaves not in `new` stay, and so do those of tensor subclasses, which are filled in place.
+    """Returns the tree with new leaves, or new values for whole containers: dicts and lists are changed in place,
+    tuples made anew. Leaves not in `new` stay, and so do those of tensor subclasses, which are filled in place.
     """
     if fqn in new:
         return new[fqn]
@@ -86,7 +86,9 @@ def with_leaves(value: Any, fqn: str, new: Mapping[str, Any]) -> Any:
 
 
 def has_attributes(value: object, *names: str) -> bool:
-    """True if an object or its class has all of these. Dicts, lists and tuples are data, whatever their class adds."""
+    """Returns True if an object or its class has all of these. Dicts, lists and tuples are data, whatever their class
+    adds.
+    """
     if isinstance(value, dict | list | tuple):
         return False
     try:

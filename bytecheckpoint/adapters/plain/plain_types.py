@@ -1,4 +1,4 @@
-"""Values of Python's own types that msgpack lacks and that are no containers of a state: sets, dates and times, paths.
+"""Values of Python's own types that msgpack lacks and that are not containers of a state: sets, dates and times, paths.
 Each is written as a name and plain content, and comes back as the same type. No class is looked up by name.
 """
 
@@ -20,7 +20,7 @@ import torch
 from bytecheckpoint.manifest.plain_wire import INT64
 
 _ITEMS = frozenset({type(None), bool, int, float, str, bytes})
-"""Types of the items of a set: of others somebody could choose the hashes, all the same."""
+"""Types of the items of a set: items of other types could be made to collide in their hashes."""
 
 
 class Tagged(NamedTuple):
@@ -36,7 +36,7 @@ class Tagged(NamedTuple):
 
 
 def tag_value(value: Any) -> Tagged | None:
-    """None for a value that would not come back as it is: of another type, or with what its text leaves out."""
+    """Returns None for a value that would not come back as it is: of another type, or with what its text leaves out."""
     kind = type(value)
     if kind is set or kind is frozenset:
         if any(type(item) not in _ITEMS or (type(item) is int and item not in INT64) for item in value):
@@ -54,7 +54,7 @@ def tag_value(value: Any) -> Tagged | None:
 
 
 def is_tagged(pairs: Any) -> bool:
-    """True if the pairs of a dict are those of a tagged value. What was read may be no pairs at all."""
+    """Returns True if the pairs of a dict are those of a tagged value. What was read may be no pairs at all."""
     if type(pairs) is not list or len(pairs) != 1 or type(pairs[0]) is not list or len(pairs[0]) != 2:
         return False
     return type(pairs[0][0]) is str and pairs[0][0] in _FROM_TAG
@@ -73,14 +73,14 @@ def _items(content: Any) -> Any:
 
 def _text(content: Any) -> str:
     if type(content) is not str:
-        raise ValueError(f"{type(content).__name__} is no text")
+        raise ValueError(f"{type(content).__name__} is not text")
     return content
 
 
 def _days(content: Any) -> timedelta:
     days, seconds, microseconds = content
     if any(type(number) is not int for number in content):
-        raise ValueError("a duration has a number that is no integer")
+        raise ValueError("a duration has a number that is not an integer")
     return timedelta(days, seconds, microseconds)
 
 
@@ -96,7 +96,7 @@ _FROM_TAG: dict[str, Callable[[Any], Any]] = {
 
 
 def as_plain(value: Any) -> Any:
-    """The same for programs that know plain data only: sets as sorted lists, all else as text."""
+    """Returns the same for programs that know plain data only: sets as sorted lists, all else as text."""
     tagged = tag_value(value)
     if tagged is None:
         return value
@@ -104,7 +104,7 @@ def as_plain(value: Any) -> Any:
 
 
 def advice_for(value: Any) -> str:
-    """Returns what to save in place of an object that is refused."""
+    """Returns advice: the value to save in place of an object that is refused."""
     match value:
         case Namespace() | SimpleNamespace():
             return "save vars(value), and make it anew from the dict that a load fills"

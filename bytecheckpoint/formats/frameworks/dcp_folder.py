@@ -42,7 +42,7 @@ def read_folder(source: SourceFolder) -> None:
 
 
 def read_state(source: SourceFolder, inside: str, *, below: str = "") -> dict[Any, Any]:
-    """Returns what is saved in the folder `inside` of a checkpoint's folder, as it was nested, with a TensorRef for
+    """Returns the content of the folder `inside` of a checkpoint's folder, as it was nested, with a TensorRef for
     each of its tensors. These are added to the builder, their names below this one.
     """
     num_bytes = source.list(inside)[METADATA_NAME] or 0
@@ -93,7 +93,7 @@ class _DcpFolder:
         self._numbers: dict[str, int] = {}
         self._files: dict[int, FileReader] = {}
         self._views: dict[bytes, Any] = {}
-        """Tensor of each pickle: those of equal parts are equal."""
+        """Decoded tensor by pickle: similar parts have equal pickles."""
         self._heads: dict[int, _Head] = {}
         """The latest head of an archive of each length."""
 
@@ -198,7 +198,7 @@ class _DcpFolder:
         if view is None:
             view = self._views[content] = unpickle(content, self.builder.path, find_value)
         if not isinstance(view, StoredView):
-            raise damaged(self.builder.path, f"{fqn!r:.200} is no tensor in its file")
+            raise damaged(self.builder.path, f"{fqn!r:.200} is not a tensor in its file")
         return view
 
     def read_objects(self, metadata: Metadata) -> dict[Any, Any]:
@@ -224,7 +224,7 @@ class _DcpFolder:
             at = at.setdefault(key, {})
             if type(at) is not dict:
                 name = ".".join(map(str, path))
-                raise damaged(self.builder.path, f"{name!r:.200} lies in something that is no container")
+                raise damaged(self.builder.path, f"{name!r:.200} lies in something that is not a container")
         if path[-1] in at:
             raise damaged(self.builder.path, f"it has {'.'.join(map(str, path))!r:.200} twice")
         at[path[-1]] = value

@@ -49,7 +49,9 @@ _CLASSES: Mapping[str, Any] = MappingProxyType(
 )
 
 _Place = tuple[str, str]
-"""Name of a tensor, and the offsets of a chunk as a text: nobody can choose the hash of one, as of numbers."""
+"""Name of a tensor, and the offsets of a chunk as a text: hashes of texts cannot be made to collide, hashes of numbers
+can.
+"""
 
 
 class Item(NamedTuple):
@@ -107,7 +109,7 @@ def _parse(found: Any, path: str) -> Metadata:
     objects: dict[str, Item] = {}
     for fqn, description in fields.pop("state_dict_metadata").items():
         if type(fqn) is not str:
-            raise PickleError("a name in it is no text")
+            raise PickleError("a name in it is not text")
         if _is_a(description, "BytesStorageMetadata"):
             objects[fqn] = _taken(items, fqn, None)
             continue
@@ -139,7 +141,7 @@ def _place(index: Any) -> _Place:
     fields = _fields(index, "MetadataIndex")
     offset = fields.get("offset")
     if type(fields["fqn"]) is not str:
-        raise PickleError("a name in it is no text")
+        raise PickleError("a name in it is not text")
     return _key(fields["fqn"], None if offset is None else lengths_of(offset))
 
 

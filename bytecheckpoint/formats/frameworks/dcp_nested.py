@@ -21,7 +21,7 @@ class _Kind(NamedTuple):
     """The names that a program gives to the folders."""
 
     members: Mapping[str, str]
-    """Folder -> the name of what is in it; "" if that has names already. The first is that of the model."""
+    """Folder -> the name of its content; "" if the content has names already. The first is that of the model."""
     extra: str
     """The folder with a file for each rank, if there is one."""
 
@@ -75,8 +75,8 @@ def read_folder(source: SourceFolder) -> None:
 
 
 def _members(source: SourceFolder, kind: _Kind) -> tuple[dict[str, str], list[str]]:
-    """Returns the folders to read, each with the name of what is in it: a user's own have theirs. And what is left
-    out.
+    """Returns the folders to read, each with the name of its content (a user's own folders have their own names), and
+    what is left out.
     """
     members: dict[str, str] = {}
     left_out = []
@@ -101,7 +101,7 @@ def _members(source: SourceFolder, kind: _Kind) -> tuple[dict[str, str], list[st
 
 
 def _extra_state(source: SourceFolder, inside: str) -> dict[str, Any]:
-    """Returns what each rank has saved of its own."""
+    """Returns the values that each rank saved for itself."""
     found = {}
     for file, num_bytes in source.list(inside).items():
         match = _EXTRA_FILE.match(file)

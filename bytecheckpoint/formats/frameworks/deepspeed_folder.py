@@ -129,7 +129,7 @@ def _add_frozen(models: list[SavedFile]) -> None:
 
 
 def _add_model(saved: SavedFile, state: ZeroState | None) -> None:
-    """Adds what is saved with the model, but for what lies in flat buffers."""
+    """Adds the data that is saved with the model, except the tensors in flat buffers."""
     value, builder = saved.value, saved.builder
     flat = state.names if state else frozenset()
     for name, view in value["module"].items():
@@ -160,11 +160,11 @@ def _add_model(saved: SavedFile, state: ZeroState | None) -> None:
 
 
 def _name_left_out(models: list[SavedFile]) -> None:
-    """Names values of the model states that are not read, but for what describes the files alone."""
+    """Names the values of the model states that are not read, except those that only describe the files."""
     builder = models[0].builder
     for key in _LEFT:
         if models[0].value.get(key) is not None:
-            builder.leave_out(key, "it describes the run, and is no state")
+            builder.leave_out(key, "it describes the run, and is not state")
     for saved in models[1:]:
         for key, item in saved.value.items():
             if key not in _KNOWN and holds_tensor(item):

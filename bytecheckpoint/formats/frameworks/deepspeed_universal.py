@@ -22,7 +22,7 @@ _WEIGHTS, _SUFFIX, _OPTIMIZER = "fp32.pt", ".pt", "optimizer_state.pt"
 def read_universal(
     source: SourceFolder, open_file: Callable[..., SavedFile], model: SavedFile, zero: ZeroBuilder
 ) -> ZeroState:
-    """Adds `model.<name>` and `optimizer.state.<name>.<key>`. Raises what `read_zero_state` does."""
+    """Adds `model.<name>` and `optimizer.state.<name>.<key>`. Raises the errors of `read_zero_state`."""
     shapes = [{name: lengths_of(shape) for name, shape in group.items()} for group in model.value["param_shapes"]]
     known = {name: shape for group in shapes for name, shape in group.items()}
     order = {name: number for number, name in enumerate(known)}

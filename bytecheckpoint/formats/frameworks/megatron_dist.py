@@ -61,7 +61,7 @@ def with_common_state(root: dict[Any, Any], source: SourceFolder) -> dict[Any, A
         saved = source.open(_COMMON_FILE, find_megatron_value)
         common = saved.plain(saved.value, "")
     if not isinstance(common, dict):
-        raise damaged(source.path, f"the common state of Megatron is no dict but a {type(common).__name__}")
+        raise damaged(source.path, f"the common state of Megatron is not a dict but a {type(common).__name__}")
     for key, value in common.items():
         found.setdefault(key if key not in found else f"{_COMMON_KEY}.{key}", value)
     source.builder.set_step(common.get("iteration"))

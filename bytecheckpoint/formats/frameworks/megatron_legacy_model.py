@@ -117,7 +117,7 @@ class Model:
         return by_name
 
     def _refuse_no_copy(self, name: str, found: tuple[RankFile, Any], value: Any) -> None:
-        """Refuses a value of no expert that is no copy: every rank of experts has one."""
+        """Refuses a value of no expert that is not a copy: every rank of experts has one."""
         file, _ = found
         if _OF_EXPERTS.search(name):
             what = f"{name!r:.200} is of experts, and which of them is not to be seen from its name"

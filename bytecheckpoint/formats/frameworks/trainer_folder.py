@@ -45,7 +45,7 @@ def read_torch_model(source: SourceFolder) -> None:
 
 
 def add_beside(source: SourceFolder) -> None:
-    """Adds what lies beside the model of a folder, which was read.
+    """Adds the files beside the model of a folder; the model was read before.
 
     Raises CheckpointMismatchError (conflict), CheckpointCorruptError or UnsafeCheckpointError.
     """

@@ -45,8 +45,8 @@ class _ArchiveDirectory(NamedTuple):
 
 
 def directory_offset(file: FileReader) -> int | None:
-    """Returns the byte of a file at which the directory of the archive begins that is all of it; None if it is no
-    archive that torch.save writes.
+    """Returns the byte offset at which the directory of an archive begins that is the whole file; None if it is not
+    an archive that torch.save writes.
     """
     with suppress(CheckpointCorruptError, UnsafeCheckpointError):
         return ZipArchive(file, 0, file.byte_length).directory_offset

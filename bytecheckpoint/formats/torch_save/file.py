@@ -139,7 +139,7 @@ class SavedFile(NamedTuple):
     def buffer(self, view: Any, what: str) -> tuple[FlatBuffer, str]:
         """Returns a flat tensor, and its dtype. Raises CheckpointCorruptError (bad_manifest) for any other value."""
         if not isinstance(view, StoredView) or len(view.shape) != 1 or (view.shape[0] > 1 and view.strides[0] != 1):
-            raise damaged(self.path, f"{what} is no flat tensor")
+            raise damaged(self.path, f"{what} is not a flat tensor")
         start, num_bytes = self.archive.storage(view.storage)
         item_bytes = itemsize(view.dtype)
         if (view.item_offset + view.shape[0]) * item_bytes > num_bytes:
@@ -163,7 +163,7 @@ class SavedFile(NamedTuple):
         known: dict[str, str] = {}
 
         def add(fqn: str, view: StoredView) -> None:
-            # As a text: nobody can choose the hash of one, as of numbers.
+            # As a text: hashes of texts cannot be made to collide, hashes of numbers can.
             place = repr((view.storage.key, view.dtype, view.item_offset, view.shape, view.strides))
             first = known.setdefault(place, fqn)
             if first == fqn:
@@ -198,7 +198,7 @@ def missing_file(path: str, what: str) -> CheckpointNotFoundError:
 
 
 def translated(path: str, writer: str, function: Callable[..., _Found], *args: Any) -> _Found:
-    """Returns what a function returns. Its errors over values of another kind become one about the file."""
+    """Returns the result of a function. Its errors over values of another kind become one about the file."""
     try:
         return function(*args)
     except CheckpointError:

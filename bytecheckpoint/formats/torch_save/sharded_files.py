@@ -36,7 +36,7 @@ class _Group(NamedTuple):
     """The files of all ranks with names of one form."""
 
     name: str
-    """Name of what is in them, if there are several groups."""
+    """Name of their content, if there are several groups."""
     files: list[str]
     """Files in the order of ranks."""
 
@@ -98,7 +98,7 @@ def _groups(names: set[str], path: str) -> list[_Group]:
 
 
 def _read_group(opened: list[SavedFile], below: str, builder: ManifestBuilder) -> tuple[dict[Any, Any], bool]:
-    """Returns what the files hold, whose tensors are added, and True if any of these is sharded."""
+    """Returns the content of the files, whose tensors are added, and True if any of these is sharded."""
     reader = ShardedReader(builder.path)
     leaves = [_leaves(saved, below, reader) for saved in opened]
     sharded = [fqn for fqn, leaf in leaves[0].items() if isinstance(leaf, ShardedTensor)]

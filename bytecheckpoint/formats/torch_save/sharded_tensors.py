@@ -104,7 +104,7 @@ def _attribute(owner: Any, name: Any) -> _TorchClass:
 
 
 def _rebuild(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Makes a tensor of a class of its own: its state says what it is made of."""
+    """Makes a tensor of a class of its own, from the parts that its state names."""
     if not isinstance(kind, _TorchClass):
         return find_value("torch._tensor", "_rebuild_from_type_v2").make(function, kind, args, state)
     made = kind.make(*(args if type(args) is tuple else ()))
@@ -176,7 +176,7 @@ class ShardedReader:
 
 
 def refuse_others(value: Any) -> None:
-    """Raises UnsafeCheckpointError (pickle_refused) for a class of torch's, or an object of one that is no tensor."""
+    """Raises UnsafeCheckpointError (pickle_refused) for a class of torch's, or an object that is not a tensor."""
     if isinstance(value, _TorchClass):
         raise refused(value.name)
     if isinstance(value, Instance) and not is_sharded(value) and value.kind.startswith(_TORCH):
@@ -209,7 +209,7 @@ def _read_dtensor(value: Instance) -> ShardedTensor:
 
     axes = list(map(_Axis, placements, sizes))
     order = sorted(range(len(axes)), key=lambda each: _name(axes[each].placement) == _STRIDED)
-    """Strided placements cut what the others leave."""
+    """Strided placements cut the part that other placements leave."""
     if not isinstance(view, StoredView):
         raise PickleError("a rank's part of a tensor is none")
     coordinate = mesh["_coordinate_on_dim"]

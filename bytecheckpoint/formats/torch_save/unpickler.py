@@ -31,14 +31,14 @@ looks for escapes in the names of globals.
 
 
 class PickleError(ValueError):
-    """Bytes that are no pickle, or none that this machine reads. It never leaves the readers."""
+    """Bytes that are not a pickle, or not one that this machine reads. It never leaves the readers."""
 
 
 class Callee(Protocol):
     """Stand-in for a class or function that a pickle names."""
 
     def make(self, *args: Any) -> Any:
-        """Returns what a call with these arguments is read as."""
+        """Returns the value that a call with these arguments stands for."""
 
 
 FindGlobal = Callable[[str, str], Any]
@@ -88,7 +88,7 @@ class _Machine:
         return stack.pop()
 
     def _steps(self) -> dict[str, Callable[[Any], object]]:
-        """Returns what each instruction does with its argument."""
+        """Returns the handler of each instruction; a handler gets the argument."""
         stack, memo = self._stack, self._memo
         push = stack.append
         return {
@@ -132,7 +132,7 @@ class _Machine:
         }
 
     def _popped(self) -> list[Any]:
-        """Removes the last mark and all above it. Returns what was above it."""
+        """Removes the last mark and all above it. Returns the values that were above it."""
         at = len(self._stack) - 1
         while self._stack[at] is not _MARK:
             at -= 1
@@ -189,7 +189,7 @@ class _Machine:
     def _stack_global(self, _: Any = None) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise PickleError("it names a global by something that is no text")
+            raise PickleError("it names a global by something that is not text")
         self._stack.append(self._find_global(module, name))
 
     def _reduce(self, _: Any = None) -> None:
@@ -219,7 +219,7 @@ class _Machine:
         elif type(target) not in {
             OrderedDict,
             defaultdict,
-        }:  # their attributes are no data: `_metadata` of a state_dict
+        }:  # their attributes are not data: `_metadata` of a state_dict
             raise PickleError(f"it gives attributes to a {type(target).__name__}")
 
     def _memoize(self, number: int) -> None:
@@ -259,7 +259,7 @@ def check_key(value: Any) -> Any:
 
 
 def is_crafted(key: Any) -> bool:
-    """Returns True if somebody could have chosen the hash of a key: numbers and tuples can be made that all have the
+    """Returns True for a key whose hash can be made to collide: numbers and tuples can be made that all have the
     same, and each is compared with all others then. The hash of a text is salted, that of an object its address.
     """
     if type(key) is int:
@@ -278,7 +278,7 @@ def check_keys(keys: Collection[Any]) -> None:
 
 
 def _num_bytes(made: Any) -> int:
-    """Returns an estimate of what making a value has copied. What is no plain value has a `num_bytes`."""
+    """Returns an estimate of what making a value has copied. What is not a plain value has a `num_bytes`."""
     if isinstance(made, str | bytes):
         return len(made)
     if type(made) in {OrderedDict, Counter}:

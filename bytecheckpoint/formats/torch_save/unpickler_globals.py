@@ -119,13 +119,13 @@ class PickledDtype:
 
     def __init__(self, text: Any, *_: Any) -> None:
         if type(text) is not str or not _NUMPY_DTYPE.match(text):
-            raise PickleError(f"it holds numpy data of the dtype {text!r:.80}, which is no plain data")
+            raise PickleError(f"it holds numpy data of the dtype {text!r:.80}, which is not plain data")
         self.dtype = np.dtype(text)
 
     def take_state(self, state: Any) -> None:
         _, order, subdtype, names, fields, *_rest = state
         if subdtype or names or fields:
-            raise PickleError("it holds a numpy array of records, which is no plain data")
+            raise PickleError("it holds a numpy array of records, which is not plain data")
         if order in {"<", ">"}:
             self.dtype = self.dtype.newbyteorder(order)
 
@@ -198,23 +198,23 @@ def lengths_of(value: Any) -> tuple[int, ...]:
 def find_storage(pid: Any) -> StorageRef:
     """Returns the storage of a `("storage", kind, key, location, numel)` of a torch.save file."""
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[1], StorageKind):
-        raise PickleError("it points to something outside of it that is no storage")
+        raise PickleError("it points to something outside of it that is not a storage")
     if type(pid[2]) is not str:
-        raise PickleError("it points to a storage by something that is no text")
+        raise PickleError("it points to a storage by something that is not text")
     return StorageRef(pid[2], pid[1].dtype, _whole(pid[4]))
 
 
 def _rebuild_tensor(storage: Any, offset: Any, size: Any, strides: Any, *rest: Any) -> StoredView:
     """`rest` is requires_grad, hooks and metadata."""
     if not isinstance(storage, StorageRef) or storage.dtype is None:
-        raise PickleError("it makes a tensor from something that is no storage of elements")
+        raise PickleError("it makes a tensor from something that is not a storage of elements")
     return _view(storage, storage.dtype, (offset, size, strides), rest[2:])
 
 
 def _rebuild_any_tensor(storage: Any, offset: Any, size: Any, strides: Any, *rest: Any) -> StoredView:
     """`rest` is requires_grad, hooks, dtype and metadata."""
     if not isinstance(storage, StorageRef) or not isinstance(rest[2], DtypeName):
-        raise PickleError("it makes a tensor from something that is no storage")
+        raise PickleError("it makes a tensor from something that is not a storage")
     return _view(storage, rest[2].name, (offset, size, strides), rest[3:])
 
 
@@ -246,19 +246,19 @@ def _to_bytes(text: Any = b"", encoding: Any = "latin1") -> bytes:
     if type(text) is bytes:
         return text
     if type(text) is not str or encoding not in {"latin1", "latin-1"}:
-        raise PickleError("it encodes something that is no text")
+        raise PickleError("it encodes something that is not text")
     return text.encode("latin-1")
 
 
 def _counter(counts: Any = None) -> Counter[Any]:
     if counts is not None and type(counts) is not dict:
-        raise PickleError("it counts something that is no dict")
+        raise PickleError("it counts something that is not a dict")
     return Counter(counts or {})
 
 
 def _array(content: Any, dtype: Any, shape: Any, order: Any = "C") -> np.ndarray:
     if not isinstance(dtype, PickledDtype) or type(content) is not bytes or order not in {"C", "F"}:
-        raise PickleError("it holds a numpy array of objects, which is no plain data")
+        raise PickleError("it holds a numpy array of objects, which is not plain data")
     return np.frombuffer(content, dtype.dtype).reshape(_wholes(shape), order=order)
 
 
@@ -280,13 +280,13 @@ def _list_of(items: Any = ()) -> list[Any]:
 
 def _joined(*parts: Any) -> str:
     if any(type(part) is not str for part in parts):
-        raise PickleError("it makes a path of something that is no text")
+        raise PickleError("it makes a path of something that is not text")
     return parts[0] + "/".join(parts[1:]) if parts and parts[0] == "/" else "/".join(parts)
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise PickleError("it names a layout by something that is no text")
+        raise PickleError("it names a layout by something that is not text")
     return value
 
 
@@ -296,7 +296,7 @@ def _device(kind: Any, index: Any = None) -> str:
 
 def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
     if type(pairs) not in {list, tuple} or any(type(pair) not in {list, tuple} or len(pair) != 2 for pair in pairs):
-        raise PickleError("it makes a dict of something that is no list of pairs")
+        raise PickleError("it makes a dict of something that is not a list of pairs")
     check_keys([key for key, _ in pairs])
     return OrderedDict((check_key(key), value) for key, value in pairs)
 
@@ -304,7 +304,7 @@ def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
 def _reconstructed(kind: Any, *_: Any) -> Any:
     """Makes an object as protocols 0 and 1 do."""
     if not isinstance(kind, Call):
-        raise PickleError("it makes an object of something that is no class")
+        raise PickleError("it makes an object of something that is not a class")
     return kind.make()
 
 

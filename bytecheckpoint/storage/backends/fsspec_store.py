@@ -198,9 +198,9 @@ class FsspecStore:
         reason = reason_against_replacing(self._fs)
         if reason:
             raise StorageError(
-                f"{self._shown} cannot replace a checkpoint in one step ({reason}), so a failure would leave none; "
-                "nothing was written, and what stands there is as it was: save to another path or step, or delete the "
-                "checkpoint first with bcp.delete",
+                f"{self._shown} cannot replace a checkpoint in one step ({reason}), so a failure would leave no "
+                "checkpoint at all; nothing was written, and the existing checkpoint is unchanged: save to another "
+                "path or step, or delete the checkpoint first with bcp.delete",
                 kind="unsupported",
                 path=self._shown,
             )

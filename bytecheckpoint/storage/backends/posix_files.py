@@ -76,7 +76,9 @@ def read_fully(fd: int, byte_offset: int, buffer: memoryview, on_filled: FillHoo
 
 
 def publish(temporary: str, path: str, *, replace: bool) -> None:
-    """Gives the finished temporary file its name, in one step. Raises FileExistsError if it is taken."""
+    """Gives the finished temporary file its final name, in one atomic step. Raises FileExistsError if the name is
+    taken.
+    """
     if replace:
         os.rename(temporary, path)
         return

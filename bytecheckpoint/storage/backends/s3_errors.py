@@ -195,8 +195,8 @@ def to_store_error(
 def _how_to_reach(error: BaseException, service: Service) -> str:
     if isinstance(error, SSLError):
         return (
-            f"check that {service.endpoint} speaks TLS, else endpoint_url begins with http://, and name the file of "
-            'who signs its certificate with client_kwargs={"verify": CA_FILE}'
+            f"check that {service.endpoint} speaks TLS (else endpoint_url must begin with http://), and name the file "
+            'of the CA certificate with client_kwargs={"verify": CA_FILE}'
         )
     return f"check that {service.endpoint} is the right endpoint_url and can be reached from this host"
 

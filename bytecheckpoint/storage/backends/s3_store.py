@@ -209,7 +209,7 @@ class S3Store:
             ]
 
     def abort_upload(self, pending: PendingUpload) -> None:
-        """Implements `HasPendingUploads`. An upload that is gone is no error."""
+        """Implements `HasPendingUploads`. An upload that is gone is not an error."""
         with self._translated(self._show(pending.name), doing="delete"):
             try:
                 key, upload_id = self._key(pending.name), pending.upload_id
@@ -268,7 +268,7 @@ class S3Store:
 
 
 def _check_credentials(options: Mapping[str, object]) -> None:
-    """Raises TypeError for credentials that are no text: signing a request would fail with an unclear error."""
+    """Raises TypeError for credentials that are not text: signing a request would fail with an unclear error."""
     for name in ("key", "secret", "token"):
         if not isinstance(options.get(name), str | None):
             raise TypeError(f"storage_options[{name!r}] is of type {type(options[name]).__name__}, and has to be a str")
