@@ -84,6 +84,49 @@ def test_a_connection_without_the_token_is_closed(listener: Listener) -> None:
         theirs.close()
 
 
+def test_a_connection_stays_open_however_late_its_thread_ends(listener: Listener) -> None:
+    arrived = listener._arrived
+
+    class Slow:
+        """A queue whose `put` returns long after the item was taken."""
+
+        get, empty = arrived.get, arrived.empty
+
+        def put(self, item: tuple[socket.socket, int, bytes] | Exception) -> None:
+            arrived.put(item)
+            if isinstance(item, tuple):
+                time.sleep(0.5)
+
+    listener._arrived = Slow()  # type: ignore[assignment]
+    ours, theirs = pair(listener, 10.0)
+    ours.send(b"to the peer!")
+    assert receive(theirs, 12) == b"to the peer!"
+    for connection in (ours, theirs):
+        connection.close()
+
+
+def test_long_requests_of_some_peers_keep_no_other_one_waiting(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous_module, "_MAX_UNAUTHENTICATED", 1)
+    peers, token = dict.fromkeys(range(1, 5), PEER), listener.address.token
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        accepted = pool.submit(lambda: list(listener.accept(peers, 20.0, io_timeout_s=20.0, is_wanted=lambda: True)))
+        slow = []
+        for rank in (2, 3, 4):
+            opened = stack.enter_context(socket.create_connection(("127.0.0.1", listener.address.port), timeout=10.0))
+            opened.sendall(rendezvous_module._HELLO.pack(token[:16], rank, 4))
+            assert opened.recv(16) == token[16:]
+            slow.append(opened)
+        connect_to(listener.address).close()
+        for opened in slow:
+            opened.sendall(b"want")
+        assert sorted(request for _, request in accepted.result()) == [b"", b"want", b"want", b"want"]
+        for connection, _ in accepted.result():
+            connection.close()
+
+
 def test_a_peer_that_does_not_connect_is_named(listener: Listener) -> None:
     with pytest.raises(CheckpointError, match="rank 41 did not connect") as raised:
         admit(listener, timeout_s=0.2)
