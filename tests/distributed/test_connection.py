@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from bytecheckpoint.distributed.connection import Activity, Connection, PeerLeft
 from bytecheckpoint.distributed.rendezvous import Address, Listener, connect
 from bytecheckpoint.distributed.wire import DISCONNECT, HEARTBEAT, OutgoingUnit, WireHeader
 from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.loading.exchange import _Exchange
 from bytecheckpoint.loading.overwrite_state import StateChanges
 from bytecheckpoint.loading.receive import Receiver
 from bytecheckpoint.manifest.ranges import Fetch, FlatPart
@@ -103,6 +106,21 @@ def test_a_connection_stays_open_however_late_its_thread_ends(listener: Listener
     assert receive(theirs, 12) == b"to the peer!"
     for connection in (ours, theirs):
         connection.close()
+
+
+def test_a_damaged_request_leaves_no_thread_of_the_rendezvous(listener: Listener) -> None:
+    made: Any = object.__new__(_Exchange)
+    made._activity, made._failure = Activity(), SimpleNamespace(is_within_grace=lambda: True)
+    made._source = SimpleNamespace(options=SimpleNamespace(timeout_s=10.0))
+    made._ranks = SimpleNamespace(global_ranks=[READER, PEER])
+    made._assigned = SimpleNamespace(share=SimpleNamespace(peers=[1]))
+    with ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(connect_to, listener.address, request=b"damaged request")
+        with pytest.raises(CheckpointError, match="damaged") as raised:
+            next(made._accept(listener))
+        theirs.result().close()
+    assert raised.value.kind == "checksum"  # and keeps the frames alive that it went through
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("bcp-rendezvous")]
 
 
 def test_long_requests_of_some_peers_keep_no_other_one_waiting(
