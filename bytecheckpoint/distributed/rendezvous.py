@@ -13,7 +13,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -62,7 +62,7 @@ class Listener:
 
     def accept(
         self, peers: Mapping[int, int], timeout_s: float, *, io_timeout_s: float, is_wanted: Callable[[], bool]
-    ) -> Iterator[tuple[Connection, bytes]]:
+    ) -> Generator[tuple[Connection, bytes], None, None]:
         """Yields the connection of each peer with its request, in the order in which they come. `peers` has their ranks
         within the group and their global ranks. A connection may stall for `io_timeout_s`.
 
@@ -73,7 +73,8 @@ class Listener:
         if not awaited:
             return
         deadline = time.monotonic() + timeout_s
-        pool = ThreadPoolExecutor(2 * _MAX_UNAUTHENTICATED, thread_name_prefix="bcp-rendezvous")
+        # Enough for all: a peer that waited for a thread while others send long requests could be taken for a stranger.
+        pool = ThreadPoolExecutor(len(peers) + 2 * _MAX_UNAUTHENTICATED, thread_name_prefix="bcp-rendezvous")
         accepting = pool.submit(self._accept_all, pool, timeout_s)
         try:
             while awaited:
@@ -133,11 +134,14 @@ class Listener:
                 raise ConnectionRefusedError
             self._pending[connected] = True
             connected.sendall(self.address.token[16:])
-            self._arrived.put((connected, rank, _receive(connected, num_bytes, timeout_s)))
+            request = _receive(connected, num_bytes, timeout_s)
         except OSError:
-            connected.close()
-        finally:
             del self._pending[connected]
+            connected.close()
+        else:
+            # In this order: once the last peer has arrived, all that is still pending is interrupted.
+            del self._pending[connected]
+            self._arrived.put((connected, rank, request))
 
 
 def _receive(connected: socket.socket, num_bytes: int, limit_s: float) -> bytes:

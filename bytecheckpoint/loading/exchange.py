@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from functools import partial
@@ -201,9 +201,10 @@ class _Exchange:
         with ThreadPoolExecutor(num_peers + 1, thread_name_prefix="bcp-exchange") as pool:
             futures: list[Future[None]] = []
             try:
-                with self._failure:  # there may be no more threads, and the wait may be interrupted
+                # There may be no more threads, and the wait may be interrupted.
+                with self._failure, closing(self._accept(listener)) as senders:
                     futures += [pool.submit(self._receive, *item) for item in plan.received.items()]
-                    futures.extend(pool.submit(self._send, sender) for sender in self._accept(listener))
+                    futures.extend(pool.submit(self._send, sender) for sender in senders)
                     self._source.run(list(self._reads(plan)), self._lanes)
                     self._end_queues()
                     wait(futures, return_when=FIRST_EXCEPTION)
@@ -211,20 +212,24 @@ class _Exchange:
                 listener.close()
                 self._end(futures)
 
-    def _accept(self, listener: Listener) -> Iterator[PeerSender]:
+    def _accept(self, listener: Listener) -> Generator[PeerSender, None, None]:
         """Connects all peers, and notes what they ask for."""
         timeout_s = self._source.options.timeout_s
-        with self._activity.waiting():
-            accepted = listener.accept(
-                {rank: self._ranks.global_ranks[rank] for rank in self._assigned.share.peers},
-                timeout_s,
-                # Longer than a peer waits for its reader ranks: it may be held up by another one, and that one is stuck
-                # then. A reader rank that a peer holds up sends heartbeats.
-                io_timeout_s=timeout_s + min(timeout_s, MAX_GRACE_S),
-                is_wanted=self._failure.is_within_grace,
-            )
+        accepted = listener.accept(
+            {rank: self._ranks.global_ranks[rank] for rank in self._assigned.share.peers},
+            timeout_s,
+            # Longer than a peer waits for its reader ranks: it may be held up by another one, and that one is stuck
+            # then. A reader rank that a peer holds up sends heartbeats.
+            io_timeout_s=timeout_s + min(timeout_s, MAX_GRACE_S),
+            is_wanted=self._failure.is_within_grace,
+        )
+        with self._activity.waiting(), closing(accepted):
             for connection, message in accepted:
-                request = decode_request(message, peer=connection.global_rank)
+                try:
+                    request = decode_request(message, peer=connection.global_rank)
+                except CheckpointError:
+                    connection.close()
+                    raise
                 heartbeat_s = self._assigned.heartbeat_s
                 sender = PeerSender(
                     connection, num_units=len(request), activity=self._activity, heartbeat_s=heartbeat_s

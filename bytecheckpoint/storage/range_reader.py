@@ -92,13 +92,15 @@ def run_fetches(
 
     def carry_out(fetch: Fetch) -> None:
         name = join_name(folder, files[fetch.file].name)
+        # Before a buffer is taken: memory may suffice for one only, which is not held while a request is under way.
+        fill = _filling(store, name, fetch)
         if fetch.target is not None:
-            _read(store, name, fetch, fetch.target(), digests.get(fetch.file))
+            _read(fill, name, fetch, fetch.target(), digests.get(fetch.file))
             return
         with contents.lend() as buffer:
             # Bytes that are aligned in the file are aligned in memory.
             content = buffer[fetch.byte_offset % ALIGNMENT :][: fetch.byte_length]
-            _read(store, name, fetch, nullcontext(content), digests.get(fetch.file))
+            _read(fill, name, fetch, nullcontext(content), digests.get(fetch.file))
             for frame in fetch.frames:
                 encoded = content[frame.byte_offset - fetch.byte_offset :][: frame.byte_length]
                 with raws.lend() if frame.target is None else nullcontext(frame.target) as raw:
@@ -128,10 +130,12 @@ def _digests_of(file: DataFile) -> _Digests:
     return dict(zip(starts, zip(file.extent_lengths, file.extent_digests, strict=True), strict=False))
 
 
+_Fill = Callable[[memoryview, FillHook | None], None]
+
+
 def _read(
-    store: Store, name: str, fetch: Fetch, target: AbstractContextManager[memoryview], digests: _Digests | None
+    fill: _Fill, name: str, fetch: Fetch, target: AbstractContextManager[memoryview], digests: _Digests | None
 ) -> None:
-    fill = _filling(store, name, fetch)
     with target as buffer:
         check = None if digests is None else _Check(digests, name, fetch, buffer)
         fill(buffer, check)
@@ -142,7 +146,7 @@ def _read(
     fetch.place(buffer)
 
 
-def _filling(store: Store, name: str, fetch: Fetch) -> Callable[[memoryview, FillHook | None], None]:
+def _filling(store: Store, name: str, fetch: Fetch) -> _Fill:
     """Returns a function that fills the buffer of a fetch. If the store has the bytes in memory of its own, they are
     there already when this returns, and that memory is free when the buffer is full.
     """

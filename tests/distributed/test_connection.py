@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from bytecheckpoint.distributed.connection import Activity, Connection, PeerLeft
 from bytecheckpoint.distributed.rendezvous import Address, Listener, connect
 from bytecheckpoint.distributed.wire import DISCONNECT, HEARTBEAT, OutgoingUnit, WireHeader
 from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.loading.exchange import _Exchange
 from bytecheckpoint.loading.overwrite_state import StateChanges
 from bytecheckpoint.loading.receive import Receiver
 from bytecheckpoint.manifest.ranges import Fetch, FlatPart
@@ -82,6 +85,64 @@ def test_a_connection_without_the_token_is_closed(listener: Listener) -> None:
         theirs = connect_to(listener.address)
         ours.result()[0].close()
         theirs.close()
+
+
+def test_a_connection_stays_open_however_late_its_thread_ends(listener: Listener) -> None:
+    arrived = listener._arrived
+
+    class Slow:
+        """A queue whose `put` returns long after the item was taken."""
+
+        get, empty = arrived.get, arrived.empty
+
+        def put(self, item: tuple[socket.socket, int, bytes] | Exception) -> None:
+            arrived.put(item)
+            if isinstance(item, tuple):
+                time.sleep(0.5)
+
+    listener._arrived = Slow()  # type: ignore[assignment]
+    ours, theirs = pair(listener, 10.0)
+    ours.send(b"to the peer!")
+    assert receive(theirs, 12) == b"to the peer!"
+    for connection in (ours, theirs):
+        connection.close()
+
+
+def test_a_damaged_request_leaves_no_thread_of_the_rendezvous(listener: Listener) -> None:
+    made: Any = object.__new__(_Exchange)
+    made._activity, made._failure = Activity(), SimpleNamespace(is_within_grace=lambda: True)
+    made._source = SimpleNamespace(options=SimpleNamespace(timeout_s=10.0))
+    made._ranks = SimpleNamespace(global_ranks=[READER, PEER])
+    made._assigned = SimpleNamespace(share=SimpleNamespace(peers=[1]))
+    with ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(connect_to, listener.address, request=b"damaged request")
+        with pytest.raises(CheckpointError, match="damaged") as raised:
+            next(made._accept(listener))
+        theirs.result().close()
+    assert raised.value.kind == "checksum"  # and keeps the frames alive that it went through
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("bcp-rendezvous")]
+
+
+def test_long_requests_of_some_peers_keep_no_other_one_waiting(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous_module, "_MAX_UNAUTHENTICATED", 1)
+    peers, token = dict.fromkeys(range(1, 5), PEER), listener.address.token
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        accepted = pool.submit(lambda: list(listener.accept(peers, 20.0, io_timeout_s=20.0, is_wanted=lambda: True)))
+        slow = []
+        for rank in (2, 3, 4):
+            opened = stack.enter_context(socket.create_connection(("127.0.0.1", listener.address.port), timeout=10.0))
+            opened.sendall(rendezvous_module._HELLO.pack(token[:16], rank, 4))
+            assert opened.recv(16) == token[16:]
+            slow.append(opened)
+        connect_to(listener.address).close()
+        for opened in slow:
+            opened.sendall(b"want")
+        assert sorted(request for _, request in accepted.result()) == [b"", b"want", b"want", b"want"]
+        for connection, _ in accepted.result():
+            connection.close()
 
 
 def test_a_peer_that_does_not_connect_is_named(listener: Listener) -> None:

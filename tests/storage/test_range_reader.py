@@ -154,3 +154,20 @@ def test_what_waits_for_memory_does_not_read_after_another_read_has_failed(monke
             Giving(fail), "", [file], reads, threads=4, verify=False, scratch_bytes=1, memory=memory
         )
     assert len(begun) == 1
+
+
+def test_a_request_that_is_under_way_holds_no_scratch_memory() -> None:
+    """Its bytes arrive in memory of the store's own: one buffer, to which they are copied, serves all threads."""
+    threads = 4
+    together = threading.Barrier(threads, timeout=WAIT_S)
+    placed: list[bytes] = []
+    file = DataFile("f", len(CONTENT))
+    reads = [
+        Fetch(0, 25 * number, 25, (), is_direct=False, place=lambda found: placed.append(bytes(found)))
+        for number in range(threads)
+    ]
+    store, memory = Giving(lambda _: together.wait() and None), range_reader.HostMemory()
+    range_reader.run_fetches(
+        store, "", [file], reads, threads=threads, verify=False, scratch_bytes=25 * (threads + 2), memory=memory
+    )
+    assert sorted(placed) == [CONTENT[25 * number :][:25] for number in range(threads)]
