@@ -11,14 +11,16 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 import numpy as np
+import xxhash
 
 from bytecheckpoint.distributed.connection import Connection, PeerLeftError
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
-from bytecheckpoint.distributed.wire import WireHeader, check_digest, decode_checked, encode_checked
+from bytecheckpoint.distributed.wire import WireHeader, check_digest, damaged
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.loading.overwrite_state import StateChanges
 from bytecheckpoint.loading.read import Source, frame_with_target
 from bytecheckpoint.loading.scatter import Targets, memory_of, place_all
+from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.manifest.ranges import Fetch, Frame, Part
 from bytecheckpoint.memory.host_to_device import CopyStreams
 from bytecheckpoint.planner.byte_ranges import ByteRange, first_names, piece_of
@@ -122,6 +124,8 @@ class CommonBytes:
     """
 
     def __init__(self, runs: Sequence[ExtentRun], extents: Extents) -> None:
+        self._runs = runs
+        self._extents = extents
         self._starts = [(run.file, extents.bounds(run.file)[run.first]) for run in runs]
         bounds = [*accumulate(map(extents.num_bytes, runs), initial=0)]
         self.content = memoryview(bytearray(bounds[-1]))
@@ -130,7 +134,7 @@ class CommonBytes:
     def broadcast(self, ranks: Ranks, source: Source, targets: Targets, lanes: CopyStreams) -> None:
         """Reads the runs on the coordinator and sends them to all ranks, which must all call this.
 
-        Raises the errors of reading, and CheckpointCorruptError (checksum) for bytes that were damaged on the way.
+        Raises the errors of reading, and CheckpointCorruptError (checksum) for bytes that were damaged since.
         """
         if not self._starts:
             return
@@ -140,8 +144,19 @@ class CommonBytes:
                 read = source.with_targets([Fetch(*start, len(content), (), is_direct=False)], targets, ())[0]
                 reads.append(read._replace(target=partial(_open, content), wanted_by=lambda *_: "what all ranks want"))
             source.run(reads, lanes)
-        message = ranks.broadcast(encode_checked(self.content))
-        self.content[:] = decode_checked(message, "what rank 0 had read for all ranks")
+        self.content[:] = ranks.broadcast(bytes(self.content))
+        if source.options.verify:
+            self._verify(source.manifest.files)
+
+    def _verify(self, files: Sequence[DataFile]) -> None:
+        """Compares each extent with the manifest, which finds bytes that changed in the coordinator's memory, too."""
+        for run, content in zip(self._runs, self._contents, strict=True):
+            file, bounds = files[run.file], self._extents.bounds(run.file)
+            for number in range(run.first, run.end) if file.extent_lengths else ():
+                start, end = (bounds[each] - bounds[run.first] for each in (number, number + 1))
+                if xxhash.xxh3_64_intdigest(content[start:end]) != file.extent_digests[number]:
+                    what = f"bytes {bounds[number]} to {bounds[number + 1]} of {file.name}"
+                    raise damaged(f"{what}, which rank 0 had read for all ranks, were")
 
     def place(self, fetches: Iterable[Fetch], receiver: Receiver) -> None:
         """Puts what this rank wants of the runs into its tensors; each fetch lies in one of them."""

@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
-from bytecheckpoint.distributed.wire import decode_checked
 from bytecheckpoint.loading import exchange as exchange_module
-from bytecheckpoint.loading import receive
+from bytecheckpoint.loading.receive import CommonBytes
 from bytecheckpoint.planner import deduplicate, exchange_plan, save_plan
 from distributed.workers import WorkerPool
 
@@ -142,9 +141,11 @@ def load_in_common(
 ) -> tuple[bool, int, int]:
     """As many ranks would, of which none connects with another: rank 0 reads and sends what all want."""
 
-    def decode_damaged(message: bytes, what: str) -> bytes:
-        return decode_checked(message[:-1] + bytes([message[-1] ^ 1]), what)
+    def verify_damaged(common: CommonBytes, files: Any) -> None:
+        common.content[-1] ^= 1
+        verify_content(common, files)
 
+    verify_content = CommonBytes._verify
     expected = local_tensors(*trained(world_size, num_replicas=1, seed=1))
     model, optimizer = trained(world_size, num_replicas=1, seed=2)
     options = bcp.LoadOptions(exchange="on", timeout_s=60, verify=verify)
@@ -154,7 +155,7 @@ def load_in_common(
     ):
         patch.setattr(exchange_plan, "FEW_RANKS", 2)
         if rank == damages_on:
-            patch.setattr(receive, "decode_checked", decode_damaged)
+            patch.setattr(CommonBytes, "_verify", verify_damaged)
         report = bcp.load(path, {"model": model, "optimizer": optimizer}, options=options)
     same = all(map(torch.equal, local_tensors(model, optimizer), expected))
     return same, report.num_bytes_read, report.num_bytes_received
