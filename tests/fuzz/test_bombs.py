@@ -141,6 +141,12 @@ def test_values_that_are_kept_under_numbers_of_one_hash_are_refused() -> None:
     assert refused(read_pickle, b"\x80\x02Np-1\n.").kind == "bad_manifest"
 
 
+def test_a_malformed_text_of_megabytes_makes_no_message_of_megabytes() -> None:
+    error = refused(read_pickle, b"\x80\x02S" + b"x" * (4 << 20) + b"\n.")
+    assert error.kind == "bad_manifest"
+    assert len(error.message) < 2_000
+
+
 @pytest.mark.usefixtures("_low_limits")
 def test_an_ordered_dict_of_such_keys_is_not_made_again_and_again() -> None:
     pairs = b"ccollections\nOrderedDict\nq\x000](" + b"".join(key + b"N\x86" for key in numbers(400)) + b"eq\x010"

@@ -60,7 +60,9 @@ def read_pickle(content: bytes, *, find_global: FindGlobal, find_persistent: Fin
     except _STUMBLES as error:
         if isinstance(error, PickleError | CheckpointError):
             raise
-        raise PickleError(f"it is damaged at byte {machine.position}: {type(error).__name__}: {error}") from error
+        # `pickletools` quotes a malformed text whole.
+        what = f"{type(error).__name__}: {error!s:.200}"
+        raise PickleError(f"it is damaged at byte {machine.position}: {what}") from error
 
 
 class _Machine:
