@@ -244,7 +244,7 @@ class ModuleEntry:
             if plain_tensors is not None:
                 found += [(name, prefix + name, tensor) for name, tensor in plain_tensors.items()]
             else:
-                found += self._read_part(part, prefix, extra, facts, known)
+                found += self._read_part(part, prefix, extra=extra, facts=facts, known=known)
             of_part = [] if part.flat is None else [(prefix + held.name, held) for held in part.flat.held]
             flat += of_part
             if part.flat is not None:
@@ -264,6 +264,7 @@ class ModuleEntry:
         self,
         part: ModulePart,
         prefix: str,
+        *,
         extra: dict[str, Any],
         facts: dict[str, Any],
         known: dict[int, tuple[str, dict[str, Any]]],
