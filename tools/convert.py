@@ -211,9 +211,9 @@ def _as_json(request: ConvertRequest, result: Converted, seconds: float) -> dict
         "num_cast": result.num_cast,
         "aliases": [{"fqn": alias, "alias_of": fqn} for alias, fqn in result.aliases.items()],
         "dropped_prefix": result.dropped_prefix or None,
-        "name_map": None if result.sides is None else {"from": result.sides[0], "to": result.sides[1]},
+        "name_map": result.sides and {"from": result.sides[0], "to": result.sides[1]},
         "experts": result.experts or None,
-        "left_out": [item._asdict() for item in result.left_out],
+        "left_out": result.left_out,
         "seconds": round(seconds, 6),
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class Diagnosis:
 
     @property
     def is_fine(self) -> bool:
-        return all(check.is_met is not False for check in self.checks if check.is_needed)
+        return all(check.is_kept is not False for check in self.checks if check.is_needed)
 
 
 @click.command(short_help="What a storage can do, and which options suit it.", epilog=_EXAMPLE)
@@ -177,17 +177,14 @@ def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     return {
         "url": diagnosis.url,
         "ok": diagnosis.is_fine,
-        "checks": [
-            {"name": check.name, "needed": check.is_needed, "kept": check.is_met, "what": check.what}
-            for check in diagnosis.checks
-        ],
-        "folder": None if diagnosis.folder is None else asdict(diagnosis.folder),
+        "checks": diagnosis.checks,
+        "folder": diagnosis.folder,
         "latency": {f"{name[:-2]}_seconds": value for name, value in diagnosis.latency._asdict().items()},
         "writes": [_speed_json(speed) for speed in diagnosis.writes],
         "reads": [_speed_json(speed) for speed in diagnosis.reads],
-        "local_writes": None if diagnosis.local is None else [_speed_json(speed) for speed in diagnosis.local],
-        "compression": diagnosis.compression._asdict(),
-        "advice": [item._asdict() for item in diagnosis.advice],
+        "local_writes": diagnosis.local and [_speed_json(speed) for speed in diagnosis.local],
+        "compression": diagnosis.compression,
+        "advice": diagnosis.advice,
     }
 
 
@@ -203,7 +200,7 @@ def _speed_json(speed: Speed) -> dict[str, Any]:
 
 def _print(diagnosis: Diagnosis) -> None:
     screen = Screen()
-    broken = [check for check in diagnosis.checks if check.is_met is False]
+    broken = [check for check in diagnosis.checks if check.is_kept is False]
     if not diagnosis.is_fine:
         screen.line(f"{diagnosis.url}: NOT SAFE for checkpoints", style="bold red")
     elif broken:
@@ -231,9 +228,9 @@ def _print(diagnosis: Diagnosis) -> None:
 
 
 def _kept_text(check: GuaranteeCheck) -> str:
-    if check.is_met is None:
+    if check.is_kept is None:
         return "not known"
-    return "yes" if check.is_met else "NO" if check.is_needed else "no"
+    return "yes" if check.is_kept else "NO" if check.is_needed else "no"
 
 
 def _folder_rows(facts: FilesystemFeatures) -> list[tuple[str, str]]:

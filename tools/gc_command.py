@@ -22,7 +22,7 @@ from bytecheckpoint.storage.store import Store, endpoint_of
 from . import exit_codes
 from .arguments import AccessOptions, at_home_folder, with_output_options
 from .render.number_format import age_text, count_text, size_text, some_of
-from .render.terminal import Column, Screen, TableShape, print_json
+from .render.terminal import Column, Screen, TableShape, print_json, without
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _EXAMPLE = """\b
@@ -44,7 +44,7 @@ class GarbageRow:
     num_uploads: int
     num_bytes: int
     changed_at: datetime | None
-    """Time of the last change of any of it."""
+    """Time of the last change of any of it, in whole seconds."""
     is_local: bool
     is_dead: bool
     why: str
@@ -140,7 +140,7 @@ def _row(store: Store, item: GarbageObject, now_s: float, min_age_s: float, save
         num_files=len(item.names),
         num_uploads=len(item.uploads),
         num_bytes=item.num_bytes,
-        changed_at=None if item.newest_s is None else datetime.fromtimestamp(item.newest_s, UTC),
+        changed_at=None if item.newest_s is None else datetime.fromtimestamp(int(item.newest_s), UTC),
         is_local=False,
         is_dead=is_named or is_old,
         why=why,
@@ -171,7 +171,7 @@ def _rows_of_stage(store: Store, stage: str, min_age_s: float, save_ids: Iterabl
                 num_files=len(found.sizes),
                 num_uploads=0,
                 num_bytes=sum(found.sizes.values()),
-                changed_at=datetime.fromtimestamp(journal.started_at, UTC),
+                changed_at=datetime.fromtimestamp(int(journal.started_at), UTC),
                 is_local=True,
                 is_dead=not found.is_alive and (is_named or is_old),
                 why=why,
@@ -201,20 +201,7 @@ def _as_json(
     return {
         "root": str(store),
         "deleted": is_real,
-        "leftovers": [
-            {
-                "path": item.path,
-                "save_id": item.save_id or None,
-                "num_files": item.num_files,
-                "num_uploads": item.num_uploads,
-                "num_bytes": item.num_bytes,
-                "changed_at": item.changed_at and item.changed_at.isoformat(timespec="seconds"),
-                "local": item.is_local,
-                "dead": item.is_dead,
-                "why": item.why,
-            }
-            for item in rows
-        ],
+        "leftovers": [{**without(item, "leftover"), "save_id": item.save_id or None} for item in rows],
         "unreadable": [join_name(str(store), folder) for folder in found.unreadable],
         "uploads_not_looked_for": found.not_looked_for or None,
         "failures": list(failures),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bytecheckpoint.diagnostics.phase_summary import Phase, RankRow, end_of, first_call, rank_rows
-from bytecheckpoint.diagnostics.telemetry_records import RankRecord
+from bytecheckpoint.diagnostics.telemetry import Phase, RankRecord, RankRow, end_of, first_call, rank_rows
 
-from .chrome_trace import in_lanes
 from .html_elements import color, fitted
 from .number_format import shortened
 from .report_charts import WIDTH, label, rect, svg
-from .timeline_text import seconds_text
+from .timeline_text import in_lanes, seconds_text
 from .treemap import Box
 
 _LEFT = 90.0
