@@ -41,16 +41,16 @@ class GarbageRow:
     """Path of the folder: below the root, or in the local stage."""
     save_id: str
     num_files: int
-    num_uploads: int
+    num_uploads: int = 0
     num_bytes: int
     changed_at: datetime | None
     """Time of the last change of any of it, in whole seconds."""
-    is_local: bool
+    is_local: bool = False
     is_dead: bool
     why: str
     """Reason why it is taken for dead or for alive."""
-    leftover: GarbageObject | None
-    """None for what is in a local stage."""
+    leftover: GarbageObject | None = None
+    """None for the files in a local stage."""
 
 
 class Age(click.ParamType[float]):
@@ -104,7 +104,7 @@ def gc(
     as_json: bool,
 ) -> int:
     """Lists data files, temporaries and unfinished uploads under ROOT of saves that never committed, and with --delete
-    removes those of dead ones.
+    removes what dead saves left.
 
     A save is taken for dead when nothing that it wrote has changed for --older-than. Committed checkpoints are never
     touched, nor is anything that no save of this library has written.
@@ -141,7 +141,6 @@ def _row(store: Store, item: GarbageObject, now_s: float, min_age_s: float, save
         num_uploads=len(item.uploads),
         num_bytes=item.num_bytes,
         changed_at=None if item.newest_s is None else datetime.fromtimestamp(int(item.newest_s), UTC),
-        is_local=False,
         is_dead=is_named or is_old,
         why=why,
         leftover=item,
@@ -169,13 +168,11 @@ def _rows_of_stage(store: Store, stage: str, min_age_s: float, save_ids: Iterabl
                 path=join_name(stage, found.name),
                 save_id=journal.save_id,
                 num_files=len(found.sizes),
-                num_uploads=0,
                 num_bytes=sum(found.sizes.values()),
                 changed_at=datetime.fromtimestamp(int(journal.started_at), UTC),
                 is_local=True,
                 is_dead=not found.is_alive and (is_named or is_old),
                 why=why,
-                leftover=None,
             )
         )
     return rows

@@ -169,9 +169,9 @@ def _summary_json(opened: Opened, summary: ManifestSummary) -> dict[str, Any]:
         "num_aliases": len(manifest.aliases),
         "num_chunks": summary.num_chunks,
         "num_parameters": summary.num_parameters,
-        "entries": summary.entries,
-        "dtypes": summary.dtypes,
-        "cuts": summary.cuts,
+        "entries": [without(total, "num_chunks") for total in summary.entries],
+        "dtypes": [without(total, "num_chunks") for total in summary.dtypes],
+        "cuts": [without(total, "num_elements") for total in summary.cuts],
         "writers": writers_of(manifest),
         "compressed": compressed(manifest),
         "metadata": manifest.metadata,
@@ -185,10 +185,7 @@ def _tensor_json(
     found = stats.get(tensor.stored_fqn) if stats is not None else None
     chunks = summary.record(tensor).chunks if in_depth else None
     return {
-        "fqn": tensor.fqn,
-        "alias_of": tensor.alias_of,
-        "dtype": tensor.dtype,
-        "shape": tensor.shape,
+        **tensor._asdict(),
         "num_elements": tensor.num_elements,
         "num_bytes": tensor.num_bytes,
         "num_chunks": summary.num_chunks_of(tensor),

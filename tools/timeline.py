@@ -21,6 +21,7 @@ from bytecheckpoint.diagnostics.telemetry import (
     slowest_ranks,
 )
 from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.info import describe_checkpoint
 
 from . import exit_codes
 from .arguments import (
@@ -101,13 +102,12 @@ def _as_json(
     trace_path: str | None,
 ) -> dict[str, Any]:
     manifest, ranks = opened.manifest, records.ranks
-    world_size = manifest.provenance.get("world_size")
     started_at = first_call(ranks) if ranks else None
     return {
         "path": opened.path,
         "step": manifest.step,
         "save_id": manifest.save_id,
-        "world_size": world_size if isinstance(world_size, int) else None,
+        "world_size": describe_checkpoint(manifest, path=opened.path, seconds={}).world_size,
         "started_at": None if started_at is None else datetime.fromtimestamp(started_at, UTC),
         "committed_at": manifest.provenance.get("created_at"),
         "seconds": max((end_of(record, ranks) for record in ranks), default=None),

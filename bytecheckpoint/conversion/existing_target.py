@@ -46,7 +46,7 @@ class ExistingTarget(NamedTuple):
     """Files that exist at a target."""
 
     is_there: bool
-    """A checkpoint of the target's format, or parts of one that cannot be told from it."""
+    """A checkpoint of the target's format, or parts that may be one."""
     is_in_the_way: bool
     """Files have names that the target would give its own."""
     stale: Sequence[str]

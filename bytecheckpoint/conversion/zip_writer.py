@@ -1,5 +1,5 @@
 """Zip archives as torch.save writes them, as runs of bytes: without compression, tensors streamed. The checksum of a
-tensor stands behind it and in the directory at the end, so nothing is read twice.
+tensor follows it and in the directory at the end, so nothing is read twice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _PlacedMember(NamedTuple):
     """Offset of its header from the start of the archive."""
     byte_length: int
     checksum: int | None
-    """Its CRC-32; None if it is that of the run `number`."""
+    """Its CRC-32; None if it is the checksum of the run `number`."""
     number: int
 
 

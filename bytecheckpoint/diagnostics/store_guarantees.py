@@ -14,7 +14,7 @@ from bytecheckpoint.errors import (
     CheckpointNotFoundError,
 )
 from bytecheckpoint.runtime.threads import map_jobs
-from bytecheckpoint.storage.inventory import HasPendingUploads
+from bytecheckpoint.storage.inventory import HasPendingUploads, PendingUpload
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Access, Block, FillHook, Store, one_block
 
@@ -81,7 +81,7 @@ class ProbeStore:
         if errors:
             raise errors[0]
 
-    def pending_uploads(self) -> Sequence[object]:
+    def pending_uploads(self) -> Sequence[PendingUpload]:
         """Returns the unfinished uploads; none if the store does not list them."""
         return self.store.pending_uploads(self.folder) if isinstance(self.store, HasPendingUploads) else ()
 

@@ -82,7 +82,7 @@ def read_save_records(store: Store, checkpoint_folder: str, save_id: str) -> Sav
     folder = join_name(checkpoint_folder, layout.TELEMETRY_FOLDER)
     try:
         sizes = store.list(folder)
-    except CheckpointNotFoundError:  # a file stands where the folder should be
+    except CheckpointNotFoundError:  # a file is in the place of the folder
         sizes = {}
     names = sorted(name for name, size in sizes.items() if size is not None and name.startswith(f"{save_id}-"))
 
@@ -181,13 +181,9 @@ def phases_of(ranks: Sequence[RankRecord]) -> list[Phase]:
 
 
 def _phase(name: str, ranks: Sequence[RankRecord]) -> Phase:
-    seconds = [_seconds_in(record, name) for record in ranks]
+    seconds = [sum(span.end - span.start for span in record.spans if span.phase == name) for record in ranks]
     slowest = max(range(len(ranks)), key=lambda index: seconds[index])
     return Phase(name, min(seconds), median(seconds), max(seconds), ranks[slowest].rank, seconds)
-
-
-def _seconds_in(record: RankRecord, phase: str) -> float:
-    return sum(span.end - span.start for span in record.spans if span.phase == phase)
 
 
 def first_call(ranks: Sequence[RankRecord]) -> float:

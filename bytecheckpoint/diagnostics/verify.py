@@ -184,8 +184,8 @@ class _FileContents:
         """Returns the fault with the tensors that it hits."""
         items = self.of_file(fault.file)
         start, end = self._first_unread_byte(fault), fault.byte_offset + fault.byte_length
-        # Chunks do not overlap, so those before the one that reaches into the range are over before it starts. Those of
-        # other formats may.
+        # Chunks do not overlap, so all before the chunk that reaches into the range end before it. Chunks of other
+        # formats may overlap.
         first = max(bisect_right(items, start, key=lambda item: item[0]) - 1, 0)
         first = 0 if self._manifest.foreign_format else first
         last = bisect_left(items, end, key=lambda item: item[0])
@@ -237,7 +237,7 @@ def _header_faults(
         return ScanFault("bad_manifest", index, 0, header.data_offset, what) if what else None
 
     if wanted:
-        contents.of_file(wanted[0])  # collects those of all files, once
+        contents.of_file(wanted[0])  # collects the chunks of all files, once
     # A remote store spends most of this on latency.
     yield from filter(None, map_jobs(look, wanted, num_threads=threads))
 

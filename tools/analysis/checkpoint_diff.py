@@ -67,9 +67,9 @@ class CheckpointDiff(NamedTuple):
     num_objects: int
     """Number of plain values that either has."""
     num_bytes_read: int
-    """Bytes read of both."""
+    """Bytes read of both checkpoints."""
     num_bytes_same: int
-    """Bytes of the first one that were not read: both manifests have the same checksums for them."""
+    """Bytes of A that were not read, because both manifests have the same checksums for them."""
     seconds: float
 
     @property
@@ -100,9 +100,7 @@ def compare_checkpoints(
     num_bytes = comparison.num_bytes
     with byte_progress("comparing", num_bytes) as on_progress:
         compared = comparison.run(threads=threads, on_progress=on_progress)
-    tensors = [
-        _tensor_difference(fqn, pair, (a, b), compared, ignore_dtype=ignore_dtype) for fqn, pair in pairs.items()
-    ]
+    tensors = [_difference(fqn, pair, (a, b), compared, ignore_dtype=ignore_dtype) for fqn, pair in pairs.items()]
     return CheckpointDiff(
         only_in_a=sorted(named_a.tensors.keys() - named_b.tensors.keys(), key=natural_order),
         only_in_b=sorted(named_b.tensors.keys() - named_a.tensors.keys(), key=natural_order),
@@ -121,7 +119,7 @@ def _is_near(tensor: TensorDifference) -> bool:
     return tensor.values is not None and bool(tensor.values.max_abs)
 
 
-def _tensor_difference(
+def _difference(
     fqn: str,
     pair: TensorPair,
     opened: tuple[Opened, Opened],
@@ -131,17 +129,15 @@ def _tensor_difference(
 ) -> TensorDifference:
     described = [side.manifest.describe(stored) for side, stored in zip(opened, pair, strict=True)]
     (dtype_a, shape_a), (dtype_b, shape_b) = described
-    values = compared.differences.get(pair)
+    values = compared.differences.get(pair) if shape_a == shape_b else None
     problems = []
     if shape_a != shape_b:
         problems.append("shape")
     if dtype_a != dtype_b and not (ignore_dtype and can_compare(dtype_a, dtype_b)):
         problems.append("dtype")
-    if shape_a == shape_b and values is not None and values.num_differing:
+    if values is not None and values.num_differing:
         problems.append("values")
-    return TensorDifference(
-        fqn, (dtype_a, dtype_b), (shape_a, shape_b), values if shape_a == shape_b else None, problems
-    )
+    return TensorDifference(fqn, (dtype_a, dtype_b), (shape_a, shape_b), values, problems)
 
 
 def _object_differences(a: NamedValues, b: NamedValues, tolerance: Tolerance | None) -> list[ObjectDifference]:

@@ -52,7 +52,7 @@ def _ticks(last: float, scale: float, height: float) -> list[str]:
 
 
 def _bars(row: RankRow, colors: dict[str, str], box: Box) -> list[str]:
-    """Draws the spans of a row; the box's width is that of a second."""
+    """Draws the spans of a row; the box is as wide as a second."""
     longest = sorted(row.slowest.spans, key=lambda span: span.start - span.end)[:_MAX_SPANS]
     placed = in_lanes(longest)
     num_lanes = 1 + max((lane for lane, _ in placed), default=0)

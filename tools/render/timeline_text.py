@@ -48,7 +48,7 @@ def print_timeline(
 ) -> None:
     screen.line(opened.path, style="bold")
     if records.ranks:
-        _print_facts(screen, opened, records)
+        _print_header(screen, opened, records)
         screen.section(PHASE_TABLE, phases)
         _print_heat_map(screen, rank_rows(records.ranks, phases, limit), phases, len(records.ranks))
         screen.section(SLOW_TABLE, slowest)
@@ -59,12 +59,12 @@ def print_timeline(
         screen.paragraph(f"trace written to {trace_path}: open it in ui.perfetto.dev or chrome://tracing")
 
 
-def _print_facts(screen: Screen, opened: Opened, records: SaveRecords) -> None:
+def _print_header(screen: Screen, opened: Opened, records: SaveRecords) -> None:
     ranks = records.ranks
     first = first_call(ranks)
     started = datetime.fromtimestamp(first, UTC)
-    world_size = opened.manifest.provenance.get("world_size")
-    missing = world_size - len(ranks) if isinstance(world_size, int) else 0
+    info = describe_checkpoint(opened.manifest, path=opened.path, seconds={})
+    missing = (info.world_size or 0) - len(ranks)
     hosts = sorted({record.host for record in ranks})
     written = sum(record.num_bytes for record in ranks)
     lasted = max(end_of(record, ranks) for record in ranks)
@@ -74,9 +74,8 @@ def _print_facts(screen: Screen, opened: Opened, records: SaveRecords) -> None:
         ("hosts", some_of([shortened(host, _MAX_NAME) for host in hosts], 4)),
         ("written", f"{size_text(written)} in {seconds_text(lasted)} ({size_text(written / max(lasted, 1e-9))}/s)"),
     ]
-    committed = describe_checkpoint(opened.manifest, path=opened.path, seconds={}).created_at
-    if committed is not None and committed.tzinfo:
-        rows.append(("committed", time_text(committed)))
+    if info.created_at is not None and info.created_at.tzinfo:
+        rows.append(("committed", time_text(info.created_at)))
     screen.fields(rows)
 
 

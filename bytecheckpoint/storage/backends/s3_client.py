@@ -69,7 +69,7 @@ class _ClientKey:
 
 
 def client_for(options: Mapping[str, Any]) -> S3Client:
-    """Returns the process' client for these options and those of fsspec's configuration.
+    """Returns the process' client for these options and fsspec's configuration.
 
     Raises ValueError, BotoCoreError or TypeError for options that make no client.
     """
