@@ -114,12 +114,12 @@ def diff(
         is_wanted=lambda fqn: _is_wanted(fqn, include, exclude),
         threads=threads,
     )
+    left_out = export.left_out if export else []
     if as_json:
-        left_out = export.left_out if export else []
         print_json({**_as_json(opened_a, opened_b, result, tolerance), "left_out": left_out})
     else:
         print_diff(Screen(), (opened_a.path, opened_b.path), result, limit=limit)
-        print_left_out(Screen(), export.left_out if export else [], limit=limit)
+        print_left_out(Screen(), left_out, limit=limit)
     return exit_codes.FINE if result.is_same else exit_codes.CORRUPT
 
 

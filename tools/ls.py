@@ -111,9 +111,8 @@ def _print(root: str, listing: CheckpointList) -> None:
     if warning:
         screen.paragraph(warning, style="yellow")
     if listing.not_listed:
-        screen.paragraph(
-            f"not looked into: {some_of(listing.not_listed, 10)}: give one of them as ROOT", style="yellow"
-        )
+        shown = some_of(listing.not_listed, 10)
+        screen.paragraph(f"not looked into: {shown}: give one of them as ROOT", style="yellow")
 
 
 def _totals(found: Sequence[ListedCheckpoint]) -> str:

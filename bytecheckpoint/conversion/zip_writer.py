@@ -97,7 +97,6 @@ def _descriptor(length: int, number: int, *, is_long: bool) -> Late:
 
 
 def _entry(placed: _PlacedMember, checksum: int) -> bytes:
-    """Returns a member's entry in the directory."""
     is_long = placed.byte_length >= _FULL_32
     is_far = placed.byte_offset >= _FULL_32
     wide = ([placed.byte_length] * 2 if is_long else []) + ([placed.byte_offset] if is_far else [])

@@ -90,10 +90,8 @@ def read_save_records(store: Store, checkpoint_folder: str, save_id: str) -> Sav
         return _read(store, checkpoint_folder, name, sizes[name] or 0, save_id=save_id)
 
     found = map_jobs(read, names, num_threads=_LOOKS_IN_FLIGHT)
-    ranks = [record for record in found if isinstance(record, RankRecord)]
-    return SaveRecords(
-        sorted(ranks, key=lambda record: record.rank), [item for item in found if isinstance(item, Unreadable)]
-    )
+    ranks = sorted((item for item in found if isinstance(item, RankRecord)), key=lambda record: record.rank)
+    return SaveRecords(ranks, [item for item in found if isinstance(item, Unreadable)])
 
 
 def _read(store: Store, folder: str, name: str, num_bytes: int, *, save_id: str) -> RankRecord | Unreadable:

@@ -97,9 +97,7 @@ class TensorTable(Mapping[str, TensorRecord]):
         if self._is_all_checked:
             return
         fqns = list(self._indices)
-        spans = [
-            check_chunks(self._slice(first, last), self._bounds, fqns[first:last]) for first, last in self._batches()
-        ]
+        spans = [check_chunks(self._slice(*batch), self._bounds, fqns[slice(*batch)]) for batch in self._batches()]
         self._refuse_shared_bytes(Spans(*map(np.concatenate, zip(*spans, strict=True))))
         self._checked.update(range(len(fqns)))
         self._is_all_checked = True

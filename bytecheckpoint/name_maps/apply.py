@@ -137,8 +137,6 @@ def _examples(names: Mapping[str, object]) -> str:
 
 
 class _Application:
-    """The application of a map to one checkpoint."""
-
     def __init__(self, name_map: MapFile, side: int, contents: MapInput, request: MapRequest) -> None:
         self._map = name_map
         self._side, self._target = side, 1 - side

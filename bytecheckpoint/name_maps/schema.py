@@ -155,8 +155,6 @@ def parse_map(text: str, path: str) -> MapFile:
 
 
 class _Parser:
-    """The parser of one file."""
-
     def __init__(self, text: str, path: str) -> None:
         self._text = text
         self._path = path

@@ -48,7 +48,6 @@ class FrameEncoder:
 
 @cache
 def _parameters() -> zstandard.ZstdCompressionParameters:
-    """Returns the parameters, made at first use."""
     return zstandard.ZstdCompressionParameters.from_level(
         _LEVEL, hash_log=_HASH_LOG, source_size=FRAME_BYTES, write_content_size=1
     )

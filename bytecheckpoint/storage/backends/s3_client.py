@@ -59,8 +59,6 @@ class _S3:
 
 @dataclass(frozen=True)
 class _ClientKey:
-    """Cache key of a client."""
-
     process: int
     """Process id: connections do not outlive a fork."""
     text: str
