@@ -5,7 +5,7 @@ Ranges are in elements. A run is consecutive elements of a tensor that lie in co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -48,7 +48,7 @@ def runs_of(start: int, length: int, buffers: Sequence[FlatBuffer], at: int, *, 
         raise ValueError(f"elements {at} to {end} are asked for, and there are {first}")
 
 
-def chunks_of_runs(shape: Sequence[int], runs: Sequence[FlatRun], *, item_bytes: int) -> list[Chunk]:
+def chunks_of_runs(shape: Sequence[int], runs: Iterable[FlatRun], *, item_bytes: int) -> list[Chunk]:
     """Returns the chunks of a tensor that lies in these runs."""
     chunks = []
     for start, length, file, byte_offset in runs:

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 from bytecheckpoint.formats.file_reader import damaged, not_readable
-from bytecheckpoint.formats.torch_save.file import SavedFile
-from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView
+from bytecheckpoint.formats.torch_save.duplicates import StoredCopy
+from bytecheckpoint.formats.torch_save.file import moved
 from bytecheckpoint.manifest import Chunk
-from bytecheckpoint.region import shifted
 
 _ROWS, _COLUMNS, _GATED, _SAME = "rows", "columns", "gated", "same"
 
@@ -30,43 +29,28 @@ _RULES = (
 _PATTERNS = [(rule, re.compile(rf"(?:\A|\.){pattern}\Z")) for rule, pattern in _RULES]
 
 
-class TensorPart(NamedTuple):
-    """The part of a tensor that a rank has."""
-
-    saved: SavedFile
-    view: StoredView
-
-
-class WholeTensor(NamedTuple):
-    """A tensor, put together."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: list[Chunk]
-
-
-def whole_of(fqn: str, parts: Sequence[TensorPart], *, is_gated: bool | None) -> WholeTensor:
-    """Returns a tensor from the parts of all ranks, in their order. `is_gated`: a first linear layer of an MLP is two,
-    of which each rank has a part of the one, followed by its part of the other; None if that is not known.
+def whole_of(fqn: str, parts: Sequence[StoredCopy], *, is_gated: bool | None) -> tuple[tuple[int, ...], list[Chunk]]:
+    """Returns the shape and the chunks of a tensor whose parts are those of all ranks, in their order. `is_gated`: a
+    first linear layer of an MLP is two, of which each rank has a part of the one, followed by its part of the other;
+    None if that is not known.
 
     Raises CheckpointCorruptError (bad_manifest, unsupported_version).
     """
-    first = parts[0]
+    saved, view = parts[0]
     if len(parts) == 1:
-        return WholeTensor(first.view.dtype, first.view.shape, first.saved.chunks(first.view, fqn))
+        return view.shape, saved.chunks(view, fqn)
     rule = _rule_of(fqn)
     if rule is None or (rule == _GATED and is_gated is None):
         what = f"{fqn!r:.200} is of no kind whose parts this release knows how to put together"
-        raise not_readable(first.saved.path, what, "load it with Megatron and save it with --ckpt-format torch_dist")
+        raise not_readable(saved.path, what, "load it with Megatron and save it with --ckpt-format torch_dist")
     if rule == _GATED and not is_gated:
         rule = _ROWS
     _refuse_odd_parts(fqn, parts, rule)
     if rule == _SAME:
-        return WholeTensor(first.view.dtype, first.view.shape, first.saved.chunks(first.view, fqn))
-    if rule != _GATED:
-        return _joined(fqn, parts, 1 if rule == _COLUMNS else 0)
-    halves = [_half(part, index) for index in (0, 1) for part in parts]
-    return _joined(fqn, halves, 0)
+        return view.shape, saved.chunks(view, fqn)
+    if rule == _GATED:
+        parts = [_half(part, index) for index in (0, 1) for part in parts]
+    return _joined(fqn, parts, 1 if rule == _COLUMNS else 0)
 
 
 def is_same_on_all(fqn: str) -> bool:
@@ -78,33 +62,31 @@ def _rule_of(fqn: str) -> str | None:
     return next((rule for rule, pattern in _PATTERNS if pattern.search(fqn)), None)
 
 
-def _refuse_odd_parts(fqn: str, parts: Sequence[TensorPart], rule: str) -> None:
+def _refuse_odd_parts(fqn: str, parts: Sequence[StoredCopy], rule: str) -> None:
     """Raises CheckpointCorruptError unless all parts have one dtype and shape: Megatron cuts evenly."""
-    first = parts[0]
-    for part in parts:
-        if (part.view.dtype, part.view.shape) != (first.view.dtype, first.view.shape):
-            here, there = (f"{each.dtype}{list(each.shape)}" for each in (part.view, first.view))
-            raise damaged(part.saved.path, f"its part of {fqn!r:.200} is {here}, and {there} in {first.saved.path}")
-    num_dims = len(first.view.shape)
-    if num_dims < (2 if rule == _COLUMNS else 1) or (rule == _GATED and first.view.shape[0] % 2):
-        raise damaged(first.saved.path, f"its part of {fqn!r:.200} has the shape {list(first.view.shape)}")
+    first, first_view = parts[0]
+    for saved, view in parts:
+        if (view.dtype, view.shape) != (first_view.dtype, first_view.shape):
+            here, there = (f"{each.dtype}{list(each.shape)}" for each in (view, first_view))
+            raise damaged(saved.path, f"its part of {fqn!r:.200} is {here}, and {there} in {first.path}")
+    shape = first_view.shape
+    if len(shape) < (2 if rule == _COLUMNS else 1) or (rule == _GATED and shape[0] % 2):
+        raise damaged(first.path, f"its part of {fqn!r:.200} has the shape {list(shape)}")
 
 
-def _half(part: TensorPart, index: int) -> TensorPart:
+def _half(part: StoredCopy, index: int) -> StoredCopy:
     saved, view = part
     num_rows = view.shape[0] // 2
     start = view.item_offset + index * num_rows * view.strides[0]
-    shape = (num_rows, *view.shape[1:])
-    return TensorPart(saved, StoredView(view.storage, view.dtype, start, shape, view.strides))
+    return saved, replace(view, item_offset=start, shape=(num_rows, *view.shape[1:]))
 
 
-def _joined(fqn: str, parts: Sequence[TensorPart], dim: int) -> WholeTensor:
+def _joined(fqn: str, parts: Sequence[StoredCopy], dim: int) -> tuple[tuple[int, ...], list[Chunk]]:
     chunks: list[Chunk] = []
+    lengths = list(parts[0][1].shape)
     at = 0
     for saved, view in parts:
-        offsets = [at if index == dim else 0 for index in range(len(view.shape))]
-        chunks += [each._replace(region=shifted(each.region, offsets)) for each in saved.chunks(view, fqn)]
+        chunks += moved(saved.chunks(view, fqn), [at if index == dim else 0 for index in range(len(lengths))])
         at += view.shape[dim]
-    view = parts[0].view
-    shape = (*view.shape[:dim], at, *view.shape[dim + 1 :])
-    return WholeTensor(view.dtype, shape, chunks)
+    lengths[dim] = at
+    return tuple(lengths), chunks
