@@ -1,6 +1,4 @@
-"""Detects the foreign format of a folder, by the names of its files, or of a file, by its first bytes, and has its
-reader build the manifest.
-"""
+"""Detects the foreign format of a folder by names, of a file by its first bytes, and has its reader read it."""
 
 from __future__ import annotations
 
@@ -63,9 +61,7 @@ def find_folder(store: Store, folder: str, listing: Mapping[str, int | None]) ->
 
 
 def find_step(store: Store, step: int | None, listing: Mapping[str, int | None]) -> ForeignPlace | None:
-    """Returns the checkpoint of a step in the root with this listing, if any. A step of None is the one to which a file
-    there points.
-    """
+    """Returns the checkpoint of a step in the root with this listing; step None: the one that a file there names."""
     names = _latest(store, listing) if step is None else [form.format(step) for form in _STEP_FOLDERS]
     for name in (name for name in names if listing.get(name, 0) is None):
         place = find_folder(store, name, store.list(name))
@@ -75,7 +71,6 @@ def find_step(store: Store, step: int | None, listing: Mapping[str, int | None])
 
 
 def _latest(store: Store, listing: Mapping[str, int | None]) -> list[str]:
-    """Returns the folders that DeepSpeed and Megatron say are the newest."""
     names = []
     for pointer in (_DEEPSPEED_LATEST, _MEGATRON_LATEST):
         num_bytes = listing.get(pointer)

@@ -1,6 +1,4 @@
-"""Reads a file of a store here and there: readers of foreign formats look at a few bytes of it, most of them close to
-one another. Also their errors about files that are not what they should be.
-"""
+"""Reads a few bytes of a file here and there, for readers of foreign formats. Also the errors of such readers."""
 
 from __future__ import annotations
 
@@ -84,20 +82,13 @@ def damaged(path: str, what: str, *, kind: str = "bad_manifest") -> CheckpointCo
 
 def conflicting(path: str, what: str, advice: str) -> CheckpointMismatchError:
     """Returns the error for a checkpoint that contradicts itself."""
-    return CheckpointMismatchError(
-        f"{path} {what}; nothing was loaded: {advice}",
-        kind="conflict",
-        path=path,
-    )
+    return CheckpointMismatchError(f"{path} {what}; nothing was loaded: {advice}", kind="conflict", path=path)
 
 
 def missing_file(path: str, what: str, lost: str = "the files of all ranks") -> CheckpointNotFoundError:
     """Returns the error for a checkpoint that has lost files."""
-    return CheckpointNotFoundError(
-        f"{path} {what}; nothing was loaded: restore {lost}, or take another checkpoint",
-        kind="missing_file",
-        path=path,
-    )
+    text = f"{path} {what}; nothing was loaded: restore {lost}, or take another checkpoint"
+    return CheckpointNotFoundError(text, kind="missing_file", path=path)
 
 
 def not_readable(path: str, what: str, advice: str) -> CheckpointCorruptError:

@@ -1,6 +1,4 @@
-"""Builds the manifest of a foreign checkpoint: files, tensors as chunks in them, plain data as trees. It knows no
-format.
-"""
+"""Builds the manifest of a foreign checkpoint: files, tensors as chunks, plain data as trees. Knows no format."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ from bytecheckpoint.manifest import Chunk, DataFile, Manifest, TensorRecord, ten
 from bytecheckpoint.manifest.plain_wire import INT64, MAX_DEPTH, TensorRef, join_fqn
 
 MAX_PIECES = 1 << 20
-"""Pieces of all tensors together, beyond the parts that the files name: a view of few bytes can say tens of
-thousands."""
+"""Most pieces of all tensors beyond the parts that files name: a view of few bytes can have 10,000s of them."""
 MAX_VALUES = 1 << 20
 _ATOMS_A_VALUE = 16
 """Numbers and texts in a list that count as one value, because they cost less."""
@@ -232,7 +229,6 @@ class _PlainWalk:
             raise too_much(self._path, f"its plain data is {what}")
 
     def _sequence(self, value: Collection[Any], fqn: str, depth: int) -> Any:
-        """Returns a list, a tuple, or a set as a list."""
         if depth > 1 and _ATOMS.issuperset(map(type, value)):
             self._count(len(value) // _ATOMS_A_VALUE, sum(map(_num_bytes, value)))
             return value if type(value) in {list, tuple} else list(value)

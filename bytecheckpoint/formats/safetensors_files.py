@@ -66,9 +66,7 @@ def read_folder(source: SourceFolder) -> None:
 
 
 def _refuse_incomplete(files: Sequence[str], path: str) -> None:
-    """Raises CheckpointNotFoundError (not_committed) if files say that they are of more than there are: a download or a
-    conversion writes the index last.
-    """
+    """Raises CheckpointNotFoundError (not_committed) if numbered files are missing: an index is written last."""
     found: dict[tuple[str, str], set[str]] = {}
     for match in filter(None, map(_NUMBERED.fullmatch, files)):
         found.setdefault((match["name"], match["count"]), set()).add(match["number"])
@@ -133,8 +131,6 @@ def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _Headers(NamedTuple):
-    """The headers of some files."""
-
     parts: dict[str, dict[str, _FilePart]]
     """File name -> tensor name -> the part that the file holds."""
     is_sharded: bool
@@ -143,7 +139,6 @@ class _Headers(NamedTuple):
 
 
 def _add_tensors(builder: ManifestBuilder, headers: _Headers, wanted: Mapping[str, Collection[str]]) -> None:
-    """Adds these tensors of each file."""
     by_tensor: dict[str, list[_FilePart]] = {}
     for file, names in wanted.items():
         for fqn in (name for name in headers.parts[file] if name in names):

@@ -74,9 +74,7 @@ def encode_plain(value: Any, fqn: str, on_tensor: TensorHook) -> bytes:
 
 @lru_cache(maxsize=16)
 def encode_refs(fqn: str, names: tuple[str, ...]) -> tuple[tuple[str, ...], bytes]:
-    """Returns the FQNs and the encoding of a dict below `fqn` that has nothing but tensors under these names. Both
-    follow from the names alone, and are the same on every save of a state.
-    """
+    """Returns the FQNs and the encoding of a dict of tensors alone: they follow from the names, for every save."""
     for name in names:
         wire.check_key(name, fqn)
     fqns = tuple(f"{fqn}.{name}" for name in names)
@@ -218,7 +216,6 @@ def _checked_pairs(pairs: Any) -> Any:
 
 
 def _from_pairs(pairs: Any) -> Any:
-    """Returns a dict, or a tagged value."""
     return untag_value(*pairs[0]) if is_tagged(pairs) else dict(_checked_pairs(pairs))
 
 

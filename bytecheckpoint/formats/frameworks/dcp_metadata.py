@@ -30,9 +30,7 @@ _CLASSES = {
 }
 
 _Place = tuple[str, str]
-"""Name of a tensor, and the offsets of a chunk as a text: hashes of texts cannot be made to collide, hashes of numbers
-can.
-"""
+"""Name of a tensor, and the offsets of a chunk as text: hashes of texts cannot be made to collide."""
 
 
 class Item(NamedTuple):

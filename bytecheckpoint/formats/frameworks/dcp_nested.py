@@ -35,9 +35,8 @@ _DATA_FILE = re.compile(r"/__(\d{1,9})_\d+\.distcp\Z")
 def is_folder(source: SourceFolder) -> bool:
     """Returns True if the folder is one of these."""
     kind = _kind_of(source)
-    return kind is not None and any(
-        METADATA_NAME in source.list(name) for name in filter(source.is_folder, kind.members)
-    )
+    present = [] if kind is None else filter(source.is_folder, kind.members)
+    return any(METADATA_NAME in source.list(name) for name in present)
 
 
 def _kind_of(source: SourceFolder) -> _Kind | None:
@@ -69,9 +68,7 @@ def read_folder(source: SourceFolder) -> None:
 
 
 def _members(source: SourceFolder, kind: _Kind) -> tuple[dict[str, str], list[str]]:
-    """Returns the folders to read, each with the name of its content (a user's own folders have their own names), and
-    what is left out.
-    """
+    """Returns the folders to read, each with the name of its content, and the names that are left out."""
     members: dict[str, str] = {}
     left_out = []
     for name, num_bytes in sorted(source.listing.items()):
@@ -93,7 +90,6 @@ def _members(source: SourceFolder, kind: _Kind) -> tuple[dict[str, str], list[st
 
 
 def _extra_state(source: SourceFolder, inside: str) -> dict[str, Any]:
-    """Returns the values that each rank saved for itself."""
     files = {
         int(match[1]): join_name(inside, file)
         for file, num_bytes in source.list(inside).items()

@@ -37,8 +37,7 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _LEFT = ("ds_config", "universal_checkpoint_info", "checkpoint_parallel_dimensions", "autotp_uc_info")
 _OPTIMIZER_ENTRY, _INNER = "optimizer", "optimizer_state_dict"
 _WRAPPER_ENTRY = "mixed_precision"
-"""The entry for state of DeepSpeed's wrapper of an optimizer without ZeRO: weights in full precision, the loss
-scale."""
+"""The entry of DeepSpeed's wrapper of an optimizer without ZeRO: weights in full precision, the loss scale."""
 _KNOWN = frozenset({*_LOADED, *_COUNTERS, *_LEFT, _OPTIMIZER_ENTRY, "lr_scheduler"})
 
 _find_class = with_values(

@@ -75,7 +75,6 @@ def read_zero_state(models: Sequence[SavedFile], optimizers: Sequence[SavedFile]
 
 
 def _shapes_of_groups(model: SavedFile) -> list[dict[str, tuple[int, ...]]]:
-    """Returns the shapes of the parameters in each group, in their order."""
     return [{name: lengths_of(shape) for name, shape in group.items()} for group in model.value["param_shapes"]]
 
 
@@ -118,8 +117,6 @@ class ZeroBuilder:
 
 
 class _ZeroFiles(NamedTuple):
-    """The files of all ranks."""
-
     saved: Sequence[SavedFile]
     states: Sequence[dict[str, Any]]
     """The optimizer's state in each."""
@@ -251,9 +248,7 @@ def _add_piece(saved: SavedFile, file: str, name: str, shape: tuple[int, ...] | 
 
 
 def _universal_groups(saved: SavedFile, zero: ZeroBuilder) -> list[Mapping[str, Any]]:
-    """Returns the hyperparameters of each group. ZeRO 3 keeps them deeper, and has several groups of parameters for one
-    of the user's.
-    """
+    """Returns the hyperparameters of each group; ZeRO 3 keeps them deeper, and splits the user's groups."""
     groups: list[Mapping[str, Any]]
     groups = (saved.value if "param_groups" in saved.value else saved.value["optimizer_state_dict"])["param_groups"]
     why = "its hyperparameters are read, and the state of parameters from their own folders"

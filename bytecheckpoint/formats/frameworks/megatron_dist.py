@@ -44,9 +44,7 @@ def read_backend(source: SourceFolder) -> str | None:
 
 
 def refuse_other_backends(backend: str | None, path: str, *, has_metadata: bool) -> None:
-    """Raises CheckpointCorruptError (unsupported_version) for a folder of `zarr` and the like, and
-    CheckpointNotFoundError (missing_file) for one that has lost its `.metadata`.
-    """
+    """Refuses a folder of `zarr` or the like (unsupported_version), and one without `.metadata` (missing_file)."""
     if backend is not None and backend != _READ_BACKEND:
         advice = "load it with Megatron and save it with --ckpt-format torch_dist"
         raise not_readable(path, f"Megatron wrote it as {backend!r:.80}", advice)
@@ -55,9 +53,7 @@ def refuse_other_backends(backend: str | None, path: str, *, has_metadata: bool)
 
 
 def with_common_state(root: dict[Any, Any], source: SourceFolder) -> dict[Any, Any]:
-    """Returns the state with Megatron's objects as Megatron knows them: each of them is saved as a list of one, and the
-    common state, which has a place of its own, is spread out.
-    """
+    """Returns the state as Megatron knows it: objects were saved as lists of one, and common state apart."""
     state = {
         key: value[0] if _SHARDED_OBJECT.search(str(key)) and type(value) is list and len(value) == 1 else value
         for key, value in root.items()

@@ -1,19 +1,20 @@
 """The model that the ranks of Megatron have parts of: what each file calls its layers and experts is numbered through,
-and what tensor parallelism has cut is put together.
+and what tensor parallelism has cut is put together. Names say how it was cut; a tensor of another name is refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from bytecheckpoint.formats.file_reader import conflicting, damaged, not_readable
-from bytecheckpoint.formats.frameworks.megatron_tensor_parallel import is_same_on_all, whole_of
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder, is_extra_state, leaves_of
-from bytecheckpoint.formats.torch_save.duplicates import Comparer
-from bytecheckpoint.formats.torch_save.file import SavedFile
+from bytecheckpoint.formats.torch_save.duplicates import Comparer, StoredCopy
+from bytecheckpoint.formats.torch_save.file import SavedFile, moved
 from bytecheckpoint.formats.torch_save.unpickler_globals import Instance, StoredView
+from bytecheckpoint.manifest import Chunk
 
 _MODEL, MODEL_KEY = "model", re.compile(r"\Amodel(\d*)\Z")
 _LAYER = re.compile(r"\A((?:.*?\.)?layers\.)(\d+)(\..*)\Z")
@@ -27,6 +28,21 @@ _MAY_STAND_TWICE = re.compile(r"(?:\A|\.)(?:word|position)_embeddings\.weight\Z"
 _ADVICE = "load it with Megatron and save it with --ckpt-format torch_dist"
 _FIRST_VERSION_OF_ORDER = 2.0
 """The first version of checkpoints in which the rows of attention have the order of today."""
+
+_ROWS, _COLUMNS, _GATED, _SAME = "rows", "columns", "gated", "same"
+
+_RULES = (
+    (_GATED, r"(linear_fc1|dense_h_to_4h)\.(weight|bias)\d*"),
+    (_COLUMNS, r"(linear_proj|linear_fc2|dense_4h_to_h|\w*attention\.dense)\.weight\d*"),
+    (_SAME, r"(linear_proj|linear_fc2|dense_4h_to_h|\w*attention\.dense)\.bias\d*"),
+    (_ROWS, r"(word_embeddings|word_embeddings_for_head|output_layer|linear_qkv|query_key_value)\.(weight|bias)"),
+    (_ROWS, r"(linear_q|linear_kv|query|key_value)\.(weight|bias)"),
+    (_SAME, r"(\w*layer_?norm\d?|\w*_norm|norm)\.(weight|bias)"),
+    (_SAME, r"(layer_norm_weight|layer_norm_bias|ln_bias|ln_weight)"),
+    (_SAME, r"(position_embeddings|tokentype_embeddings|router)\.(weight|bias)"),
+    (_SAME, r"(router\.expert_bias|shared_experts\.gate_weight|rotary_pos_emb\.inv_freq)"),
+)
+_PATTERNS = [(rule, re.compile(rf"(?:\A|\.){pattern}\Z")) for rule, pattern in _RULES]
 
 
 class Rank(NamedTuple):
@@ -97,9 +113,7 @@ class Model:
             self._num_layers[prefix] = self._num_layers.get(prefix, 0) + len(numbers)
 
     def _by_name(self, key: str, files: list[RankFile]) -> _Stage:
-        """Returns the parts of each tensor in the files of a stage, in the order of tensor ranks, by name with the
-        stage's numbers for layers and those of the whole model for experts.
-        """
+        """Returns the parts of each tensor of a stage by name, with the model's numbers for experts."""
         values = {file.rank: _values_of(file, key) for file in files}
         first = values[files[0].rank]
         num_experts = num_local_experts(first, files[0], 1 + max(file.rank.ep for file in files))
@@ -125,9 +139,7 @@ class Model:
     def _refuse_difference(self, name: str, one: _Part, other: _Part) -> None:
         here, there = one[0].saved, other[0].saved
         if self._comparer.same_value((here, one[1]), (there, other[1]), name) is False:
-            what = (
-                f"and {here.path} should have copies of {name!r:.200}, and they differ; which one counts is not known"
-            )
+            what = f"and {here.path} should have copies of {name!r:.200}, which differ; which one counts is not known"
             raise conflicting(there.path, what, _ADVICE)
 
     def _add_one(self, local_name: str, parts: list[_Part], stage: _Stage) -> None:
@@ -148,10 +160,10 @@ class Model:
                 for one, other in zip(earlier, parts, strict=True):
                     self._refuse_difference(name, one, other)
                 return
-        for other in parts[1:] if is_same_on_all(name) else ():
+        for other in parts[1:] if _rule_of(name) == _SAME else ():
             self._refuse_difference(name, parts[0], other)
         copies = [(file.saved, value) for file, value in parts]
-        shape, chunks = whole_of(name, copies, is_gated=_is_gated(local_name, view, stage))
+        shape, chunks = _whole_of(name, copies, is_gated=_is_gated(local_name, view, stage))
         self._refuse_taken(fqn, first.rank)
         self._builder.add_tensor(fqn, view.dtype, shape, chunks, num_parts=2 * len(parts))
 
@@ -247,9 +259,7 @@ def refuse_other_counts(num_layers: Mapping[str, int], file: RankFile) -> None:
 
 
 def _is_gated(name: str, view: StoredView, stage: _Stage) -> bool | None:
-    """Returns True if the first layer of this MLP has twice the width that the second takes; None if that cannot be
-    seen, and for other layers.
-    """
+    """Returns True if this first layer of an MLP is twice as wide as the second takes; None if that is unknown."""
     second = re.sub(r"dense_h_to_4h\.(weight|bias)", "dense_4h_to_h.weight", name)
     second = re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", second)
     _, other = stage[second][0] if second in stage else (None, None)
@@ -257,3 +267,61 @@ def _is_gated(name: str, view: StoredView, stage: _Stage) -> bool | None:
         return None
     width = other.shape[1]
     return {width: False, 2 * width: True}.get(view.shape[0]) if view.shape else None
+
+
+def _whole_of(fqn: str, parts: Sequence[StoredCopy], *, is_gated: bool | None) -> tuple[tuple[int, ...], list[Chunk]]:
+    """Returns the shape and the chunks of a tensor whose parts are those of all ranks, in their order. `is_gated`: a
+    first linear layer of an MLP is two, of which each rank has a part of the one, followed by its part of the other;
+    None if that is not known.
+
+    Raises CheckpointCorruptError (bad_manifest, unsupported_version).
+    """
+    saved, view = parts[0]
+    if len(parts) == 1:
+        return view.shape, saved.chunks(view, fqn)
+    rule = _rule_of(fqn)
+    if rule is None or (rule == _GATED and is_gated is None):
+        what = f"{fqn!r:.200} is of no kind whose parts this release knows how to put together"
+        raise not_readable(saved.path, what, "load it with Megatron and save it with --ckpt-format torch_dist")
+    if rule == _GATED and not is_gated:
+        rule = _ROWS
+    _refuse_odd_parts(fqn, parts, rule)
+    if rule == _SAME:
+        return view.shape, saved.chunks(view, fqn)
+    if rule == _GATED:
+        parts = [_half(part, index) for index in (0, 1) for part in parts]
+    return _joined(fqn, parts, 1 if rule == _COLUMNS else 0)
+
+
+def _rule_of(fqn: str) -> str | None:
+    return next((rule for rule, pattern in _PATTERNS if pattern.search(fqn)), None)
+
+
+def _refuse_odd_parts(fqn: str, parts: Sequence[StoredCopy], rule: str) -> None:
+    """Raises CheckpointCorruptError unless all parts have one dtype and shape: Megatron cuts evenly."""
+    first, first_view = parts[0]
+    for saved, view in parts:
+        if (view.dtype, view.shape) != (first_view.dtype, first_view.shape):
+            here, there = (f"{each.dtype}{list(each.shape)}" for each in (view, first_view))
+            raise damaged(saved.path, f"its part of {fqn!r:.200} is {here}, and {there} in {first.path}")
+    shape = first_view.shape
+    if len(shape) < (2 if rule == _COLUMNS else 1) or (rule == _GATED and shape[0] % 2):
+        raise damaged(first.path, f"its part of {fqn!r:.200} has the shape {list(shape)}")
+
+
+def _half(part: StoredCopy, index: int) -> StoredCopy:
+    saved, view = part
+    num_rows = view.shape[0] // 2
+    start = view.item_offset + index * num_rows * view.strides[0]
+    return saved, replace(view, item_offset=start, shape=(num_rows, *view.shape[1:]))
+
+
+def _joined(fqn: str, parts: Sequence[StoredCopy], dim: int) -> tuple[tuple[int, ...], list[Chunk]]:
+    chunks: list[Chunk] = []
+    lengths = list(parts[0][1].shape)
+    at = 0
+    for saved, view in parts:
+        chunks += moved(saved.chunks(view, fqn), [at if index == dim else 0 for index in range(len(lengths))])
+        at += view.shape[dim]
+    lengths[dim] = at
+    return tuple(lengths), chunks

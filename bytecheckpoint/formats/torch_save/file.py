@@ -1,6 +1,4 @@
-"""Files of torch.save: a zip archive of one pickle and one member for each storage. Tensors may be views of the same
-storage, and lie there in any order.
-"""
+"""Files of torch.save: a zip archive of one pickle, and a member for each storage, of which tensors are views."""
 
 from __future__ import annotations
 
@@ -108,14 +106,12 @@ def chunks_of(view: StoredView, fqn: str, *, file: int, byte_offset: int, byte_l
     if end > byte_length:
         raise damaged(path, f"{fqn!r:.200} reaches to byte {end} of a storage that has {byte_length}")
     if strided_views.num_chunks(view.shape, view.strides) > strided_views.MAX_CHUNKS:
-        what = (
-            f"{fqn!r:.200} has the shape {list(view.shape)} and the strides {list(view.strides)}, so that its elements"
-        )
-        advice = "save it with .contiguous()"
-        raise not_readable(path, f"{what} do not follow one another in the file", advice)
-    first = byte_offset + item_bytes * view.item_offset
+        what = f"{fqn!r:.200} has the shape {list(view.shape)} and the strides {list(view.strides)}, so that its "
+        what += "elements do not follow one another in the file"
+        raise not_readable(path, what, "save it with .contiguous()")
+    at = byte_offset + item_bytes * view.item_offset
     return list(
-        strided_views.strided_chunks(view.shape, view.strides, file=file, byte_offset=first, item_bytes=item_bytes)
+        strided_views.strided_chunks(view.shape, view.strides, file=file, byte_offset=at, item_bytes=item_bytes)
     )
 
 

@@ -1,6 +1,4 @@
-"""Files of torch.save, one of each rank, that hold torch's sharded tensors: what `torch.save` makes of FSDP1's sharded
-state_dict, or of one with DTensors. All of them together are the checkpoint.
-"""
+"""Files of torch.save, one of each rank, with torch's sharded tensors. Together they are the checkpoint."""
 
 from __future__ import annotations
 
@@ -94,10 +92,8 @@ def _read_group(opened: list[SavedFile], below: str, builder: ManifestBuilder) -
     leaves = [_leaves(saved, below, reader) for saved in opened]
     sharded = [fqn for fqn, leaf in leaves[0].items() if isinstance(leaf, ShardedTensor)]
     if not sharded:
-        names = (f"rank_{rank}" for rank in range(len(opened)))
-        return {
-            name: saved.plain(saved.value, join_fqn(below, name)) for name, saved in zip(names, opened, strict=False)
-        }, False
+        by_rank = {f"rank_{rank}": saved for rank, saved in enumerate(opened)}
+        return {name: saved.plain(saved.value, join_fqn(below, name)) for name, saved in by_rank.items()}, False
     for saved, found in zip(opened, leaves, strict=True):
         if found.keys() != leaves[0].keys():
             name = min(found.keys() ^ leaves[0].keys())
@@ -114,7 +110,6 @@ def _read_group(opened: list[SavedFile], below: str, builder: ManifestBuilder) -
 
 
 def _leaves(saved: SavedFile, below: str, reader: ShardedReader) -> dict[str, Any]:
-    """Returns all leaves of a file by name."""
     leaves = leaves_of(saved.value, below, path=saved.path, items_of=_items_of)
     for leaf in leaves.values():
         refuse_others(leaf)
@@ -178,7 +173,6 @@ def _add_differences(
 
 
 def _with_refs(value: Any, fqn: str, leaves: Mapping[str, Any]) -> Any:
-    """Returns the value with TensorRefs for its sharded tensors."""
     if isinstance(value, dict):
         items = [(key, _with_refs(item, join_fqn(fqn, key), leaves)) for key, item in value.items()]
         return type(value)(items) if type(value) is dict else dict(items)

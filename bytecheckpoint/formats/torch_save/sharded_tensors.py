@@ -1,6 +1,4 @@
-"""torch's own sharded tensors in a file of torch.save that one rank wrote: ShardedTensor, which FSDP1 gives, and
-DTensor. Each is read as the regions of the whole tensor that the rank has.
-"""
+"""torch's ShardedTensor and DTensor in a rank's file of torch.save, read as the regions that the rank has."""
 
 from __future__ import annotations
 
@@ -67,13 +65,10 @@ class ShardedTensor(NamedTuple):
     shape: tuple[int, ...]
     parts: tuple[tuple[Region, StoredView], ...]
     all_regions: Callable[[], Iterable[Region]]
-    """Returns the regions that all ranks together have, each once and none of them empty. They may be as many as
-    ranks."""
+    """Returns the regions of all ranks, each once and none empty. They may be as many as ranks."""
 
 
 class _Axis(NamedTuple):
-    """An axis of a mesh."""
-
     placement: Any
     size: int
     """Length in ranks."""
@@ -137,9 +132,7 @@ class ShardedReader:
         self._regions: dict[int, frozenset[Region]] = {}
 
     def read(self, value: Instance) -> ShardedTensor:
-        """Raises PickleError, LookupError, TypeError, ValueError or AttributeError for what is none of torch's, and
-        UnsafeCheckpointError (limits_exceeded).
-        """
+        """Raises what `translated` translates where a value is none of torch's, and UnsafeCheckpointError."""
         found = self._known.get(id(value))
         if found is None:
             is_dtensor = _name(value) != _SHARDED_TENSOR
@@ -215,9 +208,8 @@ def _read_dtensor(value: Instance) -> ShardedTensor:
         for each in order:
             region = _cut(region, axes[each], at[each])
         parts = [(region, _checked(view, region))] if region.numel else []
-    return ShardedTensor(
-        view.dtype, shape, tuple(parts), lambda: _everywhere(whole(shape), [axes[each] for each in order])
-    )
+    ordered = [axes[each] for each in order]
+    return ShardedTensor(view.dtype, shape, tuple(parts), lambda: _everywhere(whole(shape), ordered))
 
 
 def _mesh_sizes(mesh: Mapping[str, Any]) -> tuple[int, ...]:
