@@ -185,11 +185,11 @@ class RankLocalEntry:
 
     def collect(self) -> EntryContents:
         state = self._state()
+        contents = contents_of(state, self.fqn, "rank")
         for fqn, value in leaves(state, self.fqn).items():
             if is_sharded(value):
                 advice = "put it into the state outside of RankLocal, or its to_local() into RankLocal"
                 raise unsupported(fqn, f"a {type(value).__name__}, which is not a value of one rank's own", advice)
-        contents = contents_of(state, self.fqn, "rank")
         return contents._replace(names=contents.names | {self.fqn})
 
     def _state(self) -> Any:
