@@ -15,14 +15,7 @@ from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.formats.file_reader import missing_file, not_readable
 from bytecheckpoint.formats.flat_ranges import divided_runs
 from bytecheckpoint.formats.folder import SourceFolder
-from bytecheckpoint.formats.frameworks.deepspeed_zero import (
-    UNIVERSAL_FOLDER,
-    ZeroBuilder,
-    ZeroState,
-    buffers_of,
-    read_universal,
-    read_zero_state,
-)
+from bytecheckpoint.formats.frameworks import deepspeed_zero
 from bytecheckpoint.formats.manifest_builder import holds_tensor, is_extra_state
 from bytecheckpoint.formats.torch_save.file import SavedFile, translated
 from bytecheckpoint.formats.torch_save.unpickler_globals import Call, StoredView, instances, lengths_of, with_values
@@ -70,14 +63,14 @@ def read_folder(source: SourceFolder) -> None:
     if not model_files:
         raise missing_file(source.path, "has optimizer states and no model states")
     first = model_files[0]
-    zero = ZeroBuilder(source.builder)
+    zero = deepspeed_zero.ZeroBuilder(source.builder)
     state = None
-    if source.is_folder(UNIVERSAL_FOLDER):
+    if source.is_folder(deepspeed_zero.UNIVERSAL_FOLDER):
         open_file = partial(source.open, find_global=_find_class)
-        state = translated(first.path, _WRITER, read_universal, source, open_file, first, zero)
+        state = translated(first.path, _WRITER, deepspeed_zero.read_universal, source, open_file, first, zero)
     elif optimizers:
-        optimizer_files = [source.open_dict(name, _find_class) for name in optimizers]
-        state = translated(optimizer_files[0].path, _WRITER, read_zero_state, model_files, optimizer_files, zero)
+        files = [source.open_dict(name, _find_class) for name in optimizers]
+        state = translated(files[0].path, _WRITER, deepspeed_zero.read_zero_state, model_files, files, zero)
     translated(first.path, _WRITER, _add_frozen, model_files, zero)
     translated(first.path, _WRITER, _add_model, first, state)
     _name_left_out(model_files)
@@ -101,7 +94,7 @@ def _by_rank(names: set[str], pattern: re.Pattern[str], path: str) -> list[str]:
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def _add_frozen(models: list[SavedFile], zero: ZeroBuilder) -> None:
+def _add_frozen(models: list[SavedFile], zero: deepspeed_zero.ZeroBuilder) -> None:
     """Adds parameters that no optimizer has: whole in each file, or by ZeRO 3 divided over those of all ranks."""
     builder = models[0].builder
     for name, shape in (models[0].value.get("frozen_param_shapes") or {}).items():
@@ -113,12 +106,12 @@ def _add_frozen(models: list[SavedFile], zero: ZeroBuilder) -> None:
         if len(views) == 1 or views[0].shape == lengths:
             models[0].add_tensor(fqn, views[0])
             continue
-        buffers, dtype = buffers_of(models, views, name)
+        buffers, dtype = deepspeed_zero.buffers_of(models, views, name)
         runs = divided_runs(lengths, 0, [[buffer] for buffer in buffers], item_bytes=itemsize(dtype))
         zero.add(fqn, dtype, lengths, runs)
 
 
-def _add_model(saved: SavedFile, state: ZeroState | None) -> None:
+def _add_model(saved: SavedFile, state: deepspeed_zero.ZeroState | None) -> None:
     """Adds the data that is saved with the model, except the tensors in flat buffers."""
     value, builder = saved.value, saved.builder
     flat = state.names if state else frozenset()

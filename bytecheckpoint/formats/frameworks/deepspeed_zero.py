@@ -11,17 +11,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.formats import flat_ranges
 from bytecheckpoint.formats.file_reader import damaged, not_readable
-from bytecheckpoint.formats.flat_ranges import (
-    FlatBuffer,
-    FlatRun,
-    chunks_of_runs,
-    divided_runs,
-    divided_share,
-    lay_out,
-    partition_length,
-    shared_runs,
-)
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder, holds_tensor
 from bytecheckpoint.formats.torch_save.file import SavedFile
@@ -93,8 +84,8 @@ class ZeroBuilder:
         self._builder = builder
         self.tree: dict[str, Any] = {"state": {}, "groups": {}}
 
-    def add(self, fqn: str, dtype: str, shape: tuple[int, ...], runs: Iterable[FlatRun]) -> None:
-        chunks = chunks_of_runs(shape, runs, item_bytes=itemsize(dtype))
+    def add(self, fqn: str, dtype: str, shape: tuple[int, ...], runs: Iterable[flat_ranges.FlatRun]) -> None:
+        chunks = flat_ranges.chunks_of_runs(shape, runs, item_bytes=itemsize(dtype))
         self._builder.add_tensor(fqn, dtype, shape, chunks, num_parts=len(chunks))
 
     def leave_out(self, name: str, value: Any, why: str) -> None:
@@ -124,7 +115,7 @@ class _ZeroFiles(NamedTuple):
     """Shapes of the parameters in each group, in their order."""
 
 
-def buffers_of(files: Sequence[SavedFile], views: Sequence[Any], what: str) -> tuple[list[FlatBuffer], str]:
+def buffers_of(files: Sequence[SavedFile], views: Sequence[Any], what: str) -> tuple[list[flat_ranges.FlatBuffer], str]:
     """Returns flat tensors, one of each file, and their dtype."""
     buffers = [saved.buffer(view, what) for saved, view in zip(files, views, strict=True)]
     return [buffer for buffer, _ in buffers], buffers[0][1]
@@ -136,8 +127,8 @@ def _read_shared(given: _ZeroFiles, zero: ZeroBuilder) -> None:
     alignment = first.get("param_alignment_paddings")
 
     for index, shapes in enumerate(given.shapes):
-        placed, end = lay_out(list(shapes.values()), None if alignment is None else alignment[index])
-        part = partition_length(end, len(given.saved), _ALIGNMENT)
+        placed, end = flat_ranges.lay_out(list(shapes.values()), None if alignment is None else alignment[index])
+        part = flat_ranges.partition_length(end, len(given.saved), _ALIGNMENT)
         weights = [state["single_partition_of_fp32_groups"][index] for state in given.states]
         by_rank = [_state_of_group(state["base_optimizer_state"], index) for state in given.states]
         flat = {"model.{}": weights}
@@ -149,7 +140,7 @@ def _read_shared(given: _ZeroFiles, zero: ZeroBuilder) -> None:
         for fqn, views in flat.items():
             buffers, dtype = buffers_of(given.saved, views, fqn)
             for name, where in zip(shapes, placed, strict=True):
-                runs = shared_runs(where, part, buffers, item_bytes=itemsize(dtype))
+                runs = flat_ranges.shared_runs(where, part, buffers, item_bytes=itemsize(dtype))
                 zero.add(fqn.format(name), dtype, where.shape, runs)
         zero.add_group(list(shapes), _param_group(first["base_optimizer_state"], index))
 
@@ -174,9 +165,9 @@ def _read_divided(given: _ZeroFiles, zero: ZeroBuilder) -> None:
         of_ranks = list(zip(*(buffers for buffers, _ in by_buffer), strict=True))
         at = 0
         for name, shape in (item for shapes in given.shapes for item in shapes.items()):
-            runs = divided_runs(shape, at, of_ranks, item_bytes=itemsize(dtype))
+            runs = flat_ranges.divided_runs(shape, at, of_ranks, item_bytes=itemsize(dtype))
             zero.add(fqn.format(name), dtype, shape, runs)
-            at += divided_share(shape, len(given.saved))
+            at += flat_ranges.divided_share(shape, len(given.saved))
     _add_groups(given, zero)
 
 
@@ -244,7 +235,7 @@ def _add_piece(saved: SavedFile, file: str, name: str, shape: tuple[int, ...] | 
     buffer, dtype = saved.buffer(view, fqn)
     if len(view.shape) != 1:
         raise damaged(saved.path, f"{name!r:.200} has the shape {list(view.shape)}, and {list(shape)} elsewhere")
-    zero.add(fqn, dtype, shape, [FlatRun(0, prod(shape), buffer.file, buffer.byte_offset)])
+    zero.add(fqn, dtype, shape, [flat_ranges.FlatRun(0, prod(shape), buffer.file, buffer.byte_offset)])
 
 
 def _universal_groups(saved: SavedFile, zero: ZeroBuilder) -> list[Mapping[str, Any]]:
