@@ -241,6 +241,31 @@ def test_docstrings_begin_with_a_verb_or_the_thing() -> None:
     assert len(vague) <= MAX_VAGUE_SHARE * len(texts), vague
 
 
+def test_an_import_makes_no_object_that_changes() -> None:
+    """State of the process is made by the first call that needs it: an empty dict at most waits for it."""
+    trees = [(module, ast.parse(module.source)) for module in modules()]
+    changing = {
+        node.name
+        for _, tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and not is_immutable(node)
+    } | {"Lock", "RLock", "Event", "Condition", "Queue", "SimpleQueue", "deque", "local", "ThreadPoolExecutor"}
+    made = [
+        f"{module.path}:{node.lineno}"
+        for module, tree in trees
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Call)
+        if ast.unparse(node.value.func).rpartition(".")[2].partition("[")[0] in changing
+    ]
+    assert made == []
+
+
+def is_immutable(node: ast.ClassDef) -> bool:
+    bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    is_frozen = any("frozen=True" in ast.unparse(told) for told in (*node.decorator_list, *node.keywords))
+    return is_frozen or not bases.isdisjoint({"NamedTuple", "Enum", "Protocol"})
+
+
 def test_no_name_is_a_metaphor() -> None:
     found = {
         f"{module.path}:{node.lineno}: {name}"
