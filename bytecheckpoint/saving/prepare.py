@@ -40,6 +40,21 @@ def kind_of_snapshot(wanted: str, *, async_save: bool) -> SnapshotKind:
     return "lazy" if wanted == "lazy" else "copy"
 
 
+def take_snapshot(
+    kind: SnapshotKind, files: Sequence[LiveFile], buffers: HostBuffers, *, staging_bytes: int | None
+) -> Snapshot:
+    """Returns the snapshot of these files; after its `stage()` the state may change."""
+    if kind == "none":
+        return LiveState(files, buffers.scratch)
+    num_bytes = staged_bytes([file.planned for file in files])
+    if staging_bytes is not None and num_bytes > staging_bytes:
+        return StateInWaves(files, buffers.staging.take(staging_bytes))
+    threads = min(torch.get_num_threads(), _MAX_COPY_THREADS)
+    if kind == "lazy":  # half of them beside training; when training waits, its thread brings as many
+        threads = max(threads // 2, 1)
+    return StagedState(files, buffers.staging.take(num_bytes), threads=threads)
+
+
 def allocate(planned: Sequence[PlannedFile], buffers: HostBuffers, *, staging_bytes: int | None) -> None:
     """Allocates the memory that a snapshot of these files will take."""
     num_bytes = staged_bytes(planned)
@@ -129,20 +144,10 @@ class PreparedSave:
         return agreed
 
     def _snapshot_of(self, plan: RankPlan) -> Snapshot:
-        """Returns the snapshot of the files of a plan; after its `stage()` the state may change."""
         with gc_paused():
             # New files for each snapshot, because a snapshot may change its own.
             files = [LiveFile(planned, self._local_plan.shards) for planned in plan.files]
-        if self._kind == "none":
-            return LiveState(files, self.buffers.scratch)
-        staging, limit = self.buffers.staging, self.options.staging_bytes
-        num_bytes = staged_bytes(plan.files)
-        if limit is not None and num_bytes > limit:
-            return StateInWaves(files, staging.take(limit))
-        threads = min(torch.get_num_threads(), _MAX_COPY_THREADS)
-        if self.is_lazy:  # half of them beside training; when training waits, its thread brings as many
-            threads = max(threads // 2, 1)
-        return StagedState(files, staging.take(num_bytes), threads=threads)
+        return take_snapshot(self._kind, files, self.buffers, staging_bytes=self.options.staging_bytes)
 
     def stage(self) -> None:
         """Stages the snapshot. From then on the training state may change."""
