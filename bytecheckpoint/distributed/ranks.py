@@ -206,7 +206,7 @@ class Subject(NamedTuple):
 
 _SHARED_KINDS = {
     *("conflict", "coverage", "missing_key", "unexpected_key", "shape", "dtype"),
-    *("exists", "not_found", "not_committed", "replaced", "rank_missing"),
+    *("exists", "not_found", "not_committed", "replaced", "superseded", "rank_missing"),
 }
 """Errors that the coordinator finds in the messages of all ranks, or in what is the same for all: it is not named."""
 
