@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from bytecheckpoint.distributed.ranks import group_store
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.manager.stopping import GroupStop, SoleStop, StopRequests
+from bytecheckpoint.manager.agreement.stopping import GroupStop, SoleStop, StopRequests
 from distributed.workers import WorkerPool
 
 
