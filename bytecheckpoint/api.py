@@ -34,10 +34,9 @@ from bytecheckpoint.saving.commit import write_and_commit
 from bytecheckpoint.saving.global_plan import exchange_plans, make_local_plan
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.saving.in_flight import process_state, reentry_refused, wait_until_numbered, wait_until_staged
-from bytecheckpoint.saving.prepare import PreparedSave
+from bytecheckpoint.saving.prepare import PreparedSave, allocate, kind_of_snapshot
 from bytecheckpoint.saving.target import SaveCall, SaveOwner, check_metadata, open_target
 from bytecheckpoint.saving.upload import write_upload_and_commit
-from bytecheckpoint.staging.choose import allocate, kind_of_snapshot
 from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.layout import check_step, root_of

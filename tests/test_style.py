@@ -338,7 +338,7 @@ def test_each_rule_is_seen_to_bite(path: str, source: str, expected: str) -> Non
         ("bytecheckpoint/staging/file_image.py", '"""Why."""\nimport torch\nfrom bytecheckpoint.planner.plan import a'),
         (
             "bytecheckpoint/api.py",
-            '"""Why."""\nfrom bytecheckpoint.staging.choose import a\nfrom bytecheckpoint import errors',
+            '"""Why."""\nfrom bytecheckpoint.staging.snapshots import a\nfrom bytecheckpoint import errors',
         ),
         ("bytecheckpoint/planner/a.py", '"""Why."""\nfrom . import b\nfrom bytecheckpoint.planner.c import d'),
         ("bytecheckpoint/storage/a.py", in_function("try:\n pass\nexcept BaseException:\n clean()\n raise")),
