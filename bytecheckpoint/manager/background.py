@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -67,11 +67,11 @@ class Background:
     def _ordered(self) -> list[StoredStep]:
         return sorted(self._steps.values(), key=lambda step: (not step.is_abandoned, step.info.step))
 
-    def abandon(self, steps: Sequence[int]) -> None:
-        """Notes that training left these steps behind."""
+    def set_abandoned(self, abandoned: Collection[int]) -> None:
+        """Notes the steps that training left behind."""
         with self._changed:
-            for step in steps:
-                self._steps[step] = self._steps[step]._replace(is_abandoned=True)
+            for number, step in self._steps.items():
+                self._steps[number] = step._replace(is_abandoned=number in abandoned)
 
     def change_info(self, step: int, *, metrics: Mapping[str, float] | None = None, pinned: bool | None = None) -> None:
         """Notes metrics that were reported, or a pin that was set or taken away."""
@@ -151,6 +151,7 @@ class Background:
             finish_deletions(self._store)
             self._generation.clear_earlier()
             end_attempts(self._store, None)
+            self._record_earlier()
             self._is_first = False
         self._delete_due()
         with self._changed:
@@ -162,6 +163,13 @@ class Background:
         step_records.write_record(self._store, folder, commit.info)
         if commit.is_pinned:
             step_records.pin(self._store, folder, time=commit.info.time)
+
+    def _record_earlier(self) -> None:
+        """Writes the records of saves whose processes ended right after the commit."""
+        with self._changed:
+            steps = [step.info for step in self._steps.values() if not step.has_record]
+        for info in steps:
+            step_records.write_record(self._store, step_folder(info.step), info)
 
     def _delete_due(self) -> None:
         now = self._clock.now()

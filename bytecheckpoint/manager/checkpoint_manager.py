@@ -118,8 +118,7 @@ class CheckpointManager:
             clock = StorageClock(offset_of(self._store), not_before=newest)
             generation = claim(self._store, time=clock.now())
             self._owned = OwnedRoot(generation, Background(generation, self._keep, clock, steps), clock)
-        abandoned = [step.info.step for step in steps if step.is_abandoned]
-        return _OpenedRoot(secrets.token_hex(8), bool(steps), abandoned)
+        return _OpenedRoot(secrets.token_hex(8), bool(steps), [step.info.step for step in steps if step.is_abandoned])
 
     def _join_stop(self, token: str, timeout_s: float) -> SoleStop | GroupStop:
         if not self._is_grouped or dist.get_world_size(self._run.group) == 1:
@@ -200,17 +199,18 @@ class CheckpointManager:
     def _continue_from(self, step: int) -> None:
         """Makes the restored step the newest one: later ones belong to a branch that training leaves."""
         self._end_attempts(step)
-        later = self._decisions.hear("leaving later steps", partial(self._later_steps, step), list[tuple[int, str]])
-        self._saves.abandoned = {number for number, _ in later} | (self._saves.abandoned - {step})
+        abandoned = self._decisions.hear("leaving later steps", partial(self._left_behind, step), dict[int, str])
+        self._saves.abandoned = set(abandoned)
         self._saves.durable_step, self.next_step, self._saves.has_steps = step, step + 1, True
         if self._owned is not None:
             self._owned.background.restored = step
-            self._owned.background.abandon([number for number, _ in later])
-            self._saves.new_branch = dict(later) if later else None
+            self._owned.background.set_abandoned(set(abandoned))
+            self._saves.new_branch = abandoned
 
-    def _later_steps(self, step: int) -> list[tuple[int, str]]:
-        steps = step_records.list_steps(self._store)
-        return [(found.info.step, found.info.save_id) for found in steps if found.info.step > step]
+    def _left_behind(self, step: int) -> dict[int, str]:
+        """Returns the save ids of all abandoned steps, on rank 0, if training goes on from this one."""
+        steps = [found for found in step_records.list_steps(self._store) if found.info.step != step]
+        return {found.info.step: found.info.save_id for found in steps if found.is_abandoned or found.info.step > step}
 
     def _end_attempts(self, step: int) -> None:
         if self._owned is not None:
@@ -300,7 +300,8 @@ class CheckpointManager:
 
     def latest(self) -> int | None:
         """Returns the newest committed step, but none of a branch that training left; None if there is none."""
-        abandoned = {**step_records.read_abandoned(self._store), **(self._saves.new_branch or {})}
+        new = self._saves.new_branch
+        abandoned = step_records.read_abandoned(self._store) if new is None else new
         for step in reversed(self.steps()):
             left = abandoned.get(step)
             if left is None or layout.committed_save_id(self._store, layout.step_folder(step)) != left:
@@ -321,9 +322,8 @@ class CheckpointManager:
         if found is None:
             return None
         folder = layout.step_folder(found.step)
-        manifest = layout.read_manifest(self._store, folder)
-        described = describe_checkpoint(manifest, path=join_name(str(self._store), folder), seconds={})
-        return replace(described, metrics=found.metrics)
+        path, manifest = join_name(str(self._store), folder), layout.read_manifest(self._store, folder)
+        return replace(describe_checkpoint(manifest, path=path, seconds={}), metrics=found.metrics)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds metrics to a checkpoint after its save. Rank 0 writes; the call of another rank does nothing."""

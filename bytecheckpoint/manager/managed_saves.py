@@ -87,7 +87,7 @@ class ManagedSaves:
         self.abandoned: set[int] = set()
         """Steps of branches that training left."""
         self.new_branch: dict[int, str] | None = None
-        """Save ids of steps that the next commit abandons, on rank 0."""
+        """Save ids of all abandoned steps, on rank 0, as the next commit makes them known; else None."""
 
     def begin(
         self,
@@ -137,9 +137,7 @@ class ManagedSaves:
         if self._owned is not None:
             self._owned.generation.check()
         if self.new_branch is not None:
-            step_records.write_abandoned(
-                self._run.store, {**step_records.read_abandoned(self._run.store), **self.new_branch}
-            )
+            step_records.write_abandoned(self._run.store, self.new_branch)
             self.new_branch = None
 
     def _refuse_pinned(self, step: int) -> bool:
