@@ -119,6 +119,8 @@ class LocalSavePlan(NamedTuple):
     """Digest of everything that a plan depends on, and of nothing else."""
     cached: RankPlan | None = None
     """Plan of an earlier save with this fingerprint; valid if all ranks have it and replicas are still alike."""
+    save_id_prefix: str = ""
+    """First characters of the new save id; the others are random."""
 
     def items(self) -> list[WriteItem]:
         """Returns the shards as records for the planner, in the same order and without digests."""
@@ -187,7 +189,13 @@ class AgreedPlan(NamedTuple):
 
 
 def make_local_plan(
-    ranks: Ranks, target: object, contents: Sequence[EntryContents], options: SaveOptions, *, plans: PlanCache
+    ranks: Ranks,
+    target: object,
+    contents: Sequence[EntryContents],
+    options: SaveOptions,
+    *,
+    plans: PlanCache,
+    save_id_prefix: str = "",
 ) -> LocalSavePlan:
     """Returns the plan of the entries that this rank holds, with the one of an earlier save if it is in the cache."""
     shards = [shard for entry in contents for shard in entry.shards]
@@ -203,6 +211,7 @@ def make_local_plan(
         codec=options.codec,
         plans=plans,
         is_empty=not contents,
+        save_id_prefix=save_id_prefix,
     )
     fqns_dtypes_shapes_regions = [*zip(*shards, strict=True)][:4]
     of_ranks = (list(ranks.global_ranks), ranks.rank, plan.stages)
@@ -217,7 +226,7 @@ def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
     Raises CheckpointMismatchError (conflict, coverage) if the local plans contradict one another.
     """
     cached = local_plan.cached
-    planner = _GlobalPlanner(ranks, cached)
+    planner = _GlobalPlanner(ranks, local_plan)
     reply = planner.exchange(
         _whole_message(local_plan, ranks) if cached is None else _cached_message(local_plan, cached)
     )
@@ -273,9 +282,10 @@ def _whole_message(local_plan: LocalSavePlan, ranks: Ranks, digested: Sequence[s
 class _GlobalPlanner:
     """The coordinator's side of the exchange: one reply for each local plan. Stays empty on the other ranks."""
 
-    def __init__(self, ranks: Ranks, cached: RankPlan | None) -> None:
+    def __init__(self, ranks: Ranks, local_plan: LocalSavePlan) -> None:
         self._ranks = ranks
-        self._cached = cached
+        self._cached = local_plan.cached
+        self._save_id_prefix = local_plan.save_id_prefix
         self.plan: SavePlan | None = None
         """None where the cached plan is used."""
         self.objects: Mapping[str, bytes] = {}
@@ -301,7 +311,7 @@ class _GlobalPlanner:
                 kind="unsupported_value",
                 ranks=tuple(global_ranks),
             )
-        save_id = uuid.uuid4().hex[:16]
+        save_id = (self._save_id_prefix + uuid.uuid4().hex)[:16]
         if cached is not None and _still_holds(cached, messages):
             check_pipeline_stages(cached.in_stages, stages, global_ranks)
             replies = [_PlanReply(save_id, cached.plan_id, is_cached=True, has_written=cached.written is not None)]
