@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         warm_up,
     )
     from bytecheckpoint.checkpoint import Checkpoint
+    from bytecheckpoint.manager import keep_policies, save_policies
     from bytecheckpoint.saving.handle import SaveHandle
     from bytecheckpoint.saving.recover import recover
     from bytecheckpoint.state_tree import load_tree
@@ -72,18 +73,20 @@ __all__ = [
     "UnsafeCheckpointError",
     "__version__",
     "delete",
+    "keep_policies",
     "latest",
     "load",
     "load_tree",
     "open",
     "recover",
     "save",
+    "save_policies",
     "steps",
     "warm_up",
 ]
 
-# These need torch, which takes seconds to import; the command line looks into checkpoints without it.
-_WITH_TORCH = {
+# Most of these need torch, which takes seconds to import; the command line looks into checkpoints without it.
+_LAZY = {
     "Checkpoint": "bytecheckpoint.checkpoint",
     "RankLocal": "bytecheckpoint.adapters.stateful",
     "RngState": "bytecheckpoint.adapters.stateful",
@@ -92,11 +95,17 @@ _WITH_TORCH = {
     "load_tree": "bytecheckpoint.state_tree",
     **dict.fromkeys(("delete", "latest", "load", "open", "save", "steps", "warm_up"), "bytecheckpoint.api"),
 }
+_LAZY_MODULES = {
+    "keep_policies": "bytecheckpoint.manager.keep_policies",
+    "save_policies": "bytecheckpoint.manager.save_policies",
+}
 
 
 def __getattr__(name: str) -> object:
-    if name in _WITH_TORCH:
-        return getattr(import_module(_WITH_TORCH[name]), name)
+    if name in _LAZY_MODULES:
+        return import_module(_LAZY_MODULES[name])
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -34,6 +34,7 @@ FLOORS = (
     {"checkpoint", "conversion", "diagnostics"},
     {"state_tree"},
     {"api"},
+    {"manager"},
     {"__init__"},
     {"tools"},
 )
@@ -54,6 +55,12 @@ MAY_PRINT = {
     # a failure that nobody has seen by the end of the process goes to standard error
     "bytecheckpoint/saving/in_flight.py",
 }
+MAY_READ_ENVIRONMENT = {
+    # the user names the variable of a deadline: a scheduler has no other way to tell a job when it ends
+    "bytecheckpoint/manager/save_policies.py",
+}
+POLICIES = {"EverySteps", "EverySeconds", "When"}
+"""Names of a save policy and of a keep policy, which users tell apart by their modules."""
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "misc", "shared"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -164,7 +171,9 @@ def about_a_node(module: Module, node: ast.AST) -> Iterator[str]:
             yield f"{node.lineno}: assert is for tests: raise a typed error"
         case ast.Global():
             yield f"{node.lineno}: no module keeps state that changes"
-        case ast.Attribute(value=ast.Name("os"), attr="environ" | "getenv" | "environb"):
+        case ast.Attribute(value=ast.Name("os"), attr="environ" | "getenv" | "environb") if (
+            module.path not in MAY_READ_ENVIRONMENT
+        ):
             yield f"{node.lineno}: the library reads no environment variables: options are arguments"
         case ast.Call(func=ast.Name("print")) if module.layer != "tools" and module.path not in MAY_PRINT:
             yield f"{node.lineno}: log instead of printing"
@@ -227,7 +236,7 @@ def test_a_class_name_stands_for_one_class() -> None:
         for node in ast.walk(ast.parse(module.source)):
             if isinstance(node, ast.ClassDef):
                 owners.setdefault(node.name.lstrip("_"), []).append(module.path)
-    assert {name: paths for name, paths in owners.items() if len(paths) > 1} == {}
+    assert {name: paths for name, paths in owners.items() if len(paths) > 1 and name not in POLICIES} == {}
 
 
 def test_docstrings_begin_with_a_verb_or_the_thing() -> None:

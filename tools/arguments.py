@@ -28,7 +28,7 @@ AnyStep = int | Literal["latest"] | None
 
 
 class Opened(NamedTuple):
-    """A committed checkpoint of which the manifest was read."""
+    """A committed checkpoint whose manifest was read."""
 
     store: Store
     folder: str
@@ -52,7 +52,7 @@ class AccessOptions(NamedTuple):
         return Opened(found.store, found.folder, manifest_of(found), found.path)
 
     def find_files(self, opened: Opened) -> Opened:
-        """Sets store and folder to those of the data files. Raises UnfollowedLinkError for a link if not following."""
+        """Sets store and folder to where the data files are. Raises UnfollowedLinkError for a link if not following."""
         manifest = opened.manifest
         if manifest.linked_to and not self.follow_links:
             raise UnfollowedLinkError(

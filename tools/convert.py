@@ -16,7 +16,7 @@ from . import exit_codes
 from .arguments import AccessOptions, ByteSize, with_link_option, with_output_options, with_step_option
 from .name_options import FORMATS, NameOptions, with_name_options
 from .render.number_format import count_text, left_out_text, size_text
-from .render.terminal import Screen, byte_progress, print_json
+from .render.terminal import Screen, byte_progress, print_json, without
 
 if TYPE_CHECKING:
     from bytecheckpoint.conversion.convert import Converted, ConvertRequest
@@ -200,20 +200,13 @@ def _process_group() -> Iterator[None]:
 
 def _as_json(request: ConvertRequest, result: Converted, seconds: float) -> dict[str, Any]:
     return {
-        "source": result.source_path,
-        "source_format": result.source_format,
-        "path": result.target_path,
+        **without(result, "sides"),
         "format": request.selection.to,
         "is_link": request.is_link,
-        "num_files": result.num_files,
-        "num_bytes": result.num_bytes,
-        "num_tensors": result.num_tensors,
-        "num_cast": result.num_cast,
         "aliases": [{"fqn": alias, "alias_of": fqn} for alias, fqn in result.aliases.items()],
         "dropped_prefix": result.dropped_prefix or None,
-        "name_map": None if result.sides is None else {"from": result.sides[0], "to": result.sides[1]},
+        "name_map": result.sides and {"from": result.sides[0], "to": result.sides[1]},
         "experts": result.experts or None,
-        "left_out": [item._asdict() for item in result.left_out],
         "seconds": round(seconds, 6),
     }
 
@@ -222,7 +215,7 @@ def _print(result: Converted, seconds: float) -> None:
     screen = Screen()
     rate = size_text(result.num_bytes / max(seconds, 1e-9))
     screen.line(
-        f"{result.target_path}: {count_text(result.num_tensors, 'tensor')}, {size_text(result.num_bytes)} in "
+        f"{result.path}: {count_text(result.num_tensors, 'tensor')}, {size_text(result.num_bytes)} in "
         f"{count_text(result.num_files, 'file')}, written in {seconds:.1f} s ({rate}/s)",
         style="bold",
     )

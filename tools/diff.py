@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from bytecheckpoint.options import LoadOptions
 
 from . import exit_codes
-from .analysis.differences import CheckpointDiff, TensorDifference
 from .analysis.value_difference import Tolerance
 from .arguments import (
     AccessOptions,
@@ -25,6 +24,9 @@ from .arguments import (
 from .name_options import FORMATS, NameOptions, with_name_options
 from .render.diff_text import print_diff, print_left_out
 from .render.terminal import Screen, print_json
+
+if TYPE_CHECKING:
+    from .analysis.checkpoint_diff import CheckpointDiff, TensorDifference
 
 _DEFAULT_ROWS = 40
 
@@ -112,12 +114,12 @@ def diff(
         is_wanted=lambda fqn: _is_wanted(fqn, include, exclude),
         threads=threads,
     )
+    left_out = export.left_out if export else []
     if as_json:
-        left_out = [item._asdict() for item in export.left_out] if export else []
         print_json({**_as_json(opened_a, opened_b, result, tolerance), "left_out": left_out})
     else:
         print_diff(Screen(), (opened_a.path, opened_b.path), result, limit=limit)
-        print_left_out(Screen(), export.left_out if export else [], limit=limit)
+        print_left_out(Screen(), left_out, limit=limit)
     return exit_codes.FINE if result.is_same else exit_codes.CORRUPT
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class Diagnosis:
 
     @property
     def is_fine(self) -> bool:
-        return all(check.is_met is not False for check in self.checks if check.is_needed)
+        return all(check.is_kept is not False for check in self.checks if check.is_needed)
 
 
 @click.command(short_help="What a storage can do, and which options suit it.", epilog=_EXAMPLE)
@@ -105,16 +105,14 @@ def doctor(
     return exit_codes.FINE if diagnosis.is_fine else exit_codes.CORRUPT
 
 
-def _examine(
-    url: str, stage: str | None, storage_options: Mapping[str, Any], *, seconds: float, max_bytes: int
-) -> Diagnosis:
+def _examine(url: str, stage: str | None, options: Mapping[str, Any], *, seconds: float, max_bytes: int) -> Diagnosis:
     folder = f"{TEMPORARY_PREFIX}doctor-{secrets.token_hex(8)}"
-    with _probing(url, folder, storage_options) as store:
+    with _probing(url, folder, options) as store:
         store.store.list("")  # raises where the root is a file
         checks = list(check_guarantees(store))
-        facts = probe_filesystem(str(store)) if isinstance(store.store, LocalStore) else None
+        features = probe_filesystem(str(store)) if isinstance(store.store, LocalStore) else None
         latency = measure_latency(store)
-        writes = _measure_writes(url, folder, storage_options, seconds=seconds, max_bytes=max_bytes)
+        writes = _measure_writes(url, folder, options, seconds=seconds, max_bytes=max_bytes)
         reads = list(measure_reads(store, seconds=seconds, max_bytes=max_bytes))
     local = None
     if stage is not None:
@@ -124,7 +122,7 @@ def _examine(
     return Diagnosis(
         url=str(store.store),
         checks=checks,
-        folder=facts,
+        folder=features,
         latency=latency,
         writes=writes,
         reads=reads,
@@ -135,9 +133,9 @@ def _examine(
 
 
 @contextmanager
-def _probing(url: str, folder: str, storage_options: Mapping[str, Any]) -> Iterator[ProbeStore]:
+def _probing(url: str, folder: str, options: Mapping[str, Any]) -> Iterator[ProbeStore]:
     """Yields a folder of a storage for objects, and removes them in the end."""
-    store = ProbeStore(open_store(url, storage_options=storage_options, writer_threads=1), folder)
+    store = ProbeStore(open_store(url, storage_options=options, writer_threads=1), folder)
     with _no_new_folders(store.store):
         try:
             yield store
@@ -158,12 +156,12 @@ def _no_new_folders(store: Store) -> Iterator[None]:
 
 
 def _measure_writes(
-    url: str, folder: str, storage_options: Mapping[str, Any], *, seconds: float, max_bytes: int
+    url: str, folder: str, options: Mapping[str, Any], *, seconds: float, max_bytes: int
 ) -> list[Speed]:
     opened: list[ProbeStore] = []
 
     def open_with(threads: int) -> ProbeStore:
-        opened.append(ProbeStore(open_store(url, storage_options=storage_options, writer_threads=threads), folder))
+        opened.append(ProbeStore(open_store(url, storage_options=options, writer_threads=threads), folder))
         return opened[-1]
 
     try:
@@ -177,17 +175,14 @@ def _as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     return {
         "url": diagnosis.url,
         "ok": diagnosis.is_fine,
-        "checks": [
-            {"name": check.name, "needed": check.is_needed, "kept": check.is_met, "what": check.what}
-            for check in diagnosis.checks
-        ],
-        "folder": None if diagnosis.folder is None else asdict(diagnosis.folder),
+        "checks": diagnosis.checks,
+        "folder": diagnosis.folder,
         "latency": {f"{name[:-2]}_seconds": value for name, value in diagnosis.latency._asdict().items()},
         "writes": [_speed_json(speed) for speed in diagnosis.writes],
         "reads": [_speed_json(speed) for speed in diagnosis.reads],
-        "local_writes": None if diagnosis.local is None else [_speed_json(speed) for speed in diagnosis.local],
-        "compression": diagnosis.compression._asdict(),
-        "advice": [item._asdict() for item in diagnosis.advice],
+        "local_writes": diagnosis.local and [_speed_json(speed) for speed in diagnosis.local],
+        "compression": diagnosis.compression,
+        "advice": diagnosis.advice,
     }
 
 
@@ -203,7 +198,7 @@ def _speed_json(speed: Speed) -> dict[str, Any]:
 
 def _print(diagnosis: Diagnosis) -> None:
     screen = Screen()
-    broken = [check for check in diagnosis.checks if check.is_met is False]
+    broken = [check for check in diagnosis.checks if check.is_kept is False]
     if not diagnosis.is_fine:
         screen.line(f"{diagnosis.url}: NOT SAFE for checkpoints", style="bold red")
     elif broken:
@@ -231,22 +226,22 @@ def _print(diagnosis: Diagnosis) -> None:
 
 
 def _kept_text(check: GuaranteeCheck) -> str:
-    if check.is_met is None:
+    if check.is_kept is None:
         return "not known"
-    return "yes" if check.is_met else "NO" if check.is_needed else "no"
+    return "yes" if check.is_kept else "NO" if check.is_needed else "no"
 
 
-def _folder_rows(facts: FilesystemFeatures) -> list[tuple[str, str]]:
+def _folder_rows(features: FilesystemFeatures) -> list[tuple[str, str]]:
     yes = {True: "yes", False: "no"}
     return [
-        ("file system", facts.file_system or "not known"),
-        ("free", f"{size_text(facts.free_bytes)} of {size_text(facts.total_bytes)}"),
-        ("direct writes", yes[facts.direct_writes]),
-        ("preallocation", yes[facts.preallocation]),
-        ("hard links", yes[facts.hard_links]),
-        ("locks", yes[facts.locks]),
-        ("sync of a file", f"{facts.file_sync_s * 1e3:.2f} ms"),
-        ("sync of a folder", f"{facts.folder_sync_s * 1e3:.2f} ms"),
+        ("file system", features.file_system or "not known"),
+        ("free", f"{size_text(features.free_bytes)} of {size_text(features.total_bytes)}"),
+        ("direct writes", yes[features.direct_writes]),
+        ("preallocation", yes[features.preallocation]),
+        ("hard links", yes[features.hard_links]),
+        ("locks", yes[features.locks]),
+        ("sync of a file", f"{features.file_sync_s * 1e3:.2f} ms"),
+        ("sync of a folder", f"{features.folder_sync_s * 1e3:.2f} ms"),
     ]
 
 

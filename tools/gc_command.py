@@ -22,7 +22,7 @@ from bytecheckpoint.storage.store import Store, endpoint_of
 from . import exit_codes
 from .arguments import AccessOptions, at_home_folder, with_output_options
 from .render.number_format import age_text, count_text, size_text, some_of
-from .render.terminal import Column, Screen, TableShape, print_json
+from .render.terminal import Column, Screen, TableShape, print_json, without
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _EXAMPLE = """\b
@@ -41,16 +41,16 @@ class GarbageRow:
     """Path of the folder: below the root, or in the local stage."""
     save_id: str
     num_files: int
-    num_uploads: int
+    num_uploads: int = 0
     num_bytes: int
     changed_at: datetime | None
-    """Time of the last change of any of it."""
-    is_local: bool
+    """Time of the last change of any of it, in whole seconds."""
+    is_local: bool = False
     is_dead: bool
     why: str
     """Reason why it is taken for dead or for alive."""
-    leftover: GarbageObject | None
-    """None for what is in a local stage."""
+    leftover: GarbageObject | None = None
+    """None for the files in a local stage."""
 
 
 class Age(click.ParamType[float]):
@@ -104,7 +104,7 @@ def gc(
     as_json: bool,
 ) -> int:
     """Lists data files, temporaries and unfinished uploads under ROOT of saves that never committed, and with --delete
-    removes those of dead ones.
+    removes what dead saves left.
 
     A save is taken for dead when nothing that it wrote has changed for --older-than. Committed checkpoints are never
     touched, nor is anything that no save of this library has written.
@@ -140,8 +140,7 @@ def _row(store: Store, item: GarbageObject, now_s: float, min_age_s: float, save
         num_files=len(item.names),
         num_uploads=len(item.uploads),
         num_bytes=item.num_bytes,
-        changed_at=None if item.newest_s is None else datetime.fromtimestamp(item.newest_s, UTC),
-        is_local=False,
+        changed_at=None if item.newest_s is None else datetime.fromtimestamp(int(item.newest_s), UTC),
         is_dead=is_named or is_old,
         why=why,
         leftover=item,
@@ -169,13 +168,11 @@ def _rows_of_stage(store: Store, stage: str, min_age_s: float, save_ids: Iterabl
                 path=join_name(stage, found.name),
                 save_id=journal.save_id,
                 num_files=len(found.sizes),
-                num_uploads=0,
                 num_bytes=sum(found.sizes.values()),
-                changed_at=datetime.fromtimestamp(journal.started_at, UTC),
+                changed_at=datetime.fromtimestamp(int(journal.started_at), UTC),
                 is_local=True,
                 is_dead=not found.is_alive and (is_named or is_old),
                 why=why,
-                leftover=None,
             )
         )
     return rows
@@ -201,20 +198,7 @@ def _as_json(
     return {
         "root": str(store),
         "deleted": is_real,
-        "leftovers": [
-            {
-                "path": item.path,
-                "save_id": item.save_id or None,
-                "num_files": item.num_files,
-                "num_uploads": item.num_uploads,
-                "num_bytes": item.num_bytes,
-                "changed_at": item.changed_at and item.changed_at.isoformat(timespec="seconds"),
-                "local": item.is_local,
-                "dead": item.is_dead,
-                "why": item.why,
-            }
-            for item in rows
-        ],
+        "leftovers": [{**without(item, "leftover"), "save_id": item.save_id or None} for item in rows],
         "unreadable": [join_name(str(store), folder) for folder in found.unreadable],
         "uploads_not_looked_for": found.not_looked_for or None,
         "failures": list(failures),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
 
 import click
 
@@ -21,7 +19,7 @@ from . import exit_codes
 from .analysis.checkpoint_list import CheckpointList, ListedCheckpoint, list_checkpoints, read_checkpoint
 from .arguments import AccessOptions, with_output_options
 from .render.number_format import age_text, count_text, size_text, some_of, time_text
-from .render.terminal import Column, Screen, print_json
+from .render.terminal import Column, Screen, print_json, without
 
 _NOT_COMMITTED = "not committed"
 _COLUMNS = [
@@ -61,13 +59,12 @@ def ls(*, root: str, access: AccessOptions, as_json: bool) -> int:
         listing = CheckpointList([read_checkpoint(alone, None) or _gone(alone)], listing.not_listed)
     found = listing.checkpoints
     if as_json:
-        not_listed = [join_name(str(store), folder) for folder in listing.not_listed]
         print_json(
             {
                 "root": str(store),
                 "warning": _mixed(found),
-                "checkpoints": [_as_json(item) for item in found],
-                "not_listed": not_listed,
+                "checkpoints": [{**without(item, "folder", "refused"), "run": item.run or None} for item in found],
+                "not_listed": [join_name(str(store), folder) for folder in listing.not_listed],
             }
         )
     else:
@@ -96,13 +93,6 @@ def _gone(found: FoundCheckpoint) -> ListedCheckpoint:
     )
 
 
-def _as_json(item: ListedCheckpoint) -> dict[str, Any]:
-    fields = asdict(item)
-    del fields["folder"], fields["is_refused"]
-    created_at = item.created_at.isoformat() if item.created_at else None
-    return {**fields, "run": item.run or None, "created_at": created_at}
-
-
 def _print(root: str, listing: CheckpointList) -> None:
     screen = Screen()
     found = listing.checkpoints
@@ -121,9 +111,8 @@ def _print(root: str, listing: CheckpointList) -> None:
     if warning:
         screen.paragraph(warning, style="yellow")
     if listing.not_listed:
-        screen.paragraph(
-            f"not looked into: {some_of(listing.not_listed, 10)}: give one of them as ROOT", style="yellow"
-        )
+        shown = some_of(listing.not_listed, 10)
+        screen.paragraph(f"not looked into: {shown}: give one of them as ROOT", style="yellow")
 
 
 def _totals(found: Sequence[ListedCheckpoint]) -> str:

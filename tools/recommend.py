@@ -92,7 +92,7 @@ def recommend(
 
 
 def _of_library_parts(writes: Sequence[Speed]) -> Sequence[Speed]:
-    """Returns writes with blocks as long as those of saves, or the longest that were tried."""
+    """Returns writes with blocks as long as those of saves, or the longest that were measured."""
     longest = max(write.part_bytes for write in writes)
     return [write for write in writes if write.part_bytes == min(BLOCK_BYTES, longest)] or writes
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import click
 
-from bytecheckpoint.diagnostics.telemetry_records import read_save_records
+from bytecheckpoint.diagnostics.telemetry import read_save_records
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.info import OWN_FORMAT
+from bytecheckpoint.info import describe_checkpoint
 
 from . import exit_codes
 from .analysis.module_tree import ModuleNode, build_tree
@@ -37,7 +36,7 @@ from .render.show_text import (
     tensor_table,
     tree_rows,
 )
-from .render.terminal import Screen, byte_progress, print_json
+from .render.terminal import Screen, byte_progress, print_json, without
 
 _DEFAULT_ROWS = 40
 
@@ -123,9 +122,7 @@ def show(
             "tensors": [_tensor_json(summary, tensor, stats, in_depth=bool(patterns)) for tensor in tensors],
             "tree": None if tree is None else list(map(_node_json, tree)),
             "files": files,
-            "objects": None
-            if objects is None
-            else [{name: value for name, value in plain._asdict().items() if name != "text"} for plain in objects],
+            "objects": None if objects is None else [without(plain, "text") for plain in objects],
             "html": html_path,
         }
         print_json({**_summary_json(opened, summary), **sections})
@@ -161,26 +158,22 @@ def _read_stats(opened: Opened, tensors: Sequence[TensorEntry]) -> dict[str, Ten
 
 def _summary_json(opened: Opened, summary: ManifestSummary) -> dict[str, Any]:
     manifest = opened.manifest
-    world_size = manifest.provenance.get("world_size")
-    writers, packed = writers_of(manifest), compressed(manifest)
+    info = describe_checkpoint(manifest, path=opened.path, seconds={})
     return {
-        "path": opened.path,
-        "format": manifest.foreign_format or OWN_FORMAT,
-        "step": manifest.step,
-        "save_id": manifest.save_id,
+        **{name: getattr(info, name) for name in ("path", "format", "step", "save_id")},
         "created_at": manifest.provenance.get("created_at"),
-        "world_size": world_size if isinstance(world_size, int) else None,
-        "num_bytes": sum(file.byte_length for file in manifest.files),
+        "world_size": info.world_size,
+        "num_bytes": info.num_bytes,
         "num_files": len(manifest.files),
         "num_tensors": len(manifest.tensors),
         "num_aliases": len(manifest.aliases),
         "num_chunks": summary.num_chunks,
         "num_parameters": summary.num_parameters,
-        "entries": list(map(asdict, summary.entries)),
-        "dtypes": list(map(asdict, summary.dtypes)),
-        "cuts": [cut._asdict() for cut in summary.cuts],
-        "writers": None if writers is None else writers._asdict(),
-        "compressed": None if packed is None else packed._asdict(),
+        "entries": [without(total, "num_chunks") for total in summary.entries],
+        "dtypes": [without(total, "num_chunks") for total in summary.dtypes],
+        "cuts": [without(total, "num_elements") for total in summary.cuts],
+        "writers": writers_of(manifest),
+        "compressed": compressed(manifest),
         "metadata": manifest.metadata,
         "provenance": manifest.provenance,
     }
@@ -192,10 +185,7 @@ def _tensor_json(
     found = stats.get(tensor.stored_fqn) if stats is not None else None
     chunks = summary.record(tensor).chunks if in_depth else None
     return {
-        "fqn": tensor.fqn,
-        "alias_of": tensor.alias_of,
-        "dtype": tensor.dtype,
-        "shape": tensor.shape,
+        **tensor._asdict(),
         "num_elements": tensor.num_elements,
         "num_bytes": tensor.num_bytes,
         "num_chunks": summary.num_chunks_of(tensor),

@@ -9,9 +9,19 @@ from typing import Any
 
 import click
 
-from bytecheckpoint.diagnostics.phase_summary import Phase, SlowRank, end_of, first_call, phases_of, slowest_ranks
-from bytecheckpoint.diagnostics.telemetry_records import RankRecord, SaveRecords, read_save_records
+from bytecheckpoint.diagnostics.telemetry import (
+    Phase,
+    RankRecord,
+    SaveRecords,
+    SlowRank,
+    end_of,
+    first_call,
+    phases_of,
+    read_save_records,
+    slowest_ranks,
+)
 from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.info import describe_checkpoint
 
 from . import exit_codes
 from .arguments import (
@@ -23,9 +33,8 @@ from .arguments import (
     with_step_option,
     write_text,
 )
-from .render.chrome_trace import chrome_trace
-from .render.terminal import Screen, print_json
-from .render.timeline_text import print_timeline
+from .render.terminal import Screen, print_json, without
+from .render.timeline_text import chrome_trace, print_timeline
 
 _DEFAULT_ROWS = 32
 _NUM_SLOWEST = 5
@@ -93,32 +102,20 @@ def _as_json(
     trace_path: str | None,
 ) -> dict[str, Any]:
     manifest, ranks = opened.manifest, records.ranks
-    world_size = manifest.provenance.get("world_size")
     started_at = first_call(ranks) if ranks else None
     return {
         "path": opened.path,
         "step": manifest.step,
         "save_id": manifest.save_id,
-        "world_size": world_size if isinstance(world_size, int) else None,
-        "started_at": datetime.fromtimestamp(started_at, UTC).isoformat() if started_at is not None else None,
+        "world_size": describe_checkpoint(manifest, path=opened.path, seconds={}).world_size,
+        "started_at": None if started_at is None else datetime.fromtimestamp(started_at, UTC),
         "committed_at": manifest.provenance.get("created_at"),
         "seconds": max((end_of(record, ranks) for record in ranks), default=None),
-        "phases": [{name: value for name, value in phase._asdict().items() if name != "by_rank"} for phase in phases],
-        "slowest": [_slow_json(slow) for slow in slowest],
+        "phases": [without(phase, "by_rank") for phase in phases],
+        "slowest": slowest,
         "ranks": [_rank_json(record, started_at or 0.0) for record in ranks],
-        "unreadable": [item._asdict() for item in records.unreadable],
+        "unreadable": records.unreadable,
         "trace": trace_path,
-    }
-
-
-def _slow_json(slow: SlowRank) -> dict[str, Any]:
-    return {
-        "rank": slow.record.rank,
-        "host": slow.record.host,
-        "end_s": slow.end_s,
-        "phase": slow.phase,
-        "phase_s": slow.phase_s,
-        "median_s": slow.median_s,
     }
 
 

@@ -105,10 +105,10 @@ def _as_json(opened: Opened, result: Verification, *, sample_percent: float, sec
         "num_bytes_checked": result.num_bytes_checked,
         "sample_percent": sample_percent,
         "seconds": round(seconds, 6),
-        "unchecked_files": list(result.unchecked_files),
+        "unchecked_files": result.unchecked_files,
         "num_tensors_hit": result.num_hit,
         "num_tensors_sound": result.num_sound,
-        "damage": [item._asdict() for item in result.damage],
+        "damage": result.damage,
     }
 
 

@@ -1,6 +1,4 @@
-"""A checkpoint, seen under the names that the state uses: filtered by include and exclude, renamed by
-key_map, plain data decoded for one rank.
-"""
+"""A checkpoint under the names of the state: filtered by include and exclude, renamed, decoded for one rank."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ PER_RANK_NAME = "extra_state"
 
 
 Reshape = Callable[[Any, str, Callable[[str], str], Sequence[str]], Any]
-"""Takes a tree, its checkpoint FQN, the renaming of checkpoint FQNs to state FQNs, and those of all tensors; gives the
-tree to load from."""
+"""Takes a tree, its checkpoint FQN, the renaming to state FQNs, and all checkpoint FQNs of tensors; gives a tree."""
 
 
 class StoredTensor(NamedTuple):
@@ -158,9 +155,7 @@ class CheckpointView:
 
     @cached_property
     def plain(self) -> dict[str, Any]:
-        """The leaves of all plain data by state FQN. A leaf that differs between ranks is `RankMissing` if no rank
-        of this number saved it.
-        """
+        """Leaves of all plain data by state FQN; `RankMissing` where ranks differ and none of this number saved one."""
         if self._is_as_saved:
             return self._tree_leaves
         sources: dict[str, str] = {}
@@ -284,9 +279,7 @@ class CheckpointView:
 
     @property
     def unused_rules(self) -> list[UnusedRule]:
-        """The rules of include, exclude and key_map that match nothing in the checkpoint, and nothing that the state
-        has asked for so far.
-        """
+        """Rules of include, exclude and key_map that match nothing in the checkpoint, nor what the state asked for."""
         if (self._include and self._include.unused) or self._exclude.unused or self.rename.unused:
             for fqn in self.names_of_all_ranks:
                 self.takes(fqn)
@@ -335,12 +328,10 @@ def _common_tree(trees: Sequence[Any]) -> Any:
     """Returns the first tree, with what is not the same in all of them, or not in all, marked as missing."""
     if all(isinstance(tree, dict) for tree in trees):
         by_key: dict[Any, list[Any]] = {}
-        for key, value in (item for tree in trees for item in tree.items()):
-            by_key.setdefault(key, []).append(value)
-        return {
-            key: _common_tree(values) if len(values) == len(trees) else RankMissing(len(values))
-            for key, values in by_key.items()
-        }
+        for key, item in (item for tree in trees for item in tree.items()):
+            by_key.setdefault(key, []).append(item)
+        num = len(trees)
+        return {key: _common_tree(of) if len(of) == num else RankMissing(len(of)) for key, of in by_key.items()}
     # Compared as bytes: the text of a tensor rounds its values and leaves out most of a long one.
     is_same = len({encode_plain(tree, "", keep_in_tree) for tree in trees}) == 1
     return trees[0] if is_same else RankMissing(len(trees))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -20,8 +20,8 @@ from bytecheckpoint.adapters.frameworks.megatron_optimizer import is_megatron_op
 from bytecheckpoint.adapters.frameworks.megatron_sharded import is_sharded_leaf
 from bytecheckpoint.adapters.frameworks.zero_partitions import is_wrapper
 from bytecheckpoint.adapters.native.model_wrappers import ReloadEntry, modules_inside
+from bytecheckpoint.adapters.native.module_walk import Stage, stages_of
 from bytecheckpoint.adapters.native.modules import ModuleEntry
-from bytecheckpoint.adapters.native.pipelines import Stage, stages_of
 from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.optimizers.wrapper_entries import OptimizerWrapper, OptimizerWrapperEntry, wrapper_of
 from bytecheckpoint.adapters.plain.plain_tree import ATOMS, leaves
@@ -43,14 +43,10 @@ class Entry(Protocol):
         """Returns the shards and plain data to save, as views of live memory."""
 
     def expect(self, checkpoint: CheckpointView) -> Expectation:
-        """Returns the shards and plain data to load, with meta tensors for memory that `prepare` will create. Changes
-        nothing.
-        """
+        """Returns the targets of a load, with meta tensors for memory that `prepare` will create. Changes nothing."""
 
     def prepare(self, checkpoint: CheckpointView, refused: Collection[str], /) -> None:
-        """Creates that memory, but for what is `refused`, by FQN. Called once, after every check has passed on every
-        rank.
-        """
+        """Creates that memory, except for `refused` FQNs. Called once, after all checks have passed on all ranks."""
 
     def finish(self, checkpoint: CheckpointView) -> None:
         """Puts plain data in place, once the tensors are loaded."""
@@ -65,13 +61,12 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     check_known(framework)
     if not isinstance(state, dict):
         raise unsupported("the state", f"a {type(state).__name__} and no dict", 'pass a dict, as in {"model": model}')
-    found = list(_walk_state(state))
-    made = [entry for each in found if each.make is not _optimizer_entries for entry in each.make(each, framework, ())]
+    values = list(_walk_state(state))
+    made = [entry for each in values if each.kind != "optimizers" for entry in _entries_of(each, framework)]
     modules = [entry for entry in made if isinstance(entry, _MODULES)]
     of_torch = [entry for entry in modules if isinstance(entry, ModuleEntry)]
     engines = [engine for module in of_torch for engine in module.engines]
-    of_optimizers = (each.make(each, framework, engines) for each in found if each.make is _optimizer_entries)
-    optimizers = [entry for entries in of_optimizers for entry in entries if isinstance(entry, _OPTIMIZERS)]
+    optimizers = [_optimizer_entry(each, framework, engines) for each in values if each.kind == "optimizers"]
     flat = [each for optimizer in optimizers for each in optimizer.wrapped]
     for module in of_torch:
         module.find_flat(flat)
@@ -81,18 +76,17 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     return [*modules, *optimizers, *(entry for entry in made if not isinstance(entry, _MODULES))]
 
 
+_Kind = Literal["sharded", "modules", "optimizers", "rank-local", "stateful", "plain"]
+
+
 class _Value(NamedTuple):
     """A value of the state that becomes entries."""
 
     fqn: str
     value: Any
     found: Any
-    """Result of the predicate of its kind."""
-    make: _Make
-
-
-_Make = Callable[[_Value, str, Sequence[Any]], Sequence[Entry]]
-"""Takes the value, the name of the framework, and DeepSpeed's engines in the state, which only optimizers need."""
+    """Result of the predicate of its kind; for plain data the container and the key of it there."""
+    kind: _Kind
 
 
 def _walk_state(state: Mapping[str, Any]) -> Iterator[_Value]:
@@ -100,17 +94,17 @@ def _walk_state(state: Mapping[str, Any]) -> Iterator[_Value]:
         content = _content_of(value, str(key), MAX_DEPTH)
         values = list(_walk_item(state, key, value, content, ""))
         # All sharded objects below a name are one entry, because layers are parts of one tensor.
-        sharded = [each.value for each in values if each.make is _sharded_entry]
+        sharded = [each.value for each in values if each.kind == "sharded"]
         if sharded:
-            yield _Value(str(key), sharded, None, _sharded_entry)
-        yield from (each for each in values if each.make is not _sharded_entry)
+            yield _Value(str(key), sharded, None, "sharded")
+        yield from (each for each in values if each.kind != "sharded")
 
 
 def _walk_item(container: Any, key: Any, value: Any, content: _Content, fqn: str) -> Iterator[_Value]:
     check_key(key, fqn or "the state")
     child = join_fqn(fqn, key)
     if content is None:
-        yield _Value(child, value, (container, key), _plain_entry)
+        yield _Value(child, value, (container, key), "plain")
     elif isinstance(content, tuple):
         yield _Value(child, value, *content)
     else:
@@ -118,19 +112,19 @@ def _walk_item(container: Any, key: Any, value: Any, content: _Content, fqn: str
             yield from _walk_item(value, *of_item, child)
 
 
-_Content = tuple[Any, _Make] | list[tuple[Any, Any, Any]] | None
-"""A value of one of KINDS (the result of its predicate, and the function that makes its entries); a container with such
-values in it (key, value and content of each item); or None for tensors and plain data."""
+_Content = tuple[Any, _Kind] | list[tuple[Any, Any, Any]] | None
+"""A value of one of _KINDS (the result of its predicate, and its kind); a container with such values in it (key, value
+and content of each item); or None for tensors and plain data."""
 
 
 def _content_of(value: Any, fqn: str, depth: int) -> _Content:
     if type(value) in ATOMS:
         return None
     if not isinstance(value, dict):
-        for predicate, make in KINDS:
+        for kind, predicate in _KINDS.items():
             found = predicate(value)
             if found:
-                return found, make
+                return found, kind
     if not isinstance(value, dict | list | tuple):
         return None
     if depth == 0:
@@ -144,11 +138,23 @@ def _content_of(value: Any, fqn: str, depth: int) -> _Content:
     return contents if any(content is not None for _, _, content in contents) else None
 
 
-def _sharded_entry(each: _Value, _framework: str, _engines: Sequence[Any]) -> Sequence[Entry]:
-    return [MegatronEntry(each.fqn, [], each.value)]
+def _entries_of(each: _Value, framework: str) -> Sequence[Entry]:
+    match each.kind:
+        case "sharded":
+            return [MegatronEntry(each.fqn, [], each.value)]
+        case "modules":
+            return [_entry_of_modules(each.fqn, each.found, framework)]
+        case "rank-local":
+            return [RankLocalEntry(each.fqn, each.found)]
+        case "stateful":
+            inside = modules_inside(each.value)
+            if inside is None:
+                return [StatefulEntry(each.fqn, each.value)]
+            return [_entry_of_modules(each.fqn, inside.stages, framework), ReloadEntry(each.fqn, each.value, inside)]
+    return [_plain_entry(each)]
 
 
-def _plain_entry(each: _Value, _framework: str, _engines: Sequence[Any]) -> Sequence[Entry]:
+def _plain_entry(each: _Value) -> PlainEntry:
     container, key = each.found
     if type(container) is tuple and not isinstance(each.value, torch.Tensor | dict | list):
         raise unsupported(each.fqn, "plain data in a tuple beside modules, where a load cannot put it", "use a list")
@@ -157,11 +163,7 @@ def _plain_entry(each: _Value, _framework: str, _engines: Sequence[Any]) -> Sequ
         if container[key] is not value:  # tuples hold only what is filled in place
             container[key] = value
 
-    return [PlainEntry(each.fqn, each.value, assign)]
-
-
-def _module_entries(each: _Value, framework: str, _engines: Sequence[Any]) -> Sequence[Entry]:
-    return [_entry_of_modules(each.fqn, each.found, framework)]
+    return PlainEntry(each.fqn, each.value, assign)
 
 
 def _entry_of_modules(fqn: str, stages: Sequence[Stage], framework: str) -> ModuleEntry | MegatronEntry:
@@ -183,22 +185,21 @@ def _optimizers_in(value: Any) -> Sequence[Any]:
     return [value] if is_stateful(value) and is_wrapper(value) else ()
 
 
-def _optimizer_entries(each: _Value, framework: str, engines: Sequence[Any]) -> Sequence[Entry]:
+def _optimizer_entry(each: _Value, framework: str, engines: Sequence[Any]) -> OptimizerEntry | OptimizerWrapperEntry:
+    """Returns the entry of optimizers; `engines` are those of DeepSpeed in the state."""
     if is_megatron_optimizer(each.value):
-        return [megatron_optimizer_entry(each.fqn, each.value, framework)]
+        return megatron_optimizer_entry(each.fqn, each.value, framework)
 
     def known(value: Any) -> Any:
         return flat_optimizer(each.fqn, value, engines) or value
 
-    values = list(map(known, each.found))
-    wrappers = [wrapper_of(value) for value in values]
+    optimizers = list(map(known, each.found))
+    wrappers = [wrapper_of(optimizer) for optimizer in optimizers]
     if not any(wrappers):
-        return [OptimizerEntry(each.fqn, values)]
-    found = [
-        OptimizerWrapper(value, [value] if wrapper is None else list(map(known, wrapper.inner)))
-        for value, wrapper in zip(values, wrappers, strict=True)
-    ]
-    return [OptimizerWrapperEntry(each.fqn, found)]
+        return OptimizerEntry(each.fqn, optimizers)
+    both = zip(optimizers, wrappers, strict=True)
+    inner = [[one] if wrapper is None else list(map(known, wrapper.inner)) for one, wrapper in both]
+    return OptimizerWrapperEntry(each.fqn, list(map(OptimizerWrapper, optimizers, inner)))
 
 
 def _rank_local(value: Any) -> RankLocal | None:
@@ -207,30 +208,19 @@ def _rank_local(value: Any) -> RankLocal | None:
     return value if isinstance(value, RankLocal) else None
 
 
-def _rank_local_entry(each: _Value, _framework: str, _engines: Sequence[Any]) -> Sequence[Entry]:
-    return [RankLocalEntry(each.fqn, each.found)]
-
-
 def _is_stateful_object(value: Any) -> bool:
     return not isinstance(value, list | tuple) and is_stateful(value)  # the items of a list are entries of their own
 
 
-def _stateful_entries(each: _Value, framework: str, _engines: Sequence[Any]) -> Sequence[Entry]:
-    inside = modules_inside(each.value)
-    if inside is None:
-        return [StatefulEntry(each.fqn, each.value)]
-    return [_entry_of_modules(each.fqn, inside.stages, framework), ReloadEntry(each.fqn, each.value, inside)]
-
-
-KINDS: Sequence[tuple[Callable[[Any], Any], _Make]] = (
-    (is_sharded_leaf, _sharded_entry),
-    (stages_of, _module_entries),
-    (_optimizers_in, _optimizer_entries),
-    (_rank_local, _rank_local_entry),
-    (_is_stateful_object, _stateful_entries),
-)
-"""The kinds of values that are entries of their own, wherever they stand in the state: what tells one, and what makes
-its entries. The first that matches counts, and each value is asked once. All else is tensors and plain data."""
+_KINDS: Mapping[_Kind, Callable[[Any], Any]] = {
+    "sharded": is_sharded_leaf,
+    "modules": stages_of,
+    "optimizers": _optimizers_in,
+    "rank-local": _rank_local,
+    "stateful": _is_stateful_object,
+}
+"""The kinds of values that are entries of their own, wherever they stand in the state, and the predicate of each. The
+first that matches counts, and each value is asked once. All else is tensors and plain data."""
 
 
 def check_can_be_lazy(entries: Sequence[Entry]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,10 @@ from bytecheckpoint.adapters.native.subclass_flatten import is_facts, is_subclas
 from bytecheckpoint.adapters.native.subclass_match import refusals
 from bytecheckpoint.adapters.native.subclass_metadata import are_facts
 from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
-from bytecheckpoint.adapters.plain.plain_data import encode_plain, encode_refs
+from bytecheckpoint.adapters.plain.plain_data import encode_refs
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShards, dtype_name
-from bytecheckpoint.adapters.tree_loader import TreeTarget, keep_for_rank
+from bytecheckpoint.adapters.tree_loader import TreeTarget, contents_of, missing_in
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
 
 
@@ -45,18 +44,11 @@ class PlainEntry:
         if isinstance(self._value, torch.Tensor) and not self._may_differ and not is_subclass(self._value):
             shards.add(self.fqn, self._value)
             return EntryContents(shards.found, {self.fqn})
-        if self._may_differ:
-            plain = encode_plain(self._value, self.fqn, partial(keep_for_rank, shards))
-            names = {*leaves(self._value, self.fqn), *(shard.fqn for shard in shards.found)}
-            return EntryContents(shards.found, names, {self.fqn: ("either", plain)})
-        if _holds_tensors_only(self._value) and self.fqn:
+        if not self._may_differ and _holds_tensors_only(self._value) and self.fqn:
             fqns, plain = encode_refs(self.fqn, tuple(self._value))
             shards.add_all(zip(fqns, self._value.values(), strict=True))
             return EntryContents(shards.found, set(fqns), {self.fqn: ("shared", plain)})
-        found: list[tuple[str, torch.Tensor]] = []
-        plain = encode_plain(self._value, self.fqn, lambda fqn, tensor: found.append((fqn, tensor)))
-        shards.add_all(found)
-        return EntryContents(shards.found, set(leaves(self._value, self.fqn)), {self.fqn: ("shared", plain)})
+        return contents_of(self._value, self.fqn, "either" if self._may_differ else "shared")
 
     def optimizer_forms(self) -> Mapping[str, Form]:
         """Returns the forms of optimizer state that is nested or flat, as torch.distributed.checkpoint gives it."""
@@ -90,15 +82,14 @@ class PlainEntry:
         return expectation
 
     def _expects_other(self, fqn: str, value: Any, checkpoint: CheckpointView, expectation: Expectation) -> bool:
-        """Adds the needs of a leaf to the expectation. Returns False for a leaf that needs only the bytes of one
-        tensor.
-        """
+        """Adds the needs of a leaf to the expectation. Returns False if it needs only the bytes of one tensor."""
         missing = checkpoint.missing_at(fqn)
         adopted = _adopted(value, fqn, checkpoint)
         if adopted is not None:
             names = {checkpoint.rename(name): leaf for name, leaf in leaves(adopted.tree, adopted.fqn).items()}
-            expectation.shards.extend(self._adopted.shards(adopted, {}, checkpoint))
-            expectation.problems.extend(_missing_in(names) + self._adopted.problems(adopted, checkpoint))
+            of_tree = self._adopted.expect(adopted, {}, checkpoint)
+            expectation.shards.extend(of_tree.shards)
+            expectation.problems.extend(missing_in(names) + of_tree.problems)
             expectation.claims.update(names)
         elif missing is not None:
             expectation.problems.append(rank_missing(fqn, missing[1].num_saved))
@@ -152,16 +143,11 @@ def _adopted(value: Any, fqn: str, checkpoint: CheckpointView) -> StoredTree | N
     return found if found is not None and isinstance(found.tree, dict) else None
 
 
-def _missing_in(values: Mapping[str, Any]) -> list[Problem]:
-    missing = {fqn: value for fqn, value in values.items() if isinstance(value, RankMissing)}
-    return [rank_missing(fqn, value.num_saved) for fqn, value in missing.items()]
-
-
 def _problems(fqn: str, value: Any, checkpoint: CheckpointView) -> list[Problem]:
     """Returns why the plain data of this FQN, small tensors included, cannot take the place of a value."""
     found = checkpoint.plain.get(fqn)
     if isinstance(found, RankMissing):
-        return _missing_in({fqn: found})
+        return missing_in({fqn: found})
     if fqn in checkpoint.tensors or isinstance(found, TensorRef):
         return [Problem("missing_key", fqn, f"{fqn}: a tensor in the checkpoint, plain data in the state")]
     if fqn not in checkpoint.plain:

@@ -8,8 +8,7 @@ from typing import Literal, NamedTuple
 from bytecheckpoint.adapters.shards import LocalShard
 
 Scope = Literal["shared", "whole", "either", "rank"]
-"""Plain data must be the same on all ranks wherever they have the same keys, or the same with all its keys; it may
-differ, or is each rank's own."""
+"""Plain data is the same on all ranks for keys that they share, or for all keys; it may differ; or is one rank's."""
 
 
 class EntryContents(NamedTuple):

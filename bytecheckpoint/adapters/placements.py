@@ -94,9 +94,7 @@ def _find_parts(
     mesh_axes: tuple[MeshAxis, ...],
     _kinds: tuple[type, ...],
 ) -> Sequence[LocalPart] | None:
-    """Returns None where the placements fit the local tensor in no way, or in several. `_kinds` tells placements apart
-    that some versions of torch say are equal.
-    """
+    """Returns None unless just one layout fits. `_kinds` tells placements apart that torch may call equal."""
     fitting = fitting_intervals(shape, local_shape, mesh_axes)
     if not fitting or any(intervals != fitting[0] for intervals in fitting):
         return None
@@ -139,9 +137,7 @@ def _parts_by_regions(
     by_regions: Sequence[MeshAxis],
     others: Sequence[MeshAxis],
 ) -> Sequence[LocalPart]:
-    """Returns the parts of one placement that gives regions. Other placements come first; this placement cuts the part
-    that they leave.
-    """
+    """Returns the parts of the one placement that gives regions. It cuts what the other placements leave."""
     axis = by_regions[0]
     intervals = [left_to_right(dim, length, others) or [(0, 0)] for dim, length in enumerate(shape)]
     if len(by_regions) > 1 or any(len(of_dim) > 1 for of_dim in intervals):
@@ -225,9 +221,7 @@ def lengths_of(intervals: Sequence[Sequence[Interval]]) -> tuple[int, ...]:
 
 
 def _may_be_fully_sharded(mesh_axes: Sequence[MeshAxis]) -> bool:
-    """Returns True if fully_shard makes such placements: one strided axis, by as much as later axes have cut its
-    dimension.
-    """
+    """Returns True if fully_shard makes such placements: one strided axis, by as much as later axes cut its dim."""
     strided = [index for index, axis in enumerate(mesh_axes) if isinstance(axis[0], _StridedShard)]
     if len(strided) != 1:
         return False

@@ -6,7 +6,7 @@ ShardedTensor. Everything else is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -33,9 +33,7 @@ _Kind = tuple[str, tuple[int, ...], Region, int]
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 """The types whose tensors are nothing but their elements: one look tells, because a state holds many of them."""
 
-_DTYPE_NAMES: Mapping[torch.dtype, str] = {
-    getattr(torch, name): name for name in DTYPE_ITEMSIZES if hasattr(torch, name)
-}
+_DTYPE_NAMES = {getattr(torch, name): name for name in DTYPE_ITEMSIZES if hasattr(torch, name)}
 
 
 class LocalShard(NamedTuple):
@@ -81,6 +79,10 @@ class LocalShards:
         self._kinds: dict[_Looks, _Kind] = {}
         """Dtype, lengths, region and bytes of plain tensors that are dense and whole, by their `_LOOKS`."""
         self._layouts: dict[object, _Layout] = {}
+
+    def names(self) -> set[str]:
+        """Returns the FQNs of the shards so far."""
+        return {shard.fqn for shard in self.found}
 
     def add(self, fqn: str, tensor: torch.Tensor) -> None:
         """Adds the shards of a tensor: mostly one, several where its rows are strided, none off the mesh.
@@ -182,9 +184,7 @@ def shares_elements(tensor: torch.Tensor) -> bool:
 
 
 def has_all_memory(tensor: torch.Tensor) -> bool:
-    """Returns True if the memory of a dense tensor's elements is there: a storage can be freed or made smaller under
-    it.
-    """
+    """Returns True if all memory of a dense tensor is there: a storage can be freed or made smaller under it."""
     num_bytes = tensor.nbytes
     if num_bytes and not tensor.is_contiguous():
         reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Collection, Mapping
-from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -29,10 +28,8 @@ from bytecheckpoint.adapters.native.subclass_flatten import enclosing, subclasse
 from bytecheckpoint.adapters.native.subclass_match import refusals
 from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
 from bytecheckpoint.adapters.optimizers.stored_optimizer import are_groups, is_optimizer_tree
-from bytecheckpoint.adapters.plain.plain_data import encode_plain
 from bytecheckpoint.adapters.plain.plain_tree import leaves
-from bytecheckpoint.adapters.shards import LocalShards
-from bytecheckpoint.adapters.tree_loader import TreeTarget, is_sharded, keep_for_rank
+from bytecheckpoint.adapters.tree_loader import TreeTarget, contents_of, is_sharded, missing_in
 from bytecheckpoint.manifest.plain_wire import TensorRef, unsupported
 
 
@@ -93,14 +90,8 @@ class StatefulEntry:
         return self._shown
 
     def collect(self) -> EntryContents:
-        state = self._value.state_dict()
-        shards = LocalShards()
         may_differ = self.fqn.partition(".")[0] == PER_RANK_NAME
-        plain = encode_plain(state, self.fqn, partial(keep_for_rank, shards) if may_differ else shards.add)
-        names = set(leaves(state, self.fqn))
-        if may_differ:
-            names.update(shard.fqn for shard in shards.found)
-        return EntryContents(shards.found, names, {self.fqn: ("either" if may_differ else "whole", plain)})
+        return contents_of(self._value.state_dict(), self.fqn, "either" if may_differ else "whole")
 
     def expect(self, checkpoint: CheckpointView) -> Expectation:
         shown = self._show()
@@ -118,7 +109,7 @@ class StatefulEntry:
         if not found.is_taken:
             return Expectation([], set(), [])
         values = {checkpoint.rename(name): value for name, value in leaves(found.tree, found.fqn).items()}
-        missing = [rank_missing(name, item.num_saved) for name, item in values.items() if isinstance(item, RankMissing)]
+        missing = missing_in(values)
         why = None
         if are_groups(found.tree) and not is_optimizer_tree(shown):
             why = (
@@ -140,8 +131,8 @@ class StatefulEntry:
         own_tensors = [name for name, value in self._current.items() if isinstance(value, torch.Tensor)]
         needed = [name for name in own_tensors if not enclosing(name, self._target.unchanged)]
         problems += [not_stored(name) for name in needed if not isinstance(values.get(name), TensorRef | torch.Tensor)]
-        problems += self._target.problems(found, checkpoint)
-        return Expectation(self._target.shards(found, self._current, checkpoint), set(values), problems)
+        of_tree = self._target.expect(found, self._current, checkpoint)
+        return of_tree._replace(problems=problems + of_tree.problems)
 
     def _match_subclasses(self, values: Mapping[str, Any], checkpoint: CheckpointView) -> list[Problem]:
         """Drops the object's own tensor subclasses that do not fit, which are made anew. One that is spread over ranks,
@@ -177,9 +168,7 @@ class StatefulEntry:
 
 
 def _can_fill(own: Any, value: Any) -> bool:
-    """Returns True if what is inside of a live subclass takes what the tree has: what the tree holds itself is built
-    anew.
-    """
+    """Returns True if a part of a live subclass takes the value: a value that is a tensor itself is built anew."""
     return not isinstance(own, torch.Tensor) or not (own.is_meta or isinstance(value, torch.Tensor))
 
 
@@ -195,18 +184,13 @@ class RankLocalEntry:
         """Leaves of the value that stay where something is left out."""
 
     def collect(self) -> EntryContents:
-        shards = LocalShards()
-
-        def on_tensor(fqn: str, tensor: torch.Tensor) -> str | torch.Tensor:
-            if is_sharded(tensor):
-                advice = "put it into the state outside of RankLocal, or its to_local() into RankLocal"
-                raise unsupported(fqn, f"a {type(tensor).__name__}, which is not a value of one rank's own", advice)
-            return keep_for_rank(shards, fqn, tensor)
-
         state = self._state()
-        plain = encode_plain(state, self.fqn, on_tensor)
-        names = {self.fqn, *leaves(state, self.fqn), *(shard.fqn for shard in shards.found)}
-        return EntryContents(shards.found, names, {self.fqn: ("rank", plain)})
+        contents = contents_of(state, self.fqn, "rank")
+        for fqn, value in leaves(state, self.fqn).items():
+            if is_sharded(value):
+                advice = "put it into the state outside of RankLocal, or its to_local() into RankLocal"
+                raise unsupported(fqn, f"a {type(value).__name__}, which is not a value of one rank's own", advice)
+        return contents._replace(names=contents.names | {self.fqn})
 
     def _state(self) -> Any:
         value = self._holder.value
@@ -230,11 +214,7 @@ class RankLocalEntry:
         if not all(map(checkpoint.takes, values)) and not self._current:
             state = self._state()
             self._current, self._target.own = leaves(state, self.fqn), subclasses_in(state, self.fqn)
-        return Expectation(
-            self._target.shards(found, {}, checkpoint),
-            claims,
-            self._target.problems(found, checkpoint),
-        )
+        return self._target.expect(found, {}, checkpoint)
 
     def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
         if self._found is not None:

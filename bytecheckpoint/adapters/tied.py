@@ -38,9 +38,7 @@ def split_tied(found: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str
 def with_flat_ties(
     tensors: Collection[str], aliases: Mapping[str, str], flat: Collection[str], ties: Iterable[tuple[str, str]]
 ) -> dict[str, str]:
-    """Returns the aliases of all tensors: `aliases` are those of `tensors`, and `ties` those of `flat` parameters, by
-    FQN.
-    """
+    """Returns the aliases of all tensors by FQN: `aliases` of `tensors`, and `ties` of `flat` parameters."""
     names = {*tensors, *flat}
     found = dict(aliases)
     for alias, fqn in ties:
@@ -68,10 +66,8 @@ def _memories(tensors: Sequence[torch.Tensor]) -> list[object]:
     """
     addresses = [_address(tensor) for tensor in tensors]
     num_at = Counter(addresses)
-    return [
-        id(tensor) if num_at[address] == 1 else _memory(tensor)
-        for tensor, address in zip(tensors, addresses, strict=True)
-    ]
+    both = zip(tensors, addresses, strict=True)
+    return [id(tensor) if num_at[address] == 1 else _memory(tensor) for tensor, address in both]
 
 
 def _address(tensor: torch.Tensor) -> int:

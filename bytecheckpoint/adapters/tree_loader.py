@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -10,11 +11,18 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, StoredTree, placeholder
-from bytecheckpoint.adapters.expectation import Problem, RankMissing
+from bytecheckpoint.adapters.expectation import (
+    EntryContents,
+    Expectation,
+    Problem,
+    RankMissing,
+    Scope,
+    rank_missing,
+)
 from bytecheckpoint.adapters.native.subclass_flatten import enclosing, is_facts, outer_fqn, restored
 from bytecheckpoint.adapters.native.subclass_match import partly_taken, unbuildable
 from bytecheckpoint.adapters.native.subclass_metadata import FACTS
-from bytecheckpoint.adapters.plain.plain_data import content_fqn, fits_inline
+from bytecheckpoint.adapters.plain.plain_data import content_fqn, encode_plain, fits_inline
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards, dtype_name, shares_elements
 from bytecheckpoint.manifest.plain_wire import TensorRef
@@ -37,14 +45,33 @@ def keep_for_rank(shards: LocalShards, fqn: str, tensor: torch.Tensor) -> str | 
     return name
 
 
+def contents_of(value: Any, fqn: str, scope: Scope) -> EntryContents:
+    """Returns the contents of an entry that is a tree of plain data and tensors.
+
+    Raises CheckpointSaveError (unsupported_value).
+    """
+    shards = LocalShards()
+    if scope in {"either", "rank"}:
+        plain = encode_plain(value, fqn, partial(keep_for_rank, shards))
+        return EntryContents(shards.found, {*leaves(value, fqn), *shards.names()}, {fqn: (scope, plain)})
+    tensors: list[tuple[str, torch.Tensor]] = []
+    plain = encode_plain(value, fqn, lambda name, tensor: tensors.append((name, tensor)))
+    shards.add_all(tensors)
+    return EntryContents(shards.found, set(leaves(value, fqn)), {fqn: (scope, plain)})
+
+
+def missing_in(values: Mapping[str, Any]) -> list[Problem]:
+    """Returns a problem for each value that this rank has not saved."""
+    missing = {fqn: value for fqn, value in values.items() if isinstance(value, RankMissing)}
+    return [rank_missing(fqn, value.num_saved) for fqn, value in missing.items()]
+
+
 _ABSENT = object()
 """Marks a value that the tree must not have."""
 
 
 def _without_absent(tree: Any) -> Any:
-    """Returns the tree, changed in place, without what is absent, and without containers that have nothing else. What
-    is absent before the last item of a list or tuple is None.
-    """
+    """Removes what is absent, and containers with nothing else; absent items inside of a list become None."""
     if isinstance(tree, dict) and tree:
         for key, item in list(tree.items()):
             tree[key] = _without_absent(item)
@@ -75,7 +102,13 @@ class TreeTarget:
         self.own: dict[str, torch.Tensor] = {}
         """Tensor subclasses of an object that gets new ones, by FQN: they stay where one is not wholly loaded."""
 
-    def shards(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> list[LocalShard]:
+    def expect(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Expectation:
+        """Returns the targets of all that the tree has, and a problem for each subclass in it that cannot be built."""
+        values = leaves(found.tree, found.fqn)
+        problems = list(self._unbuildable(values, checkpoint).values())
+        return Expectation(self._shards(found, current, checkpoint), set(map(checkpoint.rename, values)), problems)
+
+    def _shards(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> list[LocalShard]:
         """Returns the targets of the tensors of the tree; new ones are on the meta device before `prepare`."""
         shards = LocalShards(with_addresses=True)
         for name, stored in self._refs(found, checkpoint):
@@ -117,10 +150,6 @@ class TreeTarget:
         names = partly_taken(leaves(found.tree, found.fqn), checkpoint)
         return {name for name in names if state_fqn(name, checkpoint) not in self.live}
 
-    def problems(self, found: StoredTree, checkpoint: CheckpointView) -> list[Problem]:
-        """Returns a problem for each subclass in the tree that cannot be built."""
-        return list(self._unbuildable(leaves(found.tree, found.fqn), checkpoint).values())
-
     def _unbuildable(self, values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[str, Problem]:
         not_built = partly_taken(values, checkpoint)
         found = {name: each for name, each in unbuildable(values, checkpoint).items() if name not in not_built}
@@ -141,9 +170,7 @@ def state_fqn(fqn: str, checkpoint: CheckpointView) -> str:
 
 
 def fits(own: Any, found: StoredTensor) -> TypeGuard[torch.Tensor]:
-    """Returns True if what an object shows can be filled: the checkpoint, not a fresh object, says what tensors are
-    like.
-    """
+    """Returns True if an object's own tensor can be filled: the checkpoint says what tensors are like."""
     if not isinstance(own, torch.Tensor) or is_sharded(own):
         return isinstance(own, torch.Tensor)
     is_same = (tuple(own.shape), dtype_name(own.dtype)) == (found.shape, found.dtype)

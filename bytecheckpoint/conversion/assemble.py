@@ -14,12 +14,10 @@ from bytecheckpoint.adapters.shards import LocalShard, torch_dtype
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.loading.read import Source
-from bytecheckpoint.loading.scatter import takes_bytes
 from bytecheckpoint.loading.select import FLOAT_DTYPES
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.memory.tensor_bytes import narrowed
 from bytecheckpoint.planner.copy_plan import WantedTensor, copies_of
-from bytecheckpoint.planner.load_plan import Want, plan_load
 from bytecheckpoint.region import relative
 
 _CHECKED_NUMEL = 1 << 18
@@ -62,28 +60,14 @@ class Elements:
         source = self._source
         shards = [shard for job in jobs for shard in self._shards(job)]
         fqns = [shard.fqn for shard in shards]
-        dtypes = (dtype for dtype, _ in source.manifest.describe_each(fqns))
-        wants = [
-            Want(shard.fqn, shard.region, takes_bytes(shard, dtype))
-            for shard, dtype in zip(shards, dtypes, strict=True)
-        ]
-        options = source.options
-        # Not Source.plan, which looks at the files: that is done once for all jobs.
-        fetches = plan_load(
-            source.manifest,
-            wants,
-            verify=options.verify,
-            max_gap_bytes=source.store.access.gap_bytes,
-            max_fetch_bytes=source.max_fetch_bytes,
-        )
-        source.read(fetches, shards, fqns)
+        source.read(source.plan_unchecked(shards, fqns), shards, fqns)
         for job in jobs:
             if job.tensor in self._narrowed:
                 self._refuse_overflow(job)
 
     def _refuse_overflow(self, job: Job) -> None:
-        """Raises CheckpointMismatchError (dtype) for an element that is finite only as it is stored. Where some are
-        not finite, those are read again as what holds each of them exactly.
+        """Raises CheckpointMismatchError (dtype) for an element that is finite only as it is stored. Elements that are
+        not finite are read again in float64, which holds each of them exactly.
         """
         wanted = self._wanted[job.tensor]
         converted = torch.frombuffer(job.memory, dtype=torch.uint8).view(torch_dtype(wanted.dtype))

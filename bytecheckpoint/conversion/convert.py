@@ -27,8 +27,7 @@ from bytecheckpoint.conversion.huggingface import plan_hf
 from bytecheckpoint.conversion.link import check_reachable, link_manifest, with_samples, write_link
 from bytecheckpoint.conversion.mapped_source import mapped_view, names_for_experts
 from bytecheckpoint.conversion.native import plan_own
-from bytecheckpoint.conversion.stream import ReadAhead, Stream, budget_of
-from bytecheckpoint.conversion.target import TargetFile, TargetPlan
+from bytecheckpoint.conversion.stream import ReadAhead, Stream, TargetFile, TargetPlan, budget_of
 from bytecheckpoint.conversion.torch_save import plan_torch
 from bytecheckpoint.distributed.ranks import COORDINATOR, RankFailedError, Ranks, Subject, together
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointSaveError, StorageError
@@ -87,9 +86,11 @@ class ConvertRequest:
 class Converted:
     """The result of a conversion, the same on every rank."""
 
-    source_path: str
+    source: str
+    """Path or URL of the checkpoint that was read."""
     source_format: str
-    target_path: str
+    path: str
+    """Path or URL of the target."""
     num_files: int
     num_bytes: int
     """Bytes written by all ranks together."""
@@ -375,9 +376,9 @@ def _converted(plan: _Plan) -> Converted:
         for tensor in selection.wanted
     ]
     return Converted(
-        source_path=plan.source.path,
+        source=plan.source.path,
         source_format=manifest.foreign_format or OWN_FORMAT,
-        target_path=plan.place.path,
+        path=plan.place.path,
         num_files=len(target.files) + (target.last is not None),
         num_bytes=sum(file.byte_length for file in target.files),
         num_tensors=len(selection.wanted),

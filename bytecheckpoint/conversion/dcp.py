@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from bytecheckpoint.adapters.shards import torch_dtype
-from bytecheckpoint.conversion.stream import FileRun, run_bytes
-from bytecheckpoint.conversion.target import TargetFile, TargetPlan, spread
+from bytecheckpoint.conversion.stream import FileRun, TargetFile, TargetPlan, run_bytes, spread
 from bytecheckpoint.conversion.torch_save import left_out_metadata, save_runs, saved_value
 from bytecheckpoint.conversion.zip_writer import ALIGNMENT
 from bytecheckpoint.loading.plain_trees import PlainData, TensorStub
@@ -29,7 +28,7 @@ _VERSION = "1.0.0"
 
 
 def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_ranks: int, infix: str) -> TargetPlan:
-    """Plans a file for each rank. `infix` in their names tells them from those of an older checkpoint."""
+    """Plans a file for each rank. `infix` in their names tells them from the files of an older checkpoint."""
     nested = plain.nested()
     metadata, indices, values = _planned(nested, selection.wanted)
     lost = _lost_containers(nested, metadata)
@@ -92,7 +91,7 @@ def _planned(
 
 
 def _lost_containers(state: Mapping[Any, Any], metadata: Metadata) -> list[str]:
-    """Returns the names of containers of which torch writes no part: they are empty, or hold only empty ones."""
+    """Returns the names of containers that torch leaves out: they are empty, or hold only empty ones."""
     paths = (metadata.planner_data or {}).values()
     written_inside = {path[:length] for path in paths for length in range(len(path) + 1)}
     written = set(paths)
@@ -114,6 +113,6 @@ def _lost_containers(state: Mapping[Any, Any], metadata: Metadata) -> list[str]:
 
 
 def _archive(value: Any, wanted: Sequence[WantedTensor], *, first_run: int) -> list[FileRun]:
-    if isinstance(value, TensorStub | torch.Tensor):  # a small tensor stood in plain data
+    if isinstance(value, TensorStub | torch.Tensor):  # a small tensor in plain data
         return save_runs(value, wanted, first_run=first_run)
     return [saved_value(value)]

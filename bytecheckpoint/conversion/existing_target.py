@@ -46,7 +46,7 @@ class ExistingTarget(NamedTuple):
     """Files that exist at a target."""
 
     is_there: bool
-    """A checkpoint of the target's format, or parts of one that cannot be told from it."""
+    """A checkpoint of the target's format, or parts that may be one."""
     is_in_the_way: bool
     """Files have names that the target would give its own."""
     stale: Sequence[str]
@@ -111,9 +111,7 @@ def _refuse_root_of_steps(place: TargetPlace, listing: Mapping[str, int | None])
     """Raises CheckpointExistsError (exists) if the folder holds steps: a checkpoint beside them would hide them, or
     never be found.
     """
-    steps = sorted(
-        name for name, num_bytes in listing.items() if num_bytes is None and layout.parse_step(name) is not None
-    )
+    steps = sorted(name for name, size in listing.items() if size is None and layout.parse_step(name) is not None)
     if not steps and not layout.has_manifest(listing) and not find_folder(place.store, "", listing):
         newest = find_step(place.store, None, listing)
         steps = [] if newest is None else [newest.folder]

@@ -6,8 +6,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 
-from bytecheckpoint.conversion.stream import FileRun, tensor_span
-from bytecheckpoint.conversion.target import TargetFile, TargetPlan, spread
+from bytecheckpoint.conversion.stream import FileRun, TargetFile, TargetPlan, spread, tensor_span
 from bytecheckpoint.errors import CheckpointMismatchError, UnsafeCheckpointError
 from bytecheckpoint.loading.select import LeftOut, Selection, has_plain_data
 from bytecheckpoint.manifest import DataFile, Manifest
@@ -23,7 +22,7 @@ _METADATA = "__metadata__"
 def plan_hf(
     manifest: Manifest, selection: Selection, *, max_shard_bytes: int, num_ranks: int, infix: str
 ) -> TargetPlan:
-    """Plans safetensors files. `infix` is a part of their names that keeps them from those of an older checkpoint.
+    """Plans safetensors files. `infix` in their names tells them from the files of an older checkpoint.
 
     Raises CheckpointMismatchError (conflict) for what safetensors cannot hold, and UnsafeCheckpointError
     (limits_exceeded) for a header that no reader accepts.
@@ -76,8 +75,8 @@ def _refuse_unheld(wanted: Sequence[WantedTensor]) -> None:
 
 
 def _shards(byte_lengths: Sequence[int], max_bytes: int) -> list[list[int]]:
-    """Returns the tensors of each file, in the checkpoint's order. A tensor that is larger than a file may be gets its
-    own.
+    """Returns the tensors of each file, in the checkpoint's order. A tensor larger than `max_bytes` gets a file of
+    its own.
     """
     shards: list[list[int]] = [[]]
     num_bytes = 0

@@ -25,7 +25,7 @@ class MappedView(NamedTuple):
     """A checkpoint as a conversion sees it."""
 
     manifest: Manifest
-    """The manifest; without chunks if a map stands between it and the checkpoint."""
+    """The manifest; without chunks if it is seen through a map."""
     pieces: Mapping[str, Sequence[CopySource]] | None = None
     """The pieces of each of its tensors, by FQN; None if these are the stored tensors."""
     names_of_map: ModelNames | None = None
@@ -35,7 +35,7 @@ class MappedView(NamedTuple):
     """Framework of the source and of the target."""
 
     def made_of_stored(self, wanted: Sequence[WantedTensor]) -> list[WantedTensor]:
-        """Returns tensors that are made of those of the view, each of one whole, as made of those of the checkpoint."""
+        """Returns tensors that each consist of one tensor of the view, as pieces of tensors of the checkpoint."""
         if self.pieces is None:
             return list(wanted)
         found = [
@@ -74,8 +74,8 @@ def mapped_view(source: Source, name_map: NameMap | None, *, is_state: bool, in_
 
 
 def names_for_experts(request: SelectionRequest, source: Source, target: CheckpointFolder) -> str:
-    """Returns the names that experts get in an HF target: those that were asked for, else those of the model family
-    that a `config.json` at the target or beside the source names, else Qwen2-MoE's.
+    """Returns the names that experts get in an HF target: the names that were asked for, else the names of the model
+    family that a `config.json` at the target or beside the source names, else Qwen2-MoE's.
 
     Raises CheckpointMismatchError (conflict) for a family whose files hold experts transposed.
     """

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from bytecheckpoint.conversion.stream import FileRun, TensorSpan
-from bytecheckpoint.conversion.target import TargetFile, TargetPlan, spread
+from bytecheckpoint.conversion.stream import FileRun, TargetFile, TargetPlan, TensorSpan, spread
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.loading.plain_trees import PlainData

@@ -1,7 +1,5 @@
-"""A file of torch.save, written without the state: its pickle has tensors that point to members of the archive, and
-these are streamed. torch.load reads it, also with weights_only.
-
-A file of torch.save: one archive of the whole state.
+"""A file of torch.save, one archive of the whole state, written without the state: its pickle has tensors that point to
+members of the archive, and these are streamed. torch.load reads it, also with weights_only.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ import torch
 from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
 from bytecheckpoint.adapters.shards import dtype_name, torch_dtype
-from bytecheckpoint.conversion.stream import FileRun, TensorSpan, run_bytes, tensor_span
-from bytecheckpoint.conversion.target import TargetFile, TargetPlan, spread
+from bytecheckpoint.conversion.stream import FileRun, TargetFile, TargetPlan, TensorSpan, run_bytes, spread, tensor_span
 from bytecheckpoint.conversion.zip_writer import ZipMember, archive_runs
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.formats.torch_save.unpickler_globals import STORAGE_DTYPES
@@ -88,7 +85,7 @@ class _Pickler(pickle.Pickler):
                 storage = self._new_storage(tensor.dtype, tensor_span(value.number, tensor))
                 self._storages[value.number] = storage
             return _rebuilt(storage, tensor.dtype, tensor.shape)
-        if isinstance(value, torch.Tensor):  # a small one, which stood in plain data
+        if isinstance(value, torch.Tensor):  # a small one in plain data
             dtype = dtype_name(value.dtype)
             storage = self._new_storage(dtype, bytes(as_bytes(value.contiguous())))
             return _rebuilt(storage, dtype, tuple(value.shape))
@@ -109,18 +106,11 @@ class _Pickler(pickle.Pickler):
 def _rebuilt(storage: _StorageStub, dtype: str, shape: Sequence[int]) -> tuple[Any, ...]:
     """Returns the call by which pickles make a tensor that is all of a storage."""
     hooks: OrderedDict[str, Any] = OrderedDict()
-    place = (storage, 0, tuple(shape), _row_major(shape), False, hooks)
+    strides = torch.empty(tuple(shape), device="meta").stride()
+    place = (storage, 0, tuple(shape), strides, False, hooks)
     if dtype in _STORAGES:
         return _rebuild_tensor_v2, place
     return _rebuild_tensor_v3, (*place, torch_dtype(dtype))
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, stride = [], 1
-    for length in reversed(shape):
-        strides.append(stride)
-        stride *= max(1, length)
-    return tuple(reversed(strides))
 
 
 def saved_value(value: Any) -> bytes:

@@ -1,5 +1,5 @@
 """Zip archives as torch.save writes them, as runs of bytes: without compression, tensors streamed. The checksum of a
-tensor stands behind it and in the directory at the end, so nothing is read twice.
+tensor follows it and in the directory at the end, so nothing is read twice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _PlacedMember(NamedTuple):
     """Offset of its header from the start of the archive."""
     byte_length: int
     checksum: int | None
-    """Its CRC-32; None if it is that of the run `number`."""
+    """Its CRC-32; None if it is the checksum of the run `number`."""
     number: int
 
 
@@ -97,7 +97,6 @@ def _descriptor(length: int, number: int, *, is_long: bool) -> Late:
 
 
 def _entry(placed: _PlacedMember, checksum: int) -> bytes:
-    """Returns a member's entry in the directory."""
     is_long = placed.byte_length >= _FULL_32
     is_far = placed.byte_offset >= _FULL_32
     wide = ([placed.byte_length] * 2 if is_long else []) + ([placed.byte_offset] if is_far else [])

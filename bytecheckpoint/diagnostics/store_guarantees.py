@@ -14,7 +14,7 @@ from bytecheckpoint.errors import (
     CheckpointNotFoundError,
 )
 from bytecheckpoint.runtime.threads import map_jobs
-from bytecheckpoint.storage.inventory import HasPendingUploads
+from bytecheckpoint.storage.inventory import HasPendingUploads, PendingUpload
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Access, Block, FillHook, Store, one_block
 
@@ -32,7 +32,7 @@ class GuaranteeCheck(NamedTuple):
     name: str
     is_needed: bool
     """True if checkpoints are not safe without it."""
-    is_met: bool | None
+    is_kept: bool | None
     """None if unknown."""
     what: str
     """The observation."""
@@ -81,7 +81,7 @@ class ProbeStore:
         if errors:
             raise errors[0]
 
-    def pending_uploads(self) -> Sequence[object]:
+    def pending_uploads(self) -> Sequence[PendingUpload]:
         """Returns the unfinished uploads; none if the store does not list them."""
         return self.store.pending_uploads(self.folder) if isinstance(self.store, HasPendingUploads) else ()
 
@@ -106,10 +106,10 @@ def check_guarantees(store: ProbeStore) -> Iterator[GuaranteeCheck]:
     yield GuaranteeCheck("read_back", True, is_same, "what was written is read" if is_same else "other bytes are read")
     for name, is_needed, probe in _PROBES:
         try:
-            is_met, what = probe(store)
+            is_kept, what = probe(store)
         except CheckpointError as error:
-            is_met, what = False, error.message
-        yield GuaranteeCheck(name, is_needed, is_met, what)
+            is_kept, what = False, error.message
+        yield GuaranteeCheck(name, is_needed, is_kept, what)
 
 
 _Found = tuple[bool | None, str]

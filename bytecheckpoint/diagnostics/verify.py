@@ -107,7 +107,7 @@ def verify_checkpoint(
     contents = _FileContents(manifest)
     broken = _broken_starts(files, sizes, faults)
     faults += _sample_faults(store, names, files, sizes, threads=threads)
-    faults += _header_faults(store, names, manifest, contents, broken_starts=broken, threads=threads)
+    faults += _header_faults(store, names, manifest, contents, broken=broken, threads=threads)
     if any(fault.kind == "missing_file" for fault in faults):
         refuse_replaced(store, folder, manifest, cause=None)
     ordered = sorted(faults, key=lambda fault: (fault.file, fault.byte_offset))
@@ -184,8 +184,8 @@ class _FileContents:
         """Returns the fault with the tensors that it hits."""
         items = self.of_file(fault.file)
         start, end = self._first_unread_byte(fault), fault.byte_offset + fault.byte_length
-        # Chunks do not overlap, so those before the one that reaches into the range are over before it starts. Those of
-        # other formats may.
+        # Chunks do not overlap, so all before the chunk that reaches into the range end before it. Chunks of other
+        # formats may overlap.
         first = max(bisect_right(items, start, key=lambda item: item[0]) - 1, 0)
         first = 0 if self._manifest.foreign_format else first
         last = bisect_left(items, end, key=lambda item: item[0])
@@ -217,16 +217,14 @@ def _header_faults(
     manifest: Manifest,
     contents: _FileContents,
     *,
-    broken_starts: set[int],
+    broken: set[int],
     threads: int,
 ) -> Iterator[ScanFault]:
     """Yields faults for data files whose header contradicts the manifest, which would mislead other readers of
     safetensors. Only files of this save are read: a manifest may point into other formats as well.
     """
     own = f"{DATA_FOLDER}/{manifest.save_id}-"
-    wanted = [
-        index for index, file in enumerate(manifest.files) if index not in broken_starts and file.name.startswith(own)
-    ]
+    wanted = [index for index, file in enumerate(manifest.files) if index not in broken and file.name.startswith(own)]
 
     def look(index: int) -> ScanFault | None:
         try:
@@ -237,7 +235,7 @@ def _header_faults(
         return ScanFault("bad_manifest", index, 0, header.data_offset, what) if what else None
 
     if wanted:
-        contents.of_file(wanted[0])  # collects those of all files, once
+        contents.of_file(wanted[0])  # collects the chunks of all files, once
     # A remote store spends most of this on latency.
     yield from filter(None, map_jobs(look, wanted, num_threads=threads))
 
@@ -280,6 +278,5 @@ def _tiling_damage(manifest: Manifest) -> Iterator[Damage]:
         region, state = (fault.hole, "no chunk holds") if fault.hole else (fault.overlap, "two chunks hold")
         spans = zip(region.offsets, region.ends, strict=True) if region else ()
         where = ",".join(f"{start}:{end}" for start, end in spans)
-        yield Damage(
-            "coverage", None, 0, 0, [fqn], f"{state} {fqn}[{where}] of shape {list(manifest.describe(fqn)[1])}"
-        )
+        what = f"{state} {fqn}[{where}] of shape {list(manifest.describe(fqn)[1])}"
+        yield Damage("coverage", None, 0, 0, [fqn], what)

@@ -1,6 +1,4 @@
-"""Detects the foreign format of a folder, by the names of its files, or of a file, by its first bytes, and has its
-reader build the manifest.
-"""
+"""Detects the foreign format of a folder by names, of a file by its first bytes, and has its reader read it."""
 
 from __future__ import annotations
 
@@ -16,13 +14,11 @@ from bytecheckpoint.formats.frameworks import (
     dcp_folder,
     dcp_nested,
     deepspeed_folder,
-    megatron_dist,
     megatron_legacy_folder,
     trainer_folder,
 )
 from bytecheckpoint.formats.torch_save import file as torch_file
 from bytecheckpoint.formats.torch_save import sharded_files
-from bytecheckpoint.formats.unread_files import name_unread_files
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
@@ -59,28 +55,13 @@ class ForeignPlace(NamedTuple):
 
 def find_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> ForeignPlace | None:
     """Returns the checkpoint that a folder with this listing is, if any."""
-    files = {name for name, num_bytes in listing.items() if num_bytes is not None}
-    if dcp_folder.METADATA_NAME in files or megatron_dist.read_backend(store, folder, listing):
-        return ForeignPlace(folder, "", "torch.distributed.checkpoint")
-    if deepspeed_folder.is_folder(files):
-        return ForeignPlace(folder, "", "deepspeed")
-    if megatron_legacy_folder.is_folder(listing):
-        return ForeignPlace(folder, "", "megatron")
-    if dcp_nested.is_folder(store, folder, listing):
-        return ForeignPlace(folder, "", "torch.distributed.checkpoint folders")
-    if any(name.endswith(safetensors_files.SUFFIX) for name in files):
-        return ForeignPlace(folder, "", "safetensors")
-    if files & {trainer_folder.TORCH_SOLE, trainer_folder.TORCH_INDEX}:
-        return ForeignPlace(folder, "", "torch.save")
-    if sharded_files.is_folder(files):
-        return ForeignPlace(folder, "", "torch.save of ranks")
-    return None
+    source = SourceFolder(store, folder, listing)
+    found = next((name for name, (is_folder, *_) in _READERS.items() if is_folder(source)), None)
+    return None if found is None else ForeignPlace(folder, "", found)
 
 
 def find_step(store: Store, step: int | None, listing: Mapping[str, int | None]) -> ForeignPlace | None:
-    """Returns the checkpoint of a step in the root with this listing, if any. A step of None is the one to which a file
-    there points.
-    """
+    """Returns the checkpoint of a step in the root with this listing; step None: the one that a file there names."""
     names = _latest(store, listing) if step is None else [form.format(step) for form in _STEP_FOLDERS]
     for name in (name for name in names if listing.get(name, 0) is None):
         place = find_folder(store, name, store.list(name))
@@ -90,14 +71,12 @@ def find_step(store: Store, step: int | None, listing: Mapping[str, int | None])
 
 
 def _latest(store: Store, listing: Mapping[str, int | None]) -> list[str]:
-    """Returns the folders that DeepSpeed and Megatron say are the newest."""
     names = []
     for pointer in (_DEEPSPEED_LATEST, _MEGATRON_LATEST):
         num_bytes = listing.get(pointer)
         if num_bytes and num_bytes <= _MAX_POINTER_BYTES:
-            text = FileReader(store, pointer, num_bytes).read(0, num_bytes).decode("utf-8", "replace").strip()
-            is_number = pointer == _MEGATRON_LATEST and text.isascii() and text.isdecimal()
-            if is_number:
+            text = FileReader(store, pointer, num_bytes).read_all().decode("utf-8", "replace").strip()
+            if pointer == _MEGATRON_LATEST and text.isascii() and text.isdecimal():
                 names += [form.format(int(text)) for form in _NUMBERED]
             elif text in listing:  # else it names nothing here: it is not a path to follow
                 names.append(text)
@@ -136,23 +115,27 @@ def read_manifest(store: Store, place: ForeignPlace) -> Manifest:
     if place.file:
         _read_file(source, place)
     else:
-        for read in _READERS[place.format]:
+        _, *steps = _READERS[place.format]
+        for read in steps:
             read(source)
-        name_unread_files(source)
+        source.name_unread_files()
     return source.builder.manifest(place.format)
 
 
-_READERS: Mapping[str, tuple[Callable[[SourceFolder], None], ...]] = MappingProxyType(
+_Check = Callable[[SourceFolder], bool]
+_Read = Callable[[SourceFolder], None]
+_READERS: Mapping[Format, tuple[_Check, *tuple[_Read, ...]]] = MappingProxyType(
     {
-        "safetensors": (safetensors_files.read_folder, trainer_folder.add_beside),
-        "torch.save": (trainer_folder.read_torch_model, trainer_folder.add_beside),
-        "torch.save of ranks": (sharded_files.read_folder,),
-        "torch.distributed.checkpoint": (dcp_folder.read_folder,),
-        "torch.distributed.checkpoint folders": (dcp_nested.read_folder,),
-        "deepspeed": (deepspeed_folder.read_folder,),
-        "megatron": (megatron_legacy_folder.read_folder,),
+        "torch.distributed.checkpoint": (dcp_folder.is_folder, dcp_folder.read_folder),
+        "deepspeed": (deepspeed_folder.is_folder, deepspeed_folder.read_folder),
+        "megatron": (megatron_legacy_folder.is_folder, megatron_legacy_folder.read_folder),
+        "torch.distributed.checkpoint folders": (dcp_nested.is_folder, dcp_nested.read_folder),
+        "safetensors": (safetensors_files.is_folder, safetensors_files.read_folder, trainer_folder.add_beside),
+        "torch.save": (trainer_folder.is_folder, trainer_folder.read_torch_model, trainer_folder.add_beside),
+        "torch.save of ranks": (sharded_files.is_folder, sharded_files.read_folder),
     }
 )
+"""The check that a folder has each format, and what reads it. The first format whose check is true counts."""
 
 
 def _read_file(source: SourceFolder, place: ForeignPlace) -> None:

@@ -1,13 +1,17 @@
-"""Reads a file of a store here and there: readers of foreign formats look at a few bytes of it, most of them close to
-one another. Also their errors about files that are not what they should be.
-"""
+"""Reads a few bytes of a file here and there, for readers of foreign formats. Also the errors of such readers."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from typing import NoReturn
 
-from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    UnsafeCheckpointError,
+)
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -20,15 +24,15 @@ class FileReader:
     """Reads ranges of a file of known length, with a cache of blocks."""
 
     def __init__(self, store: Store, name: str, byte_length: int) -> None:
-        self._store = store
-        self._name = name
+        self.store = store
+        self.name = name
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
         self.byte_length = byte_length
 
     @property
     def path(self) -> str:
         """Path for messages."""
-        return join_name(str(self._store), self._name)
+        return join_name(str(self.store), self.name)
 
     def read(self, byte_offset: int, byte_length: int) -> bytes:
         """Raises CheckpointCorruptError (truncated) for what the file lacks, and the errors of `Store.read_into`."""
@@ -41,6 +45,9 @@ class FileReader:
         content = b"".join(map(self._block, range(first, last)))
         start = byte_offset - first * BLOCK_BYTES
         return content[start : start + byte_length]
+
+    def read_all(self) -> bytes:
+        return self.read(0, self.byte_length)
 
     def _block(self, number: int) -> bytes:
         block = self._blocks.get(number)
@@ -55,7 +62,7 @@ class FileReader:
     def _read(self, byte_offset: int, byte_length: int) -> bytes:
         content = bytearray(byte_length)
         if byte_length:
-            self._store.read_into(self._name, byte_offset, memoryview(content))
+            self.store.read_into(self.name, byte_offset, memoryview(content))
         return bytes(content)
 
     def damaged(self, what: str, *, kind: str = "bad_manifest") -> NoReturn:
@@ -71,6 +78,17 @@ def damaged(path: str, what: str, *, kind: str = "bad_manifest") -> CheckpointCo
         kind=kind,
         path=path,
     )
+
+
+def conflicting(path: str, what: str, advice: str) -> CheckpointMismatchError:
+    """Returns the error for a checkpoint that contradicts itself."""
+    return CheckpointMismatchError(f"{path} {what}; nothing was loaded: {advice}", kind="conflict", path=path)
+
+
+def missing_file(path: str, what: str, lost: str = "the files of all ranks") -> CheckpointNotFoundError:
+    """Returns the error for a checkpoint that has lost files."""
+    text = f"{path} {what}; nothing was loaded: restore {lost}, or take another checkpoint"
+    return CheckpointNotFoundError(text, kind="missing_file", path=path)
 
 
 def not_readable(path: str, what: str, advice: str) -> CheckpointCorruptError:
@@ -90,3 +108,8 @@ def too_much(path: str, what: str) -> UnsafeCheckpointError:
         kind="limits_exceeded",
         path=path,
     )
+
+
+def with_path(error: CheckpointError, path: str) -> CheckpointError:
+    """Returns the same error with the path of the file before its message."""
+    return type(error)(f"{path}: {error.message}", kind=error.kind, path=path)

@@ -1,6 +1,4 @@
-"""Finds the checkpoint that a path means, of this library's format or of a foreign one, and its manifest. Only this
-module knows that there are several formats.
-"""
+"""Finds the checkpoint that a path means, in this library's format or a foreign one, and its manifest."""
 
 from __future__ import annotations
 
@@ -130,9 +128,7 @@ def _in_hub(found: FoundCheckpoint, path: str, opening: Opening) -> FoundCheckpo
 
 
 def from_root(path: str) -> str:
-    """Returns the path made absolute, so that folders above it have names. A URL, and a path that `open_store` refuses,
-    stay as they are.
-    """
+    """Returns the path made absolute, so that folders above it have names. URLs and refused paths stay as they are."""
     path = expand_home(path)
     return os.path.abspath(path) if is_plain_path(path) else path  # noqa: PTH100 - as LocalStore does it: links stay
 

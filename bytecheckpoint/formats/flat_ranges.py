@@ -5,7 +5,7 @@ Ranges are in elements. A run is consecutive elements of a tensor that lie in co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -48,7 +48,7 @@ def runs_of(start: int, length: int, buffers: Sequence[FlatBuffer], at: int, *, 
         raise ValueError(f"elements {at} to {end} are asked for, and there are {first}")
 
 
-def chunks_of_runs(shape: Sequence[int], runs: Sequence[FlatRun], *, item_bytes: int) -> list[Chunk]:
+def chunks_of_runs(shape: Sequence[int], runs: Iterable[FlatRun], *, item_bytes: int) -> list[Chunk]:
     """Returns the chunks of a tensor that lies in these runs."""
     chunks = []
     for start, length, file, byte_offset in runs:
@@ -76,17 +76,13 @@ def lay_out(shapes: Sequence[Sequence[int]], paddings: Sequence[int] | None) -> 
 
 
 def partition_length(num_items: int, num_ranks: int, alignment: int) -> int:
-    """Returns the elements that each rank has of flat memory, which is padded to a multiple of `alignment` elements a
-    rank.
-    """
+    """Returns the elements of each rank, if flat memory is padded to a multiple of `alignment` elements a rank."""
     total = -(-num_items // (alignment * num_ranks)) * alignment * num_ranks
     return total // num_ranks
 
 
 def shared_runs(placed: FlatTensor, part: int, of_ranks: Sequence[FlatBuffer], *, item_bytes: int) -> Iterator[FlatRun]:
-    """Yields the runs of a tensor in flat memory of which each rank has a part, one after the other, as ZeRO 1 and 2
-    do.
-    """
+    """Yields the runs of a tensor in flat memory that is divided over the ranks, as ZeRO 1 and 2 do."""
     numel = prod(placed.shape)
     for rank, buffer in enumerate(of_ranks):
         low, high = max(placed.first, rank * part), min(placed.first + numel, (rank + 1) * part)
@@ -97,9 +93,7 @@ def shared_runs(placed: FlatTensor, part: int, of_ranks: Sequence[FlatBuffer], *
 def divided_runs(
     shape: Sequence[int], at: int, of_ranks: Sequence[Sequence[FlatBuffer]], *, item_bytes: int
 ) -> Iterator[FlatRun]:
-    """Yields the runs of a tensor that is divided over the ranks by itself, as ZeRO 3 does: each has the same number of
-    elements from `at` on in its own buffers, padded at the end.
-    """
+    """Yields the runs of a tensor that is divided over the ranks by itself, padded at the end, as ZeRO 3 does."""
     numel = prod(shape)
     share = divided_share(shape, len(of_ranks))
     for rank, buffers in enumerate(of_ranks):

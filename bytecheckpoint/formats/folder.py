@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
+from bytecheckpoint.formats.file_reader import FileReader, damaged, missing_file
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder
 from bytecheckpoint.formats.torch_save.file import SavedFile, open_saved
 from bytecheckpoint.formats.torch_save.unpickler import FindGlobal
@@ -11,16 +13,21 @@ from bytecheckpoint.formats.torch_save.unpickler_globals import find_value
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
+_MAY_HOLD_TENSORS = re.compile(
+    r"\A.*\.(?:safetensors|bin|pt|pth|ckpt|pkl|pickle|distcp|npz|npy|h5|hdf5|msgpack|gguf|onnx|ot|tar|zip)\Z"
+)
+
 
 class SourceFolder:
     """The folder of a checkpoint. Names are relative to it."""
 
     def __init__(self, store: Store, name: str, listing: Mapping[str, int | None]) -> None:
-        self.store = store
+        self._store = store
         self.name = name
         """Path inside the store."""
         self.listing = listing
         """Length of each file in bytes; None for a folder."""
+        self._listings = {"": listing}
         self.builder = ManifestBuilder(join_name(str(store), name))
 
     @property
@@ -36,12 +43,44 @@ class SourceFolder:
         return self.listing.get(name, 0) is None
 
     def list(self, inside: str) -> Mapping[str, int | None]:
-        return self.store.list(join_name(self.name, inside))
+        """Returns the listing of a folder in it. The store is asked once for each."""
+        if inside not in self._listings:
+            self._listings[inside] = self._store.list(join_name(self.name, inside))
+        return self._listings[inside]
 
-    def open(self, name: str, find_global: FindGlobal = find_value, *, num_bytes: int | None = None) -> SavedFile:
-        """Opens a file of torch.save. `num_bytes` is the length of one that lies deeper.
+    def beside(self) -> SourceFolder:
+        """Returns the same folder with another builder."""
+        return SourceFolder(self._store, self.name, self.listing)
 
-        Raises CheckpointCorruptError or UnsafeCheckpointError.
-        """
-        length = self.listing[name] or 0 if num_bytes is None else num_bytes
-        return open_saved(self.store, self.name, name, length, builder=self.builder, find_global=find_global)
+    def reader(self, name: str) -> FileReader:
+        """Returns a reader of a file in the folder, or deeper. Raises CheckpointNotFoundError (missing_file)."""
+        parent, _, last = name.rpartition("/")
+        num_bytes = self.list(parent).get(last)
+        if num_bytes is None:
+            path = join_name(self.path, name)
+            raise missing_file(path, "is not there, and the checkpoint has tensors in it", "it")
+        return FileReader(self._store, join_name(self.name, name), num_bytes)
+
+    def open(self, name: str, find_global: FindGlobal = find_value) -> SavedFile:
+        """Opens a file of torch.save. Raises as `reader` does, CheckpointCorruptError or UnsafeCheckpointError."""
+        return open_saved(self.reader(name), name, builder=self.builder, find_global=find_global)
+
+    def open_dict(self, name: str, find_global: FindGlobal) -> SavedFile:
+        """Opens a file of torch.save that holds a dict."""
+        saved = self.open(name, find_global)
+        if not isinstance(saved.value, dict):
+            raise damaged(saved.path, "it has no dict")
+        return saved
+
+    def name_unread_files(self) -> None:
+        """Leaves out, by name, files that may hold tensors and were not read; of an unread folder, the folder."""
+        builder, why = self.builder, "not among the files of the checkpoint, which were read"
+        seen = {file.name.partition("/")[0] for file in builder.files}
+        seen |= {name.partition("/")[0] for names in builder.left_out.values() for name in names}
+        for name, num_bytes in sorted(self.listing.items()):
+            if name in seen:
+                continue
+            if num_bytes is not None and _MAY_HOLD_TENSORS.match(name):
+                builder.leave_out(name, why)
+            elif num_bytes is None and any(map(_MAY_HOLD_TENSORS.match, self.list(name))):
+                builder.leave_out(f"{name}/", why)

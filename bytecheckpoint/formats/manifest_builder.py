@@ -1,18 +1,16 @@
-"""Builds the manifest of a foreign checkpoint: files, tensors as chunks in them, plain data as trees. It knows no
-format.
-"""
+"""Builds the manifest of a foreign checkpoint: files, tensors as chunks, plain data as trees. Knows no format."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
-from bytecheckpoint.formats.file_reader import damaged, too_much
+from bytecheckpoint.formats.file_reader import conflicting, damaged, too_much
 from bytecheckpoint.formats.plain_values import DtypeName, SizeValue, encode_value
 from bytecheckpoint.formats.torch_optimizer import as_saved_here, without_tensors
 from bytecheckpoint.formats.torch_save.unpickler_globals import (
@@ -26,8 +24,7 @@ from bytecheckpoint.manifest import Chunk, DataFile, Manifest, TensorRecord, ten
 from bytecheckpoint.manifest.plain_wire import INT64, MAX_DEPTH, TensorRef, join_fqn
 
 MAX_PIECES = 1 << 20
-"""Pieces of all tensors together, beyond the parts that the files name: a view of few bytes can say tens of
-thousands."""
+"""Most pieces of all tensors beyond the parts that files name: a view of few bytes can have 10,000s of them."""
 MAX_VALUES = 1 << 20
 _ATOMS_A_VALUE = 16
 """Numbers and texts in a list that count as one value, because they cost less."""
@@ -43,6 +40,8 @@ _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, DtypeName
 
 OnTensor = Callable[[str, StoredView], None]
 """Takes the FQN of a tensor of a pickle, and the tensor."""
+ItemsOf = Callable[[str, Any], Iterable[tuple[Any, Any]] | None]
+"""Returns the items of the container of this FQN; None for a leaf."""
 
 
 @dataclass(slots=True)
@@ -114,16 +113,16 @@ class ManifestBuilder:
         if fqn in self.tensors or fqn in self.aliases:
             raise two_of(self.path, fqn)
 
-    def take_apart(self, value: Any, *, on_tensor: OnTensor) -> None:
+    def take_apart(self, value: Any, *, on_tensor: OnTensor | None = None) -> None:
         """Adds the plain data of a whole state, with TensorRefs in place of its tensors. Each tensor is given to
-        `on_tensor`, unless it is a TensorRef already: that tensor was added before, and is renamed after its place in
-        the state. Each optimizer of a list, and each scheduler of Lightning's, is an entry of its own:
-        `optimizer_states.0`.
+        `on_tensor`, or refused without it, unless it is a TensorRef already: that tensor was added before, and is
+        renamed after its place in the state. Each optimizer of a list, and each scheduler of Lightning's, is an entry
+        of its own: `optimizer_states.0`.
 
         A value that is not a dict gets the name `value`; an optimizer alone has no name.
         """
         renamed: dict[str, str] = {}
-        walk = _PlainWalk(self.path, on_tensor, renamed)
+        walk = _PlainWalk(self.path, on_tensor or self._refuse_tensor, renamed)
         root = value if isinstance(value, dict) else {"value": value}
         if as_saved_here(root) is not None:
             self.trees[""] = walk.plain(root, "", MAX_DEPTH)
@@ -139,6 +138,9 @@ class ManifestBuilder:
         for new, record in moved:
             self._refuse_taken(new)
             self.tensors[new] = record
+
+    def _refuse_tensor(self, fqn: str, _view: StoredView) -> None:
+        raise damaged(self.path, f"{fqn!r:.200} is a tensor in the wrong place")
 
     def manifest(self, foreign_format: str) -> Manifest:
         reasons = [f"{and_more(list(names), _NUM_NAMED)}: {why}" for why, names in self.left_out.items()]
@@ -165,12 +167,8 @@ def _by_entry(root: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def two_of(path: str, fqn: str) -> CheckpointMismatchError:
-    return CheckpointMismatchError(
-        f"{path} holds two tensors that come to the name {fqn!r:.200}; nothing was loaded: save them under names that "
-        "differ, or give the path of one of its files",
-        kind="conflict",
-        path=path,
-    )
+    advice = "save them under names that differ, or give the path of one of its files"
+    return conflicting(path, f"holds two tensors that come to the name {fqn!r:.200}", advice)
 
 
 def plain_tree(value: Any, fqn: str, *, path: str, on_tensor: OnTensor) -> Any:
@@ -231,7 +229,6 @@ class _PlainWalk:
             raise too_much(self._path, f"its plain data is {what}")
 
     def _sequence(self, value: Collection[Any], fqn: str, depth: int) -> Any:
-        """Returns a list, a tuple, or a set as a list."""
         if depth > 1 and _ATOMS.issuperset(map(type, value)):
             self._count(len(value) // _ATOMS_A_VALUE, sum(map(_num_bytes, value)))
             return value if type(value) in {list, tuple} else list(value)
@@ -284,6 +281,32 @@ def holds_tensor(value: Any) -> bool:
             item = item.fields
         rest += item.values() if isinstance(item, dict) else item if type(item) in {list, tuple} else ()
     return False
+
+
+def leaves_of(value: Any, fqn: str, *, path: str, items_of: ItemsOf) -> dict[str, Any]:
+    """Returns the leaves of nested containers by name.
+
+    Raises UnsafeCheckpointError (limits_exceeded) for a value that is nested too deep or has too many others in it, and
+    CheckpointMismatchError (conflict) for two leaves of one name.
+    """
+    leaves: dict[str, Any] = {}
+    num_values = 0
+
+    def walk(value: Any, fqn: str, depth: int) -> None:
+        nonlocal num_values
+        num_values += 1  # empty containers as well, of which a small pickle can have billions
+        if depth == 0 or num_values > MAX_VALUES:
+            raise too_much(path, f"its data is nested more than {MAX_DEPTH} deep, or of {MAX_VALUES} values")
+        items = items_of(fqn, value)
+        if items is None and fqn in leaves:
+            raise two_of(path, fqn)
+        if items is None:
+            leaves[fqn] = value
+        for key, item in items or ():
+            walk(item, join_fqn(fqn, key), depth - 1)
+
+    walk(value, fqn, MAX_DEPTH)
+    return leaves
 
 
 def is_extra_state(fqn: str) -> bool:

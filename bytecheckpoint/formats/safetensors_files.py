@@ -6,25 +6,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
     CheckpointError,
-    CheckpointMismatchError,
     CheckpointNotFoundError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.formats.file_reader import FileReader, damaged, too_much
+from bytecheckpoint.formats.file_reader import FileReader, conflicting, damaged, too_much, with_path
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder
 from bytecheckpoint.manifest import Chunk
-from bytecheckpoint.region import Region, whole
+from bytecheckpoint.region import Region
 from bytecheckpoint.storage.paths import check_name, join_name
 from bytecheckpoint.storage.safetensors_header import SafetensorsHeader, StoredEntry, read_header, torch_dtype_of
-from bytecheckpoint.storage.store import Store
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -38,9 +36,13 @@ _MAX_INDEX_BYTES = 100_000_000
 class _FilePart(NamedTuple):
     """The part of a tensor that a file holds."""
 
-    entry: StoredEntry
-    file: int
-    offsets: tuple[int, ...]
+    dtype: str
+    """safetensors' name."""
+    chunk: Chunk
+
+
+def is_folder(source: SourceFolder) -> bool:
+    return any(name.endswith(SUFFIX) for name in source.files)
 
 
 def read_folder(source: SourceFolder) -> None:
@@ -54,10 +56,8 @@ def read_folder(source: SourceFolder) -> None:
     if _INDEX in indices or len(indices) == 1:
         read_indexed(source, _INDEX if _INDEX in indices else indices[0])
     elif indices:
-        what = f"{source.path} holds several checkpoints: {', '.join(indices)}"
-        raise CheckpointMismatchError(
-            f"{what}; nothing was loaded: give the path of one of them", kind="conflict", path=source.path
-        )
+        what = f"holds several checkpoints: {', '.join(indices)}"
+        raise conflicting(source.path, what, "give the path of one of them")
     elif _SOLE in files:
         read_files(source, [_SOLE])
     else:
@@ -66,9 +66,7 @@ def read_folder(source: SourceFolder) -> None:
 
 
 def _refuse_incomplete(files: Sequence[str], path: str) -> None:
-    """Raises CheckpointNotFoundError (not_committed) if files say that they are of more than there are: a download or a
-    conversion writes the index last.
-    """
+    """Raises CheckpointNotFoundError (not_committed) if numbered files are missing: an index is written last."""
     found: dict[tuple[str, str], set[str]] = {}
     for match in filter(None, map(_NUMBERED.fullmatch, files)):
         found.setdefault((match["name"], match["count"]), set()).add(match["number"])
@@ -88,58 +86,51 @@ def read_indexed(source: SourceFolder, name: str) -> None:
     headers = _read_headers(source, sorted(set(weights.values())))
     missing = sorted(fqn for fqn, file in weights.items() if fqn not in headers.parts.get(file, {}))
     if missing:
-        fqn = missing[0]
-        where = f"the first {fqn!r:.200} not in {weights[fqn]!r:.200}"
+        where = f"the first {missing[0]!r:.200} not in {weights[missing[0]]!r:.200}"
         path = join_name(source.path, name)
         raise damaged(path, f"{len(missing)} of its tensors are not where it says, {where}")
-    _add_tensors(
-        headers,
-        {file: {fqn for fqn in parts if weights.get(fqn, file) == file} for file, parts in headers.parts.items()},
-    )
+    wanted = {file: {fqn for fqn in parts if weights.get(fqn, file) == file} for file, parts in headers.parts.items()}
+    _add_tensors(source.builder, headers, wanted)
 
 
 def read_files(source: SourceFolder, names: Sequence[str]) -> None:
     """Reads the checkpoint that these files are together."""
     headers = _read_headers(source, names)
-    _add_tensors(headers, {file: set(parts) for file, parts in headers.parts.items()})
+    _add_tensors(source.builder, headers, headers.parts)
 
 
 def files_of_index(source: SourceFolder, name: str) -> frozenset[str]:
     """Returns the safetensors files that an index names; none if it is damaged or missing."""
-    with suppress(CheckpointCorruptError, UnsafeCheckpointError):
+    with suppress(CheckpointCorruptError, CheckpointNotFoundError, UnsafeCheckpointError):
         return frozenset(file for file in read_index(source, name).values() if file.endswith(SUFFIX))
     return frozenset()
 
 
 def read_index(source: SourceFolder, name: str) -> dict[str, str]:
     """Returns the file of each tensor, as an index says. Raises CheckpointCorruptError or UnsafeCheckpointError."""
-    path, num_bytes = join_name(source.path, name), source.listing.get(name) or 0
-    if num_bytes > _MAX_INDEX_BYTES:
-        raise too_much(path, f"it has {num_bytes} bytes, at most {_MAX_INDEX_BYTES} are read")
-    content = FileReader(source.store, join_name(source.name, name), num_bytes).read(0, num_bytes)
+    content = source.reader(name)
+    if content.byte_length > _MAX_INDEX_BYTES:
+        raise too_much(content.path, f"it has {content.byte_length} bytes, at most {_MAX_INDEX_BYTES} are read")
     try:
-        index = json.loads(content, object_pairs_hook=_without_repetitions)
+        index = json.loads(content.read_all(), object_pairs_hook=_without_repetitions)
     except (ValueError, RecursionError) as error:
-        raise damaged(path, f"it is not an index: {error}") from error
+        raise damaged(content.path, f"it is not an index: {error}") from error
     weights = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
-        raise damaged(path, "it has no weight_map from names to files")
+        raise damaged(content.path, "it has no weight_map from names to files")
     for file in set(weights.values()):
         check_name(file)
     return weights
 
 
 def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    by_name = dict(pairs)
+    if len(by_name) < len(pairs):
         raise ValueError("a name stands in it twice")
-    return found
+    return by_name
 
 
 class _Headers(NamedTuple):
-    """The headers of some files."""
-
-    builder: ManifestBuilder
     parts: dict[str, dict[str, _FilePart]]
     """File name -> tensor name -> the part that the file holds."""
     is_sharded: bool
@@ -147,82 +138,58 @@ class _Headers(NamedTuple):
     aliases: dict[str, str]
 
 
-def _add_tensors(headers: _Headers, wanted: Mapping[str, set[str]]) -> None:
-    """Adds these tensors of each file."""
-    builder = headers.builder
+def _add_tensors(builder: ManifestBuilder, headers: _Headers, wanted: Mapping[str, Collection[str]]) -> None:
     by_tensor: dict[str, list[_FilePart]] = {}
     for file, names in wanted.items():
         for fqn in (name for name in headers.parts[file] if name in names):
             by_tensor.setdefault(fqn, []).append(headers.parts[file][fqn])
     for fqn, parts in by_tensor.items():
         if len(parts) > 1 and not headers.is_sharded:
-            files = " and ".join(builder.files[part.file].name for part in parts[:2])
-            raise CheckpointMismatchError(
-                f"{builder.path}: {fqn!r:.200} is in {files}, and no index says which one counts; nothing was "
-                "loaded: give the path of one file",
-                kind="conflict",
-                path=builder.path,
-            )
-        _add_tensor(builder, fqn, parts)
+            files = " and ".join(builder.files[part.chunk.file].name for part in parts[:2])
+            what = f"has {fqn!r:.200} in {files}, and no index says which one counts"
+            raise conflicting(builder.path, what, "give the path of one file")
+        if len({(part.dtype, len(part.chunk.region.offsets)) for part in parts}) > 1:
+            raise damaged(builder.path, f"the parts of {fqn!r:.200} have different dtypes or dimensions")
+        shape = tuple(map(max, zip(*(part.chunk.region.ends for part in parts), strict=True)))
+        # Files of replicas hold the same part; any of them will do.
+        chunks = {part.chunk.region: part.chunk for part in parts if part.chunk.region.numel}
+        builder.add_tensor(fqn, torch_dtype_of(parts[0].dtype), shape, list(chunks.values()), num_parts=len(parts))
     for alias, fqn in headers.aliases.items():
         if alias not in builder.tensors and fqn in builder.tensors:
             builder.add_alias(alias, fqn)
 
 
-def _add_tensor(builder: ManifestBuilder, fqn: str, parts: Sequence[_FilePart]) -> None:
-    if len({(part.entry.dtype, len(part.offsets)) for part in parts}) > 1:
-        raise damaged(builder.path, f"the parts of {fqn!r:.200} have different dtypes or dimensions")
-    ends = [map(int.__add__, part.offsets, part.entry.shape) for part in parts]
-    shape = tuple(map(max, zip(*ends, strict=True)))
-    # Files of replicas hold the same part; any of them will do.
-    regions = {Region(part.offsets, part.entry.shape): part for part in parts}
-    chunks = [
-        Chunk(region, part.file, part.entry.byte_offset, part.entry.byte_length)
-        for region, part in regions.items()
-        if region.numel
-    ]
-    builder.add_tensor(fqn, torch_dtype_of(parts[0].entry.dtype), shape, chunks, num_parts=len(parts))
-
-
 def _read_headers(source: SourceFolder, names: Iterable[str]) -> _Headers:
     builder = source.builder
-    listings: dict[str, Mapping[str, int | None]] = {"": source.listing}
-    found: dict[str, dict[str, _FilePart]] = {}
+    parts: dict[str, dict[str, _FilePart]] = {}
     aliases: dict[str, str] = {}
     is_sharded = False
     for name in names:
-        parent, _, last = name.rpartition("/")
-        if parent not in listings:
-            listings[parent] = source.list(parent)
-        path = join_name(source.path, name)
-        num_bytes = listings[parent].get(last)
-        if num_bytes is None:
-            raise CheckpointNotFoundError(
-                f"{path} is not there, and the checkpoint has tensors in it; nothing was loaded: restore it, or take "
-                "another checkpoint",
-                kind="missing_file",
-                path=path,
-            )
-        header = _header(source.store, join_name(source.name, name), path, num_bytes)
-        sharding = _sharding(header, path)
+        file = source.reader(name)
+        header = _header(file)
+        sharding = _sharding(header, file.path)
         is_sharded |= sharding is not None
-        file = builder.add_file(name, num_bytes)
-        found[name] = {entry.name: _FilePart(entry, file, _offsets(entry, sharding, path)) for entry in header.entries}
+        number = builder.add_file(name, file.byte_length)
+        parts[name] = {}
+        for entry in header.entries:
+            region = Region(_offsets(entry, sharding, file.path), tuple(entry.shape))
+            chunk = Chunk(region, number, entry.byte_offset, entry.byte_length)
+            parts[name][entry.name] = _FilePart(entry.dtype, chunk)
         if sharding is None:
-            aliases |= {key: value for key, value in header.metadata.items() if value in found[name]}
+            aliases |= {key: value for key, value in header.metadata.items() if value in parts[name]}
             builder.metadata = {**builder.metadata, **header.metadata}
-    return _Headers(builder, found, is_sharded, aliases)
+    return _Headers(parts, is_sharded, aliases)
 
 
-def _header(store: Store, name: str, path: str, num_bytes: int) -> SafetensorsHeader:
+def _header(file: FileReader) -> SafetensorsHeader:
     try:
-        header = read_header(store, name)
+        header = read_header(file.store, file.name)
     except CheckpointError as error:
-        raise type(error)(f"{path}: {error.message}", kind=error.kind, path=path) from error
+        raise with_path(error, file.path) from error
     end = max((entry.byte_offset + entry.byte_length for entry in header.entries), default=header.data_offset)
-    if end != num_bytes:
-        kind = "truncated" if num_bytes < end else "bad_manifest"
-        raise damaged(path, f"it has {num_bytes} bytes, and {end} by its header", kind=kind)
+    if end != file.byte_length:
+        kind = "truncated" if file.byte_length < end else "bad_manifest"
+        file.damaged(f"it has {file.byte_length} bytes, and {end} by its header", kind=kind)
     return header
 
 
@@ -241,9 +208,9 @@ def _sharding(header: SafetensorsHeader, path: str) -> Mapping[str, Any] | None:
 
 def _offsets(entry: StoredEntry, sharding: Mapping[str, Any] | None, path: str) -> tuple[int, ...]:
     if sharding is None:
-        return whole(entry.shape).offsets
-    of_entry = sharding.get(entry.name)
-    offsets = of_entry.get("saved_offsets") if isinstance(of_entry, dict) else None
+        return (0,) * len(entry.shape)
+    part = sharding.get(entry.name)
+    offsets = part.get("saved_offsets") if isinstance(part, dict) else None
     if not isinstance(offsets, list) or len(offsets) != len(entry.shape):
         raise damaged(path, f"its {_SHARDING} does not say which part of {entry.name!r:.200} it holds")
     if not all(type(offset) is int and 0 <= offset < 1 << 62 for offset in offsets):

@@ -1,6 +1,4 @@
-"""Chunks of raw bytes for a tensor that is a view of a storage: one if its elements lie row-major, several if only
-rows, blocks or single elements do.
-"""
+"""Chunks of raw bytes for a view of a storage: one if it lies row-major, else one for each run of elements."""
 
 from __future__ import annotations
 

@@ -95,9 +95,7 @@ def _flattened(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split(path: str, names: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Returns the name of a parameter, and the keys of a piece of its state: several if that is nested, as torchtitan
-    flattens it. A parameter that is in no group has one key.
-    """
+    """Returns a parameter's name and the keys of a piece of its state: several where torchtitan flattened it."""
     parts = path.split(".")
     for count in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:count])

@@ -85,6 +85,12 @@ class Source:
         Raises CheckpointMismatchError (coverage), CheckpointNotFoundError (missing_file, replaced) or
         CheckpointCorruptError (truncated, checksum, unsupported_version); nothing has been read then.
         """
+        fetches = self.plan_unchecked(shards, stored_fqns)
+        self.check_files(wanted_files(fetches))
+        return fetches
+
+    def plan_unchecked(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Fetch]:
+        """Plans the same without a look at the data files, for a caller that has checked them."""
         options = self.options
         wants = [
             # Where there is an address, that is all that is left to look at.
@@ -99,15 +105,13 @@ class Source:
             # Rows are widened to whole extents: the two copies of such a read must leave room for one on each thread.
             scratch_bytes = self._scratch_bytes - min(4 * _EXTENT_BYTES, self._scratch_bytes // 4)
             max_fetch_bytes = max_bytes_at_once(self.store, scratch_bytes=scratch_bytes, threads=options.reader_threads)
-        fetches = plan_load(
+        return plan_load(
             self.manifest,
             wants,
             verify=options.verify,
             max_gap_bytes=self.store.access.gap_bytes if options.max_gap_bytes is None else options.max_gap_bytes,
             max_fetch_bytes=max_fetch_bytes,
         )
-        self.check_files(wanted_files(fetches))
-        return fetches
 
     def check_files(self, numbers: Iterable[int]) -> None:
         """Checks that the data files of these numbers have their sizes, and that those which a link points to are the

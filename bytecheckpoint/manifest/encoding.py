@@ -39,7 +39,7 @@ _NOTHING = memoryview(b"")
 
 
 class _Wire(msgspec.Struct, omit_defaults=True):
-    """The body of the file, as docs/format.md lists it. Fields may be added; a reader ignores those that it does not
+    """The body of the file, as docs/format.md lists it. Fields may be added; a reader ignores fields that it does not
     know.
 
     `memoryview` are columns of integers, and stay where they are in the body. `Raw` has a number of items and is
@@ -181,7 +181,7 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def open_manifest(data: bytes) -> Manifest:
-    """Decodes a manifest of which few chunks are needed: each is checked when it is asked for. Raises the same."""
+    """Decodes a manifest for a few of its chunks: each is checked when it is asked for. Raises the same."""
     body = unseal(data)
     try:
         wire = msgspec.msgpack.decode(body, type=_Wire)
@@ -270,7 +270,7 @@ def _decode_files(wire: _Wire) -> list[DataFile]:
     digests = decode_column(wire.extent_digests, int(counts.sum()), "checksums").astype(np.uint64)
     files, stops = [], np.cumsum(counts).tolist()
     for name, byte_length, start, stop in zip(names, byte_lengths.tolist(), [0, *stops], stops, strict=False):
-        # A load asks for the extents of few files: as lists of int those of all would take many times the memory.
+        # A load asks for the extents of few files: as lists of int all of them would take many times the memory.
         extents = slice(start, stop)
         arrays = array("Q", lengths[extents].tobytes()), array("Q", digests[extents].tobytes())
         files.append(DataFile(name, byte_length, *arrays))

@@ -1,6 +1,6 @@
 """Frames of compressed chunks, each of which can be read alone: manifest, planner and codecs agree on them here.
 
-Raw bytes are those of a chunk before it is compressed: its elements, row-major. Frame i holds FRAME_BYTES of them from
+A chunk's raw bytes are its elements, row-major, before they are compressed. Frame i holds FRAME_BYTES of them from
 `i * FRAME_BYTES` on, the last frame the rest. The frames of a chunk follow one another in its file, and each is one
 checksummed extent.
 """

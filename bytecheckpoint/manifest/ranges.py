@@ -65,7 +65,7 @@ class Frame(NamedTuple):
 
     @property
     def is_direct(self) -> bool:
-        """True if the raw bytes are exactly those of the one part, a FlatPart, and can be made in its target."""
+        """True if the raw bytes are exactly the bytes of the one part, a FlatPart, and can be made in its target."""
         first = self.parts[0]
         return len(self.parts) == 1 and isinstance(first, FlatPart) and first.byte_length == self.raw_bytes
 
@@ -79,7 +79,7 @@ class Fetch(NamedTuple):
     byte_length: int
     parts: tuple[Part, ...]
     is_direct: bool
-    """The bytes are exactly those of the one part, a FlatPart, and can be read into its target's memory."""
+    """The bytes are exactly the bytes of the one part, a FlatPart, and can be read into its target's memory."""
     frames: tuple[Frame, ...] = ()
     """Frames to decompress, which are not in `parts`."""
     target: Callable[[], AbstractContextManager[memoryview]] | None = None

@@ -139,10 +139,7 @@ class Columns(NamedTuple):
 def columns_of(tensors: Mapping[str, TensorRecord]) -> Columns:
     """Returns the columns of these tensors. Raises OverflowError for a negative number."""
     records = tensors.values()
-    counts = [len(record.files) for record in records]
-    parts = [
-        part_of_grid(record.shape, record.coordinates, count) for record, count in zip(records, counts, strict=True)
-    ]
+    parts = [part_of_grid(record.shape, record.coordinates, len(record.files)) for record in records]
     explicit = (record.coordinates for record, part in zip(records, parts, strict=True) if part is None)
     dtypes = {dtype: index for index, dtype in enumerate(dict.fromkeys(record.dtype for record in records))}
     codecs: dict[str, int] = {}
@@ -154,7 +151,7 @@ def columns_of(tensors: Mapping[str, TensorRecord]) -> Columns:
         dtype_names=list(dtypes),
         dtypes=_array(dtypes[record.dtype] for record in records),
         num_dims=_array(len(record.shape) for record in records).astype(np.int64),
-        num_chunks=np.array(counts, np.int64),
+        num_chunks=_array(len(record.files) for record in records).astype(np.int64),
         shapes=_array(chain.from_iterable(record.shape for record in records)),
         is_grid=np.fromiter((part is not None for part in parts), bool),
         grid_parts=_array(chain.from_iterable(part for part in parts if part is not None)),

@@ -53,7 +53,7 @@ class SoleChunks(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Facts about all tensors, for `TensorTable.sole_chunks`."""
+    """Sizes of all tensors, for `TensorTable.sole_chunks`."""
 
     is_sole: np.ndarray
     first_chunks: np.ndarray
@@ -97,9 +97,7 @@ class TensorTable(Mapping[str, TensorRecord]):
         if self._is_all_checked:
             return
         fqns = list(self._indices)
-        spans = [
-            check_chunks(self._slice(first, last), self._bounds, fqns[first:last]) for first, last in self._batches()
-        ]
+        spans = [check_chunks(self._slice(*batch), self._bounds, fqns[slice(*batch)]) for batch in self._batches()]
         self._refuse_shared_bytes(Spans(*map(np.concatenate, zip(*spans, strict=True))))
         self._checked.update(range(len(fqns)))
         self._is_all_checked = True
@@ -199,7 +197,7 @@ class TensorTable(Mapping[str, TensorRecord]):
         ]
 
     def _checked_chunk(self, fqn: str, chunk: int, region: Region, byte_length: int) -> Chunk:
-        """Returns a chunk of a grid that is not compressed, of which only its place in the file is left to check."""
+        """Returns an uncompressed chunk of a grid, once its place in the file is checked."""
         columns, files = self.columns, self._bounds.files
         number, byte_offset = int(columns.files[chunk]), int(columns.byte_offsets[chunk])
         if number >= len(files):
@@ -229,8 +227,8 @@ class TensorTable(Mapping[str, TensorRecord]):
         return chunks
 
     def sole_chunks(self, fqns: Sequence[str]) -> SoleChunks:
-        """Returns the chunks of those of these tensors that consist of one: nearly all of many small tensors do, and
-        are looked at together.
+        """Returns the chunks of the tensors that consist of one chunk: nearly all of many small tensors do, and are
+        checked together.
         """
         columns, bounds, sizes = self.columns, self._bounds, self._sizes
         tensors = np.fromiter(map(self._indices.__getitem__, fqns), np.int64, len(fqns))
@@ -259,13 +257,9 @@ class TensorTable(Mapping[str, TensorRecord]):
             byte_lengths=itemsizes * numels_of(columns, itemsizes, fqns),
         )
 
-    def may_overlap(self, fqn: str) -> bool:
-        """Returns True if two chunks of a tensor could hold the same element; those of a grid cannot."""
-        return not self.columns.is_grid[self._indices[fqn]]
-
     def find_fault(self, fqn: str) -> TilingFault | None:
         """Returns a part of a tensor that no chunk holds, or that two hold; None where there is neither."""
-        if not self.may_overlap(fqn):
+        if self.columns.is_grid[self._indices[fqn]]:
             return None
         record = self[fqn]
         return find_tiling_fault(record.shape, [chunk.region for chunk in record.chunks])

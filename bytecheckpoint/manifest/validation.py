@@ -1,4 +1,4 @@
-"""Limits of a manifest, and checks of what it lists, because anyone may have written it: every number is in its range,
+"""Limits of a manifest, and checks of its contents, because anyone may have written it: every number is in its range,
 every name inside the checkpoint's folder. chunk_validation.py checks chunks, the reader that files exist, the planner
 that chunks tile a tensor exactly.
 """
@@ -42,7 +42,7 @@ _FOLDER = re.compile(r"\A(?:/(?!.*(?:\A|/)\.\.(?:/|\Z))|[a-z][a-z0-9+.-]*://).{0
 """An absolute path or a URL."""
 _CONTAINERS = (dict, list, tuple)
 """The types of containers that msgpack decodes to and encodes."""
-_UNSAFE_NAME = re.compile(r"\A\Z|[\\:\x00]|\A/|/\Z|//|(?:\A|/)\.\.?(?:/|\Z)")
+UNSAFE_NAME = re.compile(r"\A\Z|[\\:\x00]|\A/|/\Z|//|(?:\A|/)\.\.?(?:/|\Z)")
 
 
 def bad_manifest(what: str) -> CheckpointCorruptError:
@@ -78,7 +78,7 @@ def refuse_deep_nesting(value: object, what: str) -> None:
 
 def check_save_id(save_id: str) -> None:
     """Raises UnsafeCheckpointError (path_escape) if a save id cannot be a part of a file name."""
-    if "/" in save_id or _UNSAFE_NAME.search(save_id):
+    if "/" in save_id or UNSAFE_NAME.search(save_id):
         raise _path_escape("save id", save_id)
 
 
@@ -99,7 +99,7 @@ def check_files(files: Sequence[DataFile]) -> None:
 
 
 def _check_file(file: DataFile) -> None:
-    if _UNSAFE_NAME.search(file.name):
+    if UNSAFE_NAME.search(file.name):
         raise _path_escape("data file", file.name)
     if not 0 <= file.byte_length <= MAX_BYTES:
         raise bad_manifest(f"file {shown(file.name)} is said to have {file.byte_length} bytes")

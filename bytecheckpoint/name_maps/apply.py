@@ -1,5 +1,5 @@
 """A name map applied to the names, dtypes and shapes of a checkpoint: the tensors of the other framework, and the
-stored regions of which each consists. No file is touched here, and no tensor.
+stored regions that each consists of. No file is touched here, and no tensor.
 
 A tensor that holds all layers is split first and stacked last: every operation works on the tensors of one layer.
 """
@@ -23,7 +23,7 @@ from bytecheckpoint.name_maps.operations import (
     split,
     unchanged,
 )
-from bytecheckpoint.name_maps.parameters import Facts, Options, refusal
+from bytecheckpoint.name_maps.parameters import Options, PlainValues, refusal
 from bytecheckpoint.name_maps.patterns import Pattern
 from bytecheckpoint.name_maps.schema import MapFile, Rule
 from bytecheckpoint.planner.copy_plan import CopySource, WantedTensor
@@ -36,12 +36,12 @@ Described = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 class MapInput(NamedTuple):
-    """The facts about a checkpoint that a map is applied to."""
+    """A checkpoint that a map is applied to."""
 
     described: Described
     aliases: Mapping[str, str]
     """Other names of these tensors."""
-    facts: Facts
+    plain: PlainValues
 
 
 class Mapped(NamedTuple):
@@ -137,8 +137,6 @@ def _examples(names: Mapping[str, object]) -> str:
 
 
 class _Application:
-    """The application of a map to one checkpoint."""
-
     def __init__(self, name_map: MapFile, side: int, contents: MapInput, request: MapRequest) -> None:
         self._map = name_map
         self._side, self._target = side, 1 - side
@@ -148,7 +146,7 @@ class _Application:
         self._keep_unmapped = request.keep_unmapped
         names = NameIndex(name_map, side)
         self._matches = {name: names.find(name) for name in self._stored}
-        self._options = Options(name_map, request.options, contents.facts, self._length)
+        self._options = Options(name_map, request.options, contents.plain, self._length)
         self._options.check_refusals()
         variant, stacked = self._options.variant(self._target), self._options.stacked(self._target)
         self._num_layers = self._stack_lengths()
@@ -334,7 +332,7 @@ class _Application:
         return WantedTensor(name, dtype, shape, [CopySource(whole(shape), fqn, whole(shape))])
 
     def _without_repetitions(self, found: Sequence[WantedTensor]) -> tuple[list[WantedTensor], dict[str, str]]:
-        """Returns the tensors, and as aliases those that are made of aliases and of the same pieces as another."""
+        """Returns the tensors; as aliases, all that are made of aliases and of the same pieces as another."""
         tensors: list[WantedTensor] = []
         aliases: dict[str, str] = {}
         names: set[str] = set()

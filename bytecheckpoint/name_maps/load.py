@@ -18,7 +18,7 @@ from bytecheckpoint.manifest import Manifest, MapNotes
 from bytecheckpoint.manifest.plain_wire import join_fqn
 from bytecheckpoint.name_maps.apply import MapInput, Mapped, MapRequest, apply_map, in_a_state
 from bytecheckpoint.name_maps.objects import mapped_objects
-from bytecheckpoint.name_maps.parameters import Facts
+from bytecheckpoint.name_maps.parameters import PlainValues
 from bytecheckpoint.name_maps.rewrite_manifest import relink
 from bytecheckpoint.name_maps.schema import MAX_TEXT_BYTES, MapFile, parse_map
 from bytecheckpoint.options import NameMap
@@ -85,8 +85,8 @@ def map_checkpoint(manifest: Manifest, folder: CheckpointFolder, wanted: NameMap
     """
     name_map, side = choose(str(wanted.name))
     request = MapRequest(side, dict(wanted.options), keep_unmapped=wanted.keep_unmapped)
-    facts = _facts(manifest, read_config(folder))
-    return apply_map(name_map, MapInput(manifest.describe_all(), manifest.aliases, facts), request)
+    plain = _plain_values(manifest, read_config(folder))
+    return apply_map(name_map, MapInput(manifest.describe_all(), manifest.aliases, plain), request)
 
 
 def mapped_manifest(manifest: Manifest, folder: CheckpointFolder, wanted: NameMap) -> Manifest:
@@ -122,9 +122,9 @@ def as_mapped(manifest: Manifest, mapped: Mapped, objects: Mapping[str, bytes]) 
     )
 
 
-def _facts(manifest: Manifest, config: Mapping[str, Any]) -> Facts:
+def _plain_values(manifest: Manifest, config: Mapping[str, Any]) -> PlainValues:
     values = {name: value for fqn, data in manifest.objects.items() for name, value in _values(decode_plain(data), fqn)}
-    return Facts(values | {join_fqn(_CONFIG_NAME, key): value for key, value in config.items()})
+    return PlainValues(values | {join_fqn(_CONFIG_NAME, key): value for key, value in config.items()})
 
 
 def _values(tree: Any, fqn: str) -> Iterator[tuple[str, object]]:

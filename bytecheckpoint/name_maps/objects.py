@@ -90,9 +90,7 @@ class _ObjectRenaming:
             renamed["outside_model"] = dict.fromkeys(name for old in outside for name in new.get(old, (old,)))
         if "elsewhere" in tree:
             pairs = ((self._translated(other), new.get(name, (name,))) for other, name in tree["elsewhere"].items())
-            renamed["elsewhere"] = {
-                other: name for others, names in pairs for other, name in zip(others, names, strict=False)
-            }
+            renamed["elsewhere"] = {old: name for olds, names in pairs for old, name in zip(olds, names, strict=False)}
         return renamed
 
     def _parameters(self, name: str, *, is_in_model: bool) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The operations of name maps: the regions of stored tensors of which a tensor of the other framework consists. They
+"""The operations of name maps: the regions of stored tensors that a tensor of the other framework consists of. They
 are few, so that each goes both ways.
 """
 
@@ -73,7 +73,7 @@ def padded(padding: Padding, tensor: LayerTensor, side: str, options: Options) -
 
 
 def split(interleave: Interleave, tensor: LayerTensor, num_parts: int, options: Options) -> list[TargetTensor]:
-    """Returns the parts of which a tensor consists."""
+    """Returns the parts that a tensor consists of."""
     num_rows = _num_rows(tensor)
     groups = interleave.groups.value(options.value)
     sizes = _sizes(interleave, options) or [_quotient(num_rows, groups * num_parts)] * num_parts

@@ -15,7 +15,7 @@ from bytecheckpoint.name_maps.schema import STACKED, VARIANT, MapFile, Option, O
 _YES, _NO = "yes", "no"
 
 
-class Facts:
+class PlainValues:
     """Values of a checkpoint's plain data, by FQN."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
@@ -51,7 +51,7 @@ class Options:
         self,
         name_map: MapFile,
         given: Mapping[str, int | str],
-        facts: Facts,
+        plain: PlainValues,
         length: Callable[[Pattern, int], int | None],
     ) -> None:
         """`given` are the user's values; `length` returns the length of a tensor's dimension, if the checkpoint has it.
@@ -60,7 +60,7 @@ class Options:
         """
         self._map = name_map
         self._given = given
-        self._facts = facts
+        self._plain = plain
         self._length = length
         self._values: dict[str, int] = {}
         unknown = [name for name in given if name not in {*name_map.options, VARIANT, STACKED}]
@@ -87,12 +87,12 @@ class Options:
 
     def _value_of(self, source: str | OptionSource) -> object:
         if isinstance(source, str):
-            return self._facts.find(source)
+            return self._plain.find(source)
         if source.tensor is not None:
             return self._length(source.tensor, source.dim)
-        if source.condition and self._facts.find(source.condition) is False:
+        if source.condition and self._plain.find(source.condition) is False:
             return None
-        return self._facts.find(source.value)
+        return self._plain.find(source.value)
 
     def _default(self, name: str, option: Option) -> int | None:
         try:
@@ -139,7 +139,7 @@ class Options:
     def check_refusals(self) -> None:
         """Raises CheckpointMismatchError (conflict) if the checkpoint has a value that the map refuses."""
         for refused in self._map.refusals:
-            found = self._facts.find(refused.value)
+            found = self._plain.find(refused.value)
             if type(found) is type(refused.found) and found == refused.found:
                 raise self._refusal(f"the checkpoint says {refused.value} = {found!r:.80}: {refused.because:.500}")
 

@@ -10,7 +10,7 @@ _MAX_DIGITS = 9
 
 
 class Pattern(str):
-    """A name with fields, each of which is all that stands between two dots and means a number."""
+    """A name with fields. A field fills the place between two dots and means a number."""
 
     __slots__ = ()
 

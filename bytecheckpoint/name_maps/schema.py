@@ -85,7 +85,7 @@ class Around(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the same value.
     """
     entry: str = ""
-    """The name of the model in a state, where there is more in the checkpoint, and nothing stands around its names."""
+    """The name of the model in a state, if the checkpoint has more in it, and the names have nothing around them."""
 
     def __post_init__(self) -> None:
         if self.entry and (self.first, self.second) != ("{name}", "{name}"):
@@ -135,7 +135,7 @@ _FIELDS_BESIDE_SIDES = {*Around.__struct_fields__, *_RuleFields.__struct_fields_
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tables with names of sides, and those that messages number or name, are converted one by one."""
+    """Tables with names of sides, and tables that messages number or name, are converted one by one."""
 
     format: int
     sides: list[str]
@@ -155,8 +155,6 @@ def parse_map(text: str, path: str) -> MapFile:
 
 
 class _Parser:
-    """The parser of one file."""
-
     def __init__(self, text: str, path: str) -> None:
         self._text = text
         self._path = path

@@ -114,7 +114,7 @@ def scan(
     threads: int,
     on_done: Callable[[ScanRange, Sequence[ScanFault]], None],
 ) -> None:
-    """Reads and compares all ranges. `names` are those of the files in the store, by index.
+    """Reads and compares all ranges. `names` are the names of the files in the store, by index.
 
     `on_done` gets each range with its faults, from any thread, one call at a time. A file whose bytes the store cannot
     give is read no further: the fault reaches to the end of the range. Memory is `threads` buffers of READ_BYTES.

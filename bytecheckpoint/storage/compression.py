@@ -1,5 +1,5 @@
 """Compression of chunks into frames. The bytes of numbers are shuffled by their position in the number first: the bytes
-with signs and exponents are alike then and compress well, those of the mantissa are noise and cost no time. Knows no
+with signs and exponents are alike then and compress well, the mantissa is noise and costs no time. Knows no
 file, no tensor and no plan. Functions may be called from any thread, and release the GIL.
 """
 
@@ -48,7 +48,6 @@ class FrameEncoder:
 
 @cache
 def _parameters() -> zstandard.ZstdCompressionParameters:
-    """Returns the parameters, made at first use."""
     return zstandard.ZstdCompressionParameters.from_level(
         _LEVEL, hash_log=_HASH_LOG, source_size=FRAME_BYTES, write_content_size=1
     )

@@ -28,11 +28,12 @@ def files_of_checkpoint(store: Store, folder: str) -> list[str]:
     the manifest; none if the manifest cannot be read.
     """
     with suppress(CheckpointError):
-        return _files_of(store, folder, read_manifest(store, folder))
+        return written_files(store, folder, read_manifest(store, folder))
     return []
 
 
-def _files_of(store: Store, folder: str, manifest: Manifest) -> list[str]:
+def written_files(store: Store, folder: str, manifest: Manifest) -> list[str]:
+    """Returns the names, inside its folder, of the files that the save of this manifest has written."""
     # Hazard: these are deleted. A manifest may also point to files of others, such as another step's.
     prefix = f"{DATA_FOLDER}/{manifest.save_id}-"
     data = [file.name for file in manifest.files if file.name.startswith(prefix)]
@@ -45,7 +46,7 @@ def delete_checkpoint(store: Store, folder: str) -> None:
     Raises like `read_manifest` and `Store.delete`, and then nothing is deleted. A data file that cannot be deleted
     afterwards is garbage.
     """
-    names = _files_of(store, folder, read_manifest(store, folder))
+    names = written_files(store, folder, read_manifest(store, folder))
     store.delete(join_name(folder, MANIFEST_NAME))
     discard(store, folder, names)
 

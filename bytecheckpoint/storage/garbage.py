@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
@@ -21,7 +20,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage import layout
-from bytecheckpoint.storage.inventory import HasPendingUploads, inventory_of
+from bytecheckpoint.storage.inventory import HasPendingUploads, PendingUpload, inventory_of
 from bytecheckpoint.storage.layout import MANIFEST_NAME
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, join_name
 from bytecheckpoint.storage.store import Store, delete_many
@@ -47,7 +46,7 @@ class GarbageObject:
     """Empty if unknown."""
     names: dict[str, int] = field(default_factory=dict)
     """Names of objects, from the root on, with their lengths in bytes."""
-    uploads: list[Any] = field(default_factory=list)
+    uploads: list[PendingUpload] = field(default_factory=list)
     """Multipart uploads that were not finished."""
     newest_s: float | None = None
     """Time of the last change, by the clock of the storage; None unless known for all of it."""
@@ -62,7 +61,7 @@ class GarbageObject:
         self.names[name] = num_bytes
         self._note(changed_s)
 
-    def add_upload(self, upload: Any) -> None:
+    def add_upload(self, upload: PendingUpload) -> None:
         self.uploads.append(upload)
         self._note(upload.started_s)
 
@@ -122,7 +121,7 @@ def find_leftovers(store: Store, folder: str) -> Garbage:
     return Garbage(found, unreadable, len(manifests) - len(unreadable), not_looked_for)
 
 
-def _pending_uploads(store: Store, folder: str) -> tuple[Sequence[Any], str]:
+def _pending_uploads(store: Store, folder: str) -> tuple[Sequence[PendingUpload], str]:
     """Returns the unfinished uploads, or none and the reason: listing them takes a permission of its own."""
     if not isinstance(store, HasPendingUploads):
         return [], ""

@@ -7,8 +7,8 @@ Also the rule about checkpoints at one path: a path is one checkpoint, or the ro
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from bytecheckpoint.errors import CheckpointExistsError, StorageError
 from bytecheckpoint.storage import layout
@@ -26,16 +26,14 @@ class StoredObject(NamedTuple):
     """Time of its write, by the clock of the storage, in seconds since 1970; None if the backend does not say."""
 
 
-class StoredUpload(Protocol):
-    """A multipart upload that was begun and neither completed nor aborted."""
+class PendingUpload(NamedTuple):
+    """A multipart upload that was begun and neither completed nor aborted. Its parts are stored, and paid for."""
 
-    @property
-    def name(self) -> str:
-        """Name of the object that it was to become, from the root on."""
-
-    @property
-    def started_s(self) -> float:
-        """Time of its start in seconds since 1970, by the clock of the storage."""
+    name: str
+    """Name of the object that it was to become, from the root on."""
+    upload_id: str
+    started_s: float
+    """Time of its start in seconds since 1970, by the clock of the storage."""
 
 
 @runtime_checkable
@@ -48,13 +46,13 @@ class HasInventory(Protocol):
 
 @runtime_checkable
 class HasPendingUploads(Protocol):
-    """A store that can list unfinished uploads, which are stored and paid for though no reader sees them."""
+    """A store that can list unfinished uploads, which no reader sees."""
 
-    def pending_uploads(self, folder: str) -> list[Any]:
-        """Returns all `StoredUpload`s anywhere below a folder ("" is the root)."""
+    def pending_uploads(self, folder: str) -> Sequence[PendingUpload]:
+        """Returns all unfinished uploads anywhere below a folder ("" is the root)."""
 
-    def abort_upload(self, upload: Any) -> None:
-        """Removes the parts of an upload."""
+    def abort_upload(self, upload: PendingUpload) -> None:
+        """Removes the parts of an upload. An upload that is gone is not an error."""
 
 
 def inventory_of(store: Store, folder: str) -> Iterator[StoredObject]:
@@ -86,30 +84,29 @@ def clock_of(store: Store) -> float | None:
 
 
 def refuse_occupied(store: Store, folder: str, *, overwrite: bool) -> None:
-    """Raises CheckpointExistsError (exists) if no checkpoint may be saved in this folder: that of a step, or "", the
-    store's root. Costs a listing of the root, and one of the step's folder if it exists.
+    """Raises CheckpointExistsError (exists) if no checkpoint may be saved in this folder: a step's, or "", the store's
+    root. Costs a listing of the root, and one of the step's folder if it exists.
     """
-    listing = store.list("")
-    if folder:
-        if layout.has_manifest(listing):
-            raise _beside(join_name(str(store), folder), str(store))
-        is_taken = not overwrite and folder in listing and layout.has_manifest(store.list(folder))
-    else:
-        newest = layout.newest_below(store, "", listing)
-        if newest is not None:
-            raise _beside(str(store), join_name(str(store), layout.step_folder(newest)))
-        is_taken = not overwrite and layout.has_manifest(listing)
-    if is_taken:
-        raise layout.exists_error(join_name(str(store), folder))
+    listing, path = store.list(""), join_name(str(store), folder)
+    if other := _in_the_way(store, "", listing, is_step=bool(folder)):
+        raise _beside(path, other)
+    if overwrite or (folder and folder not in listing):
+        return
+    if layout.has_manifest(store.list(folder) if folder else listing):
+        raise layout.exists_error(path)
 
 
 def checkpoint_in_the_way(store: Store, folder: str, *, is_step: bool) -> str:
     """Returns the path of a committed checkpoint that forbids one in this folder; empty if there is none."""
+    root = folder.rpartition("/")[0] if is_step else folder
+    return _in_the_way(store, root, store.list(root), is_step=is_step)
+
+
+def _in_the_way(store: Store, root: str, listing: Mapping[str, int | None], *, is_step: bool) -> str:
     if is_step:
-        root = folder.rpartition("/")[0]
-        return join_name(str(store), root) if layout.has_manifest(store.list(root)) else ""
-    newest = layout.newest_below(store, folder, store.list(folder))
-    return "" if newest is None else join_name(str(store), folder, layout.step_folder(newest))
+        return join_name(str(store), root) if layout.has_manifest(listing) else ""
+    newest = layout.newest_below(store, root, listing)
+    return "" if newest is None else join_name(str(store), root, layout.step_folder(newest))
 
 
 def refuse_beside(store: Store, folder: str, *, is_step: bool) -> None:

@@ -32,7 +32,7 @@ def open_store(
 ) -> Store:
     """Returns the store at a folder, a file:// URL or any URL that fsspec knows. Nothing is read, written or made yet.
 
-    `timeout_s` is that of the save or load, by default that of a load: the store gives up earlier.
+    `timeout_s` is the timeout of the save or load, by default of a load: the store gives up earlier.
 
     Raises CheckpointMismatchError (conflict) for storage options with a local path and StorageError (unsupported) for
     a URL that no installed backend serves.

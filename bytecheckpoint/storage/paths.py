@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 from bytecheckpoint.errors import UnsafeCheckpointError
+from bytecheckpoint.manifest.validation import UNSAFE_NAME
 
 TEMPORARY_PREFIX = ".tmp-"
 """Start of the last part of a name that is still being written; no listing shows it."""
-
-_UNSAFE_NAME = re.compile(r"\A\Z|[\\:\x00]|\A/|/\Z|//|(?:\A|/)\.\.?(?:/|\Z)")
 
 
 def join_name(*parts: str) -> str:
@@ -26,7 +23,7 @@ def check_name(name: str) -> str:
 
     Raises UnsafeCheckpointError (path_escape).
     """
-    if _UNSAFE_NAME.search(name):
+    if UNSAFE_NAME.search(name):
         raise path_escape(name, "names are relative, with forward slashes, without empty parts, '.', '..', ':', NUL")
     return name
 

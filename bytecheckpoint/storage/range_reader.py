@@ -22,7 +22,7 @@ from bytecheckpoint.storage.store import FillHook, Store, SupportsReadBytes
 ALIGNMENT = 16
 """Alignment of the largest dtype, in bytes."""
 _NUM_COPIES = 2
-"""Copies of a fetch beside those that are under way: see `max_bytes_at_once`."""
+"""Copies of a fetch beside the fetches under way: see `max_bytes_at_once`."""
 
 
 class Memory(Protocol):
@@ -68,7 +68,7 @@ def run_fetches(
     is raised.
 
     Fetches that go through scratch memory wait for one another if `scratch_bytes` do not suffice for one per thread.
-    More than that is taken only for one that is longer, with the frame that it decompresses, which is there twice. If
+    More than that is taken only for a longer fetch, with the frame that it decompresses, which is there twice. If
     the store reads into memory of its own, all fetches wait so.
     """
     content_bytes = max((fetch.byte_length + ALIGNMENT for fetch in fetches if fetch.target is None), default=0)

@@ -44,21 +44,16 @@ _STORED_DTYPES = {
     "float8_e5m2": "F8_E5M2",
 }
 _NEWER_DTYPES = {
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "C64": "complex64",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "complex64": "C64",
 }
 """Newer names of the format: read, and never written to data files."""
+_TORCH_DTYPES = {stored: dtype for dtype, stored in (_STORED_DTYPES | _NEWER_DTYPES).items()}
 _INTEGERS = {1: "U8", 2: "I16", 4: "I32", 8: "I64", 16: "I64"}
 """Stored dtypes by item size, for every other dtype. Newer names of the format are not used: older readers refuse the
 whole file."""
-_STORED_BYTES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
-    **dict.fromkeys(("U32", "I32", "F32"), 4),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
-}
 
 
 class HeaderEntry(NamedTuple):
@@ -96,14 +91,12 @@ class SafetensorsHeader(NamedTuple):
 
 def torch_dtype_of(stored: str) -> str:
     """Returns torch's name of a dtype of the format."""
-    names = {name: dtype for dtype, name in _STORED_DTYPES.items()} | _NEWER_DTYPES
-    return names[stored]
+    return _TORCH_DTYPES[stored]
 
 
 def stored_dtype_of(dtype: str) -> str | None:
     """Returns the format's name of a dtype of torch; None if it has none."""
-    newer = {dtype: name for name, dtype in _NEWER_DTYPES.items()}
-    return _STORED_DTYPES.get(dtype) or newer.get(dtype)
+    return _STORED_DTYPES.get(dtype) or _NEWER_DTYPES.get(dtype)
 
 
 def chunk_name(fqn: str, shape: Sequence[int], region: Region) -> str:
@@ -261,13 +254,13 @@ def _checked(wires: Mapping[str, _WireEntry], metadata: dict[str, str], *, data_
     end = 0
     for name, wire in sorted(wires.items(), key=lambda item: item[1].data_offsets):
         start, stop = wire.data_offsets
-        size = _STORED_BYTES.get(wire.dtype)
-        if size is None:
+        if wire.dtype not in _TORCH_DTYPES:
             raise _bad_header(f"{name!r:.200} has the dtype {wire.dtype!r:.40}, which is none of the format's")
-        if start != end or stop - start != size * prod(wire.shape):
+        num_bytes = itemsize(_TORCH_DTYPES[wire.dtype]) * prod(wire.shape)
+        if start != end or stop - start != num_bytes:
             raise _bad_header(
                 f"{name!r:.200} of dtype {wire.dtype} and shape {wire.shape} is said to be at bytes {start} to {stop}, "
-                f"where bytes {end} to {end + size * prod(wire.shape)} were expected"
+                f"where bytes {end} to {end + num_bytes} were expected"
             )
         entries.append(StoredEntry(name, wire.dtype, wire.shape, data_offset + start, stop - start))
         end = stop

@@ -27,7 +27,7 @@ from bytecheckpoint.storage.backends.file_lock import ProcessLock, is_locked
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.backends.posix_errors import describe, write_error
 from bytecheckpoint.storage.backends.posix_files import make_folders, sync_folder
-from bytecheckpoint.storage.layout import DATA_FOLDER
+from bytecheckpoint.storage.layout import DATA_FOLDER, MAX_MANIFEST_BYTES
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, join_name
 from bytecheckpoint.storage.store import one_block
 
@@ -259,16 +259,13 @@ def read_manifest(store: LocalStore) -> bytes | None:
 
 
 def _read(store: LocalStore, name: str) -> bytes | None:
-    num_bytes = store.list("").get(name)
-    if num_bytes is None:
-        return None
-    content = bytearray(num_bytes)
-    store.read_into(name, 0, memoryview(content))
-    return bytes(content)
+    with suppress(CheckpointNotFoundError):
+        return store.read_whole(name, max_bytes=MAX_MANIFEST_BYTES)
+    return None
 
 
 def remove_all(root: str, names: Sequence[str]) -> list[str]:
-    """Removes folders of dead processes; returns the names of those removed."""
+    """Removes folders of dead processes; returns the names of the removed ones."""
     removed = []
     for name in names:
         folder = take_over(root, name, writer_threads=1)

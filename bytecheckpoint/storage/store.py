@@ -150,7 +150,7 @@ class SupportsReadWhole(Store, Protocol):
 
 @runtime_checkable
 class SupportsByteLength(Store, Protocol):
-    """A store whose listings may be older than its objects, as those of network file systems."""
+    """A store whose listings may be older than its objects, as on network file systems."""
 
     def byte_length(self, name: str) -> int | None:
         """Returns the length of an object, from opening it; None if it does not exist."""

@@ -29,8 +29,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import Training
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters.native.module_walk import stages_of
 from bytecheckpoint.adapters.native.modules import ModuleEntry
-from bytecheckpoint.adapters.native.pipelines import stages_of
 from bytecheckpoint.saving import global_plan
 from distributed.collectives import Collectives, sequence_number
 from distributed.workers import WorkerPool

@@ -20,8 +20,8 @@ import torch.distributed.checkpoint as dcp
 from accounting import lost
 from safetensors.torch import save_file
 
-from bytecheckpoint.formats import detect as detect_module
 from bytecheckpoint.formats.detect import Format
+from bytecheckpoint.formats.folder import SourceFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 classes = deepspeed.classes
@@ -149,7 +149,7 @@ def test_no_tensor_is_unaccounted_for(tmp_path: Path, classes: Any, name: str) -
 
 def test_a_tensor_that_is_neither_read_nor_named_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_dcp(tmp_path / "c")
-    monkeypatch.setattr(detect_module, "name_unread_files", lambda *_: None)
+    monkeypatch.setattr(SourceFolder, "name_unread_files", lambda *_: None)
     assert [item.partition(":")[0] for item in lost(path)] == ["old/model.safetensors", "stray.pt"]
 
 

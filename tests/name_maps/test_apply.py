@@ -19,7 +19,7 @@ from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, Unsa
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, MapNotes, tensor_record
 from bytecheckpoint.name_maps import operations
 from bytecheckpoint.name_maps.apply import MapInput, Mapped, MapRequest, apply_map, in_a_state
-from bytecheckpoint.name_maps.parameters import Facts, parse_options
+from bytecheckpoint.name_maps.parameters import PlainValues, parse_options
 from bytecheckpoint.name_maps.rewrite_manifest import refuse_zeros, relink
 from bytecheckpoint.name_maps.schema import MapFile, parse_map
 from bytecheckpoint.planner.copy_plan import WantedTensor
@@ -73,7 +73,7 @@ def carry_out(tensors: list[WantedTensor], sources: Mapping[str, np.ndarray]) ->
 
 def contents(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], aliases: Mapping[str, str]) -> MapInput:
     described = {name: (str(array.dtype), array.shape) for name, array in arrays.items()}
-    return MapInput(described, aliases, Facts(facts))
+    return MapInput(described, aliases, PlainValues(facts))
 
 
 def apply(

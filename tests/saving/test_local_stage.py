@@ -490,7 +490,7 @@ def test_what_has_a_journal_that_cannot_be_read_is_left_alone(
     assert loads_as(tmp_path / "run", 0, 1.0)
 
 
-@pytest.mark.parametrize("operation", ["list", "read_into"])
+@pytest.mark.parametrize("operation", ["list", "read_whole"])
 def test_what_cannot_be_read_at_this_moment_is_left_alone(
     tmp_path: Path, options: bcp.SaveOptions, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:

@@ -10,8 +10,8 @@ import pytest
 from fake_telemetry import SAVE_ID, checkpoint_with_telemetry, ordinary, record
 
 import bytecheckpoint as bcp
-from bytecheckpoint.diagnostics.telemetry_records import PhaseSpan, RankRecord
-from bytecheckpoint.tools.render.chrome_trace import chrome_trace, in_lanes
+from bytecheckpoint.diagnostics.telemetry import PhaseSpan, RankRecord
+from bytecheckpoint.tools.render.timeline_text import chrome_trace, in_lanes
 
 
 @pytest.fixture

@@ -3,18 +3,79 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
 from ..arguments import Opened
 from ..render.terminal import byte_progress
-from .differences import CheckpointDiff, ObjectDifference, TensorDifference
 from .named_values import NamedValues, ValueKey, is_same, named_values
 from .summary import natural_order, plain_value
 from .tensor_diff import ComparedTensors, TensorDiff, TensorPair
-from .value_difference import Tolerance, can_compare
+from .value_difference import Tolerance, ValueDifference, can_compare
+
+
+class TensorDifference(NamedTuple):
+    """A tensor that both checkpoints have, and that is not the same."""
+
+    fqn: str
+    dtypes: tuple[str, str]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    values: ValueDifference | None
+    """None if the values cannot be compared."""
+    problems: Sequence[str]
+    """Some of `shape`, `dtype`, `values`; empty if all is within the tolerance."""
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of the first tensor."""
+        return prod(self.shapes[0])
+
+    @property
+    def first_index(self) -> list[int] | None:
+        """Index of the first element that differs."""
+        first = self.values.first if self.values else None
+        return [int(at) for at in np.unravel_index(first.position, self.shapes[0])] if first else None
+
+
+class ObjectDifference(NamedTuple):
+    """A plain value that is not the same, or that only one checkpoint has."""
+
+    fqn: str
+    rank: int | None
+    only_in: str | None
+    """`a`, `b`, or None if both have it."""
+    values: tuple[Any, Any]
+    """Values as JSON can hold them."""
+    texts: tuple[str, str]
+
+
+class CheckpointDiff(NamedTuple):
+    """All differences."""
+
+    only_in_a: Sequence[str]
+    """Names of tensors."""
+    only_in_b: Sequence[str]
+    num_tensors: int
+    """Number of tensors that both have."""
+    tensors: Sequence[TensorDifference]
+    objects: Sequence[ObjectDifference]
+    num_objects: int
+    """Number of plain values that either has."""
+    num_bytes_read: int
+    """Bytes read of both checkpoints."""
+    num_bytes_same: int
+    """Bytes of A that were not read, because both manifests have the same checksums for them."""
+    seconds: float
+
+    @property
+    def is_same(self) -> bool:
+        differing = any(tensor.problems for tensor in self.tensors)
+        return not (self.only_in_a or self.only_in_b or differing or self.objects)
 
 
 def compare_checkpoints(
@@ -39,9 +100,7 @@ def compare_checkpoints(
     num_bytes = comparison.num_bytes
     with byte_progress("comparing", num_bytes) as on_progress:
         compared = comparison.run(threads=threads, on_progress=on_progress)
-    tensors = [
-        _tensor_difference(fqn, pair, (a, b), compared, ignore_dtype=ignore_dtype) for fqn, pair in pairs.items()
-    ]
+    tensors = [_difference(fqn, pair, (a, b), compared, ignore_dtype=ignore_dtype) for fqn, pair in pairs.items()]
     return CheckpointDiff(
         only_in_a=sorted(named_a.tensors.keys() - named_b.tensors.keys(), key=natural_order),
         only_in_b=sorted(named_b.tensors.keys() - named_a.tensors.keys(), key=natural_order),
@@ -60,7 +119,7 @@ def _is_near(tensor: TensorDifference) -> bool:
     return tensor.values is not None and bool(tensor.values.max_abs)
 
 
-def _tensor_difference(
+def _difference(
     fqn: str,
     pair: TensorPair,
     opened: tuple[Opened, Opened],
@@ -70,17 +129,15 @@ def _tensor_difference(
 ) -> TensorDifference:
     described = [side.manifest.describe(stored) for side, stored in zip(opened, pair, strict=True)]
     (dtype_a, shape_a), (dtype_b, shape_b) = described
-    values = compared.differences.get(pair)
+    values = compared.differences.get(pair) if shape_a == shape_b else None
     problems = []
     if shape_a != shape_b:
         problems.append("shape")
     if dtype_a != dtype_b and not (ignore_dtype and can_compare(dtype_a, dtype_b)):
         problems.append("dtype")
-    if shape_a == shape_b and values is not None and values.num_differing:
+    if values is not None and values.num_differing:
         problems.append("values")
-    return TensorDifference(
-        fqn, (dtype_a, dtype_b), (shape_a, shape_b), values if shape_a == shape_b else None, problems
-    )
+    return TensorDifference(fqn, (dtype_a, dtype_b), (shape_a, shape_b), values, problems)
 
 
 def _object_differences(a: NamedValues, b: NamedValues, tolerance: Tolerance | None) -> list[ObjectDifference]:

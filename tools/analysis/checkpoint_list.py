@@ -1,5 +1,5 @@
 """Lists the checkpoints of a path, its folders and the folders of runs in it. It lists three levels and reads
-manifests: the path, its folders, and the folders of those that are not checkpoints.
+manifests: the path, its folders, and the folders in folders that are not checkpoints.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _ListedFolder(NamedTuple):
 
 
 def list_checkpoints(store: Store) -> CheckpointList:
-    """Lists the root, each folder in it, and each folder in those of them that are neither checkpoints nor steps.
+    """Lists the root, each folder in it, and each folder in a folder that is neither a checkpoint nor a step.
 
     Raises CheckpointNotFoundError where the root is a file, StorageError where it cannot be listed.
     """

@@ -1,5 +1,6 @@
-"""Decodes stored bytes to numpy numbers, for every dtype of which an element is one number. It needs no torch: numpy
-has most of them, bfloat16 is the upper half of a float32, the float8 dtypes are tables of 256 values.
+"""Decodes stored bytes to numpy numbers, for every dtype whose elements are single numbers. It needs no torch: numpy
+has most of them, bfloat16 is the upper half of a float32, float8_e5m2 of a float16, the other float8 dtypes are tables
+of 256 values.
 """
 
 from __future__ import annotations
@@ -24,29 +25,27 @@ _NUMPY = {
 class _Float8(NamedTuple):
     mantissa_bits: int
     bias: int
-    has_infinity: bool
-    """True if the largest exponent is for infinities and NaN, as in IEEE 754."""
     nan_bits: frozenset[int]
-    """Other bits that are NaN."""
 
 
 _FLOAT8 = {
-    "float8_e4m3fn": _Float8(3, 7, has_infinity=False, nan_bits=frozenset({0x7F, 0xFF})),
-    "float8_e4m3fnuz": _Float8(3, 8, has_infinity=False, nan_bits=frozenset({0x80})),
-    "float8_e5m2": _Float8(2, 15, has_infinity=True, nan_bits=frozenset()),
-    "float8_e5m2fnuz": _Float8(2, 16, has_infinity=False, nan_bits=frozenset({0x80})),
+    "float8_e4m3fn": _Float8(3, 7, nan_bits=frozenset({0x7F, 0xFF})),
+    "float8_e4m3fnuz": _Float8(3, 8, nan_bits=frozenset({0x80})),
+    "float8_e5m2fnuz": _Float8(2, 16, nan_bits=frozenset({0x80})),
 }
 
 
 def has_values(dtype: str) -> bool:
     """Returns True if `decode_values` knows this dtype."""
-    return dtype in _NUMPY or dtype in _FLOAT8 or dtype in {"bfloat16", "float8_e8m0fnu", "complex32"}
+    return dtype in _NUMPY or dtype in _FLOAT8 or dtype in {"bfloat16", "float8_e5m2", "float8_e8m0fnu", "complex32"}
 
 
 def decode_values(dtype: str, content: memoryview) -> np.ndarray:
     """Returns the elements in these bytes, flat; a view if numpy has the dtype. Raises KeyError for an unknown one."""
     if dtype == "bfloat16":
         return (np.frombuffer(content, "<u2").astype("<u4") << 16).view("<f4")
+    if dtype == "float8_e5m2":
+        return (np.frombuffer(content, "u1").astype("<u2") << 8).view("<f2")
     if dtype == "complex32":
         parts = np.frombuffer(content, "<f2").astype(np.float32)
         return parts.view(np.complex64)
@@ -68,8 +67,6 @@ def _float8_value(layout: _Float8, bits: int) -> float:
     sign = -1.0 if bits & 0x80 else 1.0
     if bits in layout.nan_bits:
         return math.nan
-    if layout.has_infinity and exponent == 0x7F >> layout.mantissa_bits:
-        return math.nan if fraction else sign * math.inf
     if exponent == 0:
         return sign * fraction * 2.0 ** (1 - layout.bias)
     return sign * (1 + fraction) * 2.0 ** (exponent - layout.bias)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import prod
 from statistics import median
@@ -18,18 +17,7 @@ from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.manifest import Manifest, TensorRecord
 from bytecheckpoint.region import grid_counts
 
-_WHOLE = "whole"
 _RANK = re.compile(r"-([0-9]{1,9})-[0-9]+\.safetensors\Z")
-
-
-class CutTotals(NamedTuple):
-    """Sums over tensors that are cut alike."""
-
-    name: str
-    """`whole`, parts along each dimension (`4 x 1`), or `irregular`."""
-    num_tensors: int
-    num_chunks: int
-    num_bytes: int
 
 
 class WriterBytes(NamedTuple):
@@ -65,32 +53,16 @@ def chunks_by_file(manifest: Manifest) -> list[int]:
     return counts
 
 
-def cuts_of(manifest: Manifest) -> list[CutTotals]:
-    """Sums up tensors by the way they are cut, most bytes first."""
-    cuts: dict[str, CutTotals] = {}
-    counts = chunk_counts(manifest)
-    for fqn, part in _parts(manifest):
-        dtype, shape = manifest.describe(fqn)
-        name = _name_of(shape, part, counts[fqn])
-        _, num_tensors, num_chunks, num_bytes = cuts.get(name, (name, 0, 0, 0))
-        more_bytes = prod(shape) * itemsize(dtype)
-        cuts[name] = CutTotals(name, num_tensors + 1, num_chunks + counts[fqn], num_bytes + more_bytes)
-    return sorted(cuts.values(), key=lambda cut: (-cut.num_bytes, cut.name))
-
-
-def _parts(manifest: Manifest) -> Iterator[tuple[str, Sequence[int] | None]]:
-    """Yields each tensor with the lengths of a part if its chunks are a regular grid, else None."""
-    columns = manifest.table.columns
+def cut_names(manifest: Manifest) -> dict[str, str]:
+    """Returns how each tensor is cut: `whole`, parts along each dimension (`4 x 1`), or `irregular`."""
+    columns, counts = manifest.table.columns, chunk_counts(manifest)
     lengths = columns.grid_parts.tolist()
     bounds = pairwise([0, *np.cumsum(columns.num_dims * columns.is_grid).tolist()])
-    for fqn, is_grid, (start, stop) in zip(manifest.tensors, columns.is_grid.tolist(), bounds, strict=True):
-        yield fqn, lengths[start:stop] if is_grid else None
-
-
-def _name_of(shape: Sequence[int], part: Sequence[int] | None, num_chunks: int) -> str:
-    if num_chunks <= 1:
-        return _WHOLE
-    return "irregular" if part is None else " x ".join(map(str, grid_counts(shape, part)))
+    names = {}
+    for fqn, is_grid, (start, stop) in zip(counts, columns.is_grid.tolist(), bounds, strict=True):
+        parts = " x ".join(map(str, grid_counts(manifest.describe(fqn)[1], lengths[start:stop]))) if is_grid else ""
+        names[fqn] = "whole" if counts[fqn] <= 1 else parts or "irregular"
+    return names
 
 
 def writers_of(manifest: Manifest) -> WriterBytes | None:

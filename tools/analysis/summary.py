@@ -5,7 +5,7 @@ file; only plain objects need torch to be decoded.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -18,7 +18,7 @@ from bytecheckpoint.manifest import Chunk, Manifest, TensorRecord
 
 from ..arguments import Opened
 from ..render.number_format import shape_text, shortened, some_of
-from .save_layout import CutTotals, chunk_counts, chunks_by_file, cuts_of
+from .save_layout import chunk_counts, chunks_by_file, cut_names
 
 _DIGITS = re.compile(r"([0-9]+)")
 _MAX_TEXT = 200
@@ -55,13 +55,8 @@ class TensorTotals:
     name: str
     num_tensors: int = 0
     num_elements: int = 0
+    num_chunks: int = 0
     num_bytes: int = 0
-
-    def add(self, tensor: TensorEntry) -> None:
-        if tensor.alias_of is None:
-            self.num_tensors += 1
-            self.num_elements += tensor.num_elements
-            self.num_bytes += tensor.num_bytes
 
 
 class PlainSummary(NamedTuple):
@@ -89,13 +84,12 @@ class ManifestSummary:
     @cached_property
     def entries(self) -> list[TensorTotals]:
         """Totals by top-level name of the state."""
-        return _totals(self.tensors, lambda tensor: tensor.fqn.split(".", 1)[0])
+        return self._totals(lambda tensor: tensor.fqn.split(".", 1)[0])
 
     @cached_property
     def dtypes(self) -> list[TensorTotals]:
         """Totals by dtype, the largest first."""
-        totals = _totals(self.tensors, lambda tensor: tensor.dtype)
-        return sorted(totals, key=lambda total: -total.num_bytes)
+        return sorted(self._totals(lambda tensor: tensor.dtype), key=lambda total: -total.num_bytes)
 
     @cached_property
     def num_parameters(self) -> int:
@@ -116,8 +110,22 @@ class ManifestSummary:
         return sum(self._num_chunks.values())
 
     @cached_property
-    def cuts(self) -> list[CutTotals]:
-        return cuts_of(self._manifest)
+    def cuts(self) -> list[TensorTotals]:
+        """Totals by the way in which tensors are cut, most bytes first."""
+        names = cut_names(self._manifest)
+        totals = self._totals(lambda tensor: names[tensor.stored_fqn])
+        return sorted(totals, key=lambda total: (-total.num_bytes, total.name))
+
+    def _totals(self, name_of: Callable[[TensorEntry], str]) -> list[TensorTotals]:
+        totals: dict[str, TensorTotals] = {}
+        for tensor in self.tensors:
+            total = totals.setdefault(name_of(tensor), TensorTotals(name_of(tensor)))
+            if tensor.alias_of is None:
+                total.num_tensors += 1
+                total.num_elements += tensor.num_elements
+                total.num_chunks += self.num_chunks_of(tensor)
+                total.num_bytes += tensor.num_bytes
+        return list(totals.values())
 
     def record(self, tensor: TensorEntry) -> TensorRecord:
         return self._manifest.tensors[tensor.stored_fqn]
@@ -132,8 +140,7 @@ class ManifestSummary:
     def chunk_json(self, chunk: Chunk) -> dict[str, Any]:
         """Returns a chunk with the name of its file."""
         return {
-            "offsets": chunk.region.offsets,
-            "lengths": chunk.region.lengths,
+            **chunk.region._asdict(),
             "file": self._manifest.files[chunk.file].name,
             "byte_offset": chunk.byte_offset,
             "byte_length": chunk.byte_length,
@@ -172,14 +179,6 @@ def _no_such_tensor(path: str, pattern: str, names: Iterable[str]) -> str:
     return f"no tensor of {path} is named or matches {pattern!r}; {hint}"
 
 
-def _totals(tensors: Iterable[TensorEntry], name_of: Any) -> list[TensorTotals]:
-    totals: dict[str, TensorTotals] = {}
-    for tensor in tensors:
-        name = name_of(tensor)
-        totals.setdefault(name, TensorTotals(name)).add(tensor)
-    return list(totals.values())
-
-
 def file_rows(manifest: Manifest) -> list[dict[str, Any]]:
     """Returns size, number of checksums and of chunks of each data file."""
     return [
@@ -194,7 +193,7 @@ def file_rows(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def plain_objects(opened: Opened) -> list[PlainSummary]:
-    """Returns all plain values, those of single ranks under each rank."""
+    """Returns all plain values; values of single ranks come with their rank."""
     # Decoding them needs torch, and no other command does.
     from bytecheckpoint.adapters.plain.plain_data import decode_plain  # noqa: PLC0415
     from bytecheckpoint.adapters.plain.plain_tree import leaves  # noqa: PLC0415

@@ -16,7 +16,6 @@ from bytecheckpoint.adapters.shards import LocalShard, torch_dtype
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.options import LoadOptions
-from bytecheckpoint.planner.load_plan import Want, plan_load
 from bytecheckpoint.region import Region, split_rows, whole
 from bytecheckpoint.runtime.threads import run_jobs
 
@@ -177,13 +176,5 @@ def _read(source: Source, wanted: Sequence[tuple[str, Region]]) -> list[TensorEl
         shards.append(LocalShard(fqn, dtype, shape, region, content.view(torch_dtype(dtype)).view(region.lengths)))
         contents.append(TensorElements(dtype, content.numpy().data))
     fqns = [fqn for fqn, _ in wanted]
-    # Not Source.plan, which checks the files: that was done once for all regions.
-    fetches = plan_load(
-        source.manifest,
-        [Want(fqn, region, is_flat=True) for fqn, region in wanted],
-        verify=_OPTIONS.verify,
-        max_gap_bytes=source.store.access.gap_bytes,
-        max_fetch_bytes=_OPTIONS.scratch_bytes,
-    )
-    source.read(fetches, shards, fqns)
+    source.read(source.plan_unchecked(shards, fqns), shards, fqns)
     return contents

@@ -6,22 +6,17 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 
 import numpy as np
 
-from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.loading.replacement import detect_replacement
-from bytecheckpoint.manifest import Chunk, Manifest
-from bytecheckpoint.manifest.frames import CODECS, unknown_codec
-from bytecheckpoint.manifest.ranges import BoxPart, Fetch, Frame, Part
+from bytecheckpoint.manifest.ranges import Fetch, Part
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.planner.byte_ranges import names_in
-from bytecheckpoint.planner.coalesce import ExtentIndex, coalesce
-from bytecheckpoint.planner.frame_ranges import frame_parts, frames_of
-from bytecheckpoint.region import flat_span, split_rows
+from bytecheckpoint.planner.load_plan import Want, plan_load
+from bytecheckpoint.region import whole
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.range_reader import HostMemory, run_fetches
 
@@ -29,7 +24,7 @@ from ..arguments import Opened
 from .element_values import decode_values, has_values
 
 _PART_BYTES = 2 << 20
-"""Bytes of a part. It is converted to float64, so a thread takes several times this."""
+"""Bytes that are decoded at once. They are converted to float64, so a thread takes several times this."""
 _FETCH_BYTES = 8 << 20
 
 
@@ -99,14 +94,17 @@ def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[
         check_files(opened.store, opened.folder, manifest, files)
     found = {fqn: TensorStats() for fqn in wanted}
     lock = threading.Lock()
+    wants = [Want(fqn, whole(manifest.describe(fqn)[1]), is_flat=False) for fqn in wanted]
+    fetches = plan_load(manifest, wants, verify=options.verify, max_gap_bytes=0, max_fetch_bytes=_FETCH_BYTES)
 
     def add(parts: Sequence[Part], byte_offset: int, content: memoryview) -> None:
         for part in parts:
-            start = part.byte_offset - byte_offset
             fqn = wanted[part.want]
-            values = decode_values(manifest.describe(fqn)[0], content[start : start + part.byte_length])
-            with lock:
-                found[fqn].add(values)
+            stored = content[part.byte_offset - byte_offset :][: part.byte_length]
+            for start in range(0, part.byte_length, _PART_BYTES):
+                values = decode_values(manifest.describe(fqn)[0], stored[start : start + _PART_BYTES])
+                with lock:
+                    found[fqn].add(values)
         with lock:
             on_progress(sum(part.byte_length for part in parts))
 
@@ -114,48 +112,13 @@ def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[
         opened.store,
         opened.folder,
         manifest.files,
-        [_with_target(fetch, add, wanted) for fetch in _plan(manifest, wanted)],
+        [_with_target(fetch, add, wanted) for fetch in fetches],
         threads=options.reader_threads,
         verify=options.verify,
         scratch_bytes=options.scratch_bytes,
         memory=HostMemory(),
     )
     return found
-
-
-def _plan(manifest: Manifest, fqns: Sequence[str]) -> Iterator[Fetch]:
-    parts: list[list[Part]] = [[] for _ in manifest.files]
-    frames: list[list[Frame]] = [[] for _ in manifest.files]
-    bounds = [[0, *accumulate(file.extent_lengths)] for file in manifest.files]
-    for index, fqn in enumerate(fqns):
-        record = manifest.tensors[fqn]
-        item_bytes = itemsize(record.dtype)
-        for chunk in record.chunks:
-            if chunk.codec not in CODECS:
-                raise unknown_codec(chunk.codec, fqn)
-            if chunk.codec == "none":
-                parts[chunk.file] += _parts(index, chunk, item_bytes)
-            else:
-                frames[chunk.file] += _frames(index, chunk, bounds[chunk.file], item_bytes)
-    for number, file in enumerate(manifest.files):
-        extents = ExtentIndex(file, verify=True)
-        yield from coalesce(
-            number, parts[number], frames[number], extents, max_gap_bytes=0, max_fetch_bytes=_FETCH_BYTES
-        )
-
-
-def _parts(index: int, chunk: Chunk, item_bytes: int) -> Iterable[BoxPart]:
-    for region in split_rows(chunk.region, _PART_BYTES // item_bytes) if chunk.byte_length else ():
-        first, last = flat_span(region, chunk.region)
-        yield BoxPart(index, chunk.byte_offset + first * item_bytes, (last - first) * item_bytes, region, chunk)
-
-
-def _frames(index: int, chunk: Chunk, bounds: Sequence[int], item_bytes: int) -> list[Frame]:
-    """Returns all frames of a chunk, each with one part. An empty chunk has none."""
-    if not chunk.byte_length:
-        return []
-    parts = frame_parts(index, chunk, chunk.region, flat_target=chunk.region, item_bytes=item_bytes)
-    return frames_of(chunk, {number: [part] for number, part in parts}, bounds, item_bytes=item_bytes)
 
 
 def _with_target(fetch: Fetch, add: Callable[[Sequence[Part], int, memoryview], None], fqns: Sequence[str]) -> Fetch:

@@ -51,7 +51,7 @@ class ValueDifference:
     num_not_finite: int = 0
     """Number of differing pairs with a NaN or an infinity, so that there is no distance."""
     max_abs: float | int | None = None
-    """Largest distance of finite values, those within a tolerance too; None without any, or if elements are not
+    """Largest distance of finite values, within a tolerance too; None without any, or if elements are not
     numbers."""
     max_rel: float | None = None
     """Largest distance relative to the larger of the two values."""
@@ -68,7 +68,7 @@ class ValueDifference:
 
 
 def larger(a: Any, b: Any) -> Any:
-    """Returns the larger of two numbers, either of which may be None."""
+    """Returns the larger of two numbers or None."""
     return b if a is None else a if b is None else max(a, b)
 
 

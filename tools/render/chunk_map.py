@@ -38,7 +38,7 @@ class ChunkMap(NamedTuple):
 
 
 def letter_of(position: int) -> str:
-    """Returns the letter of a file by its position among those that hold a tensor; letters repeat if there are more."""
+    """Returns the letter of a file by its position among the files of a tensor; they repeat after NUM_LETTERS."""
     return _LETTERS[position % NUM_LETTERS]
 
 

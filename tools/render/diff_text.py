@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import TYPE_CHECKING
 
-from ..analysis.differences import CheckpointDiff, TensorDifference
 from ..analysis.value_difference import larger
 from .number_format import count_text, left_out_text, number_text, shape_text, shortened, size_text
 from .terminal import Column, Screen, TableShape
 
 if TYPE_CHECKING:
     from bytecheckpoint.loading.select import LeftOut
+
+    from ..analysis.checkpoint_diff import CheckpointDiff, TensorDifference
 
 _NAME = "bold cyan"
 _MAX_VALUE_TEXT = 60

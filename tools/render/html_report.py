@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from bytecheckpoint.diagnostics.phase_summary import phases_of, slowest_ranks
-from bytecheckpoint.diagnostics.telemetry_records import SaveRecords
+from bytecheckpoint.diagnostics.telemetry import SaveRecords, phases_of, slowest_ranks
 from bytecheckpoint.manifest import TensorRecord
 
 from ..analysis.module_tree import build_tree

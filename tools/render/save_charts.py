@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bytecheckpoint.diagnostics.phase_summary import Phase, RankRow, end_of, first_call, rank_rows
-from bytecheckpoint.diagnostics.telemetry_records import RankRecord
+from bytecheckpoint.diagnostics.telemetry import Phase, RankRecord, RankRow, end_of, first_call, rank_rows
 
-from .chrome_trace import in_lanes
 from .html_elements import color, fitted
 from .number_format import shortened
 from .report_charts import WIDTH, label, rect, svg
-from .timeline_text import seconds_text
+from .timeline_text import in_lanes, seconds_text
 from .treemap import Box
 
 _LEFT = 90.0
@@ -54,7 +52,7 @@ def _ticks(last: float, scale: float, height: float) -> list[str]:
 
 
 def _bars(row: RankRow, colors: dict[str, str], box: Box) -> list[str]:
-    """Draws the spans of a row; the box's width is that of a second."""
+    """Draws the spans of a row; the box is as wide as a second."""
     longest = sorted(row.slowest.spans, key=lambda span: span.start - span.end)[:_MAX_SPANS]
     placed = in_lanes(longest)
     num_lanes = 1 + max((lane for lane, _ in placed), default=0)

@@ -79,7 +79,7 @@ def print_summary(screen: Screen, opened: Opened, summary: ManifestSummary) -> N
 
 
 def summary_rows(opened: Opened, summary: ManifestSummary) -> list[tuple[str, str]]:
-    """Returns names and values of the known facts about a checkpoint."""
+    """Returns what is known of a checkpoint, as names and values."""
     manifest = opened.manifest
     info = describe_checkpoint(manifest, path=opened.path, seconds={})
     age = age_text(info.created_at, datetime.now(UTC))
@@ -208,7 +208,7 @@ def print_in_depth(
 ) -> None:
     for tensor in tensors[: limit or None]:
         record = summary.record(tensor)
-        _print_facts(screen, tensor, summary, stats)
+        _print_tensor(screen, tensor, summary, stats)
         if record.num_chunks:
             _print_chunks(screen, manifest, record, limit)
         drawn = map_chunks(record, max_rows=MAX_ROWS, max_columns=MAX_COLUMNS)
@@ -222,7 +222,7 @@ def print_in_depth(
     screen.rest(len(tensors), limit, "more tensors: --limit 0 shows all")
 
 
-def _print_facts(
+def _print_tensor(
     screen: Screen, tensor: TensorEntry, summary: ManifestSummary, stats: Mapping[str, TensorStats] | None
 ) -> None:
     screen.paragraph(tensor.fqn, style=_NAME)

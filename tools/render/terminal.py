@@ -9,6 +9,8 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from datetime import datetime
 from itertools import islice
 from typing import Any, NamedTuple, Self, TextIO
 
@@ -163,7 +165,12 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """Converts to JSON: NaN and infinities become null, bytes their hexadecimal digits, other things their text."""
+    """Converts to JSON: a record becomes an object of its fields, without the `is_` of their names; NaN and infinities
+    become null, bytes their hexadecimal digits, times ISO 8601, other things their text.
+    """
+    names = [field.name for field in fields(value)] if is_dataclass(value) else getattr(value, "_fields", None)
+    if names is not None:
+        return {name.removeprefix("is_"): to_json(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -172,7 +179,14 @@ def to_json(value: Any) -> Any:
         return None
     if isinstance(value, bytes):
         return value.hex()
+    if isinstance(value, datetime):
+        return value.isoformat()
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def without(record: Any, *names: str) -> dict[str, Any]:
+    """Returns a record as JSON, but for these fields."""
+    return {name: value for name, value in to_json(record).items() if name not in names}
 
 
 class ShownColumns(NamedTuple):

@@ -1,12 +1,26 @@
-"""Prints the output of `bcp timeline`."""
+"""Shows the course of a save, for `bcp timeline`: as text, and in the Trace Event Format, which Perfetto
+(ui.perfetto.dev) and chrome://tracing open: a process a rank, and in it as many rows as phases overlap.
+
+The format: "Trace Event Format", Google, https://chromium.googlesource.com/catapult.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
-from bytecheckpoint.diagnostics.phase_summary import Phase, RankRow, SlowRank, end_of, first_call, rank_rows
-from bytecheckpoint.diagnostics.telemetry_records import SaveRecords
+from bytecheckpoint.diagnostics.telemetry import (
+    Phase,
+    PhaseSpan,
+    RankRecord,
+    RankRow,
+    SaveRecords,
+    SlowRank,
+    end_of,
+    first_call,
+    rank_rows,
+)
 from bytecheckpoint.info import describe_checkpoint
 
 from ..arguments import Opened
@@ -19,6 +33,7 @@ _SHADE_WIDTH = 4
 _HEAT = ("", "yellow", "dark_orange", "red", "bold red")
 _MAX_NAME = 40
 _SHOWN_UNREADABLE = 10
+_US = 1e6
 
 
 def print_timeline(
@@ -33,7 +48,7 @@ def print_timeline(
 ) -> None:
     screen.line(opened.path, style="bold")
     if records.ranks:
-        _print_facts(screen, opened, records)
+        _print_header(screen, opened, records)
         screen.section(PHASE_TABLE, phases)
         _print_heat_map(screen, rank_rows(records.ranks, phases, limit), phases, len(records.ranks))
         screen.section(SLOW_TABLE, slowest)
@@ -44,12 +59,12 @@ def print_timeline(
         screen.paragraph(f"trace written to {trace_path}: open it in ui.perfetto.dev or chrome://tracing")
 
 
-def _print_facts(screen: Screen, opened: Opened, records: SaveRecords) -> None:
+def _print_header(screen: Screen, opened: Opened, records: SaveRecords) -> None:
     ranks = records.ranks
     first = first_call(ranks)
     started = datetime.fromtimestamp(first, UTC)
-    world_size = opened.manifest.provenance.get("world_size")
-    missing = world_size - len(ranks) if isinstance(world_size, int) else 0
+    info = describe_checkpoint(opened.manifest, path=opened.path, seconds={})
+    missing = (info.world_size or 0) - len(ranks)
     hosts = sorted({record.host for record in ranks})
     written = sum(record.num_bytes for record in ranks)
     lasted = max(end_of(record, ranks) for record in ranks)
@@ -59,9 +74,8 @@ def _print_facts(screen: Screen, opened: Opened, records: SaveRecords) -> None:
         ("hosts", some_of([shortened(host, _MAX_NAME) for host in hosts], 4)),
         ("written", f"{size_text(written)} in {seconds_text(lasted)} ({size_text(written / max(lasted, 1e-9))}/s)"),
     ]
-    committed = describe_checkpoint(opened.manifest, path=opened.path, seconds={}).created_at
-    if committed is not None and committed.tzinfo:
-        rows.append(("committed", time_text(committed)))
+    if info.created_at is not None and info.created_at.tzinfo:
+        rows.append(("committed", time_text(info.created_at)))
     screen.fields(rows)
 
 
@@ -95,12 +109,12 @@ SLOW_TABLE = TableShape(
         Column("host"),
     ],
     lambda slow: [
-        str(slow.record.rank),
+        str(slow.rank),
         seconds_text(slow.end_s),
         "called late" if slow.phase == "start" else shortened(slow.phase, _MAX_NAME),
         seconds_text(slow.phase_s),
         seconds_text(slow.median_s),
-        shortened(slow.record.host, _MAX_NAME),
+        shortened(slow.host, _MAX_NAME),
     ],
 )
 
@@ -125,3 +139,38 @@ def _cell(seconds: float, longest: float) -> StyledCell:
     share = seconds / longest if longest else 0.0
     level = min(int(share * len(_SHADES)), len(_SHADES) - 1)
     return StyledCell(f"{_SHADES[level] * _SHADE_WIDTH} {seconds_text(seconds):>7}", _HEAT[level])
+
+
+def chrome_trace(ranks: Sequence[RankRecord], *, path: str) -> dict[str, Any]:
+    """Returns the trace of these ranks as JSON. Time 0 is the call of the first of them."""
+    first = first_call(ranks) if ranks else 0.0
+    events = [event for record in ranks for event in _events(record, record.started_at - first)]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"checkpoint": path}}
+
+
+def _events(record: RankRecord, offset_s: float) -> Iterator[dict[str, Any]]:
+    name = f"rank {record.rank} ({record.host})"
+    yield {"ph": "M", "name": "process_name", "pid": record.rank, "tid": 0, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": record.rank, "tid": 0, "args": {"sort_index": record.rank}}
+    for lane, span in in_lanes(record.spans):
+        yield {
+            "ph": "X",
+            "cat": "save",
+            "name": span.phase,
+            "pid": record.rank,
+            "tid": lane,
+            "ts": round((offset_s + span.start) * _US, 3),
+            "dur": round((span.end - span.start) * _US, 3),
+            "args": {"seconds": span.end - span.start},
+        }
+
+
+def in_lanes(spans: Sequence[PhaseSpan]) -> list[tuple[int, PhaseSpan]]:
+    """Returns the spans by start, each with the first row that is free at its start."""
+    ends: list[float] = []
+    placed = []
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        lane = next((number for number, end in enumerate(ends) if end <= span.start), len(ends))
+        ends[lane : lane + 1] = [span.end]
+        placed.append((lane, span))
+    return placed

@@ -39,7 +39,6 @@ class TreemapTile(NamedTuple):
     depth: int
     family: int
     """Number of its top-level node."""
-    has_inside: bool
 
 
 def lay_out(nodes: Sequence[ModuleNode], box: Box) -> list[TreemapTile]:
@@ -60,9 +59,8 @@ def _add(tiles: list[TreemapTile], node: ModuleNode, box: Box, *, path: str, dep
         box.height - _TITLE_HEIGHT - _MARGIN,
     )
     has_room = box.width >= _MIN_WIDTH and box.height >= _MIN_HEIGHT and depth < _MAX_DEPTH
-    has_inside = has_room and any(child.num_bytes for child in node.children)
-    tiles.append(TreemapTile(box, node.name, path, node, depth, family, has_inside))
-    if has_inside:
+    tiles.append(TreemapTile(box, node.name, path, node, depth, family))
+    if has_room and any(child.num_bytes for child in node.children):
         for child, place in _placed(node.children, inside):
             _add(tiles, child, place, path=f"{path}.{child.name}", depth=depth + 1, family=family)
 

@@ -183,8 +183,8 @@ def has_traces(tree: ModuleTree) -> bool:
 
 
 def refuse_unknown(fqn: str, named: NamedParameters, flat: Iterable[FlatModule]) -> None:
-    """Raises CheckpointSaveError (unsupported_value) for parameters with masters that were not found: a load would
-    be undone by the next step, and a save would store what is rounded.
+    """Raises CheckpointSaveError (unsupported_value) for parameters whose masters were not found: the next step would
+    undo a load, and a save would store rounded values.
     """
     unknown = [name for name, parameter in not_in(named, flat) if hasattr(parameter, _MASTER)]
     if unknown:
@@ -211,9 +211,7 @@ def _copies(fqn: str, name: str, held: MasterPart) -> Iterator[FlatParamMemory]:
 
 
 def _gathered(fqn: str, name: str, parameter: Any) -> Iterator[FlatParamMemory]:
-    """Yields all of a parameter of ZeRO 3, where it is there: a small one always, any other between forward and
-    backward.
-    """
+    """Yields a parameter of ZeRO 3 that is gathered now: a small one always, others from forward to backward."""
     if parameter.ds_status.name == "INFLIGHT":
         raise unsupported(fqn, "a module whose parameters are being gathered", "save and load between steps")
     if parameter.ds_status.name == "AVAILABLE":
@@ -222,9 +220,7 @@ def _gathered(fqn: str, name: str, parameter: Any) -> Iterator[FlatParamMemory]:
 
 
 def _finish(masters: Sequence[MasterPart], alone: Sequence[Any]) -> None:
-    """Rounds the masters into the low-precision parameters, as DeepSpeed does after a step. Needs no gather: the load
-    has read the elements of other ranks.
-    """
+    """Rounds the masters into low-precision parameters, as DeepSpeed does. A load has read other ranks' elements."""
     for partitioned in alone:
         partitioned.ds_secondary_tensor = None  # hpZ: gathered within a node, from values that are out of date now
     for held in masters:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.tensor import DTensor
 
-from bytecheckpoint.adapters.native.pipelines import stages_of
+from bytecheckpoint.adapters.native.module_walk import stages_of
 from bytecheckpoint.adapters.stateful import RankLocal, is_stateful
 from bytecheckpoint.errors import CheckpointMismatchError
 
@@ -33,9 +33,7 @@ def check_known(framework: object) -> None:
 
 
 def refuse_absent(framework: str, state: Mapping[str, Any], *, has_own: bool) -> None:
-    """Raises CheckpointMismatchError (conflict) where nothing in the state is of the framework. `has_own` says whether
-    adapters of its own found anything.
-    """
+    """Raises CheckpointMismatchError (conflict) if nothing is of the framework. `has_own`: its adapters found some."""
     if framework == "auto" or has_own or _is_there(framework, state):
         return
     found = ", ".join(f"{key} (a {type(value).__name__})" for key, value in state.items()) or "an empty state"
@@ -59,7 +57,6 @@ def _is_there(framework: str, state: Mapping[str, Any]) -> bool:
 
 
 def _values(value: Any) -> Iterator[Any]:
-    """Yields the values in the containers of a state."""
     if isinstance(value, RankLocal):
         value = value.value
     if isinstance(value, Mapping):

@@ -158,9 +158,7 @@ class FlatParamState:
                     self._group.optimizer.state[self._memory][key] = new
 
     def finish(self, found: StoredOptimizer) -> list[str]:
-        """Puts scalars in place. Returns a message for each scalar that stays unchanged, because parameters disagree
-        about it.
-        """
+        """Puts scalars in place. Returns a message for each one that parameters disagree about: it stays as it is."""
         values: dict[str, tuple[str, Any]] = {}
         differing: dict[str, str] = {}
         for names, _, stored_shape in self._taken(found):
@@ -170,11 +168,8 @@ class FlatParamState:
                 if _is_stored_scalar(tensor, stored_shape, key)
             }
             # Trees of tensors were refused, and strict=False leaves them out.
-            of_parameter |= {
-                key: (fqn, value)
-                for key, (fqn, value) in found.plain(names).items()
-                if not _holds(TensorRef, value, fqn)
-            }
+            plain = found.plain(names).items()
+            of_parameter |= {key: (fqn, value) for key, (fqn, value) in plain if not _holds(TensorRef, value, fqn)}
             for key, (fqn, value) in of_parameter.items():
                 first_fqn, first = values.setdefault(key, (fqn, value))
                 if key not in differing and not same_value(first, value):

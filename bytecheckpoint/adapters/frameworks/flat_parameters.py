@@ -131,9 +131,7 @@ class FlatParamMemory(NamedTuple):
 
 
 class FlatModule(NamedTuple):
-    """A module whose framework keeps parameters flat, as one save or load finds it. Its other tensors are ordinary
-    ones.
-    """
+    """The parameters of a module that its framework keeps flat, as one save or load finds them."""
 
     held: Sequence[FlatParamMemory]
     """Every flat parameter, on every rank; an empty part if this rank has no elements of it."""
@@ -142,8 +140,7 @@ class FlatModule(NamedTuple):
     aliases: Mapping[str, str] = {}
     """Other names of tied parameters -> the name in `held`."""
     in_optimizer: Mapping[int, Sequence[NamedPart]] = {}
-    """Parts that lie in a tensor of an optimizer's param_groups, and in tensors of its optimizer state that have its
-    shape, by the id of that tensor."""
+    """Parts in a tensor of an optimizer's param_groups, and in state tensors of its shape, by that tensor's id."""
     copies: Sequence[FlatParamMemory] = ()
     """Memory of the same parameters in lower precision. A load fills it from the same tensors, and
     converts them whatever `cast` says, because no precision is lost that the module has. A save does not look at it."""
@@ -202,7 +199,6 @@ def same_but_for_padding(axis: int | None, shape: Sequence[int], other: Sequence
 
 
 def _differ_along(axis: int, shape: Sequence[int], other: Sequence[int]) -> bool:
-    """Returns True if the shapes differ, and along this axis only."""
     lengths = list(zip(shape, other, strict=False))
     return len(shape) == len(other) and [dim for dim, (a, b) in enumerate(lengths) if a != b] == [axis]
 

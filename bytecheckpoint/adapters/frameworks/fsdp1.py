@@ -40,8 +40,6 @@ _MIDDLE_OF_BACKWARD = {HandleTrainingState.BACKWARD_PRE, HandleTrainingState.BAC
 
 
 class _FsdpUnit(NamedTuple):
-    """A wrapper, and the flat parameter that it has."""
-
     wrapper: Any
     handle: Any
     memory: torch.Tensor
@@ -208,15 +206,12 @@ def _part(fqn: str, flat: Any, index: int) -> FlatParamPart:
     info = flat._shard_param_infos[index]
     if not info.in_shard:
         return FlatParamPart(shape, whole(shape), 0, 0, 0, order)
-    return FlatParamPart(
-        shape, whole(shape), info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard, order
-    )
+    start, numel, position = info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard
+    return FlatParamPart(shape, whole(shape), start, numel, position, order)
 
 
 def _order(fqn: str, shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Returns the dimensions by falling strides: FSDP1 takes elements as they lay in memory, which may be channels
-    last.
-    """
+    """Returns the dimensions by falling strides: FSDP1 keeps the order in memory, which may be channels last."""
     order = sorted(range(len(shape)), key=lambda dim: (shape[dim] != 1, -strides[dim]))
     stride = 1
     for dim in reversed(order):

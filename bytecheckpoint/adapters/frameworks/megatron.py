@@ -194,8 +194,6 @@ class MegatronEntry:
 
 
 class _ShardedObject(NamedTuple):
-    """A ShardedObject."""
-
     fqn: str
     sharded: Any
     chunk: torch.nn.Module | None
@@ -291,8 +289,8 @@ def is_megatron_module(value: object) -> bool:
 
 
 def refuse_inside(fqn: str, module: torch.nn.Module) -> None:
-    """Raises CheckpointSaveError (unsupported_value) for a module that hides one of Megatron's: parts of tensors that
-    ranks hold under one name would be taken for replicas.
+    """Raises CheckpointSaveError (unsupported_value) for a module that hides one of Megatron's: parts of a tensor would
+    be taken for replicas.
     """
     all_kinds = dict.fromkeys(map(type, torch.nn.Module.modules(module)))
     kinds = [kind for kind in all_kinds if hasattr(kind, "sharded_state_dict")]

@@ -63,9 +63,7 @@ def megatron_optimizer_entry(fqn: str, optimizer: Any, framework: str) -> Optimi
 
 
 def _with_scaler(owner: Any) -> torch.optim.Optimizer | FlatOptimizer:
-    """Returns the inner optimizer, with the state of the grad scaler as a fact beside it, which a checkpoint of another
-    framework lacks. Scalers of a chain all have one value.
-    """
+    """Returns the inner optimizer, with the state of the grad scaler beside it, of which a chain has one value."""
     inner: torch.optim.Optimizer = owner.optimizer
     scaler = getattr(owner, "grad_scaler", None)
     if scaler is None:

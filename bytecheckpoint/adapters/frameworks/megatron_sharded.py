@@ -148,7 +148,6 @@ def _add_factory(fqn: str, factory: Any, found: ShardedObjects) -> None:
 
 
 def _with_data(built: Any) -> Any:
-    """Returns the state that was built, with tensors in place of ShardedTensors."""
     if isinstance(built, Mapping):
         return {key: _with_data(value) for key, value in built.items()}
     if type(built) in (list, tuple):
@@ -213,9 +212,8 @@ def _piece(fqn: str, sharded: Any, source: torch.Tensor | None) -> ShardedPiece:
     dense_dtype(name, data)
     memory = data.detach()[(None,) * num_prepended] if num_prepended else data.detach()
     padded_axis = num_prepended if getattr(sharded, "allow_shape_mismatch", False) and data.dim() else None
-    return ShardedPiece(
-        sharded.key, shape, Region(offsets, lengths), memory, data if source is None else source, padded_axis
-    )
+    source = data if source is None else source
+    return ShardedPiece(sharded.key, shape, Region(offsets, lengths), memory, source, padded_axis)
 
 
 def _refuse_flattened(name: str, sharded: Any) -> None:

@@ -4,7 +4,7 @@ so that parameters have names, and lie in place, whoever holds them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from bytecheckpoint.adapters.expectation import EntryContents, Expectation
 from bytecheckpoint.adapters.frameworks.deepspeed import is_engine
 from bytecheckpoint.adapters.frameworks.megatron import is_megatron_module
 from bytecheckpoint.adapters.native.module_parts import part_of, plain_name
-from bytecheckpoint.adapters.native.pipelines import Stage
+from bytecheckpoint.adapters.native.module_walk import Stage
 from bytecheckpoint.adapters.stateful import Stateful
 
 
@@ -25,8 +25,7 @@ class WrappedModules(NamedTuple):
 
     stages: list[Stage]
     names: list[str]
-    """Keys of the object's own state_dict(): a module that was compiled or wrapped may have a prefix in its names that
-    the object leaves out, or the other way round."""
+    """Keys of the object's own state_dict(), which may have wrappers' prefixes where the modules have none."""
 
 
 def modules_inside(value: Any) -> WrappedModules | None:
@@ -38,7 +37,7 @@ def modules_inside(value: Any) -> WrappedModules | None:
     if not modules or any(map(_is_read_otherwise, modules)):
         return None
     own = value.state_dict()
-    of_modules = {plain_name(name): item for module in modules for name, item in module.state_dict().items()}
+    of_modules = _state_of(modules)
     if not isinstance(own, Mapping) or {plain_name(str(name)) for name in own} != of_modules.keys():
         return None
     live = {_memory(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
@@ -49,6 +48,10 @@ def modules_inside(value: Any) -> WrappedModules | None:
         if isinstance(item, torch.Tensor)
     )
     return WrappedModules([Stage(module, None) for module in modules], list(map(str, own))) if is_same else None
+
+
+def _state_of(modules: Iterable[torch.nn.Module]) -> dict[str, Any]:
+    return {plain_name(name): item for module in modules for name, item in module.state_dict().items()}
 
 
 def _modules_in(value: Any) -> list[torch.nn.Module]:
@@ -104,7 +107,5 @@ class ReloadEntry:
         """Makes nothing."""
 
     def finish(self, _checkpoint: CheckpointView) -> None:
-        items = {
-            plain_name(name): item for stage in self._inside.stages for name, item in stage.module.state_dict().items()
-        }
+        items = _state_of([stage.module for stage in self._inside.stages])
         self._value.load_state_dict({name: items[plain_name(name)] for name in self._inside.names})

@@ -10,8 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bytecheckpoint.adapters.frameworks import deepspeed, fsdp1
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatModule
-from bytecheckpoint.adapters.native.module_walk import ModuleTree, tree_of
-from bytecheckpoint.adapters.native.pipelines import Stage
+from bytecheckpoint.adapters.native.module_walk import ModuleTree, Stage, tree_of
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS
 from bytecheckpoint.manifest.plain_wire import join_fqn
 
@@ -57,9 +56,7 @@ class ModulePart(NamedTuple):
         return values if are_plain else None
 
     def state(self) -> Iterator[tuple[str, str, Any]]:
-        """Yields the state_dict without flat parameters: of each value the module's own name, the plain name, and
-        itself.
-        """
+        """Yields the module's own name, the plain name and the value of all in the state_dict but flat parameters."""
         replaced = () if self.flat is None else self.flat.replaced
         for name, value in self.tree.state_dict().items():
             if id(value) not in replaced:
@@ -71,9 +68,7 @@ def is_extra_state(name: str) -> bool:
 
 
 def is_data(name: str, value: Any) -> bool:
-    """Returns True if something in a state_dict is not a tensor of the module: extra state, or what its own hooks put
-    there.
-    """
+    """Returns True if a value of a state_dict is no tensor of the module: extra state, or added by its hooks."""
     return not isinstance(value, torch.Tensor) or is_extra_state(name)
 
 

@@ -1,16 +1,21 @@
-"""Parameters and buffers of a module, read in one walk where that gives what its own methods give; torch's methods take
-one walk each.
+"""Modules: those that a value of the state stands for, their parameters and buffers, and memory for them.
 
+Tensors are read in one walk where that gives what the module's own methods give; torch's methods take one walk each.
 Knows the module's own names only, nothing of checkpoints.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
+
+from bytecheckpoint.adapters.native.subclass_flatten import is_subclass, with_new_memory
+from bytecheckpoint.adapters.plain.plain_tree import has_attributes
 
 _WALKING = ("parameters", "named_parameters", "buffers", "named_buffers", "named_modules", "_named_members")
 _SAVING = ("state_dict", "_save_to_state_dict", "get_extra_state")
@@ -22,6 +27,49 @@ _RENAMING = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 """Module with the hooks that only take a wrapper out of names."""
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard."
 """Prefix of the modules with the hooks that put sharded parameters back before a state_dict, and do no more."""
+
+
+class Stage(NamedTuple):
+    """One module of an entry, perhaps a stage of a pipeline. FQNs are those of the whole model."""
+
+    module: torch.nn.Module
+    number: int | None
+    """Number of the pipeline stage, where it says it."""
+
+
+def stages_of(value: Any) -> list[Stage]:
+    """Returns the modules that a value of the state stands for: a module, a stage of `torch.distributed.pipelining`
+    (told by `submod` and `stage_index`), lists of both, or a schedule, which holds stages. None for anything else.
+    """
+    if isinstance(value, list | tuple):
+        stages: list[Stage] = []
+        for item in value:
+            stage = _stage(item)
+            if stage is None:  # most lists hold something else: no further item is looked at
+                return []
+            stages.append(stage)
+        return stages
+    stage = _stage(value)
+    return [stage] if stage is not None else _of_schedule(value)
+
+
+def _stage(value: Any) -> Stage | None:
+    if isinstance(value, torch.nn.Module):
+        return Stage(value, None)
+    if not has_attributes(value, "submod", "stage_index"):
+        return None
+    module, number = value.submod, value.stage_index
+    return Stage(module, number) if isinstance(module, torch.nn.Module) and type(number) is int else None
+
+
+def _of_schedule(value: Any) -> list[Stage]:
+    """Schedules keep their stages to themselves: `_stage` where a rank has one, `_stages` where it has several."""
+    if not has_attributes(value, "step") or not callable(value.step):
+        return []
+    own = value._stages if has_attributes(value, "_stages") else None
+    if not own:
+        own = [value._stage if has_attributes(value, "_stage") else None]
+    return stages_of(own) if isinstance(own, list) and not isinstance(own[0], torch.nn.Module) else []
 
 
 class ModuleTree(NamedTuple):
@@ -110,16 +158,10 @@ class ModuleTree(NamedTuple):
 
     def live(self) -> set[int]:
         """Returns the ids of all parameters and buffers, also of those that no checkpoint holds."""
-        return {id(tensor) for tensor in self._tensors()}
-
-    def _tensors(self) -> Iterator[torch.Tensor | None]:
         if not self.is_walked_as_usual:
-            yield from self.module.parameters()
-            yield from self.module.buffers()
-            return
-        for _, module in self.submodules:
-            yield from module._parameters.values()
-            yield from module._buffers.values()
+            return set(map(id, (*self.module.parameters(), *self.module.buffers())))
+        modules = (module for _, module in self.submodules)
+        return {id(each) for module in modules for each in (*module._parameters.values(), *module._buffers.values())}
 
 
 def tree_of(module: torch.nn.Module) -> ModuleTree:
@@ -140,3 +182,47 @@ def tree_of(module: torch.nn.Module) -> ModuleTree:
 def _keep(classes: Iterable[type[torch.nn.Module]], methods: Sequence[str]) -> bool:
     """Returns True if none of the classes overrides one of these methods."""
     return all(getattr(cls, method) is getattr(torch.nn.Module, method) for cls in classes for method in methods)
+
+
+def target_device(tensor: torch.Tensor) -> torch.device:
+    """Returns the device of a tensor, or on which it would get memory if it is on the meta device."""
+    if not tensor.is_meta:
+        return tensor.device
+    if isinstance(tensor, DTensor):
+        return torch.device(tensor.device_mesh.device_type)
+    default = torch.get_default_device()
+    return torch.device("cpu") if default.type == "meta" else default
+
+
+def materialize(fqn: str, module: torch.nn.Module, wanted: Collection[int]) -> None:
+    """Gives memory to tensors on the meta device that are `wanted` (by id). Parameters stay the same objects.
+
+    What a load does not fill stays on the meta device, where using it fails. A warning names buffers that are not
+    persistent, which no checkpoint holds.
+    """
+    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        return
+
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta or id(tensor) not in wanted:
+            return tensor
+        device = target_device(tensor)
+        if is_subclass(tensor):
+            return with_new_memory(tensor, lambda inner: torch.empty_like(inner, device=device))
+        return torch.empty_like(tensor, device=device)
+
+    # Swapping keeps identity: optimizers that were built on meta parameters, and ties, stay valid.
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module._apply(allocate)  # type: ignore[no-untyped-call]
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+    persistent = module.state_dict(keep_vars=True)
+    left = [name for name, buffer in module.named_buffers() if buffer.is_meta and name not in persistent]
+    if left:
+        warnings.warn(
+            f"{fqn}: buffers {left} are not persistent, so no checkpoint holds them; they are still on the meta "
+            "device: compute them again before using the model",
+            stacklevel=2,
+        )

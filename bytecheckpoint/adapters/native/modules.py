@@ -23,7 +23,6 @@ from bytecheckpoint.adapters.frameworks.flat_parameters import (
     NamedPart,
     merged,
 )
-from bytecheckpoint.adapters.materialize import materialize
 from bytecheckpoint.adapters.native.module_parts import (
     EXTRA_STATE,
     ModulePart,
@@ -31,7 +30,7 @@ from bytecheckpoint.adapters.native.module_parts import (
     is_extra_state,
     part_of,
 )
-from bytecheckpoint.adapters.native.pipelines import Stage
+from bytecheckpoint.adapters.native.module_walk import Stage, materialize
 from bytecheckpoint.adapters.native.subclass_flatten import flat_parts, is_facts, is_subclass, tied_subclasses
 from bytecheckpoint.adapters.native.subclass_match import Refusals, refusals
 from bytecheckpoint.adapters.plain.plain_data import encode_plain
@@ -43,8 +42,6 @@ from bytecheckpoint.manifest.plain_wire import join_fqn
 
 
 class _ModuleTensors(NamedTuple):
-    """All that the modules of an entry hold."""
-
     tensors: Mapping[str, torch.Tensor]
     """Tensors by FQN; of tied ones the first."""
     aliases: Mapping[str, str]
@@ -109,9 +106,7 @@ class ModuleEntry:
         return merged(flat)
 
     def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
-        """Yields every parameter with its name in the model; a tied one once, under its first name. Flat parameters are
-        left out.
-        """
+        """Yields every parameter that is not flat with its name in the model; a tied one once, under its first name."""
         for part in self._parts:
             replaced = () if part.flat is None else part.flat.replaced
             for name, parameter in part.tree.named_parameters():
@@ -156,9 +151,8 @@ class ModuleEntry:
         self._refused = refused = refusals(own, checkpoint, held.aliases, held.other_names)
         problems = refused.problems
         of_module = LocalShards(with_addresses=True)
-        of_module.add_all(
-            (held.stored_name(fqn, checkpoint), tensor) for fqn, tensor in held.tensors.items() if not refused.has(fqn)
-        )
+        taken = ((fqn, tensor) for fqn, tensor in held.tensors.items() if not refused.has(fqn))
+        of_module.add_all((held.stored_name(fqn, checkpoint), tensor) for fqn, tensor in taken)
         shards = of_module.found
         for fqn, flat in held.flat:
             shards += flat.part.shards(held.stored_name(fqn, checkpoint), flat.memory)
@@ -172,11 +166,11 @@ class ModuleEntry:
             if found is None:
                 problems.append(not_stored(fqn))
             elif found.is_taken:
-                shards += self._extra.shards(found, {}, checkpoint)
-                values = leaves(found.tree, found.fqn)
-                claims.update(map(checkpoint.rename, values))
-                problems += self._extra.problems(found, checkpoint)
-                missing = [value for value in values.values() if isinstance(value, RankMissing)]
+                of_tree = self._extra.expect(found, {}, checkpoint)
+                shards += of_tree.shards
+                claims |= of_tree.claims
+                problems += of_tree.problems
+                missing = [leaf for leaf in leaves(found.tree, "").values() if isinstance(leaf, RankMissing)]
                 problems += [rank_missing(fqn, missing[0].num_saved)] if missing else []
         return Expectation(shards, claims, problems, copies)
 
@@ -229,7 +223,6 @@ class ModuleEntry:
         return held
 
     def _read(self) -> _ModuleTensors:
-        """Reads what the modules hold now."""
         found: list[tuple[str, str, torch.Tensor]] = []
         extra: dict[str, Any] = {}
         flat: list[tuple[str, FlatParamMemory]] = []

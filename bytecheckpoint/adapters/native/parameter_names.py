@@ -114,9 +114,7 @@ def name_parameters(
 
 
 def _found_in_modules(wanted: set[int], modules: Sequence[NamesParameters]) -> OptimizedParameters:
-    """Merges the names of several modules. A parameter gets its name from the first module that has it. It counts as
-    flat if any of the modules keeps it flat.
-    """
+    """Merges the names of several modules: the first one names a parameter, and any may keep it flat."""
     whole: dict[int, ParameterNames] = {}
     flat: dict[int, list[OptimizedParameter]] = {}
     for entry in modules:
@@ -140,9 +138,7 @@ def _found_in_modules(wanted: set[int], modules: Sequence[NamesParameters]) -> O
             if first is not of_parameter:
                 whole[parameter_id] = _merged(first, of_parameter)
         for flat_id, of_flat in parts.items():
-            new = [
-                OptimizedParameter(_names_of(prefix, others, name, is_model=is_model), part) for name, part in of_flat
-            ]
+            new = [OptimizedParameter(_names_of(prefix, others, of, is_model=is_model), part) for of, part in of_flat]
             before = flat.get(flat_id)
             flat[flat_id] = new if before is None else list(map(_merged_part, before, new))
     for flat_id in flat:

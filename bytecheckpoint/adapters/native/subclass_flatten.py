@@ -95,12 +95,8 @@ def enclosing(fqn: str, outer: Collection[str]) -> list[str]:
     return found
 
 
-def tied_subclasses(
-    facts_fqns: Iterable[str], aliases: Mapping[str, str], fqns_of_own: Iterable[str]
-) -> dict[str, str]:
-    """Maps each subclass all of whose inner tensors are tied to those of one other to the FQN under which these are
-    stored. `fqns_of_own` are those of tensors that are not aliases.
-    """
+def tied_subclasses(facts_fqns: Iterable[str], aliases: Mapping[str, str], own_fqns: Iterable[str]) -> dict[str, str]:
+    """Maps each subclass whose inner tensors are all tied to those of one other to the FQN of that one."""
     outer = {outer_fqn(fqn) for fqn in facts_fqns}
     if not outer or not aliases:
         return {}
@@ -109,7 +105,7 @@ def tied_subclasses(
         for name in enclosing(alias, outer):
             path = alias.removeprefix(name)
             owners.setdefault(name, set()).add(fqn.removesuffix(path) if fqn.endswith(path) else "")
-    has_own = {name for fqn in fqns_of_own for name in enclosing(fqn, outer)}
+    has_own = {name for fqn in own_fqns for name in enclosing(fqn, outer)}
     single = {name: next(iter(found)) for name, found in owners.items() if len(found) == 1 and name not in has_own}
     return {name: owner for name, owner in single.items() if owner in outer}
 
@@ -122,9 +118,7 @@ def with_new_memory(tensor: torch.Tensor, allocate: Callable[[torch.Tensor], tor
     subclass: Any = tensor
     names, context = subclass.__tensor_flatten__()
     inner = {name: getattr(subclass, name) for name in names}
-    new = {
-        name: with_new_memory(part, allocate) if is_subclass(part) else allocate(part) for name, part in inner.items()
-    }
+    new = {key: with_new_memory(part, allocate) if is_subclass(part) else allocate(part) for key, part in inner.items()}
     built: torch.Tensor = type(subclass).__tensor_unflatten__(new, context, tensor.size(), tensor.stride())
     return built
 
@@ -189,7 +183,6 @@ def why_not_built(values: Mapping[str, Any], like: torch.Tensor | None = None) -
 
 
 def _tried(parts: Mapping[str, Any], like: torch.Tensor | None) -> torch.Tensor | str:
-    """Returns the subclass, or why it cannot be built."""
     for name, part in parts.items():
         if isinstance(part, str):
             return part
@@ -266,9 +259,7 @@ def is_table_fqn(fqn: str) -> bool:
 
 
 def dtensor_of_part(fqn: str, inner: torch.Tensor, outer: DTensor) -> DTensor | None:
-    """Returns the inner tensor of one part of a DTensor as a part of its own global tensor; None where this rank, which
-    holds nothing, cannot tell.
-    """
+    """Returns an inner tensor as a part of its own global tensor; None where this rank holds nothing of it."""
     if is_table_fqn(fqn):
         return _as_dtensor(inner, inner.shape, outer, is_table=True)
     sharded, local = _sharded_dims(outer), outer._local_tensor

@@ -68,9 +68,7 @@ def refusals(
 
 
 def _together(fqns: Collection[str], outer: Collection[str], aliases: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the prefixes of the outermost subclasses around these FQNs, and of those that share a tensor with one of
-    them.
-    """
+    """Returns the prefixes of the outermost subclasses around these FQNs, and of those that share tensors with them."""
     refused = {enclosing(fqn, outer)[-1] for fqn in fqns}
     pairs = [(enclosing(alias, outer), enclosing(fqn, outer)) for alias, fqn in aliases.items()] if refused else []
     links = [{of_alias[-1], of_own[-1]} for of_alias, of_own in pairs if of_alias and of_own]

@@ -142,9 +142,7 @@ def are_facts(found: Any) -> bool:
 
 
 def class_of(found: Any) -> type[Any]:
-    """Raises LookupError unless the value is a tensor subclass that this process has imported and torch can
-    unflatten.
-    """
+    """Raises LookupError unless the value is a tensor subclass that is imported here and that torch can unflatten."""
     if not are_facts(found):
         raise LookupError("found no description of a tensor subclass")
     cls = _imported(found[0]["class"])

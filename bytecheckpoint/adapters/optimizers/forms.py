@@ -23,8 +23,7 @@ class Form(NamedTuple):
     groups: Sequence[Sequence[str]] | None = None
     """The names of the parameters in each group, where it is nested; None where it is flat."""
     keys: frozenset[str] | None = None
-    """All that it keeps for a parameter, where it can also take a state_dict: one that holds more stays a state_dict.
-    """
+    """All keys of a parameter's state, where it can also take a state_dict: state with more stays a state_dict."""
     is_numbered: bool = False
     """True for the form of state_dict() of torch's optimizers, with numbers for parameters."""
 
@@ -192,12 +191,9 @@ def _nested(tree: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[st
     """Grouped as the state is, where the values of each group's parameters are equal, and else as they were saved."""
     by_name = {name: group["values"] for group in tree["groups"].values() for name in group[_PARAMS]}
     names = {name for of_group in groups for name in of_group}
-    is_same = names == by_name.keys() and all(
-        same_value(by_name[name], by_name[of_group[0]]) for of_group in groups for name in of_group
-    )
-    saved = [list(group[_PARAMS]) for group in tree["groups"].values()]
-    found = [
-        {**(by_name[of_group[0]] if of_group else {}), _PARAMS: list(of_group)}
-        for of_group in (groups if is_same else saved)
-    ]
-    return {_STATE: tree[_STATE], _GROUPS: found}
+    pairs = ((name, of_group[0]) for of_group in groups for name in of_group)
+    if names != by_name.keys() or not all(same_value(by_name[name], by_name[first]) for name, first in pairs):
+        groups = [list(group[_PARAMS]) for group in tree["groups"].values()]
+    values = [by_name[of_group[0]] if of_group else {} for of_group in groups]
+    nested = [{**values, _PARAMS: list(of_group)} for values, of_group in zip(values, groups, strict=True)]
+    return {_STATE: tree[_STATE], _GROUPS: nested}

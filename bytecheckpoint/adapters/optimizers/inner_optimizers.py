@@ -53,9 +53,7 @@ def _held_by_attributes(owner: Any) -> Iterator[Any]:
     attributes = getattr(owner, "__dict__", {})
     values = [value for name, value in attributes.items() if name not in _OF_TORCH]
     # The attributes themselves are one level of nesting more.
-    return _items_of(
-        values, _MAX_NESTING + 1, lambda value: isinstance(value, torch.optim.Optimizer) or is_wrapper(value)
-    )
+    return _items_of(values, _MAX_NESTING + 1, lambda item: isinstance(item, torch.optim.Optimizer) or is_wrapper(item))
 
 
 def _items_of(value: Any, depth: int, is_one: Callable[[Any], bool]) -> Iterator[Any]:
@@ -68,9 +66,7 @@ def _items_of(value: Any, depth: int, is_one: Callable[[Any], bool]) -> Iterator
 
 
 def is_usual(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if an optimizer gives out `.state` as torch's base class does, and `.state` is an attribute of its
-    own.
-    """
+    """Returns True if an optimizer has a `.state` of its own and gives it out as torch's base class does."""
     has_usual_dict = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
     return has_usual_dict and "state_dict" not in vars(optimizer) and keeps_state(optimizer)
 
@@ -137,9 +133,7 @@ _LAZY_ADVICE = 'save with snapshot="copy", which needs no optimizer to wait'
 
 
 def check_steps_wait(fqn: str, optimizers: Iterable[torch.optim.Optimizer], wrapped: Iterable[FlatOptimizer]) -> None:
-    """Raises CheckpointSaveError (unsupported_value) where a step of one of these may change its parameters or its
-    state without running torch's step hooks.
-    """
+    """Raises CheckpointSaveError (unsupported_value) where a step may change state without torch's step hooks."""
     for optimizer in optimizers:
         if not _waits(optimizer, ()):
             name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -153,9 +147,7 @@ def check_steps_wait(fqn: str, optimizers: Iterable[torch.optim.Optimizer], wrap
 
 
 def _waits(optimizer: torch.optim.Optimizer, outer: Sequence[object]) -> bool:
-    """Returns True if a step of this optimizer waits: it runs hooks, or optimizers inside it that do step all
-    parameters.
-    """
+    """Returns True if a step waits: the optimizer runs hooks, or those inside it do and step all its parameters."""
     # Not by the class alone: schedulers and trainers replace `step` on the instance.
     if getattr(optimizer.step, "hooked", False):
         return True
@@ -170,7 +162,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def _optimizers_inside(owner: Any, outer: Sequence[object]) -> Iterator[torch.optim.Optimizer]:
-    """Yields the torch optimizers in the attributes of an object."""
     for item in _held_by_attributes(owner):
         if any(item is each for each in outer):
             continue

@@ -26,9 +26,15 @@ from bytecheckpoint.adapters.native.parameter_names import (
     name_parameters,
 )
 from bytecheckpoint.adapters.optimizers.forms import OWN, Form
-from bytecheckpoint.adapters.optimizers.hyperparameters import agreed, by_first_parameter, set_hyperparameters
+from bytecheckpoint.adapters.optimizers.hyperparameters import (
+    Clash,
+    agreed,
+    by_first_parameter,
+    clashes,
+    problem_of,
+    set_hyperparameters,
+)
 from bytecheckpoint.adapters.optimizers.inner_optimizers import check_steps_wait
-from bytecheckpoint.adapters.optimizers.kinds import Clash, clashes, problem_of
 from bytecheckpoint.adapters.optimizers.param_state import (
     CreatedTensors,
     ParamGroup,
@@ -193,9 +199,7 @@ class OptimizerEntry:
             flat.prepare(found)
 
     def finish(self, checkpoint: CheckpointView) -> None:
-        """Raises CheckpointMismatchError (conflict) at the end, where flat memory has one value for parameters that do
-        not agree on it.
-        """
+        """Raises CheckpointMismatchError (conflict) at the end, if parameters disagree on a value of flat memory."""
         found = self._find(checkpoint)
         if found is None:
             return
@@ -239,10 +243,9 @@ class OptimizerEntry:
     def _groups(self) -> Iterator[ParamGroup]:
         for optimizer in self.optimizers:
             wrapped = next((each for each in self.wrapped if each.optimizer is optimizer), None)
-            parameters = (
-                [group["params"] for group in optimizer.param_groups] if wrapped is None else wrapped.parameters
-            )
-            for group, of_group in zip(optimizer.param_groups, parameters, strict=True):
+            groups = optimizer.param_groups
+            parameters = [group["params"] for group in groups] if wrapped is None else wrapped.parameters
+            for group, of_group in zip(groups, parameters, strict=True):
                 yield ParamGroup(optimizer, group, of_group)
 
     def _param_states(self, found: StoredOptimizer) -> Iterator[ParamState]:

@@ -14,7 +14,7 @@ import torch
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, placeholder
 from bytecheckpoint.adapters.expectation import Expectation, Problem, not_stored
-from bytecheckpoint.adapters.materialize import target_device
+from bytecheckpoint.adapters.native.module_walk import target_device
 from bytecheckpoint.adapters.native.parameter_names import ParameterNames, check_state_key
 from bytecheckpoint.adapters.native.subclass_flatten import is_subclass, parts_of, restored
 from bytecheckpoint.adapters.native.subclass_match import SubclassState
@@ -45,9 +45,7 @@ key is the parameter's id, because two that are no longer tied have one FQN, and
 
 
 def refuse_zero_redundancy(fqn: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raises CheckpointSaveError (unsupported_value) for torch's ZeroRedundancyOptimizer, which has whole parameters
-    and the state of some of them on each rank.
-    """
+    """Raises CheckpointSaveError (unsupported_value) for torch's ZeroRedundancyOptimizer."""
     if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
         what = f"a {type(optimizer).__name__}, which keeps the state of some parameters on each rank"
         raise unsupported(fqn, what, "shard with fully_shard (FSDP2) and a torch optimizer")
@@ -79,9 +77,7 @@ def collect_state(
 
 
 def _copied(value: Any, fqn: str) -> Any:
-    """Returns the same tree in containers of its own, so that the live state is not changed. A subclass becomes a dict
-    of its parts.
-    """
+    """Returns the tree in containers of its own: live state is not changed. A subclass becomes a dict of its parts."""
     if isinstance(value, dict) or is_subclass(value):
         items = (value if isinstance(value, dict) else parts_of(fqn, value)).items()
         return {key: _copied(item, join_fqn(fqn, key)) for key, item in items}
@@ -203,7 +199,6 @@ class ParamState:
 
 
 def _becomes_number(own: Any, stored: StoredTensor) -> bool:
-    """Returns True if a stored tensor goes to where the optimizer has a number."""
     return is_number(own) and prod(stored.shape) == 1
 
 
@@ -255,8 +250,6 @@ def put_scalar(group: ParamGroup, parameter: torch.Tensor, key: str, value: Any)
 
 
 def _keeps_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if an optimizer without state would make its scalars as tensors: torch's own and those derived of
-    them.
-    """
+    """Returns True if an optimizer makes its scalars as tensors: torch's own and those derived from them do."""
     bases = {cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim.")}
     return bool(bases - {torch.optim.Optimizer}) and not isinstance(optimizer, _COUNT_IN_NUMBERS)

@@ -19,6 +19,7 @@ from bytecheckpoint.adapters.expectation import EntryContents, Expectation
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatOptimizer
 from bytecheckpoint.adapters.native.parameter_names import NamesParameters
 from bytecheckpoint.adapters.optimizers.forms import OWN, Form
+from bytecheckpoint.adapters.optimizers.hyperparameters import kind_of
 from bytecheckpoint.adapters.optimizers.inner_optimizers import (
     Shapes,
     check_steps_wait,
@@ -28,7 +29,6 @@ from bytecheckpoint.adapters.optimizers.inner_optimizers import (
     keeps_state,
     shown_by,
 )
-from bytecheckpoint.adapters.optimizers.kinds import kind_of
 from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.optimizers.param_state import refuse_zero_redundancy
 from bytecheckpoint.adapters.optimizers.stored_optimizer import is_optimizer_tree
@@ -92,9 +92,7 @@ class OptimizerWrapperEntry:
         self._by_state_dict = StatefulEntry(fqn, wrappers[0].optimizer) if len(wrappers) == 1 else None
         self.wrapped = self._by_parameter.wrapped
         self.framework = self._by_parameter.framework
-        outer = [
-            one.optimizer for one in wrappers if one.inner and all(each is not one.optimizer for each in one.inner)
-        ]
+        outer = [one.optimizer for one in wrappers if one.inner and id(one.optimizer) not in map(id, one.inner)]
         self.optimizers = [*outer, *self._by_parameter.optimizers]
         self._unnamed: CheckpointSaveError | None = None
         """The error for parameters that have no names, where they have none."""
@@ -147,7 +145,6 @@ class OptimizerWrapperEntry:
         return self._as_saved(checkpoint).expect(checkpoint)
 
     def _as_saved(self, checkpoint: CheckpointView) -> OptimizerEntry | StatefulEntry:
-        """Returns the way in which the checkpoint has it."""
         found = checkpoint.entry_tree(self.fqn)
         is_by_parameter = found is None or is_optimizer_tree(found.tree)
         return self._named() if is_by_parameter or self._by_state_dict is None else self._by_state_dict
@@ -160,9 +157,7 @@ class OptimizerWrapperEntry:
 
 
 def wrapper_of(optimizer: Any) -> OptimizerWrapper | None:
-    """Returns an optimizer that holds others, or may keep its state elsewhere than in its `.state`; None for all
-    others.
-    """
+    """Returns an optimizer that holds others, or may keep its state outside `.state`; None for all others."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return None
     inner = inner_optimizers(optimizer)

@@ -35,16 +35,6 @@ from bytecheckpoint.adapters.shards import (
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
 from bytecheckpoint.manifest import plain_wire as wire
-from bytecheckpoint.manifest.plain_wire import (
-    INT64,
-    MAX_DEPTH,
-    MAX_DIMS,
-    TensorRef,
-    array_from_wire,
-    ext,
-    scalar_from_wire,
-    unsupported,
-)
 
 SMALL_TENSOR_BYTES = 64 << 10
 
@@ -74,13 +64,11 @@ def encode_plain(value: Any, fqn: str, on_tensor: TensorHook) -> bytes:
 
 @lru_cache(maxsize=16)
 def encode_refs(fqn: str, names: tuple[str, ...]) -> tuple[tuple[str, ...], bytes]:
-    """Returns the FQNs and the encoding of a dict below `fqn` that has nothing but tensors under these names. Both
-    follow from the names alone, and are the same on every save of a state.
-    """
+    """Returns the FQNs and the encoding of a dict of tensors alone: they follow from the names, for every save."""
     for name in names:
         wire.check_key(name, fqn)
     fqns = tuple(f"{fqn}.{name}" for name in names)
-    refs = {name: ext(wire.REF, of_tensor) for name, of_tensor in zip(names, fqns, strict=True)}
+    refs = {name: wire.ext(wire.REF, of_tensor) for name, of_tensor in zip(names, fqns, strict=True)}
     return fqns, encode(refs)
 
 
@@ -101,7 +89,7 @@ class _TorchLeaves:
         found = self._on_tensor(fqn, tensor)
         if found is None or isinstance(found, str):
             return Ext(wire.REF, encode(found or fqn))
-        return ext(wire.TENSOR, [dtype_name(found.dtype), list(found.shape), bytes(_content(fqn, found))])
+        return wire.ext(wire.TENSOR, [dtype_name(found.dtype), list(found.shape), bytes(_content(fqn, found))])
 
     def encode_other(self, value: Any, fqn: str, depth: int) -> Any:
         if isinstance(value, torch.Tensor):
@@ -109,16 +97,16 @@ class _TorchLeaves:
                 return wire.dict_to_wire(parts_of(fqn, value), fqn, self, depth)
             return self.encode_tensor(fqn, value)
         if isinstance(value, torch.Size):
-            return ext(wire.SIZE, list(value))
+            return wire.ext(wire.SIZE, list(value))
         if isinstance(value, torch.dtype):
-            return ext(wire.DTYPE, dtype_name(value))
+            return wire.ext(wire.DTYPE, dtype_name(value))
         tagged = tag_value(value)
         if tagged is not None:
             for text in tagged.texts:
                 wire.checked_text(text, fqn)
-            return ext(wire.PAIRS, [tagged])
+            return wire.ext(wire.PAIRS, [tagged])
         name = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise unsupported(fqn, f"an object of type {name}", advice_for(value))
+        raise wire.unsupported(fqn, f"an object of type {name}", advice_for(value))
 
 
 def fits_inline(tensor: torch.Tensor) -> bool:
@@ -162,7 +150,7 @@ def decode_plain(data: bytes) -> Any:
     Raises CheckpointCorruptError (bad_manifest) or UnsafeCheckpointError (limits_exceeded).
     """
     try:
-        return _decode(data, MAX_DEPTH)
+        return _decode(data, wire.MAX_DEPTH)
     except _UNDECODABLE as error:
         if isinstance(error, CheckpointCorruptError | UnsafeCheckpointError):
             raise
@@ -173,11 +161,11 @@ def decode_plain(data: bytes) -> Any:
 
 def _decode(data: bytes | memoryview, depth: int) -> Any:
     if depth == 0:
-        raise UnsafeCheckpointError(f"plain data is nested more than {MAX_DEPTH} deep", kind="limits_exceeded")
+        raise UnsafeCheckpointError(f"plain data is nested more than {wire.MAX_DEPTH} deep", kind="limits_exceeded")
 
     def from_ext(code: int, content: memoryview) -> Any:
         if code == wire.REF:  # most of a state
-            return NEW_TUPLE(TensorRef, (_decode_fqn(content),))
+            return NEW_TUPLE(wire.TensorRef, (_decode_fqn(content),))
         return _from_ext(code, content, depth - 1)
 
     return msgspec.msgpack.decode(data, ext_hook=from_ext)
@@ -201,8 +189,8 @@ def _dtype_from_wire(name: Any) -> torch.dtype:
 
 def _tensor_from_wire(value: Any) -> torch.Tensor:
     name, shape, content = value
-    if len(shape) > MAX_DIMS:
-        raise ValueError(f"a tensor has {len(shape)} dimensions, at most {MAX_DIMS}")
+    if len(shape) > wire.MAX_DIMS:
+        raise ValueError(f"a tensor has {len(shape)} dimensions, at most {wire.MAX_DIMS}")
     if name not in DTYPE_ITEMSIZES or len(content) != prod(shape) * DTYPE_ITEMSIZES[name]:
         raise ValueError(f"{len(content)} bytes are no {name}{shape} tensor")
     if not content:
@@ -212,13 +200,12 @@ def _tensor_from_wire(value: Any) -> torch.Tensor:
 
 def _checked_pairs(pairs: Any) -> Any:
     """Keys as the encoder writes them: keys of other types could be made to collide in their hashes."""
-    if not all(type(key) is str or (type(key) is int and key in INT64) for key, _ in pairs):
+    if not all(type(key) is str or (type(key) is int and key in wire.INT64) for key, _ in pairs):
         raise ValueError("a dict has a key that is neither a text nor an integer of 64 bits")
     return pairs
 
 
 def _from_pairs(pairs: Any) -> Any:
-    """Returns a dict, or a tagged value."""
     return untag_value(*pairs[0]) if is_tagged(pairs) else dict(_checked_pairs(pairs))
 
 
@@ -228,8 +215,8 @@ _DECODERS: dict[int, Callable[[Any], Any]] = {
     wire.SIZE: torch.Size,
     wire.DTYPE: _dtype_from_wire,
     wire.TENSOR: _tensor_from_wire,
-    wire.ARRAY: array_from_wire,
-    wire.SCALAR: scalar_from_wire,
+    wire.ARRAY: wire.array_from_wire,
+    wire.SCALAR: wire.scalar_from_wire,
     wire.BIG_INT: int,
     wire.ORDERED: lambda pairs: OrderedDict(_checked_pairs(pairs)),
     wire.COUNTER: lambda pairs: Counter(dict(_checked_pairs(pairs))),

@@ -86,9 +86,7 @@ def with_leaves(value: Any, fqn: str, new: Mapping[str, Any]) -> Any:
 
 
 def has_attributes(value: object, *names: str) -> bool:
-    """Returns True if an object or its class has all of these. Dicts, lists and tuples are data, whatever their class
-    adds.
-    """
+    """Returns True if an object or its class has all of these. Dicts, lists and tuples are data and never have them."""
     if isinstance(value, dict | list | tuple):
         return False
     try:

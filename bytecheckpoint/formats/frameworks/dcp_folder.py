@@ -4,26 +4,23 @@ is an archive of torch.save. Whatever sharded the state (FSDP2, tensor paralleli
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.errors import CheckpointNotFoundError
 from bytecheckpoint.formats import strided_views
 from bytecheckpoint.formats.file_reader import FileReader, damaged, not_readable, too_much
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.frameworks import megatron_dist
-from bytecheckpoint.formats.frameworks.dcp_metadata import DcpTensor, Item, Metadata, StoredChunk, read_metadata
-from bytecheckpoint.formats.frameworks.megatron_dist_optimizer import unstacked, unstacked_shape
+from bytecheckpoint.formats.frameworks.dcp_metadata import DcpTensor, Item, Metadata, read_metadata
+from bytecheckpoint.formats.frameworks.megatron_dist import unstacked, unstacked_shape
 from bytecheckpoint.formats.frameworks.megatron_globals import find_megatron_value
-from bytecheckpoint.formats.manifest_builder import ManifestBuilder
-from bytecheckpoint.formats.torch_save.file import ZIP_MAGIC, SavedFile, TorchArchive, chunks_of, unpickle
+from bytecheckpoint.formats.torch_save.file import ZIP_MAGIC, SavedFile, TorchArchive, chunks_of, moved, unpickle
 from bytecheckpoint.formats.torch_save.unpickler import MAX_PICKLE_BYTES
 from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView, find_value
 from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.manifest.plain_wire import TensorRef
-from bytecheckpoint.region import shifted
+from bytecheckpoint.region import Region
 from bytecheckpoint.storage.paths import check_name, join_name
 
 METADATA_NAME = ".metadata"
@@ -31,39 +28,31 @@ _MAX_HEAD_BYTES = 4096
 _CHECKSUM_BYTES = 4
 
 
+def is_folder(source: SourceFolder) -> bool:
+    return METADATA_NAME in source.files or megatron_dist.read_backend(source) is not None
+
+
 def read_folder(source: SourceFolder) -> None:
     """Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError."""
-    backend = megatron_dist.read_backend(source.store, source.name, source.listing)
+    backend = megatron_dist.read_backend(source)
     megatron_dist.refuse_other_backends(backend, source.path, has_metadata=METADATA_NAME in source.listing)
     root = read_state(source, "")
-    if backend is not None:
-        root = megatron_dist.with_common_state(root, source)
-    take_apart(source.builder, root)
+    source.builder.take_apart(root if backend is None else megatron_dist.with_common_state(root, source))
 
 
 def read_state(source: SourceFolder, inside: str, *, below: str = "") -> dict[Any, Any]:
     """Returns the content of the folder `inside` of a checkpoint's folder, as it was nested, with a TensorRef for
     each of its tensors. These are added to the builder, their names below this one.
     """
-    num_bytes = source.list(inside)[METADATA_NAME] or 0
-    file = FileReader(source.store, join_name(source.name, inside, METADATA_NAME), num_bytes)
-    if num_bytes > MAX_PICKLE_BYTES:
-        raise too_much(file.path, f"it has {num_bytes} bytes, at most {MAX_PICKLE_BYTES} are read")
-    metadata = read_metadata(file.read(0, num_bytes), file.path)
+    file = source.reader(join_name(inside, METADATA_NAME))
+    if file.byte_length > MAX_PICKLE_BYTES:
+        raise too_much(file.path, f"it has {file.byte_length} bytes, at most {MAX_PICKLE_BYTES} are read")
+    metadata = read_metadata(file.read_all(), file.path)
     reader = _DcpFolder(source, inside, below)
     reader.open_files(metadata)
     for fqn, tensor in metadata.tensors.items():
         reader.add_tensor(fqn, tensor, unstacked_shape(metadata.attributes, fqn, tensor.shape, file.path))
     return reader.read_objects(metadata)
-
-
-def take_apart(builder: ManifestBuilder, root: dict[Any, Any]) -> None:
-    """Adds the plain data of a state whose tensors were added: it holds TensorRefs."""
-
-    def refuse(fqn: str, _view: StoredView) -> None:
-        raise damaged(builder.path, f"{fqn!r:.200} is a tensor in the wrong place")
-
-    builder.take_apart(root, on_tensor=refuse)
 
 
 class _Head(NamedTuple):
@@ -89,51 +78,32 @@ class _DcpFolder:
         self._inside = inside
         self._below = below
         self.builder = source.builder
-        self._listings: dict[str, Mapping[str, int | None]] = {}
-        self._numbers: dict[str, int] = {}
-        self._files: dict[int, FileReader] = {}
+        self._files: dict[str, tuple[int, FileReader]] = {}
+        """Number in the manifest and reader of each file."""
         self._views: dict[bytes, Any] = {}
         """Decoded tensor by pickle: similar parts have equal pickles."""
         self._heads: dict[int, _Head] = {}
         """The latest head of an archive of each length."""
 
     def open_files(self, metadata: Metadata) -> None:
-        items = [chunk.item for tensor in metadata.tensors.values() for chunk in tensor.chunks]
+        items = [item for tensor in metadata.tensors.values() for _, item in tensor.chunks]
         for item in sorted((*items, *metadata.objects.values()), key=lambda item: item[:3]):
-            if item.file not in self._numbers:
-                self._open(check_name(item.file))
-            num_bytes = self._file(item).byte_length
-            if item.byte_offset + item.byte_length > num_bytes:
-                what = f"it has {num_bytes} bytes, and {METADATA_NAME} has something at byte {item.byte_offset} of it"
-                raise damaged(self._file(item).path, what, kind="truncated")
-
-    def _file(self, item: Item) -> FileReader:
-        return self._files[self._numbers[item.file]]
-
-    def _open(self, name: str) -> None:
-        full_name = join_name(self._inside, name)
-        parent, _, last = full_name.rpartition("/")
-        if parent not in self._listings:
-            self._listings[parent] = self._source.list(parent)
-        num_bytes = self._listings[parent].get(last)
-        if num_bytes is None:
-            path = join_name(self.builder.path, full_name)
-            raise CheckpointNotFoundError(
-                f"{path} is not there, and {METADATA_NAME} says that tensors lie in it; nothing was loaded: restore "
-                "it, or take another checkpoint",
-                kind="missing_file",
-                path=path,
-            )
-        number = self._numbers[name] = self.builder.add_file(full_name, num_bytes)
-        self._files[number] = FileReader(self._source.store, join_name(self._source.name, full_name), num_bytes)
+            if item.file not in self._files:
+                name = join_name(self._inside, check_name(item.file))
+                file = self._source.reader(name)
+                self._files[item.file] = self.builder.add_file(name, file.byte_length), file
+            _, file = self._files[item.file]
+            if item.byte_offset + item.byte_length > file.byte_length:
+                what = f"{METADATA_NAME} has something at byte {item.byte_offset} of it"
+                file.damaged(f"it has {file.byte_length} bytes, and {what}", kind="truncated")
 
     def add_tensor(self, fqn: str, tensor: DcpTensor, shape: tuple[int, ...] | None) -> None:
         """Adds a tensor. `shape` is the true one where Megatron has cut the tensor to pieces and stacked them."""
         dtype = tensor.dtype
-        chunks = [found for chunk in tensor.chunks for found in self._chunks(fqn, dtype, tensor.shape, chunk)]
+        chunks = [chunk for part in tensor.chunks for chunk in self._chunks(fqn, dtype, tensor.shape, *part)]
         if shape is not None:
             self._refuse_too_many(fqn, sum(prod(chunk.region.lengths[:-1]) for chunk in chunks), tensor)
-            chunks = [found for chunk in chunks for found in unstacked(chunk, tensor.shape, shape, itemsize(dtype))]
+            chunks = [part for chunk in chunks for part in unstacked(chunk, tensor.shape, shape, itemsize(dtype))]
         self._refuse_too_many(fqn, len(chunks), tensor)
         stored_shape = tensor.shape if shape is None else shape
         self.builder.add_tensor(self._below + fqn, dtype, stored_shape, chunks, num_parts=len(tensor.chunks))
@@ -143,19 +113,19 @@ class _DcpFolder:
             what = f"{fqn!r:.200} lies in {num_chunks} pieces, because its parts are strided"
             raise not_readable(self.builder.path, what, "save contiguous tensors")
 
-    def _chunks(self, fqn: str, dtype: str, shape: tuple[int, ...], chunk: StoredChunk) -> list[Chunk]:
-        if len(chunk.offsets) != len(shape) or len(chunk.lengths) != len(shape):
-            raise damaged(self.builder.path, f"{fqn!r:.200} of shape {list(shape)} has a part at {list(chunk.offsets)}")
-        if 0 in chunk.lengths:
+    def _chunks(self, fqn: str, dtype: str, shape: tuple[int, ...], region: Region, item: Item) -> list[Chunk]:
+        if len(region.offsets) != len(shape) or len(region.lengths) != len(shape):
+            what = f"{fqn!r:.200} of shape {list(shape)} has a part at {list(region.offsets)}"
+            raise damaged(self.builder.path, what)
+        if 0 in region.lengths:
             return []
-        number = self._numbers[chunk.item.file]
-        view, start, num_bytes = self._place(chunk.item, fqn)
-        if view.dtype != dtype or view.shape != chunk.lengths:
-            what = f"{dtype}{list(chunk.lengths)} in {METADATA_NAME}, {view.dtype}{list(view.shape)} in the file"
-            raise damaged(self._files[number].path, f"a part of {fqn!r:.200} is {what}")
-        path = self._files[number].path
-        inside = chunks_of(view, fqn, file=number, byte_offset=start, byte_length=num_bytes, path=path)
-        return [each._replace(region=shifted(each.region, chunk.offsets)) for each in inside]
+        number, file = self._files[item.file]
+        view, start, num_bytes = self._place(item, fqn)
+        if view.dtype != dtype or view.shape != region.lengths:
+            what = f"{dtype}{list(region.lengths)} in {METADATA_NAME}, {view.dtype}{list(view.shape)} in the file"
+            file.damaged(f"a part of {fqn!r:.200} is {what}")
+        inside = chunks_of(view, fqn, file=number, byte_offset=start, byte_length=num_bytes, path=file.path)
+        return moved(inside, region.offsets)
 
     def _place(self, item: Item, fqn: str) -> tuple[StoredView, int, int]:
         """Returns the tensor of an archive, where its storage begins in the file, and the length of that in bytes.
@@ -163,7 +133,7 @@ class _DcpFolder:
         Most archives begin with the same bytes as an earlier one of their length, but for a checksum: then their
         storage is in the same place. Where the storage alone is in the file, the metadata has the rest.
         """
-        file = self._file(item)
+        _, file = self._files[item.file]
         if item.tensor is not None:
             view = self._view(item.tensor, fqn)
             if itemsize(view.dtype) * view.storage.num_items != item.byte_length:
@@ -185,12 +155,10 @@ class _DcpFolder:
         return view, start, storage_bytes
 
     def _archive(self, item: Item, fqn: str) -> TorchArchive:
-        file = self._file(item)
-        magic = file.read(item.byte_offset, min(item.byte_length, len(ZIP_MAGIC)))
-        if magic != ZIP_MAGIC:
-            file.damaged(
-                f"{fqn!r:.200} should be at byte {item.byte_offset}, and no archive of torch.save begins there"
-            )
+        _, file = self._files[item.file]
+        if file.read(item.byte_offset, min(item.byte_length, len(ZIP_MAGIC))) != ZIP_MAGIC:
+            what = f"{fqn!r:.200} should be at byte {item.byte_offset}, and no archive of torch.save begins there"
+            file.damaged(what)
         return TorchArchive(file, item.byte_offset, item.byte_offset + item.byte_length)
 
     def _view(self, content: bytes, fqn: str) -> StoredView:
@@ -212,21 +180,21 @@ class _DcpFolder:
         return {key: _with_lists(value) for key, value in root.items()}
 
     def _object(self, fqn: str, item: Item) -> Any:
-        file = self._file(item)
+        number, file = self._files[item.file]
         archive = self._archive(item, fqn)
         value = unpickle(archive.pickle, file.path, find_megatron_value)
-        saved = SavedFile(archive, self._numbers[item.file], file.path, value, item.file, self.builder)
+        saved = SavedFile(archive, number, file.path, value, item.file, self.builder)
         return saved.plain(value, self._below + fqn)
 
     def _put(self, root: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
         at = root
+        name = ".".join(map(str, path))
         for key in path[:-1]:
             at = at.setdefault(key, {})
             if type(at) is not dict:
-                name = ".".join(map(str, path))
                 raise damaged(self.builder.path, f"{name!r:.200} lies in something that is not a container")
         if path[-1] in at:
-            raise damaged(self.builder.path, f"it has {'.'.join(map(str, path))!r:.200} twice")
+            raise damaged(self.builder.path, f"it has {name!r:.200} twice")
         at[path[-1]] = value
 
 

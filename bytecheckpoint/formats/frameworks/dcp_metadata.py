@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bytecheckpoint.formats.file_reader import not_readable
@@ -12,46 +11,26 @@ from bytecheckpoint.formats.torch_save.file import translated, unpickle
 from bytecheckpoint.formats.torch_save.unpickler import PickleError
 from bytecheckpoint.formats.torch_save.unpickler_globals import Instance, instances, lengths_of, with_values
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH
+from bytecheckpoint.region import Region
 
-_METADATA = "torch.distributed.checkpoint.metadata."
-_CLASSES: Mapping[str, Any] = MappingProxyType(
-    instances(
-        *(
-            _METADATA + name
-            for name in (
-                "Metadata",
-                "TensorStorageMetadata",
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "MetadataIndex",
-                "TensorProperties",
-                "StorageMeta",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        "torch.distributed.checkpoint.filesystem._StorageInfo",
-        # plans of the ranks, which Megatron keeps there
-        "torch.distributed.checkpoint.filesystem._StoragePrefix",
-        "torch.distributed.checkpoint.planner.SavePlan",
-        "torch.distributed.checkpoint.planner.WriteItem",
-        "torch.distributed.checkpoint.planner.WriteItemType",
-        "torch.distributed.checkpoint.planner.TensorWriteData",
-        "torch.distributed.checkpoint.planner.BytesIOWriteData",
-        "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
-        "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan",
-        # torch up to 2.2
-        "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
-        "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
-        # the open-source ByteCheckpoint, whose package has this library's name
-        "bytecheckpoint.checkpointer.meta_type.Metadata",
-        "bytecheckpoint.checkpointer.meta_type._StorageInfo",
-    )
-)
+_CHECKPOINT, _MEGATRON = "torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.strategies.torch"
+_OLD_TORCH, _OSS = "torch.distributed._shard.sharded_tensor.metadata", "bytecheckpoint.checkpointer.meta_type"
+"""Modules of torch up to 2.2, and of the open-source ByteCheckpoint, whose package has this library's name."""
+_CLASSES = {
+    _CHECKPOINT + "metadata": (
+        "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex TensorProperties "
+        "StorageMeta _MEM_FORMAT_ENCODING"
+    ),
+    _CHECKPOINT + "filesystem": "_StorageInfo _StoragePrefix",
+    # plans of the ranks, which Megatron keeps there
+    _CHECKPOINT + "planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
+    _MEGATRON: "MCoreMetadata MCoreSavePlan",
+    _OLD_TORCH: "TensorProperties MEM_FORMAT_ENCODING",
+    _OSS: "Metadata _StorageInfo",
+}
 
 _Place = tuple[str, str]
-"""Name of a tensor, and the offsets of a chunk as a text: hashes of texts cannot be made to collide, hashes of numbers
-can.
-"""
+"""Name of a tensor, and the offsets of a chunk as text: hashes of texts cannot be made to collide."""
 
 
 class Item(NamedTuple):
@@ -65,20 +44,12 @@ class Item(NamedTuple):
     an archive of torch.save."""
 
 
-class StoredChunk(NamedTuple):
-    """A part of a tensor."""
-
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    item: Item
-
-
 class DcpTensor(NamedTuple):
-    """A tensor."""
+    """A tensor, and where each of its regions lies."""
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: list[StoredChunk]
+    chunks: list[tuple[Region, Item]]
 
 
 class Metadata(NamedTuple):
@@ -98,25 +69,27 @@ def read_metadata(content: bytes, path: str) -> Metadata:
     return translated(path, "torch.distributed.checkpoint", _parse, found, path)
 
 
-_find_class = with_values(_CLASSES)
+_find_class = with_values(instances(_CLASSES))
 
 
 def _parse(found: Any, path: str) -> Metadata:
     fields = dict(_fields(found, "Metadata", "MCoreMetadata"))
-    tensors_of = {_place(index): content for index, content in (fields.pop("all_tensor_metadata", None) or {}).items()}
-    items = _items(fields.pop("storage_data", None), tensors_of, path)
+    pickles = {_place(index): content for index, content in (fields.pop("all_tensor_metadata", None) or {}).items()}
+    items = _items(fields.pop("storage_data", None), pickles, path)
     tensors: dict[str, DcpTensor] = {}
     objects: dict[str, Item] = {}
-    for fqn, description in fields.pop("state_dict_metadata").items():
-        if type(fqn) is not str:
-            raise PickleError("a name in it is not text")
+    for name, description in fields.pop("state_dict_metadata").items():
+        fqn = _text(name)
         if _is_a(description, "BytesStorageMetadata"):
-            objects[fqn] = _taken(items, fqn, None)
+            objects[fqn] = _item(items, fqn, None)
             continue
         of_tensor = _fields(description, "TensorStorageMetadata")
-        shape = lengths_of(of_tensor["size"])
-        chunks = [StoredChunk(*place, _taken(items, fqn, place[0])) for place in _chunks(of_tensor["chunks"])]
-        tensors[fqn] = DcpTensor(_dtype(of_tensor["properties"]), shape, chunks)
+        chunks = []
+        for chunk in of_tensor["chunks"]:
+            of_chunk = _fields(chunk, "ChunkStorageMetadata")
+            region = Region(lengths_of(of_chunk["offsets"]), lengths_of(of_chunk["sizes"]))
+            chunks.append((region, _item(items, fqn, region.offsets)))
+        tensors[fqn] = DcpTensor(_dtype(of_tensor["properties"]), lengths_of(of_tensor["size"]), chunks)
     return Metadata(tensors, objects, dict(_paths(fields.pop("planner_data", None))), fields)
 
 
@@ -131,25 +104,19 @@ def _fields(value: Any, *names: str) -> dict[str, Any]:
     return fields
 
 
-def _chunks(chunks: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    for chunk in chunks:
-        fields = _fields(chunk, "ChunkStorageMetadata")
-        yield lengths_of(fields["offsets"]), lengths_of(fields["sizes"])
+def _text(name: Any) -> str:
+    if type(name) is not str:
+        raise PickleError("a name in it is not text")
+    return name
 
 
 def _place(index: Any) -> _Place:
     fields = _fields(index, "MetadataIndex")
     offset = fields.get("offset")
-    if type(fields["fqn"]) is not str:
-        raise PickleError("a name in it is not text")
-    return _key(fields["fqn"], None if offset is None else lengths_of(offset))
+    return _text(fields["fqn"]), "" if offset is None else repr(lengths_of(offset))
 
 
-def _key(fqn: str, offset: tuple[int, ...] | None) -> _Place:
-    return fqn, "" if offset is None else repr(offset)
-
-
-def _items(storage_data: Any, tensors: Mapping[_Place, Any], path: str) -> dict[_Place, Item]:
+def _items(storage_data: Any, pickles: Mapping[_Place, Any], path: str) -> dict[_Place, Item]:
     items = {}
     for index, info in storage_data.items():
         of_index, of_info = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
@@ -158,7 +125,7 @@ def _items(storage_data: Any, tensors: Mapping[_Place, Any], path: str) -> dict[
             advice = "load it with torch.distributed.checkpoint, and save it without extensions"
             raise not_readable(path, f"{of_index['fqn']!r:.200} was changed on its way to the file ({how:.80})", advice)
         place = _place(index)
-        tensor = tensors.get(place)
+        tensor = pickles.get(place)
         numbers = of_info["offset"], of_info["length"]
         if (
             not all(type(number) is int and number >= 0 for number in numbers)
@@ -170,10 +137,8 @@ def _items(storage_data: Any, tensors: Mapping[_Place, Any], path: str) -> dict[
     return items
 
 
-def _taken(items: Mapping[_Place, Item], fqn: str, offset: tuple[int, ...] | None) -> Item:
-    item = items.get(_key(fqn, offset))
-    if item is None and offset is not None:
-        item = items.get(_key(fqn, None))
+def _item(items: Mapping[_Place, Item], fqn: str, offset: tuple[int, ...] | None) -> Item:
+    item = items.get((fqn, "" if offset is None else repr(offset))) or items.get((fqn, ""))
     if item is None:
         where = "" if offset is None else f" at {list(offset)}"
         raise PickleError(f"it does not say where {fqn!r:.200}{where} is")

@@ -8,13 +8,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.formats.file_reader import conflicting, missing_file
 from bytecheckpoint.formats.folder import SourceFolder
-from bytecheckpoint.formats.frameworks.dcp_folder import METADATA_NAME, read_state, take_apart
+from bytecheckpoint.formats.frameworks.dcp_folder import METADATA_NAME, read_state
 from bytecheckpoint.formats.manifest_builder import two_of
-from bytecheckpoint.formats.torch_save.file import missing_file
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Store
 
 
 class _Kind(NamedTuple):
@@ -34,20 +32,15 @@ _STEP = re.compile(r"(?:\A|/)(?:global_step_|checkpoint-)(\d{1,18})\Z")
 _DATA_FILE = re.compile(r"/__(\d{1,9})_\d+\.distcp\Z")
 
 
-def is_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> bool:
+def is_folder(source: SourceFolder) -> bool:
     """Returns True if the folder is one of these."""
-    kind = _kind_of(listing)
-    return kind is not None and any(
-        METADATA_NAME in store.list(join_name(folder, name)) for name in _present(kind, listing)
-    )
+    kind = _kind_of(source)
+    present = [] if kind is None else filter(source.is_folder, kind.members)
+    return any(METADATA_NAME in source.list(name) for name in present)
 
 
-def _kind_of(listing: Mapping[str, int | None]) -> _Kind | None:
-    return next((kind for kind in (_OSS, _ACCELERATE) if _present(kind, listing)), None)
-
-
-def _present(kind: _Kind, listing: Mapping[str, int | None]) -> list[str]:
-    return [name for name in kind.members if name in listing and listing[name] is None]
+def _kind_of(source: SourceFolder) -> _Kind | None:
+    return next((kind for kind in (_OSS, _ACCELERATE) if any(map(source.is_folder, kind.members))), None)
 
 
 def read_folder(source: SourceFolder) -> None:
@@ -56,7 +49,7 @@ def read_folder(source: SourceFolder) -> None:
     """
     step = _STEP.search(source.path)
     source.builder.step = int(step[1]) if step else None
-    kind = _kind_of(source.listing) or _OSS
+    kind = _kind_of(source) or _OSS
     root: dict[Any, Any] = {}
     members, left_out = _members(source, kind)
     for inside, name in members.items():
@@ -71,13 +64,11 @@ def read_folder(source: SourceFolder) -> None:
         root[kind.extra] = _extra_state(source, kind.extra)
     for name in left_out:
         source.builder.leave_out(name, f"not of {', '.join(sorted(members))}, which were read")
-    take_apart(source.builder, root)
+    source.builder.take_apart(root)
 
 
 def _members(source: SourceFolder, kind: _Kind) -> tuple[dict[str, str], list[str]]:
-    """Returns the folders to read, each with the name of its content (a user's own folders have their own names), and
-    what is left out.
-    """
+    """Returns the folders to read, each with the name of its content, and the names that are left out."""
     members: dict[str, str] = {}
     left_out = []
     for name, num_bytes in sorted(source.listing.items()):
@@ -94,26 +85,22 @@ def _members(source: SourceFolder, kind: _Kind) -> tuple[dict[str, str], list[st
     weights = [name for name in left_out if _WEIGHTS.match(name)]
     if weights and next(iter(kind.members)) not in members:
         what = f"has {weights[0]!r:.200} beside {min(members)!r:.200}, and which of them is the model is not known"
-        raise CheckpointMismatchError(
-            f"{source.path} {what}; nothing was loaded: give the path of one of them", kind="conflict", path=source.path
-        )
+        raise conflicting(source.path, what, "give the path of one of them")
     return members, left_out
 
 
 def _extra_state(source: SourceFolder, inside: str) -> dict[str, Any]:
-    """Returns the values that each rank saved for itself."""
-    found = {}
-    for file, num_bytes in source.list(inside).items():
-        match = _EXTRA_FILE.match(file)
-        if match and num_bytes is not None:
-            found[int(match.group(1))] = join_name(inside, file), num_bytes
-    data_files = map(_DATA_FILE.search, (file.name for file in source.builder.files))
-    ranks = [int(match.group(1)) for match in data_files if match]
-    missing = sorted(set(range(max([*ranks, *found], default=-1) + 1)) - set(found))
+    files = {
+        int(match[1]): join_name(inside, file)
+        for file, num_bytes in source.list(inside).items()
+        if num_bytes is not None and (match := _EXTRA_FILE.match(file))
+    }
+    ranks = [int(match[1]) for file in source.builder.files if (match := _DATA_FILE.search(file.name))]
+    missing = sorted(set(range(max([*ranks, *files], default=-1) + 1)) - set(files))
     if missing:
         raise missing_file(join_name(source.path, inside), f"has no file of rank {missing[0]}")
     state = {}
-    for rank, (name, num_bytes) in sorted(found.items()):
-        saved = source.open(name, num_bytes=num_bytes)
+    for rank, name in sorted(files.items()):
+        saved = source.open(name)
         state[f"rank_{rank}"] = saved.plain(saved.value, f"{inside}.rank_{rank}")
     return state

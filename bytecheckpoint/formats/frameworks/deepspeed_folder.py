@@ -8,19 +8,16 @@ whole; `optimizer` has the rest. Without ZeRO the optimizer lies whole beside th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.formats.file_reader import damaged, not_readable
-from bytecheckpoint.formats.flat_ranges import chunks_of_runs, divided_runs
+from bytecheckpoint.formats.file_reader import missing_file, not_readable
+from bytecheckpoint.formats.flat_ranges import divided_runs
 from bytecheckpoint.formats.folder import SourceFolder
-from bytecheckpoint.formats.frameworks.deepspeed_universal import UNIVERSAL_FOLDER, read_universal
-from bytecheckpoint.formats.frameworks.deepspeed_zero import ZeroBuilder, ZeroState, read_zero_state
+from bytecheckpoint.formats.frameworks import deepspeed_zero
 from bytecheckpoint.formats.manifest_builder import holds_tensor, is_extra_state
-from bytecheckpoint.formats.torch_save.file import SavedFile, missing_file, translated
+from bytecheckpoint.formats.torch_save.file import SavedFile, translated
 from bytecheckpoint.formats.torch_save.unpickler_globals import Call, StoredView, instances, lengths_of, with_values
 
 _MODEL = re.compile(r"\A(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt\Z")
@@ -33,27 +30,26 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _LEFT = ("ds_config", "universal_checkpoint_info", "checkpoint_parallel_dimensions", "autotp_uc_info")
 _OPTIMIZER_ENTRY, _INNER = "optimizer", "optimizer_state_dict"
 _WRAPPER_ENTRY = "mixed_precision"
-"""The entry for state of DeepSpeed's wrapper of an optimizer without ZeRO: weights in full precision, the loss
-scale."""
+"""The entry of DeepSpeed's wrapper of an optimizer without ZeRO: weights in full precision, the loss scale."""
 _KNOWN = frozenset({*_LOADED, *_COUNTERS, *_LEFT, _OPTIMIZER_ENTRY, "lr_scheduler"})
 
-_CLASSES: Mapping[str, Any] = MappingProxyType(
+_find_class = with_values(
     {
         **instances(
-            "deepspeed.utils.tensor_fragment.fragment_address",
-            "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-            "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-            "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
-            "deepspeed.runtime.fp16.loss_scaler.LossScaleConfig",
+            {
+                "deepspeed.utils.tensor_fragment": "fragment_address",
+                "deepspeed.runtime.fp16.loss_scaler": "LossScaler DynamicLossScaler LossScaleConfig",
+                "deepspeed.checkpoint.universal_checkpoint": "SubparamShape",
+            }
         ),
         "deepspeed.runtime.zero.config.ZeroStageEnum": Call(lambda stage: stage),
     }
 )
 
 
-def is_folder(names: set[str]) -> bool:
+def is_folder(source: SourceFolder) -> bool:
     """Returns True for a folder of a step, by the names of its files."""
-    return any(_MODEL.match(name) or _OPTIMIZER.match(name) for name in names)
+    return any(_MODEL.match(name) or _OPTIMIZER.match(name) for name in source.files)
 
 
 def read_folder(source: SourceFolder) -> None:
@@ -63,28 +59,21 @@ def read_folder(source: SourceFolder) -> None:
     if odd:
         advice = "make it universal with DeepSpeed's ds_to_universal, or save it from one"
         raise not_readable(source.path, f"{odd[0]!r:.200} is of a pipeline or of experts", advice)
-    model_files = [_open(source, name) for name in models]
+    model_files = [source.open_dict(name, _find_class) for name in models]
     if not model_files:
         raise missing_file(source.path, "has optimizer states and no model states")
     first = model_files[0]
-    zero = ZeroBuilder(source.builder)
+    zero = deepspeed_zero.ZeroBuilder(source.builder)
     state = None
-    if source.is_folder(UNIVERSAL_FOLDER):
+    if source.is_folder(deepspeed_zero.UNIVERSAL_FOLDER):
         open_file = partial(source.open, find_global=_find_class)
-        state = translated(first.path, _WRITER, read_universal, source, open_file, first, zero)
+        state = translated(first.path, _WRITER, deepspeed_zero.read_universal, source, open_file, first, zero)
     elif optimizers:
-        optimizer_files = [_open(source, name) for name in optimizers]
-        state = translated(optimizer_files[0].path, _WRITER, read_zero_state, model_files, optimizer_files, zero)
-    translated(first.path, _WRITER, _add_frozen, model_files)
+        files = [source.open_dict(name, _find_class) for name in optimizers]
+        state = translated(files[0].path, _WRITER, deepspeed_zero.read_zero_state, model_files, files, zero)
+    translated(first.path, _WRITER, _add_frozen, model_files, zero)
     translated(first.path, _WRITER, _add_model, first, state)
     _name_left_out(model_files)
-
-
-def _open(source: SourceFolder, name: str) -> SavedFile:
-    saved = source.open(name, _find_class)
-    if not isinstance(saved.value, dict):
-        raise damaged(saved.path, "it has no dict")
-    return saved
 
 
 def _by_rank(names: set[str], pattern: re.Pattern[str], path: str) -> list[str]:
@@ -93,23 +82,19 @@ def _by_rank(names: set[str], pattern: re.Pattern[str], path: str) -> list[str]:
     Raises CheckpointNotFoundError (missing_file) if ranks are missing, CheckpointCorruptError (unsupported_version) if
     tensors are cut in other ways too.
     """
-    found: dict[int, str] = {}
-    for name in names:
-        match = pattern.match(name)
-        if match is None:
-            continue
-        rank, model_parallel = int(match.group(1) or 0), int(match.group(2))
-        if model_parallel:
+    by_rank: dict[int, str] = {}
+    for match in filter(None, map(pattern.match, names)):
+        if int(match[2]):
             advice = "make it universal with DeepSpeed's ds_to_universal, which knows how tensors were cut"
-            raise not_readable(path, f"{name!r:.200} is of a model that is divided by tensor parallelism", advice)
-        found[rank] = name
-    missing = sorted(set(range(len(found))) - set(found))
+            raise not_readable(path, f"{match[0]!r:.200} is of a model that is divided by tensor parallelism", advice)
+        by_rank[int(match[1] or 0)] = match[0]
+    missing = sorted(set(range(len(by_rank))) - set(by_rank))
     if missing:
-        raise missing_file(path, f"has no file of rank {missing[0]} like {found[max(found)]!r}")
-    return [found[rank] for rank in sorted(found)]
+        raise missing_file(path, f"has no file of rank {missing[0]} like {by_rank[max(by_rank)]!r}")
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def _add_frozen(models: list[SavedFile]) -> None:
+def _add_frozen(models: list[SavedFile], zero: deepspeed_zero.ZeroBuilder) -> None:
     """Adds parameters that no optimizer has: whole in each file, or by ZeRO 3 divided over those of all ranks."""
     builder = models[0].builder
     for name, shape in (models[0].value.get("frozen_param_shapes") or {}).items():
@@ -121,14 +106,12 @@ def _add_frozen(models: list[SavedFile]) -> None:
         if len(views) == 1 or views[0].shape == lengths:
             models[0].add_tensor(fqn, views[0])
             continue
-        found = [saved.buffer(view, name) for saved, view in zip(models, views, strict=True)]
-        dtype = found[0][1]
-        runs = list(divided_runs(lengths, 0, [[buffer] for buffer, _ in found], item_bytes=itemsize(dtype)))
-        chunks = chunks_of_runs(lengths, runs, item_bytes=itemsize(dtype))
-        builder.add_tensor(fqn, dtype, lengths, chunks, num_parts=len(chunks))
+        buffers, dtype = deepspeed_zero.buffers_of(models, views, name)
+        runs = divided_runs(lengths, 0, [[buffer] for buffer in buffers], item_bytes=itemsize(dtype))
+        zero.add(fqn, dtype, lengths, runs)
 
 
-def _add_model(saved: SavedFile, state: ZeroState | None) -> None:
+def _add_model(saved: SavedFile, state: deepspeed_zero.ZeroState | None) -> None:
     """Adds the data that is saved with the model, except the tensors in flat buffers."""
     value, builder = saved.value, saved.builder
     flat = state.names if state else frozenset()
@@ -179,6 +162,3 @@ def _without_zero(optimizer: Any) -> dict[str, Any]:
         return {_OPTIMIZER_ENTRY: optimizer}
     wrapper = {key: item for key, item in optimizer.items() if key != _INNER}
     return {_OPTIMIZER_ENTRY: optimizer[_INNER], _WRAPPER_ENTRY: wrapper}
-
-
-_find_class = with_values(_CLASSES)

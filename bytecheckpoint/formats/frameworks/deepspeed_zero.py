@@ -1,25 +1,19 @@
-"""The flat buffers of ZeRO: full-precision weights and optimizer state, found by the order and the shapes of parameters
-that DeepSpeed writes beside them.
+"""The full-precision weights and the optimizer state of ZeRO: in flat buffers, where the order and the shapes of
+parameters that DeepSpeed writes beside them say what is whose; or in universal checkpoints, as ds_to_universal makes
+them: a folder for each parameter, with a file for its weights and one for each piece of its optimizer state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.formats import flat_ranges
 from bytecheckpoint.formats.file_reader import damaged, not_readable
-from bytecheckpoint.formats.flat_ranges import (
-    FlatBuffer,
-    FlatRun,
-    chunks_of_runs,
-    divided_runs,
-    divided_share,
-    lay_out,
-    partition_length,
-    shared_runs,
-)
+from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder, holds_tensor
 from bytecheckpoint.formats.torch_save.file import SavedFile
 from bytecheckpoint.formats.torch_save.unpickler_globals import Instance, StoredView, lengths_of
@@ -29,6 +23,8 @@ _READ = frozenset(
 )
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Values of a dynamic loss scaler that change in training."""
+UNIVERSAL_FOLDER = "zero"
+_WEIGHTS, _SUFFIX, _GROUPS_FILE = "fp32.pt", ".pt", "optimizer_state.pt"
 _ALIGNMENT = 2
 """Elements to which DeepSpeed aligns the part of each rank."""
 
@@ -51,15 +47,14 @@ def read_zero_state(models: Sequence[SavedFile], optimizers: Sequence[SavedFile]
     of `Saved.buffer`.
     """
     states = [saved.value["optimizer_state_dict"] for saved in optimizers]
-    found = states[0].get("partition_count", len(optimizers))
-    num_ranks = max(found) if isinstance(found, list) else found
+    count = states[0].get("partition_count", len(optimizers))
+    num_ranks = max(count) if isinstance(count, list) else count
     if num_ranks != len(optimizers):
         raise damaged(optimizers[0].path, f"{num_ranks} ranks have saved it, and there are files of {len(optimizers)}")
     if states[0].get("ds_zero_partition_groups"):
         advice = "make it universal with DeepSpeed's ds_to_universal"
         raise not_readable(optimizers[0].path, "parameters are divided over groups of ranks (MiCS, hpZ)", advice)
-    shapes = [{name: lengths_of(shape) for name, shape in group.items()} for group in models[0].value["param_shapes"]]
-    given = _ZeroFiles(optimizers, states, shapes)
+    given = _ZeroFiles(optimizers, states, _shapes_of_groups(models[0]))
     if states[0].get("zero_stage") == 3:
         _read_divided(given, zero)
     else:
@@ -67,7 +62,11 @@ def read_zero_state(models: Sequence[SavedFile], optimizers: Sequence[SavedFile]
     for saved, state in zip(optimizers, states, strict=True):
         for key in sorted(state.keys() - _READ):
             zero.leave_out(f"{saved.name}: {key}", state[key], "this release does not know it")
-    return ZeroState(frozenset(name for group in shapes for name in group), zero.tree, _facts(states[0]))
+    return ZeroState(frozenset(name for shapes in given.shapes for name in shapes), zero.tree, _facts(states[0]))
+
+
+def _shapes_of_groups(model: SavedFile) -> list[dict[str, tuple[int, ...]]]:
+    return [{name: lengths_of(shape) for name, shape in group.items()} for group in model.value["param_shapes"]]
 
 
 def _facts(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,8 +84,8 @@ class ZeroBuilder:
         self._builder = builder
         self.tree: dict[str, Any] = {"state": {}, "groups": {}}
 
-    def add(self, fqn: str, dtype: str, shape: tuple[int, ...], runs: Sequence[FlatRun]) -> None:
-        chunks = chunks_of_runs(shape, runs, item_bytes=itemsize(dtype))
+    def add(self, fqn: str, dtype: str, shape: tuple[int, ...], runs: Iterable[flat_ranges.FlatRun]) -> None:
+        chunks = flat_ranges.chunks_of_runs(shape, runs, item_bytes=itemsize(dtype))
         self._builder.add_tensor(fqn, dtype, shape, chunks, num_parts=len(chunks))
 
     def leave_out(self, name: str, value: Any, why: str) -> None:
@@ -109,18 +108,17 @@ class ZeroBuilder:
 
 
 class _ZeroFiles(NamedTuple):
-    """The files of all ranks."""
-
     saved: Sequence[SavedFile]
     states: Sequence[dict[str, Any]]
     """The optimizer's state in each."""
     shapes: Sequence[dict[str, tuple[int, ...]]]
     """Shapes of the parameters in each group, in their order."""
 
-    def buffers(self, views: Sequence[Any], what: str) -> tuple[list[FlatBuffer], str]:
-        """Returns flat tensors, one of each rank, and their dtype."""
-        found = [saved.buffer(view, what) for saved, view in zip(self.saved, views, strict=True)]
-        return [buffer for buffer, _ in found], found[0][1]
+
+def buffers_of(files: Sequence[SavedFile], views: Sequence[Any], what: str) -> tuple[list[flat_ranges.FlatBuffer], str]:
+    """Returns flat tensors, one of each file, and their dtype."""
+    buffers = [saved.buffer(view, what) for saved, view in zip(files, views, strict=True)]
+    return [buffer for buffer, _ in buffers], buffers[0][1]
 
 
 def _read_shared(given: _ZeroFiles, zero: ZeroBuilder) -> None:
@@ -129,8 +127,8 @@ def _read_shared(given: _ZeroFiles, zero: ZeroBuilder) -> None:
     alignment = first.get("param_alignment_paddings")
 
     for index, shapes in enumerate(given.shapes):
-        placed, end = lay_out(list(shapes.values()), None if alignment is None else alignment[index])
-        part = partition_length(end, len(given.saved), _ALIGNMENT)
+        placed, end = flat_ranges.lay_out(list(shapes.values()), None if alignment is None else alignment[index])
+        part = flat_ranges.partition_length(end, len(given.saved), _ALIGNMENT)
         weights = [state["single_partition_of_fp32_groups"][index] for state in given.states]
         by_rank = [_state_of_group(state["base_optimizer_state"], index) for state in given.states]
         flat = {"model.{}": weights}
@@ -140,10 +138,10 @@ def _read_shared(given: _ZeroFiles, zero: ZeroBuilder) -> None:
             else:
                 zero.add_one_value(shapes, key, value, given.saved[0])
         for fqn, views in flat.items():
-            buffers, dtype = given.buffers(views, fqn)
+            buffers, dtype = buffers_of(given.saved, views, fqn)
             for name, where in zip(shapes, placed, strict=True):
-                runs = shared_runs(where, part, buffers, item_bytes=itemsize(dtype))
-                zero.add(fqn.format(name), dtype, where.shape, list(runs))
+                runs = flat_ranges.shared_runs(where, part, buffers, item_bytes=itemsize(dtype))
+                zero.add(fqn.format(name), dtype, where.shape, runs)
         zero.add_group(list(shapes), _param_group(first["base_optimizer_state"], index))
 
 
@@ -162,14 +160,14 @@ def _read_divided(given: _ZeroFiles, zero: ZeroBuilder) -> None:
             names = [name for shapes in given.shapes for name in shapes]
             zero.add_one_value(names, key, value, given.saved[0])
     for fqn, views in flat.items():
-        by_buffer = [given.buffers([of_rank[index] for of_rank in views], fqn) for index in range(num_buffers)]
+        by_buffer = [buffers_of(given.saved, of_index, fqn) for of_index in zip(*views, strict=True)]
         dtype = by_buffer[0][1]
         of_ranks = list(zip(*(buffers for buffers, _ in by_buffer), strict=True))
         at = 0
         for name, shape in (item for shapes in given.shapes for item in shapes.items()):
-            runs = divided_runs(shape, at, of_ranks, item_bytes=itemsize(dtype))
-            zero.add(fqn.format(name), dtype, shape, list(runs))
-            at += divided_share(shape, len(given.saved))
+            runs = flat_ranges.divided_runs(shape, at, of_ranks, item_bytes=itemsize(dtype))
+            zero.add(fqn.format(name), dtype, shape, runs)
+            at += flat_ranges.divided_share(shape, len(given.saved))
     _add_groups(given, zero)
 
 
@@ -190,11 +188,60 @@ def _is_flat(value: Any, lengths: set[int]) -> bool:
 
 def _state_of_group(base: Any, index: int) -> dict[str, Any]:
     """Returns the state of the wrapped optimizer for a group; elastic checkpoints have a list of such states."""
-    states = base["state"] if isinstance(base, dict) else dict(enumerate(base))
-    found: dict[str, Any] = states.get(index, {})
-    return found
+    states: dict[int, dict[str, Any]] = base["state"] if isinstance(base, dict) else dict(enumerate(base))
+    return states.get(index, {})
 
 
 def _param_group(base: Any, index: int) -> Mapping[str, Any]:
     groups = base["param_groups"] if isinstance(base, dict) else []
     return groups[index] if index < len(groups) else {}
+
+
+def read_universal(
+    source: SourceFolder, open_file: Callable[[str], SavedFile], model: SavedFile, zero: ZeroBuilder
+) -> ZeroState:
+    """Adds `model.<name>` and `optimizer.state.<name>.<key>`. Raises the errors of `read_zero_state`."""
+    shapes = _shapes_of_groups(model)
+    known = {name: shape for group in shapes for name, shape in group.items()}
+    order = {name: number for number, name in enumerate(known)}
+    root = source.list(UNIVERSAL_FOLDER)
+    names = [name for name, num_bytes in root.items() if num_bytes is None]
+    for name in sorted(names, key=lambda name: order.get(name, len(order))):
+        for file, num_bytes in sorted(source.list(f"{UNIVERSAL_FOLDER}/{name}").items()):
+            if num_bytes is not None and file.endswith(_SUFFIX):
+                saved = open_file(f"{UNIVERSAL_FOLDER}/{name}/{file}")
+                _add_piece(saved, file, name, known.get(name), zero)
+    groups: list[Mapping[str, Any]] = []
+    if root.get(_GROUPS_FILE) is not None:
+        groups = _universal_groups(open_file(f"{UNIVERSAL_FOLDER}/{_GROUPS_FILE}"), zero)
+    for index, group in enumerate(shapes):
+        is_same = len(groups) == len(shapes)
+        zero.add_group(list(group), groups[index if is_same else 0] if groups else {})
+    return ZeroState(frozenset(names), zero.tree)
+
+
+def _add_piece(saved: SavedFile, file: str, name: str, shape: tuple[int, ...] | None, zero: ZeroBuilder) -> None:
+    value: Any = saved.value
+    view = value.get("param") if isinstance(value, dict) else value
+    key = file.removesuffix(_SUFFIX)
+    if not isinstance(view, StoredView) or not view.shape:
+        zero.add_one_value([name], key, view, saved)
+        return
+    fqn = f"model.{name}" if file == _WEIGHTS else f"optimizer.state.{name}.{key}"
+    if shape is None or view.shape == shape or prod(view.shape) != prod(shape):
+        saved.add_tensor(fqn, view)
+        return
+    # ZeRO 3 leaves the shape out.
+    buffer, dtype = saved.buffer(view, fqn)
+    if len(view.shape) != 1:
+        raise damaged(saved.path, f"{name!r:.200} has the shape {list(view.shape)}, and {list(shape)} elsewhere")
+    zero.add(fqn, dtype, shape, [flat_ranges.FlatRun(0, prod(shape), buffer.file, buffer.byte_offset)])
+
+
+def _universal_groups(saved: SavedFile, zero: ZeroBuilder) -> list[Mapping[str, Any]]:
+    """Returns the hyperparameters of each group; ZeRO 3 keeps them deeper, and splits the user's groups."""
+    groups: list[Mapping[str, Any]]
+    groups = (saved.value if "param_groups" in saved.value else saved.value["optimizer_state_dict"])["param_groups"]
+    why = "its hyperparameters are read, and the state of parameters from their own folders"
+    zero.leave_out(saved.name, saved.value, why)
+    return groups

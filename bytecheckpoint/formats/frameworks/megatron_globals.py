@@ -4,12 +4,10 @@ its checks. They are read as plain data: an enumeration as its value, an object 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from bytecheckpoint.formats.torch_save.unpickler import PickleError
-from bytecheckpoint.formats.torch_save.unpickler_globals import Call, instances, with_values
+from bytecheckpoint.formats.torch_save.unpickler_globals import Call, full_names, instances, with_values
 
 
 class _Enumeration(Call):
@@ -30,48 +28,28 @@ def _member(owner: Any, name: Any) -> str:
 
 
 _CORE = "megatron.core."
-_CLASSES: Mapping[str, Any] = MappingProxyType(
+_OBJECTS = {
+    _CORE + "optimizer": "OptimizerConfig",
+    _CORE + "optimizer.optimizer_config": "OptimizerConfig AdamOptimizerConfig SGDOptimizerConfig",
+    _CORE + "rerun_state_machine": "RerunStateMachine",
+}
+_OLD_ENUMERATIONS = "AttnMaskType AttnType LayerType ModelType"
+_ENUMERATIONS = {
+    _CORE + "transformer.enums": (
+        "AttnBackend AttnMaskType AttnType CudaGraphModule CudaGraphScope InferenceCudaGraphScope LayerType ModelType"
+    ),
+    _CORE + "enums": "ModelType Fp8Recipe Fp4Recipe",
+    _CORE + "rerun_state_machine": "RerunDiagnostic RerunMode RerunState",
+    "megatron.model.enums": _OLD_ENUMERATIONS,
+    "megatron.legacy.model.enums": _OLD_ENUMERATIONS,
+    "signal": "Signals",
+}
+
+find_megatron_value = with_values(
     {
-        **instances(
-            _CORE + "optimizer.OptimizerConfig",
-            _CORE + "optimizer.optimizer_config.OptimizerConfig",
-            _CORE + "optimizer.optimizer_config.AdamOptimizerConfig",
-            _CORE + "optimizer.optimizer_config.SGDOptimizerConfig",
-            _CORE + "rerun_state_machine.RerunStateMachine",
-        ),
-        **dict.fromkeys(
-            (
-                _CORE + "transformer.enums.AttnBackend",
-                _CORE + "transformer.enums.AttnMaskType",
-                _CORE + "transformer.enums.AttnType",
-                _CORE + "transformer.enums.CudaGraphModule",
-                _CORE + "transformer.enums.CudaGraphScope",
-                _CORE + "transformer.enums.InferenceCudaGraphScope",
-                _CORE + "transformer.enums.LayerType",
-                _CORE + "transformer.enums.ModelType",
-                _CORE + "enums.ModelType",
-                _CORE + "enums.Fp8Recipe",
-                _CORE + "enums.Fp4Recipe",
-                _CORE + "rerun_state_machine.RerunDiagnostic",
-                _CORE + "rerun_state_machine.RerunMode",
-                _CORE + "rerun_state_machine.RerunState",
-                "megatron.model.enums.AttnMaskType",
-                "megatron.model.enums.AttnType",
-                "megatron.model.enums.LayerType",
-                "megatron.model.enums.ModelType",
-                "megatron.legacy.model.enums.AttnMaskType",
-                "megatron.legacy.model.enums.AttnType",
-                "megatron.legacy.model.enums.LayerType",
-                "megatron.legacy.model.enums.ModelType",
-                "signal.Signals",
-            ),
-            _Enumeration(_value),
-        ),
-        "builtins.getattr": Call(_member),
-        "__builtin__.getattr": Call(_member),
+        **instances(_OBJECTS),
+        **dict.fromkeys(full_names(_ENUMERATIONS), _Enumeration(_value)),
+        **dict.fromkeys(("builtins.getattr", "__builtin__.getattr"), Call(_member)),
     }
 )
-
-
-find_megatron_value = with_values(_CLASSES)
 """Returns the stand-in for a global. Raises UnsafeCheckpointError (pickle_refused) for every name that is not known."""

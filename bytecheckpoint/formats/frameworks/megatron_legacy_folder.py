@@ -12,13 +12,12 @@ from itertools import product, starmap
 from operator import itemgetter
 from typing import Any
 
-from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.formats.file_reader import damaged
+from bytecheckpoint.formats.file_reader import conflicting, damaged, missing_file
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.frameworks.megatron_globals import find_megatron_value
 from bytecheckpoint.formats.frameworks.megatron_legacy_model import MODEL_KEY, Model, Rank, RankFile
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder
-from bytecheckpoint.formats.torch_save.file import SavedFile, missing_file, translated
+from bytecheckpoint.formats.torch_save.file import translated
 from bytecheckpoint.manifest.plain_wire import TensorRef
 from bytecheckpoint.storage.paths import join_name
 
@@ -30,69 +29,63 @@ _OPTIMIZER = "optimizer"
 _AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 _SAID_BY_ALL = (
     *_AXES,
-    "expert_tensor_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "num_layers",
-    "encoder_num_layers",
-    "decoder_num_layers",
-    "num_experts",
+    *("expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("num_layers", "encoder_num_layers", "decoder_num_layers", "num_experts"),
 )
 """Arguments that all ranks have alike."""
 _OF_RANK = ("rng_state", "rerun_state_machine")
+_WHY_LEFT_OUT = "which parameter each of its tensors belongs to is not written there"
 
 
-def is_folder(listing: Mapping[str, int | None]) -> bool:
+def is_folder(source: SourceFolder) -> bool:
     """Returns True for a folder of a step, by its listing."""
-    return any(num_bytes is None and _RANK_FOLDER.match(name) for name, num_bytes in listing.items())
+    return bool(_rank_folders(source))
+
+
+def _rank_folders(source: SourceFolder) -> list[str]:
+    return sorted(name for name in source.listing if source.is_folder(name) and _RANK_FOLDER.match(name))
 
 
 def read_folder(source: SourceFolder) -> None:
     """Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
     UnsafeCheckpointError.
     """
-    names = sorted(name for name in source.listing if source.is_folder(name) and _RANK_FOLDER.match(name))
-    opened = [_open(source, name) for name in names]
-    first = opened[0][1]
-    files = translated(first.path, _WRITER, _arrange, opened, source.builder)
-    translated(first.path, _WRITER, _read, files, source.builder)
+    opened = [_open(source, name) for name in _rank_folders(source)]
+    path = opened[0].saved.path
+    files = translated(path, _WRITER, _arrange, opened, source.builder)
+    translated(path, _WRITER, _read, files, source.builder)
 
 
-def _open(source: SourceFolder, name: str) -> tuple[str, SavedFile, str]:
-    """Returns the folder and the file of a rank, and the name of a file with optimizer state beside it."""
-    inside = source.list(name)
-    file = next((file for file in _MODEL_FILES if inside.get(file) is not None), None)
-    if file is None:
-        raise missing_file(join_name(source.path, name), f"has no {_MODEL_FILES[0]}")
-    saved = source.open(join_name(name, file), find_megatron_value, num_bytes=inside[file])
-    if not isinstance(saved.value, dict):
-        raise damaged(saved.path, "it has no dict")
-    other = next((file for file in sorted(inside) if _OPTIMIZER_FILES.match(file)), "")
-    return name, saved, join_name(name, other) if other else ""
+def _open(source: SourceFolder, folder: str) -> RankFile:
+    """Opens the file of a rank. Leaves out a file with optimizer state beside it."""
+    inside = source.list(folder)
+    name = next((file for file in _MODEL_FILES if inside.get(file) is not None), None)
+    if name is None:
+        raise missing_file(join_name(source.path, folder), f"has no {_MODEL_FILES[0]}")
+    saved = source.open_dict(join_name(folder, name), find_megatron_value)
+    optimizer = next((file for file in sorted(inside) if _OPTIMIZER_FILES.match(file)), None)
+    if optimizer is not None:
+        source.builder.leave_out(join_name(folder, optimizer), _WHY_LEFT_OUT)
+    match = _RANK_FOLDER.match(folder)
+    tp, *rest = (int(number) for number in (match.groups() if match else ()) if number is not None)
+    file = RankFile(Rank(tp, *[*rest, 0, 0][:2]), folder, saved)
+    has_stages, has_experts = (_size(file.settings, axis) > 1 for axis in _AXES[1:])
+    if len(rest) == 1 and has_experts and not has_stages:
+        file = file._replace(rank=Rank(tp, 0, *rest))
+    return file
 
 
-def _arrange(opened: list[tuple[str, SavedFile, str]], builder: ManifestBuilder) -> dict[Rank, RankFile]:
+def _arrange(opened: list[RankFile], builder: ManifestBuilder) -> dict[Rank, RankFile]:
     """Returns the files by rank, all of them there and of one save. Leaves out optimizer state by name."""
-    settings = RankFile(Rank(0, 0, 0), *opened[0][:2]).settings
-    has_stages = _size(settings, "pipeline_model_parallel_size") > 1
     files: dict[Rank, RankFile] = {}
-    for name, saved, other in opened:
-        match = _RANK_FOLDER.match(name)
-        tp, *rest = (int(number) for number in (match.groups() if match else ()) if number is not None)
-        if len(rest) == 1 and not has_stages and _size(settings, "expert_model_parallel_size") > 1:
-            rest = [0, *rest]
-        rank = Rank(tp, *[*rest, 0, 0][:2])
-        if rank in files:
-            what = f"has {files[rank].folder!r} and {name!r}, which are of one rank"
-            raise CheckpointMismatchError(
-                f"{builder.path} {what}; nothing was loaded: remove the one that is older",
-                kind="conflict",
-                path=builder.path,
-            )
-        files[rank] = RankFile(rank, name, saved)
-        for left_out in (other, _OPTIMIZER if saved.value.get(_OPTIMIZER) else ""):
-            if left_out:
-                builder.leave_out(left_out, "which parameter each of its tensors belongs to is not written there")
-    _refuse_missing_ranks(files, settings, builder.path)
+    for file in opened:
+        other = files.setdefault(file.rank, file)
+        if other is not file:
+            what = f"has {other.folder!r} and {file.folder!r}, which are of one rank"
+            raise conflicting(builder.path, what, "remove the one that is older")
+        if file.value.get(_OPTIMIZER):
+            builder.leave_out(_OPTIMIZER, _WHY_LEFT_OUT)
+    _refuse_missing_ranks(files, opened[0].settings, builder.path)
     _refuse_mixed(files)
     return files
 
@@ -107,12 +100,9 @@ def _refuse_missing_ranks(files: Mapping[Rank, RankFile], settings: Mapping[str,
     for axis, (name, size, numbers) in enumerate(zip(_AXES, said, zip(*files, strict=True), strict=True)):
         if name in settings and size <= max(numbers):
             stale = files[max(files, key=itemgetter(axis))].folder
-            raise CheckpointMismatchError(
-                f"{path} has {stale!r}, and its arguments say {name}={size}: it is of a save with more ranks, or the "
-                "arguments are of another one; nothing was loaded: remove the folders of the older save",
-                kind="conflict",
-                path=path,
-            )
+            what = f"has {stale!r}, and its arguments say {name}={size}: it is of a save with more ranks, or the "
+            what += "arguments are of another one"
+            raise conflicting(path, what, "remove the folders of the older save")
     sizes = [max(size, 1 + max(numbers)) for size, numbers in zip(said, zip(*files, strict=True), strict=True)]
     few = [min(size, len(files) + 1) for size in sizes]  # of more, one of these is missing as well
     for rank in starmap(Rank, product(*map(range, few))):

@@ -1,21 +1,20 @@
 """The model that the ranks of Megatron have parts of: what each file calls its layers and experts is numbered through,
-and what tensor parallelism has cut is put together.
+and what tensor parallelism has cut is put together. Names say how it was cut; a tensor of another name is refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.formats.file_reader import damaged, not_readable, too_much
-from bytecheckpoint.formats.frameworks.megatron_tensor_parallel import TensorPart, is_same_on_all, whole_of
-from bytecheckpoint.formats.manifest_builder import MAX_VALUES, ManifestBuilder, is_extra_state, two_of
-from bytecheckpoint.formats.torch_save.duplicates import Comparer
-from bytecheckpoint.formats.torch_save.file import SavedFile
+from bytecheckpoint.formats.file_reader import conflicting, damaged, not_readable
+from bytecheckpoint.formats.manifest_builder import ManifestBuilder, is_extra_state, leaves_of
+from bytecheckpoint.formats.torch_save.duplicates import Comparer, StoredCopy
+from bytecheckpoint.formats.torch_save.file import SavedFile, moved
 from bytecheckpoint.formats.torch_save.unpickler_globals import Instance, StoredView
-from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, join_fqn
+from bytecheckpoint.manifest import Chunk
 
 _MODEL, MODEL_KEY = "model", re.compile(r"\Amodel(\d*)\Z")
 _LAYER = re.compile(r"\A((?:.*?\.)?layers\.)(\d+)(\..*)\Z")
@@ -29,6 +28,21 @@ _MAY_STAND_TWICE = re.compile(r"(?:\A|\.)(?:word|position)_embeddings\.weight\Z"
 _ADVICE = "load it with Megatron and save it with --ckpt-format torch_dist"
 _FIRST_VERSION_OF_ORDER = 2.0
 """The first version of checkpoints in which the rows of attention have the order of today."""
+
+_ROWS, _COLUMNS, _GATED, _SAME = "rows", "columns", "gated", "same"
+
+_RULES = (
+    (_GATED, r"(linear_fc1|dense_h_to_4h)\.(weight|bias)\d*"),
+    (_COLUMNS, r"(linear_proj|linear_fc2|dense_4h_to_h|\w*attention\.dense)\.weight\d*"),
+    (_SAME, r"(linear_proj|linear_fc2|dense_4h_to_h|\w*attention\.dense)\.bias\d*"),
+    (_ROWS, r"(word_embeddings|word_embeddings_for_head|output_layer|linear_qkv|query_key_value)\.(weight|bias)"),
+    (_ROWS, r"(linear_q|linear_kv|query|key_value)\.(weight|bias)"),
+    (_SAME, r"(\w*layer_?norm\d?|\w*_norm|norm)\.(weight|bias)"),
+    (_SAME, r"(layer_norm_weight|layer_norm_bias|ln_bias|ln_weight)"),
+    (_SAME, r"(position_embeddings|tokentype_embeddings|router)\.(weight|bias)"),
+    (_SAME, r"(router\.expert_bias|shared_experts\.gate_weight|rotary_pos_emb\.inv_freq)"),
+)
+_PATTERNS = [(rule, re.compile(rf"(?:\A|\.){pattern}\Z")) for rule, pattern in _RULES]
 
 
 class Rank(NamedTuple):
@@ -48,8 +62,8 @@ class RankFile(NamedTuple):
 
     @property
     def value(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.saved.value
-        return found
+        value: dict[str, Any] = self.saved.value
+        return value
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -58,7 +72,9 @@ class RankFile(NamedTuple):
         return args.fields if isinstance(args, Instance) else {}
 
 
-_Stage = dict[str, list[tuple[RankFile, Any]]]
+_Part = tuple[RankFile, Any]
+"""A rank's file, and a value in it."""
+_Stage = dict[str, list[_Part]]
 """Values of the files of a stage, by name."""
 
 
@@ -71,7 +87,7 @@ class Model:
         self._num_layers: dict[str, int] = {}
         """Number of layers in the stages before, by the prefix of their names."""
         self._stage_of: dict[str, Rank] = {}
-        self._found: dict[str, list[tuple[RankFile, Any]]] = {}
+        self._twice: _Stage = {}
         """Parts of tensors that another stage may have as well."""
         self._comparer = Comparer()
 
@@ -87,116 +103,98 @@ class Model:
 
     def _add_chunk(self, key: str, pp: int) -> None:
         files = [file for rank, file in sorted(self._files.items()) if rank.pp == pp]
-        by_name = self._by_name(key, files)
-        for name, found in by_name.items():
-            self._add_one(name, found, by_name)
-        for prefix, num_layers in _layers_of(by_name, files[0].saved.path).items():
-            self._num_layers[prefix] = self._num_layers.get(prefix, 0) + num_layers
+        stage = self._by_name(key, files)
+        for name, parts in stage.items():
+            self._add_one(name, parts, stage)
+        for prefix, numbers in _numbers(_LAYER, stage, r"\1").items():
+            if max(numbers) >= len(numbers):
+                what = f"{len(numbers)} layers like {prefix}{max(numbers)}, and the others have no tensors"
+                raise not_readable(files[0].saved.path, f"it has {what}", _ADVICE)
+            self._num_layers[prefix] = self._num_layers.get(prefix, 0) + len(numbers)
 
     def _by_name(self, key: str, files: list[RankFile]) -> _Stage:
-        """Returns the parts of each tensor in the files of a stage, in the order of tensor ranks, by name with the
-        stage's numbers for layers and those of the whole model for experts.
-        """
-        values = {file.rank: _flat(file.value[key], file.saved.path) for file in files}
+        """Returns the parts of each tensor of a stage by name, with the model's numbers for experts."""
+        values = {file.rank: _values_of(file, key) for file in files}
         first = values[files[0].rank]
         num_experts = num_local_experts(first, files[0], 1 + max(file.rank.ep for file in files))
         by_name: _Stage = {}
         for file in files:
-            names = values[file.rank]
-            if names.keys() != first.keys():
+            if values[file.rank].keys() != first.keys():
                 raise damaged(file.saved.path, f"its {key!r} has other names than that of {files[0].folder}")
-            for name, value in names.items():
+            for name, value in values[file.rank].items():
                 expert = _EXPERT.match(name)
                 if expert:
                     number = int(expert[2]) + file.rank.ep * num_experts
                     by_name.setdefault(f"{expert[1]}{number}{expert[3]}", []).append((file, value))
                 elif file.rank.ep == 0 or is_extra_state(name):
                     by_name.setdefault(name, []).append((file, value))
-                else:
-                    self._refuse_no_copy(name, (file, value), values[file.rank._replace(ep=0)][name])
+                elif _OF_EXPERTS.search(name):
+                    what = f"{name!r:.200} is of experts, and which of them is not to be seen from its name"
+                    raise not_readable(file.saved.path, what, _ADVICE)
+                else:  # every rank of experts has a copy
+                    rank = file.rank._replace(ep=0)
+                    self._refuse_difference(name, (self._files[rank], values[rank][name]), (file, value))
         return by_name
 
-    def _refuse_no_copy(self, name: str, found: tuple[RankFile, Any], value: Any) -> None:
-        """Refuses a value of no expert that is not a copy: every rank of experts has one."""
-        file, _ = found
-        if _OF_EXPERTS.search(name):
-            what = f"{name!r:.200} is of experts, and which of them is not to be seen from its name"
-            raise not_readable(file.saved.path, what, _ADVICE)
-        self._refuse_difference(name, (self._files[file.rank._replace(ep=0)], value), found)
+    def _refuse_difference(self, name: str, one: _Part, other: _Part) -> None:
+        here, there = one[0].saved, other[0].saved
+        if self._comparer.same_value((here, one[1]), (there, other[1]), name) is False:
+            what = f"and {here.path} should have copies of {name!r:.200}, which differ; which one counts is not known"
+            raise conflicting(there.path, what, _ADVICE)
 
-    def _refuse_difference(self, name: str, one: tuple[RankFile, Any], other: tuple[RankFile, Any]) -> None:
-        here, there = (file.saved for file, _ in (one, other))
-        if self._comparer.same_value((here, one[1]), (there, other[1]), name) is not False:
-            return
-        raise CheckpointMismatchError(
-            f"{there.path} and {here.path} should have copies of {name!r:.200}, and they differ; which one counts is "
-            f"not known, and nothing was loaded: {_ADVICE}",
-            kind="conflict",
-            path=there.path,
-        )
-
-    def _global_name(self, name: str) -> str:
-        layer = _LAYER.match(name)
-        if layer is None:
-            return name
-        return f"{layer[1]}{int(layer[2]) + self._num_layers.get(layer[1], 0)}{layer[3]}"
-
-    def _add_one(self, local_name: str, found: list[tuple[RankFile, Any]], stage: _Stage) -> None:
-        name = self._global_name(local_name)
+    def _add_one(self, local_name: str, parts: list[_Part], stage: _Stage) -> None:
+        layer = _LAYER.match(local_name)
+        name = f"{layer[1]}{int(layer[2]) + self._num_layers.get(layer[1], 0)}{layer[3]}" if layer else local_name
         fqn = f"{_MODEL}.{name}"
-        first, value = found[0]
-        if is_extra_state(name) or not isinstance(value, StoredView):
-            self._add_plain(fqn, found)
+        first, view = parts[0]
+        if is_extra_state(name) or not isinstance(view, StoredView):
+            self._add_plain(fqn, parts)
             return
-        if any(not isinstance(each, StoredView) for _, each in found):
+        if any(not isinstance(value, StoredView) for _, value in parts):
             raise damaged(first.saved.path, f"{name!r:.200} is a tensor in it, and something else on other ranks")
-        self._refuse_old_attention(name, first)
-        self._refuse_other_cuts(name, first, len(found))
+        _refuse_old_attention(name, first)
+        _refuse_other_cuts(name, first, len(parts))
         if _MAY_STAND_TWICE.search(name):
-            others = self._found.setdefault(fqn, found)
-            if others is not found:  # the last stage has a copy of its own, for its loss
-                for one, other in zip(others, found, strict=True):
+            earlier = self._twice.setdefault(fqn, parts)
+            if earlier is not parts:  # the last stage has a copy of its own, for its loss
+                for one, other in zip(earlier, parts, strict=True):
                     self._refuse_difference(name, one, other)
                 return
-        parts = [TensorPart(file.saved, each) for file, each in found]
-        if is_same_on_all(name):
-            for other in found[1:]:
-                self._refuse_difference(name, found[0], other)
-        dtype, shape, chunks = whole_of(name, parts, is_gated=_is_gated(local_name, value, stage))
+        for other in parts[1:] if _rule_of(name) == _SAME else ():
+            self._refuse_difference(name, parts[0], other)
+        copies = [(file.saved, value) for file, value in parts]
+        shape, chunks = _whole_of(name, copies, is_gated=_is_gated(local_name, view, stage))
         self._refuse_taken(fqn, first.rank)
-        self._builder.add_tensor(fqn, dtype, shape, chunks, num_parts=2 * len(parts))
+        self._builder.add_tensor(fqn, view.dtype, shape, chunks, num_parts=2 * len(parts))
 
     def _refuse_taken(self, fqn: str, rank: Rank) -> None:
         other = self._stage_of.setdefault(fqn, rank)
         if fqn in self._builder.tensors:
-            raise CheckpointMismatchError(
-                f"{self._builder.path}: pipeline ranks {other.pp} and {rank.pp} both have {fqn!r:.200}, and which one "
-                f"counts is not known; nothing was loaded: {_ADVICE}",
-                kind="conflict",
-                path=self._builder.path,
-            )
+            what = f"has {fqn!r:.200} on pipeline ranks {other.pp} and {rank.pp}, and which one counts is not known"
+            raise conflicting(self._builder.path, what, _ADVICE)
 
-    def _add_plain(self, fqn: str, found: list[tuple[RankFile, Any]]) -> None:
+    def _add_plain(self, fqn: str, parts: list[_Part]) -> None:
         """Adds extra state of modules, of which ranks may have different ones."""
-        for file, value in found:
-            is_first = file is found[0][0]
+        for file, value in parts:
+            is_first = file is parts[0][0]
             name = fqn if is_first else f"{file.folder}.{fqn}"
             if is_first or value is not None:
                 self._builder.trees[name] = file.saved.plain(value, name)
 
-    def _refuse_other_cuts(self, name: str, file: RankFile, num_parts: int) -> None:
-        size = file.settings.get("expert_tensor_parallel_size")
-        if _OF_EXPERTS.search(name) and size is not None and size != num_parts:
-            what = f"its experts are cut over {size!r:.20} ranks, and the rest of the model over {num_parts}"
-            raise not_readable(file.saved.path, what, _ADVICE)
 
-    def _refuse_old_attention(self, name: str, file: RankFile) -> None:
-        version = file.value.get("checkpoint_version", 0)
-        is_old = not isinstance(version, int | float) or not version >= _FIRST_VERSION_OF_ORDER
-        if is_old and "attention." in name:
-            what = f"it is of checkpoint version {version!r:.20}, which orders the rows of {name!r:.200} in another way"
-            advice = "load it with Megatron, which reorders them, and save it again"
-            raise not_readable(file.saved.path, what, advice)
+def _refuse_other_cuts(name: str, file: RankFile, num_parts: int) -> None:
+    size = file.settings.get("expert_tensor_parallel_size")
+    if _OF_EXPERTS.search(name) and size is not None and size != num_parts:
+        what = f"its experts are cut over {size!r:.20} ranks, and the rest of the model over {num_parts}"
+        raise not_readable(file.saved.path, what, _ADVICE)
+
+
+def _refuse_old_attention(name: str, file: RankFile) -> None:
+    version = file.value.get("checkpoint_version", 0)
+    is_old = not isinstance(version, int | float) or not version >= _FIRST_VERSION_OF_ORDER
+    if is_old and "attention." in name:
+        what = f"it is of checkpoint version {version!r:.20}, which orders the rows of {name!r:.200} in another way"
+        raise not_readable(file.saved.path, what, "load it with Megatron, which reorders them, and save it again")
 
 
 def _chunks_of(file: RankFile) -> list[str]:
@@ -208,84 +206,122 @@ def _chunks_of(file: RankFile) -> list[str]:
     return keys
 
 
-def _flat(value: Any, path: str) -> dict[str, Any]:
-    """Returns tensors and other leaves by name: models were nested dicts once."""
-    if not isinstance(value, dict):
-        raise damaged(path, f"its model is a {type(value).__name__}, and no dict")
-    found: dict[str, Any] = {}
-    num_values = 0
-
-    def walk(values: dict[Any, Any], above: str, depth: int) -> None:
-        nonlocal num_values
-        num_values += 1 + len(values)
-        if depth == 0 or num_values > MAX_VALUES:
-            raise too_much(path, f"its model is nested more than {MAX_DEPTH} deep, or of {MAX_VALUES} values")
-        for key, item in values.items():
-            name = join_fqn(above, key)
-            if isinstance(item, dict) and not is_extra_state(name):
-                walk(item, name, depth - 1)
-            elif name in found:
-                raise two_of(path, name)
-            else:
-                found[name] = item
-
-    walk(value, "", MAX_DEPTH)
-    return found
+def _values_of(file: RankFile, key: str) -> dict[str, Any]:
+    """Returns tensors and other values of a chunk by name: models were nested dicts once."""
+    model, path = file.value[key], file.saved.path
+    if not isinstance(model, dict):
+        raise damaged(path, f"its model is a {type(model).__name__}, and no dict")
+    return leaves_of(model, "", path=path, items_of=_items_of)
 
 
-def num_local_experts(names: Mapping[str, Any], file: RankFile, num_ranks: int) -> int:
+def _items_of(name: str, value: Any) -> Iterable[tuple[Any, Any]] | None:
+    return value.items() if isinstance(value, dict) and not is_extra_state(name) else None
+
+
+def _numbers(pattern: re.Pattern[str], names: Iterable[str], kind: str) -> dict[str, set[int]]:
+    """Returns the numbers in names of layers or of experts, by the rest of the name that `kind` is a template for."""
+    by_kind: dict[str, set[int]] = {}
+    for match in filter(None, map(pattern.match, names)):
+        by_kind.setdefault(match.expand(kind), set()).add(int(match[2]))
+    return by_kind
+
+
+def num_local_experts(names: Iterable[str], file: RankFile, num_ranks: int) -> int:
     """Returns the number of experts of a rank: all modules have as many, and the arguments have the total of all ranks.
 
     Raises CheckpointCorruptError (bad_manifest).
     """
-    found: dict[str, set[int]] = {}
-    for match in filter(None, map(_EXPERT.match, names)):
-        found.setdefault(f"{match[1]}*{match[3]}", set()).add(int(match[2]))
-    num_experts = max((len(numbers) for numbers in found.values()), default=0)
-    for name, numbers in found.items():
+    by_module = _numbers(_EXPERT, names, r"\1*\3")
+    num_experts = max(map(len, by_module.values()), default=0)
+    for name, numbers in by_module.items():
         if max(numbers) != num_experts - 1 or len(numbers) != num_experts:
             what = f"{len(numbers)} experts, the highest {max(numbers)}, and others have {num_experts}"
             raise damaged(file.saved.path, f"its {name!r:.200} are of {what}")
-    said = file.settings.get("num_experts")
-    if found and type(said) is int and said != num_experts * num_ranks:
-        what = f"{num_ranks} ranks with {num_experts} experts each, and its arguments say num_experts={said}"
+    total = file.settings.get("num_experts")
+    if by_module and type(total) is int and total != num_experts * num_ranks:
+        what = f"{num_ranks} ranks with {num_experts} experts each, and its arguments say num_experts={total}"
         raise damaged(file.saved.path, f"there are {what}")
     return num_experts
 
 
 def refuse_other_counts(num_layers: Mapping[str, int], file: RankFile) -> None:
     """Raises CheckpointCorruptError (bad_manifest) if there are not as many layers as the arguments say."""
-    for prefix, found in num_layers.items():
+    for prefix, count in num_layers.items():
         match = _MAIN_LAYERS.match(prefix)
         if match is None:
             continue
         name = f"{'decoder' if match[1] == 'decoder' else 'encoder'}_num_layers"
+        if type(file.settings.get(name)) is not int:
+            name = "num_layers"
         said = file.settings.get(name)
-        name, said = (name, said) if type(said) is int else ("num_layers", file.settings.get("num_layers"))
-        if type(said) is int and said != found:
-            raise damaged(file.saved.path, f"its arguments say {name}={said}, and of {prefix!r:.200} there are {found}")
-
-
-def _layers_of(names: Mapping[str, Any], path: str) -> dict[str, int]:
-    """Returns the number of layers in a chunk of the model, by the prefix of their names."""
-    found: dict[str, set[int]] = {}
-    for layer in filter(None, map(_LAYER.match, names)):
-        found.setdefault(layer[1], set()).add(int(layer[2]))
-    for prefix, numbers in found.items():
-        if max(numbers) >= len(numbers):
-            what = f"{len(numbers)} layers like {prefix}{max(numbers)}, and the others have no tensors"
-            raise not_readable(path, f"it has {what}", _ADVICE)
-    return {prefix: len(numbers) for prefix, numbers in found.items()}
+        if type(said) is int and said != count:
+            raise damaged(file.saved.path, f"its arguments say {name}={said}, and of {prefix!r:.200} there are {count}")
 
 
 def _is_gated(name: str, view: StoredView, stage: _Stage) -> bool | None:
-    """Returns True if the first layer of this MLP has twice the width that the second takes; None if that cannot be
-    seen, and for other layers.
-    """
+    """Returns True if this first layer of an MLP is twice as wide as the second takes; None if that is unknown."""
     second = re.sub(r"dense_h_to_4h\.(weight|bias)", "dense_4h_to_h.weight", name)
     second = re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", second)
-    found = stage.get(second)
-    if second == name or found is None or not isinstance(found[0][1], StoredView) or len(found[0][1].shape) != 2:
+    _, other = stage[second][0] if second in stage else (None, None)
+    if second == name or not isinstance(other, StoredView) or len(other.shape) != 2:
         return None
-    width = found[0][1].shape[1]
+    width = other.shape[1]
     return {width: False, 2 * width: True}.get(view.shape[0]) if view.shape else None
+
+
+def _whole_of(fqn: str, parts: Sequence[StoredCopy], *, is_gated: bool | None) -> tuple[tuple[int, ...], list[Chunk]]:
+    """Returns the shape and the chunks of a tensor whose parts are those of all ranks, in their order. `is_gated`: a
+    first linear layer of an MLP is two, of which each rank has a part of the one, followed by its part of the other;
+    None if that is not known.
+
+    Raises CheckpointCorruptError (bad_manifest, unsupported_version).
+    """
+    saved, view = parts[0]
+    if len(parts) == 1:
+        return view.shape, saved.chunks(view, fqn)
+    rule = _rule_of(fqn)
+    if rule is None or (rule == _GATED and is_gated is None):
+        what = f"{fqn!r:.200} is of no kind whose parts this release knows how to put together"
+        raise not_readable(saved.path, what, "load it with Megatron and save it with --ckpt-format torch_dist")
+    if rule == _GATED and not is_gated:
+        rule = _ROWS
+    _refuse_odd_parts(fqn, parts, rule)
+    if rule == _SAME:
+        return view.shape, saved.chunks(view, fqn)
+    if rule == _GATED:
+        parts = [_half(part, index) for index in (0, 1) for part in parts]
+    return _joined(fqn, parts, 1 if rule == _COLUMNS else 0)
+
+
+def _rule_of(fqn: str) -> str | None:
+    return next((rule for rule, pattern in _PATTERNS if pattern.search(fqn)), None)
+
+
+def _refuse_odd_parts(fqn: str, parts: Sequence[StoredCopy], rule: str) -> None:
+    """Raises CheckpointCorruptError unless all parts have one dtype and shape: Megatron cuts evenly."""
+    first, first_view = parts[0]
+    for saved, view in parts:
+        if (view.dtype, view.shape) != (first_view.dtype, first_view.shape):
+            here, there = (f"{each.dtype}{list(each.shape)}" for each in (view, first_view))
+            raise damaged(saved.path, f"its part of {fqn!r:.200} is {here}, and {there} in {first.path}")
+    shape = first_view.shape
+    if len(shape) < (2 if rule == _COLUMNS else 1) or (rule == _GATED and shape[0] % 2):
+        raise damaged(first.path, f"its part of {fqn!r:.200} has the shape {list(shape)}")
+
+
+def _half(part: StoredCopy, index: int) -> StoredCopy:
+    saved, view = part
+    num_rows = view.shape[0] // 2
+    start = view.item_offset + index * num_rows * view.strides[0]
+    return saved, replace(view, item_offset=start, shape=(num_rows, *view.shape[1:]))
+
+
+def _joined(fqn: str, parts: Sequence[StoredCopy], dim: int) -> tuple[tuple[int, ...], list[Chunk]]:
+    chunks: list[Chunk] = []
+    lengths = list(parts[0][1].shape)
+    at = 0
+    for saved, view in parts:
+        chunks += moved(saved.chunks(view, fqn), [at if index == dim else 0 for index in range(len(lengths))])
+        at += view.shape[dim]
+    lengths[dim] = at
+    return tuple(lengths), chunks

@@ -13,13 +13,17 @@ from bytecheckpoint.errors import CheckpointCorruptError, UnsafeCheckpointError
 from bytecheckpoint.formats.file_reader import damaged
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.safetensors_files import read_files, read_index
-from bytecheckpoint.formats.torch_save.file import missing_file
 
 TORCH_SOLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _STATE = re.compile(r"\A((?:optimizer|scheduler|scaler)(?:_\d{1,6})?)\.(?:pt|bin)\Z")
 _MODEL = re.compile(r"\A(?:pytorch_)?(model_\d{1,6})\.(safetensors|bin)\Z")
 _TRAINER_STATE = "trainer_state.json"
 _STEP = re.compile(r"(?:\A|/)checkpoint-(\d{1,18})\Z")
+
+
+def is_folder(source: SourceFolder) -> bool:
+    """Returns True if the folder has a model in files of torch.save."""
+    return not source.files.isdisjoint((TORCH_SOLE, TORCH_INDEX))
 
 
 def read_torch_model(source: SourceFolder) -> None:
@@ -34,8 +38,6 @@ def read_torch_model(source: SourceFolder) -> None:
         return
     weights = read_index(source, TORCH_INDEX)
     for name in sorted(set(weights.values())):
-        if source.listing.get(name) is None:
-            raise missing_file(source.path, f"lacks {name!r:.200}, in which its index has tensors")
         saved = source.open(name)
         wanted = {fqn for fqn, file in weights.items() if file == name}
         if not isinstance(saved.value, dict) or not wanted <= saved.value.keys():
@@ -82,6 +84,6 @@ def _add_model(source: SourceFolder, name: str, entry: str) -> None:
         saved = source.open(name)
         saved.take_apart({entry: saved.value})
     else:
-        model = SourceFolder(source.store, source.name, source.listing)
+        model = source.beside()
         read_files(model, [name])
         source.builder.take_in(model.builder, entry)

@@ -45,9 +45,7 @@ class _ArchiveDirectory(NamedTuple):
 
 
 def directory_offset(file: FileReader) -> int | None:
-    """Returns the byte offset at which the directory of an archive begins that is the whole file; None if it is not
-    an archive that torch.save writes.
-    """
+    """Returns the byte offset of the directory in an archive that is the whole file; None for other files."""
     with suppress(CheckpointCorruptError, UnsafeCheckpointError):
         return ZipArchive(file, 0, file.byte_length).directory_offset
     return None
@@ -87,9 +85,8 @@ class ZipArchive:
         """Returns the bytes of a member."""
         num_bytes = self.members[name].byte_length
         if num_bytes > max_bytes:
-            raise too_much(
-                self.file.path, f"its member {name!r:.200} has {num_bytes} bytes, at most {max_bytes} are read"
-            )
+            what = f"its member {name!r:.200} has {num_bytes} bytes, at most {max_bytes} are read"
+            raise too_much(self.file.path, what)
         return self.file.read(self.data_offset(name), num_bytes)
 
     def _read(self, byte_offset: int, byte_length: int) -> bytes:
@@ -134,9 +131,8 @@ class ZipArchive:
         if _FULL_32 in (num_bytes, offset) or num_entries == _FULL_16:
             num_entries, num_bytes, offset = self._find_directory_64(end - _END_64_LOCATOR.size)
         if num_bytes > MAX_DIRECTORY_BYTES:
-            raise too_much(
-                self.file.path, f"its directory has {num_bytes} bytes, at most {MAX_DIRECTORY_BYTES} are read"
-            )
+            what = f"its directory has {num_bytes} bytes, at most {MAX_DIRECTORY_BYTES} are read"
+            raise too_much(self.file.path, what)
         if offset + num_bytes > end:
             self.file.damaged("its directory reaches behind its end")
         return _ArchiveDirectory(num_entries, num_bytes, offset)
@@ -151,9 +147,7 @@ class ZipArchive:
         return fields[7], fields[8], fields[9]
 
     def _read_entry(self, content: bytes, position: int) -> tuple[str, tuple[int, int, int], int]:
-        """Returns the name of the member at this position of the directory; its header offset, length and checksum; and
-        the next position.
-        """
+        """Returns a member's name, its header offset, length and checksum, and the position of the next member."""
         fields = _ENTRY.unpack_from(content, position)
         name_bytes, extra_bytes, comment_bytes = fields[10:13]
         start = position + _ENTRY.size

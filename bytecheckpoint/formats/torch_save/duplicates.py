@@ -5,13 +5,13 @@ written, where it has, and else by their bytes. It knows no format.
 from __future__ import annotations
 
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.formats import strided_views
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder
 from bytecheckpoint.formats.plain_values import encode_value
-from bytecheckpoint.formats.torch_save.file import SavedFile
+from bytecheckpoint.formats.torch_save.file import SavedFile, TorchArchive
 from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView
 from bytecheckpoint.manifest import Chunk
 
@@ -50,44 +50,30 @@ class Comparer:
         return self._by_bytes(one, other, fqn) if by_checksums is None else by_checksums
 
     def _by_bytes(self, one: StoredCopy, other: StoredCopy, fqn: str) -> bool | None:
-        num_bytes = _num_bytes(one[1])
         if max(strided_views.num_chunks(view.shape, view.strides) for _, view in (one, other)) > _MAX_PIECES:
             return None
-        first, second = (_CopyContent(saved, saved.chunks(view, fqn)) for saved, view in (one, other))
-        if not first.begins_like(second):
+        copies = [(saved.archive, saved.chunks(view, fqn)) for saved, view in (one, other)]
+        # The first bytes cost little, and tell different weights of any size.
+        head_bytes = min(_HEAD_BYTES, *(chunks[0].byte_length for _, chunks in copies))
+        if len({archive.read(chunks[0].byte_offset, head_bytes) for archive, chunks in copies}) > 1:
             return False
+        num_bytes = _num_bytes(one[1])
         if num_bytes > min(_MAX_TENSOR_BYTES, self._bytes_left):
             return None
         self._bytes_left -= num_bytes
-        return first.read() == second.read()
+        return len({_content(*copy) for copy in copies}) == 1
 
 
-class _CopyContent(NamedTuple):
-    """The elements of a tensor, in order."""
-
-    saved: SavedFile
-    chunks: list[Chunk]
-
-    def read(self) -> bytes:
-        return b"".join(self.saved.archive.read(chunk.byte_offset, chunk.byte_length) for chunk in self.chunks)
-
-    def begins_like(self, other: _CopyContent) -> bool:
-        """Compares the first bytes, which costs little and tells different weights of any size."""
-        num_bytes = min(_HEAD_BYTES, self.chunks[0].byte_length, other.chunks[0].byte_length)
-        heads = (each.saved.archive.read(each.chunks[0].byte_offset, num_bytes) for each in (self, other))
-        return next(heads) == next(heads)
+def _content(archive: TorchArchive, chunks: list[Chunk]) -> bytes:
+    return b"".join(archive.read(chunk.byte_offset, chunk.byte_length) for chunk in chunks)
 
 
 def _by_checksums(one: StoredCopy, other: StoredCopy) -> bool | None:
     """Compares checksums; None if these do not tell. torch writes 0 if it should write no checksums, or no data."""
     (first, here), (second, there) = one, other
     checksums = first.archive.checksum(here.storage), second.archive.checksum(there.storage)
-    alike = (here.storage.num_items, here.item_offset, here.strides) == (
-        there.storage.num_items,
-        there.item_offset,
-        there.strides,
-    )
-    if not all(checksums) or not alike:
+    layouts = {(view.storage.num_items, view.item_offset, view.strides) for view in (here, there)}
+    if not all(checksums) or len(layouts) > 1:
         return None
     if checksums[0] == checksums[1]:
         return True

@@ -1,24 +1,21 @@
-"""Files of torch.save: a zip archive of one pickle and one member for each storage. Tensors may be views of the same
-storage, and lie there in any order.
-"""
+"""Files of torch.save: a zip archive of one pickle, and a member for each storage, of which tensors are views."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
+from bytecheckpoint.errors import CheckpointError, UnsafeCheckpointError
 from bytecheckpoint.formats import strided_views
-from bytecheckpoint.formats.file_reader import FileReader, damaged, not_readable
+from bytecheckpoint.formats.file_reader import FileReader, damaged, not_readable, with_path
 from bytecheckpoint.formats.flat_ranges import FlatBuffer
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder, plain_tree
 from bytecheckpoint.formats.torch_save.archive import ZipArchive
 from bytecheckpoint.formats.torch_save.unpickler import MAX_PICKLE_BYTES, FindGlobal, PickleError, read_pickle
 from bytecheckpoint.formats.torch_save.unpickler_globals import StorageRef, StoredView, find_storage
 from bytecheckpoint.manifest import Chunk
-from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Store
+from bytecheckpoint.region import shifted
 
 ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f920")
@@ -100,10 +97,6 @@ def unpickle(content: bytes, path: str, find_global: FindGlobal) -> Any:
         raise with_path(error, path) from error
 
 
-def with_path(error: CheckpointError, path: str) -> CheckpointError:
-    return type(error)(f"{path}: {error.message}", kind=error.kind, path=path)
-
-
 def chunks_of(view: StoredView, fqn: str, *, file: int, byte_offset: int, byte_length: int, path: str) -> list[Chunk]:
     """Returns the chunks of a tensor whose storage lies at these bytes of its file."""
     item_bytes = itemsize(view.dtype)
@@ -113,15 +106,18 @@ def chunks_of(view: StoredView, fqn: str, *, file: int, byte_offset: int, byte_l
     if end > byte_length:
         raise damaged(path, f"{fqn!r:.200} reaches to byte {end} of a storage that has {byte_length}")
     if strided_views.num_chunks(view.shape, view.strides) > strided_views.MAX_CHUNKS:
-        what = (
-            f"{fqn!r:.200} has the shape {list(view.shape)} and the strides {list(view.strides)}, so that its elements"
-        )
-        advice = "save it with .contiguous()"
-        raise not_readable(path, f"{what} do not follow one another in the file", advice)
-    first = byte_offset + item_bytes * view.item_offset
+        what = f"{fqn!r:.200} has the shape {list(view.shape)} and the strides {list(view.strides)}, so that its "
+        what += "elements do not follow one another in the file"
+        raise not_readable(path, what, "save it with .contiguous()")
+    at = byte_offset + item_bytes * view.item_offset
     return list(
-        strided_views.strided_chunks(view.shape, view.strides, file=file, byte_offset=first, item_bytes=item_bytes)
+        strided_views.strided_chunks(view.shape, view.strides, file=file, byte_offset=at, item_bytes=item_bytes)
     )
+
+
+def moved(chunks: Iterable[Chunk], offsets: Sequence[int]) -> list[Chunk]:
+    """Returns the chunks of a part that begins at these offsets of its tensor as chunks of the tensor."""
+    return [chunk._replace(region=shifted(chunk.region, offsets)) for chunk in chunks]
 
 
 class SavedFile(NamedTuple):
@@ -174,27 +170,15 @@ class SavedFile(NamedTuple):
         self.builder.take_apart(value, on_tensor=add)
 
 
-def open_saved(
-    store: Store, folder: str, name: str, num_bytes: int, *, builder: ManifestBuilder, find_global: FindGlobal
-) -> SavedFile:
+def open_saved(file: FileReader, name: str, *, builder: ManifestBuilder, find_global: FindGlobal) -> SavedFile:
     """Opens a file at or below the folder of a checkpoint. Raises CheckpointCorruptError or UnsafeCheckpointError."""
-    file = FileReader(store, join_name(folder, name), num_bytes)
-    if file.read(0, min(num_bytes, len(LEGACY_MAGIC))) == LEGACY_MAGIC:
+    if file.read(0, min(file.byte_length, len(LEGACY_MAGIC))) == LEGACY_MAGIC:
         advice = "load it with torch.load where it comes from, and save it with torch.save of torch 1.6 or later"
         what = "it was written by torch before 1.6, or with _use_new_zipfile_serialization=False"
         raise not_readable(file.path, what, advice)
-    archive = TorchArchive(file, 0, num_bytes)
+    archive = TorchArchive(file, 0, file.byte_length)
     value = unpickle(archive.pickle, file.path, find_global)
-    return SavedFile(archive, builder.add_file(name, num_bytes), file.path, value, name, builder)
-
-
-def missing_file(path: str, what: str) -> CheckpointNotFoundError:
-    """Returns the error for a folder that lacks files of some ranks."""
-    return CheckpointNotFoundError(
-        f"{path} {what}; nothing was loaded: restore the files of all ranks, or take another checkpoint",
-        kind="missing_file",
-        path=path,
-    )
+    return SavedFile(archive, builder.add_file(name, file.byte_length), file.path, value, name, builder)
 
 
 def translated(path: str, writer: str, function: Callable[..., _Found], *args: Any) -> _Found:

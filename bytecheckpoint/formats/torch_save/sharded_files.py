@@ -1,19 +1,16 @@
-"""Files of torch.save, one of each rank, that hold torch's sharded tensors: what `torch.save` makes of FSDP1's sharded
-state_dict, or of one with DTensors. All of them together are the checkpoint.
-"""
+"""Files of torch.save, one of each rank, with torch's sharded tensors. Together they are the checkpoint."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.formats.file_reader import damaged, not_readable, too_much
+from bytecheckpoint.formats.file_reader import conflicting, damaged, missing_file, not_readable
 from bytecheckpoint.formats.folder import SourceFolder
-from bytecheckpoint.formats.manifest_builder import MAX_VALUES, ManifestBuilder, two_of
+from bytecheckpoint.formats.manifest_builder import ManifestBuilder, leaves_of, two_of
 from bytecheckpoint.formats.torch_save.duplicates import Comparer
-from bytecheckpoint.formats.torch_save.file import SavedFile, missing_file, translated
+from bytecheckpoint.formats.torch_save.file import SavedFile, moved, translated
 from bytecheckpoint.formats.torch_save.sharded_tensors import (
     ShardedReader,
     ShardedTensor,
@@ -23,8 +20,8 @@ from bytecheckpoint.formats.torch_save.sharded_tensors import (
 )
 from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView
 from bytecheckpoint.manifest import Chunk
-from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, TensorRef, join_fqn
-from bytecheckpoint.region import Region, shifted
+from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
+from bytecheckpoint.region import Region
 
 _NAME = re.compile(r"\A(.*?)rank[_-]?(\d{1,6})(|[^\d/].*)\.(?:pt|pth|bin|ckpt)\Z")
 _WORLD_SIZE = re.compile(r"world_size_(\d{1,6})")
@@ -41,9 +38,9 @@ class _Group(NamedTuple):
     """Files in the order of ranks."""
 
 
-def is_folder(names: set[str]) -> bool:
-    """Returns True if a folder with these files may be such a checkpoint."""
-    return any(map(_NAME.match, names))
+def is_folder(source: SourceFolder) -> bool:
+    """Returns True if the folder may be such a checkpoint."""
+    return any(map(_NAME.match, source.files))
 
 
 def read_folder(source: SourceFolder) -> None:
@@ -63,11 +60,7 @@ def read_folder(source: SourceFolder) -> None:
     if not is_any_sharded:
         what = "none of the files of its ranks says which part of a tensor it has"
         raise not_readable(source.path, what, "give the path of one of them, or save with torch.distributed.checkpoint")
-
-    def refuse(fqn: str, _view: StoredView) -> None:
-        raise damaged(source.path, f"{fqn!r:.200} is a tensor in the wrong place")
-
-    builder.take_apart(root, on_tensor=refuse)
+    builder.take_apart(root)
 
 
 def _groups(names: set[str], path: str) -> list[_Group]:
@@ -79,12 +72,8 @@ def _groups(names: set[str], path: str) -> list[_Group]:
             other = files.setdefault(int(match[2]), name)
             if other != name:
                 what = " and ".join(f"{each!r:.200}" for each in sorted((other, name)))
-                raise CheckpointMismatchError(
-                    f"{path} has {what}, which are of one rank; nothing was loaded: remove the one that is older, with "
-                    "those of its save",
-                    kind="conflict",
-                    path=path,
-                )
+                advice = "remove the one that is older, with those of its save"
+                raise conflicting(path, f"has {what}, which are of one rank", advice)
     groups = []
     for (head, tail), files in sorted(by_kind.items()):
         said = _WORLD_SIZE.search(head + tail)
@@ -103,10 +92,8 @@ def _read_group(opened: list[SavedFile], below: str, builder: ManifestBuilder) -
     leaves = [_leaves(saved, below, reader) for saved in opened]
     sharded = [fqn for fqn, leaf in leaves[0].items() if isinstance(leaf, ShardedTensor)]
     if not sharded:
-        names = (f"rank_{rank}" for rank in range(len(opened)))
-        return {
-            name: saved.plain(saved.value, join_fqn(below, name)) for name, saved in zip(names, opened, strict=False)
-        }, False
+        by_rank = {f"rank_{rank}": saved for rank, saved in enumerate(opened)}
+        return {name: saved.plain(saved.value, join_fqn(below, name)) for name, saved in by_rank.items()}, False
     for saved, found in zip(opened, leaves, strict=True):
         if found.keys() != leaves[0].keys():
             name = min(found.keys() ^ leaves[0].keys())
@@ -123,27 +110,18 @@ def _read_group(opened: list[SavedFile], below: str, builder: ManifestBuilder) -
 
 
 def _leaves(saved: SavedFile, below: str, reader: ShardedReader) -> dict[str, Any]:
-    """Returns all leaves of a file by name."""
-    found: dict[str, Any] = {}
-    num_values = 0
+    leaves = leaves_of(saved.value, below, path=saved.path, items_of=_items_of)
+    for leaf in leaves.values():
+        refuse_others(leaf)
+    return {fqn: reader.read(leaf) if is_sharded(leaf) else leaf for fqn, leaf in leaves.items()}
 
-    def walk(value: Any, fqn: str, depth: int) -> None:
-        nonlocal num_values
-        num_values += 1  # empty containers as well, of which a small pickle can have billions
-        if depth == 0 or num_values > MAX_VALUES:
-            raise too_much(saved.path, f"its data is nested more than {MAX_DEPTH} deep, or of {MAX_VALUES} values")
-        if isinstance(value, dict) or type(value) in {list, tuple}:
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                refuse_others(key)
-                walk(item, join_fqn(fqn, key), depth - 1)
-            return
-        if fqn in found:
-            raise two_of(saved.path, fqn)
-        refuse_others(value)
-        found[fqn] = reader.read(value) if is_sharded(value) else value
 
-    walk(saved.value, below, MAX_DEPTH)
-    return found
+def _items_of(_fqn: str, value: Any) -> Iterable[tuple[Any, Any]] | None:
+    if isinstance(value, dict):
+        for key in value:
+            refuse_others(key)
+        return value.items()
+    return enumerate(value) if type(value) in {list, tuple} else None
 
 
 def _add_sharded(
@@ -162,18 +140,12 @@ def _add_sharded(
             if not region.numel:
                 continue
             if region not in chunks:
-                chunks[region] = [
-                    chunk._replace(region=shifted(chunk.region, region.offsets)) for chunk in saved.chunks(view, fqn)
-                ]
+                chunks[region] = moved(saved.chunks(view, fqn), region.offsets)
                 copies[region] = saved, view
             elif comparer.same(copies[region], (saved, view), fqn) is False:
-                raise CheckpointMismatchError(
-                    f"{saved.path} has other elements in its part of {fqn!r:.200} than {copies[region][0].path} in the "
-                    "same part, and which one counts is not known; nothing was loaded: restore the files of one save, "
-                    "or save with torch.distributed.checkpoint",
-                    kind="conflict",
-                    path=saved.path,
-                )
+                what = f"has other elements in its part of {fqn!r:.200} than {copies[region][0].path} in the same part"
+                advice = "restore the files of one save, or save with torch.distributed.checkpoint"
+                raise conflicting(saved.path, f"{what}, and which one counts is not known", advice)
     missing = next((region for region in first.all_regions() if region not in chunks), None)
     if missing is not None:
         where = f"which has the shape {list(missing.lengths)} and begins at {list(missing.offsets)}"
@@ -201,7 +173,6 @@ def _add_differences(
 
 
 def _with_refs(value: Any, fqn: str, leaves: Mapping[str, Any]) -> Any:
-    """Returns the value with TensorRefs for its sharded tensors."""
     if isinstance(value, dict):
         items = [(key, _with_refs(item, join_fqn(fqn, key), leaves)) for key, item in value.items()]
         return type(value)(items) if type(value) is dict else dict(items)

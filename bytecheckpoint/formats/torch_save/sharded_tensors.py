@@ -1,12 +1,9 @@
-"""torch's own sharded tensors in a file of torch.save that one rank wrote: ShardedTensor, which FSDP1 gives, and
-DTensor. Each is read as the regions of the whole tensor that the rank has.
-"""
+"""torch's ShardedTensor and DTensor in a rank's file of torch.save, read as the regions that the rank has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bytecheckpoint.formats.file_reader import too_much
@@ -16,6 +13,7 @@ from bytecheckpoint.formats.torch_save.unpickler_globals import (
     Instance,
     StoredView,
     find_value,
+    full_names,
     lengths_of,
     refused,
     with_values,
@@ -24,37 +22,33 @@ from bytecheckpoint.manifest.plain_wire import MAX_DIMS
 from bytecheckpoint.region import Region, whole
 
 _TORCH = "torch.distributed."
-_PLACEMENTS = ("Shard", "_StridedShard", "_StridedShardOffsetMode", "Replicate", "Partial", "_Partial", "_MaskPartial")
-_SPECS = ("DTensorSpec", "TensorMeta", "ShardOrderEntry")
+_PLACEMENTS = "Shard _StridedShard _StridedShardOffsetMode Replicate Partial _Partial _MaskPartial"
+_SPECS = "DTensorSpec TensorMeta ShardOrderEntry"
 _CLASSES = frozenset(
-    f"{_TORCH}{module}.{name}"
-    for module, names in (
-        ("_shard.sharded_tensor.api", ("ShardedTensor", "ShardedTensor.ProcessGroupState")),
-        ("_shard.sharded_tensor.shard", ("Shard",)),
-        (
-            "_shard.sharded_tensor.metadata",
-            ("ShardedTensorMetadata", "TensorProperties", "MEM_FORMAT_ENCODING"),
-        ),
-        ("_shard.metadata", ("ShardMetadata",)),
-        ("_shard.sharding_spec.api", ("EnumerableShardingSpec",)),
-        ("_shard.sharding_spec.chunk_sharding_spec", ("ChunkShardingSpec",)),
-        ("remote_device", ("_remote_device",)),
-        ("tensor", ("DTensor",)),
-        ("_tensor", ("DTensor",)),
-        ("_tensor.api", ("DTensor",)),
-        ("tensor._api", ("DTensor",)),
-        ("tensor.placement_types", _PLACEMENTS),
-        ("_tensor.placement_types", (*_PLACEMENTS, *_SPECS)),
-        ("tensor._ops._embedding_ops", ("_MaskPartial",)),
-        ("_tensor.ops.embedding_ops", ("_MaskPartial",)),
-        ("tensor._dtensor_spec", _SPECS),
-        ("_tensor._dtensor_spec", _SPECS),
-        ("device_mesh", ("DeviceMesh",)),
-        ("_tensor.device_mesh", ("DeviceMesh",)),
-        ("_mesh_layout", ("_MeshLayout", "_FlatLayout")),
-        ("_pycute.layout", ("Layout",)),
+    full_names(
+        {
+            _TORCH + "_shard.sharded_tensor.api": "ShardedTensor ShardedTensor.ProcessGroupState",
+            _TORCH + "_shard.sharded_tensor.shard": "Shard",
+            _TORCH + "_shard.sharded_tensor.metadata": "ShardedTensorMetadata TensorProperties MEM_FORMAT_ENCODING",
+            _TORCH + "_shard.metadata": "ShardMetadata",
+            _TORCH + "_shard.sharding_spec.api": "EnumerableShardingSpec",
+            _TORCH + "_shard.sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
+            _TORCH + "remote_device": "_remote_device",
+            **dict.fromkeys(
+                (f"{_TORCH}{name}" for name in ("tensor", "_tensor", "_tensor.api", "tensor._api")), "DTensor"
+            ),
+            _TORCH + "tensor.placement_types": _PLACEMENTS,
+            _TORCH + "_tensor.placement_types": f"{_PLACEMENTS} {_SPECS}",
+            _TORCH + "tensor._ops._embedding_ops": "_MaskPartial",
+            _TORCH + "_tensor.ops.embedding_ops": "_MaskPartial",
+            _TORCH + "tensor._dtensor_spec": _SPECS,
+            _TORCH + "_tensor._dtensor_spec": _SPECS,
+            _TORCH + "device_mesh": "DeviceMesh",
+            _TORCH + "_tensor.device_mesh": "DeviceMesh",
+            _TORCH + "_mesh_layout": "_MeshLayout _FlatLayout",
+            _TORCH + "_pycute.layout": "Layout",
+        }
     )
-    for name in names
 )
 """All classes that these tensors name."""
 _ENUMERATIONS = ("MEM_FORMAT_ENCODING", "_StridedShardOffsetMode")
@@ -71,13 +65,10 @@ class ShardedTensor(NamedTuple):
     shape: tuple[int, ...]
     parts: tuple[tuple[Region, StoredView], ...]
     all_regions: Callable[[], Iterable[Region]]
-    """Returns the regions that all ranks together have, each once and none of them empty. They may be as many as
-    ranks."""
+    """Returns the regions of all ranks, each once and none empty. They may be as many as ranks."""
 
 
 class _Axis(NamedTuple):
-    """An axis of a mesh."""
-
     placement: Any
     size: int
     """Length in ranks."""
@@ -112,17 +103,14 @@ def _rebuild(function: Any, kind: Any, args: Any, state: Any) -> Any:
     return made
 
 
-_VALUES: Mapping[str, Any] = MappingProxyType(
+find_sharded_value = with_values(
     {
-        "builtins.getattr": Call(_attribute),
-        "__builtin__.getattr": Call(_attribute),
+        **{name: _TorchClass(name) for name in _CLASSES},
+        **dict.fromkeys(("builtins.getattr", "__builtin__.getattr"), Call(_attribute)),
         "torch._tensor._rebuild_from_type_v2": Call(_rebuild),
         "torch._utils._rebuild_wrapper_subclass": Call(lambda *_: None),
     }
 )
-
-
-find_sharded_value = with_values({**{name: _TorchClass(name) for name in _CLASSES}, **_VALUES})
 """Returns the stand-in for a global. Raises UnsafeCheckpointError (pickle_refused) for every name that is not known."""
 
 
@@ -144,9 +132,7 @@ class ShardedReader:
         self._regions: dict[int, frozenset[Region]] = {}
 
     def read(self, value: Instance) -> ShardedTensor:
-        """Raises PickleError, LookupError, TypeError, ValueError or AttributeError for what is none of torch's, and
-        UnsafeCheckpointError (limits_exceeded).
-        """
+        """Raises what `translated` translates where a value is none of torch's, and UnsafeCheckpointError."""
         found = self._known.get(id(value))
         if found is None:
             is_dtensor = _name(value) != _SHARDED_TENSOR
@@ -222,9 +208,8 @@ def _read_dtensor(value: Instance) -> ShardedTensor:
         for each in order:
             region = _cut(region, axes[each], at[each])
         parts = [(region, _checked(view, region))] if region.numel else []
-    return ShardedTensor(
-        view.dtype, shape, tuple(parts), lambda: _everywhere(whole(shape), [axes[each] for each in order])
-    )
+    ordered = [axes[each] for each in order]
+    return ShardedTensor(view.dtype, shape, tuple(parts), lambda: _everywhere(whole(shape), ordered))
 
 
 def _mesh_sizes(mesh: Mapping[str, Any]) -> tuple[int, ...]:

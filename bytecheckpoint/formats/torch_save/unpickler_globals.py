@@ -8,6 +8,7 @@ import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -165,13 +166,14 @@ def refused(name: str) -> UnsafeCheckpointError:
     )
 
 
-def instances(*names: str) -> dict[str, Any]:
-    """Returns stand-ins for these classes."""
+def full_names(table: Mapping[str, str]) -> list[str]:
+    """Returns the full names in a table of modules, each with names in it."""
+    return [f"{module}.{name}" for module, names in table.items() for name in names.split()]
 
-    def stand_in(kind: str) -> Call:
-        return Call(lambda *args: Instance(kind, *args))
 
-    return {name: stand_in(name) for name in names}
+def instances(table: Mapping[str, str]) -> dict[str, Any]:
+    """Returns stand-ins for classes, by their full names."""
+    return {name: Call(partial(Instance, name)) for name in full_names(table)}
 
 
 def _whole(value: Any) -> int:
@@ -345,7 +347,7 @@ VALUES: Mapping[str, Any] = MappingProxyType(
         "pathlib.PosixPath": Call(_joined),
         "pathlib.PurePosixPath": Call(_joined),
         "pathlib._local.PosixPath": Call(_joined),
-        **instances("argparse.Namespace", "types.SimpleNamespace"),
+        **instances({"argparse": "Namespace", "types": "SimpleNamespace"}),
         "torch.Size": Call(_size),
         "torch.device": Call(_device),
         "torch.Tensor": _TENSOR,

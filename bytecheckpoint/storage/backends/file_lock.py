@@ -1,5 +1,5 @@
 """File locks that last as long as the process: the kernel releases them, however it ends. They tell files in use from
-those of a dead process.
+files of a dead process.
 """
 
 from __future__ import annotations

@@ -79,7 +79,9 @@ class FsspecStore:
         self._shown = showable_url(url)
         self._secrets = find_secrets(url, options)
         self._protocols = [part.partition("://")[0] for part in self._shown.split("::")]
-        self._check_protocols()
+        for protocol in self._protocols:
+            if not is_known_protocol(protocol):
+                raise self._unsupported(f"no backend is known for the protocol {protocol!r}")
         with self._translated(self._shown, self._open_error):
             self._fs, root = fsspec.core.url_to_fs(url, **options)
             self._root = str(root).rstrip("/")
@@ -232,16 +234,14 @@ class FsspecStore:
         return join_name(self._shown, name)
 
     def _entries(self, path: str) -> Sequence[Mapping[str, Any]]:
+        # Invalidating alone races with a listing of another thread.
+        fresh = {"refresh": True} if takes(self._fs, "ls", "refresh") else {}
         for _ in range(_MAX_READS):
             self._fs.invalidate_cache(path)
             with suppress(KeyError):  # fsspec's memory: an object that was deleted while it listed
-                entries: Sequence[Mapping[str, Any]] = self._fs.ls(path, detail=True, **self._fresh())
+                entries: Sequence[Mapping[str, Any]] = self._fs.ls(path, detail=True, **fresh)
                 return entries
         raise OSError(errno.EAGAIN, "objects are deleted faster than they can be listed", path)
-
-    def _fresh(self) -> dict[str, bool]:
-        """Options that make `ls` query the storage: invalidating alone races with a listing of another thread."""
-        return {"refresh": True} if takes(self._fs, "ls", "refresh") else {}
 
     def _exactly(self) -> dict[str, str]:
         """Options that keep a backend that reads through an open file from reading ahead."""
@@ -285,11 +285,6 @@ class FsspecStore:
             kind="unavailable",
             path=path,
         )
-
-    def _check_protocols(self) -> None:
-        for protocol in self._protocols:
-            if not is_known_protocol(protocol):
-                raise self._unsupported(f"no backend is known for the protocol {protocol!r}")
 
     def _unsupported(self, reason: str) -> StorageError:
         packages = [_PACKAGES[protocol] for protocol in self._protocols if protocol in _PACKAGES]

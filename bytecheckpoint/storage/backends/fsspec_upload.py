@@ -33,7 +33,7 @@ _MULTIPART = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", 
 """Their open file is an upload that shows nothing until it is completed."""
 _AZURE = frozenset({"az", "abfs", "abfss"})
 _MULTIPART_CREATE = _AZURE | frozenset({"s3", "s3a"})
-"""Protocols among those that complete an upload opened as "xb" only if there is no such object."""
+"""Multipart protocols that complete an upload opened as "xb" only if there is no such object."""
 _CREATING_MOVE = frozenset({"webdav", "dav"})
 """Protocols whose servers can refuse to move onto an existing name."""
 _MOVING = _CREATING_MOVE | frozenset({"sftp", "ssh", "ftp", "smb", "hdfs", "arrow_hdfs", "webhdfs", "webHDFS", "dbfs"})

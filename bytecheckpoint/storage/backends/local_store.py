@@ -76,7 +76,7 @@ class LocalStore:
         try:
             self._fill(DirectFile(temporary, fd), blocks, writing)
             with writing:
-                _publish(temporary, path, replace=replace)
+                publish(temporary, path, replace=replace)
         except BaseException:
             remove_quietly(temporary)
             raise
@@ -92,7 +92,7 @@ class LocalStore:
             raise truncated(path, wanted_end=byte_offset + flat.nbytes, found_end=byte_offset + filled)
 
     def read_whole(self, name: str, *, max_bytes: int) -> bytes:
-        """Implements `SupportsReadWhole`: the length is that of the open file."""
+        """Implements `SupportsReadWhole`: the open file gives the length."""
         path = self._resolve(check_name(name))
         with _reading(path), _opened(path) as (fd, num_bytes):
             if num_bytes > max_bytes:
@@ -207,9 +207,9 @@ class LocalStore:
             file.close()  # NFS reports a full disk here
 
     def _make_name_durable(self, path: str, *, replace: bool) -> None:
-        """Syncs the folders from the file's up to the root and the one that the root is in.
+        """Syncs the folders from the file's up to the root, and the root's parent.
 
-        A dead process may have made those above the file's own without syncing them.
+        A dead process may have made the folders above the file's own without syncing them.
         """
         folder = os.path.dirname(path)
         try:
@@ -239,7 +239,11 @@ class _WriteErrors:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+        if isinstance(error, CheckpointError):
+            return
+        if isinstance(error, FileExistsError):
+            raise already_exists(self._path) from error
+        if isinstance(error, OSError):
             raise write_error(
                 error,
                 self._path,
@@ -274,13 +278,6 @@ def _opened(path: str) -> Iterator[tuple[int, int]]:
         yield fd, status.st_size
     finally:
         os.close(fd)
-
-
-def _publish(temporary: str, path: str, *, replace: bool) -> None:
-    try:
-        publish(temporary, path, replace=replace)
-    except FileExistsError as error:
-        raise already_exists(path) from error
 
 
 def _size(entry: os.DirEntry[str]) -> int | None:

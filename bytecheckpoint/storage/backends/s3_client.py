@@ -59,8 +59,6 @@ class _S3:
 
 @dataclass(frozen=True)
 class _ClientKey:
-    """Cache key of a client."""
-
     process: int
     """Process id: connections do not outlive a fork."""
     text: str
@@ -69,7 +67,7 @@ class _ClientKey:
 
 
 def client_for(options: Mapping[str, Any]) -> S3Client:
-    """Returns the process' client for these options and those of fsspec's configuration.
+    """Returns the process' client for these options and fsspec's configuration.
 
     Raises ValueError, BotoCoreError or TypeError for options that make no client.
     """

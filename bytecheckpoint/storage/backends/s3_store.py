@@ -9,7 +9,7 @@ import secrets
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from botocore.exceptions import BotoCoreError
 
@@ -38,9 +38,9 @@ from bytecheckpoint.storage.backends.s3_requests import (
     S3Requests,
     TooLongError,
 )
-from bytecheckpoint.storage.backends.s3_upload import TakenError, abort_uploads_of, begin_upload, new_target, upload
+from bytecheckpoint.storage.backends.s3_upload import TakenError, abort_uploads_of, begin_upload, new_target, send
 from bytecheckpoint.storage.credentials import contains_secret, describe_safely, find_secrets, showable_url
-from bytecheckpoint.storage.inventory import StoredObject
+from bytecheckpoint.storage.inventory import PendingUpload, StoredObject
 from bytecheckpoint.storage.object_io import count_bytes
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, join_name
 from bytecheckpoint.storage.store import Access, Block, FillHook
@@ -56,23 +56,14 @@ _MIN_IN_FLIGHT = 8
 """One connection to S3 carries some 80 MB/s."""
 
 
-class PendingUpload(NamedTuple):
-    """A multipart upload that was begun and neither completed nor aborted. Its parts are stored, and paid for."""
-
-    name: str
-    upload_id: str
-    started_s: float
-    """Seconds since 1970."""
-
-
 class S3Store:
     """Objects below `s3://bucket/prefix`. `str()` gives the URL, for messages."""
 
     def __init__(
         self, url: str, storage_options: Mapping[str, object] | None, *, writer_threads: int, timeout_s: float
     ) -> None:
-        """`storage_options` are those of s3fs. A request is retried for half of `timeout_s`, so that other ranks, which
-        wait that long for this one, get its error.
+        """`storage_options` are s3fs's. A request is retried for half of `timeout_s`, so that other ranks, which wait
+        that long for this one, get its error.
         """
         options = dict(storage_options or {})
         found = _URL.match(url)
@@ -114,7 +105,7 @@ class S3Store:
                 raise already_exists(shown)
             target = new_target(key, replace=replace)
             try:
-                upload(self._requests, target, blocks, num_bytes, in_flight=self._in_flight, timeout_s=self._timeout_s)
+                send(self._requests, target, blocks, num_bytes, in_flight=self._in_flight, timeout_s=self._timeout_s)
             except TakenError as error:
                 raise (replaced_meanwhile(shown) if replace else already_exists(shown)) from error
 
@@ -141,8 +132,7 @@ class S3Store:
                 raise too_long(shown, error.num_bytes, max_bytes) from error
 
     def list(self, folder: str) -> Mapping[str, int | None]:
-        key, shown = (self._key(folder), self._show(folder)) if folder else (self._prefix, self._shown)
-        prefix = f"{key}/" if key else ""
+        prefix, shown = self._prefix_of(folder), self._show(folder)
         sizes: dict[str, int | None] = {}
         with self._translated(shown, doing="list"):
             for page in self._pages("list_objects_v2", Prefix=prefix, Delimiter="/"):
@@ -151,7 +141,7 @@ class S3Store:
                 sizes |= {path[len(prefix) :]: None for path in folders} | {
                     path[len(prefix) :]: size for path, size in objects.items()
                 }
-            if not sizes and key and self._requests.head(key, self._policy()) is not None:
+            if not sizes and prefix and self._requests.head(prefix.removesuffix("/"), self._policy()) is not None:
                 raise is_a_file(shown)
         # An object with the folder's own name is a marker that consoles make.
         return {name: size for name, size in sizes.items() if name and not name.startswith(TEMPORARY_PREFIX)}
@@ -221,30 +211,26 @@ class S3Store:
 
     def inventory(self, folder: str) -> Iterator[StoredObject]:
         """Implements `HasInventory`."""
-        key = self._key(folder) if folder else self._prefix
-        start = len(f"{self._prefix}/") if self._prefix else 0
         with self._translated(join_name(self._shown, folder), doing="list"):
-            for page in self._pages("list_objects_v2", Prefix=f"{key}/" if key else ""):
+            for page in self._pages("list_objects_v2", Prefix=self._prefix_of(folder)):
                 for entry in page.get("Contents", ()):
                     modified_s = entry["LastModified"].timestamp()
-                    yield StoredObject(str(entry["Key"])[start:], int(entry["Size"]), modified_s)
+                    yield StoredObject(self._name(entry["Key"]), int(entry["Size"]), modified_s)
 
     def pending_uploads(self, folder: str) -> Sequence[PendingUpload]:
         """Implements `HasPendingUploads`."""
-        key = self._key(folder) if folder else self._prefix
-        start = len(f"{self._prefix}/") if self._prefix else 0
         with self._translated(join_name(self._shown, folder), doing="list"):
             return [
-                PendingUpload(str(entry["Key"])[start:], str(entry["UploadId"]), entry["Initiated"].timestamp())
-                for page in self._pages("list_multipart_uploads", Prefix=f"{key}/" if key else "")
+                PendingUpload(self._name(entry["Key"]), str(entry["UploadId"]), entry["Initiated"].timestamp())
+                for page in self._pages("list_multipart_uploads", Prefix=self._prefix_of(folder))
                 for entry in page.get("Uploads", ())
             ]
 
-    def abort_upload(self, pending: PendingUpload) -> None:
-        """Implements `HasPendingUploads`. An upload that is gone is not an error."""
-        with self._translated(self._show(pending.name), doing="delete"):
+    def abort_upload(self, upload: PendingUpload) -> None:
+        """Implements `HasPendingUploads`."""
+        with self._translated(self._show(upload.name), doing="delete"):
             try:
-                key, upload_id = self._key(pending.name), pending.upload_id
+                key, upload_id = self._key(upload.name), upload.upload_id
                 self._requests.call("abort_multipart_upload", self._policy(), Key=key, UploadId=upload_id)
             except FailedRequestError as failed:
                 if not is_no_upload(failed.error):
@@ -265,6 +251,14 @@ class S3Store:
 
     def _key(self, name: str) -> str:
         return join_name(self._prefix, check_name(name))
+
+    def _name(self, key: str) -> str:
+        return key.removeprefix(f"{self._prefix}/") if self._prefix else key
+
+    def _prefix_of(self, folder: str) -> str:
+        """Returns the start of the keys of all objects in a folder ("" is the root)."""
+        key = self._key(folder) if folder else self._prefix
+        return f"{key}/" if key else ""
 
     def _show(self, name: str) -> str:
         return join_name(self._shown, name)

@@ -54,19 +54,19 @@ class S3Target(NamedTuple):
     is_new: bool
     """The name must be free."""
     writer: str
-    """Id of this write, unlike that of any other."""
+    """Unique id of this write."""
 
 
 def new_target(key: str, *, replace: bool) -> S3Target:
     return S3Target(key, is_new=not replace, writer=secrets.token_hex(16))
 
 
-def upload(
+def send(
     requests: S3Requests, target: S3Target, blocks: Sequence[Block], num_bytes: int, *, in_flight: int, timeout_s: float
 ) -> None:
-    """Publishes the object, once all blocks are left. Memory is that of the blocks, which are entered `in_flight` at a
-    time; if they are too small or too many for parts, `in_flight` parts of up to 64 MiB, more from 576 GiB on. An
-    object of 16 MiB or less is copied.
+    """Publishes the object, once all blocks are left. Memory: the blocks, `in_flight` of which are entered at a time.
+    If they are too small or too many for parts, `in_flight` parts of up to 64 MiB, more from 576 GiB on. An object of
+    16 MiB or less is copied.
 
     Raises TakenError, FailedRequestError, and what a block's `content` raises.
     """

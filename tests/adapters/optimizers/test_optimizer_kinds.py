@@ -13,7 +13,7 @@ from torch import nn
 from training import mlp, same_module, same_optimizer, train
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.optimizers.kinds import kind_of
+from bytecheckpoint.adapters.optimizers.hyperparameters import kind_of
 
 Optimizer = torch.optim.Optimizer
 Build = Callable[[nn.Module], Optimizer]

@@ -1,0 +1,240 @@
+"""Which checkpoints a `CheckpointManager` and `bcp keep` keep. A policy is a frozen value; `|` joins policies, and a
+checkpoint stays if one of them keeps it.
+
+    keep=Latest(3) | EverySteps(10_000) | Best(2, "val_loss", mode="min")
+
+Beyond the policy, the newest checkpoint, the restored one, and pinned and leased ones always stay. A policy of your own
+is any object with `keeps(saved, now)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from bytecheckpoint.manager.policy_arguments import (
+    GivenSteps,
+    check_function,
+    check_integer,
+    check_name,
+    check_seconds,
+    collect_steps,
+    show_call,
+    show_steps,
+    wrong_argument,
+)
+from bytecheckpoint.manager.step_info import StepInfo
+
+__all__ = [
+    "All",
+    "Best",
+    "EverySeconds",
+    "EverySteps",
+    "KeepPolicy",
+    "Latest",
+    "Steps",
+    "When",
+    "Within",
+]
+
+
+class KeepPolicy(Protocol):
+    """Decides which of the committed checkpoints of a root stay."""
+
+    def keeps(self, saved: Sequence[StepInfo], now: float, /) -> Sequence[bool]:
+        """Returns True or False for each of the committed steps, which come oldest first. `now` is the time by the
+        clock of the storage, in seconds since 1970.
+        """
+
+
+class _JoinableKeepPolicy:
+    """The operator of the policies here, and of a user's policy beside one of them."""
+
+    __slots__ = ()
+
+    def keeps(self, saved: Sequence[StepInfo], now: float, /) -> Sequence[bool]:
+        """Returns True for each step that stays."""
+        raise NotImplementedError
+
+    def __or__(self, other: KeepPolicy) -> AnyKeeps:
+        return AnyKeeps((self, other)) if hasattr(other, "keeps") else NotImplemented
+
+    def __ror__(self, other: KeepPolicy) -> AnyKeeps:
+        return AnyKeeps((other, self)) if hasattr(other, "keeps") else NotImplemented
+
+    def __repr__(self) -> str:
+        return show_call(self)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class AnyKeeps(_JoinableKeepPolicy):
+    """Policies joined by `|`: a step stays if one of them keeps it."""
+
+    policies: tuple[KeepPolicy, ...]
+
+    def keeps(self, saved: Sequence[StepInfo], now: float, /) -> Sequence[bool]:
+        """Returns True for each step that one of the policies keeps."""
+        kept = [kept_by(policy, saved, now) for policy in self.policies]
+        return [any(of_step) for of_step in zip(*kept, strict=True)]
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.policies))
+
+
+def parts_of(policy: KeepPolicy) -> Iterator[KeepPolicy]:
+    """Yields the policies that are joined in a policy, or the policy itself."""
+    if isinstance(policy, AnyKeeps):
+        for part in policy.policies:
+            yield from parts_of(part)
+    else:
+        yield policy
+
+
+def kept_by(policy: KeepPolicy, saved: Sequence[StepInfo], now: float) -> list[bool]:
+    """Returns what the policy answers for each step. Raises ValueError if it answers for more steps, or for fewer."""
+    kept = [bool(each) for each in policy.keeps(saved, now)]
+    if len(kept) != len(saved):
+        raise ValueError(
+            f"{policy!r}.keeps(saved, now) returned {len(kept)} values for {len(saved)} checkpoints; nothing was "
+            "deleted: return one bool for each, in the same order"
+        )
+    return kept
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class All(_JoinableKeepPolicy):
+    """Keeps all checkpoints."""
+
+    def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
+        """Returns True for each."""
+        return [True] * len(saved)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Latest(_JoinableKeepPolicy):
+    """Keeps the newest n checkpoints."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", check_integer(self, "n", self.n, minimum=1))
+
+    def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
+        """Returns True for the last n."""
+        return [len(saved) - number <= self.n for number in range(len(saved))]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class EverySteps(_JoinableKeepPolicy):
+    """Keeps the checkpoints of every n-th step: those with `step % n == 0`."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", check_integer(self, "n", self.n, minimum=1))
+
+    def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
+        """Returns True for multiples of n."""
+        return [info.step % self.n == 0 for info in saved]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class EverySeconds(_JoinableKeepPolicy):
+    """Keeps a checkpoint for every so many seconds: the oldest, and each that was committed so long after the one kept
+    before.
+    """
+
+    s: float
+
+    def __post_init__(self) -> None:
+        check_seconds(self, "s", self.s, may_be_zero=False)
+
+    def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
+        """Returns True for the first, and for each that is at least `s` seconds younger than the last kept one."""
+        kept, newest_s = [], -math.inf
+        for info in saved:
+            kept.append(info.time - newest_s >= self.s)
+            newest_s = info.time if kept[-1] else newest_s
+        return kept
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Within(_JoinableKeepPolicy):
+    """Keeps the checkpoints that were committed in the last `s` seconds."""
+
+    s: float
+
+    def __post_init__(self) -> None:
+        check_seconds(self, "s", self.s, may_be_zero=False)
+
+    def keeps(self, saved: Sequence[StepInfo], now: float, /) -> Sequence[bool]:
+        """Returns True for each that is young enough."""
+        return [now - info.time <= self.s for info in saved]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Best(_JoinableKeepPolicy):
+    """Keeps the n checkpoints with the lowest value of a metric, or with `mode="max"` the highest.
+
+    NaN ranks behind every number. Of equal values the newer is better. A checkpoint without the metric is no candidate.
+    """
+
+    n: int
+    metric: str
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", check_integer(self, "n", self.n, minimum=1))
+        check_name(self, "metric", self.metric, takes="the name of a metric")
+        if self.mode not in {"min", "max"}:
+            raise wrong_argument(self, "mode", self.mode, "'min' or 'max'")
+
+    def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
+        """Returns True for the best n."""
+        best = set(self.ranking(saved)[: self.n])
+        return [number in best for number in range(len(saved))]
+
+    def ranking(self, saved: Sequence[StepInfo]) -> list[int]:
+        """Returns the positions of the candidates in `saved`, the best first."""
+        sign = 1 if self.mode == "min" else -1
+        ranked = []
+        for number, info in enumerate(saved):
+            value = info.metrics.get(self.metric)
+            if value is not None:
+                is_nan = math.isnan(value)
+                ranked.append((is_nan, 0.0 if is_nan else sign * value, -number))
+        return [-number for _, _, number in sorted(ranked)]
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class Steps(_JoinableKeepPolicy):
+    """Keeps the checkpoints of the given steps: `Steps(10, 100)`, `Steps([10, 100])` or `Steps(range(0, 1000, 50))`."""
+
+    steps: Collection[int]
+
+    def __init__(self, *steps: GivenSteps) -> None:
+        object.__setattr__(self, "steps", collect_steps(self, steps))
+
+    def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
+        """Returns True for the given steps."""
+        return [info.step in self.steps for info in saved]
+
+    def __repr__(self) -> str:
+        return show_steps(self, self.steps)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class When(_JoinableKeepPolicy):
+    """Keeps each checkpoint for which a function says so."""
+
+    fn: Callable[[StepInfo], Any]
+    """Called as `fn(info)`."""
+
+    def __post_init__(self) -> None:
+        check_function(self, "fn", self.fn, takes="fn(info)")
+
+    def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
+        """Returns what the function returns for each, as a bool."""
+        return [bool(self.fn(info)) for info in saved]

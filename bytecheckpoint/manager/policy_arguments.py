@@ -1,0 +1,89 @@
+"""Arguments of policies: checked when a policy is made, and shown as they were given. Knows no policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import MISSING, fields
+from operator import index
+from typing import Any, SupportsIndex, TypeAlias, cast
+
+GivenSteps: TypeAlias = int | Iterable[int]
+
+
+def show_call(policy: Any) -> str:
+    """Returns the call that makes this dataclass: `EverySteps(500, offset=3)`. Defaults are left out."""
+    shown = []
+    for field in (field for field in fields(policy) if field.init):
+        value = getattr(policy, field.name)
+        if field.default is MISSING:
+            shown.append(_show(value))
+        elif value != field.default:
+            shown.append(f"{field.name}={_show(value)}")
+    return f"{type(policy).__name__}({', '.join(shown)})"
+
+
+def _show(value: object) -> str:
+    return getattr(value, "__qualname__", "") or repr(value)
+
+
+def show_steps(policy: object, steps: Collection[int]) -> str:
+    """Returns the call that makes a policy of these steps: `AtSteps([100, 250])`."""
+    shown = repr(steps) if isinstance(steps, range) else str(sorted(steps))
+    return f"{type(policy).__name__}({shown})"
+
+
+def wrong_argument(policy: object, field: str, value: object, takes: str) -> ValueError:
+    """Makes the error for an argument that a policy does not take."""
+    return ValueError(f"{type(policy).__name__}: {field} must be {takes}, not {value!r}")
+
+
+def check_integer(policy: object, field: str, value: object, *, minimum: int) -> int:
+    """Returns the value as a plain int; numpy's integers are accepted."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < minimum:
+        raise wrong_argument(policy, field, value, f"an integer of at least {minimum}")
+    return index(value)
+
+
+def check_seconds(policy: object, field: str, value: object, *, may_be_zero: bool) -> None:
+    """Raises ValueError unless the value is a finite number of seconds."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or cast("float", value) < 0 or (value == 0 and not may_be_zero):
+        takes = "at least 0" if may_be_zero else "above 0"
+        raise wrong_argument(policy, field, value, f"a number of seconds {takes}")
+
+
+def check_fraction(policy: object, field: str, value: object) -> None:
+    """Raises ValueError unless the value is above 0 and below 1."""
+    if not isinstance(value, float) or not 0 < value < 1:
+        raise wrong_argument(policy, field, value, "a number above 0 and below 1")
+
+
+def check_name(policy: object, field: str, value: object, *, takes: str) -> None:
+    """Raises ValueError unless the value is a text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise wrong_argument(policy, field, value, takes)
+
+
+def check_function(policy: object, field: str, value: object, *, takes: str) -> None:
+    """Raises ValueError unless the value can be called."""
+    if not callable(value):
+        raise wrong_argument(policy, field, value, f"a function, called as {takes}")
+
+
+def collect_steps(policy: object, given: Iterable[GivenSteps]) -> Collection[int]:
+    """Returns the steps that were given as numbers, as lists of them, or both. A range stays one."""
+    given = tuple(given)
+    if len(given) == 1 and isinstance(given[0], range) and _is_counting(given[0]):
+        return given[0]
+    steps: set[int] = set()
+    for item in given:
+        numbers = item if isinstance(item, Iterable) and not isinstance(item, str | bytes) else [item]
+        steps.update(check_integer(policy, "steps", number, minimum=0) for number in numbers)
+    if not steps:
+        raise wrong_argument(policy, "steps", given, "one step or more")
+    return frozenset(steps)
+
+
+def _is_counting(steps: range) -> bool:
+    return len(steps) > 0 and min(steps[0], steps[-1]) >= 0

@@ -1,0 +1,201 @@
+"""Retention: which checkpoints of a root go, why each other one stays, and their deletion. `decide` returns a value and
+knows no store. A deletion writes a journal first, so that the next process finishes what a crash has left.
+
+Only files that a save of this library wrote are deleted, and the small objects beside its manifest.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+import msgspec
+
+from bytecheckpoint.errors import CheckpointExistsError, CheckpointNotFoundError
+from bytecheckpoint.manager import step_records
+from bytecheckpoint.manager.keep_policies import KeepPolicy, kept_by, parts_of
+from bytecheckpoint.manager.step_info import StepInfo
+from bytecheckpoint.manager.step_records import StoredStep
+from bytecheckpoint.runtime.threads import run_jobs
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.deletion import written_files
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store, one_block, read_whole
+
+logger = logging.getLogger("bytecheckpoint")
+
+JOURNAL_FOLDER = "manager/deleting"
+
+_NUM_THREADS = 4
+_OBJECTS_PER_S = 500
+_MAX_JOURNAL_BYTES = 1 << 28
+_NO_POLICY = "no policy keeps it"
+_OWN_FOLDERS = f"{layout.DATA_FOLDER}|{layout.TELEMETRY_FOLDER}|{step_records.METRICS_FOLDER}"
+
+
+class StepDecision(NamedTuple):
+    """The decision about one step."""
+
+    step: int
+    is_kept: bool
+    why: str
+    """Everything that keeps it: `newest, Latest(3)`; or `no policy keeps it`."""
+
+
+class DeletionJournal(msgspec.Struct, frozen=True):
+    """A deletion that has begun."""
+
+    folder: str
+    save_id: str
+    names: list[str]
+    """Objects to delete after the manifest, inside the folder."""
+
+
+def decide(policy: KeepPolicy, saved: Sequence[StepInfo], *, now: float, held: Mapping[int, str]) -> list[StepDecision]:
+    """Returns a decision for each committed step, in their order: oldest first, abandoned ones before all others.
+
+    A policy cannot delete the newest one, a pinned one, or one that is `held` for a reason, such as a lease.
+    Raises ValueError if a policy of a user does not answer for every step, and what that policy raises.
+    """
+    reasons: list[list[str]] = [[] for _ in saved]
+    for position, info in enumerate(saved):
+        if position == len(saved) - 1:
+            reasons[position].append("newest")
+        if info.pinned:
+            reasons[position].append("pinned")
+        if info.step in held:
+            reasons[position].append(held[info.step])
+    for part in parts_of(policy):
+        for position, is_kept in enumerate(kept_by(part, saved, now)):
+            if is_kept:
+                reasons[position].append(repr(part))
+    return [
+        StepDecision(info.step, bool(why), ", ".join(why) or _NO_POLICY)
+        for info, why in zip(saved, reasons, strict=True)
+    ]
+
+
+def held_by_leases(steps: Sequence[StoredStep], *, now: float) -> dict[int, str]:
+    """Returns the steps with a lease that has not ended, each with the reason for `decide`."""
+    return {step.info.step: _lease_text(step.leased_until) for step in steps if step.leased_until > now}
+
+
+def _lease_text(until: float) -> str:
+    return f"leased until {datetime.fromtimestamp(until, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def delete_steps(store: Store, steps: Sequence[StepInfo], *, now: float) -> dict[int, str]:
+    """Deletes committed steps, one after the other; returns those that stay, each with the reason: pinned, leased or
+    replaced since the decision.
+
+    Raises what the store raises. A deletion that had begun is then finished by `finish_deletions`.
+    """
+    stay = {}
+    for info in steps:
+        why = delete_one(store, layout.step_folder(info.step), save_id=info.save_id, now=now, force=False)
+        if why:
+            stay[info.step] = why
+    return stay
+
+
+def delete_one(store: Store, folder: str, *, save_id: str, now: float, force: bool) -> str:
+    """Deletes the checkpoint with this save id: its journal is written, then the manifest goes, then all else that its
+    save and this library wrote, last the journal. Returns the reason if it stays; `force` deletes in spite of a pin and
+    leases.
+
+    Raises what the store raises.
+    """
+    if not force and step_records.is_pinned(store, folder):
+        return "pinned"
+    until = step_records.leased_until(store, folder)
+    if not force and until > now:
+        return _lease_text(until)
+    try:
+        manifest = layout.read_manifest(store, folder)
+    except CheckpointNotFoundError:
+        return ""  # deleted by another process
+    if manifest.save_id != save_id:
+        return "replaced meanwhile"
+    names = [*written_files(store, folder, manifest), *step_records.side_objects(store, folder)]
+    journal = DeletionJournal(folder, save_id, [*names, step_records.PIN_NAME] if force else names)
+    name = f"{JOURNAL_FOLDER}/{folder or 'root'}-{save_id}.json"
+    with suppress(CheckpointExistsError):  # of an attempt that failed before the manifest was gone
+        store.write(name, one_block(msgspec.json.encode(journal)), replace=False)
+    store.delete(join_name(folder, layout.MANIFEST_NAME))
+    _delete_all(store, folder, journal.names)
+    store.delete(name)
+    return ""
+
+
+def finish_deletions(store: Store) -> int:
+    """Finishes the deletions that other processes have begun; returns how many.
+
+    A checkpoint whose manifest is still there stays whole: its journal is withdrawn, and the policy decides again.
+    Raises what the store raises.
+    """
+    num_finished = 0
+    for last in sorted(store.list(JOURNAL_FOLDER)):
+        name = join_name(JOURNAL_FOLDER, last)
+        journal = _read_journal(store, name)
+        if journal is None:
+            continue
+        committed = layout.committed_save_id(store, journal.folder)
+        if committed != journal.save_id:
+            _delete_all(store, journal.folder, _names_to_finish(journal, is_replaced=bool(committed)))
+            num_finished += 1
+        store.delete(name)
+    return num_finished
+
+
+def _names_to_finish(journal: DeletionJournal, *, is_replaced: bool) -> list[str]:
+    # Hazard: these are deleted, and may stand beside files of others, and of a checkpoint that was saved there since.
+    # The save id in a name says whose it is. A lease and a pin have none: they are the newer checkpoint's.
+    own = re.compile(rf"(?:{_OWN_FOLDERS})/{re.escape(journal.save_id)}[-.][^/]+")
+    beside = re.compile(rf"{re.escape(step_records.PIN_NAME)}|{step_records.LEASES_FOLDER}/[0-9]+-[0-9a-f]+")
+    return [name for name in journal.names if own.fullmatch(name) or (not is_replaced and beside.fullmatch(name))]
+
+
+def _read_journal(store: Store, name: str) -> DeletionJournal | None:
+    try:
+        journal = msgspec.json.decode(read_whole(store, name, max_bytes=_MAX_JOURNAL_BYTES), type=DeletionJournal)
+    except CheckpointNotFoundError:
+        return None  # finished by another process
+    except msgspec.DecodeError as error:
+        logger.warning("%s is damaged (%s) and counts as absent", join_name(str(store), name), error)
+        return None
+    is_ours = journal.save_id and (not journal.folder or layout.parse_step(journal.folder) is not None)
+    return journal if is_ours else None
+
+
+def _delete_all(store: Store, folder: str, names: Sequence[str]) -> None:
+    """Deletes objects, a bounded number in a second: a store that limits requests must not slow down a save."""
+    pace = _Pace(_OBJECTS_PER_S)
+
+    def delete(name: str) -> None:
+        pace.wait()
+        store.delete(join_name(folder, name))
+
+    run_jobs(delete, names, num_threads=min(len(names), _NUM_THREADS))
+
+
+class _Pace:
+    """A rate that several threads keep together."""
+
+    def __init__(self, per_s: float) -> None:
+        self._interval_s = 1 / per_s
+        self._next_s = time.monotonic()
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        """Returns when the next one may begin."""
+        with self._lock:
+            self._next_s = max(self._next_s, time.monotonic()) + self._interval_s
+            pause_s = self._next_s - self._interval_s - time.monotonic()
+        if pause_s > 0:
+            time.sleep(pause_s)

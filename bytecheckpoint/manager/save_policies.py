@@ -1,0 +1,338 @@
+"""When `CheckpointManager.save` saves. A policy is a frozen value; `|` and `&` join policies.
+
+    save=EverySteps(500) | EverySeconds(900) | Preempted()
+    save=AtSteps([10, 100]) | (EverySteps(1000) & EverySeconds(600))
+
+A policy of your own is any object with `due(now, saved)`. If its answer depends on `now.step`, `now.stopping` and
+`bool(saved)` alone, the attribute `is_step_only = True` spares a message between the ranks at each call of `save`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Protocol
+
+from bytecheckpoint.manager.policy_arguments import (
+    GivenSteps,
+    check_fraction,
+    check_function,
+    check_integer,
+    check_seconds,
+    collect_steps,
+    show_call,
+    show_steps,
+    wrong_argument,
+)
+from bytecheckpoint.manager.step_info import StepInfo
+
+logger = logging.getLogger("bytecheckpoint")
+
+__all__ = [
+    "AtSteps",
+    "Continuous",
+    "Deadline",
+    "EverySeconds",
+    "EverySteps",
+    "First",
+    "Last",
+    "Overhead",
+    "Preempted",
+    "SavePolicy",
+    "When",
+]
+
+
+class SavePolicy(Protocol):
+    """Decides if the step at which training is now is to be saved."""
+
+    def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
+        """Returns True if this step is to be saved. `saved` are the saved steps, oldest first, the one in flight
+        included with `committed=False`.
+        """
+
+
+class _JoinableSavePolicy:
+    """Operators of the policies here, and of a user's policy beside one of them."""
+
+    __slots__ = ()
+
+    @property
+    def is_step_only(self) -> bool:
+        """True if the answer depends on the step alone, so that every rank finds it without a message."""
+        return False
+
+    def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
+        """Returns True if this step is to be saved."""
+        raise NotImplementedError
+
+    def __or__(self, other: SavePolicy) -> AnyDue:
+        return AnyDue((self, other)) if hasattr(other, "due") else NotImplemented
+
+    def __ror__(self, other: SavePolicy) -> AnyDue:
+        return AnyDue((other, self)) if hasattr(other, "due") else NotImplemented
+
+    def __and__(self, other: SavePolicy) -> AllDue:
+        return AllDue((self, other)) if hasattr(other, "due") else NotImplemented
+
+    def __rand__(self, other: SavePolicy) -> AllDue:
+        return AllDue((other, self)) if hasattr(other, "due") else NotImplemented
+
+    def __repr__(self) -> str:
+        return show_call(self)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class AnyDue(_JoinableSavePolicy):
+    """Policies joined by `|`: due if one of them is."""
+
+    policies: tuple[SavePolicy, ...]
+
+    @property
+    def is_step_only(self) -> bool:
+        """True if all of them are."""
+        return all(is_step_only(policy) for policy in self.policies)
+
+    def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
+        """Returns True if one of the policies is due."""
+        return any(policy.due(now, saved) for policy in self.policies)
+
+    def __repr__(self) -> str:
+        return " | ".join(f"({policy!r})" if isinstance(policy, AllDue) else repr(policy) for policy in self.policies)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class AllDue(_JoinableSavePolicy):
+    """Policies joined by `&`: due if all of them are."""
+
+    policies: tuple[SavePolicy, ...]
+
+    @property
+    def is_step_only(self) -> bool:
+        """True if all of them are."""
+        return all(is_step_only(policy) for policy in self.policies)
+
+    def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
+        """Returns True if all of the policies are due."""
+        return all(policy.due(now, saved) for policy in self.policies)
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({policy!r})" if isinstance(policy, AnyDue) else repr(policy) for policy in self.policies)
+
+
+def is_step_only(policy: SavePolicy) -> bool:
+    """Returns True if every rank finds the policy's answer from the step alone; False for a user's policy that does
+    not say so.
+    """
+    return bool(getattr(policy, "is_step_only", False))
+
+
+def parts_of(policy: SavePolicy) -> Iterator[SavePolicy]:
+    """Yields the policies that are joined in a policy, or the policy itself."""
+    if isinstance(policy, AnyDue | AllDue):
+        for part in policy.policies:
+            yield from parts_of(part)
+    else:
+        yield policy
+
+
+def needed_to_stop_s(now: StepInfo, saved: Sequence[StepInfo]) -> float:
+    """Returns the seconds that one more step and its save are expected to take: the total of the last save and the
+    longest step so far.
+    """
+    totals = (info.seconds["total"] for info in reversed(saved) if "total" in info.seconds)
+    return next(totals, 0.0) + now.seconds.get("step", 0.0)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class EverySteps(_JoinableSavePolicy):
+    """Due at each step above 0 with `(step - offset) % n == 0`."""
+
+    n: int
+    offset: int = 0
+    is_step_only = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "n", check_integer(self, "n", self.n, minimum=1))
+        object.__setattr__(self, "offset", check_integer(self, "offset", self.offset, minimum=0))
+
+    def due(self, now: StepInfo, _: Sequence[StepInfo], /) -> bool:
+        """Returns True at every n-th step."""
+        return now.step > 0 and (now.step - self.offset) % self.n == 0
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class EverySeconds(_JoinableSavePolicy):
+    """Due when so many seconds have passed since the newest checkpoint was committed, or since its save began if that
+    is in flight. Without a checkpoint they count from the start of the manager.
+    """
+
+    s: float
+
+    def __post_init__(self) -> None:
+        check_seconds(self, "s", self.s, may_be_zero=False)
+
+    def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
+        """Returns True if the newest save is old enough."""
+        passed_s = now.time - saved[-1].time if saved else now.seconds.get("since_start", 0.0)
+        return max(passed_s, 0.0) >= self.s
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class AtSteps(_JoinableSavePolicy):
+    """Due at the given steps: `AtSteps([10, 100])`, `AtSteps(10, 100)` or `AtSteps(range(0, 1000, 50))`."""
+
+    steps: Collection[int]
+    is_step_only = True
+
+    def __init__(self, *steps: GivenSteps) -> None:
+        object.__setattr__(self, "steps", collect_steps(self, steps))
+
+    def due(self, now: StepInfo, _: Sequence[StepInfo], /) -> bool:
+        """Returns True at one of the steps."""
+        return now.step in self.steps
+
+    def __repr__(self) -> str:
+        return show_steps(self, self.steps)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class First(_JoinableSavePolicy):
+    """Due at the first `save` of a root that has no checkpoint."""
+
+    is_step_only = True
+
+    def due(self, _: StepInfo, saved: Sequence[StepInfo], /) -> bool:
+        """Returns True while nothing is saved or in flight."""
+        return not saved
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Last(_JoinableSavePolicy):
+    """Due at the last of `num_steps` steps, which count from 0: at `num_steps - 1`."""
+
+    num_steps: int
+    is_step_only = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_steps", check_integer(self, "num_steps", self.num_steps, minimum=1))
+
+    def due(self, now: StepInfo, _: Sequence[StepInfo], /) -> bool:
+        """Returns True at the last step."""
+        return now.step == self.num_steps - 1
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Continuous(_JoinableSavePolicy):
+    """Due as often as a save fits: when none is in flight, and the newest began at least `minimum_s` seconds ago."""
+
+    minimum_s: float = 0
+
+    def __post_init__(self) -> None:
+        check_seconds(self, "minimum_s", self.minimum_s, may_be_zero=True)
+
+    def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
+        """Returns True if the newest save has ended, and is old enough."""
+        if not saved:
+            return True
+        began = saved[-1].time - saved[-1].seconds.get("total", 0.0)
+        return saved[-1].committed and max(now.time - began, 0.0) >= self.minimum_s
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Overhead(_JoinableSavePolicy):
+    """Due as often as training waits for saves at most this share of the time: 0.01 for a hundredth. The stall of the
+    last save stands for that of the next one. The first save is due at once, and none while one is in flight.
+    """
+
+    fraction: float
+
+    def __post_init__(self) -> None:
+        check_fraction(self, "fraction", self.fraction)
+
+    def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
+        """Returns True if the stall of the last save is this share of the time since then, or less."""
+        if not saved:
+            return True
+        stalls = (info.seconds["stall"] for info in reversed(saved) if "stall" in info.seconds)
+        return saved[-1].committed and max(now.time - saved[-1].time, 0.0) >= next(stalls, 0.0) / self.fraction
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Preempted(_JoinableSavePolicy):
+    """Due when all ranks have agreed to stop: after a signal, a deadline or `request_stop`. Every manager saves then,
+    so this only says so.
+    """
+
+    is_step_only = True
+
+    def due(self, now: StepInfo, _: Sequence[StepInfo], /) -> bool:
+        """Returns True if training stops."""
+        return now.stopping
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Deadline(_JoinableSavePolicy):
+    """Stops training early enough before a given time: when the time that remains is no more than the total of the last
+    save, the longest step so far and `margin_s` seconds.
+
+    The manager watches the clock of rank 0 and requests the stop, of which all ranks hear at one step.
+    """
+
+    at: float | datetime | str
+    """Seconds since 1970, a datetime with a time zone, or the name of an environment variable that holds seconds since
+    1970, such as `SLURM_JOB_END_TIME`. Without the variable there is no deadline."""
+    margin_s: float = 60.0
+    at_s: float = field(init=False, compare=False)
+    """The time in seconds since 1970; infinity if there is no deadline."""
+    is_step_only = True
+
+    def __post_init__(self) -> None:
+        check_seconds(self, "margin_s", self.margin_s, may_be_zero=True)
+        object.__setattr__(self, "at_s", self._seconds_since_1970())
+
+    def _seconds_since_1970(self) -> float:
+        takes = "seconds since 1970, a datetime with a time zone, or the name of an environment variable"
+        at: object = self.at
+        if isinstance(at, str):
+            return self._from_environment(at)
+        if isinstance(at, datetime) and at.tzinfo is not None:
+            return at.timestamp()
+        if isinstance(at, int | float) and not isinstance(at, bool) and not math.isnan(at):
+            return float(at)
+        raise wrong_argument(self, "at", at, takes)
+
+    def _from_environment(self, name: str) -> float:
+        # The user names the variable, because a scheduler has no other way to tell a job when it ends.
+        text = os.environ.get(name)
+        if text is None:
+            logger.warning("%r is no deadline here: the environment variable %s is not set", self, name)
+            return math.inf
+        try:
+            return float(text)
+        except ValueError as error:
+            takes = f"the name of an environment variable that holds seconds since 1970; {name} holds {text!r}"
+            raise wrong_argument(self, "at", name, takes) from error
+
+    def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
+        """Returns True if training stops, or has to by `now.time`."""
+        return now.stopping or self.at_s - now.time <= needed_to_stop_s(now, saved) + self.margin_s
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class When(_JoinableSavePolicy):
+    """Due when a function says so, which rank 0 calls at each `save`."""
+
+    fn: Callable[[StepInfo, Sequence[StepInfo]], Any]
+    """Called as `fn(now, saved)`."""
+
+    def __post_init__(self) -> None:
+        check_function(self, "fn", self.fn, takes="fn(now, saved)")
+
+    def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
+        """Returns what the function returns, as a bool."""
+        return bool(self.fn(now, saved))

@@ -1,0 +1,292 @@
+"""Small objects beside a manifest: the record of its save, metrics that were reported later, a pin and leases. They are
+all that a restart, another job or the command line knows about a step. Knows no policy and no torch.
+
+Functions take the folder of a step inside a store. Times are seconds since 1970 by the clock of the storage.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from bytecheckpoint.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError
+from bytecheckpoint.info import describe_checkpoint
+from bytecheckpoint.manager.step_info import StepInfo
+from bytecheckpoint.runtime.threads import map_jobs
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store, one_block, read_whole
+
+logger = logging.getLogger("bytecheckpoint")
+
+METRICS_FOLDER = "metrics"
+LEASES_FOLDER = "leases"
+PIN_NAME = "pin.json"
+BRANCH_NAME = "manager/branch.json"
+
+_VERSION = 1
+_MAX_BYTES = 1 << 20
+_IN_FLIGHT = 16
+_NOT_IN_JSON = {"nan", "inf", "-inf"}
+
+T = TypeVar("T")
+Metrics = Mapping[str, float]
+
+
+class SaveRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The record of a save, or a report of metrics after it."""
+
+    version: int = _VERSION
+    save_id: str
+    time: float
+    """Time of the commit, or of the report."""
+    seconds: dict[str, float] = {}
+    """Seconds of the save: `stall`, `total`."""
+    num_bytes: int = 0
+    metrics: dict[str, float | str] = {}
+    """NaN and infinities, which JSON does not have, are text."""
+
+
+class Branch(msgspec.Struct, frozen=True):
+    """Steps that training left behind when it went back to an earlier one."""
+
+    abandoned: dict[str, str] = {}
+    """Save id by step."""
+
+
+class StoredStep(NamedTuple):
+    """A committed step as it lies in a store."""
+
+    info: StepInfo
+    has_record: bool
+    """False if the process ended between the commit and the record: the manifest was read instead."""
+    leased_until: float
+    """End of the longest lease, past or not; 0.0 without one."""
+    is_abandoned: bool
+
+
+def check_metrics(metrics: Mapping[Any, Any] | None) -> dict[str, float]:
+    """Returns the metrics as plain floats; scalars of numpy and torch are accepted.
+
+    Raises ValueError, which names the metric, for a value that is no number.
+    """
+    checked = {}
+    for name, value in (metrics or {}).items():
+        try:
+            if not isinstance(name, str) or not name or isinstance(value, str | bytes):
+                raise TypeError
+            checked[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"metrics are numbers by name, such as {{'val_loss': 0.25}}, not {name!r}: {value!r:.100}; nothing was "
+                "saved"
+            ) from error
+    return checked
+
+
+def write_record(store: Store, folder: str, info: StepInfo) -> None:
+    """Writes the record of a committed save. A record that is there already stays."""
+    record = SaveRecord(
+        save_id=info.save_id,
+        time=info.time,
+        seconds=dict(info.seconds),
+        num_bytes=info.num_bytes,
+        metrics=_as_json(info.metrics),
+    )
+    _write(store, join_name(folder, METRICS_FOLDER, f"{info.save_id}.json"), record)
+
+
+def report(store: Store, folder: str, metrics: Metrics, *, time: float) -> None:
+    """Adds metrics to a committed checkpoint. The newest report of a metric counts.
+
+    Raises CheckpointNotFoundError (not_committed).
+    """
+    save_id = _committed_save_id(store, folder)
+    record = SaveRecord(save_id=save_id, time=time, metrics=_as_json(check_metrics(metrics)))
+    _write(store, join_name(folder, METRICS_FOLDER, f"{save_id}-{secrets.token_hex(4)}.json"), record)
+
+
+def pin(store: Store, folder: str, *, time: float) -> None:
+    """Pins a committed checkpoint: no policy deletes it until it is unpinned.
+
+    Raises CheckpointNotFoundError (not_committed).
+    """
+    _write(
+        store,
+        join_name(folder, PIN_NAME),
+        {"version": _VERSION, "save_id": _committed_save_id(store, folder), "time": time},
+    )
+
+
+def unpin(store: Store, folder: str) -> None:
+    """Takes the pin away. One that is not there is no error."""
+    store.delete(join_name(folder, PIN_NAME))
+
+
+def lease(store: Store, folder: str, *, until: float) -> str:
+    """Protects a committed checkpoint until a time; returns the name of the lease inside the store, for `unlease`.
+
+    Raises CheckpointNotFoundError (not_committed).
+    """
+    _committed_save_id(store, folder)
+    name = join_name(folder, LEASES_FOLDER, f"{math.ceil(until)}-{secrets.token_hex(4)}")
+    store.write(name, one_block(b"\n"), replace=False)
+    return name
+
+
+def unlease(store: Store, name: str) -> None:
+    """Ends a lease before its time."""
+    store.delete(name)
+
+
+def leased_until(store: Store, folder: str) -> float:
+    """Returns the end of the longest lease of a checkpoint, past or not; 0.0 without one."""
+    ends = (name.partition("-")[0] for name in store.list(join_name(folder, LEASES_FOLDER)))
+    return max((float(end) for end in ends if end.isdecimal()), default=0.0)
+
+
+def is_pinned(store: Store, folder: str) -> bool:
+    """Returns True if the checkpoint is pinned."""
+    return PIN_NAME in store.list(folder)
+
+
+def side_objects(store: Store, folder: str) -> list[str]:
+    """Returns the names, inside its folder, of everything that this module has written about a checkpoint."""
+    metrics = [
+        f"{METRICS_FOLDER}/{name}" for name in store.list(join_name(folder, METRICS_FOLDER)) if _save_id_of(name)
+    ]
+    ends = [name for name in store.list(join_name(folder, LEASES_FOLDER)) if name.partition("-")[0].isdecimal()]
+    return [*metrics, *(f"{LEASES_FOLDER}/{name}" for name in ends)]
+
+
+def forget_records(store: Store, folder: str) -> None:
+    """Deletes the records of a step before another save replaces it: metrics of the old one are not the new one's."""
+    for name in store.list(join_name(folder, METRICS_FOLDER)):
+        if _save_id_of(name):
+            store.delete(join_name(folder, METRICS_FOLDER, name))
+
+
+def read_abandoned(store: Store) -> dict[int, str]:
+    """Returns the save ids of the steps that training left behind when it went back to an earlier one."""
+    branch = _read(store, BRANCH_NAME, Branch)
+    return {int(step): save_id for step, save_id in branch.abandoned.items() if step.isdecimal()} if branch else {}
+
+
+def write_abandoned(store: Store, abandoned: Mapping[int, str]) -> None:
+    """Replaces what `read_abandoned` returns."""
+    content = msgspec.json.encode(Branch({str(step): save_id for step, save_id in abandoned.items()}))
+    store.write(BRANCH_NAME, one_block(content), replace=True)
+
+
+def read_steps(store: Store) -> list[StepInfo]:
+    """Returns the committed steps of a root, oldest first: abandoned ones, then the others, both by rising step."""
+    return [step.info for step in list_steps(store)]
+
+
+def list_steps(store: Store) -> list[StoredStep]:
+    """Returns what `read_steps` returns, with leases. A step whose manifest was deleted meanwhile, or is damaged and
+    without a record, is left out, the latter with a warning.
+    """
+    abandoned = read_abandoned(store)
+    steps = layout.steps_of_root(store)
+    found = map_jobs(lambda step: _read_step(store, step, abandoned.get(step, "")), steps, num_threads=_IN_FLIGHT)
+    return sorted((step for step in found if step), key=lambda step: (not step.is_abandoned, step.info.step))
+
+
+def _read_step(store: Store, step: int, abandoned_save_id: str) -> StoredStep | None:
+    folder = layout.step_folder(step)
+    listing = store.list(folder)
+    reports: list[SaveRecord] = []
+    if METRICS_FOLDER in listing:
+        names = [name for name in store.list(join_name(folder, METRICS_FOLDER)) if _save_id_of(name)]
+        read = (_read(store, join_name(folder, METRICS_FOLDER, name), SaveRecord) for name in names)
+        reports = [record for record in read if record is not None]
+    record = next((record for record in reports if record.num_bytes or record.seconds), None)
+    try:
+        if record is None or len({report.save_id for report in reports}) > 1:
+            save_id, found = _from_manifest(store, folder)
+            record = next((item for item in reports if item.save_id == save_id and item.num_bytes), None)
+        else:
+            save_id, found = record.save_id, record
+    except CheckpointNotFoundError:
+        return None  # deleted since it was listed
+    except CheckpointError as error:
+        logger.warning("step %d is left out of the steps: %s", step, error.message)
+        return None
+    metrics: dict[str, float] = {}
+    own = (item for item in (found, *reports) if item.save_id == save_id)
+    for item in sorted(own, key=lambda item: item.time):
+        metrics.update(_from_json(item.metrics))
+    basis = record or found
+    pinned = PIN_NAME in listing
+    info = StepInfo(step, basis.time, metrics, basis.seconds, pinned, True, save_id=save_id, num_bytes=basis.num_bytes)
+    until = leased_until(store, folder) if LEASES_FOLDER in listing else 0.0
+    return StoredStep(info, record is not None, until, save_id == abandoned_save_id)
+
+
+def _from_manifest(store: Store, folder: str) -> tuple[str, SaveRecord]:
+    info = describe_checkpoint(layout.read_manifest(store, folder), path=folder, seconds={})
+    given = info.metadata.get("metrics")
+    metrics: dict[str, float] = {}
+    with suppress(ValueError):  # metadata of a program without a manager may hold anything
+        metrics = check_metrics(given if isinstance(given, Mapping) else {})
+    time = info.created_at.timestamp() if info.created_at else 0.0
+    return info.save_id, SaveRecord(
+        save_id=info.save_id, time=time, num_bytes=info.num_bytes, metrics=_as_json(metrics)
+    )
+
+
+def _committed_save_id(store: Store, folder: str) -> str:
+    save_id = layout.committed_save_id(store, folder)
+    if not save_id:
+        path = join_name(str(store), folder)
+        raise CheckpointNotFoundError(
+            f"no checkpoint is committed at {path}; nothing was changed: `bcp ls` shows the committed ones",
+            kind="not_committed",
+            path=path,
+        )
+    return save_id
+
+
+def _save_id_of(name: str) -> str:
+    """Returns the save id of a record or report; empty for a file of others."""
+    save_id, _, extra = name.removesuffix(".json").partition("-")
+    is_own = name.endswith(".json") and len(save_id) == 16 and len(extra) in {0, 8}
+    return save_id if is_own and not set(save_id + extra) - set("0123456789abcdef") else ""
+
+
+def _as_json(metrics: Metrics) -> dict[str, float | str]:
+    return {name: value if math.isfinite(value) else str(float(value)) for name, value in metrics.items()}
+
+
+def _from_json(metrics: Mapping[str, float | str]) -> dict[str, float]:
+    return {
+        name: float(value) for name, value in metrics.items() if not isinstance(value, str) or value in _NOT_IN_JSON
+    }
+
+
+def _write(store: Store, name: str, content: object) -> None:
+    with suppress(CheckpointExistsError):  # written before, by a process that did not hear of it
+        store.write(name, one_block(msgspec.json.encode(content)), replace=False)
+
+
+def _read(store: Store, name: str, kind: type[T]) -> T | None:
+    """Returns a decoded object; None if there is none, and with a warning if it is damaged."""
+    try:
+        return msgspec.json.decode(read_whole(store, name, max_bytes=_MAX_BYTES), type=kind)
+    except CheckpointNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        logger.warning("%s is damaged (%s) and counts as absent", join_name(str(store), name), error)
+        return None
+
+
+def newest_first(steps: Sequence[StoredStep]) -> list[StoredStep]:
+    """Returns the steps in the order in which a restart tries them: newest first, without abandoned ones."""
+    return [step for step in reversed(steps) if not step.is_abandoned]

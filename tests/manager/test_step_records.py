@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from faults.seams import files_under
+from manager.steps import step_info
+
+import bytecheckpoint as bcp
+from bytecheckpoint.manager import step_records
+from bytecheckpoint.manager.step_records import list_steps, read_steps
+from bytecheckpoint.storage.layout import committed_save_id, step_folder
+from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.store import Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    for step in (1, 2):
+        bcp.save(tmp_path, {"w": torch.ones(5)}, step=step, metadata={"metrics": {"loss": 1.0 / step}})
+    return open_store(tmp_path, storage_options=None, writer_threads=1)
+
+
+def folder(step):
+    return step_folder(step)
+
+
+def test_a_step_without_a_record_is_read_from_its_manifest(store: Store) -> None:
+    first, second = list_steps(store)
+    info = bcp.open(str(store), step=2).info
+    assert (first.info.step, second.info.step) == (1, 2)
+    assert second.info.metrics == {"loss": 0.5}
+    assert (second.info.time, second.info.num_bytes) == (info.created_at.timestamp(), info.num_bytes)
+    assert (second.info.save_id, second.info.committed, second.has_record) == (info.save_id, True, False)
+
+
+def test_a_record_comes_back(store: Store) -> None:
+    save_id = committed_save_id(store, folder(1))
+    metrics = {"loss": math.nan, "up": math.inf, "down": -math.inf, "accuracy": 0.25}
+    written = step_info(
+        1, time=123.5, metrics=metrics, seconds={"stall": 0.5, "total": 2.0}, save_id=save_id, num_bytes=9
+    )
+    step_records.write_record(store, folder(1), written)
+    step_records.write_record(store, folder(1), written)
+    first = list_steps(store)[0]
+    assert first.has_record
+    assert str(first.info) == str(written)
+
+
+def test_the_newest_report_of_a_metric_counts(store: Store) -> None:
+    step_records.report(store, folder(2), {"loss": 3.0, "bleu": 7.0}, time=9e9 + 2)
+    step_records.report(store, folder(2), {"loss": math.nan}, time=9e9 + 3)
+    step_records.report(store, folder(2), {"loss": 5.0}, time=9e9 + 1)
+    assert str(read_steps(store)[1].metrics) == "{'loss': nan, 'bleu': 7.0}"
+
+
+def test_metrics_of_a_replaced_checkpoint_count_for_nothing(store: Store, tmp_path: Path) -> None:
+    step_records.write_record(store, folder(1), read_steps(store)[0])
+    step_records.report(store, folder(1), {"bleu": 7.0}, time=9e9)
+    step_records.forget_records(store, folder(1))
+    options = bcp.SaveOptions(overwrite=True)
+    bcp.save(tmp_path, {"w": torch.ones(5)}, step=1, metadata={"metrics": {"loss": 8.0}}, options=options)
+    assert read_steps(store)[0].metrics == {"loss": 8.0}
+
+
+def test_pins_come_and_go(store: Store) -> None:
+    step_records.pin(store, folder(1), time=5.0)
+    step_records.pin(store, folder(1), time=6.0)
+    assert [info.pinned for info in read_steps(store)] == [True, False]
+    step_records.unpin(store, folder(1))
+    step_records.unpin(store, folder(1))
+    assert [info.pinned for info in read_steps(store)] == [False, False]
+
+
+def test_the_longest_lease_counts(store: Store) -> None:
+    step_records.lease(store, folder(2), until=500.5)
+    name = step_records.lease(store, folder(2), until=900.0)
+    assert [step.leased_until for step in list_steps(store)] == [0.0, 900.0]
+    step_records.unlease(store, name)
+    assert list_steps(store)[1].leased_until == 501.0
+
+
+@pytest.mark.parametrize("act", [step_records.pin, step_records.report, step_records.lease])
+def test_only_a_committed_step_is_pinned_leased_or_measured(store: Store, act, tmp_path: Path) -> None:
+    before = sorted(files_under(tmp_path))
+    arguments = {"pin": {"time": 1.0}, "report": {"metrics": {"a": 1.0}, "time": 1.0}, "lease": {"until": 1.0}}
+    with pytest.raises(bcp.CheckpointNotFoundError, match=r"no checkpoint is committed at .*nothing was changed"):
+        act(store, folder(7), **arguments[act.__name__])
+    assert sorted(files_under(tmp_path)) == before
+
+
+def test_a_damaged_record_is_named_and_counts_as_absent(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    step_records.write_record(store, folder(1), read_steps(store)[0])
+    (path,) = (tmp_path / folder(1) / "metrics").iterdir()
+    path.write_text("{")
+    with caplog.at_level(logging.WARNING, "bytecheckpoint"):
+        assert read_steps(store)[0].metrics == {"loss": 1.0}
+    assert [str(path) in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_files_of_others_are_no_records(store: Store, tmp_path: Path) -> None:
+    for name in ("metrics/notes.json", "metrics/0123456789abcdef.txt", "leases/mine"):
+        (tmp_path / folder(1) / name).parent.mkdir(exist_ok=True)
+        (tmp_path / folder(1) / name).write_text("of the user")
+    assert step_records.side_objects(store, folder(1)) == []
+    assert list_steps(store)[0].leased_until == 0.0
+
+
+def test_abandoned_steps_come_first(store: Store) -> None:
+    step_records.write_abandoned(store, {2: committed_save_id(store, folder(2)), 1: "of another save"})
+    assert [step.info.step for step in list_steps(store)] == [2, 1]
+    assert [step.info.step for step in step_records.newest_first(list_steps(store))] == [1]
+
+
+def test_metrics_are_numbers() -> None:
+    given = {"a": 1, "b": np.float32(0.5), "c": torch.tensor(2.0), "d": math.nan}
+    assert str(step_records.check_metrics(given)) == "{'a': 1.0, 'b': 0.5, 'c': 2.0, 'd': nan}"
+    for wrong in ({"loss": "low"}, {"loss": None}, {"loss": [1, 2]}, {3: 1.0}):
+        with pytest.raises(ValueError, match="metrics are numbers by name"):
+            step_records.check_metrics(wrong)
