@@ -25,8 +25,8 @@ from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.runtime.reentrancy import AWAITED
 from bytecheckpoint.runtime.thread_priority import lower_priority
 from bytecheckpoint.runtime.threads import background_threads
+from bytecheckpoint.saving.global_plan import PlanCache
 from bytecheckpoint.saving.handle import SaveProgress
-from bytecheckpoint.saving.plan_cache import PlanCache
 from bytecheckpoint.saving.prepare import PreparedSave
 from bytecheckpoint.staging.host_buffers import HostBuffers
 from bytecheckpoint.staging.snapshots import ProposedState, StagedState
