@@ -213,7 +213,8 @@ tools = types.ModuleType("bytecheckpoint.tools")
 tools.__path__ = [sys.argv[2]]
 sys.modules["bytecheckpoint.tools"] = tools
 from bytecheckpoint.tools.main import cli
-for args in (["ls"], ["show", "--tree", "--stats", "--html", sys.argv[4]], ["verify"], ["timeline"], ["keep", "--latest=1"], ["pin"], ["unpin"]):
+show = ["show", "--tree", "--stats", "--html", sys.argv[4]]
+for args in (["ls"], show, ["verify"], ["timeline"], ["keep", "--latest=1"], ["pin"], ["unpin"], ["rm", "--step=5"]):
     try:
         cli.main([*args, sys.argv[3], "--json"])
     except SystemExit as ended:
