@@ -149,7 +149,7 @@ def _steps(store: Store, best: Sequence[keep_policies.Best]) -> tuple[list[Store
     misspelt, and the best ones would be deleted.
     """
     damaged: list[int] = []
-    stored = step_records.list_steps(store, on_damaged=lambda step, _: damaged.append(step))
+    stored = step_records.list_steps(store, reads_manifests=True, on_damaged=lambda step, _: damaged.append(step))
     if not stored and not layout.find_checkpoint(store, "latest", location=str(store)):
         what = f"{store} is one checkpoint, not a root of steps, and stays as it is: `bcp rm` deletes one checkpoint"
         raise CheckpointMismatchError(what, kind="conflict", path=str(store))

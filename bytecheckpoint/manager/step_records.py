@@ -191,33 +191,44 @@ def read_steps(store: Store) -> list[StepInfo]:
     return [step.info for step in list_steps(store)]
 
 
+class _Reading(NamedTuple):
+    """How the steps of a store are read."""
+
+    store: Store
+    reads_manifests: bool
+    on_damaged: Callable[[int, CheckpointError], object]
+
+
 def _warn_of_damaged(step: int, error: CheckpointError) -> None:
     logger.warning("step %d is left out of the steps: %s", step, error.message)
 
 
 def list_steps(
-    store: Store, *, on_damaged: Callable[[int, CheckpointError], object] = _warn_of_damaged
+    store: Store,
+    *,
+    reads_manifests: bool = False,
+    on_damaged: Callable[[int, CheckpointError], object] = _warn_of_damaged,
 ) -> list[StoredStep]:
-    """Returns what `read_steps` returns, with leases. A step whose manifest was deleted meanwhile, or is damaged and
-    without a record, is left out; `on_damaged` is called with the latter, on any thread.
+    """Returns what `read_steps` returns, with leases. A step whose manifest was deleted meanwhile, or is damaged, is
+    left out; `on_damaged` is called with the latter, on any thread.
+
+    Without `reads_manifests` the record of a step is taken for its manifest, which saves reading that: damage is not
+    seen then, nor that a program without a manager has replaced the checkpoint.
     """
+    reading = _Reading(store, reads_manifests, on_damaged)
     abandoned = read_abandoned(store)
     steps = layout.steps_of_root(store)
-    found = map_jobs(
-        lambda step: _read_step(store, step, abandoned.get(step, ""), on_damaged), steps, num_threads=_IN_FLIGHT
-    )
+    found = map_jobs(lambda step: _read_step(reading, step, abandoned.get(step, "")), steps, num_threads=_IN_FLIGHT)
     return sorted((step for step in found if step), key=lambda step: (not step.is_abandoned, step.info.step))
 
 
-def _read_step(
-    store: Store, step: int, abandoned_save_id: str, on_damaged: Callable[[int, CheckpointError], object]
-) -> StoredStep | None:
-    folder = layout.step_folder(step)
+def _read_step(reading: _Reading, step: int, abandoned_save_id: str) -> StoredStep | None:
+    store, folder = reading.store, layout.step_folder(step)
     listing = store.list(folder)
     reports = _read_reports(store, folder) if METRICS_FOLDER in listing else []
     record = next((record for record in reports if record.num_bytes or record.seconds), None)
     try:
-        if record is None or len({report.save_id for report in reports}) > 1:
+        if reading.reads_manifests or record is None or len({report.save_id for report in reports}) > 1:
             found = _record_of(describe_checkpoint(layout.read_manifest(store, folder), path=folder, seconds={}))
             record = next((item for item in reports if item.save_id == found.save_id and item.num_bytes), None)
         else:
@@ -225,7 +236,7 @@ def _read_step(
     except CheckpointNotFoundError:
         return None  # deleted since it was listed
     except CheckpointError as error:
-        on_damaged(step, error)
+        reading.on_damaged(step, error)
         return None
     metrics = _merge_metrics(found, reports)
     basis = record or found

@@ -157,6 +157,25 @@ def test_a_damaged_step_is_named_and_left_alone(call, run) -> None:
     assert "the manifest there is damaged: step_00000500" in call("keep", run, "--latest", 1).out
 
 
+def test_a_damaged_newest_step_does_not_count_as_the_newest(call, run) -> None:
+    store = store_at(run)
+    step_records.write_record(store, folder(2500), step_records.read_steps(store)[-1])
+    flip(run / folder(2500) / "manifest.bcp", 50)
+    ended = call("keep", run, "--best", "val_loss", "--delete", "--json")
+    assert ended.json["unreadable"] == [str(run / folder(2500))]
+    assert kept_steps(ended) == [1500, 2000]
+
+
+def test_a_step_that_another_program_has_replaced_counts_as_it_is_now(call, run) -> None:
+    store = store_at(run)
+    step_records.write_record(store, folder(1500), step_records.read_steps(store)[2])
+    options = bcp.SaveOptions(overwrite=True)
+    bcp.save(run, {"x": 1}, step=1500, metadata={"metrics": {"val_loss": 7.0}}, options=options)
+    assert kept_steps(call("keep", run, "--best", "val_loss", "--json")) == [2500]
+    assert call("keep", run, "--best", "val_loss", "--delete").code == 0
+    assert bcp.steps(run) == [2500]
+
+
 def test_what_cannot_be_deleted_is_told_and_the_rest_deleted(call, run) -> None:
     refusal = raising(bcp.StorageError("you may not", kind="permission"))
     with before(Seam(retention, "delete_steps"), refusal):
