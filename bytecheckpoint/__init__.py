@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     )
     from bytecheckpoint.checkpoint import Checkpoint
     from bytecheckpoint.manager import keep_policies, save_policies
+    from bytecheckpoint.manager.checkpoint_manager import CheckpointManager
+    from bytecheckpoint.manager.options import ManagerOptions
+    from bytecheckpoint.manager.stats import ManagerStats
     from bytecheckpoint.saving.handle import SaveHandle
     from bytecheckpoint.saving.recover import recover
     from bytecheckpoint.state_tree import load_tree
@@ -57,12 +60,15 @@ __all__ = [
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointInfo",
+    "CheckpointManager",
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "CheckpointSaveError",
     "LoadOptions",
     "LoadReport",
     "LocalInfo",
+    "ManagerOptions",
+    "ManagerStats",
     "NameMap",
     "RankLocal",
     "RecoveredSave",
@@ -88,6 +94,9 @@ __all__ = [
 # Most of these need torch, which takes seconds to import; the command line looks into checkpoints without it.
 _LAZY = {
     "Checkpoint": "bytecheckpoint.checkpoint",
+    "CheckpointManager": "bytecheckpoint.manager.checkpoint_manager",
+    "ManagerOptions": "bytecheckpoint.manager.options",
+    "ManagerStats": "bytecheckpoint.manager.stats",
     "RankLocal": "bytecheckpoint.adapters.stateful",
     "RngState": "bytecheckpoint.adapters.stateful",
     "SaveHandle": "bytecheckpoint.saving.handle",

@@ -34,10 +34,9 @@ from bytecheckpoint.saving.commit import write_and_commit
 from bytecheckpoint.saving.global_plan import exchange_plans, make_local_plan
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.saving.in_flight import process_state, reentry_refused, wait_until_numbered, wait_until_staged
-from bytecheckpoint.saving.prepare import PreparedSave
-from bytecheckpoint.saving.target import SaveCall, check_metadata, open_target
+from bytecheckpoint.saving.prepare import PreparedSave, allocate, kind_of_snapshot
+from bytecheckpoint.saving.target import SaveCall, SaveOwner, check_metadata, open_target
 from bytecheckpoint.saving.upload import write_upload_and_commit
-from bytecheckpoint.staging.choose import allocate, kind_of_snapshot
 from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.layout import check_step, root_of
@@ -46,8 +45,6 @@ from bytecheckpoint.storage.open_store import open_store
 logger = logging.getLogger("bytecheckpoint")
 
 
-@reentry_refused()
-@gc_paused()  # for the whole call, so that the records of planning are freed before collections go on
 def save(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
@@ -93,7 +90,39 @@ def save(
         StorageError: The store refused or could not be reached.
         With `snapshot="lazy"` and a cached plan, the handle raises the errors that ranks find together.
     """
-    options, timer, process = options or SaveOptions(), PhaseTimer(), process_state()
+    return run_save(
+        path,
+        state,
+        framework,
+        step=step,
+        async_save=async_save,
+        process_group=process_group,
+        role=role,
+        metadata=metadata,
+        storage_options=storage_options,
+        options=options or SaveOptions(),
+        owner=None,
+    )
+
+
+@reentry_refused()
+@gc_paused()  # for the whole call, so that the records of planning are freed before collections go on
+def run_save(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    framework: Framework,
+    *,
+    step: int | None,
+    async_save: bool,
+    process_group: dist.ProcessGroup | None,
+    role: str | None,
+    metadata: Mapping[str, Any] | None,
+    storage_options: Mapping[str, Any] | None,
+    options: SaveOptions,
+    owner: SaveOwner | None,
+) -> SaveHandle:
+    """Does what `save` says, for the `owner` of the root, if it has one."""
+    timer, process = PhaseTimer(), process_state()
     wait_until_numbered()
     kind = kind_of_snapshot(options.snapshot, async_save=async_save)
     about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=True)
@@ -108,10 +137,15 @@ def save(
                 slot.close()  # only what is staged needs the staging memory
         with call.phase("plan"):
             step, metadata = check_step(step), check_metadata(metadata)
-            target = open_target(path, step=step, role=role, storage_options=storage_options, options=options)
+            target = open_target(
+                path, step=step, role=role, storage_options=storage_options, options=options, owner=owner
+            )
             process.check_writable(target.store, ranks)
             entries = entries_of(state, framework)
-            local_plan = make_local_plan(ranks, target, collect_all(entries), options, plans=process.plans)
+            prefix = owner.save_id_prefix if owner is not None else ""
+            local_plan = make_local_plan(
+                ranks, target, collect_all(entries), options, plans=process.plans, save_id_prefix=prefix
+            )
 
         call = call._replace(about=about._replace(step=step))
         prepared = PreparedSave(call, target, local_plan, kind=kind, options=options, buffers=process.buffers)

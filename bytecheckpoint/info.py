@@ -34,6 +34,8 @@ class CheckpointInfo:
     """Time of the commit, by the clock of the committing rank."""
     metadata: Mapping[str, Any]
     """The `metadata` of the save."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """From `CheckpointManager.best` only: metrics by name, also those that were reported after the save."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """From `save` only: seconds of each phase on this rank. `wait` for an earlier save, `plan`, `stage`, `write` (with
     it `checksum` and `compress`, summed over its threads), `upload` if there is a local stage, `commit`, `stall`, for
@@ -101,6 +103,8 @@ class LoadReport:
     """State FQNs that were not loaded because of include or exclude."""
     unused: Sequence[str] = ()
     """Rules of include, exclude and key_map that matched nothing, on any rank."""
+    passed_over: Mapping[int, str] = field(default_factory=dict)
+    """From `CheckpointManager.restore` only: newer steps that could not be restored, each with the reason."""
     seconds: float = 0.0
 
 

@@ -28,8 +28,7 @@ from bytecheckpoint.loading.read import Source
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.commit import commit_together
-from bytecheckpoint.saving.global_plan import LocalSavePlan, exchange_plans, make_local_plan
-from bytecheckpoint.saving.plan_cache import PlanCache
+from bytecheckpoint.saving.global_plan import LocalSavePlan, PlanCache, exchange_plans, make_local_plan
 from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report
 from bytecheckpoint.saving.target import SaveCall, open_target
 from bytecheckpoint.saving.write import SaveFiles

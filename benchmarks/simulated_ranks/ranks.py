@@ -22,8 +22,7 @@ from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.write_items import WriteItem, pack_items
 from bytecheckpoint.saving import global_plan
-from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan
-from bytecheckpoint.saving.plan_cache import PlanCache, RankPlan
+from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan, PlanCache, RankPlan
 from bytecheckpoint.saving.report import WrittenFile, encode_report
 from bytecheckpoint.storage import layout
 

@@ -91,7 +91,8 @@ class _Value(NamedTuple):
 
 def _walk_state(state: Mapping[str, Any]) -> Iterator[_Value]:
     for key, value in state.items():
-        content = _content_of(value, str(key), MAX_DEPTH)
+        # Each entry counts the depth of its plain data itself: this limit only ends the walk of what contains itself.
+        content = _content_of(value, str(key), 2 * MAX_DEPTH)
         values = list(_walk_item(state, key, value, content, ""))
         # All sharded objects below a name are one entry, because layers are parts of one tensor.
         sharded = [each.value for each in values if each.kind == "sharded"]

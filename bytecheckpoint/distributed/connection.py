@@ -12,7 +12,8 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 from bytecheckpoint.distributed.key_value_ranks import shown_ranks
@@ -209,6 +210,20 @@ class PeerSender:
             if now - idle_since >= self._heartbeat_s and self._activity.is_active_since(self._reported_at):
                 self._reported_at = idle_since = now
                 self.connection.send(HEARTBEAT)
+
+
+def start_thread(pool: ThreadPoolExecutor, do: Callable[..., None], *arguments: object) -> Future[None]:
+    """Calls `do` on a thread of the pool. Raises CheckpointError (rank_failed) if there can be no more threads."""
+    try:
+        return pool.submit(do, *arguments)
+    except RuntimeError as error:
+        if isinstance(error, CheckpointError):  # raised by a signal handler
+            raise
+        raise CheckpointError(
+            f"the process can have no more threads ({error}), of which the exchange takes one for each rank that this "
+            'one is connected to: raise the limit, or load with LoadOptions(exchange="off")',
+            kind="rank_failed",
+        ) from error
 
 
 def missing(global_ranks: tuple[int, ...], what: str) -> CheckpointError:

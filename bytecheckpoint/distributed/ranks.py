@@ -124,7 +124,7 @@ def join_ranks(
     rank, global_ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     if len(global_ranks) == 1:
         return SoleRank()
-    store = _group_store(group)
+    store = group_store(group)
     ask = partial(run_on_thread, lambda: _next_call(store, rank))
     # Now, and not with the first message: a rank that is late for that one has not missed the call.
     try:
@@ -168,7 +168,7 @@ def _was_abandoned(store: Store, call: int) -> bool:
     return bool(store.check([f"bytecheckpoint/{call}/{ABANDONED}"]))
 
 
-def _group_store(group: dist.ProcessGroup) -> Store:
+def group_store(group: dist.ProcessGroup) -> Store:
     """Returns the store under a process group, to which torch has no public way. Its collectives belong to training."""
     store: Store = dist.distributed_c10d._get_process_group_store(group)
     return store
@@ -206,7 +206,7 @@ class Subject(NamedTuple):
 
 _SHARED_KINDS = {
     *("conflict", "coverage", "missing_key", "unexpected_key", "shape", "dtype"),
-    *("exists", "not_found", "not_committed", "replaced", "rank_missing"),
+    *("exists", "not_found", "not_committed", "replaced", "superseded", "rank_missing"),
 }
 """Errors that the coordinator finds in the messages of all ranks, or in what is the same for all: it is not named."""
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from bytecheckpoint.distributed.connection import Connection, PeerLeftError, missing
+from bytecheckpoint.distributed.connection import Connection, PeerLeftError, missing, start_thread
 from bytecheckpoint.errors import CheckpointError
 
 _HELLO = struct.Struct("<16sIQ")
@@ -75,7 +75,7 @@ class Listener:
         deadline = time.monotonic() + timeout_s
         # Enough for all: a peer that waited for a thread while others send long requests could be taken for a stranger.
         pool = ThreadPoolExecutor(len(peers) + 2 * _MAX_UNAUTHENTICATED, thread_name_prefix="bcp-rendezvous")
-        accepting = pool.submit(self._accept_all, pool, timeout_s)
+        accepting = start_thread(pool, self._accept_all, pool, timeout_s)
         try:
             while awaited:
                 if not is_wanted():
@@ -117,10 +117,10 @@ class Listener:
             try:
                 connected, _ = self._socket.accept()
                 self._pending[connected] = False
-                pool.submit(self._authenticate, connected, timeout_s)
+                start_thread(pool, self._authenticate, connected, timeout_s)
             except (TimeoutError, ConnectionAbortedError):
                 continue
-            except (OSError, RuntimeError) as error:  # closed, or no more descriptors or threads
+            except (OSError, CheckpointError) as error:  # closed, or no more descriptors or threads
                 self._arrived.put(error)
                 return
             unauthenticated = [each for each, is_known in list(self._pending.items()) if not is_known]

@@ -45,27 +45,17 @@ def decode_header(content: bytes) -> WireHeader:
     return WireHeader(*_HEADER.unpack(content))
 
 
-def encode_checked(content: bytes | memoryview) -> bytes:
-    """Returns a message with the digest of the content."""
-    return xxhash.xxh3_64_digest(content) + content
-
-
-def decode_checked(message: bytes, what: str) -> bytes:
-    """Returns the content of the message. Raises CheckpointCorruptError (checksum) if it is not what was sent."""
-    digest, content = message[:8], message[8:]
-    if digest != xxhash.xxh3_64_digest(content):
-        raise damaged(f"{what} ({len(message)} bytes) was")
-    return content
-
-
 def encode_request(request: UnitRequests) -> bytes:
     """Encodes it with a digest: a damaged request would bring intact bytes that were not asked for."""
-    return encode_checked(msgspec.msgpack.encode(list(request.items())))
+    content = msgspec.msgpack.encode(list(request.items()))
+    return xxhash.xxh3_64_digest(content) + content
 
 
 def decode_request(message: bytes, *, peer: int) -> UnitRequests:
     """Decodes the request of the peer with this global rank. Raises CheckpointCorruptError (checksum)."""
-    content = decode_checked(message, f"what rank {peer} asked for")
+    digest, content = message[:8], message[8:]
+    if digest != xxhash.xxh3_64_digest(content):
+        raise damaged(f"what rank {peer} asked for ({len(message)} bytes) was")
     return dict(msgspec.msgpack.decode(content, type=list[tuple[tuple[int, int], tuple[ByteRange, ...]]]))
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from bytecheckpoint.distributed.connection import Activity, Connection, PeerLeftError, PeerSender
+from bytecheckpoint.distributed.connection import Activity, Connection, PeerLeftError, PeerSender, start_thread
 from bytecheckpoint.distributed.key_value_ranks import MAX_GRACE_S, shown_ranks
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
 from bytecheckpoint.distributed.rendezvous import Address, Listener, connect
@@ -203,8 +203,8 @@ class _Exchange:
             try:
                 # There may be no more threads, and the wait may be interrupted.
                 with self._failure, closing(self._accept(listener)) as senders:
-                    futures += [pool.submit(self._receive, *item) for item in plan.received.items()]
-                    futures.extend(pool.submit(self._send, sender) for sender in senders)
+                    futures += [start_thread(pool, self._receive, *item) for item in plan.received.items()]
+                    futures.extend(start_thread(pool, self._send, sender) for sender in senders)
                     self._source.run(list(self._reads(plan)), self._lanes)
                     self._end_queues()
                     wait(futures, return_when=FIRST_EXCEPTION)

@@ -56,7 +56,8 @@ class Receiver:
         Raises CheckpointCorruptError (checksum) if they are not those that were sent.
         """
         direct, others = self._split(fetch)
-        scratch_bytes = sum(piece_of(item).byte_length for item in others)
+        bounds = [*accumulate((piece_of(item).byte_length for item in others), initial=0)]
+        scratch_bytes = bounds[-1]
         num_bytes = scratch_bytes + sum(part.byte_length for part, _ in direct)
         names = first_names(self._stored_fqns[part.want] for part in fetch.all_parts)
         if header.byte_length != num_bytes:
@@ -75,14 +76,22 @@ class Receiver:
                     connection.receive_into(buffer)
             if self._verify:
                 check_digest(header, buffers, reader=connection.global_rank, wanted_by=names)
-            self._place(others, scratch)
+            self.place(map(packed, others, bounds), 0, scratch)
 
-    def place(self, fetch: Fetch, content: memoryview) -> None:
-        """Puts the verified, writable bytes of a fetch into the tensors."""
-        for frame in fetch.frames:
-            self._place_frame(frame, content[frame.byte_offset - fetch.byte_offset :][: frame.byte_length])
-        with self._changes.overwriting() if fetch.parts else nullcontext():
-            place_all(fetch.parts, fetch.byte_offset, self._targets, content)
+    def place(self, items: Iterable[Part | Frame], byte_offset: int, content: memoryview) -> None:
+        """Puts verified, writable bytes, which begin at this byte of the file, into the tensors of these items."""
+        parts: list[Part] = []
+        for item in items:
+            if not isinstance(item, Frame):
+                parts.append(item)
+                continue
+            frame = frame_with_target(item, self._targets, self._changes)
+            encoded = content[frame.byte_offset - byte_offset :][: frame.byte_length]
+            raw = np.empty(frame.raw_bytes, np.uint8).data if frame.target is None else frame.target
+            decode_frame(frame.codec, encoded, frame.item_bytes, raw)
+            frame.place(raw)
+        with self._changes.overwriting() if parts else nullcontext():
+            place_all(parts, byte_offset, self._targets, content)
 
     def stop(self) -> None:
         """Ends all waits for scratch memory with PeerLeftError."""
@@ -96,26 +105,6 @@ class Receiver:
             memory = memory_of(part, self._targets) if part.byte_length >= _MIN_DIRECT_BYTES else None
             others.append(part) if memory is None else direct.append((part, memory))
         return direct, [*others, *fetch.frames]
-
-    def _place(self, items: Sequence[Part | Frame], scratch: memoryview) -> None:
-        """Puts the pieces of these items, which follow one another in scratch memory, into the tensors."""
-        position = 0
-        parts: list[Part] = []
-        for item in items:
-            num_bytes = piece_of(item).byte_length
-            if isinstance(item, Frame):
-                self._place_frame(item, scratch[position : position + num_bytes])
-            else:
-                parts.append(packed(item, position))
-            position += num_bytes
-        with self._changes.overwriting() if parts else nullcontext():
-            place_all(parts, 0, self._targets, scratch)
-
-    def _place_frame(self, item: Frame, content: memoryview) -> None:
-        frame = frame_with_target(item, self._targets, self._changes)
-        raw = np.empty(frame.raw_bytes, np.uint8).data if frame.target is None else frame.target
-        decode_frame(frame.codec, content, frame.item_bytes, raw)
-        frame.place(raw)
 
 
 class CommonBytes:
@@ -163,7 +152,8 @@ class CommonBytes:
         for fetch in fetches:
             number = bisect_right(self._starts, (fetch.file, fetch.byte_offset)) - 1
             first = fetch.byte_offset - self._starts[number][1]
-            receiver.place(fetch, self._contents[number][first : first + fetch.byte_length])
+            content = self._contents[number][first : first + fetch.byte_length]
+            receiver.place((*fetch.parts, *fetch.frames), fetch.byte_offset, content)
 
 
 def _open(content: memoryview) -> AbstractContextManager[memoryview]:

@@ -4,11 +4,13 @@ for errors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from bytecheckpoint.errors import and_more
+from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.manifest.ranges import BoxPart, Fetch, Frame, Part
+from bytecheckpoint.region import Region, flat_span, intersect, shifted, split_flat_range
 
 
 class ByteRange(NamedTuple):
@@ -71,6 +73,19 @@ def piece_of(item: Part | Frame) -> ByteRange:
 def item_bytes_of(part: BoxPart) -> int:
     """Returns the length of an element, in bytes."""
     return part.chunk.byte_length // part.chunk.region.numel
+
+
+def boxes_in_run(
+    want: int, chunk: Chunk, wanted: Region, elements: range, *, byte_offset: int, item_bytes: int
+) -> Iterator[BoxPart]:
+    """Yields the boxes of the region `wanted` in a run of a chunk's elements, which is a few boxes itself; the chunk's
+    first element is at `byte_offset`.
+    """
+    for box in split_flat_range(chunk.region.lengths, elements.start, len(elements)):
+        region = intersect(shifted(box, chunk.region.offsets), wanted)
+        if region is not None:
+            first, end = flat_span(region, chunk.region)
+            yield BoxPart(want, byte_offset + first * item_bytes, (end - first) * item_bytes, region, chunk)
 
 
 def names_in(fetch: Fetch, fqns: Sequence[str], start: int, end: int) -> str:

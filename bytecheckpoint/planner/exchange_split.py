@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from bytecheckpoint.manifest.ranges import BoxPart, Fetch, FlatPart, Frame, Part
-from bytecheckpoint.planner.byte_ranges import item_bytes_of
+from bytecheckpoint.planner.byte_ranges import boxes_in_run, item_bytes_of
 from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, ReaderShare
-from bytecheckpoint.region import Region, flat_span, intersect, split_flat_range
 
 
 class ReadUnit(NamedTuple):
@@ -144,27 +143,20 @@ def _cut_all(fetches: Iterable[Fetch], units: Sequence[ReadUnit]) -> dict[ReadUn
     return wanted
 
 
-def _cut(item: Part | Frame, unit: ReadUnit) -> Sequence[Part | Frame]:
+def _cut(item: Part | Frame, unit: ReadUnit) -> Iterable[Part | Frame]:
     """Returns the parts of the item that lie in the unit."""
     if isinstance(item, Frame):
         return [item]  # a frame is one extent
     if isinstance(item, BoxPart):
-        return [*_cut_box(item, unit)]
+        chunk, item_bytes = item.chunk, item_bytes_of(item)
+        first = max(unit.byte_offset - chunk.byte_offset, 0) // item_bytes
+        end = min(unit.end - chunk.byte_offset, chunk.byte_length) // item_bytes
+        return boxes_in_run(
+            item.want, chunk, item.region, range(first, end), byte_offset=chunk.byte_offset, item_bytes=item_bytes
+        )
     start, end = max(item.byte_offset, unit.byte_offset), min(item.byte_offset + item.byte_length, unit.end)
     target = item.target_byte_offset + start - item.byte_offset
     return [FlatPart(item.want, start, end - start, target)]
-
-
-def _cut_box(part: BoxPart, unit: ReadUnit) -> Iterator[BoxPart]:
-    chunk, item_bytes = part.chunk, item_bytes_of(part)
-    first = max(unit.byte_offset - chunk.byte_offset, 0) // item_bytes
-    end = min(unit.end - chunk.byte_offset, chunk.byte_length) // item_bytes
-    for box in split_flat_range(chunk.region.lengths, first, end - first):
-        offsets = tuple(map(int.__add__, box.offsets, chunk.region.offsets))
-        region = intersect(Region(offsets, box.lengths), part.region)
-        if region is not None:
-            low, high = flat_span(region, chunk.region)
-            yield BoxPart(part.want, chunk.byte_offset + low * item_bytes, (high - low) * item_bytes, region, chunk)
 
 
 def _fetch(unit: ReadUnit, items: Sequence[Part | Frame]) -> Fetch:
@@ -175,10 +167,10 @@ def _fetch(unit: ReadUnit, items: Sequence[Part | Frame]) -> Fetch:
     return Fetch(unit.file, unit.byte_offset, byte_length, parts, is_direct=is_direct, frames=frames)
 
 
-def packed(part: Part, byte_offset: int) -> Part:
-    """Returns the part for bytes that begin there and lack the gaps between rows."""
-    if isinstance(part, FlatPart):
-        return part._replace(byte_offset=byte_offset)
-    byte_length = part.region.numel * item_bytes_of(part)
-    chunk = part.chunk._replace(region=part.region, byte_offset=0, byte_length=byte_length)
-    return BoxPart(part.want, byte_offset, byte_length, part.region, chunk)
+def packed(item: Part | Frame, byte_offset: int) -> Part | Frame:
+    """Returns the item for bytes that begin there and lack the gaps between rows."""
+    if not isinstance(item, BoxPart):
+        return item._replace(byte_offset=byte_offset)
+    byte_length = item.region.numel * item_bytes_of(item)
+    chunk = item.chunk._replace(region=item.region, byte_offset=0, byte_length=byte_length)
+    return BoxPart(item.want, byte_offset, byte_length, item.region, chunk)

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.manifest.frames import FRAME_BYTES, frame_bytes
-from bytecheckpoint.manifest.ranges import BoxPart, FlatPart, Frame, Part
-from bytecheckpoint.region import Region, flat_span, intersect, is_contiguous_in, split_flat_range
+from bytecheckpoint.manifest.ranges import FlatPart, Frame, Part
+from bytecheckpoint.planner.byte_ranges import boxes_in_run
+from bytecheckpoint.region import Region, flat_span, is_contiguous_in
 
 
 def frame_parts(
@@ -23,9 +24,12 @@ def frame_parts(
     start, end = first * item_bytes, last * item_bytes
     numbers = range(start // FRAME_BYTES, -(-end // FRAME_BYTES))
     is_run = flat_target is not None and is_contiguous_in(common, chunk.region)
+    num_items = FRAME_BYTES // item_bytes
     if flat_target is None or not is_run or not is_contiguous_in(common, flat_target):
         for number in numbers:
-            for part in _boxes(want, chunk, common, number, item_bytes):
+            start = number * num_items
+            run = range(start, min(start + num_items, chunk.region.numel))
+            for part in boxes_in_run(want, chunk, common, run, byte_offset=-start * item_bytes, item_bytes=item_bytes):
                 yield number, part
         return
     target = flat_span(common, flat_target)[0] * item_bytes
@@ -33,18 +37,6 @@ def frame_parts(
         frame_start = number * FRAME_BYTES
         low, high = max(start, frame_start), min(end, frame_start + FRAME_BYTES)
         yield number, FlatPart(want, low - frame_start, high - low, target + low - start)
-
-
-def _boxes(want: int, chunk: Chunk, common: Region, number: int, item_bytes: int) -> Iterator[BoxPart]:
-    """Yields the boxes of `common` in one frame: a run of a chunk's elements is a few boxes, each is cut."""
-    num_items = FRAME_BYTES // item_bytes
-    first = number * num_items
-    count = min(num_items, chunk.region.numel - first)
-    for offsets, lengths in split_flat_range(chunk.region.lengths, first, count):
-        box = intersect(Region(tuple(map(int.__add__, offsets, chunk.region.offsets)), lengths), common)
-        if box is not None:
-            low, high = flat_span(box, chunk.region)
-            yield BoxPart(want, (low - first) * item_bytes, (high - low) * item_bytes, box, chunk)
 
 
 def frames_of(

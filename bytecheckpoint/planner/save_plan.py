@@ -75,12 +75,12 @@ def plan_save(
     merged_aliases = merge_aliases(tables, aliases, global_ranks)
     tensors = collect_items(tables, merged_aliases, global_ranks)
     planner = _Planner(tables, tensors, num_ranks=len(packed))
-    others = dict(tensors)
+    remaining = dict(tensors)
     for grids in find_grid_shards(tensors):
         planner.add_grids(grids)
         for fqn in grids.fqns:
-            del others[fqn]
-    for fqn, owners in find_owners(others, global_ranks):
+            del remaining[fqn]
+    for fqn, owners in find_owners(remaining, global_ranks):
         if isinstance(owners, RegionOwners):
             planner.add_owners(fqn, owners)
         else:

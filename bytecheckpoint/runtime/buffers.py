@@ -59,6 +59,8 @@ class BufferPool:
         self._mark = mark
         self._returned: deque[_Returned] = deque()
         self._changed = threading.Condition()
+        self.second_block = threading.Lock()
+        """Held by a thread that waits for a block while it has another: two such threads might wait for ever."""
 
     def grow(self, num_blocks: int) -> None:
         """Raises the number of blocks to at least this many."""

@@ -16,11 +16,12 @@ def gc_paused() -> Iterator[None]:
 
     This holds for all threads of the process, so nothing inside may wait for another rank while training goes on.
     """
-    _PAUSE.begin()
+    pause = _PAUSES.get("gc") or _PAUSES.setdefault("gc", _Pause())
+    pause.begin()
     try:
         yield
     finally:
-        _PAUSE.end()
+        pause.end()
 
 
 class _Pause:
@@ -60,4 +61,5 @@ class _Pause:
             self._end_if_empty()
 
 
-_PAUSE = _Pause()
+_PAUSES: dict[str, _Pause] = {}
+"""Empty until the first pause. A dict, because `setdefault` is one step for all threads."""

@@ -60,5 +60,10 @@ def is_refusal(error: BaseException) -> bool:
     return isinstance(error, CheckpointSaveError) and error.message == _REFUSAL
 
 
-AWAITED = AwaitedThreads()
-"""One per process, because saves take turns in it."""
+_AWAITED: dict[str, AwaitedThreads] = {}
+"""Empty until the first save. A dict, because `setdefault` is one step for all threads."""
+
+
+def awaited_threads() -> AwaitedThreads:
+    """Returns the threads that saves of this process wait for: one object, because saves take turns in a process."""
+    return _AWAITED.get("threads") or _AWAITED.setdefault("threads", AwaitedThreads())

@@ -122,6 +122,8 @@ def _create_manifest(call: SaveCall, files: SaveFiles, content: bytes, undo: Exi
             _refuse_if_collected(call, files, content)
         if call.ranks.num_ranks > 1 and not is_remote(store):
             _refuse_unshared(call, files, content)
+        if files.target.owner is not None:
+            files.target.owner.before_commit()
         refused.pop_all()
     replaced = deletion.files_of_checkpoint(store, folder) if overwrite else []
     try:
@@ -134,7 +136,27 @@ def _create_manifest(call: SaveCall, files: SaveFiles, content: bytes, undo: Exi
             undo.callback(discard, files)
             raise
         raise type(error)(f"{error.message}. {_MAY_BE_COMMITTED}", kind=error.kind, path=error.path) from error
+    if files.target.owner is not None:
+        _check_owner_again(files, content)
     return replaced
+
+
+def _check_owner_again(files: SaveFiles, content: bytes) -> None:
+    """Raises CheckpointSaveError (superseded) if the root was lost between the first check and the commit. The new
+    owner may have cleared data that it took for that of a dead save: then the manifest goes as well.
+    """
+    target, manifest = files.target, open_manifest(content)
+    try:
+        if target.owner is not None:
+            target.owner.check()
+    except CheckpointSaveError as error:
+        outcome = "It was committed all the same, and is complete"
+        try:
+            layout.check_files(target.store, target.folder, manifest, range(len(manifest.files)))
+        except (CheckpointNotFoundError, CheckpointCorruptError):
+            target.store.delete(join_name(target.folder, layout.MANIFEST_NAME))
+            outcome = "Its data had been cleared already, so it was withdrawn"
+        raise CheckpointSaveError(f"{error.message}. {outcome}", kind=error.kind, path=error.path) from error
 
 
 def _refuse_if_collected(call: SaveCall, files: SaveFiles, content: bytes) -> None:
@@ -200,7 +222,8 @@ def discard(files: SaveFiles) -> None:
 
     Deletes nothing if recovery can still commit the save.
     """
-    (store, folder, *_, stage), save_id, rank, planned = files
+    target, save_id, rank, planned = files
+    store, folder, stage = target.store, target.folder, target.stage
     if stage is not None:
         if stage.is_recoverable:
             return

@@ -1,12 +1,16 @@
 """The planning of a save by all ranks: each sends its local plan to the coordinator and receives its part of the global
-plan. If all ranks have the plan cached, they only confirm it.
+plan. Plans are cached, so that a save of the same tensors is not planned again: if all ranks have the plan, they only
+confirm it.
 """
 
 from __future__ import annotations
 
+import threading
 import uuid
 import warnings
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -18,13 +22,13 @@ from bytecheckpoint.adapters.plain.merge_plain import merge_plain
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, check_same
 from bytecheckpoint.errors import CheckpointSaveError, and_more
+from bytecheckpoint.manifest import TensorRecord
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.file_layout import CodecOption
 from bytecheckpoint.planner.save_plan import SavePlan, plan_save
 from bytecheckpoint.planner.write_items import ItemRegion, PackedItems, WriteItem, pack_items
 from bytecheckpoint.region import Region
 from bytecheckpoint.runtime.gc_pause import gc_paused
-from bytecheckpoint.saving.plan_cache import PlanCache, RankPlan
 from bytecheckpoint.saving.replica_checks import (
     PartDigests,
     StageDigests,
@@ -34,7 +38,65 @@ from bytecheckpoint.saving.replica_checks import (
     part_digests,
     small_digests,
 )
-from bytecheckpoint.staging.file_image import cut_to_files, plan_files
+from bytecheckpoint.staging.file_image import PlannedFile, cut_to_files, plan_files
+
+_MAX_PLANS = 8
+
+
+@dataclass(slots=True, kw_only=True)
+class RankPlan:
+    """One rank's part of a global plan."""
+
+    plan_id: str
+    """Id shared by all ranks that made the plan together."""
+    files: Sequence[PlannedFile]
+    """Data files of this rank."""
+    compared: Sequence[Sequence[int]]
+    """Groups of this rank's items that other ranks hold as small replicas: each group has one common digest."""
+    differing_replicas: Sequence[str]
+    """FQNs of replicas whose values differed when the plan was made."""
+    in_stages: Sequence[str]
+    """FQNs that several pipeline stages hold: the plan is right only while each is one tensor."""
+    num_items: int
+    parts: Sequence[ItemRegion]
+    """Parts of write items; see SavePlan."""
+    global_plan: SavePlan | None = None
+    """None but on the coordinator."""
+    written: WrittenTensors | None = None
+    """Set on the coordinator by the first save that has built its manifest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenTensors:
+    """Chunk locations as the ranks reported them in the first save with a plan. Later saves use the same ones."""
+
+    tensors: Mapping[str, TensorRecord]
+    file_lengths: Sequence[Sequence[int]]
+    """Lengths in bytes, by rank and file."""
+
+
+@dataclass(slots=True)
+class PlanCache:
+    """The most recently used plans, by a fingerprint that covers every FQN, dtype, shape and region, the options and
+    the ranks. Holds no tensor and no value.
+    """
+
+    _plans: OrderedDict[bytes, RankPlan] = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def find(self, fingerprint: bytes) -> RankPlan | None:
+        with self._lock:
+            plan = self._plans.get(fingerprint)
+            if plan is not None:
+                self._plans.move_to_end(fingerprint)
+            return plan
+
+    def add(self, fingerprint: bytes, plan: RankPlan) -> None:
+        with self._lock:
+            self._plans[fingerprint] = plan
+            self._plans.move_to_end(fingerprint)
+            while len(self._plans) > _MAX_PLANS:
+                self._plans.popitem(last=False)
 
 
 class LocalSavePlan(NamedTuple):
@@ -57,6 +119,8 @@ class LocalSavePlan(NamedTuple):
     """Digest of everything that a plan depends on, and of nothing else."""
     cached: RankPlan | None = None
     """Plan of an earlier save with this fingerprint; valid if all ranks have it and replicas are still alike."""
+    save_id_prefix: str = ""
+    """First characters of the new save id; the others are random."""
 
     def items(self) -> list[WriteItem]:
         """Returns the shards as records for the planner, in the same order and without digests."""
@@ -125,7 +189,13 @@ class AgreedPlan(NamedTuple):
 
 
 def make_local_plan(
-    ranks: Ranks, target: object, contents: Sequence[EntryContents], options: SaveOptions, *, plans: PlanCache
+    ranks: Ranks,
+    target: object,
+    contents: Sequence[EntryContents],
+    options: SaveOptions,
+    *,
+    plans: PlanCache,
+    save_id_prefix: str = "",
 ) -> LocalSavePlan:
     """Returns the plan of the entries that this rank holds, with the one of an earlier save if it is in the cache."""
     shards = [shard for entry in contents for shard in entry.shards]
@@ -141,6 +211,7 @@ def make_local_plan(
         codec=options.codec,
         plans=plans,
         is_empty=not contents,
+        save_id_prefix=save_id_prefix,
     )
     fqns_dtypes_shapes_regions = [*zip(*shards, strict=True)][:4]
     of_ranks = (list(ranks.global_ranks), ranks.rank, plan.stages)
@@ -155,7 +226,7 @@ def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
     Raises CheckpointMismatchError (conflict, coverage) if the local plans contradict one another.
     """
     cached = local_plan.cached
-    planner = _GlobalPlanner(ranks, cached)
+    planner = _GlobalPlanner(ranks, local_plan)
     reply = planner.exchange(
         _whole_message(local_plan, ranks) if cached is None else _cached_message(local_plan, cached)
     )
@@ -211,9 +282,10 @@ def _whole_message(local_plan: LocalSavePlan, ranks: Ranks, digested: Sequence[s
 class _GlobalPlanner:
     """The coordinator's side of the exchange: one reply for each local plan. Stays empty on the other ranks."""
 
-    def __init__(self, ranks: Ranks, cached: RankPlan | None) -> None:
+    def __init__(self, ranks: Ranks, local_plan: LocalSavePlan) -> None:
         self._ranks = ranks
-        self._cached = cached
+        self._cached = local_plan.cached
+        self._save_id_prefix = local_plan.save_id_prefix
         self.plan: SavePlan | None = None
         """None where the cached plan is used."""
         self.objects: Mapping[str, bytes] = {}
@@ -239,7 +311,7 @@ class _GlobalPlanner:
                 kind="unsupported_value",
                 ranks=tuple(global_ranks),
             )
-        save_id = uuid.uuid4().hex[:16]
+        save_id = (self._save_id_prefix + uuid.uuid4().hex)[:16]
         if cached is not None and _still_holds(cached, messages):
             check_pipeline_stages(cached.in_stages, stages, global_ranks)
             replies = [_PlanReply(save_id, cached.plan_id, is_cached=True, has_written=cached.written is not None)]

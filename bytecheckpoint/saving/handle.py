@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.info import CheckpointInfo, LocalInfo
-from bytecheckpoint.runtime.reentrancy import AWAITED, is_refusal
+from bytecheckpoint.runtime.reentrancy import awaited_threads, is_refusal
 from bytecheckpoint.staging.snapshots import Snapshot
 
 
@@ -50,7 +50,7 @@ class SaveHandle:
                 path=self._progress.path,
             )
         if not local.done():
-            AWAITED.refuse()
+            awaited_threads().refuse()
         error = local.exception(timeout)
         if error is not None:
             self._progress.mark_seen()
@@ -74,7 +74,7 @@ class SaveHandle:
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Blocks like `result`, and returns the error, or None for a checkpoint that is committed."""
         if not self.done():
-            AWAITED.refuse()
+            awaited_threads().refuse()
         error = self._progress.outcome.exception(timeout)
         self._progress.mark_seen()
         return error
@@ -129,11 +129,11 @@ class SaveProgress:
         """Returns when the training state may change. This thread helps, because the background has a low priority."""
         if self._is_staged.is_set():
             return
-        AWAITED.refuse()
+        awaited_threads().refuse()
         shared = self._shared
         if shared is not None:
             try:
-                with AWAITED.here():
+                with awaited_threads().here():
                     shared.stage()
             except Exception as error:  # the background raises the same, and all ranks with it
                 if is_refusal(error):

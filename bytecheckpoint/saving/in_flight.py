@@ -22,11 +22,11 @@ from torch.utils.hooks import RemovableHandle
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import CheckpointInfo
-from bytecheckpoint.runtime.reentrancy import AWAITED
+from bytecheckpoint.runtime.reentrancy import awaited_threads
 from bytecheckpoint.runtime.thread_priority import lower_priority
 from bytecheckpoint.runtime.threads import background_threads
+from bytecheckpoint.saving.global_plan import PlanCache
 from bytecheckpoint.saving.handle import SaveProgress
-from bytecheckpoint.saving.plan_cache import PlanCache
 from bytecheckpoint.saving.prepare import PreparedSave
 from bytecheckpoint.staging.host_buffers import HostBuffers
 from bytecheckpoint.staging.snapshots import ProposedState, StagedState
@@ -82,7 +82,7 @@ class SavesInFlight:
         """Waits for the save that is staging or writing, and with `awaits_upload` for one that uploads; other saves
         wait until the slot is closed. Raises the error of an earlier save if the caller has not seen it.
         """
-        AWAITED.refuse()
+        awaited_threads().refuse()
         while True:
             if awaits_upload:  # without the slot, because a signal handler may save meanwhile
                 with self._upload:
@@ -93,7 +93,7 @@ class SavesInFlight:
             self._staging.release()
         slot = StagingSlot(self._staging)
         try:
-            with AWAITED.here():
+            with awaited_threads().here():
                 self._raise_unseen()
                 yield slot
         finally:
@@ -252,7 +252,7 @@ class SavesInFlight:
         """Returns when every save in flight has its number."""
         for progress in self._all:
             if not progress.is_numbered.is_set():
-                AWAITED.refuse()
+                awaited_threads().refuse()
                 progress.is_numbered.wait()
 
     def wait_until_staged(self) -> None:
@@ -364,8 +364,8 @@ def reentry_refused() -> Iterator[None]:
 
     Raises CheckpointSaveError on a thread that a save waits for: in a signal handler, or in a method of the state.
     """
-    AWAITED.refuse()
+    awaited_threads().refuse()
     try:
         yield
     finally:
-        AWAITED.leave()
+        awaited_threads().leave()

@@ -1,27 +1,64 @@
-"""One rank's save until all ranks have agreed: the snapshot can be taken by a cached plan ahead of that, and is taken
-again if they agree on another plan.
+"""One rank's save until all ranks have agreed: its local plan and its snapshot. The snapshot can be taken by a cached
+plan ahead of the agreement, and is taken again if they agree on another plan.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Literal
 
-from bytecheckpoint.adapters.collect import Entry
+import torch
+
+from bytecheckpoint.adapters.collect import Entry, buffers_in, check_can_be_lazy
+from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.distributed.ranks import COORDINATOR
 from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.memory.tensor_bytes import to_host
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.runtime.gc_pause import gc_paused
-from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan, exchange_plans
+from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan, RankPlan, exchange_plans
 from bytecheckpoint.saving.handle import SaveProgress
-from bytecheckpoint.saving.plan_cache import RankPlan
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
-from bytecheckpoint.staging.choose import SnapshotKind, hold_shards, take_snapshot
-from bytecheckpoint.staging.file_image import LiveFile
+from bytecheckpoint.staging.file_image import LiveFile, PlannedFile
 from bytecheckpoint.staging.host_buffers import HostBuffers
-from bytecheckpoint.staging.snapshots import ProposedState, Snapshot, StagedState
+from bytecheckpoint.staging.snapshots import LiveState, ProposedState, Snapshot, StagedState, StateInWaves, staged_bytes
 
 logger = logging.getLogger("bytecheckpoint")
+
+SnapshotKind = Literal["none", "copy", "lazy"]
+
+_MAX_COPY_THREADS = 4
+
+
+def kind_of_snapshot(wanted: str, *, async_save: bool) -> SnapshotKind:
+    """Returns the kind that an option selects. `auto` is `copy`, because a lazy snapshot is safe only if nothing but
+    steps of torch optimizers changes the state.
+    """
+    if not async_save:
+        return "none"
+    return "lazy" if wanted == "lazy" else "copy"
+
+
+def take_snapshot(
+    kind: SnapshotKind, files: Sequence[LiveFile], buffers: HostBuffers, *, staging_bytes: int | None
+) -> Snapshot:
+    """Returns the snapshot of these files; after its `stage()` the state may change."""
+    if kind == "none":
+        return LiveState(files, buffers.scratch)
+    num_bytes = staged_bytes([file.planned for file in files])
+    if staging_bytes is not None and num_bytes > staging_bytes:
+        return StateInWaves(files, buffers.staging.take(staging_bytes))
+    threads = min(torch.get_num_threads(), _MAX_COPY_THREADS)
+    if kind == "lazy":  # half of them beside training; when training waits, its thread brings as many
+        threads = max(threads // 2, 1)
+    return StagedState(files, buffers.staging.take(num_bytes), threads=threads)
+
+
+def allocate(planned: Sequence[PlannedFile], buffers: HostBuffers, *, staging_bytes: int | None) -> None:
+    """Allocates the memory that a snapshot of these files will take."""
+    num_bytes = staged_bytes(planned)
+    buffers.staging.take(num_bytes if staging_bytes is None else min(num_bytes, staging_bytes))
 
 
 class PreparedSave:
@@ -42,12 +79,15 @@ class PreparedSave:
         self.target = target
         self.buffers = buffers
         self.options = options
-        self.is_lazy = kind == "lazy"
         self._kind = kind
         self._local_plan = local_plan
         self._snapshot: Snapshot | None = None
         """Snapshot of the cached plan, until the ranks have agreed; then of the agreed one."""
         self._agreed: AgreedPlan | None = None
+
+    @property
+    def is_lazy(self) -> bool:
+        return self._kind == "lazy"
 
     @property
     def snapshot(self) -> Snapshot:
@@ -64,7 +104,7 @@ class PreparedSave:
         """
         with self.call.phase("stage"):
             if self.is_lazy:
-                self._local_plan = self._local_plan._replace(shards=hold_shards(entries, self._local_plan.shards))
+                self._local_plan = self._local_plan._replace(shards=_held_shards(entries, self._local_plan.shards))
             self.buffers.scratch.grow(self.options.writer_threads)
             if self._local_plan.cached is not None:
                 self._snapshot = self._snapshot_of(self._local_plan.cached)
@@ -103,6 +143,12 @@ class PreparedSave:
                 self._snapshot = self._snapshot_of(agreed.rank_plan)
         return agreed
 
+    def _snapshot_of(self, plan: RankPlan) -> Snapshot:
+        with gc_paused():
+            # New files for each snapshot, because a snapshot may change its own.
+            files = [LiveFile(planned, self._local_plan.shards) for planned in plan.files]
+        return take_snapshot(self._kind, files, self.buffers, staging_bytes=self.options.staging_bytes)
+
     def stage(self) -> None:
         """Stages the snapshot. From then on the training state may change."""
         with self.call.timer.phase("stage"):
@@ -123,14 +169,31 @@ class PreparedSave:
         """Drops the state: the error of a failed save keeps the frames of its functions."""
         self._local_plan = self._local_plan._replace(shards=())
 
-    def _snapshot_of(self, plan: RankPlan) -> Snapshot:
-        with gc_paused():
-            # New files for each snapshot, because a snapshot may change its own.
-            files = [LiveFile(planned, self._local_plan.shards) for planned in plan.files]
-        return take_snapshot(self._kind, files, self.buffers, staging_bytes=self.options.staging_bytes)
-
     def _is_on_host(self) -> bool:
         """Returns False if a tensor is on a device: its copy must follow the caller's stream, which a thread does not
         know.
         """
         return all(shard.tensor.is_cpu for shard in self._local_plan.shards)
+
+
+def _held_shards(entries: Sequence[Entry], shards: Sequence[LocalShard]) -> list[LocalShard]:
+    """Returns the shards for a lazy snapshot. Buffers of modules, and tensors that share memory with one, are copied,
+    because a forward pass changes them without waiting. All others keep the memory that they have now, even if their
+    tensors are given other memory meanwhile.
+
+    Raises CheckpointSaveError (unsupported_value) if an optimizer of the state would not wait for the snapshot.
+    """
+    check_can_be_lazy(entries)
+    changing = {_storage_of(buffer) for buffer in buffers_in(entries)}
+    # Not by `_replace`, which costs more than all the rest of this.
+    return [
+        LocalShard(
+            *shard[:4],
+            to_host(shard.tensor) if changing and _storage_of(shard.tensor) in changing else shard.tensor.detach(),
+        )
+        for shard in shards
+    ]
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -24,8 +24,7 @@ from bytecheckpoint.planner.file_layout import PlacedChunk
 from bytecheckpoint.planner.save_plan import SavePlan
 from bytecheckpoint.runtime.gc_pause import gc_paused
 from bytecheckpoint.saving.chunk_locations import ChunkLocations, pack_locations
-from bytecheckpoint.saving.global_plan import AgreedPlan
-from bytecheckpoint.saving.plan_cache import WrittenTensors
+from bytecheckpoint.saving.global_plan import AgreedPlan, WrittenTensors
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.staging.compress import ChunkLocation
 from bytecheckpoint.storage import layout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -39,6 +39,18 @@ class SaveCall(NamedTuple):
             yield
 
 
+class SaveOwner(NamedTuple):
+    """The owner of the root that a save writes to, who may lose it to another one while the save is under way."""
+
+    save_id_prefix: str
+    """First 8 characters of the id of each of its saves, by which others know what they left."""
+    before_commit: Callable[[], None]
+    """Called by the coordinator just before it creates the manifest. Raises like `check`."""
+    check: Callable[[], None]
+    """Raises CheckpointSaveError (superseded) if another owner has claimed the root. Called by the coordinator when the
+    manifest exists."""
+
+
 class SaveTarget(NamedTuple):
     """The place of the checkpoint; the same on all ranks but for the folder of the local stage."""
 
@@ -49,6 +61,8 @@ class SaveTarget(NamedTuple):
     overwrite: bool
     stage: LocalStage | None = None
     """None where data goes to the store at once."""
+    owner: SaveOwner | None = None
+    """None if nobody owns the root."""
 
     @property
     def path(self) -> str:
@@ -77,6 +91,7 @@ def open_target(
     role: str | None,
     storage_options: Mapping[str, Any] | None,
     options: SaveOptions,
+    owner: SaveOwner | None = None,
 ) -> SaveTarget:
     """Opens the store and the local stage of a save. Raises what the checks of the role and of both folders raise."""
     root, folder = save_location(path, step=step, role=role)
@@ -86,7 +101,8 @@ def open_target(
         writer_threads=options.writer_threads,
         timeout_s=options.timeout_s,
     )
-    return SaveTarget(store, folder, step, options.overwrite, LocalStage(options) if options.local_stage else None)
+    stage = LocalStage(options) if options.local_stage else None
+    return SaveTarget(store, folder, step, options.overwrite, stage, owner)
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:

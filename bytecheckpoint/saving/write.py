@@ -53,6 +53,7 @@ def write_files(
             partial(snapshot.content, number),
             buffers[number % 2],
             threads=writer_threads,
+            second_block=scratch.second_block,
             on_compressed=partial(timer.add, "compress"),
             on_checksum=partial(timer.add, "checksum"),
         )

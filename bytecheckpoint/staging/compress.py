@@ -95,11 +95,13 @@ def compress_file(
     memory: memoryview,
     *,
     threads: int,
+    second_block: threading.Lock,
     on_compressed: Callable[[float], None],
     on_checksum: Callable[[float], None],
 ) -> CompressedFile:
     """Compresses a file that was planned with codecs into this memory, which must not change until the file is written.
-    Calls `on_compressed` and `on_checksum`, on any thread, with the seconds that each took.
+    Only a thread that gets `second_block` prefetches. Calls `on_compressed` and `on_checksum`, on any thread, with the
+    seconds that each took.
 
     Raises the errors of `content`.
     """
@@ -119,7 +121,7 @@ def compress_file(
         finally:
             encoders.put(encoder)
 
-    with closing(_Blocks(planned.blocks, content)) as blocks:
+    with closing(_Blocks(planned.blocks, content, second_block)) as blocks:
         while (raw := blocks.take()) is not None:
             jobs: list[Callable[[], None]] = [partial(encode, *job) for job in _jobs(frames, raw)]
             # Prefetches the next block while the last frames of this one are made.
@@ -127,28 +129,25 @@ def compress_file(
     return _assemble(chunks)
 
 
-_WAITING_AHEAD = threading.Lock()
-"""Saves share the memory that blocks are gathered into. If several waited for a block while they hold another, they
-might wait for ever."""
-
-
 class _Blocks:
     """The blocks of a file: one in use, and perhaps the next one prefetched."""
 
-    def __init__(self, blocks: Iterable[tuple[int, int]], content: _Content) -> None:
+    def __init__(self, blocks: Iterable[tuple[int, int]], content: _Content, second_block: threading.Lock) -> None:
+        """`second_block` is held while the next block is awaited: saves share the memory of the blocks."""
         self._left = iter(blocks)
         self._content = content
+        self._second_block = second_block
         self._in_use, self._ahead = ExitStack(), ExitStack()
         self._next: memoryview | None = None
         self._is_entered = False
 
     def enter_ahead(self) -> None:
         """Prefetches the next block, which may wait for memory, unless another save does so; on any thread."""
-        if _WAITING_AHEAD.acquire(blocking=False):
+        if self._second_block.acquire(blocking=False):
             try:
                 self._enter()
             finally:
-                _WAITING_AHEAD.release()
+                self._second_block.release()
 
     def _enter(self) -> None:
         block = next(self._left, None)

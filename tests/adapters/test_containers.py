@@ -430,6 +430,27 @@ def test_what_contains_itself_is_refused_by_name(tmp_path: Path, kind: str, wrap
         bcp.load(tmp_path, {"round": circle(kind)})
 
 
+def test_plain_data_beside_deep_modules_is_as_deep_as_elsewhere(tmp_path: Path) -> None:
+    def nested(value: Any, depth: int) -> Any:
+        return {"in": nested(value, depth - 1)} if depth else value
+
+    def state(number: int) -> dict[str, Any]:
+        plain = nested(number, 60)
+        return {"all": nested({"model": torch.nn.Linear(1, 1), "plain": plain, "list": [[[plain]]]}, 10)}
+
+    bcp.save(tmp_path, state(1))
+    target = state(0)
+    bcp.load(tmp_path, target)
+    found = nested_value(target["all"], 10)
+    assert (found["plain"], found["list"]) == (nested(1, 60), [[[nested(1, 60)]]])
+    with pytest.raises(bcp.CheckpointSaveError, match=r"plain.* is nested more than 64 deep"):
+        bcp.save(tmp_path / "deeper", {"all": {"model": torch.nn.Linear(1, 1), "plain": nested(1, 64)}})
+
+
+def nested_value(value: Any, depth: int) -> Any:
+    return nested_value(value["in"], depth - 1) if depth else value
+
+
 def test_empty_states_and_empty_containers(tmp_path: Path) -> None:
     for index, state in enumerate([{"a": {}}, {"a": []}, {"a": ()}, {"a": {"b": {}, "c": [], "d": ()}}]):
         bcp.save(tmp_path / str(index), copy.deepcopy(state))

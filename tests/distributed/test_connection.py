@@ -145,6 +145,26 @@ def test_long_requests_of_some_peers_keep_no_other_one_waiting(
             connection.close()
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rendezvous_that_can_have_no_more_threads_says_what_to_do(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    start = threading.Thread.start
+
+    def start_most(thread: threading.Thread) -> None:
+        if thread.name == f"bcp-rendezvous_{number}":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_most)
+    with (
+        socket.create_connection(("127.0.0.1", listener.address.port)),
+        pytest.raises(CheckpointError, match=r"no more threads .*exchange=\"off\"") as raised,
+    ):
+        admit(listener)
+    assert raised.value.kind == "rank_failed"
+
+
 def test_a_peer_that_does_not_connect_is_named(listener: Listener) -> None:
     with pytest.raises(CheckpointError, match="rank 41 did not connect") as raised:
         admit(listener, timeout_s=0.2)

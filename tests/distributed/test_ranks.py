@@ -30,8 +30,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.region import Region
-from bytecheckpoint.saving.global_plan import AgreedPlan, exchange_plans, make_local_plan
-from bytecheckpoint.saving.plan_cache import PlanCache
+from bytecheckpoint.saving.global_plan import AgreedPlan, PlanCache, exchange_plans, make_local_plan
 from distributed.workers import WorkerDied, WorkerPool
 
 ABOUT = Subject("/ckpt", 7, is_save=True)

@@ -16,8 +16,7 @@ from faults.seams import COORDINATOR_PHASES, Seam, before, files_under, loads_as
 import bytecheckpoint as bcp
 from bytecheckpoint.manifest import DataFile, decode_manifest, encode_manifest
 from bytecheckpoint.saving import commit, report, target
-from bytecheckpoint.saving.global_plan import AgreedPlan
-from bytecheckpoint.saving.plan_cache import RankPlan
+from bytecheckpoint.saving.global_plan import AgreedPlan, RankPlan
 from bytecheckpoint.saving.report import WrittenFile
 from bytecheckpoint.staging import file_image
 from bytecheckpoint.storage.backends import fsspec_store

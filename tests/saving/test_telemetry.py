@@ -17,8 +17,8 @@ from faults.seams import Seam, before, files_under, loads_as, raising, seen, sta
 import bytecheckpoint as bcp
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving import report
+from bytecheckpoint.saving.global_plan import PlanCache
 from bytecheckpoint.saving.in_flight import process_state
-from bytecheckpoint.saving.plan_cache import PlanCache
 from bytecheckpoint.storage import layout
 from distributed.workers import WorkerPool
 

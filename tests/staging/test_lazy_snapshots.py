@@ -22,8 +22,8 @@ from snapshot_cases import OPTIONS, bits_of_all, differing, saved_bits
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import bytecheckpoint as bcp
-from bytecheckpoint.saving import commit
-from bytecheckpoint.staging import choose, file_image
+from bytecheckpoint.saving import commit, prepare
+from bytecheckpoint.staging import file_image
 
 GATHER = Seam(file_image.LiveFile, "gather")
 
@@ -291,7 +291,7 @@ def test_who_waits_for_staging_takes_part_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException | None
 ) -> None:
     """The background is held in its first gather; who waits does the rest, and what failed there is done again."""
-    monkeypatch.setattr(choose, "_MAX_COPY_THREADS", 2)  # one in the background
+    monkeypatch.setattr(prepare, "_MAX_COPY_THREADS", 2)  # one in the background
     state = {f"x{number}": torch.full((1 << 18,), float(number)) for number in range(8)}
     options = bcp.SaveOptions(snapshot="lazy", max_file_bytes=1 << 20)
     go, begun = threading.Event(), threading.Event()

@@ -25,11 +25,11 @@ class ProcessLock:
         except BaseException:
             os.close(self._fd)
             raise
-        _HELD.add(self)
+        _held_locks().add(self)
 
     def release(self) -> None:
         """May be called again."""
-        _HELD.remove(self)
+        _held_locks().remove(self)
         if self._fd >= 0:
             # Closing alone is not enough: a child that was forked just now may not have closed its copy yet.
             fcntl.flock(self._fd, fcntl.LOCK_UN)
@@ -94,4 +94,9 @@ class _HeldLocks:
             lock.close()
 
 
-_HELD = _HeldLocks()
+_HELD: dict[str, _HeldLocks] = {}
+"""Empty until the first lock. A dict, because `setdefault` is one step for all threads."""
+
+
+def _held_locks() -> _HeldLocks:
+    return _HELD.get("locks") or _HELD.setdefault("locks", _HeldLocks())

@@ -24,8 +24,6 @@ _CONNECT_TIMEOUT_S = 10
 _READ_TIMEOUT_S = 30
 _MAX_CONNECTIONS = 64
 _MAX_CACHED_CLIENTS = 16
-_MAKING = threading.Lock()
-"""Clients serve many threads, but a session makes them for one thread at a time."""
 
 _FILE_OPTIONS = frozenset(
     {
@@ -82,9 +80,10 @@ def _make_client(key: _ClientKey) -> S3Client:
     more = dict(options.pop("s3_additional_kwargs", None) or {})
     if options.pop("requester_pays", False):
         more["RequestPayer"] = "requester"
-    session = _session(key.process, options.pop("profile", None))
+    session, making = _session(key.process, options.pop("profile", None))
     arguments, settings = _client_arguments(options)
-    client = _create(session, arguments, settings)
+    with making:
+        client = _create(session, arguments, settings)
     client.meta.events.register("before-send.s3", _send_in_parts)
     client.meta.events.register("before-parse.s3", _refuse_truncated_answer)
     secrets = {arguments.get("aws_secret_access_key"), arguments.get("aws_session_token")}
@@ -95,21 +94,21 @@ def _make_client(key: _ClientKey) -> S3Client:
 
 
 @lru_cache(maxsize=_MAX_CACHED_CLIENTS)
-def _session(_process: int, profile: str | None) -> Any:
-    """Cached, because a session caches the description of S3 that its clients need."""
-    return botocore.session.Session(profile=profile)
+def _session(_process: int, profile: str | None) -> tuple[Any, threading.Lock]:
+    """Returns a session, which makes clients for one thread at a time, and the lock for that. Cached, because a session
+    caches the description of S3 that its clients need.
+    """
+    return botocore.session.Session(profile=profile), threading.Lock()
 
 
 def _create(session: Any, arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
     """Makes a client whose bodies are verified once, not twice: over TLS by a checksum, else by a signature."""
     s3 = {"payload_signing_enabled": False, **(settings.get("s3") or {})}
-    with _MAKING:
-        client = session.create_client("s3", config=Config(**{**settings, "s3": s3}), **arguments)
+    client = session.create_client("s3", config=Config(**{**settings, "s3": s3}), **arguments)
     if str(client.meta.endpoint_url).startswith("https:"):
         return client
     settings = {"request_checksum_calculation": "when_required", **settings}
-    with _MAKING:
-        return session.create_client("s3", config=Config(**settings), **arguments)
+    return session.create_client("s3", config=Config(**settings), **arguments)
 
 
 def _client_arguments(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

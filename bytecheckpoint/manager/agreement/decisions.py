@@ -1,0 +1,57 @@
+"""Decisions of rank 0 that all ranks hear, and the clock by which they are made. Knows no policy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from bytecheckpoint.distributed.ranks import COORDINATOR, Subject, join_ranks, together
+from bytecheckpoint.saving.in_flight import wait_until_numbered
+from bytecheckpoint.storage.inventory import clock_of
+from bytecheckpoint.storage.store import Store
+
+T = TypeVar("T")
+
+
+class Decisions:
+    """Decisions about one root, by the ranks of one group."""
+
+    def __init__(self, process_group: dist.ProcessGroup | None, root: str, *, timeout_s: float) -> None:
+        self._group = process_group
+        self._timeout_s = timeout_s
+        self._about = Subject(root, None, is_save=False, call="CheckpointManager")
+
+    def hear(self, doing: str, decide: Callable[[], T], kind: type[T]) -> T:
+        """Returns on every rank what `decide` returns on rank 0; an error of it is raised on every rank. All ranks call
+        it together.
+        """
+        wait_until_numbered()
+        ranks = join_ranks(self._group, self._timeout_s, about=self._about)
+        with together(ranks, doing, about=self._about):
+            message = msgspec.msgpack.encode(decide()) if ranks.rank == COORDINATOR else b""
+            answer = msgspec.msgpack.decode(ranks.broadcast(message), type=kind)
+        ranks.close()
+        return answer
+
+
+class StorageClock:
+    """The clock of a storage, by which hosts agree whose own clocks differ. It never runs backwards."""
+
+    def __init__(self, offset_s: float, *, not_before: float = 0.0) -> None:
+        self._offset_s = offset_s
+        self._newest = not_before
+
+    def now(self) -> float:
+        """Returns seconds since 1970."""
+        self._newest = max(self._newest, time.time() + self._offset_s)
+        return self._newest
+
+
+def offset_of(store: Store) -> float:
+    """Returns the seconds by which the clock of the storage is ahead of this host's; 0.0 if it does not tell."""
+    now = clock_of(store)
+    return 0.0 if now is None else now - time.time()

@@ -1,0 +1,212 @@
+"""Stops of training: a signal, a deadline or a request of one rank becomes a stop at the same boundary on all ranks.
+
+Each call of `save`, `due` and `should_stop` is a boundary, and all ranks pass the same ones. A watcher thread on each
+rank looks for a request in the key-value store of the group and then reports how many boundaries its rank has passed;
+a rank that has reported waits at its next boundary for the verdict, the highest number. All ranks stop at the boundary
+after that one. Boundaries send no message, and the watchers never wait for a main thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from bytecheckpoint.distributed.key_value_ranks import shown_ranks
+from bytecheckpoint.errors import CheckpointError
+
+logger = logging.getLogger("bytecheckpoint")
+
+_POLL_S = 0.25
+_PENDING_POLL_S = 0.02
+"""Pause of a watcher between looks while a request waits for its verdict."""
+_MAX_LOOKS_PER_S = 4000
+"""Looks into the store by the watchers of all ranks together."""
+_JOIN_S = 5.0
+_REQUEST, _VERDICT = "request", "verdict"
+
+
+class StopRequests:
+    """Requests to stop that this process has received. Signal handlers set a flag and nothing else."""
+
+    def __init__(self, signals: Sequence[str], *, deadlines: Sequence[float], needed_s: Callable[[], float]) -> None:
+        """Each of the `deadlines` is the time, by `time.time`, at which the last save has to be durable; `needed_s`
+        returns the seconds that one more step and its save take.
+        """
+        self._pid = os.getpid()
+        self._reason = ""
+        self._deadlines = list(deadlines)
+        self._needed_s = needed_s
+        self._old_handlers: dict[str, Any] = {}
+        if signals and threading.current_thread() is not threading.main_thread():
+            logger.warning(
+                "the manager was made outside of the main thread, so it cannot handle %s: make it in the main thread, "
+                "or call request_stop",
+                ", ".join(signals),
+            )
+            return
+        for name in signals:
+            self._old_handlers[name] = signal.signal(signal.Signals[name], self._handle)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if (
+            os.getpid() == self._pid
+        ):  # a forked worker of a data loader inherits the handler, and must not stop anything
+            self._reason = self._reason or signal.Signals(number).name
+
+    def request(self, reason: str, *, deadline_s: float | None) -> None:
+        """Requests a stop now, or early enough before so many seconds from now have passed."""
+        if deadline_s is None:
+            self._reason = self._reason or reason
+        else:
+            self._deadlines.append(time.time() + deadline_s)
+
+    @property
+    def reason(self) -> str:
+        """The reason for which this rank is to stop now; empty if it is not."""
+        if not self._reason and self._deadlines and min(self._deadlines) - time.time() <= self._needed_s():
+            self._reason = "deadline"
+        return self._reason
+
+    def close(self) -> None:
+        """Puts the old signal handlers back, unless another handler has replaced ours meanwhile."""
+        for name, old in self._old_handlers.items():
+            number = signal.Signals[name]
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main and signal.getsignal(number) == self._handle:
+                signal.signal(number, old if old is not None else signal.SIG_DFL)
+        self._old_handlers.clear()
+
+
+class SoleStop:
+    """The agreement of a process on its own."""
+
+    def __init__(self, requests: StopRequests) -> None:
+        self._requests = requests
+        self.reason = ""
+
+    def pass_boundary(self) -> bool:
+        """Returns True if training is to stop."""
+        self.reason = self.reason or self._requests.reason
+        return bool(self.reason)
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class GroupStop:
+    """The agreement of the ranks of a group."""
+
+    def __init__(
+        self, requests: StopRequests, store: Store, *, token: str, rank: int, num_ranks: int, timeout_s: float
+    ) -> None:
+        """`token` is the same on all ranks of this manager, and on no other's."""
+        self.reason = ""
+        self._requests = requests
+        self._store = PrefixStore(f"bytecheckpoint/stop/{token}", store)
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._num_passed = 0
+        self._has_reported = False
+        self._verdict: int | None = None
+        self._is_closed = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="bcp-stop", daemon=True)
+        self._watcher.start()
+
+    def pass_boundary(self) -> bool:
+        """Returns True if training is to stop, from the same boundary on for all ranks.
+
+        Raises CheckpointError (rank_missing), which names the ranks, if a stop was requested and some do not report.
+        """
+        with self._changed:
+            if self._has_reported and self._verdict is None:
+                self._changed.wait_for(self._is_decided, self._timeout_s)
+                if self._verdict is None:
+                    raise self._missing()
+            self._num_passed += 1
+            return self._verdict is not None and self._num_passed > self._verdict
+
+    def _is_decided(self) -> bool:
+        return self._verdict is not None
+
+    def _missing(self) -> CheckpointError:
+        with suppress(RuntimeError):
+            absent = tuple(rank for rank in range(self._num_ranks) if not self._store.check([_passed_key(rank)]))
+            return CheckpointError(
+                f"a stop was requested ({self.reason}), and {shown_ranks(absent or (0,))} did not report within "
+                f"{self._timeout_s:g} s at which step it is: dead or stopped. What was saved before still loads: look "
+                "at its log, and start the job again",
+                kind="rank_missing",
+                ranks=absent or (0,),
+            )
+        return CheckpointError("the store of the process group is gone", kind="rank_missing", ranks=(0,))
+
+    def _watch(self) -> None:
+        pause_s = max(_POLL_S, self._num_ranks / _MAX_LOOKS_PER_S)
+        with suppress(RuntimeError):  # the store is gone, and the group with it: calls of the main thread say so
+            while not self._is_closed.wait(_PENDING_POLL_S if self._has_reported else pause_s):
+                if self._look():
+                    return
+
+    def _look(self) -> bool:
+        """Takes the next step of the agreement; returns True when the verdict is known."""
+        reason = self._requests.reason
+        if reason and not self._store.check([_REQUEST]):
+            self._store.compare_set(_REQUEST, "", reason)
+        if not self._store.check([_REQUEST]):
+            return False
+        self._report()
+        if self._rank == 0 and not self._store.check([_VERDICT]):
+            keys = [_passed_key(rank) for rank in range(self._num_ranks)]
+            if self._store.check(keys):
+                self._store.compare_set(_VERDICT, "", str(max(int(self._store.get(key)) for key in keys)))
+        if not self._store.check([_VERDICT]):
+            return False
+        with self._changed:
+            self._verdict = int(self._store.get(_VERDICT))
+            self._changed.notify_all()
+        return True
+
+    def _report(self) -> None:
+        """Reports once how many boundaries this rank has passed. From then on it passes none without the verdict."""
+        if self._has_reported:
+            return
+        self.reason = bytes(self._store.get(_REQUEST)).decode()
+        with self._changed:
+            self._has_reported = True
+            num_passed = self._num_passed
+        self._store.set(_passed_key(self._rank), str(num_passed))
+
+    def close(self) -> None:
+        """Ends the watcher. A rank that closes passes no more boundaries, and must not be waited for by the others."""
+        self._is_closed.set()
+        self._watcher.join(_JOIN_S)
+        if self._watcher.is_alive():
+            return  # the store does not answer
+        with suppress(RuntimeError):
+            if not self._has_reported:
+                self._store.set(_passed_key(self._rank), str(self._num_passed))
+            if self._rank == 0:  # no rank passes more boundaries than this one has, so none stops
+                self._store.compare_set(_VERDICT, "", str(self._num_passed))
+
+
+def _passed_key(rank: int) -> str:
+    return f"passed/{rank}"
+
+
+def check_deadline(deadline_s: float | None) -> None:
+    """Raises ValueError unless it is None or a number of seconds."""
+    is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool) and math.isfinite(deadline_s)
+    if deadline_s is not None and (not is_number or deadline_s < 0):
+        raise ValueError(f"deadline_s takes a number of seconds from now, or None, not {deadline_s!r}")

@@ -1,0 +1,400 @@
+"""CheckpointManager, the checkpoints of a training run: when to save, which to keep, where to resume, when to stop.
+Rank 0 decides, and all ranks hear it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, Self
+
+import msgspec
+import torch.distributed as dist
+
+from bytecheckpoint import api
+from bytecheckpoint.adapters.frameworks.detect import Framework
+from bytecheckpoint.distributed.ranks import group_store
+from bytecheckpoint.errors import (
+    CheckpointError,
+    StorageError,
+)
+from bytecheckpoint.info import CheckpointInfo, LoadReport, describe_checkpoint
+from bytecheckpoint.manager import keep_policies, save_policies, step_records
+from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock, offset_of
+from bytecheckpoint.manager.agreement.stopping import GroupStop, SoleStop, StopRequests, check_deadline
+from bytecheckpoint.manager.background import Background
+from bytecheckpoint.manager.keep_policies import KeepPolicy
+from bytecheckpoint.manager.managed_saves import ManagedRun, ManagedSaves, OwnedRoot
+from bytecheckpoint.manager.options import ManagerOptions
+from bytecheckpoint.manager.ownership import claim
+from bytecheckpoint.manager.restore import (
+    RestoreChoice,
+    begin_attempt,
+    choose_step,
+    end_attempts,
+    is_damage,
+    leaves_attempt,
+)
+from bytecheckpoint.manager.save_policies import SavePolicy
+from bytecheckpoint.manager.stats import Goodput, ManagerStats
+from bytecheckpoint.manager.step_info import StepInfo
+from bytecheckpoint.saving.handle import SaveHandle
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.credentials import showable_url
+from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.paths import join_name
+
+logger = logging.getLogger("bytecheckpoint")
+
+_KEEP_ALL = keep_policies.All()
+_SOME_STEP = (StepInfo(0, 0.0, {}, {}, False, True),)
+"""Stands for all saved steps before a policy that may only ask if there are any."""
+
+
+class _OpenedRoot(msgspec.Struct, frozen=True):
+    """The root as rank 0 found it."""
+
+    token: str
+    has_steps: bool
+    abandoned: list[int]
+
+
+class CheckpointManager:
+    """The checkpoints of one training run, below one root. All ranks make the same calls in the same order."""
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        save: SavePolicy,
+        keep: KeepPolicy = _KEEP_ALL,
+        framework: Framework = "auto",
+        process_group: dist.ProcessGroup | None = None,
+        role: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        options: ManagerOptions | None = None,
+    ) -> None:
+        """Claims the root, unless `options.read_only`: from now on saves of an earlier manager are refused."""
+        self._options = options or ManagerOptions()
+        if self._options.cool_down is not None:
+            raise ValueError("ManagerOptions.cool_down: this version cannot copy to a second root yet")
+        self._root = layout.root_of(root, role)
+        self._policy, self._keep = save, keep
+        self._goodput = Goodput()
+        self._store = open_store(self._root, storage_options=storage_options, writer_threads=1)
+        self._run = ManagedRun(self._root, self._store, framework, process_group, storage_options)
+        timeout_s = self._options.save.timeout_s
+        self._decisions = Decisions(process_group, showable_url(str(self._root)), timeout_s=timeout_s)
+        self._is_grouped = process_group is not None or (dist.is_available() and dist.is_initialized())
+        self._rank = dist.get_rank(process_group) if self._is_grouped else 0
+        self._owned: OwnedRoot | None = None
+        """None on ranks other than rank 0, and if the manager only reads."""
+        self._called_step: int | None = None
+        self._is_closed = False
+        self.next_step = 0
+        """First step to train: the restored one and 1, else 0."""
+        opened = self._decisions.hear(f"opening {self._root}", self._open, _OpenedRoot)
+        self._saves = ManagedSaves(
+            self._run, self._options, decisions=self._decisions, goodput=self._goodput, owned=self._owned
+        )
+        self._saves.has_steps, self._saves.abandoned = opened.has_steps, set(opened.abandoned)
+        deadlines = [part for part in save_policies.parts_of(save) if isinstance(part, save_policies.Deadline)]
+        self._requests = StopRequests(
+            self._options.signals,
+            deadlines=[deadline.at_s - deadline.margin_s for deadline in deadlines] if self._rank == 0 else [],
+            needed_s=self._needed_to_stop_s,
+        )
+        self._stop = self._join_stop(opened.token, timeout_s)
+
+    def _open(self) -> _OpenedRoot:
+        """Opens the root, on rank 0."""
+        steps = step_records.list_steps(self._store)
+        if not self._options.read_only:
+            newest = max((step.info.time for step in steps), default=0.0)
+            clock = StorageClock(offset_of(self._store), not_before=newest)
+            generation = claim(self._store, time=clock.now())
+            self._owned = OwnedRoot(generation, Background(generation, self._keep, clock, steps), clock)
+        return _OpenedRoot(secrets.token_hex(8), bool(steps), [step.info.step for step in steps if step.is_abandoned])
+
+    def _join_stop(self, token: str, timeout_s: float) -> SoleStop | GroupStop:
+        if not self._is_grouped or dist.get_world_size(self._run.group) == 1:
+            return SoleStop(self._requests)
+        group = self._run.group if self._run.group is not None else dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError("rank 0 was heard, so there is a group")
+        store = group_store(group)
+        num_ranks = dist.get_world_size(self._run.group)
+        return GroupStop(self._requests, store, token=token, rank=self._rank, num_ranks=num_ranks, timeout_s=timeout_s)
+
+    def restore(
+        self,
+        state: Mapping[str, Any],
+        *,
+        step: int | Literal["latest"] = "latest",
+        initial: str | os.PathLike[str] | None = None,
+        strict: bool = True,
+        **as_load: Any,
+    ) -> LoadReport | None:
+        """Loads the newest complete checkpoint of the root, or a given step. Returns None on a fresh start.
+
+        `initial` is a path that is loaded only while the root has no checkpoint. Other arguments are those of `load`.
+        Raises what `load` raises; CheckpointNotFoundError if a given step is not there.
+        """
+        self._refuse_closed()
+        passed_over: dict[int, str] = {}
+        while True:
+            choice = self._decisions.hear(
+                f"choosing what to restore from {self._root}", partial(self._choose, step, passed_over), RestoreChoice
+            )
+            passed_over.update(choice.passed_over)
+            if choice.step is None:
+                return self._start_fresh(state, initial, strict=strict, **as_load)
+            try:
+                report = self._load(self._root, state, choice.step, strict=strict, **as_load)
+            except CheckpointError as error:
+                if not leaves_attempt(error):
+                    self._end_attempts(choice.step)
+                if not (self._options.walk_back and step == "latest" and is_damage(error)):
+                    raise
+                passed_over[choice.step] = error.message
+                logger.error("step %d does not load, so the one before: %s", choice.step, error.message)  # noqa: TRY400
+            else:
+                self._continue_from(choice.step)
+                return replace(report, passed_over=passed_over)
+
+    def _choose(self, step: int | Literal["latest"], failed: Mapping[int, str]) -> RestoreChoice:
+        candidates = [found.info for found in step_records.list_steps(self._store) if not found.is_abandoned]
+        choice = choose_step(self._store, step, candidates, failed=failed)
+        for number, why in choice.passed_over.items():
+            logger.error("step %d is passed over: %s", number, why)
+        if choice.step is not None and self._owned is not None:
+            begin_attempt(self._store, choice.step, time=self._owned.clock.now())
+        return choice
+
+    def _load(self, path: str | os.PathLike[str], state: Mapping[str, Any], step: Any, **as_load: Any) -> LoadReport:
+        as_load = {"options": self._options.load, **as_load}
+        return api.load(
+            path,
+            state,
+            self._run.framework,
+            step=step,
+            process_group=self._run.group,
+            storage_options=self._run.storage_options,
+            **as_load,
+        )
+
+    def _start_fresh(
+        self, state: Mapping[str, Any], initial: str | os.PathLike[str] | None, **as_load: Any
+    ) -> LoadReport | None:
+        if initial is not None:
+            return self._load(initial, state, "latest", **as_load)
+        if self._rank == 0:
+            logger.info("%s has no checkpoint: training starts at step 0", self._root)
+        return None
+
+    def _continue_from(self, step: int) -> None:
+        """Makes the restored step the newest one: later ones belong to a branch that training leaves."""
+        self._end_attempts(step)
+        abandoned = self._decisions.hear("leaving later steps", partial(self._left_behind, step), dict[int, str])
+        self._saves.abandoned = set(abandoned)
+        self._saves.durable_step, self.next_step, self._saves.has_steps = step, step + 1, True
+        if self._owned is not None:
+            self._owned.background.restored = step
+            self._owned.background.set_abandoned(set(abandoned))
+            self._saves.new_branch = abandoned
+
+    def _left_behind(self, step: int) -> dict[int, str]:
+        """Returns the save ids of all abandoned steps, on rank 0, if training goes on from this one."""
+        steps = [found for found in step_records.list_steps(self._store) if found.info.step != step]
+        return {found.info.step: found.info.save_id for found in steps if found.is_abandoned or found.info.step > step}
+
+    def _end_attempts(self, step: int) -> None:
+        if self._owned is not None:
+            end_attempts(self._store, step)
+
+    def due(self, step: int) -> bool:
+        """Returns True if `save` of this step would save. All ranks call it together."""
+        self._refuse_closed()
+        return self._is_due(step, is_forced=False, is_stopping=self._stop.pass_boundary())
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        force: bool = False,
+        pin: bool = False,
+    ) -> SaveHandle | None:
+        """Saves the state if the step is due, after the save in flight has ended. Returns None if it is not due.
+
+        A save before a stop returns when the checkpoint is durable. `metrics` are for policies and `best`, `metadata`
+        is as for `bcp.save`, `force` saves a step that is not due, and `pin` keeps it whatever the policies say.
+
+        Raises what `bcp.save` raises, for this save or, by `on_failed_save`, for the one before;
+        CheckpointSaveError (superseded) if another manager owns the root.
+        """
+        self._refuse_closed()
+        began = self._goodput.begin_call()
+        is_stopping = self._stop.pass_boundary()
+        self._called_step = step
+        try:
+            if self._options.read_only or not self._is_due(step, is_forced=force, is_stopping=is_stopping):
+                return None
+            self._saves.settle()
+            checked = step_records.check_metrics(metrics)
+            return self._saves.begin(step, state, checked, metadata=metadata, pin=pin, is_stopping=is_stopping)
+        finally:
+            self._goodput.end_call(began)
+
+    def _is_due(self, step: int, *, is_forced: bool, is_stopping: bool) -> bool:
+        newest = self._saves.begun.step if self._saves.begun is not None else self._saves.durable_step
+        if is_forced or step == newest:
+            return is_forced
+        if is_stopping:
+            return True
+        if save_policies.is_step_only(self._policy):
+            saved = _SOME_STEP if self._saves.has_steps or self._saves.begun is not None else ()
+            return self._policy.due(StepInfo(step, 0.0, {}, {}, False, False), saved)
+        return self._decisions.hear(f"deciding about step {step}", partial(self._decide_due, step), bool)
+
+    def _decide_due(self, step: int) -> bool:
+        """Asks a policy that does not depend on the step alone, on rank 0."""
+        if self._owned is None:
+            return False
+        stats, now = self._goodput.stats(), self._owned.clock.now()
+        saved = self._owned.background.steps()
+        if self._saves.begun is not None and all(info.step != self._saves.begun.step for info in saved):
+            saved = [*saved, StepInfo(self._saves.begun.step, self._saves.begun.time, {}, {}, False, False)]
+        seconds = {"step": stats.longest_step_s, "since_start": stats.elapsed_s}
+        return bool(self._policy.due(StepInfo(step, now, {}, seconds, False, False), saved))
+
+    def should_stop(self) -> bool:
+        """Returns True on all ranks once a stop was requested and the step of the newest call of `save` is durable."""
+        self._refuse_closed()
+        if not self._stop.pass_boundary():
+            return False
+        self._saves.settle()
+        return self._options.read_only or (
+            self._saves.durable_step is not None and self._saves.durable_step == self._called_step
+        )
+
+    def request_stop(self, reason: str, deadline_s: float | None = None) -> None:
+        """Requests that all ranks stop at one step: now, or so that the last save is durable before `deadline_s`
+        seconds from now have passed. One rank may call it.
+        """
+        check_deadline(deadline_s)
+        self._requests.request(reason, deadline_s=deadline_s)
+
+    def _needed_to_stop_s(self) -> float:
+        return self._goodput.stats().save_s + self._goodput.longest_step_s
+
+    def steps(self) -> list[int]:
+        """Returns the committed steps, rising."""
+        return layout.steps_of_root(self._store)
+
+    def latest(self) -> int | None:
+        """Returns the newest committed step, but none of a branch that training left; None if there is none."""
+        new = self._saves.new_branch
+        abandoned = step_records.read_abandoned(self._store) if new is None else new
+        for step in reversed(self.steps()):
+            left = abandoned.get(step)
+            if left is None or layout.committed_save_id(self._store, layout.step_folder(step)) != left:
+                return step
+        return None
+
+    def best(self, metric: str | None = None) -> CheckpointInfo | None:
+        """Returns the checkpoint with the best value of a metric, by default that of the only `Best` policy; None if no
+        checkpoint has it. Without a policy for the metric, lower is better. NaN is the worst.
+        """
+        policies = [part for part in keep_policies.parts_of(self._keep) if isinstance(part, keep_policies.Best)]
+        named = [policy for policy in policies if metric in {None, policy.metric}]
+        if metric is None and len(named) != 1:
+            raise ValueError(f"best() needs a metric: the manager keeps by {len(named)} Best policies, not by one")
+        policy = replace(named[0], n=1) if named else keep_policies.Best(1, str(metric))
+        infos = step_records.read_steps(self._store)
+        found = next((info for info, is_best in zip(infos, policy.keeps(infos, 0.0), strict=True) if is_best), None)
+        if found is None:
+            return None
+        folder = layout.step_folder(found.step)
+        path, manifest = join_name(str(self._store), folder), layout.read_manifest(self._store, folder)
+        return replace(describe_checkpoint(manifest, path=path, seconds={}), metrics=found.metrics)
+
+    def report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds metrics to a checkpoint after its save. Rank 0 writes; the call of another rank does nothing."""
+        checked = step_records.check_metrics(metrics)
+        if (owned := self._writer(step)) is not None:
+            step_records.report(self._store, layout.step_folder(step), checked, time=owned.clock.now())
+            owned.background.change_info(step, metrics=checked)
+
+    def pin(self, step: int) -> None:
+        """Keeps a checkpoint until it is unpinned. Rank 0 writes."""
+        if (owned := self._writer(step)) is not None:
+            step_records.pin(self._store, layout.step_folder(step), time=owned.clock.now())
+            owned.background.change_info(step, pinned=True)
+
+    def unpin(self, step: int) -> None:
+        """Takes the pin away. Rank 0 writes."""
+        if (owned := self._writer(step)) is not None:
+            step_records.unpin(self._store, layout.step_folder(step))
+            owned.background.change_info(step, pinned=False)
+
+    def lease(self, step: int, seconds: float) -> None:
+        """Keeps a checkpoint for so many seconds from now. Rank 0 writes."""
+        if (owned := self._writer(step)) is not None:
+            until = owned.clock.now() + seconds
+            step_records.lease(self._store, layout.step_folder(step), until=until)
+            owned.background.extend_lease(step, until)
+
+    def _writer(self, step: int) -> OwnedRoot | None:
+        """Returns the owner on rank 0, after the save of the step if that is in flight."""
+        self._refuse_closed()
+        if self._options.read_only:
+            raise StorageError(
+                f"the manager of {self._root} is read-only; nothing was written: make it without "
+                "ManagerOptions(read_only=True), which takes the root over",
+                kind="unsupported",
+                path=self._root,
+            )
+        begun = self._saves.begun
+        if self._owned is not None and begun is not None and begun.step == step:
+            begun.handle.result()
+        return self._owned
+
+    def stats(self) -> ManagerStats:
+        """Returns the goodput so far, on this rank."""
+        return self._goodput.stats()
+
+    def wait(self) -> None:
+        """Returns when saves, and on rank 0 due deletions, have ended. Raises the error of a save."""
+        self._saves.settle()
+        if self._owned is not None:
+            self._owned.background.wait(self._options.save.timeout_s)
+
+    def close(self) -> None:
+        """Waits as `wait` does, and puts signal handlers back. Raises the error of a save. May be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._saves.settle()
+        finally:
+            if self._owned is not None:
+                self._owned.background.close()
+            self._stop.close()
+            self._requests.close()
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise RuntimeError(f"the manager of {self._root} is closed: make a new one")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

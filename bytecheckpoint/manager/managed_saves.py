@@ -1,0 +1,213 @@
+"""The saves of a manager: one in flight, its outcome by `on_failed_save`, and what rank 0 does before and after each
+commit. When to save is not decided here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from bytecheckpoint import api
+from bytecheckpoint.adapters.frameworks.detect import Framework
+from bytecheckpoint.errors import CheckpointError, CheckpointExistsError, CheckpointMismatchError
+from bytecheckpoint.info import CheckpointInfo
+from bytecheckpoint.manager import step_records
+from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock
+from bytecheckpoint.manager.background import Background, Commit
+from bytecheckpoint.manager.options import ManagerOptions
+from bytecheckpoint.manager.ownership import Generation
+from bytecheckpoint.manager.stats import Goodput
+from bytecheckpoint.manager.step_info import StepInfo
+from bytecheckpoint.saving.handle import SaveHandle
+from bytecheckpoint.saving.target import SaveOwner
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store
+
+logger = logging.getLogger("bytecheckpoint")
+
+
+class ManagedRun(NamedTuple):
+    """The root of a training run, and how this process reaches it."""
+
+    root: str
+    """Path or URL, with the role."""
+    store: Store
+    framework: Framework
+    group: dist.ProcessGroup | None
+    storage_options: Mapping[str, Any] | None
+
+
+class OwnedRoot(NamedTuple):
+    """The tools of rank 0, which owns the root for all."""
+
+    generation: Generation
+    background: Background
+    clock: StorageClock
+
+
+class BegunSave(NamedTuple):
+    """The newest save that the manager began."""
+
+    step: int
+    time: float
+    """Time of the call, by the clock of the storage on rank 0."""
+    handle: SaveHandle
+
+
+class ManagedSaves:
+    """The saves of one manager."""
+
+    def __init__(
+        self,
+        run: ManagedRun,
+        options: ManagerOptions,
+        *,
+        decisions: Decisions,
+        goodput: Goodput,
+        owned: OwnedRoot | None,
+    ) -> None:
+        """`owned` is None on ranks other than rank 0."""
+        self._run = run
+        self._options = options
+        self._decisions = decisions
+        self._goodput = goodput
+        self._owned = owned
+        self._num_failed_in_a_row = 0
+        self.has_steps = False
+        """True if the root has a checkpoint."""
+        self.begun: BegunSave | None = None
+        self.durable_step: int | None = None
+        """Step that was restored, or the newest whose save is known to be committed."""
+        self.abandoned: set[int] = set()
+        """Steps of branches that training left."""
+        self.new_branch: dict[int, str] | None = None
+        """Save ids of all abandoned steps, on rank 0, as the next commit makes them known; else None."""
+
+    def begin(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        *,
+        metadata: Mapping[str, Any] | None,
+        pin: bool,
+        is_stopping: bool,
+    ) -> SaveHandle | None:
+        """Begins the save of a step. Returns None if it failed at once and `on_failed_save` lets training go on."""
+        options = self._options.save
+        if step in self.abandoned:
+            self._decisions.hear(f"replacing the abandoned step {step}", partial(self._refuse_pinned, step), bool)
+            options = replace(options, overwrite=True)
+        began = self._owned.clock.now() if self._owned is not None else 0.0
+        try:
+            handle = api.run_save(
+                self._run.root,
+                state,
+                self._run.framework,
+                step=step,
+                async_save=self._options.async_save and not is_stopping,
+                process_group=self._run.group,
+                role=None,
+                metadata=_with_metrics(metadata, metrics),
+                storage_options=self._run.storage_options,
+                options=options,
+                owner=self._owner(),
+            )
+        except CheckpointError as error:
+            self._fail(error)
+            return None
+        self.begun = BegunSave(step, began, handle)
+        handle.add_done_callback(partial(self._note_commit, step=step, metrics=metrics, pin=pin))
+        return handle
+
+    def _owner(self) -> SaveOwner | None:
+        """Returns the owner that rank 0 asks before it commits; the other ranks never ask."""
+        if self._owned is None:
+            return None
+        generation = self._owned.generation
+        return SaveOwner(generation.save_id_prefix, self._before_commit, generation.check)
+
+    def _before_commit(self) -> None:
+        if self._owned is not None:
+            self._owned.generation.check()
+        if self.new_branch is not None:
+            step_records.write_abandoned(self._run.store, self.new_branch)
+            self.new_branch = None
+
+    def _refuse_pinned(self, step: int) -> bool:
+        folder = layout.step_folder(step)
+        if step_records.is_pinned(self._run.store, folder):
+            raise CheckpointExistsError(
+                f"step {step} of the branch that training left is pinned, and was left as it is: unpin it first",
+                kind="exists",
+                path=join_name(str(self._run.store), folder),
+                step=step,
+            )
+        logger.info("step %d of the branch that training left is replaced", step)
+        return True
+
+    def _note_commit(self, handle: SaveHandle, *, step: int, metrics: Mapping[str, float], pin: bool) -> None:
+        if (info := _committed(handle)) is None:
+            self._goodput.failed()
+            return
+        line = self._goodput.committed(info)
+        if self._owned is not None:
+            logger.info("%s", line)
+            seconds = {name: info.seconds[name] for name in ("stall", "total") if name in info.seconds}
+            found = StepInfo(
+                step,
+                self._owned.clock.now(),
+                metrics,
+                seconds,
+                pin,
+                True,
+                save_id=info.save_id,
+                num_bytes=info.num_bytes,
+            )
+            on_save = (
+                partial(self._options.on_save, self._goodput.stats()) if self._options.on_save is not None else None
+            )
+            self._owned.background.add(Commit(found, pin, on_save))
+
+    def settle(self) -> None:
+        """Waits for the save in flight. Its error counts by `on_failed_save`."""
+        if self.begun is None:
+            return
+        step, _, handle = self.begun
+        error = handle.exception()
+        self.begun = None
+        if error is None:
+            self.durable_step, self.has_steps, self._num_failed_in_a_row = step, True, 0
+            self.abandoned.discard(step)
+        elif isinstance(error, CheckpointError):
+            self._fail(error)
+        else:
+            raise error
+
+    def _fail(self, error: CheckpointError) -> None:
+        """Raises the error of a save, or logs it by `on_failed_save`. Wrong arguments and a lost root are raised."""
+        self._num_failed_in_a_row += 1
+        is_final = isinstance(error, CheckpointMismatchError | CheckpointExistsError) or error.kind == "superseded"
+        if is_final or self._options.on_failed_save == "raise":
+            raise error
+        if self._num_failed_in_a_row >= self._options.max_failed_saves:
+            raise error
+        logger.warning("a save failed, %d in a row, and training goes on: %s", self._num_failed_in_a_row, error)
+
+
+def _with_metrics(metadata: Mapping[str, Any] | None, metrics: Mapping[str, float]) -> Mapping[str, Any]:
+    if metadata and "metrics" in metadata:
+        raise ValueError('metadata["metrics"] is the place of metrics: pass metrics=...; nothing was saved')
+    return {**(metadata or {}), "metrics": metrics} if metrics else dict(metadata or {})
+
+
+def _committed(handle: SaveHandle) -> CheckpointInfo | None:
+    """Returns the checkpoint of a save that has ended, without marking an error as seen."""
+    progress = handle._progress
+    return None if progress.error is not None else progress.outcome.result()

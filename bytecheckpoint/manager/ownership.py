@@ -1,0 +1,147 @@
+"""Ownership of a root: each manager claims a generation, and the highest one owns the root. What earlier generations
+left half written is known by their prefixes and can be cleared at once. Knows no ranks and no policy.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from bytecheckpoint.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, CheckpointSaveError
+from bytecheckpoint.storage import garbage, layout
+from bytecheckpoint.storage.inventory import HasInventory
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store, one_block, read_whole
+
+GENERATIONS_FOLDER = "manager/generations"
+
+_ATTEMPTS = 100
+"""Attempts to claim a number while others claim numbers at the same time."""
+_MAX_BYTES = 1 << 16
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """The process that claimed a generation."""
+
+    save_id_prefix: str
+    host: str
+    pid: int
+    time: float
+    """Seconds since 1970 by the clock of the storage."""
+
+
+class Generation(NamedTuple):
+    """A generation that this process has claimed."""
+
+    store: Store
+    number: int
+    save_id_prefix: str
+    """First 8 characters of the ids of its saves."""
+
+    def check(self) -> None:
+        """Raises CheckpointSaveError (superseded) if there is a higher generation."""
+        newest = max(_numbers(self.store), default=0)
+        if newest > self.number:
+            raise CheckpointSaveError(
+                f"{self.store} belongs to another manager since this one was made: {_describe(self.store, newest)} "
+                f"claimed generation {newest}, this process (pid {os.getpid()} on {socket.gethostname()}) has "
+                f"{self.number}. Nothing of this save was committed before this was found, and what the other one "
+                "saves is safe: end this job, or the other one and then start this one again. A program that only "
+                "reads takes ManagerOptions(read_only=True), which claims nothing",
+                kind="superseded",
+                path=str(self.store),
+            )
+
+    def clear_earlier(self) -> None:
+        """Deletes what saves of earlier generations left uncommitted, then the objects of these generations.
+
+        Raises StorageError; what is left is cleared when this is called again, or by the next manager.
+        """
+        earlier = [number for number in _numbers(self.store) if number < self.number]
+        claims = {number: _read_claim(self.store, number) for number in earlier}
+        prefixes = tuple(claim.save_id_prefix for claim in claims.values() if claim is not None)
+        if prefixes and isinstance(self.store, HasInventory):
+            for folder in _step_folders(self.store):
+                _clear(self.store, folder, prefixes)
+        for number in earlier:
+            self.store.delete(_claim_name(number))
+
+
+def claim(store: Store, *, time: float) -> Generation:
+    """Claims the next generation of a root. Raises StorageError or CheckpointSaveError if it cannot be written."""
+    prefix = uuid.uuid4().hex[:8]
+    content = msgspec.json.encode(Claim(prefix, socket.gethostname(), os.getpid(), time))
+    for _ in range(_ATTEMPTS):
+        number = max(_numbers(store), default=0) + 1
+        try:
+            store.write(_claim_name(number), one_block(content), replace=False)
+        except CheckpointExistsError:
+            # A request is retried when its answer is lost, and may then find its own object.
+            found = _read_claim(store, number)
+            if found is None or found.save_id_prefix != prefix:
+                continue
+        return Generation(store, number, prefix)
+    raise CheckpointSaveError(
+        f"{_ATTEMPTS} times another manager claimed {store} first; nothing was changed: let one job at a time train "
+        "in a root",
+        kind="superseded",
+        path=str(store),
+    )
+
+
+def _numbers(store: Store) -> list[int]:
+    stems = (name.removesuffix(".json") for name in store.list(GENERATIONS_FOLDER) if name.endswith(".json"))
+    return [int(stem) for stem in stems if stem.isdecimal()]
+
+
+def _claim_name(number: int) -> str:
+    return f"{GENERATIONS_FOLDER}/{number:08d}.json"
+
+
+def _read_claim(store: Store, number: int) -> Claim | None:
+    """Returns None for a claim that is gone or damaged."""
+    try:
+        return msgspec.json.decode(read_whole(store, _claim_name(number), max_bytes=_MAX_BYTES), type=Claim)
+    except (CheckpointNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def _describe(store: Store, number: int) -> str:
+    try:
+        found = _read_claim(store, number)
+    except CheckpointError:
+        found = None
+    return f"pid {found.pid} on {found.host}, at {found.time:.0f} s since 1970," if found else "an unknown process"
+
+
+def _step_folders(store: Store) -> Iterator[str]:
+    names = (name for name, num_bytes in store.list("").items() if num_bytes is None)
+    return (name for name in names if layout.parse_step(name) is not None)
+
+
+def _clear(store: Store, folder: str, prefixes: tuple[str, ...]) -> None:
+    """Deletes what saves with these prefixes left in the folder of a step."""
+    for leftover in garbage.find_leftovers(store, folder).found:
+        if leftover.save_id.startswith(prefixes):
+            garbage.remove(store, leftover)
+            _withdraw_manifest(store, leftover)
+
+
+def _withdraw_manifest(store: Store, leftover: garbage.GarbageObject) -> None:
+    """Deletes the manifest of a save that committed while its data was being deleted: it would not load. Its own
+    process reports that save as superseded.
+    """
+    name = join_name(leftover.folder, layout.MANIFEST_NAME)
+    if leftover.save_id and layout.committed_save_id(store, leftover.folder) == leftover.save_id:
+        manifest = layout.read_manifest(store, leftover.folder)
+        try:
+            layout.check_files(store, leftover.folder, manifest, range(len(manifest.files)))
+        except CheckpointError as error:
+            if error.kind not in {"missing_file", "truncated"}:
+                raise
+            store.delete(name)

@@ -1,0 +1,95 @@
+"""The choice of the step to restore, and the attempts that lie in the store while a restore is under way: a step whose
+restore never ended several times is passed over. Knows no ranks.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
+from bytecheckpoint.manager.step_info import StepInfo
+from bytecheckpoint.storage.layout import find_checkpoint
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store, one_block
+
+RESTORES_FOLDER = "manager/restores"
+MAX_ATTEMPTS = 3
+"""Restores in a row that never ended, after which a step is passed over."""
+
+_LEAVES_ATTEMPT = {"rank_failed", "rank_missing", "missing_file"}
+
+
+class RestoreChoice(msgspec.Struct, frozen=True):
+    """The choice of rank 0."""
+
+    step: int | None
+    """None for a fresh start."""
+    passed_over: dict[int, str]
+    """Steps that were passed over because their restores never ended, each with the reason."""
+
+
+def choose_step(
+    store: Store, step: int | Literal["latest"], candidates: Sequence[StepInfo], *, failed: Mapping[int, str]
+) -> RestoreChoice:
+    """Returns the step to restore. `candidates` are those that are not abandoned, oldest first; `failed` are those that
+    were tried in this call.
+
+    Raises CheckpointNotFoundError if a given step is not there, or if every candidate was passed over.
+    """
+    if step != "latest":
+        find_checkpoint(store, step, location=str(store))
+        return RestoreChoice(step, {})
+    attempts = count_attempts(store)
+    passed_over: dict[int, str] = {}
+    for info in reversed(candidates):
+        if info.step in failed:
+            continue
+        if attempts.get(info.step, 0) < MAX_ATTEMPTS:
+            return RestoreChoice(info.step, passed_over)
+        passed_over[info.step] = f"{attempts[info.step]} restores of it in a row never ended"
+    if not passed_over and not failed:
+        return RestoreChoice(None, {})
+    named = "; ".join(f"step {number}: {why}" for number, why in {**failed, **passed_over}.items())
+    raise CheckpointNotFoundError(
+        f"no checkpoint in {store} can be restored: {named}. Nothing was deleted, and training does not begin anew "
+        f"by itself: restore one with step=..., or delete {join_name(str(store), RESTORES_FOLDER)} to try again",
+        kind="not_found",
+        path=str(store),
+    )
+
+
+def count_attempts(store: Store) -> dict[int, int]:
+    """Returns the number of restores that have not ended, by step."""
+    counts: dict[int, int] = {}
+    for name in store.list(RESTORES_FOLDER):
+        number = name.partition("-")[0]
+        if number.isdecimal():
+            counts[int(number)] = counts.get(int(number), 0) + 1
+    return counts
+
+
+def begin_attempt(store: Store, step: int, *, time: float) -> None:
+    """Notes that a restore of the step begins."""
+    name = f"{RESTORES_FOLDER}/{step:08d}-{secrets.token_hex(4)}.json"
+    store.write(name, one_block(msgspec.json.encode({"version": 1, "step": step, "time": time})), replace=False)
+
+
+def end_attempts(store: Store, step: int | None) -> None:
+    """Forgets the restores of a step, or of all steps for None."""
+    for name in store.list(RESTORES_FOLDER):
+        if step is None or name.startswith(f"{step:08d}-"):
+            store.delete(join_name(RESTORES_FOLDER, name))
+
+
+def is_damage(error: CheckpointError) -> bool:
+    """Returns True if the error is about the bytes of the checkpoint, so that an older one may load."""
+    return isinstance(error, CheckpointCorruptError) or error.kind == "missing_file"
+
+
+def leaves_attempt(error: CheckpointError) -> bool:
+    """Returns True if the restore may have failed because of the checkpoint."""
+    return isinstance(error, CheckpointCorruptError) or error.kind in _LEAVES_ATTEMPT

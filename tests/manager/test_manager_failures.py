@@ -1,0 +1,159 @@
+"""What goes wrong around a manager: failed saves, deletions that fail, policies that raise, clocks that differ."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint import keep_policies, save_policies
+from bytecheckpoint.distributed import ranks
+from bytecheckpoint.errors import CheckpointSaveError, StorageError
+from bytecheckpoint.manager import background
+from bytecheckpoint.manager.agreement import decisions
+from bytecheckpoint.saving import commit
+from distributed.workers import WorkerPool
+
+EVERY = save_policies.EverySteps(1)
+
+
+def state_at(value: float) -> dict[str, Any]:
+    return {"weight": torch.full((8,), float(value))}
+
+
+def fail_commits(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    real = commit._create_manifest
+
+    def create(call: Any, files: Any, *rest: Any) -> Any:
+        if files.target.step in steps:
+            raise CheckpointSaveError("the disk is on fire", kind="storage")
+        return real(call, files, *rest)
+
+    monkeypatch.setattr(commit, "_create_manifest", create)
+
+
+def test_a_failed_save_is_raised_by_the_next_due_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_commits(monkeypatch, {2})
+    with bcp.CheckpointManager(tmp_path, save=save_policies.EverySteps(2)) as manager:
+        manager.save(2, state_at(2))
+        assert manager.save(3, state_at(3)) is None
+        with pytest.raises(CheckpointSaveError, match="on fire"):
+            manager.save(4, state_at(4))
+        manager.save(6, state_at(6))
+        manager.wait()
+        assert (manager.steps(), manager.stats().num_failed_saves) == ([6], 1)
+
+
+def test_failed_saves_only_warn_until_there_are_too_many_in_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fail_commits(monkeypatch, {1, 2, 4, 5, 6})
+    options = bcp.ManagerOptions(on_failed_save="warn", max_failed_saves=3)
+    with bcp.CheckpointManager(tmp_path, save=EVERY, options=options) as manager:
+        for step in range(1, 7):
+            manager.save(step, state_at(step))
+        with pytest.raises(CheckpointSaveError, match="on fire"):
+            manager.wait()
+        assert manager.steps() == [3]
+    assert "a save failed, 2 in a row" in caplog.text
+
+
+def test_a_deletion_that_fails_for_ever_stops_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise StorageError("not yours", kind="permission")
+
+    monkeypatch.setattr(background, "_CLOSE_S", 0.2)
+    monkeypatch.setattr(background, "delete_steps", refuse)
+    with bcp.CheckpointManager(tmp_path, save=EVERY, keep=keep_policies.Latest(1)) as manager:
+        for step in range(1, 5):
+            manager.save(step, state_at(step))
+    assert bcp.steps(tmp_path) == [1, 2, 3, 4]
+    assert caplog.text.count("is tried again") == 1
+    assert "the next manager finishes them" in caplog.text
+    monkeypatch.undo()
+    with bcp.CheckpointManager(tmp_path, save=EVERY, keep=keep_policies.Latest(1)) as manager:
+        manager.save(5, state_at(5))
+    assert bcp.steps(tmp_path) == [5]
+
+
+def test_a_clock_an_hour_behind_does_not_delay_or_repeat_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
+        manager.save(1, state_at(1))
+    real = time.time
+    for offset_s in (-3600, 3600):
+        monkeypatch.setattr(decisions.time, "time", lambda offset_s=offset_s: real() + offset_s)
+        with bcp.CheckpointManager(tmp_path, save=save_policies.EverySeconds(1000)) as manager:
+            assert not manager.due(2)
+        monkeypatch.undo()
+
+
+def test_the_callback_gets_stats_after_each_commit_and_its_errors_are_only_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[bcp.ManagerStats] = []
+
+    def on_save(stats: bcp.ManagerStats) -> None:
+        seen.append(stats)
+        raise OSError("no exporter")
+
+    options = bcp.ManagerOptions(on_save=on_save)
+    with caplog.at_level("INFO"), bcp.CheckpointManager(tmp_path, save=EVERY, options=options) as manager:
+        for step in (1, 2):
+            manager.save(step, state_at(step))
+    assert [(stats.step, stats.num_saves) for stats in seen] == [(1, 1), (2, 2)]
+    assert "on_save of the manager failed" in caplog.text
+    assert "step 2: 0.0 MB committed" in caplog.text
+
+
+def test_a_metric_that_is_no_number_and_metadata_in_its_place_are_refused(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
+        with pytest.raises(ValueError, match="loss"):
+            manager.save(1, state_at(1), metrics={"loss": "low"})
+        with pytest.raises(ValueError, match="pass metrics"):
+            manager.save(1, state_at(1), metadata={"metrics": 1})
+        assert manager.steps() == []
+
+
+def test_a_closed_manager_refuses_and_can_be_closed_again(tmp_path: Path) -> None:
+    manager = bcp.CheckpointManager(tmp_path, save=EVERY)
+    manager.close()
+    manager.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        manager.save(1, state_at(1))
+
+
+def calls_of_steps_that_are_not_due(rank: int, world_size: int, path: str) -> int:
+    """Returns the number of calls that ranks made to agree."""
+    with bcp.CheckpointManager(path, save=save_policies.EverySteps(10_000)) as manager:
+        calls: list[object] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decisions, "join_ranks", lambda *_, **__: calls.append(1))
+            patch.setattr(ranks, "_next_call", lambda *_: calls.append(1))
+            for step in range(1, 1000):
+                manager.save(step, state_at(0))
+                manager.should_stop()
+        return len(calls)
+
+
+def test_a_step_that_is_not_due_sends_no_message(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers.run(calls_of_steps_that_are_not_due, str(tmp_path), world_size=2) == [0, 0]
+
+
+def decide_badly(rank: int, world_size: int, path: str) -> str:
+    def fail(*_: Any) -> bool:
+        raise KeyError("no such metric")
+
+    with bcp.CheckpointManager(path, save=save_policies.When(fail)) as manager:
+        with pytest.raises(bcp.CheckpointError) as raised:
+            manager.save(1, state_at(1))
+        return str(raised.value)
+
+
+def test_a_policy_that_raises_on_rank_0_raises_on_all(workers: WorkerPool, tmp_path: Path) -> None:
+    assert all("no such metric" in message for message in workers.run(decide_badly, str(tmp_path), world_size=2))

@@ -1,0 +1,73 @@
+"""A root belongs to the manager with the highest generation, which may clear what earlier ones left."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.manager.ownership import claim
+from bytecheckpoint.storage.backends.local_store import LocalStore
+
+
+def store_at(path: Path) -> LocalStore:
+    return LocalStore(str(path), writer_threads=1)
+
+
+def leave_data(path: Path, step: int, save_id: str) -> Path:
+    file = path / f"step_{step:08}" / "data" / f"{save_id}-00000-0.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"half")
+    return file
+
+
+def test_each_manager_gets_a_higher_generation_than_all_before(tmp_path: Path) -> None:
+    generations = [claim(store_at(tmp_path), time=1.0) for _ in range(3)]
+    assert [generation.number for generation in generations] == [1, 2, 3]
+    assert len({generation.save_id_prefix for generation in generations}) == 3
+
+
+def test_of_managers_that_claim_at_once_each_gets_its_own_generation(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda _: claim(store_at(tmp_path), time=1.0).number, range(8)))
+    assert sorted(found) == list(range(1, 9))
+
+
+def test_the_owner_passes_the_check_and_an_earlier_one_learns_who_owns_the_root(tmp_path: Path) -> None:
+    older = claim(store_at(tmp_path), time=1.0)
+    older.check()
+    newer = claim(store_at(tmp_path), time=1234.0)
+    newer.check()
+    with pytest.raises(CheckpointSaveError, match=r"pid \d+ on .* at 1234 s .*read_only=True") as raised:
+        older.check()
+    assert raised.value.kind == "superseded"
+
+
+def test_only_what_earlier_generations_left_uncommitted_is_cleared(tmp_path: Path) -> None:
+    older = claim(store_at(tmp_path), time=1.0)
+    newer = claim(store_at(tmp_path), time=2.0)
+    bcp.save(tmp_path, {"weight": torch.ones(2)}, step=1)
+    left = leave_data(tmp_path, 2, older.save_id_prefix + "00000000")
+    beside = leave_data(tmp_path, 1, older.save_id_prefix + "11111111")
+    own = leave_data(tmp_path, 2, newer.save_id_prefix + "22222222")
+    others = leave_data(tmp_path, 3, "fedcba9876543210")
+    user_file = tmp_path / "step_00000002" / "notes.txt"
+    user_file.write_text("mine")
+    newer.clear_earlier()
+    assert [path.exists() for path in (left, beside, own, others, user_file)] == [False, False, True, True, True]
+    bcp.load(tmp_path, {"weight": torch.zeros(2)}, step=1)
+    newer.check()
+    with pytest.raises(CheckpointSaveError):
+        older.check()
+
+
+def test_a_damaged_claim_still_counts(tmp_path: Path) -> None:
+    older = claim(store_at(tmp_path), time=1.0)
+    (tmp_path / "manager" / "generations" / "00000002.json").write_text("{")
+    with pytest.raises(CheckpointSaveError, match="an unknown process"):
+        older.check()
+    assert claim(store_at(tmp_path), time=1.0).number == 3

@@ -1,0 +1,145 @@
+"""A request to stop, of any rank and at any moment, becomes a stop at the same boundary on all ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from bytecheckpoint.distributed.ranks import group_store
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.manager.agreement.stopping import GroupStop, SoleStop, StopRequests
+from distributed.workers import WorkerPool
+
+
+def requests_of(*signals: str, deadlines: tuple[float, ...] = (), needed_s: float = 0.0) -> StopRequests:
+    return StopRequests(signals, deadlines=deadlines, needed_s=lambda: needed_s)
+
+
+def open_stop(rank: int, world_size: int, requests: StopRequests, timeout_s: float = 30) -> GroupStop:
+    store = group_store(dist.group.WORLD)
+    return GroupStop(requests, store, token="test", rank=rank, num_ranks=world_size, timeout_s=timeout_s)
+
+
+def test_a_signal_sets_a_flag_and_the_old_handler_comes_back() -> None:
+    old = signal.getsignal(signal.SIGUSR2)
+    requests = requests_of("SIGUSR2")
+    stop = SoleStop(requests)
+    assert not stop.pass_boundary()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert stop.pass_boundary()
+    assert stop.reason == "SIGUSR2"
+    requests.close()
+    assert signal.getsignal(signal.SIGUSR2) == old
+
+
+def test_a_handler_that_came_later_is_left_in_its_place() -> None:
+    old = signal.getsignal(signal.SIGUSR2)
+    requests = requests_of("SIGUSR2")
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    requests.close()
+    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
+    signal.signal(signal.SIGUSR2, old)
+
+
+def test_a_signal_to_a_forked_child_does_not_stop_the_parent_nor_the_child() -> None:
+    requests = requests_of("SIGUSR2")
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os._exit(1 if requests.reason else 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not requests.reason
+    requests.close()
+
+
+def test_outside_of_the_main_thread_there_is_a_warning_and_no_handler(caplog: pytest.LogCaptureFixture) -> None:
+    old = signal.getsignal(signal.SIGUSR2)
+    thread = threading.Thread(target=requests_of, args=("SIGUSR2",))
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGUSR2) == old
+    assert "cannot handle SIGUSR2" in caplog.text
+
+
+def test_a_deadline_begins_the_stop_when_one_more_step_and_its_save_just_fit() -> None:
+    assert not requests_of(deadlines=(time.time() + 100,), needed_s=50).reason
+    assert requests_of(deadlines=(time.time() + 100,), needed_s=101).reason == "deadline"
+
+
+def test_a_requested_stop_keeps_its_first_reason() -> None:
+    requests = requests_of()
+    requests.request("first", deadline_s=None)
+    requests.request("second", deadline_s=None)
+    assert requests.reason == "first"
+
+
+def stop_of_one(rank: int, world_size: int, stopping_rank: int) -> tuple[int, str]:
+    """Ranks pass boundaries at speeds of their own until they are to stop."""
+    requests = requests_of("SIGTERM")
+    stop = open_stop(rank, world_size, requests)
+    try:
+        for boundary in range(1, 3000):
+            if rank == stopping_rank and boundary == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if stop.pass_boundary():
+                return boundary, stop.reason
+            time.sleep(0.002 * (rank + 1))
+        return 0, ""
+    finally:
+        dist.barrier()
+        stop.close()
+        requests.close()
+
+
+@pytest.mark.parametrize(("world_size", "stopping_rank"), [(2, 0), (4, 3)])
+def test_a_signal_to_one_rank_stops_all_at_the_same_boundary(
+    workers: WorkerPool, world_size: int, stopping_rank: int
+) -> None:
+    found = workers.run(stop_of_one, stopping_rank, world_size=world_size)
+    assert len(set(found)) == 1
+    assert found[0][0] > 5
+    assert found[0][1] == "SIGTERM"
+
+
+def close_beside_a_request(rank: int, world_size: int) -> bool:
+    """Rank 0 has closed when another rank gets a request, which passes its last boundaries all the same."""
+    requests = requests_of()
+    stop = open_stop(rank, world_size, requests)
+    if rank == 0:
+        stop.pass_boundary()
+        stop.close()
+    dist.barrier()
+    requests.request("late", deadline_s=None)
+    time.sleep(0.6)
+    is_stopped = stop.pass_boundary() if rank != 0 else False
+    stop.close()
+    return is_stopped
+
+
+def test_a_rank_that_has_closed_is_not_waited_for(workers: WorkerPool) -> None:
+    assert workers.run(close_beside_a_request, world_size=2) == [False, False]
+
+
+def lose_a_rank(rank: int, world_size: int) -> tuple[str, tuple[int, ...]] | None:
+    """Rank 1 has no watcher, as if its process were stopped."""
+    if rank == 1:
+        dist.barrier()
+        return None
+    requests = requests_of()
+    stop = open_stop(rank, world_size, requests, timeout_s=0.5)
+    requests.request("now", deadline_s=None)
+    time.sleep(0.6)
+    with pytest.raises(CheckpointError) as raised:
+        stop.pass_boundary()
+    dist.barrier()
+    stop.close()
+    return raised.value.kind, raised.value.ranks
+
+
+def test_a_rank_that_does_not_report_is_named_and_not_waited_for_without_end(workers: WorkerPool) -> None:
+    assert workers.run(lose_a_rank, world_size=2)[0] == ("rank_missing", (1,))

@@ -1,0 +1,258 @@
+"""The training loop of a user of the manager: it saves, is killed, resumes, keeps, and stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bytecheckpoint as bcp
+from bytecheckpoint import keep_policies, save_policies
+from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CheckpointSaveError
+from distributed.workers import WorkerPool
+
+EVERY_2 = save_policies.EverySteps(2) | save_policies.Preempted()
+
+
+def state_at(value: float) -> dict[str, Any]:
+    return {"weight": torch.full((8,), float(value))}
+
+
+def manager_at(path: Path | str, save: Any = EVERY_2, **arguments: Any) -> bcp.CheckpointManager:
+    return bcp.CheckpointManager(path, save=save, **arguments)
+
+
+def train(path: Path | str, num_steps: int, **arguments: Any) -> list[int]:
+    """Returns the steps that were trained."""
+    state, trained = state_at(0.0), []
+    with manager_at(path, **arguments) as manager:
+        manager.restore(state)
+        for step in range(manager.next_step, num_steps):
+            state["weight"] += 1
+            trained.append(step)
+            manager.save(step, state)
+            if manager.should_stop():
+                break
+    return trained
+
+
+def damage(path: Path, step: int) -> None:
+    for file in (path / f"step_{step:08}" / "data").iterdir():
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 255
+        file.write_bytes(content)
+
+
+def test_a_run_resumes_after_its_newest_checkpoint(tmp_path: Path) -> None:
+    assert train(tmp_path, 6) == [0, 1, 2, 3, 4, 5]
+    assert bcp.steps(tmp_path) == [2, 4]
+    assert train(tmp_path, 8) == [5, 6, 7]
+    restored = state_at(0.0)
+    report = bcp.load(tmp_path, restored)
+    assert (report.step, restored["weight"][0].item()) == (6, 7.0)
+
+
+def test_a_run_keeps_what_its_policy_says_and_after_close_nothing_else(tmp_path: Path) -> None:
+    keep = keep_policies.Latest(2) | keep_policies.Steps(4)
+    train(tmp_path, 13, keep=keep)
+    assert bcp.steps(tmp_path) == [4, 10, 12]
+    assert sorted(path.name for path in tmp_path.glob("step_*") if list(path.rglob("*.safetensors"))) == [
+        "step_00000004",
+        "step_00000010",
+        "step_00000012",
+    ]
+
+
+def test_a_step_that_is_not_due_is_not_saved_unless_forced(tmp_path: Path) -> None:
+    with manager_at(tmp_path) as manager:
+        assert (manager.due(1), manager.due(2)) == (False, True)
+        assert manager.save(1, state_at(1)) is None
+        handle = manager.save(3, state_at(3), force=True)
+        assert handle is not None
+        assert handle.result().step == 3
+
+
+def test_a_stop_saves_at_once_and_should_stop_is_true_only_when_that_is_durable(tmp_path: Path) -> None:
+    with manager_at(tmp_path, save=save_policies.EverySteps(1000)) as manager:
+        manager.save(1, state_at(1))
+        manager.request_stop("maintenance")
+        assert not manager.should_stop()
+        handle = manager.save(2, state_at(2))
+        assert handle is not None
+        assert handle.done()
+        assert manager.should_stop()
+        assert manager.latest() == 2
+
+
+def test_a_signal_stops_and_close_puts_the_handler_back(tmp_path: Path) -> None:
+    old = signal.getsignal(signal.SIGTERM)
+    with manager_at(tmp_path, save=save_policies.EverySteps(1000)) as manager:
+        os.kill(os.getpid(), signal.SIGTERM)
+        manager.save(5, state_at(5))
+        assert manager.should_stop()
+        assert manager.save(5, state_at(5)) is None  # an evaluation asks again
+        assert manager.should_stop()
+    assert signal.getsignal(signal.SIGTERM) == old
+    assert bcp.steps(tmp_path) == [5]
+
+
+def test_an_older_manager_is_refused_before_its_commit(tmp_path: Path) -> None:
+    older, newer = manager_at(tmp_path), manager_at(tmp_path)
+    with pytest.raises(CheckpointSaveError, match="another manager") as raised:
+        older.save(2, state_at(2), force=True).result()
+    assert raised.value.kind == "superseded"
+    newer.save(4, state_at(4))
+    newer.close()
+    with pytest.raises(CheckpointSaveError, match="another manager"):
+        older.close()
+    assert bcp.steps(tmp_path) == [4]
+
+
+def test_a_manager_that_only_reads_claims_and_writes_nothing(tmp_path: Path) -> None:
+    owner = manager_at(tmp_path)
+    with manager_at(tmp_path, options=bcp.ManagerOptions(read_only=True)) as reader:
+        assert reader.save(2, state_at(2), force=True) is None
+        with pytest.raises(CheckpointError, match="read-only"):
+            reader.pin(2)
+    owner.save(2, state_at(2))
+    owner.close()
+    assert bcp.steps(tmp_path) == [2]
+
+
+def test_walk_back_restores_the_one_before_and_says_why(tmp_path: Path) -> None:
+    train(tmp_path, 5)
+    damage(tmp_path, 4)
+    with manager_at(tmp_path) as manager, pytest.raises(CheckpointCorruptError):
+        manager.restore(state_at(0))
+    with manager_at(tmp_path, options=bcp.ManagerOptions(walk_back=True)) as manager:
+        state = state_at(0)
+        report = manager.restore(state)
+        assert report is not None
+        assert (report.step, list(report.passed_over), manager.next_step) == (2, [4], 3)
+        assert "checksum" in report.passed_over[4]
+        manager.save(4, state)  # on another branch than the damaged one
+    bcp.load(tmp_path, state_at(0), step=4)
+
+
+def test_a_step_that_is_not_there_is_an_error_and_never_a_fresh_start(tmp_path: Path) -> None:
+    with manager_at(tmp_path) as manager:
+        with pytest.raises(CheckpointNotFoundError):
+            manager.restore(state_at(0), step=7, initial=tmp_path)
+        assert manager.restore(state_at(0)) is None
+        assert manager.next_step == 0
+
+
+def test_initial_counts_only_while_the_root_has_no_checkpoint(tmp_path: Path) -> None:
+    bcp.save(tmp_path / "pretrained", state_at(9))
+    for expected, next_step in ((9.0, 0), (1.0, 3)):
+        with manager_at(tmp_path / "run") as manager:
+            state = state_at(0)
+            manager.restore(state, initial=tmp_path / "pretrained")
+            assert (state["weight"][0].item(), manager.next_step) == (expected, next_step)
+            if next_step == 0:
+                manager.save(2, state_at(1))
+
+
+def test_an_abandoned_branch_is_passed_over_and_its_steps_are_replaced(tmp_path: Path) -> None:
+    train(tmp_path, 9)
+    with manager_at(tmp_path) as manager:
+        manager.restore(state_at(0), step=4)
+        assert manager.next_step == 5
+        manager.save(6, state_at(60))
+        manager.wait()
+        assert (manager.latest(), manager.steps()) == (6, [2, 4, 6, 8])
+    with manager_at(tmp_path) as manager:
+        state = state_at(0)
+        report = manager.restore(state)
+        assert report is not None
+        assert (report.step, state["weight"][0].item()) == (6, 60.0)
+
+
+CRASH = """
+import os, signal, sys, torch
+import bytecheckpoint as bcp
+from bytecheckpoint import api
+api.load = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+manager = bcp.CheckpointManager(sys.argv[1], save=bcp.save_policies.EverySteps(2))
+manager.restore({"weight": torch.zeros(8)})
+"""
+
+
+def test_a_step_whose_restore_crashed_three_times_is_passed_over_and_named(tmp_path: Path) -> None:
+    train(tmp_path, 5)
+    for _ in range(3):
+        ended = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path)], check=False)
+        assert ended.returncode == -signal.SIGKILL
+    with manager_at(tmp_path) as manager:
+        report = manager.restore(state_at(0))
+        assert report is not None
+        assert (report.step, list(report.passed_over)) == (2, [4])
+
+
+def test_nan_is_the_worst_metric_and_a_report_counts(tmp_path: Path) -> None:
+    with manager_at(tmp_path, save=save_policies.EverySteps(1), keep=keep_policies.Best(1, "loss")) as manager:
+        for step, loss in ((1, 0.5), (2, float("nan")), (3, 0.7)):
+            manager.save(step, state_at(step), metrics={"loss": loss})
+        manager.wait()
+        best = manager.best()
+        assert best is not None
+        assert (best.step, best.metrics) == (1, {"loss": 0.5})
+        manager.report(3, {"loss": 0.1})
+        best = manager.best()
+        assert best is not None
+        assert best.step == 3
+    assert bcp.steps(tmp_path) == [1, 3]
+
+
+def test_pinned_and_leased_steps_stay(tmp_path: Path) -> None:
+    with manager_at(tmp_path, save=save_policies.EverySteps(1), keep=keep_policies.Latest(1)) as manager:
+        manager.save(1, state_at(1), pin=True)
+        manager.save(2, state_at(2))
+        manager.lease(2, 100)
+        for step in (3, 4):
+            manager.save(step, state_at(step))
+        manager.wait()
+        assert manager.steps() == [1, 2, 4]
+        manager.unpin(1)
+        manager.save(5, state_at(5))
+    assert bcp.steps(tmp_path) == [2, 5]
+
+
+def stop_of_one(rank: int, world_size: int, path: str, stopping_rank: int) -> tuple[int, int]:
+    """Returns the step at which the rank ended, and the newest one then."""
+    with manager_at(path, save=save_policies.EverySteps(100_000)) as manager:
+        for step in range(1, 5000):
+            if rank == stopping_rank and step == 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+            dist.all_reduce(torch.ones(1))
+            manager.save(step, state_at(step))
+            if manager.should_stop():
+                dist.barrier()
+                return step, manager.latest() or 0
+    return 0, 0
+
+
+@pytest.mark.parametrize(("world_size", "stopping_rank"), [(2, 1), (4, 2)])
+def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_end(
+    workers: WorkerPool, tmp_path: Path, world_size: int, stopping_rank: int
+) -> None:
+    found = workers.run(stop_of_one, str(tmp_path), stopping_rank, world_size=world_size)
+    assert len(set(found)) == 1
+    assert found[0][0] == found[0][1] >= 7
+
+
+def decide_by_time(rank: int, world_size: int, path: str) -> list[int]:
+    """Returns the steps that were saved: rank 0's clock decides."""
+    with manager_at(path, save=save_policies.When(lambda now, _: now.step in {3, 5})) as manager:
+        return [step for step in range(1, 7) if manager.save(step, state_at(step)) is not None]
+
+
+def test_a_policy_that_needs_more_than_the_step_is_decided_for_all(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers.run(decide_by_time, str(tmp_path), world_size=2) == [[3, 5]] * 2
