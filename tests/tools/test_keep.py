@@ -210,6 +210,32 @@ def test_times_beyond_all_calendars_end_well(call, run) -> None:
     assert call("ls", run).code == 0
 
 
+def test_it_sees_what_a_manager_has_written_and_the_manager_goes_on(call, tmp_path) -> None:
+    state = {"w": torch.ones(10)}
+    with bcp.CheckpointManager(tmp_path, save=bcp.save_policies.EverySteps(1)) as manager:
+        for step in range(1, 5):
+            manager.save(step, state, metrics={"loss": 1.0 / step})
+            manager.wait()
+        manager.report(1, {"loss": 0.01})
+        manager.pin(3)
+        ended = call("keep", tmp_path, "--best", "loss", "--delete", "--json")
+        assert [(item["step"], item["kept"], item["why"]) for item in ended.json["checkpoints"]] == [
+            (1, True, "Best(1, 'loss')"),
+            (2, False, "no policy keeps it"),
+            (3, True, "pinned"),
+            (4, True, "newest"),
+        ]
+        manager.save(5, state)
+    assert bcp.steps(tmp_path) == [1, 3, 4, 5]
+    listed = call("ls", tmp_path, "--json").json["checkpoints"]
+    assert [(item["step"], item["metrics"], item["pinned"]) for item in listed] == [
+        (1, {"loss": 0.01}, False),
+        (3, {"loss": 1 / 3}, True),
+        (4, {"loss": 0.25}, False),
+        (5, {}, False),
+    ]
+
+
 def test_it_works_on_a_url(call) -> None:
     url = "memory://keep"
     for step in (1, 2, 3):
