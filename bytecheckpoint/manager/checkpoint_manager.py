@@ -18,10 +18,7 @@ import torch.distributed as dist
 from bytecheckpoint import api
 from bytecheckpoint.adapters.frameworks.detect import Framework
 from bytecheckpoint.distributed.ranks import group_store
-from bytecheckpoint.errors import (
-    CheckpointError,
-    StorageError,
-)
+from bytecheckpoint.errors import CheckpointError, StorageError
 from bytecheckpoint.info import CheckpointInfo, LoadReport, describe_checkpoint
 from bytecheckpoint.manager import keep_policies, save_policies, step_records
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock, offset_of
@@ -302,6 +299,8 @@ class CheckpointManager:
         """Returns the newest committed step, but none of a branch that training left; None if there is none."""
         new = self._saves.new_branch
         abandoned = step_records.read_abandoned(self._store) if new is None else new
+        if (newest := layout.latest_step(self._store)) not in abandoned:
+            return newest  # found without a look at every step
         for step in reversed(self.steps()):
             left = abandoned.get(step)
             if left is None or layout.committed_save_id(self._store, layout.step_folder(step)) != left:

@@ -15,7 +15,7 @@ from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.storage.layout import DATA_FOLDER, MANIFEST_NAME, read_manifest, telemetry_of
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Store
+from bytecheckpoint.storage.store import Store, SupportsDeleteMany
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -52,10 +52,15 @@ def delete_checkpoint(store: Store, folder: str) -> None:
 
 
 def discard(store: Store, folder: str, names: Sequence[str]) -> None:
-    """Deletes files that no manifest points to. One that cannot be deleted is logged, and is garbage.
+    """Deletes files that no manifest points to, many with one request where the store can. One that cannot be deleted
+    is logged, and is garbage.
 
     Deletion ends when the store has failed several times in a row, because other ranks may wait for this one.
     """
+    if isinstance(store, SupportsDeleteMany):
+        with suppress(CheckpointError):  # then each file tells whether it can be deleted
+            store.delete_many([join_name(folder, name) for name in names])
+            return
     lock = threading.Lock()
     num_deleted = num_failures_in_a_row = 0
     first_failure: CheckpointError | None = None

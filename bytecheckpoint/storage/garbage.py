@@ -23,7 +23,7 @@ from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.inventory import HasPendingUploads, PendingUpload, inventory_of
 from bytecheckpoint.storage.layout import MANIFEST_NAME
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, join_name
-from bytecheckpoint.storage.store import Store
+from bytecheckpoint.storage.store import Store, delete_many
 
 MIN_AGE_S = 24 * 3600.0
 """A save with an object that changed within this time counts as alive. Far more than a save takes, and than the clocks
@@ -187,8 +187,7 @@ def remove(store: Store, leftover: GarbageObject) -> int:
         with suppress(CheckpointNotFoundError):
             used = _used_by(layout.read_manifest(store, leftover.folder), leftover.folder)
             names = [name for name in names if not used(name)]
-    for name in names:
-        store.delete(name)
+    delete_many(store, names)
     if leftover.uploads and isinstance(store, HasPendingUploads):
         for upload in leftover.uploads:
             store.abort_upload(upload)

@@ -71,28 +71,31 @@ def write_image(store: Store, name: str, image: FileImage, on_checksum: Callable
     return DataFile(image.name, sum(image.extent_lengths), tuple(image.extent_lengths), tuple(digests))
 
 
-def copy_file(source: Store, target: Store, folder: str, file: DataFile, scratch: BufferPool) -> None:
-    """Copies `file.name` of the source to the same name in a folder of the target, with blocks of BLOCK_BYTES from
-    `scratch`.
+def copy_file(
+    source: Store, target: Store, folder: str, file: DataFile, scratch: BufferPool, *, source_folder: str = ""
+) -> None:
+    """Copies a file from a folder of the source to the same name in a folder of the target, with blocks from `scratch`
+    of at least BLOCK_BYTES and the longest extent.
 
     Raises CheckpointCorruptError (checksum, truncated) if the source has other bytes than were written to it, and the
     errors of `Store.write`; nothing is published then.
     """
+    source_name = join_name(source_folder, file.name)
 
     @contextmanager
     def content(byte_offset: int, num_bytes: int, extents: range) -> Iterator[memoryview]:
         with scratch.lend() as block:
             view = block[:num_bytes]
-            source.read_into(file.name, byte_offset, view)
+            source.read_into(source_name, byte_offset, view)
             start = byte_offset
             for extent, part in _extents_in(view, file.extent_lengths, extents):
                 found, expected = xxhash.xxh3_64_intdigest(part), file.extent_digests[extent]
                 if found != expected:
-                    path, end = join_name(str(source), file.name), start + part.nbytes
+                    path, end = join_name(str(source), source_name), start + part.nbytes
                     raise CheckpointCorruptError(
                         f"{path}, bytes {start} to {end}: checksum {found:016x} found, {expected:016x} expected; it "
-                        "was not uploaded, and nothing was committed: the disk has changed what was written to it; "
-                        "save again, elsewhere",
+                        f"was not copied to {join_name(str(target), folder)}, and nothing was committed there: the "
+                        "storage has changed what was written to it; save again, elsewhere",
                         kind="checksum",
                         path=path,
                     )
@@ -107,7 +110,7 @@ def _copy_blocks(file: DataFile) -> Iterator[tuple[int, int, range]]:
     """Byte offset, byte length and extents of the blocks in which a file is copied: as many whole extents as fit."""
     start, num_bytes, first = 0, 0, 0
     for number, length in enumerate(file.extent_lengths):
-        if num_bytes + length > BLOCK_BYTES:
+        if num_bytes and num_bytes + length > BLOCK_BYTES:
             yield start, num_bytes, range(first, number)
             start, num_bytes, first = start + num_bytes, 0, number
         num_bytes += length

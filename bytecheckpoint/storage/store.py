@@ -126,6 +126,17 @@ class RemoteStore(Store, Protocol):
 
 
 @runtime_checkable
+class SupportsDeleteMany(Store, Protocol):
+    """A store that removes many objects with one request."""
+
+    def delete_many(self, names: Sequence[str]) -> None:
+        """Removes objects, in any order. Missing ones are not an error.
+
+        Raises like `delete` for the first object that could not be removed; some of the others then still exist.
+        """
+
+
+@runtime_checkable
 class SupportsReadWhole(Store, Protocol):
     """A store that reads an object of unknown length as it is at one moment."""
 
@@ -180,3 +191,12 @@ def read_whole(store: Store, name: str, *, max_bytes: int) -> bytes:
     content = bytearray(num_bytes)
     store.read_into(name, 0, memoryview(content))
     return bytes(content)
+
+
+def delete_many(store: Store, names: Sequence[str]) -> None:
+    """Deletes like `SupportsDeleteMany.delete_many`; from other stores one object after the other."""
+    if isinstance(store, SupportsDeleteMany):
+        store.delete_many(names)
+    else:
+        for name in names:
+            store.delete(name)

@@ -18,7 +18,7 @@ from bytecheckpoint.errors import (
     CheckpointSaveError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.storage.store import Block, Store, read_whole
+from bytecheckpoint.storage.store import Block, Store, delete_many, read_whole
 
 
 def blocks_of(data: bytes, *, block_bytes: int = 1 << 30, shift: int = 0) -> list[Block]:
@@ -263,12 +263,23 @@ class StoreContract:
         put(store, "a/d", b"again")
         assert get(store, "a/d", 5) == b"again"
 
+    def test_deleting_many(self, store):
+        names = [f"a/{number:02d}" for number in range(40)]
+        for name in names:
+            put(store, name, b"1")
+        delete_many(store, [*names[1:], "a/never", "never/was"])
+        assert store.list("a") == {"00": 1}
+        delete_many(store, [])
+        delete_many(store, names[:2])
+        assert store.list("a") == {}
+
     @pytest.mark.parametrize("name", ["", "/x", "../x", "a/../../x", "a//b", "./x", "a/", "C:\\x", "s3://b/x", "a\0b"])
     def test_names_that_could_leave_the_root(self, store, name):
         for call in (
             lambda: get(store, name, 1),
             lambda: put(store, name, b"x"),
             lambda: store.delete(name),
+            lambda: delete_many(store, ["a", name]),
             lambda: store.list(name or "/"),
         ):
             with pytest.raises(UnsafeCheckpointError) as caught:

@@ -119,7 +119,7 @@ class S3Requests:
         self.service = Service(showable_url(str(client.client.meta.endpoint_url)), bucket)
         self.has_checksums = client.client.meta.config.request_checksum_calculation != "when_required"
         self.refuses: set[str] = set()
-        """Conditions of a write (`IfMatch`, `IfNoneMatch`) that the service is known not to support."""
+        """Operations and conditions of a write (`IfMatch`, `IfNoneMatch`) that the service is known not to support."""
         self._has_answered = client.has_answered
         self._has_given_up = False
         """True if the last request was retried in vain for all of its time."""

@@ -14,6 +14,7 @@ from typing import Any
 from botocore.exceptions import BotoCoreError
 
 from bytecheckpoint.errors import CheckpointError, StorageError
+from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.storage.backends.posix_errors import (
     already_exists,
     is_a_file,
@@ -27,6 +28,7 @@ from bytecheckpoint.storage.backends.s3_errors import (
     describe_s3,
     is_missing,
     is_no_upload,
+    is_transient,
     to_store_error,
 )
 from bytecheckpoint.storage.backends.s3_requests import (
@@ -47,6 +49,9 @@ _URL = re.compile(r"\As3a?://([^/?#@:]+)(?:/(.*))?\Z", re.DOTALL)
 _AMAZON = re.compile(r"\.(?:amazonaws\.com(?:\.cn)?|api\.aws)(?::\d+)?\Z")
 _ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
 """Figures of a bucket in the same region, through one connection."""
+_DELETE_MANY = "delete_objects"
+_MAX_DELETIONS = 1000
+"""Number of objects that one such request may name."""
 _MIN_IN_FLIGHT = 8
 """One connection to S3 carries some 80 MB/s."""
 
@@ -148,6 +153,33 @@ class S3Store:
             except FailedRequestError as failed:
                 if not is_missing(failed.error):  # some services refuse to delete what is gone
                     raise
+
+    def delete_many(self, names: Sequence[str]) -> None:
+        """Implements `SupportsDeleteMany` with up to 1,000 objects in a request. Objects that the answer does not name
+        as deleted are deleted one by one, which raises the reason.
+        """
+        names_by_key = {self._key(name): name for name in names}
+        keys = list(names_by_key)
+        for start in range(0, len(keys), _MAX_DELETIONS):
+            batch = keys[start : start + _MAX_DELETIONS]
+            may_be_left = [names_by_key[key] for key in sorted(set(batch) - self._delete_at_once(batch))]
+            run_jobs(self.delete, may_be_left, num_threads=_MIN_IN_FLIGHT)
+            if len(may_be_left) == len(batch) > 1:
+                self._requests.refuses.add(_DELETE_MANY)  # it deletes objects, but not with that request
+
+    def _delete_at_once(self, keys: Sequence[str]) -> set[str]:
+        """Returns the keys that the service says it has deleted; none if it refuses the request."""
+        if len(keys) == 1 or _DELETE_MANY in self._requests.refuses:
+            return set()
+        with self._translated(self._shown, doing="delete"):
+            try:
+                objects = [{"Key": key} for key in keys]
+                answer = self._requests.call(_DELETE_MANY, self._policy(), Delete={"Objects": objects})
+            except FailedRequestError as failed:
+                if is_transient(failed.error):
+                    raise
+                return set()
+        return {str(entry["Key"]) for entry in answer.get("Deleted", ())}
 
     def check_writable(self) -> None:
         """Implements `RemoteStore`: begins an upload and aborts it."""

@@ -1,0 +1,131 @@
+"""Cool-down: a committed checkpoint copied to a second root, byte for byte and under the same save id. Knows no policy.
+
+The manifest is created last, so that a reader of the second root sees a whole copy or none. A copy that was interrupted
+goes on with the files that are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+
+from bytecheckpoint.errors import CheckpointExistsError, CheckpointNotFoundError, CheckpointSaveError, and_more
+from bytecheckpoint.manager.step_records import METRICS_FOLDER
+from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.runtime.buffers import BufferPool
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.checksum_scan import find_files, size_faults
+from bytecheckpoint.storage.deletion import discard, files_of_checkpoint
+from bytecheckpoint.storage.inventory import refuse_beside
+from bytecheckpoint.storage.object_io import BLOCK_BYTES, copy_file
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store, one_block, read_whole
+
+_BLOCKS_IN_FLIGHT = 4
+_MAX_SIDE_BYTES = 64 << 20
+_MAX_NAMED = 10
+
+
+def copy_step(
+    source: Store, source_folder: str, target: Store, target_folder: str, *, may_replace: Collection[str] = ()
+) -> bool:
+    """Copies a committed checkpoint and its metrics into a folder of another store; returns False if it was there.
+
+    Every byte is compared with the manifest's checksums on the way. Memory is a few blocks of 16 MiB, or of the longest
+    checksummed extent. `may_replace` are the save ids of checkpoints that the copy may replace: of steps that training
+    left behind.
+
+    Raises CheckpointCorruptError (checksum, truncated) and CheckpointNotFoundError (missing_file) for a source that is
+    damaged, which is not committed there; CheckpointNotFoundError (not_committed) for one that was deleted meanwhile;
+    CheckpointExistsError if another checkpoint stands there; and what the two stores raise. Files that were copied
+    until then stay, and the next attempt does not copy them again.
+    """
+    content = layout.read_manifest_bytes(source, source_folder)
+    path = join_name(str(source), source_folder)
+    manifest = layout.parse_manifest(content, path=join_name(path, layout.MANIFEST_NAME), whole=True)
+    _refuse_unchecked(manifest, path)
+    refuse_beside(target, target_folder, is_step=layout.parse_step(target_folder.rpartition("/")[2]) is not None)
+    found = layout.committed_save_id(target, target_folder)
+    if found == manifest.save_id:
+        _copy_side_objects(source, source_folder, target, target_folder, manifest.save_id)
+        return False
+    if found and found not in may_replace:
+        raise _another_error(manifest.save_id, found, join_name(str(target), target_folder))
+    replaced = _files_to_replace(target, target_folder, found) if found else []
+    _copy_files(source, source_folder, target, target_folder, manifest)
+    _copy_side_objects(source, source_folder, target, target_folder, manifest.save_id)
+    layout.commit(target, target_folder, content, replace=bool(found))
+    discard(target, target_folder, replaced)
+    return True
+
+
+def _copy_files(source: Store, source_folder: str, target: Store, target_folder: str, manifest: Manifest) -> None:
+    layout.check_files(source, source_folder, manifest, range(len(manifest.files)))
+    longest_bytes = max((length for file in manifest.files for length in file.extent_lengths), default=0)
+    scratch = BufferPool(max(BLOCK_BYTES, longest_bytes), _BLOCKS_IN_FLIGHT)
+    for file, num_bytes in zip(manifest.files, find_files(target, target_folder, manifest.files), strict=True):
+        if num_bytes == file.byte_length:
+            continue  # copied and compared before: the save id in its name says that it is this file
+        if num_bytes is not None:
+            target.delete(join_name(target_folder, file.name))
+        with suppress(CheckpointExistsError):  # another process copies the same one; the lengths are looked at below
+            copy_file(source, target, target_folder, file, scratch, source_folder=source_folder)
+    faults = size_faults(manifest.files, find_files(target, target_folder, manifest.files))
+    if faults:
+        path = join_name(str(target), target_folder)
+        wrong = and_more([f"{manifest.files[fault.file].name}: {fault.what}" for fault in faults], _MAX_NAMED)
+        raise CheckpointSaveError(
+            f"{path} has {len(faults)} of {len(manifest.files)} files that are not as they were written: {wrong}; "
+            "nothing was committed there: check the storage, then copy again",
+            kind="storage",
+            path=path,
+        )
+
+
+def _copy_side_objects(source: Store, source_folder: str, target: Store, target_folder: str, save_id: str) -> None:
+    """Copies telemetry and metrics, those that were reported since an earlier copy included. They have no checksums, so
+    a damaged one is no reason to keep the checkpoint from its copy.
+    """
+    for parent in (layout.TELEMETRY_FOLDER, METRICS_FOLDER):
+        there = target.list(join_name(target_folder, parent))
+        for name, num_bytes in source.list(join_name(source_folder, parent)).items():
+            if num_bytes is None or name in there or not _is_of(save_id, name):
+                continue
+            with suppress(CheckpointNotFoundError, CheckpointExistsError):  # deleted, or copied by another process
+                content = read_whole(source, join_name(source_folder, parent, name), max_bytes=_MAX_SIDE_BYTES)
+                target.write(join_name(target_folder, parent, name), one_block(content), replace=False)
+
+
+def _files_to_replace(store: Store, folder: str, save_id: str) -> list[str]:
+    metrics = [name for name in store.list(join_name(folder, METRICS_FOLDER)) if _is_of(save_id, name)]
+    return files_of_checkpoint(store, folder) + [f"{METRICS_FOLDER}/{name}" for name in metrics]
+
+
+def _is_of(save_id: str, name: str) -> bool:
+    return name.startswith((f"{save_id}-", f"{save_id}."))
+
+
+def _refuse_unchecked(manifest: Manifest, path: str) -> None:
+    """Raises CheckpointSaveError for a checkpoint whose bytes cannot be compared, or lie in another place."""
+    if manifest.linked_to:
+        what = f"its files are those below {manifest.linked_to}"
+    elif any(file.byte_length and not file.extent_lengths for file in manifest.files):
+        what = "its files have no checksums"
+    else:
+        return
+    raise CheckpointSaveError(
+        f"{path} was not copied: {what}; nothing was changed: write it whole with `bcp convert --to bcp`, then copy "
+        "that one",
+        kind="unsupported_value",
+        path=path,
+    )
+
+
+def _another_error(save_id: str, found: str, path: str) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"another checkpoint, with the save id {found}, stands at {path}, so that the one with the save id {save_id} "
+        "was not copied there; both were left as they are: delete the one there with bcp.delete, or copy to another "
+        "root",
+        kind="exists",
+        path=path,
+    )
