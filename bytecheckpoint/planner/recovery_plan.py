@@ -116,7 +116,8 @@ def plan_recovery(found: Sequence[Sequence[StagedPart]], there: Mapping[str, Tar
             rank = min(seers, key=lambda seer: loads[seer])
             loads[rank] += sum(part.here[name] for name in uploads)
             committed = there[folder].save_id or ""
-            tasks[rank].append(RecoveryTask(part.name, part.save_id, folder, uploads, commits, part.overwrite, committed))
+            task = RecoveryTask(part.name, part.save_id, folder, uploads, commits, part.overwrite, committed)
+            tasks[rank].append(task)
     return RecoveryPlan(tasks, verdicts[::-1])
 
 
