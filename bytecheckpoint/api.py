@@ -331,7 +331,7 @@ def latest(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | No
 
     Raises CheckpointMismatchError if the path is a checkpoint and a root of steps.
     """
-    return layout.latest_step(open_store(path, storage_options=storage_options, writer_threads=1))
+    return next(layout.newest_steps(open_store(path, storage_options=storage_options, writer_threads=1)), None)
 
 
 def steps(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> list[int]:

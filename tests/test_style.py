@@ -43,7 +43,8 @@ FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in name
 NO_TORCH = {"errors", "region", "dtypes", "runtime", "manifest", "options", "info", "planner", "storage", "formats"}
 
 MAY_CATCH_ALL = {
-    "bytecheckpoint/manager/background.py",  # a user's policy or callback, and the store: neither may stop saves
+    "bytecheckpoint/manager/after_commit/background.py",  # a user's callback must not stop saves
+    "bytecheckpoint/manager/after_commit/retried_work.py",  # a user's policy, and the store: neither may stop saves
     "bytecheckpoint/distributed/ranks.py",  # a phase that fails on one rank fails on all
     "bytecheckpoint/saving/handle.py",  # what fails in the background is raised by the handle
     "bytecheckpoint/runtime/threads.py",  # what fails on a thread is reported or kept, and the thread goes on

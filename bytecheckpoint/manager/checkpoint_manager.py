@@ -4,6 +4,7 @@ Rank 0 decides, and all ranks hear it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import secrets
@@ -17,13 +18,13 @@ import torch.distributed as dist
 
 from bytecheckpoint import api
 from bytecheckpoint.adapters.frameworks.detect import Framework
-from bytecheckpoint.distributed.ranks import group_store
 from bytecheckpoint.errors import CheckpointError, StorageError
 from bytecheckpoint.info import CheckpointInfo, LoadReport, describe_checkpoint
 from bytecheckpoint.manager import keep_policies, save_policies, step_records
+from bytecheckpoint.manager.after_commit.background import Background
+from bytecheckpoint.manager.after_commit.known_steps import StepChange
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock, offset_of
-from bytecheckpoint.manager.agreement.stopping import GroupStop, SoleStop, StopRequests, check_deadline
-from bytecheckpoint.manager.background import Background
+from bytecheckpoint.manager.agreement.stopping import StopRequests, check_deadline, join_stop, rank_in
 from bytecheckpoint.manager.keep_policies import KeepPolicy
 from bytecheckpoint.manager.managed_saves import ManagedRun, ManagedSaves, OwnedRoot
 from bytecheckpoint.manager.options import ManagerOptions
@@ -77,17 +78,14 @@ class CheckpointManager:
     ) -> None:
         """Claims the root, unless `options.read_only`: from now on saves of an earlier manager are refused."""
         self._options = options or ManagerOptions()
-        if self._options.cool_down is not None:
-            raise ValueError("ManagerOptions.cool_down: this version cannot copy to a second root yet")
-        self._root = layout.root_of(root, role)
+        self._root, self._role = layout.root_of(root, role), role
         self._policy, self._keep = save, keep
         self._goodput = Goodput()
         self._store = open_store(self._root, storage_options=storage_options, writer_threads=1)
         self._run = ManagedRun(self._root, self._store, framework, process_group, storage_options)
         timeout_s = self._options.save.timeout_s
         self._decisions = Decisions(process_group, showable_url(str(self._root)), timeout_s=timeout_s)
-        self._is_grouped = process_group is not None or (dist.is_available() and dist.is_initialized())
-        self._rank = dist.get_rank(process_group) if self._is_grouped else 0
+        self._rank = rank_in(process_group)
         self._owned: OwnedRoot | None = None
         """None on ranks other than rank 0, and if the manager only reads."""
         self._called_step: int | None = None
@@ -99,33 +97,32 @@ class CheckpointManager:
             self._run, self._options, decisions=self._decisions, goodput=self._goodput, owned=self._owned
         )
         self._saves.has_steps, self._saves.abandoned = opened.has_steps, set(opened.abandoned)
-        deadlines = [part for part in save_policies.parts_of(save) if isinstance(part, save_policies.Deadline)]
+        deadlines = save_policies.deadlines_of(save)
         self._requests = StopRequests(
             self._options.signals,
             deadlines=[deadline.at_s - deadline.margin_s for deadline in deadlines] if self._rank == 0 else [],
             needed_s=self._needed_to_stop_s,
         )
-        self._stop = self._join_stop(opened.token, timeout_s)
+        self._stop = join_stop(self._requests, process_group, token=opened.token, timeout_s=timeout_s)
 
     def _open(self) -> _OpenedRoot:
-        """Opens the root, on rank 0."""
-        steps = step_records.list_steps(self._store)
+        """Opens the root, on rank 0, without a look at each step."""
+        newest = next(layout.newest_steps(self._store), None)
+        abandoned = sorted(step_records.present_abandoned(self._store))
         if not self._options.read_only:
-            newest = max((step.info.time for step in steps), default=0.0)
-            clock = StorageClock(offset_of(self._store), not_before=newest)
+            info = step_records.read_step(self._store, newest) if newest is not None else None
+            clock = StorageClock(offset_of(self._store), not_before=info.time if info is not None else 0.0)
             generation = claim(self._store, time=clock.now())
-            self._owned = OwnedRoot(generation, Background(generation, self._keep, clock, steps), clock)
-        return _OpenedRoot(secrets.token_hex(8), bool(steps), [step.info.step for step in steps if step.is_abandoned])
+            self._owned = OwnedRoot(generation, Background(generation, self._keep, clock), clock)
+            self._begin_cool_down(self._owned.background)
+        return _OpenedRoot(secrets.token_hex(8), newest is not None, abandoned)
 
-    def _join_stop(self, token: str, timeout_s: float) -> SoleStop | GroupStop:
-        if not self._is_grouped or dist.get_world_size(self._run.group) == 1:
-            return SoleStop(self._requests)
-        group = self._run.group if self._run.group is not None else dist.group.WORLD
-        if not isinstance(group, dist.ProcessGroup):
-            raise TypeError("rank 0 was heard, so there is a group")
-        store = group_store(group)
-        num_ranks = dist.get_world_size(self._run.group)
-        return GroupStop(self._requests, store, token=token, rank=self._rank, num_ranks=num_ranks, timeout_s=timeout_s)
+    def _begin_cool_down(self, background: Background) -> None:
+        options = self._options
+        if options.cool_down is not None:
+            root = layout.root_of(options.cool_down, self._role)
+            target = open_store(root, storage_options=options.cool_down_options, writer_threads=1)
+            background.cool_down(target, options.cool_down_keep or _KEEP_ALL)
 
     def restore(
         self,
@@ -164,8 +161,7 @@ class CheckpointManager:
                 return replace(report, passed_over=passed_over)
 
     def _choose(self, step: int | Literal["latest"], failed: Mapping[int, str]) -> RestoreChoice:
-        candidates = [found.info for found in step_records.list_steps(self._store) if not found.is_abandoned]
-        choice = choose_step(self._store, step, candidates, failed=failed)
+        choice = choose_step(self._store, step, step_records.newest_steps(self._store), failed=failed)
         for number, why in choice.passed_over.items():
             logger.error("step %d is passed over: %s", number, why)
         if choice.step is not None and self._owned is not None:
@@ -201,13 +197,14 @@ class CheckpointManager:
         self._saves.durable_step, self.next_step, self._saves.has_steps = step, step + 1, True
         if self._owned is not None:
             self._owned.background.restored = step
-            self._owned.background.set_abandoned(set(abandoned))
+            self._owned.background.steps.set_abandoned(abandoned)
             self._saves.new_branch = abandoned
 
     def _left_behind(self, step: int) -> dict[int, str]:
         """Returns the save ids of all abandoned steps, on rank 0, if training goes on from this one."""
-        steps = [found for found in step_records.list_steps(self._store) if found.info.step != step]
-        return {found.info.step: found.info.save_id for found in steps if found.is_abandoned or found.info.step > step}
+        later = itertools.takewhile(lambda newer: newer > step, layout.newest_steps(self._store))
+        abandoned = step_records.present_abandoned(self._store) | step_records.save_ids_of(self._store, list(later))
+        return {number: save_id for number, save_id in abandoned.items() if number != step}
 
     def _end_attempts(self, step: int) -> None:
         if self._owned is not None:
@@ -265,7 +262,7 @@ class CheckpointManager:
         if self._owned is None:
             return False
         stats, now = self._goodput.stats(), self._owned.clock.now()
-        saved = self._owned.background.steps()
+        saved = [known.info for known in self._owned.background.steps.all()]
         if self._saves.begun is not None and all(info.step != self._saves.begun.step for info in saved):
             saved = [*saved, StepInfo(self._saves.begun.step, self._saves.begun.time, {}, {}, False, False)]
         seconds = {"step": stats.longest_step_s, "since_start": stats.elapsed_s}
@@ -297,15 +294,7 @@ class CheckpointManager:
 
     def latest(self) -> int | None:
         """Returns the newest committed step, but none of a branch that training left; None if there is none."""
-        new = self._saves.new_branch
-        abandoned = step_records.read_abandoned(self._store) if new is None else new
-        if (newest := layout.latest_step(self._store)) not in abandoned:
-            return newest  # found without a look at every step
-        for step in reversed(self.steps()):
-            left = abandoned.get(step)
-            if left is None or layout.committed_save_id(self._store, layout.step_folder(step)) != left:
-                return step
-        return None
+        return next(step_records.newest_steps(self._store, self._saves.new_branch), None)
 
     def best(self, metric: str | None = None) -> CheckpointInfo | None:
         """Returns the checkpoint with the best value of a metric, by default that of the only `Best` policy; None if no
@@ -329,26 +318,26 @@ class CheckpointManager:
         checked = step_records.check_metrics(metrics)
         if (owned := self._writer(step)) is not None:
             step_records.report(self._store, layout.step_folder(step), checked, time=owned.clock.now())
-            owned.background.change_info(step, metrics=checked)
+            owned.background.note(StepChange(step, metrics=checked))
 
     def pin(self, step: int) -> None:
         """Keeps a checkpoint until it is unpinned. Rank 0 writes."""
         if (owned := self._writer(step)) is not None:
             step_records.pin(self._store, layout.step_folder(step), time=owned.clock.now())
-            owned.background.change_info(step, pinned=True)
+            owned.background.note(StepChange(step, pinned=True))
 
     def unpin(self, step: int) -> None:
         """Takes the pin away. Rank 0 writes."""
         if (owned := self._writer(step)) is not None:
             step_records.unpin(self._store, layout.step_folder(step))
-            owned.background.change_info(step, pinned=False)
+            owned.background.note(StepChange(step, pinned=False))
 
     def lease(self, step: int, seconds: float) -> None:
         """Keeps a checkpoint for so many seconds from now. Rank 0 writes."""
         if (owned := self._writer(step)) is not None:
             until = owned.clock.now() + seconds
             step_records.lease(self._store, layout.step_folder(step), until=until)
-            owned.background.extend_lease(step, until)
+            owned.background.note(StepChange(step, leased_until=until))
 
     def _writer(self, step: int) -> OwnedRoot | None:
         """Returns the owner on rank 0, after the save of the step if that is in flight."""
@@ -370,23 +359,29 @@ class CheckpointManager:
         return self._goodput.stats()
 
     def wait(self) -> None:
-        """Returns when saves, and on rank 0 due deletions, have ended. Raises the error of a save."""
-        self._saves.settle()
+        """Returns when saves, and on rank 0 copies and due deletions, have ended. Raises the error of a save that the
+        handle has not raised, and on rank 0 that of a copy that fails.
+        """
+        self._saves.settle(is_end=True)
         if self._owned is not None:
             self._owned.background.wait(self._options.save.timeout_s)
 
     def close(self) -> None:
-        """Waits as `wait` does, and puts signal handlers back. Raises the error of a save. May be called again."""
+        """Waits and raises as `wait` does, and puts signal handlers back. May be called again. Work that hangs is left
+        after `SaveOptions.timeout_s`, with a warning.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         try:
-            self._saves.settle()
+            self._saves.settle(is_end=True)
         finally:
-            if self._owned is not None:
-                self._owned.background.close()
-            self._stop.close()
-            self._requests.close()
+            try:
+                if self._owned is not None:
+                    self._owned.background.close(self._options.save.timeout_s)
+            finally:
+                self._stop.close()
+                self._requests.close()
 
     def _refuse_closed(self) -> None:
         if self._is_closed:

@@ -6,7 +6,7 @@ goes on with the files that are missing.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointNotFoundError, CheckpointSaveError, and_more
@@ -27,13 +27,19 @@ _MAX_NAMED = 10
 
 
 def copy_step(
-    source: Store, source_folder: str, target: Store, target_folder: str, *, may_replace: Collection[str] = ()
+    source: Store,
+    source_folder: str,
+    target: Store,
+    target_folder: str,
+    *,
+    may_replace: Collection[str] = (),
+    on_file: Callable[[], object] = bool,
 ) -> bool:
     """Copies a committed checkpoint and its metrics into a folder of another store; returns False if it was there.
 
     Every byte is compared with the manifest's checksums on the way. Memory is a few blocks of 16 MiB, or of the longest
     checksummed extent. `may_replace` are the save ids of checkpoints that the copy may replace: of steps that training
-    left behind.
+    left behind. `on_file` is called after each file.
 
     Raises CheckpointCorruptError (checksum, truncated) and CheckpointNotFoundError (missing_file) for a source that is
     damaged, which is not committed there; CheckpointNotFoundError (not_committed) for one that was deleted meanwhile;
@@ -52,14 +58,22 @@ def copy_step(
     if found and found not in may_replace:
         raise _another_error(manifest.save_id, found, join_name(str(target), target_folder))
     replaced = _files_to_replace(target, target_folder, found) if found else []
-    _copy_files(source, source_folder, target, target_folder, manifest)
+    _copy_files(source, source_folder, target, target_folder, manifest, on_file=on_file)
     _copy_side_objects(source, source_folder, target, target_folder, manifest.save_id)
     layout.commit(target, target_folder, content, replace=bool(found))
     discard(target, target_folder, replaced)
     return True
 
 
-def _copy_files(source: Store, source_folder: str, target: Store, target_folder: str, manifest: Manifest) -> None:
+def _copy_files(
+    source: Store,
+    source_folder: str,
+    target: Store,
+    target_folder: str,
+    manifest: Manifest,
+    *,
+    on_file: Callable[[], object],
+) -> None:
     layout.check_files(source, source_folder, manifest, range(len(manifest.files)))
     longest_bytes = max((length for file in manifest.files for length in file.extent_lengths), default=0)
     scratch = BufferPool(max(BLOCK_BYTES, longest_bytes), _BLOCKS_IN_FLIGHT)
@@ -70,6 +84,7 @@ def _copy_files(source: Store, source_folder: str, target: Store, target_folder:
             target.delete(join_name(target_folder, file.name))
         with suppress(CheckpointExistsError):  # another process copies the same one; the lengths are looked at below
             copy_file(source, target, target_folder, file, scratch, source_folder=source_folder)
+        on_file()
     faults = size_faults(manifest.files, find_files(target, target_folder, manifest.files))
     if faults:
         path = join_name(str(target), target_folder)

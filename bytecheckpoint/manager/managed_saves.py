@@ -17,8 +17,8 @@ from bytecheckpoint.adapters.frameworks.detect import Framework
 from bytecheckpoint.errors import CheckpointError, CheckpointExistsError, CheckpointMismatchError
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.manager import step_records
+from bytecheckpoint.manager.after_commit.background import Background, Commit
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock
-from bytecheckpoint.manager.background import Background, Commit
 from bytecheckpoint.manager.options import ManagerOptions
 from bytecheckpoint.manager.ownership import Generation
 from bytecheckpoint.manager.stats import Goodput
@@ -175,16 +175,21 @@ class ManagedSaves:
             )
             self._owned.background.add(Commit(found, pin, on_save))
 
-    def settle(self) -> None:
-        """Waits for the save in flight. Its error counts by `on_failed_save`."""
+    def settle(self, *, is_end: bool = False) -> None:
+        """Waits for the save in flight. Its error counts by `on_failed_save`. With `is_end`, one that the handle has
+        raised is not raised again; without, all ranks raise it, because all go on together.
+        """
         if self.begun is None:
             return
         step, _, handle = self.begun
+        was_seen = is_end and handle.done() and handle._progress.was_seen
         error = handle.exception()
         self.begun = None
         if error is None:
             self.durable_step, self.has_steps, self._num_failed_in_a_row = step, True, 0
             self.abandoned.discard(step)
+        elif was_seen:
+            self._num_failed_in_a_row += 1
         elif isinstance(error, CheckpointError):
             self._fail(error)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -29,7 +29,10 @@ class ManagerOptions:
     cool_down: str | os.PathLike[str] | None = None
     """A second root, such as `s3://bucket/run`, to which each committed checkpoint is copied, or None."""
     cool_down_keep: KeepPolicy | None = None
-    """Policy that decides which checkpoints stay at the second root; None keeps all."""
+    """Policy that decides which checkpoints are copied to the second root and stay there; None takes all. The newest
+    copy always stays, and a checkpoint that waits for its copy is not deleted."""
+    cool_down_options: Mapping[str, Any] | None = None
+    """Storage options of the second root, as `storage_options` of the manager are those of its root."""
     on_failed_save: Literal["raise", "warn"] = "raise"
     """`raise` raises the error of a failed save at the next due `save`, `wait` or `close`. `warn` logs it and goes on,
     until `max_failed_saves` have failed in a row."""
@@ -53,6 +56,8 @@ class ManagerOptions:
         _check("cool_down", self.cool_down, is_place, "a path, a URL or None")
         is_policy = self.cool_down_keep is None or hasattr(self.cool_down_keep, "keeps")
         _check("cool_down_keep", self.cool_down_keep, is_policy, "a keep policy or None")
+        is_mapping = self.cool_down_options is None or isinstance(self.cool_down_options, Mapping)
+        _check("cool_down_options", self.cool_down_options, is_mapping, "a mapping or None")
         _check("on_failed_save", self.on_failed_save, self.on_failed_save in {"raise", "warn"}, "'raise' or 'warn'")
         is_count = type(self.max_failed_saves) is int and self.max_failed_saves >= 1
         _check("max_failed_saves", self.max_failed_saves, is_count, "an integer of at least 1")

@@ -5,13 +5,12 @@ restore never ended several times is passed over. Knows no ranks.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
 
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
-from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.storage.layout import find_checkpoint
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, one_block
@@ -33,9 +32,9 @@ class RestoreChoice(msgspec.Struct, frozen=True):
 
 
 def choose_step(
-    store: Store, step: int | Literal["latest"], candidates: Sequence[StepInfo], *, failed: Mapping[int, str]
+    store: Store, step: int | Literal["latest"], candidates: Iterable[int], *, failed: Mapping[int, str]
 ) -> RestoreChoice:
-    """Returns the step to restore. `candidates` are those that are not abandoned, oldest first; `failed` are those that
+    """Returns the step to restore. `candidates` are those that are not abandoned, newest first; `failed` are those that
     were tried in this call.
 
     Raises CheckpointNotFoundError if a given step is not there, or if every candidate was passed over.
@@ -45,12 +44,12 @@ def choose_step(
         return RestoreChoice(step, {})
     attempts = count_attempts(store)
     passed_over: dict[int, str] = {}
-    for info in reversed(candidates):
-        if info.step in failed:
+    for candidate in candidates:
+        if candidate in failed:
             continue
-        if attempts.get(info.step, 0) < MAX_ATTEMPTS:
-            return RestoreChoice(info.step, passed_over)
-        passed_over[info.step] = f"{attempts[info.step]} restores of it in a row never ended"
+        if attempts.get(candidate, 0) < MAX_ATTEMPTS:
+            return RestoreChoice(candidate, passed_over)
+        passed_over[candidate] = f"{attempts[candidate]} restores of it in a row never ended"
     if not passed_over and not failed:
         return RestoreChoice(None, {})
     named = "; ".join(f"step {number}: {why}" for number, why in {**failed, **passed_over}.items())

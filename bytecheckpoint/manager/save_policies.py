@@ -113,8 +113,9 @@ class AllDue(_JoinableSavePolicy):
 
     @property
     def is_step_only(self) -> bool:
-        """True if all of them are."""
-        return all(is_step_only(policy) for policy in self.policies)
+        """True if all of them are, and none is a deadline, which here needs the time."""
+        has_deadline = any(isinstance(part, Deadline) for part in parts_of(self))
+        return not has_deadline and all(is_step_only(policy) for policy in self.policies)
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
         """Returns True if all of the policies are due."""
@@ -138,6 +139,15 @@ def parts_of(policy: SavePolicy) -> Iterator[SavePolicy]:
             yield from parts_of(part)
     else:
         yield policy
+
+
+def deadlines_of(policy: SavePolicy) -> list[Deadline]:
+    """Returns the deadlines that stop training by themselves: a policy that is one, or joins one by `|`. With `&` the
+    other side decides as well.
+    """
+    if isinstance(policy, AnyDue):
+        return [deadline for part in policy.policies for deadline in deadlines_of(part)]
+    return [policy] if isinstance(policy, Deadline) else []
 
 
 def needed_to_stop_s(now: StepInfo, saved: Sequence[StepInfo]) -> float:
@@ -280,7 +290,8 @@ class Deadline(_JoinableSavePolicy):
     """Stops training early enough before a given time: when the time that remains is no more than the total of the last
     save, the longest step so far and `margin_s` seconds.
 
-    The manager watches the clock of rank 0 and requests the stop, of which all ranks hear at one step.
+    The manager watches the clock of rank 0 and requests the stop, of which all ranks hear at one step. Joined by `&` it
+    requests none, and only says when a save is due.
     """
 
     at: float | datetime | str

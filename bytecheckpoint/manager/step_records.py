@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -180,6 +180,31 @@ def read_abandoned(store: Store) -> dict[int, str]:
     return {int(step): save_id for step, save_id in branch.abandoned.items() if step.isdecimal()} if branch else {}
 
 
+def present_abandoned(store: Store) -> dict[int, str]:
+    """Returns what `read_abandoned` returns, without steps that were deleted or replaced since."""
+    abandoned = read_abandoned(store)
+    found = save_ids_of(store, list(abandoned))
+    return {step: save_id for step, save_id in abandoned.items() if found.get(step) == save_id}
+
+
+def save_ids_of(store: Store, steps: Sequence[int]) -> dict[int, str]:
+    """Returns the save ids of those of the steps that are committed."""
+    found = map_jobs(
+        lambda step: layout.committed_save_id(store, layout.step_folder(step)), steps, num_threads=_IN_FLIGHT
+    )
+    return {step: save_id for step, save_id in zip(steps, found, strict=True) if save_id}
+
+
+def newest_steps(store: Store, abandoned: Mapping[int, str] | None = None) -> Iterator[int]:
+    """Yields the committed steps that are not abandoned, newest first. Costs one listing, and a look at each that is
+    taken or passed over. `abandoned` is as in `read_abandoned`, which is read by default.
+    """
+    left = read_abandoned(store) if abandoned is None else abandoned
+    for step in layout.newest_steps(store):
+        if step not in left or layout.committed_save_id(store, layout.step_folder(step)) != left[step]:
+            yield step
+
+
 def write_abandoned(store: Store, abandoned: Mapping[int, str]) -> None:
     """Replaces what `read_abandoned` returns."""
     content = msgspec.json.encode(Branch({str(step): save_id for step, save_id in abandoned.items()}))
@@ -220,6 +245,12 @@ def list_steps(
     steps = layout.steps_of_root(store)
     found = map_jobs(lambda step: _read_step(reading, step, abandoned.get(step, "")), steps, num_threads=_IN_FLIGHT)
     return sorted((step for step in found if step), key=lambda step: (not step.is_abandoned, step.info.step))
+
+
+def read_step(store: Store, step: int) -> StepInfo | None:
+    """Returns a committed step; None if it was deleted, or is damaged and without a record."""
+    found = _read_step(_Reading(store, False, _warn_of_damaged), step, "")
+    return found.info if found is not None else None
 
 
 def _read_step(reading: _Reading, step: int, abandoned_save_id: str) -> StoredStep | None:
@@ -329,8 +360,3 @@ def _read(store: Store, name: str, kind: type[T]) -> T | None:
     except msgspec.DecodeError as error:
         logger.warning("%s is damaged (%s) and counts as absent", join_name(str(store), name), error)
         return None
-
-
-def newest_first(steps: Sequence[StoredStep]) -> list[StoredStep]:
-    """Returns the steps in the order in which a restart tries them: newest first, without abandoned ones."""
-    return [step for step in reversed(steps) if not step.is_abandoned]

@@ -97,7 +97,8 @@ class SaveProgress:
         self._is_staged = threading.Event()
         self._shared: Snapshot | None = None
         """Snapshot that the background stages, and that other threads may help to stage."""
-        self._was_seen = False
+        self.was_seen = False
+        """True if the caller has the outcome."""
         self._on_seen: Callable[[], object] = lambda: None
 
     def when_seen(self, do: Callable[[], object]) -> None:
@@ -106,12 +107,12 @@ class SaveProgress:
 
     def mark_seen(self) -> None:
         """Records that the caller has the outcome."""
-        self._was_seen = True
+        self.was_seen = True
         self._on_seen()
 
     def take_unseen_error(self) -> BaseException | None:
         """Returns the error of a failed save if the caller does not have it yet; from now on it does."""
-        error = None if self._was_seen else self.error
+        error = None if self.was_seen else self.error
         if error is not None:
             self.mark_seen()
         return error
@@ -148,7 +149,7 @@ class SaveProgress:
             if isinstance(error, Exception) and not is_refusal(error):
                 snapshot.fail(error)
                 return
-            self._was_seen = True  # the caller gets it here and now
+            self.was_seen = True  # the caller gets it here and now
             message = f"staging was interrupted by {type(error).__name__}; nothing was committed"
             snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
             raise
@@ -177,7 +178,7 @@ class SaveProgress:
             if self.local is not None and not self.local.done():
                 self.local.set_exception(self.error)
             self.outcome.set_exception(self.error)
-        if info is not None or self._was_seen:
+        if info is not None or self.was_seen:
             self._on_seen()
 
 

@@ -105,7 +105,7 @@ def checkpoint_in_the_way(store: Store, folder: str, *, is_step: bool) -> str:
 def _in_the_way(store: Store, root: str, listing: Mapping[str, int | None], *, is_step: bool) -> str:
     if is_step:
         return join_name(str(store), root) if layout.has_manifest(listing) else ""
-    newest = layout.newest_below(store, root, listing)
+    newest = next(layout.steps_below(store, root, listing), None)
     return "" if newest is None else join_name(str(store), root, layout.step_folder(newest))
 
 

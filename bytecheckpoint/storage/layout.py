@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from typing import Literal, NamedTuple, SupportsIndex
 
@@ -124,20 +124,20 @@ def _committed(store: Store, folder: str, listing: Mapping[str, int | None]) -> 
     return list(compress(steps, is_committed))
 
 
-def latest_step(store: Store) -> int | None:
-    """Returns the highest committed step. Costs one listing, and one for each newer folder that is not committed.
+def newest_steps(store: Store) -> Iterator[int]:
+    """Yields the committed steps, newest first. Costs one listing, and one for each folder that is looked at.
 
     Raises CheckpointMismatchError (conflict) if the root is a checkpoint as well.
     """
     listing = store.list("")
-    newest = newest_below(store, "", listing)
-    if newest is not None and has_manifest(listing):
-        raise _mixed_root(newest, location=str(store))
-    return newest
+    for step in steps_below(store, "", listing):
+        if has_manifest(listing):
+            raise _mixed_root(step, location=str(store))
+        yield step
 
 
 def steps_of_root(store: Store) -> list[int]:
-    """Returns the committed steps, rising. Raises like `latest_step`."""
+    """Returns the committed steps, rising. Raises like `newest_steps`."""
     listing = store.list("")
     steps = _committed(store, "", listing)
     if steps and has_manifest(listing):
@@ -145,10 +145,10 @@ def steps_of_root(store: Store) -> list[int]:
     return steps
 
 
-def newest_below(store: Store, folder: str, listing: Mapping[str, int | None]) -> int | None:
-    """Returns the highest committed step in the folder with this listing."""
+def steps_below(store: Store, folder: str, listing: Mapping[str, int | None]) -> Iterator[int]:
+    """Yields the committed steps in the folder with this listing, newest first."""
     steps = reversed(_step_folders(listing))
-    return next((step for step in steps if _is_step(store, join_name(folder, step_folder(step)))), None)
+    return (step for step in steps if _is_step(store, join_name(folder, step_folder(step))))
 
 
 def _mixed_root(newest: int, *, location: str) -> CheckpointMismatchError:
@@ -206,7 +206,7 @@ def find_checkpoint(store: Store, step: int | Literal["latest"] | None, *, locat
             return folder
         raise _no_step(store, step, location=location)
     listing = store.list("")
-    newest = newest_below(store, "", listing) if step == "latest" else None
+    newest = next(steps_below(store, "", listing), None) if step == "latest" else None
     if has_manifest(listing):
         if newest is not None:
             raise _mixed_root(newest, location=location)

@@ -13,7 +13,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint import keep_policies, save_policies
 from bytecheckpoint.distributed import ranks
 from bytecheckpoint.errors import CheckpointSaveError, StorageError
-from bytecheckpoint.manager import background
+from bytecheckpoint.manager.after_commit import background
 from bytecheckpoint.manager.agreement import decisions
 from bytecheckpoint.saving import commit
 from distributed.workers import WorkerPool
@@ -68,7 +68,7 @@ def test_a_deletion_that_fails_for_ever_stops_no_save(
     def refuse(*_: Any, **__: Any) -> None:
         raise StorageError("not yours", kind="permission")
 
-    monkeypatch.setattr(background, "_CLOSE_S", 0.2)
+    monkeypatch.setattr(background, "_FAILING_S", 0.2)
     monkeypatch.setattr(background, "delete_steps", refuse)
     with bcp.CheckpointManager(tmp_path, save=EVERY, keep=keep_policies.Latest(1)) as manager:
         for step in range(1, 5):

@@ -22,7 +22,9 @@ def requests_of(*signals: str, deadlines: tuple[float, ...] = (), needed_s: floa
 
 def open_stop(rank: int, world_size: int, requests: StopRequests, timeout_s: float = 30) -> GroupStop:
     store = group_store(dist.group.WORLD)
-    return GroupStop(requests, store, token="test", rank=rank, num_ranks=world_size, timeout_s=timeout_s)
+    return GroupStop(
+        requests, store, token="test", rank=rank, global_ranks=range(10, 10 + world_size), timeout_s=timeout_s
+    )
 
 
 def test_a_signal_sets_a_flag_and_the_old_handler_comes_back() -> None:
@@ -142,4 +144,4 @@ def lose_a_rank(rank: int, world_size: int) -> tuple[str, tuple[int, ...]] | Non
 
 
 def test_a_rank_that_does_not_report_is_named_and_not_waited_for_without_end(workers: WorkerPool) -> None:
-    assert workers.run(lose_a_rank, world_size=2)[0] == ("rank_missing", (1,))
+    assert workers.run(lose_a_rank, world_size=2)[0] == ("rank_missing", (11,))

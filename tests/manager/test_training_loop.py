@@ -110,8 +110,7 @@ def test_an_older_manager_is_refused_before_its_commit(tmp_path: Path) -> None:
     assert raised.value.kind == "superseded"
     newer.save(4, state_at(4))
     newer.close()
-    with pytest.raises(CheckpointSaveError, match="another manager"):
-        older.close()
+    older.close()
     assert bcp.steps(tmp_path) == [4]
 
 

@@ -26,7 +26,7 @@ from bytecheckpoint.storage.layout import (
     data_file_name,
     data_files_of,
     find_checkpoint,
-    latest_step,
+    newest_steps,
     parse_step,
     read_manifest,
     read_manifest_bytes,
@@ -79,7 +79,7 @@ def test_names_of_data_files():
 
 
 def test_the_latest_step_is_the_newest_that_is_committed(store):
-    assert latest_step(store) is None
+    assert next(newest_steps(store), None) is None
     assert committed_steps(store) == []
     for step in (200, 1000, 30):
         _commit(store, step)
@@ -89,7 +89,7 @@ def test_the_latest_step_is_the_newest_that_is_committed(store):
     put(store, "step_5/manifest.bcp", b"no folder of ours")
     put(store, "other/manifest.bcp", b"nor this")
     assert committed_steps(store) == [30, 200, 1000]
-    assert latest_step(store) == 1000
+    assert next(newest_steps(store), None) == 1000
     assert find_checkpoint(store, "latest", location="HERE") == "step_00001000"
     assert find_checkpoint(store, 30, location="HERE") == "step_00000030"
 
@@ -99,7 +99,7 @@ def test_the_latest_step_costs_one_look_a_folder(store):
         _commit(store, step)
     put(store, "step_00000004/data/x", b"")
     counting = FaultyStore(store)
-    assert latest_step(counting) == 3
+    assert next(newest_steps(counting), None) == 3
     assert counting.operations == ["list ", "list step_00000004", "list step_00000003"]
 
 
@@ -306,7 +306,7 @@ def test_a_step_that_leads_elsewhere_hides_no_other_step(tmp_path):
     (tmp_path / "root" / step_folder(9)).symlink_to(tmp_path / "elsewhere")
     (tmp_path / "root" / step_folder(8)).symlink_to(tmp_path / "root" / step_folder(8))
     with pytest.warns(UserWarning, match="step_00000009 is left out"):
-        assert latest_step(store) == 1
+        assert next(newest_steps(store), None) == 1
     with pytest.warns(UserWarning, match="step_00000009 is left out"):
         assert committed_steps(store) == [1]
     with pytest.warns(UserWarning, match="step_00000009 is left out"):

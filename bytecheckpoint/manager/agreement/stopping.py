@@ -19,9 +19,11 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from bytecheckpoint.distributed.key_value_ranks import shown_ranks
+from bytecheckpoint.distributed.ranks import group_store
 from bytecheckpoint.errors import CheckpointError
 
 logger = logging.getLogger("bytecheckpoint")
@@ -107,14 +109,24 @@ class GroupStop:
     """The agreement of the ranks of a group."""
 
     def __init__(
-        self, requests: StopRequests, store: Store, *, token: str, rank: int, num_ranks: int, timeout_s: float
+        self,
+        requests: StopRequests,
+        store: Store,
+        *,
+        token: str,
+        rank: int,
+        global_ranks: Sequence[int],
+        timeout_s: float,
     ) -> None:
-        """`token` is the same on all ranks of this manager, and on no other's."""
+        """`token` is the same on all ranks of this manager, and on no other's. `rank` is a position in `global_ranks`,
+        the ranks of the group by which errors name them.
+        """
         self.reason = ""
         self._requests = requests
         self._store = PrefixStore(f"bytecheckpoint/stop/{token}", store)
         self._rank = rank
-        self._num_ranks = num_ranks
+        self._global_ranks = global_ranks
+        self._num_ranks = len(global_ranks)
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._num_passed = 0
@@ -142,15 +154,17 @@ class GroupStop:
 
     def _missing(self) -> CheckpointError:
         with suppress(RuntimeError):
-            absent = tuple(rank for rank in range(self._num_ranks) if not self._store.check([_passed_key(rank)]))
+            silent = [rank for rank in range(self._num_ranks) if not self._store.check([_passed_key(rank)])]
+            absent = tuple(self._global_ranks[rank] for rank in silent or (0,))
             return CheckpointError(
-                f"a stop was requested ({self.reason}), and {shown_ranks(absent or (0,))} did not report within "
+                f"a stop was requested ({self.reason}), and {shown_ranks(absent)} did not report within "
                 f"{self._timeout_s:g} s at which step it is: dead or stopped. What was saved before still loads: look "
                 "at its log, and start the job again",
                 kind="rank_missing",
-                ranks=absent or (0,),
+                ranks=absent,
             )
-        return CheckpointError("the store of the process group is gone", kind="rank_missing", ranks=(0,))
+        coordinator = (self._global_ranks[0],)
+        return CheckpointError("the store of the process group is gone", kind="rank_missing", ranks=coordinator)
 
     def _watch(self) -> None:
         pause_s = max(_POLL_S, self._num_ranks / _MAX_LOOKS_PER_S)
@@ -199,6 +213,27 @@ class GroupStop:
                 self._store.set(_passed_key(self._rank), str(self._num_passed))
             if self._rank == 0:  # no rank passes more boundaries than this one has, so none stops
                 self._store.compare_set(_VERDICT, "", str(self._num_passed))
+
+
+def rank_in(process_group: dist.ProcessGroup | None) -> int:
+    """Returns the rank of this process in the group, by default of all; 0 for a process on its own."""
+    is_grouped = process_group is not None or (dist.is_available() and dist.is_initialized())
+    return dist.get_rank(process_group) if is_grouped else 0
+
+
+def join_stop(
+    requests: StopRequests, process_group: dist.ProcessGroup | None, *, token: str, timeout_s: float
+) -> SoleStop | GroupStop:
+    """Returns the agreement of the ranks of a group, by default of all, or that of a process on its own."""
+    is_grouped = process_group is not None or (dist.is_available() and dist.is_initialized())
+    if not is_grouped or dist.get_world_size(process_group) == 1:
+        return SoleStop(requests)
+    group = process_group if process_group is not None else dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError("rank 0 was heard, so there is a group")
+    ranks = dist.get_process_group_ranks(group)
+    store, rank = group_store(group), dist.get_rank(group)
+    return GroupStop(requests, store, token=token, rank=rank, global_ranks=ranks, timeout_s=timeout_s)
 
 
 def _passed_key(rank: int) -> str:

@@ -1,0 +1,104 @@
+"""The committed steps of a root, as its owner knows them: read from the store once, when they are first asked for, and
+kept up to date from then on. A root may hold thousands, and training must not wait for their records.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from bytecheckpoint.manager import step_records
+from bytecheckpoint.manager.step_info import StepInfo
+from bytecheckpoint.manager.step_records import StoredStep
+from bytecheckpoint.storage.store import Store
+
+
+class StepChange(NamedTuple):
+    """A change of a committed step that this process made."""
+
+    step: int
+    metrics: Mapping[str, float] = {}
+    """Metrics that were reported."""
+    pinned: bool | None = None
+    """None: as before."""
+    leased_until: float = 0.0
+
+
+class KnownSteps:
+    """The steps. Methods may be called from any thread."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._reading = threading.Lock()
+        self._lock = threading.Lock()
+        self._steps: dict[int, StoredStep] = {}
+        self._abandoned: set[int] | None = None
+        self._is_read = False
+        self._early: list[StepChange] = []
+        """Changes before the steps were read, which may or may not have seen them."""
+
+    def all(self) -> list[StoredStep]:
+        """Returns the steps, oldest first, abandoned ones before all others. Raises what the store raises."""
+        self._read()
+        with self._lock:
+            return ordered(self._steps.values())
+
+    def _read(self) -> None:
+        with self._reading:
+            if self._is_read:
+                return
+            self._take(step_records.list_steps(self._store))
+            self._is_read = True
+
+    def _take(self, found: Sequence[StoredStep]) -> None:
+        with self._lock:
+            self._steps = {**{step.info.step: step for step in found}, **self._steps}
+            for change in self._early:
+                self._apply(change)
+            if self._abandoned is not None:
+                self._mark(self._abandoned)
+
+    def add(self, info: StepInfo) -> None:
+        """Notes a commit."""
+        with self._lock:
+            self._steps[info.step] = StoredStep(info, False, 0.0, False)
+            if self._abandoned is not None:
+                self._abandoned.discard(info.step)
+
+    def remove(self, info: StepInfo) -> None:
+        """Notes that a checkpoint was deleted, unless another one stands there now."""
+        with self._lock:
+            known = self._steps.get(info.step)
+            if known is not None and known.info.save_id == info.save_id:
+                del self._steps[info.step]
+
+    def change(self, change: StepChange) -> None:
+        """Notes a change that lies in the store already."""
+        with self._lock:
+            self._apply(change)
+            if not self._is_read:
+                self._early.append(change)
+
+    def _apply(self, change: StepChange) -> None:
+        if (known := self._steps.get(change.step)) is not None:
+            info = replace(known.info, metrics={**known.info.metrics, **change.metrics})
+            info = info if change.pinned is None else replace(info, pinned=change.pinned)
+            until = max(known.leased_until, change.leased_until)
+            self._steps[change.step] = known._replace(info=info, leased_until=until)
+
+    def set_abandoned(self, abandoned: Collection[int]) -> None:
+        """Notes the steps that training left behind; all others are not."""
+        with self._lock:
+            self._abandoned = set(abandoned)
+            self._mark(self._abandoned)
+
+    def _mark(self, abandoned: Collection[int]) -> None:
+        for number, step in self._steps.items():
+            self._steps[number] = step._replace(is_abandoned=number in abandoned)
+
+
+def ordered(steps: Collection[StoredStep]) -> list[StoredStep]:
+    """Returns the steps in the order for policies: oldest first, abandoned ones before all others."""
+    return sorted(steps, key=lambda step: (not step.is_abandoned, step.info.step))

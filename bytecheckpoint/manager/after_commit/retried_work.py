@@ -1,0 +1,106 @@
+"""Work on a thread of its own that is tried again, with growing pauses, until it succeeds. Knows no store."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from bytecheckpoint.runtime.thread_priority import lower_priority
+
+logger = logging.getLogger("bytecheckpoint")
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 300.0
+_LOOK_S = 0.5
+
+
+class RetriedWork:
+    """The thread, which starts when there is something to do. Methods may be called from any thread."""
+
+    def __init__(self, name: str, do: Callable[[], object], *, what: str) -> None:
+        """`do` does all there is to do; what it raises is logged once as a failure of `what`, and it is called again.
+        The thread is called `name`.
+        """
+        self._name = name
+        self._do = do
+        self._what = what
+        self._changed = threading.Condition()
+        self._num_asked = self._num_done = 0
+        self._progress_at = time.monotonic()
+        self._failure: Exception | None = None
+        self._failed_at = 0.0
+        self._is_hurried = False
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+
+    def ask(self) -> None:
+        """Asks for the work to be done once more. Never blocks."""
+        with self._changed:
+            self._num_asked += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def note_progress(self) -> None:
+        """Notes that a part of the work is done, so that it does not hang."""
+        self._progress_at = time.monotonic()
+
+    def wait(self, *, failing_s: float, hanging_s: float) -> Exception | None:
+        """Returns None when all is done. Otherwise returns the error of an attempt that ended after `failing_s`, or
+        TimeoutError once there was no progress for `hanging_s`.
+        """
+        began = time.monotonic()
+        with self._changed:
+            self._is_hurried = True  # the next attempt is made now, not after a long pause
+            self._changed.notify_all()
+            while self._num_done < self._num_asked:
+                now = time.monotonic()
+                if self._failure is not None and self._failed_at - began >= failing_s:
+                    return self._failure
+                if now - max(began, self._progress_at) >= hanging_s:
+                    return TimeoutError(f"no progress for {hanging_s:g} s")
+                self._changed.wait(min(_LOOK_S, failing_s, hanging_s))
+        return None
+
+    def close(self) -> None:
+        """Ends the thread after what it does now, without waiting for it."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        lower_priority()
+        pause_s = _SHORTEST_PAUSE_S
+        while (asked := self._wait_for_work()) is not None:
+            self.note_progress()
+            try:
+                self._do()
+            except Exception as error:  # noqa: BLE001  a user's policy or a store; neither may stop saves
+                if self._failure is None:
+                    logger.warning("%s failed, and is tried again: %s", self._what, error)
+                pause_s = self._pause(error, pause_s)
+            else:
+                if self._failure is not None:
+                    logger.info("%s has caught up", self._what)
+                pause_s = _SHORTEST_PAUSE_S
+                with self._changed:
+                    self._failure, self._num_done, self._is_hurried = None, asked, False
+                    self._changed.notify_all()
+
+    def _wait_for_work(self) -> int | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_done < self._num_asked or self._is_closing)
+            return None if self._is_closing else self._num_asked
+
+    def _pause(self, error: Exception, pause_s: float) -> float:
+        """Waits before the next attempt; returns the pause after that one."""
+        with self._changed:
+            self._failure, self._failed_at = error, time.monotonic()
+            self._changed.notify_all()
+            if self._changed.wait_for(lambda: self._is_closing or self._is_hurried, pause_s):
+                self._is_hurried = False
+                self._changed.wait_for(lambda: self._is_closing, _SHORTEST_PAUSE_S)
+                return _SHORTEST_PAUSE_S
+        return min(pause_s * 2, _LONGEST_PAUSE_S)

@@ -1,0 +1,160 @@
+"""The second root of a manager: which steps are copied there, and which copies stay. One copy is made by cool_down.py.
+
+A step that waits for its copy is not deleted from the first root. What a policy does not want there is not copied.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError
+from bytecheckpoint.manager import step_records
+from bytecheckpoint.manager.after_commit.known_steps import KnownSteps, ordered
+from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
+from bytecheckpoint.manager.agreement.decisions import StorageClock
+from bytecheckpoint.manager.cool_down import copy_step
+from bytecheckpoint.manager.keep_policies import KeepPolicy
+from bytecheckpoint.manager.ownership import Generation
+from bytecheckpoint.manager.retention import decide, delete_steps, finish_deletions, held_by_leases
+from bytecheckpoint.manager.step_info import StepInfo
+from bytecheckpoint.manager.step_records import StoredStep
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.store import Store
+
+logger = logging.getLogger("bytecheckpoint")
+
+_WAITS = "waits for its copy"
+
+
+class SecondRoot:
+    """The second root, and the thread that copies to it."""
+
+    def __init__(
+        self,
+        target: Store,
+        generation: Generation,
+        steps: KnownSteps,
+        keep: KeepPolicy,
+        clock: StorageClock,
+        *,
+        on_copied: Callable[[], object],
+    ) -> None:
+        """`steps` are those of the first root; `on_copied` is called when steps there wait for less."""
+        self._source, self._target = generation.store, target
+        self._generation = generation
+        self._steps = steps
+        self._keep = keep
+        self._clock = clock
+        self._on_copied = on_copied
+        self._lock = threading.Lock()
+        self._there: dict[int, StoredStep] | None = None
+        """None until the steps there are known."""
+        self._in_copy: int | None = None
+        self._renewed: set[int] = set()
+        """Steps with metrics that were reported since their copies."""
+        self.may_delete = False
+        """True once this manager has committed a checkpoint."""
+        self.work = RetriedWork("bcp-cool-down", self._catch_up, what=f"copying from {self._source} to {target}")
+
+    def waiting(self) -> dict[int, str]:
+        """Returns the steps of the first root that must not be deleted now, each with the reason."""
+        here = self._steps.all()
+        with self._lock:
+            there, in_copy = self._there, self._in_copy
+        if there is None:
+            return {step.info.step: _WAITS for step in here}
+        held = {info.step: _WAITS for info in self._missing(here, there)}
+        return held if in_copy is None else {**held, in_copy: "is copied"}
+
+    def renew(self, step: int) -> None:
+        """Copies what was written beside a step since its copy."""
+        with self._lock:
+            self._renewed.add(step)
+        self.work.ask()
+
+    def _missing(self, here: Sequence[StoredStep], there: Mapping[int, StoredStep]) -> list[StepInfo]:
+        """Returns the steps that the policy wants there and that are not there yet, oldest first."""
+        wanted = self._wanted(here, there)
+        infos = [step.info for step in here if step.info.step in wanted]
+        return [info for info in infos if info.step not in there or there[info.step].info.save_id != info.save_id]
+
+    def _wanted(self, here: Sequence[StoredStep], there: Mapping[int, StoredStep]) -> set[int]:
+        """Returns the steps of both roots that the policy keeps there."""
+        both = ordered([*{**there, **{step.info.step: step for step in here}}.values()])
+        decisions = decide(self._keep, [step.info for step in both], now=self._clock.now(), held={})
+        return {decision.step for decision in decisions if decision.is_kept}
+
+    def _catch_up(self) -> None:
+        """Makes the copies that are missing, then deletes what is not to stay there. Raises the first failure."""
+        if self._is_superseded():
+            return
+        there = self._look_there()
+        failure: CheckpointError | None = None
+        tried: set[str] = set()
+        while infos := [info for info in self._missing(self._steps.all(), there) if info.save_id not in tried]:
+            tried.add(infos[0].save_id)
+            try:
+                self._copy(infos[0], there)
+            except CheckpointError as error:  # of one step; the others are copied all the same
+                failure = failure or error
+            self._on_copied()
+        if self.may_delete:
+            self._delete_there(there)
+        if failure is not None:
+            raise failure
+
+    def _is_superseded(self) -> bool:
+        """Returns True if another manager owns the root, and copies: this one's saves raise the error."""
+        try:
+            self._generation.check()
+        except CheckpointSaveError:
+            return True
+        return False
+
+    def _look_there(self) -> dict[int, StoredStep]:
+        abandoned = step_records.read_abandoned(self._source)
+        if self._there is None:
+            finish_deletions(self._target)
+            found = step_records.list_steps(self._target)
+        else:
+            found = list(self._there.values())
+        with self._lock:
+            renewed, self._renewed = self._renewed, set()
+            there = {
+                step.info.step: step._replace(is_abandoned=abandoned.get(step.info.step) == step.info.save_id)
+                for step in found
+                if step.info.step not in renewed
+            }
+            self._there = there
+        return there
+
+    def _copy(self, info: StepInfo, there: dict[int, StoredStep]) -> None:
+        folder = layout.step_folder(info.step)
+        replaced = [there[info.step].info.save_id] if info.step in there and there[info.step].is_abandoned else []
+        with self._lock:
+            self._in_copy = info.step
+        try:
+            on_file = self.work.note_progress
+            copy_step(self._source, folder, self._target, folder, may_replace=replaced, on_file=on_file)
+        except CheckpointNotFoundError:
+            if layout.committed_save_id(self._source, folder) == info.save_id:
+                raise
+            self._steps.remove(info)  # another program deleted it
+            return
+        finally:
+            with self._lock:
+                self._in_copy = None
+        with self._lock:
+            there[info.step] = StoredStep(info, True, 0.0, False)
+        logger.info("step %d was copied to %s", info.step, self._target)
+
+    def _delete_there(self, there: dict[int, StoredStep]) -> None:
+        now = self._clock.now()
+        stays = self._wanted(self._steps.all(), there) | held_by_leases([*there.values()], now=now).keys()
+        for step in ordered([*there.values()])[:-1]:  # the newest copy always stays
+            if step.info.step not in stays and not delete_steps(self._target, [step.info], now=now):
+                self.work.note_progress()
+                with self._lock:
+                    del there[step.info.step]

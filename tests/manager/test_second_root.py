@@ -1,0 +1,204 @@
+"""A manager that copies its checkpoints to a second root: which, when, and in spite of what."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint import keep_policies, save_policies
+from bytecheckpoint.errors import CheckpointCorruptError, StorageError
+from bytecheckpoint.manager.after_commit import background, retried_work, second_root
+
+EVERY = save_policies.EverySteps(1)
+NEWEST = keep_policies.Latest(1)
+
+
+def state_at(value: float) -> dict[str, Any]:
+    return {"weight": torch.full((8,), float(value))}
+
+
+def manager_at(path: Path, *, keep: Any = NEWEST, timeout_s: float = 600, **options: Any) -> bcp.CheckpointManager:
+    options = {"cool_down": path / "there", "save": bcp.SaveOptions(timeout_s=timeout_s), **options}
+    return bcp.CheckpointManager(path / "here", save=EVERY, keep=keep, options=bcp.ManagerOptions(**options))
+
+
+def save_steps(manager: bcp.CheckpointManager, *steps: int) -> None:
+    for step in steps:
+        manager.save(step, state_at(step), metrics={"loss": 10.0 - step})
+
+
+def value_of(root: Path, step: Any = "latest") -> float:
+    state = state_at(-1)
+    bcp.load(root, state, step=step)
+    return float(state["weight"][0])
+
+
+def test_each_checkpoint_is_copied_and_only_the_newest_stays_at_the_first_root(tmp_path: Path) -> None:
+    with manager_at(tmp_path) as manager:
+        save_steps(manager, 1, 2, 3)
+        manager.wait()
+        assert bcp.steps(tmp_path / "here") == [3]
+        assert bcp.steps(tmp_path / "there") == [1, 2, 3]
+        save_steps(manager, 4)
+    assert (bcp.steps(tmp_path / "here"), bcp.steps(tmp_path / "there")) == ([4], [1, 2, 3, 4])
+    assert [value_of(tmp_path / "there", step) for step in (1, 2, 3, 4)] == [1, 2, 3, 4]
+    assert bcp.load(tmp_path / "there", state_at(0)).step == 4
+
+
+def test_a_policy_decides_what_is_copied_and_what_stays_there(tmp_path: Path) -> None:
+    keep = keep_policies.EverySteps(4) | NEWEST
+    with manager_at(tmp_path, keep=keep_policies.All(), cool_down_keep=keep) as manager:
+        for step in range(1, 7):
+            save_steps(manager, step)
+            manager.wait()
+            assert bcp.latest(tmp_path / "there") == step
+    assert (bcp.steps(tmp_path / "here"), bcp.steps(tmp_path / "there")) == ([1, 2, 3, 4, 5, 6], [4, 6])
+
+
+def test_a_role_has_a_folder_of_its_own_there(tmp_path: Path) -> None:
+    options = bcp.ManagerOptions(cool_down=tmp_path / "there")
+    with bcp.CheckpointManager(tmp_path / "here", save=EVERY, role="actor", options=options) as manager:
+        save_steps(manager, 1)
+    assert bcp.steps(tmp_path / "there" / "actor") == [1]
+
+
+def test_metrics_that_are_reported_later_are_copied_too(tmp_path: Path) -> None:
+    with manager_at(tmp_path, keep=keep_policies.All(), cool_down_keep=keep_policies.Best(1, "loss")) as manager:
+        save_steps(manager, 1, 2)
+        manager.wait()
+        manager.report(1, {"loss": 0.0})
+        save_steps(manager, 3)
+    assert bcp.steps(tmp_path / "there") == [1, 3]
+    with bcp.CheckpointManager(tmp_path / "there", save=EVERY, options=bcp.ManagerOptions(read_only=True)) as manager:
+        best = manager.best("loss")
+        assert best is not None
+        assert (best.step, best.metrics) == (1, {"loss": 0.0})
+
+
+def test_a_step_that_waits_for_its_copy_is_not_deleted_and_the_next_attempt_copies_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any, **__: Any) -> bool:
+        raise StorageError("the network is down", kind="unavailable")
+
+    monkeypatch.setattr(background, "_FAILING_S", 0.2)
+    monkeypatch.setattr(retried_work, "_SHORTEST_PAUSE_S", 0.01)
+    with manager_at(tmp_path) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(second_root, "copy_step", refuse)
+            save_steps(manager, 1, 2)
+            with pytest.raises(StorageError, match="network is down"):
+                manager.wait()
+            assert manager.steps() == [1, 2]
+        manager.wait()
+        assert manager.steps() == [2]
+    assert bcp.steps(tmp_path / "there") == [1, 2]
+    assert caplog.text.count("is tried again") == 1
+
+
+def test_a_damaged_step_is_named_and_the_others_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_FAILING_S", 0.2)
+    with bcp.CheckpointManager(tmp_path / "here", save=EVERY) as manager:
+        save_steps(manager, 1)
+    for file in (tmp_path / "here" / "step_00000001" / "data").iterdir():
+        file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    manager = manager_at(tmp_path, keep=keep_policies.All())
+    save_steps(manager, 2)
+    with pytest.raises(CheckpointCorruptError, match="step_00000001"):
+        manager.close()
+    assert bcp.steps(tmp_path / "there") == [2]
+
+
+def test_a_copy_that_hangs_is_left_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(second_root, "copy_step", lambda *_, **__: released.wait())
+    manager = manager_at(tmp_path, timeout_s=1.0)
+    save_steps(manager, 1, 2)
+    with pytest.raises(StorageError, match="no progress for 1 s"):
+        manager.wait()
+    began = time.monotonic()
+    manager.close()
+    assert time.monotonic() - began < 5
+    assert "no progress for 1 s" in caplog.text
+    released.set()
+    assert bcp.steps(tmp_path / "here") == [1, 2]
+
+
+KILLED = """
+import os, pathlib, signal, sys
+import torch
+import bytecheckpoint as bcp
+from bytecheckpoint.manager.after_commit import second_root
+second_root.copy_step = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+options = bcp.ManagerOptions(cool_down=sys.argv[2])
+manager = bcp.CheckpointManager(
+    sys.argv[1], save=bcp.save_policies.EverySteps(1), keep=bcp.keep_policies.Latest(1), options=options
+)
+manager.save(1, {"weight": torch.full((8,), 1.0)})
+manager.close()
+"""
+
+
+def test_a_restart_goes_on_with_the_copies_that_are_missing(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(here), str(there)], check=False, timeout=120)
+    assert killed.returncode < 0
+    assert (bcp.steps(here), bcp.steps(there) if there.exists() else []) == ([1], [])
+    with manager_at(tmp_path) as manager:
+        state = state_at(0)
+        assert manager.restore(state) is not None
+        manager.wait()  # nothing was saved yet
+        assert bcp.steps(there) == [1]
+        save_steps(manager, 2, 3)
+    assert (bcp.steps(here), bcp.steps(there)) == ([1, 3], [1, 2, 3])  # 1 was restored
+    assert value_of(there, 1) == 1
+
+
+def test_a_branch_that_training_left_is_replaced_there_too(tmp_path: Path) -> None:
+    with manager_at(tmp_path, keep=keep_policies.All()) as manager:
+        save_steps(manager, 1, 2, 3)
+    with manager_at(tmp_path, keep=keep_policies.All()) as manager:
+        manager.restore(state_at(0), step=1)
+        manager.save(2, state_at(20))
+    assert bcp.steps(tmp_path / "there") == [1, 2, 3]
+    assert value_of(tmp_path / "there", 2) == 20
+
+
+def test_a_step_that_another_program_deleted_before_its_copy_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = second_root.copy_step
+
+    def delete_before(*arguments: Any, **options: Any) -> bool:
+        if arguments[1] == "step_00000001":
+            bcp.delete(tmp_path / "here", step=1)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(second_root, "copy_step", delete_before)
+    with manager_at(tmp_path, keep=keep_policies.All()) as manager:
+        save_steps(manager, 1, 2)
+    assert bcp.steps(tmp_path / "there") == [2]
+
+
+def test_an_older_manager_copies_and_deletes_nothing(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path / "here", save=EVERY) as manager:
+        save_steps(manager, 1, 2)
+    older = manager_at(tmp_path, cool_down_keep=NEWEST)
+    older.wait()
+    assert bcp.steps(tmp_path / "there") == [2]
+    newer = manager_at(tmp_path, keep=keep_policies.All(), cool_down=None)
+    save_steps(newer, 3)
+    newer.close()
+    older.report(2, {"loss": 1.0})
+    older.close()
+    assert bcp.steps(tmp_path / "there") == [2]
