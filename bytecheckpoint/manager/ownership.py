@@ -57,6 +57,10 @@ class Generation(NamedTuple):
                 path=str(self.store),
             )
 
+    def is_newest(self) -> bool:
+        """Returns False if another manager owns the root: what it wants to keep is not known here."""
+        return max(_numbers(self.store), default=0) <= self.number
+
     def clear_earlier(self) -> None:
         """Deletes what saves of earlier generations left uncommitted, then the objects of these generations.
 

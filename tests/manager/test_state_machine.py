@@ -61,12 +61,10 @@ class Run:
         self.life.left = 0
         owned = self.manager._owned
         assert owned is not None
-        background = owned.background
-        with background._changed:
-            background._is_closing = True
-            background._changed.notify_all()
-        if background._thread is not None:
-            background._thread.join(60)
+        work = owned.background._work
+        work.close()
+        if work._thread is not None:
+            work._thread.join(60)
 
 
 class ManagerMachine(RuleBasedStateMachine):

@@ -163,6 +163,8 @@ class Background:
         decisions = decide(self._keep, infos, now=now, held=held)
         due = [info for info, decision in zip(infos, decisions, strict=True) if not decision.is_kept]
         for info in due:
+            if not self._generation.is_newest():
+                return
             if not delete_steps(self._store, [info], now=now):
                 self.steps.remove(info)
             self._work.note_progress()
