@@ -10,12 +10,11 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointNotFoundError, CheckpointSaveError, and_more
-from bytecheckpoint.manager.step_records import METRICS_FOLDER
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.checksum_scan import find_files, size_faults
-from bytecheckpoint.storage.deletion import discard, files_of_checkpoint
+from bytecheckpoint.storage.deletion import METRICS_FOLDER, discard, files_of_checkpoint
 from bytecheckpoint.storage.inventory import refuse_beside
 from bytecheckpoint.storage.object_io import BLOCK_BYTES, copy_file
 from bytecheckpoint.storage.paths import join_name

@@ -117,7 +117,7 @@ class ManagedSaves:
                 metadata=_with_metrics(metadata, metrics),
                 storage_options=self._run.storage_options,
                 options=options,
-                owner=self._owner(),
+                owner=self._owner(step, pin=pin),
             )
         except CheckpointError as error:
             self._fail(error)
@@ -126,16 +126,18 @@ class ManagedSaves:
         handle.add_done_callback(partial(self._note_commit, step=step, metrics=metrics, pin=pin))
         return handle
 
-    def _owner(self) -> SaveOwner | None:
+    def _owner(self, step: int, *, pin: bool) -> SaveOwner | None:
         """Returns the owner that rank 0 asks before it commits; the other ranks never ask."""
         if self._owned is None:
             return None
         generation = self._owned.generation
-        return SaveOwner(generation.save_id_prefix, self._before_commit, generation.check)
+        before_commit = partial(self._before_commit, self._owned, step, pin=pin)
+        return SaveOwner(generation.save_id_prefix, before_commit, generation.check)
 
-    def _before_commit(self) -> None:
-        if self._owned is not None:
-            self._owned.generation.check()
+    def _before_commit(self, owned: OwnedRoot, step: int, *, pin: bool) -> None:
+        owned.generation.check()
+        if pin:
+            step_records.pin_ahead(self._run.store, layout.step_folder(step), time=owned.clock.now())
         if self.new_branch is not None:
             step_records.write_abandoned(self._run.store, self.new_branch)
             self.new_branch = None
@@ -173,7 +175,7 @@ class ManagedSaves:
             on_save = (
                 partial(self._options.on_save, self._goodput.stats()) if self._options.on_save is not None else None
             )
-            self._owned.background.add(Commit(found, pin, on_save))
+            self._owned.background.add(Commit(found, on_save))
 
     def settle(self, *, is_end: bool = False) -> None:
         """Waits for the save in flight. Its error counts by `on_failed_save`. With `is_end`, one that the handle has

@@ -24,7 +24,7 @@ from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.manager.step_records import StoredStep
 from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.storage import layout
-from bytecheckpoint.storage.deletion import written_files
+from bytecheckpoint.storage.deletion import LEASES_FOLDER, METRICS_FOLDER, PIN_NAME, side_objects, written_files
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, one_block, read_whole
 
@@ -36,7 +36,7 @@ _NUM_THREADS = 4
 _OBJECTS_PER_S = 500
 _MAX_JOURNAL_BYTES = 1 << 28
 _NO_POLICY = "no policy keeps it"
-_OWN_FOLDERS = f"{layout.DATA_FOLDER}|{layout.TELEMETRY_FOLDER}|{step_records.METRICS_FOLDER}"
+_OWN_FOLDERS = f"{layout.DATA_FOLDER}|{layout.TELEMETRY_FOLDER}|{METRICS_FOLDER}"
 
 
 class StepDecision(NamedTuple):
@@ -122,8 +122,8 @@ def delete_one(store: Store, folder: str, *, save_id: str, now: float, force: bo
         return ""  # deleted by another process
     if manifest.save_id != save_id:
         return "replaced meanwhile"
-    names = [*written_files(store, folder, manifest), *step_records.side_objects(store, folder)]
-    journal = DeletionJournal(folder, save_id, [*names, step_records.PIN_NAME] if force else names)
+    names = [*written_files(store, folder, manifest), *side_objects(store, folder)]
+    journal = DeletionJournal(folder, save_id, [*names, PIN_NAME] if force else names)
     name = f"{JOURNAL_FOLDER}/{folder or 'root'}-{save_id}.json"
     with suppress(CheckpointExistsError):  # of an attempt that failed before the manifest was gone
         store.write(name, one_block(msgspec.json.encode(journal)), replace=False)
@@ -157,7 +157,7 @@ def _names_to_finish(journal: DeletionJournal, *, is_replaced: bool) -> list[str
     # Hazard: these are deleted, and may stand beside files of others, and of a checkpoint that was saved there since.
     # The save id in a name says whose it is. A lease and a pin have none: they are the newer checkpoint's.
     own = re.compile(rf"(?:{_OWN_FOLDERS})/{re.escape(journal.save_id)}[-.][^/]+")
-    beside = re.compile(rf"{re.escape(step_records.PIN_NAME)}|{step_records.LEASES_FOLDER}/[0-9]+-[0-9a-f]+")
+    beside = re.compile(rf"{re.escape(PIN_NAME)}|{LEASES_FOLDER}/[0-9]+-[0-9a-f]+")
     return [name for name in journal.names if own.fullmatch(name) or (not is_replaced and beside.fullmatch(name))]
 
 

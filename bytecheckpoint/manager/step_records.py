@@ -20,14 +20,12 @@ from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.deletion import LEASES_FOLDER, METRICS_FOLDER, PIN_NAME, save_id_of_record
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, one_block, read_whole
 
 logger = logging.getLogger("bytecheckpoint")
 
-METRICS_FOLDER = "metrics"
-LEASES_FOLDER = "leases"
-PIN_NAME = "pin.json"
 BRANCH_NAME = "manager/branch.json"
 
 _VERSION = 1
@@ -119,11 +117,13 @@ def pin(store: Store, folder: str, *, time: float) -> None:
 
     Raises CheckpointNotFoundError (not_committed).
     """
-    _write(
-        store,
-        join_name(folder, PIN_NAME),
-        {"version": _VERSION, "save_id": _committed_save_id(store, folder), "time": time},
-    )
+    _committed_save_id(store, folder)
+    pin_ahead(store, folder, time=time)
+
+
+def pin_ahead(store: Store, folder: str, *, time: float) -> None:
+    """Pins the checkpoint that is about to be committed: a process that ends right after the commit loses no pin."""
+    _write(store, join_name(folder, PIN_NAME), {"version": _VERSION, "time": time})
 
 
 def unpin(store: Store, folder: str) -> None:
@@ -158,19 +158,10 @@ def is_pinned(store: Store, folder: str) -> bool:
     return PIN_NAME in store.list(folder)
 
 
-def side_objects(store: Store, folder: str) -> list[str]:
-    """Returns the names, inside its folder, of everything that this module has written about a checkpoint."""
-    metrics = [
-        f"{METRICS_FOLDER}/{name}" for name in store.list(join_name(folder, METRICS_FOLDER)) if _save_id_of(name)
-    ]
-    ends = [name for name in store.list(join_name(folder, LEASES_FOLDER)) if name.partition("-")[0].isdecimal()]
-    return [*metrics, *(f"{LEASES_FOLDER}/{name}" for name in ends)]
-
-
 def forget_records(store: Store, folder: str) -> None:
     """Deletes the records of a step before another save replaces it: metrics of the old one are not the new one's."""
     for name in store.list(join_name(folder, METRICS_FOLDER)):
-        if _save_id_of(name):
+        if save_id_of_record(name):
             store.delete(join_name(folder, METRICS_FOLDER, name))
 
 
@@ -293,7 +284,7 @@ def metrics_of(store: Store, folder: str, info: CheckpointInfo, *, has_records: 
 
 
 def _read_reports(store: Store, folder: str) -> list[SaveRecord]:
-    names = [name for name in store.list(join_name(folder, METRICS_FOLDER)) if _save_id_of(name)]
+    names = [name for name in store.list(join_name(folder, METRICS_FOLDER)) if save_id_of_record(name)]
     read = (_read(store, join_name(folder, METRICS_FOLDER, name), SaveRecord) for name in names)
     return [record for record in read if record is not None]
 
@@ -327,13 +318,6 @@ def _committed_save_id(store: Store, folder: str) -> str:
             path=path,
         )
     return save_id
-
-
-def _save_id_of(name: str) -> str:
-    """Returns the save id of a record or report; empty for a file of others."""
-    save_id, _, extra = name.removesuffix(".json").partition("-")
-    is_own = name.endswith(".json") and len(save_id) == 16 and len(extra) in {0, 8}
-    return save_id if is_own and not set(save_id + extra) - set("0123456789abcdef") else ""
 
 
 def _as_json(metrics: Metrics) -> dict[str, float | str]:

@@ -19,6 +19,11 @@ from bytecheckpoint.storage.store import Store, SupportsDeleteMany
 
 logger = logging.getLogger("bytecheckpoint")
 
+METRICS_FOLDER = "metrics"
+LEASES_FOLDER = "leases"
+PIN_NAME = "pin.json"
+"""Places of what a manager writes beside a manifest."""
+
 _DELETIONS_IN_FLIGHT = 16
 _MAX_FAILURES = 2
 
@@ -40,13 +45,29 @@ def written_files(store: Store, folder: str, manifest: Manifest) -> list[str]:
     return data + telemetry_of(store, folder, manifest.save_id)
 
 
+def side_objects(store: Store, folder: str) -> list[str]:
+    """Returns the names, inside its folder, of the records and leases that a manager has put beside a checkpoint."""
+    records = (name for name in store.list(join_name(folder, METRICS_FOLDER)) if save_id_of_record(name))
+    ends = (name for name in store.list(join_name(folder, LEASES_FOLDER)) if name.partition("-")[0].isdecimal())
+    return [*(f"{METRICS_FOLDER}/{name}" for name in records), *(f"{LEASES_FOLDER}/{name}" for name in ends)]
+
+
+def save_id_of_record(name: str) -> str:
+    """Returns the save id of a manager's record or report; empty for a file of others."""
+    save_id, _, extra = name.removesuffix(".json").partition("-")
+    is_own = name.endswith(".json") and len(save_id) == 16 and len(extra) in {0, 8}
+    return save_id if is_own and not set(save_id + extra) - set("0123456789abcdef") else ""
+
+
 def delete_checkpoint(store: Store, folder: str) -> None:
     """Deletes the committed checkpoint in a folder: its manifest, then the files that its save has written.
 
     Raises like `read_manifest` and `Store.delete`, and then nothing is deleted. A data file that cannot be deleted
     afterwards is garbage.
     """
-    names = written_files(store, folder, read_manifest(store, folder))
+    names = [*written_files(store, folder, read_manifest(store, folder)), *side_objects(store, folder)]
+    if PIN_NAME in store.list(folder):
+        names.append(PIN_NAME)  # a later checkpoint at this place must not inherit it
     store.delete(join_name(folder, MANIFEST_NAME))
     discard(store, folder, names)
 

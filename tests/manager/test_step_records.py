@@ -13,6 +13,7 @@ from manager.steps import step_info
 import bytecheckpoint as bcp
 from bytecheckpoint.manager import step_records
 from bytecheckpoint.manager.step_records import list_steps, read_steps
+from bytecheckpoint.storage import deletion
 from bytecheckpoint.storage.layout import committed_save_id, step_folder
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.store import Store
@@ -108,7 +109,7 @@ def test_files_of_others_are_no_records(store: Store, tmp_path: Path) -> None:
     for name in ("metrics/notes.json", "metrics/0123456789abcdef.txt", "leases/mine"):
         (tmp_path / folder(1) / name).parent.mkdir(exist_ok=True)
         (tmp_path / folder(1) / name).write_text("of the user")
-    assert step_records.side_objects(store, folder(1)) == []
+    assert deletion.side_objects(store, folder(1)) == []
     assert list_steps(store)[0].leased_until == 0.0
 
 

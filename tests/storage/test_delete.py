@@ -221,3 +221,14 @@ def test_a_store_that_deletes_nothing_is_not_asked_again_and_again(tmp_path: Pat
     assert len(left) == 200
     assert store.num_asked < 50
     assert "200 of 200 files" in caplog.text
+
+
+def test_deletion_takes_the_pin_and_the_records_of_a_manager_but_not_files_of_others(tmp_path: Path) -> None:
+    """A later checkpoint at the same place would have inherited them."""
+    options = bcp.ManagerOptions(async_save=False, signals=())
+    with bcp.CheckpointManager(tmp_path, save=bcp.save_policies.EverySteps(1), options=options) as manager:
+        manager.save(1, {"w": torch.zeros(4)}, metrics={"loss": 1.0}, pin=True)
+    folder = tmp_path / "step_00000001"
+    (folder / "notes.txt").write_text("mine")
+    bcp.delete(tmp_path, step=1)
+    assert [path.name for path in folder.rglob("*") if path.is_file()] == ["notes.txt"]

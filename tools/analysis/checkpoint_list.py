@@ -23,6 +23,7 @@ from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, manifest_of
 from bytecheckpoint.info import OWN_FORMAT, describe_checkpoint
 from bytecheckpoint.manager import step_records
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.deletion import LEASES_FOLDER, METRICS_FOLDER, PIN_NAME
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -171,7 +172,7 @@ def read_checkpoint(
     None if it was deleted since it was found.
     """
     entries = entries or {}
-    is_pinned = found.foreign is None and step_records.PIN_NAME in entries
+    is_pinned = found.foreign is None and PIN_NAME in entries
     folder, path = found.folder, found.path
     own_format = found.foreign.format if found.foreign else OWN_FORMAT
     try:
@@ -192,7 +193,7 @@ def read_checkpoint(
         return None
     metrics = {}
     if found.foreign is None:
-        has_records = step_records.METRICS_FOLDER in entries
+        has_records = METRICS_FOLDER in entries
         metrics = step_records.metrics_of(found.store, folder, info, has_records=has_records)
     return ListedCheckpoint(
         folder=folder,
@@ -207,7 +208,7 @@ def read_checkpoint(
         format=info.format,
         metrics=metrics,
         is_pinned=is_pinned,
-        leased_until=_lease_end(found.store, folder) if step_records.LEASES_FOLDER in entries else None,
+        leased_until=_lease_end(found.store, folder) if LEASES_FOLDER in entries else None,
     )
 
 

@@ -1,5 +1,5 @@
-"""Work of rank 0 after each commit, on a thread of its own: the record beside the manifest, a pin, what earlier
-managers left, retention, and copies to a second root. A failure is retried and never reaches a save.
+"""Work of rank 0 after each commit, on a thread of its own: the record beside the manifest, what earlier managers left,
+retention, and copies to a second root. A failure is retried and never reaches a save.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class Commit(NamedTuple):
     """A save that was committed."""
 
     info: StepInfo
-    is_pinned: bool
     on_save: Callable[[], object] | None
     """Callback of the user."""
 
@@ -140,10 +139,7 @@ class Background:
         self._delete_due()
 
     def _record(self, commit: Commit) -> None:
-        folder = step_folder(commit.info.step)
-        step_records.write_record(self._store, folder, commit.info)
-        if commit.is_pinned:
-            step_records.pin(self._store, folder, time=commit.info.time)
+        step_records.write_record(self._store, step_folder(commit.info.step), commit.info)
 
     def _record_earlier(self) -> None:
         """Writes the records of saves whose processes ended right after the commit."""
