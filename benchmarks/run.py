@@ -25,6 +25,7 @@ BENCHMARKS = {
     "manifest": "building, encoding and decoding large manifests",
     "codec": "compression on one core",
     "convert": "conversion to other formats, beside torch's tools; loads through links",
+    "manager": "the checkpoint manager: steps that are not due, many steps, deletions beside saves",
     "foreign": "opening checkpoints of other programs",
 }
 

@@ -22,6 +22,11 @@ QUICK = {
         r"\n\| torch DCP \| 2 \| load \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \|",
         r"\n\| in every file \| 16 \| [\d.]+ \|",
     ],
+    "manager --steps 20 --deleted 5 --saves 3 --calls 100": [
+        r"\| `save` of a step that is not due, us \| 100 calls \| [\d.]+ \|",
+        r"\| `latest`, s \(of processor time\) \| 20 steps \| [\d.]+ \([\d.]+\) \|",
+        r"\| save beside the deletion of steps, ms \| 5 steps \| [\d.]+ \([\d.]+ of alone\) \|",
+    ],
     "codec --mib 1 --rounds 1": [r"\| bfloat16 \| zstd \| \d", r"\| float32 \| zstd \| \d"],
     # Two blocks of ranks, so that the leader of one forwards messages.
     "planning --ranks 66 --tensors 7 --dcp-up-to 66": [r"\n\| 66 \| 462 \| [\d.]+ \| \d.*\| 1/\d+ \| 1/\d+ \|\n"],

@@ -52,8 +52,18 @@ def test_the_first_example_runs_and_prints_what_it_says(tmp_path: Path, monkeypa
 
 
 def test_the_training_loop_runs(tmp_path: Path) -> None:
-    names = run(blocks_of(README)[1], {"bcp": bcp, "root": tmp_path, "state": {"model": mlp()}, "step": 7})
-    assert names["info"].step == bcp.latest(tmp_path) == 7
+    trained: list[int] = []
+    for num_steps in (1001, 1501):
+        names = {"root": tmp_path, "state": {"model": mlp()}, "num_steps": num_steps, "train": trained.append}
+        run(blocks_of(README)[1], {"bcp": bcp, **names})
+    assert trained == list(range(1501))
+    assert bcp.steps(tmp_path) == [500, 1000, 1500]
+
+
+def test_the_loop_of_the_page_about_the_manager_runs(tmp_path: Path) -> None:
+    names = {"root": tmp_path, "state": {"model": mlp()}, "num_steps": 501, "train": float}
+    run(blocks_of(ROOT / "docs" / "manager.md")[0], {"bcp": bcp, **names})
+    assert bcp.latest(tmp_path) == 500
 
 
 def test_all_ways_to_load_a_part_run_on_the_checkpoint_of_the_first_example(
@@ -194,6 +204,7 @@ def test_there_is_no_block_of_python_that_no_test_knows() -> None:
         "format.md": 2,
         "frameworks.md": 4,
         "local_stage.md": 1,
+        "manager.md": 1,
         "foreign.md": 3,
         "name_maps.md": 1,
     }

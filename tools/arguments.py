@@ -1,4 +1,6 @@
-"""Arguments that the commands share: how checkpoints are opened, sizes (`2GB`, `512MiB`, `1000000`), local files."""
+"""Arguments that the commands share: how checkpoints are opened, sizes (`2GB`, `512MiB`, `1000000`), ages,
+local files.
+"""
 
 from __future__ import annotations
 
@@ -200,6 +202,23 @@ def parse_bytes(text: str) -> int | None:
     unit = _UNITS.get(found.group(2).upper()) if found else None
     num_bytes = float(found.group(1)) * unit if found and unit else inf
     return round(num_bytes) if isfinite(num_bytes) else None
+
+
+_SECONDS_OF = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+class Age(click.ParamType[float]):
+    """A length of time: `90m`, `24h`, `7d`, or a number of seconds."""
+
+    name = "age"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, int | float):
+            return float(value)
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", str(value).strip())
+        if found is None:
+            self.fail(f"{value!r} is no length of time: give 90m, 24h, 7d, or a number of seconds", param, ctx)
+        return float(found.group(1)) * _SECONDS_OF[found.group(2) or "s"]
 
 
 class LocalFile(click.Path):

@@ -20,8 +20,8 @@ from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
 from bytecheckpoint.storage.store import Store
 
 from . import exit_codes
+from .analysis.recommend import CompressionSpeed, Recommendation, measure_compression, recommend
 from .arguments import AccessOptions, at_home_folder, finite, with_output_options
-from .recommend import CompressionSpeed, Recommendation, measure_compression, recommend
 from .render.number_format import size_text
 from .render.terminal import Column, Screen, print_json
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,10 @@ from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, endpoint_of
 
 from . import exit_codes
-from .arguments import AccessOptions, at_home_folder, with_output_options
+from .arguments import AccessOptions, Age, at_home_folder, with_output_options
 from .render.number_format import age_text, count_text, size_text, some_of
 from .render.terminal import Column, Screen, TableShape, print_json, without
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _EXAMPLE = """\b
 Example:
   bcp gc s3://bucket/run
@@ -51,20 +49,6 @@ class GarbageRow:
     """Reason why it is taken for dead or for alive."""
     leftover: GarbageObject | None = None
     """None for the files in a local stage."""
-
-
-class Age(click.ParamType[float]):
-    """A length of time: `90m`, `24h`, `7d`, or a number of seconds."""
-
-    name = "age"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, int | float):
-            return float(value)
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", str(value).strip())
-        if found is None:
-            self.fail(f"{value!r} is no length of time: give 90m, 24h, 7d, or a number of seconds", param, ctx)
-        return float(found.group(1)) * _SECONDS[found.group(2) or "s"]
 
 
 @click.command(name="gc", short_help="Lists what dead saves left; removes it with --delete.", epilog=_EXAMPLE)

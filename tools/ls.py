@@ -18,17 +18,20 @@ from bytecheckpoint.storage.paths import join_name
 from . import exit_codes
 from .analysis.checkpoint_list import CheckpointList, ListedCheckpoint, list_checkpoints, read_checkpoint
 from .arguments import AccessOptions, with_output_options
+from .render.metric_columns import MetricColumns
 from .render.number_format import age_text, count_text, size_text, some_of, time_text
 from .render.terminal import Column, Screen, print_json, without
 
 _NOT_COMMITTED = "not committed"
-_COLUMNS = [
+_COLUMNS_BEFORE_METRICS = [
     Column("step", is_right=True, style="bold cyan"),
     Column("size", is_right=True),
     Column("saved", is_whole=True, drop=4),
     Column("age", is_whole=True, drop=1),
     Column("tensors", is_right=True, drop=2),
     Column("ranks", is_right=True, drop=3),
+]
+_COLUMNS_AFTER_METRICS = [
     Column("folder", style="dim"),
     Column("state", is_whole=True),
 ]
@@ -44,11 +47,12 @@ Example:
 @click.argument("root")
 @with_output_options
 def ls(*, root: str, access: AccessOptions, as_json: bool) -> int:
-    """Lists the checkpoints under ROOT, or the one that ROOT is: step, size, age, tensors, number of ranks.
+    """Lists the checkpoints under ROOT, or the one that ROOT is: step, size, age, tensors, number of ranks,
+    metrics, pins.
 
     ROOT may also be a folder of runs: folders that are not checkpoints are listed, and no deeper. Folders of saves that
-    did not finish, or are still being written, are listed as not committed. Only manifests are read. Exit code 1 if one
-    of them is damaged.
+    did not finish, or are still being written, are listed as not committed. Only manifests are read, and
+    the small objects beside them. Exit code 1 if a manifest is damaged.
     """
     store = open_store(root, storage_options=access.storage_options, writer_threads=1)
     listing = CheckpointList([], [])
@@ -103,7 +107,10 @@ def _print(root: str, listing: CheckpointList) -> None:
         screen.line()
         if run:
             screen.line(f"{run}: {_totals(of_run)}")
-        screen.table(_COLUMNS, [_row(item, now) for item in of_run])
+        metrics = MetricColumns.of([item.metrics for item in of_run])
+        columns = [*_COLUMNS_BEFORE_METRICS, *metrics.columns, *_COLUMNS_AFTER_METRICS]
+        screen.table(columns, [_row(item, metrics, now) for item in of_run])
+        metrics.print_rest(screen)
     for item in found:
         if item.problem:
             screen.paragraph(item.problem, style="yellow" if item.is_refused else "red")
@@ -125,10 +132,12 @@ def _totals(found: Sequence[ListedCheckpoint]) -> str:
 def _state(item: ListedCheckpoint) -> str:
     if not item.committed:
         return _NOT_COMMITTED
+    if item.is_pinned or item.leased_until:
+        return "pinned" if item.is_pinned else "leased"
     return "committed" if item.format == OWN_FORMAT else item.format
 
 
-def _row(item: ListedCheckpoint, now: datetime) -> list[str]:
+def _row(item: ListedCheckpoint, metrics: MetricColumns, now: datetime) -> list[str]:
     state = "refused" if item.is_refused else "damaged" if item.problem else _state(item)
     return [
         "-" if item.step is None else str(item.step),
@@ -137,6 +146,7 @@ def _row(item: ListedCheckpoint, now: datetime) -> list[str]:
         age_text(item.created_at, now),
         "-" if item.num_tensors is None else count_text(item.num_tensors),
         "-" if item.world_size is None else count_text(item.world_size),
+        *metrics.cells(item.metrics),
         item.name or ".",
         state,
     ]

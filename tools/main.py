@@ -19,7 +19,9 @@ from .convert import convert
 from .diff import diff
 from .doctor import doctor
 from .gc_command import gc
+from .keep import keep
 from .ls import ls
+from .pin import pin, rm, unpin
 from .render.terminal import printable
 from .show import show
 from .timeline import timeline
@@ -44,8 +46,9 @@ class Program(click.Group):
                 stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode gets escapes, no traceback
         try:
             code = super().main(given, prog_name or "bcp", **extra)
-        except click.Abort:
-            code = _report("interrupted", "interrupted; no committed checkpoint was changed", None, as_json=as_json)
+        except click.Abort as error:
+            done = str(error) or "no committed checkpoint was changed"
+            code = _report("interrupted", f"interrupted; {done}", None, as_json=as_json)
         except click.ClickException as error:
             context = getattr(error, "ctx", None)
             command = context.command_path if context else "bcp"
@@ -96,7 +99,7 @@ def cli(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-for command in (doctor, gc, ls, show, verify, diff, convert, timeline):
+for command in (doctor, gc, ls, show, verify, diff, convert, timeline, keep, rm, pin, unpin):
     cli.add_command(command)
 
 

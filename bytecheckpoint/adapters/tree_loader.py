@@ -112,16 +112,16 @@ class TreeTarget:
         """Returns the targets of the tensors of the tree; new ones are on the meta device before `prepare`."""
         shards = LocalShards(with_addresses=True)
         for name, stored in self._refs(found, checkpoint):
-            own = current.get(name)
-            target = own if fits(own, stored) else self._new.get(name)
+            value = current.get(name)
+            target = value if fits(value, stored) else self._new.get(name)
             shards.add(name, placeholder(stored) if target is None else target)
         return shards.found
 
     def prepare(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> None:
         for name, stored in self._refs(found, checkpoint):
-            own = current.get(name)
-            if not fits(own, stored):
-                device = own.device if isinstance(own, torch.Tensor) and not own.is_meta else "cpu"
+            value = current.get(name)
+            if not fits(value, stored):
+                device = value.device if isinstance(value, torch.Tensor) and not value.is_meta else "cpu"
                 self._new[name] = torch.empty_like(placeholder(stored), device=device)
 
     def filled(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Any:

@@ -72,18 +72,18 @@ def _planned(
     """Returns the parts that torch would write for a state: its description, the index of each part, and the parts."""
     stubs: dict[int, TensorStub] = {}
 
-    def stood_for(value: Any) -> Any:
+    def with_meta_tensors(value: Any) -> Any:
         if isinstance(value, TensorStub):
             tensor = wanted[value.number]
             meta = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device="meta")
             stubs[id(meta)] = value
             return meta
         if isinstance(value, dict):
-            return {key: stood_for(item) for key, item in value.items()}
-        return type(value)(map(stood_for, value)) if type(value) in (list, tuple) else value
+            return {key: with_meta_tensors(item) for key, item in value.items()}
+        return type(value)(map(with_meta_tensors, value)) if type(value) in (list, tuple) else value
 
     planner = DefaultSavePlanner()
-    planner.set_up_planner({str(key): stood_for(value) for key, value in state.items()}, is_coordinator=True)
+    planner.set_up_planner({str(key): with_meta_tensors(value) for key, value in state.items()}, is_coordinator=True)
     (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
     flat = planner.state_dict
     values = {fqn: stubs.get(id(value), value) for fqn, value in flat.items()}

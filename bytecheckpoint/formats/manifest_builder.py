@@ -70,7 +70,7 @@ class ManifestBuilder:
     def add_tensor(
         self, fqn: str, dtype: str, shape: Sequence[int], chunks: Sequence[Chunk], *, num_parts: int = 1
     ) -> None:
-        """Adds a tensor of which the files name so many parts.
+        """Adds a tensor, which lies in the files as `num_parts` tensors of their own.
 
         Raises CheckpointMismatchError (conflict) for a name that is taken, UnsafeCheckpointError (limits_exceeded) for
         too many pieces.

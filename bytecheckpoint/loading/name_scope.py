@@ -52,20 +52,18 @@ class NameScope(NamedTuple):
         )
 
     def other_name(self, names: Sequence[str], entries: Sequence[Entry]) -> str:
-        """Returns the name of the state, of these, below which the checkpoint can stand; "" for none or several.
-
-        A checkpoint holds an entry of its own for each of the others: plain data, as optimizers and schedulers have. If
-        it lacks several of them, the name is that of the only one that is a model.
+        """Returns the only one of these names of the state that the checkpoint does not have, below which all of its
+        tensors may belong; "" for none or several. If it lacks several, the name of the only model among them.
         """
         if len(names) < 2:
             return names[0] if names else ""
         rename = Renamer(self.key_map, "")
         stored = set(map(rename, [*self.manifest.objects, *self.manifest.rank_objects]))
-        others = [name for name in names if name not in stored]
-        if len(others) > 1:
+        not_stored = [name for name in names if name not in stored]
+        if len(not_stored) > 1:
             models = [entry.fqn for entry in entries if isinstance(entry, ModuleEntry | MegatronEntry)]
-            others = [name for name in others if any(is_at_or_below(fqn, {name}) for fqn in models)]
-        return others[0] if len(others) == 1 else ""
+            not_stored = [name for name in not_stored if any(is_at_or_below(fqn, {name}) for fqn in models)]
+        return not_stored[0] if len(not_stored) == 1 else ""
 
 
 class WantedState(NamedTuple):

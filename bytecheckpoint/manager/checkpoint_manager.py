@@ -18,10 +18,7 @@ import torch.distributed as dist
 
 from bytecheckpoint import api
 from bytecheckpoint.adapters.frameworks.detect import Framework
-from bytecheckpoint.errors import (
-    CheckpointError,
-    StorageError,
-)
+from bytecheckpoint.errors import CheckpointError, StorageError
 from bytecheckpoint.info import CheckpointInfo, LoadReport, describe_checkpoint
 from bytecheckpoint.manager import keep_policies, save_policies, step_records
 from bytecheckpoint.manager.after_commit.background import Background

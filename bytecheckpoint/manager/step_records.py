@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from bytecheckpoint.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError
-from bytecheckpoint.info import describe_checkpoint
+from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage import layout
@@ -32,6 +32,8 @@ BRANCH_NAME = "manager/branch.json"
 
 _VERSION = 1
 _MAX_BYTES = 1 << 20
+_NO_LATER = 250_000_000_000.0
+"""The year 9892: later times have no date in Python."""
 _IN_FLIGHT = 16
 _NOT_IN_JSON = {"nan", "inf", "-inf"}
 
@@ -148,7 +150,7 @@ def unlease(store: Store, name: str) -> None:
 def leased_until(store: Store, folder: str) -> float:
     """Returns the end of the longest lease of a checkpoint, past or not; 0.0 without one."""
     ends = (name.partition("-")[0] for name in store.list(join_name(folder, LEASES_FOLDER)))
-    return max((float(end) for end in ends if end.isdecimal()), default=0.0)
+    return max((min(float(end), _NO_LATER) for end in ends if end.isdecimal()), default=0.0)
 
 
 def is_pinned(store: Store, folder: str) -> bool:
@@ -214,63 +216,105 @@ def read_steps(store: Store) -> list[StepInfo]:
     return [step.info for step in list_steps(store)]
 
 
-def list_steps(store: Store) -> list[StoredStep]:
-    """Returns what `read_steps` returns, with leases. A step whose manifest was deleted meanwhile, or is damaged and
-    without a record, is left out, the latter with a warning.
+class _Reading(NamedTuple):
+    """How the steps of a store are read."""
+
+    store: Store
+    reads_manifests: bool
+    on_damaged: Callable[[int, CheckpointError], object]
+
+
+def _warn_of_damaged(step: int, error: CheckpointError) -> None:
+    logger.warning("step %d is left out of the steps: %s", step, error.message)
+
+
+def list_steps(
+    store: Store,
+    *,
+    reads_manifests: bool = False,
+    on_damaged: Callable[[int, CheckpointError], object] = _warn_of_damaged,
+) -> list[StoredStep]:
+    """Returns what `read_steps` returns, with leases. A step whose manifest was deleted meanwhile, or is damaged, is
+    left out; `on_damaged` is called with the latter, on any thread.
+
+    Without `reads_manifests` the record of a step is taken for its manifest, which saves reading that: damage is not
+    seen then, nor that a program without a manager has replaced the checkpoint.
     """
+    reading = _Reading(store, reads_manifests, on_damaged)
     abandoned = read_abandoned(store)
     steps = layout.steps_of_root(store)
-    found = map_jobs(lambda step: _read_step(store, step, abandoned.get(step, "")), steps, num_threads=_IN_FLIGHT)
+    found = map_jobs(lambda step: _read_step(reading, step, abandoned.get(step, "")), steps, num_threads=_IN_FLIGHT)
     return sorted((step for step in found if step), key=lambda step: (not step.is_abandoned, step.info.step))
 
 
 def read_step(store: Store, step: int) -> StepInfo | None:
     """Returns a committed step; None if it was deleted, or is damaged and without a record."""
-    found = _read_step(store, step, "")
+    found = _read_step(_Reading(store, False, _warn_of_damaged), step, "")
     return found.info if found is not None else None
 
 
-def _read_step(store: Store, step: int, abandoned_save_id: str) -> StoredStep | None:
-    folder = layout.step_folder(step)
+def _read_step(reading: _Reading, step: int, abandoned_save_id: str) -> StoredStep | None:
+    store, folder = reading.store, layout.step_folder(step)
     listing = store.list(folder)
-    reports: list[SaveRecord] = []
-    if METRICS_FOLDER in listing:
-        names = [name for name in store.list(join_name(folder, METRICS_FOLDER)) if _save_id_of(name)]
-        read = (_read(store, join_name(folder, METRICS_FOLDER, name), SaveRecord) for name in names)
-        reports = [record for record in read if record is not None]
+    reports = _read_reports(store, folder) if METRICS_FOLDER in listing else []
     record = next((record for record in reports if record.num_bytes or record.seconds), None)
     try:
-        if record is None or len({report.save_id for report in reports}) > 1:
-            save_id, found = _from_manifest(store, folder)
-            record = next((item for item in reports if item.save_id == save_id and item.num_bytes), None)
+        if reading.reads_manifests or record is None or len({report.save_id for report in reports}) > 1:
+            found = _record_of(describe_checkpoint(layout.read_manifest(store, folder), path=folder, seconds={}))
+            record = next((item for item in reports if item.save_id == found.save_id and item.num_bytes), None)
         else:
-            save_id, found = record.save_id, record
+            found = record
     except CheckpointNotFoundError:
         return None  # deleted since it was listed
     except CheckpointError as error:
-        logger.warning("step %d is left out of the steps: %s", step, error.message)
+        reading.on_damaged(step, error)
         return None
+    metrics = _merge_metrics(found, reports)
+    basis = record or found
+    info = StepInfo(
+        step,
+        basis.time,
+        metrics,
+        basis.seconds,
+        pinned=PIN_NAME in listing,
+        committed=True,
+        save_id=found.save_id,
+        num_bytes=basis.num_bytes,
+    )
+    until = leased_until(store, folder) if LEASES_FOLDER in listing else 0.0
+    return StoredStep(info, record is not None, until, found.save_id == abandoned_save_id)
+
+
+def metrics_of(store: Store, folder: str, info: CheckpointInfo, *, has_records: bool) -> dict[str, float]:
+    """Returns the metrics of a committed checkpoint: those of its save, then those that were reported later.
+    `has_records` is False if its folder is known to have no records, which saves a listing.
+    """
+    return _merge_metrics(_record_of(info), _read_reports(store, folder) if has_records else [])
+
+
+def _read_reports(store: Store, folder: str) -> list[SaveRecord]:
+    names = [name for name in store.list(join_name(folder, METRICS_FOLDER)) if _save_id_of(name)]
+    read = (_read(store, join_name(folder, METRICS_FOLDER, name), SaveRecord) for name in names)
+    return [record for record in read if record is not None]
+
+
+def _merge_metrics(found: SaveRecord, reports: Sequence[SaveRecord]) -> dict[str, float]:
+    """Returns the newest value of each metric that was given for the save of `found`."""
     metrics: dict[str, float] = {}
-    own = (item for item in (found, *reports) if item.save_id == save_id)
+    own = (item for item in (found, *reports) if item.save_id == found.save_id)
     for item in sorted(own, key=lambda item: item.time):
         metrics.update(_from_json(item.metrics))
-    basis = record or found
-    pinned = PIN_NAME in listing
-    info = StepInfo(step, basis.time, metrics, basis.seconds, pinned, True, save_id=save_id, num_bytes=basis.num_bytes)
-    until = leased_until(store, folder) if LEASES_FOLDER in listing else 0.0
-    return StoredStep(info, record is not None, until, save_id == abandoned_save_id)
+    return metrics
 
 
-def _from_manifest(store: Store, folder: str) -> tuple[str, SaveRecord]:
-    info = describe_checkpoint(layout.read_manifest(store, folder), path=folder, seconds={})
+def _record_of(info: CheckpointInfo) -> SaveRecord:
+    """Makes the record that the manifest of a checkpoint stands for."""
     given = info.metadata.get("metrics")
     metrics: dict[str, float] = {}
     with suppress(ValueError):  # metadata of a program without a manager may hold anything
         metrics = check_metrics(given if isinstance(given, Mapping) else {})
     time = info.created_at.timestamp() if info.created_at else 0.0
-    return info.save_id, SaveRecord(
-        save_id=info.save_id, time=time, num_bytes=info.num_bytes, metrics=_as_json(metrics)
-    )
+    return SaveRecord(save_id=info.save_id, time=time, num_bytes=info.num_bytes, metrics=_as_json(metrics))
 
 
 def _committed_save_id(store: Store, folder: str) -> str:

@@ -128,8 +128,8 @@ def _copies(first: int, block: Region, common: Region, piece: CopySource) -> Ite
 
 
 def same_part(common: Region, piece: CopySource) -> Region | None:
-    """Returns the part of the source for a part of the piece; None if their dimensions differ, apart from those of
-    1.
+    """Returns the region of the stored tensor that fills `common`, a part of the piece; None if piece and source differ
+    in more than dimensions of length 1.
     """
     source = piece.source_region
     if piece.fqn is None:

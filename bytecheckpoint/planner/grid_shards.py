@@ -45,9 +45,7 @@ class GridShards(NamedTuple):
 
 
 def find_grid_shards(tensors: Mapping[str, TensorItems]) -> Iterator[GridShards]:
-    """Yields the tensors that are held like this. A tensor that is not found may be whole still: `find_owners`
-    looks.
-    """
+    """Yields the tensors whose shards form a grid. Another tensor may be complete as well: `find_owners` checks it."""
     tables: dict[tuple[int, int], list[str]] = {}
     for fqn, tensor in tensors.items():
         if len(tensor.sources) == 1 and 0 not in tensor.shape:

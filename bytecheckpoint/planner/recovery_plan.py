@@ -63,7 +63,7 @@ class RecoveryTask(msgspec.Struct, frozen=True, array_like=True):
     uploads: list[str]
     commits: bool
     overwrite: bool
-    stands: str
+    committed_save_id: str
     """Save id of the checkpoint that is at the path and may be replaced; empty where there is none."""
 
 
@@ -115,8 +115,9 @@ def plan_recovery(found: Sequence[Sequence[StagedPart]], there: Mapping[str, Tar
             seers = [rank for rank, of_rank in enumerate(found) if any(other.name == part.name for other in of_rank)]
             rank = min(seers, key=lambda seer: loads[seer])
             loads[rank] += sum(part.here[name] for name in uploads)
-            stands = there[folder].save_id or ""
-            tasks[rank].append(RecoveryTask(part.name, part.save_id, folder, uploads, commits, part.overwrite, stands))
+            committed = there[folder].save_id or ""
+            task = RecoveryTask(part.name, part.save_id, folder, uploads, commits, part.overwrite, committed)
+            tasks[rank].append(task)
     return RecoveryPlan(tasks, verdicts[::-1])
 
 

@@ -274,7 +274,7 @@ def _commit(store: Store, task: RecoveryTask, folder: StagedFolder) -> Sequence[
     replaced: Sequence[str] = []
     if task.overwrite:
         committed = layout.committed_save_id(store, task.folder)
-        if committed != task.stands:
+        if committed != task.committed_save_id:
             path = join_name(str(store), task.folder)
             raise CheckpointSaveError(
                 f"another checkpoint (save {committed}) was committed at {path} while save {task.save_id} was being "

@@ -41,6 +41,10 @@ OPTIONS = {
     "timeline": ("--step=?", "--trace=@/x.json"),
     "ls": ("--limit=?",),
     "gc": ("--delete", "--older-than=?", "--save-id=?"),
+    "keep": ("--latest=1", "--every=?", "--best=?", "--within=?", "--delete"),
+    "rm": ("--step=?", "--force"),
+    "pin": ("--step=?",),
+    "unpin": ("--step=?",),
 }
 EXIT_CODES = range(5)
 _MANIFEST = "manifest.bcp"

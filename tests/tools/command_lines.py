@@ -12,4 +12,8 @@ def paths_of(command: str, path: object) -> list[object]:
             return [path, path]
         case "convert":
             return [path, f"memory://converted/{uuid.uuid4().hex}", "--to", "hf"]
+        case "keep":
+            return [path, "--latest", "1"]
+        case "rm":
+            return [path, "--force"]
     return [path]

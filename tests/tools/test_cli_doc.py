@@ -17,11 +17,21 @@ from fake_telemetry import checkpoint_with_telemetry, ordinary
 from packed_checkpoints import compress_checkpoint
 
 import bytecheckpoint as bcp
+from bytecheckpoint.manager import step_records
+from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.tools import exit_codes
 from bytecheckpoint.tools.main import cli
 
 QUICK = ("--seconds", 0, "--max-mib", 1)
-FREE = {"metadata", "provenance", "objects[].value", "objects[].a", "objects[].b", "ranks[].seconds"}
+FREE = {
+    "metadata",
+    "checkpoints[].metrics",
+    "provenance",
+    "objects[].value",
+    "objects[].a",
+    "objects[].b",
+    "ranks[].seconds",
+}
 """Whose content the checkpoint decides."""
 TYPES = {
     "string": lambda value: isinstance(value, str),
@@ -111,6 +121,8 @@ def test_every_exit_code_is_described() -> None:
 
 def test_json_of_ls(call, root, sections) -> None:
     (root / "step_00002000").mkdir()
+    store = open_store(root, storage_options=None, writer_threads=1)
+    step_records.lease(store, "step_00000005", until=5e9)
     results = [call("ls", root, "--json").json]
     flip(root / "step_00001000" / "manifest.bcp", 50)
     assert_documented([*results, call("ls", root, "--json").json], sections["ls"])
@@ -137,6 +149,17 @@ def test_json_of_gc(call, root, sections) -> None:
     path.parent.mkdir(parents=True)
     path.write_bytes(b"1")
     assert_documented([call("gc", root, "--json").json], sections["gc"])
+
+
+def test_json_of_keep(call, root, sections) -> None:
+    results = [call("keep", root, "--latest", 1, *more, "--json").json for more in ([], ["--delete"])]
+    assert_documented(results, sections["keep"])
+
+
+def test_json_of_rm_and_pins(call, root, sections) -> None:
+    for command in ("pin", "unpin"):
+        assert_documented([call(command, root, "--json").json], sections[command])
+    assert_documented([call("rm", root, "--step", 5, "--json").json], sections["rm"])
 
 
 def test_json_of_doctor(call, root, tmp_path, sections) -> None:

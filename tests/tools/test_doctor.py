@@ -19,7 +19,7 @@ from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.storage import open_store
 from bytecheckpoint.storage.backends import local_store as local_store_module
 from bytecheckpoint.tools import doctor
-from bytecheckpoint.tools.recommend import CompressionSpeed, recommend
+from bytecheckpoint.tools.analysis.recommend import CompressionSpeed, recommend
 
 QUICK = ("--seconds", 0, "--max-mib", 1)
 

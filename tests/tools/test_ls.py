@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fractions
 import io
+import math
 from pathlib import Path
 
 import fsspec
@@ -14,7 +15,9 @@ from safetensors.torch import save_file
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import StorageError
+from bytecheckpoint.manager import step_records
 from bytecheckpoint.storage.backends.local_store import LocalStore
+from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.tools.analysis import checkpoint_list
 
 
@@ -43,8 +46,55 @@ def test_json_has_the_facts_of_the_manifests(call, saved_root) -> None:
             "created_at": info.created_at.isoformat(),
             "save_id": info.save_id,
             "format": "bytecheckpoint",
+            "metrics": {},
+            "pinned": False,
+            "leased_until": None,
             "problem": None,
         }
+
+
+def test_metrics_pins_and_leases_are_listed(call, tmp_path) -> None:
+    for step, loss in ((5, 0.25), (10, 0.125), (15, 1 / 3)):
+        bcp.save(tmp_path, {"x": 1}, step=step, metadata={"metrics": {"val_loss": loss}})
+    store = open_store(tmp_path, storage_options=None, writer_threads=1)
+    step_records.report(store, "step_00000010", {"bleu": 30.0, "val_loss": math.nan}, time=9e9)
+    step_records.pin(store, "step_00000010", time=0.0)
+    step_records.lease(store, "step_00000015", until=5e9)
+    step_records.lease(store, "step_00000005", until=5.0)
+    lines = call("ls", tmp_path).out.splitlines()[2:]
+    assert lines[0].split() == [
+        "step",
+        "size",
+        "saved",
+        "age",
+        "tensors",
+        "ranks",
+        "bleu",
+        "val_loss",
+        "folder",
+        "state",
+    ]
+    assert [line.split()[-4:] for line in lines[1:]] == [
+        ["-", "0.25", "step_00000005", "committed"],
+        ["30", "nan", "step_00000010", "pinned"],
+        ["-", "0.333333", "step_00000015", "leased"],
+    ]
+    items = call("ls", tmp_path, "--json").json["checkpoints"]
+    assert [item["metrics"] for item in items] == [
+        {"val_loss": 0.25},
+        {"val_loss": None, "bleu": 30.0},
+        {"val_loss": 1 / 3},
+    ]
+    assert [item["pinned"] for item in items] == [False, True, False]
+    assert [item["leased_until"] for item in items] == [None, None, "2128-06-11T08:53:20+00:00"]
+
+
+def test_more_metrics_than_fit_are_named_below(call, tmp_path) -> None:
+    bcp.save(tmp_path, {"x": 1}, step=5, metadata={"metrics": {f"m{number}": 1.0 for number in range(8)}})
+    lines = call("ls", tmp_path).out.splitlines()
+    assert "m5" in lines[2]
+    assert "m6" not in lines[2]
+    assert lines[-1] == "  more metrics, with --json: m6, m7"
 
 
 def test_a_step_that_was_not_committed_is_listed_as_such(call, root) -> None:

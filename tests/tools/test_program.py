@@ -20,7 +20,7 @@ from bytecheckpoint.tools.main import cli
 COMMANDS = sorted(cli.commands)
 ABOUT_STORAGE = {"doctor", "gc"}
 """They look at what is not committed, or at no checkpoint at all."""
-ABOUT_ONE = sorted(set(COMMANDS) - {"ls"} - ABOUT_STORAGE)
+ABOUT_ONE = sorted(set(COMMANDS) - {"ls", "keep"} - ABOUT_STORAGE)
 TAKE_ANY = {"nowhere": {"doctor"}, "empty": {"doctor"}, "noise": ABOUT_STORAGE}
 """Commands that succeed on a path without a checkpoint."""
 
@@ -124,6 +124,11 @@ def test_a_damaged_manifest_is_exit_code_1(call, root, command, position) -> Non
         ["diff", "/a", "/b", "--storage-option", "key=value"],
         ["doctor", "a", "--seconds", "nan"],
         ["timeline"],
+        ["keep", "a"],
+        ["keep", "a", "--latest", "0"],
+        ["keep", "a", "--every", "x"],
+        ["keep", "a", "--best", "loss:least"],
+        ["keep", "a", "--within", "soon"],
         ["ls", "a", "--storage-option", "secret"],
         ["ls", "/a", "--storage-option", "key=value"],
     ],
@@ -197,7 +202,7 @@ def test_the_console_module_ends_quietly_when_its_reader_has_enough(saved_root) 
     assert (code, err) == (141, b"")
 
 
-def test_no_command_but_diff_needs_torch(saved_root, tmp_path) -> None:
+def test_no_command_but_diff_needs_torch(root, tmp_path) -> None:
     """The package itself imports torch; nothing that the commands import does, so it is their package's to change."""
     code = """
 import sys, types
@@ -208,7 +213,8 @@ tools = types.ModuleType("bytecheckpoint.tools")
 tools.__path__ = [sys.argv[2]]
 sys.modules["bytecheckpoint.tools"] = tools
 from bytecheckpoint.tools.main import cli
-for args in (["ls"], ["show", "--tree", "--stats", "--html", sys.argv[4]], ["verify"], ["timeline"]):
+show = ["show", "--tree", "--stats", "--html", sys.argv[4]]
+for args in (["ls"], show, ["verify"], ["timeline"], ["keep", "--latest=1"], ["pin"], ["unpin"], ["rm", "--step=5"]):
     try:
         cli.main([*args, sys.argv[3], "--json"])
     except SystemExit as ended:
@@ -217,16 +223,16 @@ assert "torch" not in sys.modules
 assert "rich" not in sys.modules
 """
     project = Path(__file__).parents[2]
-    arguments = [str(project / "bytecheckpoint"), str(project / "tools"), str(saved_root), str(tmp_path / "page")]
+    arguments = [str(project / "bytecheckpoint"), str(project / "tools"), str(root), str(tmp_path / "page")]
     ended = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert [json.loads(line).keys() for line in ended.stdout.splitlines()]
-    assert data_file(saved_root).exists()
+    assert data_file(root).exists()
 
 
 @pytest.mark.parametrize("command", ABOUT_ONE)
-def test_the_newest_step_is_called_latest_as_in_open(call, saved_root, command) -> None:
-    result = call(command, *paths_of(command, saved_root), "--step", "latest", "--json").json
+def test_the_newest_step_is_called_latest_as_in_open(call, root, command) -> None:
+    result = call(command, *paths_of(command, root), "--step", "latest", "--json").json
     if command == "convert":
         assert result["source"].endswith("step_00001000")
     else:

@@ -49,7 +49,23 @@ def test_timeline(call, bucket, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "t.json").read_text())["otherData"]["checkpoint"] == result["path"]
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify", "timeline", "diff"])
+def test_keep_pin_and_rm(call, saved_root) -> None:
+    with filled_bucket(saved_root) as options:
+        root = "s3://bucket/run"
+        assert call("pin", root, "--step", 5, *options).out == f"pinned {root}/step_00000005\n"
+        kept = call("keep", root, "--latest", 1, "--delete", "--json", *options).json["checkpoints"]
+        assert [(item["step"], item["why"]) for item in kept] == [(5, "pinned"), (1000, "newest, Latest(1)")]
+        assert call("unpin", f"{root}/step_00000005", *options).code == 0
+        dry = call("keep", root, "--latest", 1, "--json", *options).json["checkpoints"]
+        assert [item["kept"] for item in dry] == [False, True]
+        assert call("rm", root, *options).code == 2
+        assert call("rm", root, "--step", 5, *options).code == 0
+        assert [item["step"] for item in call("ls", root, "--json", *options).json["checkpoints"]] == [1000]
+        assert call("rm", root, "--force", *options).code == 0
+        assert call("gc", root, "--json", *options).code == 3
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "timeline", "diff", "rm", "pin", "unpin"])
 def test_what_is_not_there_is_exit_code_3_and_keeps_secrets(call, bucket, command) -> None:
     url = "s3://bucket/nowhere"
     ended = call(command, *([url] * (1 + (command == "diff"))), *bucket)

@@ -126,6 +126,38 @@ def test_text_that_is_cut_ends_with_an_ellipsis(terminal, long_names) -> None:
     assert any(name in line for line in terminal.run(200, "ls", long_names))
 
 
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> Path:
+    """Makes a root of steps with many metrics."""
+    root = tmp_path_factory.mktemp("measured") / "r"
+    for step in (1000, 123456, 2000000):
+        metrics = {"val_loss": 1.234567 / step, "train/perplexity": 12.5, "accuracy": 0.75, "grad_norm": 1e-9}
+        bcp.save(root, {"x": 1}, step=step, metadata={"metrics": metrics})
+    return root
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+@pytest.mark.parametrize("options", [["--best", "val_loss:min:2"], ["--latest", "1", "--every", "1000"]])
+def test_keep_fits_the_window_and_cuts_no_number(terminal, measured, width, options) -> None:
+    lines = terminal.run(width, "keep", measured, *options)[2:]
+    assert all(len(line) <= width for line in lines if "not shown" not in line)
+    assert ("val_loss" in lines[0]) or "--best" not in options
+    numbers = [line.split()[0] for line in lines[1:] if line[:11].strip().isdecimal()]
+    assert numbers == ["1000", "123456", "2000000"]
+    text = " ".join(" ".join(line.split()) for line in lines)
+    assert "newest" in text
+    assert "…" not in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_ls_shows_the_metrics_that_fit(terminal, measured, width) -> None:
+    lines = terminal.run(width, "ls", measured)[2:]
+    assert all(len(line) <= width for line in lines if "not shown" not in line)
+    assert words_of(lines[0])[-1] == "state"
+    assert ("val_loss" in lines[0]) == (width >= 120)
+    assert "accuracy" in lines[0]
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("options", [["--tree"], ["--limit", "0"], ["--files"], ["--tensor", "large"]])
 def test_show_cuts_no_number_and_no_name(call, terminal, saved_root, width, options) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from typing import NamedTuple
 
 from bytecheckpoint.errors import (
@@ -21,6 +21,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.formats.detect import find_file, find_folder
 from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, manifest_of
 from bytecheckpoint.info import OWN_FORMAT, describe_checkpoint
+from bytecheckpoint.manager import step_records
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
@@ -52,6 +53,10 @@ class ListedCheckpoint:
     save_id: str | None = None
     format: str = OWN_FORMAT
     """Format of the program that wrote it."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    is_pinned: bool = False
+    leased_until: datetime | None = None
+    """End of the longest lease; None if it has ended by the clock of this host."""
     problem: str | None = None
     """Error of reading the manifest."""
     is_refused: bool = False
@@ -141,7 +146,7 @@ def _look_into(store: Store, folder: str, entries: Mapping[str, int | None]) -> 
     path, step = join_name(str(store), folder), layout.parse_step(folder.rpartition("/")[2])
     foreign = None if layout.has_manifest(entries) else find_folder(store, folder, entries)
     if layout.has_manifest(entries) or foreign:
-        return read_checkpoint(FoundCheckpoint(store, 0, folder, foreign), step)
+        return read_checkpoint(FoundCheckpoint(store, 0, folder, foreign), step, entries)
     data = store.list(join_name(folder, layout.DATA_FOLDER)) if layout.DATA_FOLDER in entries else {}
     if step is None and not any(map(_DATA_FILE.match, data)):
         return None
@@ -159,8 +164,14 @@ def _look_at_file(store: Store, folder: str, name: str, num_bytes: int) -> Liste
     return item and replace(item, folder=join_name(folder, name))
 
 
-def read_checkpoint(found: FoundCheckpoint, step: int | None) -> ListedCheckpoint | None:
-    """Describes a checkpoint by its manifest; None if it was deleted since it was found."""
+def read_checkpoint(
+    found: FoundCheckpoint, step: int | None, entries: Mapping[str, int | None] | None = None
+) -> ListedCheckpoint | None:
+    """Describes a checkpoint by its manifest, and by the small objects beside it where its folder has such entries;
+    None if it was deleted since it was found.
+    """
+    entries = entries or {}
+    is_pinned = found.foreign is None and step_records.PIN_NAME in entries
     folder, path = found.folder, found.path
     own_format = found.foreign.format if found.foreign else OWN_FORMAT
     try:
@@ -173,11 +184,16 @@ def read_checkpoint(found: FoundCheckpoint, step: int | None) -> ListedCheckpoin
             committed=True,
             num_bytes=0,
             format=own_format,
+            is_pinned=is_pinned,
             problem=error.message,
             is_refused=bool(found.foreign and found.foreign.file) and isinstance(error, UnsafeCheckpointError),
         )
     except CheckpointNotFoundError:
         return None
+    metrics = {}
+    if found.foreign is None:
+        has_records = step_records.METRICS_FOLDER in entries
+        metrics = step_records.metrics_of(found.store, folder, info, has_records=has_records)
     return ListedCheckpoint(
         folder=folder,
         path=path,
@@ -189,4 +205,12 @@ def read_checkpoint(found: FoundCheckpoint, step: int | None) -> ListedCheckpoin
         created_at=info.created_at,
         save_id=info.save_id,
         format=info.format,
+        metrics=metrics,
+        is_pinned=is_pinned,
+        leased_until=_lease_end(found.store, folder) if step_records.LEASES_FOLDER in entries else None,
     )
+
+
+def _lease_end(store: Store, folder: str) -> datetime | None:
+    end = datetime.fromtimestamp(step_records.leased_until(store, folder), UTC)
+    return end if end > datetime.now(UTC) else None

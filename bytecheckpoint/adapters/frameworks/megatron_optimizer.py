@@ -42,8 +42,8 @@ def is_megatron_optimizer(value: object) -> bool:
 def megatron_optimizer_entry(fqn: str, optimizer: Any, framework: str) -> OptimizerEntry:
     """Returns the entry of one of Megatron's optimizers, with all that it chains.
 
-    Raises CheckpointSaveError (unsupported_value) for one that keeps its state elsewhere than torch's do, and where
-    adapters of another framework are asked for.
+    Raises CheckpointSaveError (unsupported_value) if an optimizer keeps its state elsewhere than torch's do, and if
+    `framework` is another one.
     """
     if framework not in {"auto", "megatron"}:
         what = f"Megatron's {type(optimizer).__name__} with framework={framework!r}, which could save no more than its "

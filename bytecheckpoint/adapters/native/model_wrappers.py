@@ -30,8 +30,8 @@ class WrappedModules(NamedTuple):
 
 def modules_inside(value: Any) -> WrappedModules | None:
     """Returns the modules in the attributes of an object with a state_dict(), where that shows exactly their state: the
-    same names, and the same memory where a module's state is live. None where it shows anything else, as one does that
-    keeps averages of the weights.
+    same names, and the same memory where a module's state is live. None if it shows anything else, such as averages of
+    the weights.
     """
     modules = _modules_in(value)
     if not modules or any(map(_is_read_otherwise, modules)):

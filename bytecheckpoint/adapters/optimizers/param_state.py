@@ -104,7 +104,7 @@ class ParamState:
         self._group = group
         self._parameter = parameter
         self._names = names
-        self._found = found
+        self._stored = found
         self._tensors = found.tensors(names)
         self._created = created
         live = group.optimizer.state.get(parameter, {})
@@ -114,21 +114,21 @@ class ParamState:
     @property
     def fits(self) -> bool:
         """True if the parameter had its shape when its state was saved, as far as the checkpoint tells."""
-        return self._found.fits(self._names, tuple(self._parameter.shape))
+        return self._stored.fits(self._names, tuple(self._parameter.shape))
 
     def expect(self) -> Expectation:
         """Returns the targets of the stored tensors, and what the optimizer has that the checkpoint lacks."""
-        found, names, subclasses = self._found, self._names, self._subclasses
-        problems = [] if self.fits else list(found.misfits(names, tuple(self._parameter.shape)))
-        if found.group(names) is None:
+        stored, names, subclasses = self._stored, self._names, self._subclasses
+        problems = [] if self.fits else list(stored.misfits(names, tuple(self._parameter.shape)))
+        if stored.group(names) is None:
             problems.append(not_stored(self._groups_fqn))
         for key, why in subclasses.problems():
             fqn = self._prefix + key
             problems.append(Problem("conflict", fqn, f"{fqn}: {why}"))
         if not self.fits:
             return Expectation([], set(), problems)
-        plain = found.plain(names)
-        numbers = (key for key, own in subclasses.own.items() if is_number(own))
+        plain = stored.plain(names)
+        numbers = (key for key, value in subclasses.own.items() if is_number(value))
         problems += [not_stored(self._prefix + key) for key in numbers if key not in plain and key not in self._tensors]
         return Expectation(self._shards(plain), set(), problems)
 
@@ -183,7 +183,7 @@ class ParamState:
     def finish(self, checkpoint: CheckpointView) -> None:
         """Puts in place plain values, and values made of several tensors."""
         group, parameter, subclasses = self._group, self._parameter, self._subclasses
-        for key, (fqn, value) in self._found.plain(self._names).items():
+        for key, (fqn, value) in self._stored.plain(self._names).items():
             if not subclasses.lacks(key) or not can_take(subclasses.own.get(key), value):
                 continue
             if is_number(value):

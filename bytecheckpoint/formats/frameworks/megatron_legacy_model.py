@@ -1,5 +1,6 @@
-"""The model that the ranks of Megatron have parts of: what each file calls its layers and experts is numbered through,
-and what tensor parallelism has cut is put together. Names say how it was cut; a tensor of another name is refused.
+"""The whole model, from the parts in the files of Megatron's ranks: layers and experts, which each file counts from 0,
+get their numbers in the model, and tensors that tensor parallelism has cut are joined. The name of a tensor tells how
+it was cut; an unknown name is refused.
 """
 
 from __future__ import annotations

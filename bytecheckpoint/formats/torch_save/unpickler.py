@@ -218,10 +218,8 @@ class _Machine:
         if hasattr(target, "take_state"):
             target.take_state(state)
             self._count(_num_bytes(target))
-        elif type(target) not in {
-            OrderedDict,
-            defaultdict,
-        }:  # their attributes are not data: `_metadata` of a state_dict
+        # Attributes of dicts are not data: such as `_metadata` of a state_dict.
+        elif type(target) not in {OrderedDict, defaultdict}:
             raise PickleError(f"it gives attributes to a {type(target).__name__}")
 
     def _memoize(self, number: int) -> None:

@@ -16,7 +16,7 @@ from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.compression import FrameEncoder
 from bytecheckpoint.storage.object_io import BLOCK_BYTES
 
-from .render.number_format import size_text
+from ..render.number_format import size_text
 
 _AS_GOOD = 0.9
 """Share of the best speed. Of the numbers of threads that reach this share, the smallest is recommended."""

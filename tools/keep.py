@@ -1,0 +1,278 @@
+"""`bcp keep`: shows which checkpoints of a root policies keep, and deletes the others with --delete."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple, cast
+
+import click
+
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
+from bytecheckpoint.manager import keep_policies, retention, step_records
+from bytecheckpoint.manager.step_info import StepInfo
+from bytecheckpoint.manager.step_records import StoredStep
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.inventory import clock_of
+from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store
+
+from . import exit_codes
+from .arguments import AccessOptions, Age, with_output_options
+from .render.metric_columns import MetricColumns
+from .render.number_format import age_text, count_text, size_text, some_of, time_text
+from .render.terminal import Column, Screen, TableShape, print_json, without
+
+_BEST = re.compile(r"(?P<metric>[^:]+|.+(?=:(?:min|max)(?::\d+)?\Z))(?::(?P<mode>min|max)(?::(?P<n>\d{1,9}))?)?")
+_EXAMPLE = """\b
+Example:
+  bcp keep s3://bucket/run --latest 3 --every 1000
+  bcp keep s3://bucket/run --latest 3 --best val_loss:min:2 --delete
+"""
+
+
+class BestParam(click.ParamType[keep_policies.Best]):
+    """A metric by which checkpoints are best: `val_loss`, `val_loss:min`, `accuracy:max:3`."""
+
+    name = "metric"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> keep_policies.Best:
+        found = _BEST.fullmatch(str(value))
+        n = int((found and found["n"]) or 1)
+        if found is None or n < 1:
+            self.fail(f"{value!r} is no metric: give val_loss, val_loss:min or accuracy:max:3", param, ctx)
+        return keep_policies.Best(n, found["metric"], "max" if found["mode"] == "max" else "min")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptRow:
+    """A checkpoint, and the decision about it."""
+
+    path: str
+    step: int
+    created_at: datetime | None
+    num_bytes: int
+    metrics: Mapping[str, float]
+    is_pinned: bool
+    is_abandoned: bool
+    is_kept: bool
+    why: str
+    """Everything that keeps it, or that nothing does."""
+    is_deleted: bool = False
+    info: StepInfo
+
+
+class Deletions(NamedTuple):
+    """Result of deleting checkpoints."""
+
+    rows: list[KeptRow]
+    num_finished: int = 0
+    """Deletions that another process had begun."""
+    failures: Sequence[str] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(row.num_bytes for row in self.rows if row.is_deleted)
+
+
+@click.command(short_help="Which checkpoints policies keep; deletes the others with --delete.", epilog=_EXAMPLE)
+@click.argument("root")
+@click.option("--latest", type=click.IntRange(min=1), metavar="N", help="Keep the newest N.")
+@click.option("--every", type=click.IntRange(min=1), metavar="N", help="Keep the steps that N divides.")
+@click.option(
+    "--best",
+    type=BestParam(),
+    multiple=True,
+    metavar="METRIC:MODE:N",
+    help="Keep the N with the lowest (min) or highest (max) value of this metric; NaN is the worst. min and 1 if not "
+    "given. May be repeated.",
+)
+@click.option("--within", type=Age(), metavar="AGE", help="Keep what was committed within this time: 90m, 24h, 7d.")
+@click.option("--delete", "is_real", is_flag=True, help="Delete what is not kept. Without it, nothing is changed.")
+@with_output_options
+def keep(
+    *,
+    root: str,
+    latest: int | None,
+    every: int | None,
+    best: Sequence[keep_policies.Best],
+    within: float | None,
+    is_real: bool,
+    access: AccessOptions,
+    as_json: bool,
+) -> int:
+    """Shows which steps under ROOT stay, and why, by the policies of the options; with --delete deletes the others.
+
+    A step stays if one of the options keeps it. The newest, pinned and leased ones always stay, and so does whatever
+    no save of this library has written.
+    """
+    policy = _policy(latest, every, best, within)
+    store = open_store(root, storage_options=access.storage_options, writer_threads=1)
+    stored, unreadable = _steps(store, best)
+    now = (clock_of(store) if is_real else None) or time.time()
+    held = retention.held_by_leases(stored, now=now)
+    decided = retention.decide(policy, [item.info for item in stored], now=now, held=held)
+    rows = [_row(store, item, decision) for item, decision in zip(stored, decided, strict=True)]
+    result = _delete(store, rows, now=now) if is_real else Deletions(rows)
+    if as_json:
+        print_json(_as_json(store, policy, result, unreadable, is_real=is_real))
+    else:
+        _print(store, result, unreadable, best, is_real=is_real)
+    return exit_codes.STORAGE if result.failures else exit_codes.FINE
+
+
+def _policy(
+    latest: int | None, every: int | None, best: Sequence[keep_policies.Best], within: float | None
+) -> keep_policies.KeepPolicy:
+    if within == 0:
+        raise click.UsageError("--within 0 keeps nothing: give 90m, 24h, 7d, or a number of seconds")
+    given: list[Any] = list(best)
+    given = ([keep_policies.EverySteps(every)] if every else []) + given
+    given = ([keep_policies.Latest(latest)] if latest else []) + given
+    given += [keep_policies.Within(within)] if within else []
+    if not given:
+        raise click.UsageError("nothing says what to keep: give --latest, --every, --best, --within, or several")
+    return cast("keep_policies.KeepPolicy", reduce(or_, given))
+
+
+def _steps(store: Store, best: Sequence[keep_policies.Best]) -> tuple[list[StoredStep], list[str]]:
+    """Returns the committed steps, and the folders of those with a damaged manifest; at least one of either.
+
+    Raises CheckpointNotFoundError, and CheckpointMismatchError (conflict) for a metric that no step has: it may be
+    misspelt, and the best ones would be deleted.
+    """
+    damaged: list[int] = []
+    stored = step_records.list_steps(store, reads_manifests=True, on_damaged=lambda step, _: damaged.append(step))
+    if not stored and not layout.find_checkpoint(store, "latest", location=str(store)):
+        what = f"{store} is one checkpoint, not a root of steps, and stays as it is: `bcp rm` deletes one checkpoint"
+        raise CheckpointMismatchError(what, kind="conflict", path=str(store))
+    metrics = sorted({name for item in stored for name in item.info.metrics})
+    unknown = [policy.metric for policy in best if policy.metric not in metrics]
+    if unknown:
+        have = f"they have {some_of(metrics, 10)}" if metrics else "they have no metrics at all"
+        what = f"no checkpoint under {store} has the metric {unknown[0]!r}, {have}; nothing was changed: check its name"
+        raise CheckpointMismatchError(what, kind="conflict", path=str(store))
+    return stored, [layout.step_folder(step) for step in sorted(damaged)]
+
+
+def _time(seconds: float) -> datetime | None:
+    with suppress(OverflowError, ValueError, OSError):  # a record that others have written may hold any number
+        return datetime.fromtimestamp(int(seconds), UTC) if seconds else None
+    return None
+
+
+def _row(store: Store, item: StoredStep, decision: retention.StepDecision) -> KeptRow:
+    info = item.info
+    return KeptRow(
+        path=join_name(str(store), layout.step_folder(info.step)),
+        step=info.step,
+        created_at=_time(info.time),
+        num_bytes=info.num_bytes,
+        metrics=info.metrics,
+        is_pinned=info.pinned,
+        is_abandoned=item.is_abandoned,
+        is_kept=decision.is_kept,
+        why=decision.why,
+        info=info,
+    )
+
+
+def _delete(store: Store, rows: Sequence[KeptRow], *, now: float) -> Deletions:
+    """Deletes every checkpoint that is not kept, even if another deletion fails."""
+    done, failures, num_finished = list(rows), list[str](), 0
+    try:
+        num_finished = retention.finish_deletions(store)
+    except CheckpointError as error:
+        failures.append(error.message)
+    try:
+        for number, row in enumerate(rows):
+            if row.is_kept:
+                continue
+            try:
+                stays = retention.delete_steps(store, [row.info], now=now)
+            except CheckpointError as error:
+                failures.append(f"step {row.step}: {error.message}")
+            else:
+                why = stays.get(row.step, row.why)
+                done[number] = replace(row, is_kept=bool(stays), is_deleted=not stays, why=why)
+    except KeyboardInterrupt:
+        deleted = count_text(sum(row.is_deleted for row in done), "checkpoint")
+        raise click.Abort(f"{deleted} of those to delete are gone; the same command deletes the rest") from None
+    return Deletions(done, num_finished, failures)
+
+
+def _as_json(
+    store: Store, policy: keep_policies.KeepPolicy, result: Deletions, unreadable: Sequence[str], *, is_real: bool
+) -> dict[str, Any]:
+    return {
+        "root": str(store),
+        "policy": repr(policy),
+        "deleted": is_real,
+        "deleted_num_bytes": result.num_bytes,
+        "num_finished": result.num_finished,
+        "checkpoints": [without(row, "info") for row in result.rows],
+        "unreadable": [join_name(str(store), folder) for folder in unreadable],
+        "failures": list(result.failures),
+    }
+
+
+def _print(
+    store: Store,
+    result: Deletions,
+    unreadable: Sequence[str],
+    best: Sequence[keep_policies.Best],
+    *,
+    is_real: bool,
+) -> None:
+    screen = Screen()
+    going = [row for row in result.rows if not row.is_kept and (row.is_deleted or not is_real)]
+    size = size_text(sum(row.num_bytes for row in going))
+    did = "deleted" if is_real else "to be deleted with --delete"
+    num_kept = sum(row.is_kept for row in result.rows)
+    screen.line(f"{store}: {num_kept} kept; {count_text(len(going), 'checkpoint')}, {size}, {did}", style="bold")
+    first = [policy.metric for policy in best]
+    metrics = MetricColumns.of([row.metrics for row in result.rows], first=first)
+    screen.section(_table(metrics, is_real=is_real), result.rows)
+    metrics.print_rest(screen)
+    if result.num_finished:
+        count = count_text(result.num_finished, "deletion")
+        screen.paragraph(f"{count} that an earlier process had begun: finished")
+    if unreadable:
+        shown = some_of(unreadable, 10)
+        screen.paragraph(f"not looked at, because the manifest there is damaged: {shown}", style="yellow")
+    for failure in result.failures:
+        screen.paragraph(f"not deleted: {failure}", style="red")
+
+
+def _table(metrics: MetricColumns, *, is_real: bool) -> TableShape:
+    now = datetime.now(UTC)
+    columns = [
+        Column("step", is_right=True, style="bold cyan"),
+        Column("saved", is_whole=True, drop=1),
+        Column("age", is_whole=True, drop=2),
+        Column("size", is_right=True),
+        *metrics.columns,
+        Column("", is_whole=True),
+        Column("why"),
+    ]
+
+    def cells(row: KeptRow) -> list[str]:
+        gone = "deleted" if row.is_deleted else "not kept" if is_real else "goes"
+        return [
+            str(row.step),
+            time_text(row.created_at),
+            age_text(row.created_at, now),
+            size_text(row.num_bytes),
+            *metrics.cells(row.metrics),
+            "kept" if row.is_kept else gone,
+            f"abandoned; {row.why}" if row.is_abandoned else row.why,
+        ]
+
+    return TableShape(columns, cells)

@@ -1,0 +1,53 @@
+"""Columns of a table for the metrics of checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Self
+
+from .number_format import shortened, some_of
+from .terminal import Column, Screen, printable
+
+_MAX_COLUMNS = 6
+_MAX_TITLE = 24
+_FIRST_DROP = 10
+"""Metrics leave a narrow window after the columns of the command, which have lower numbers."""
+
+
+class MetricColumns(NamedTuple):
+    """The metrics that a table shows, each in a column of its own, and the names of the others."""
+
+    names: list[str]
+    left_out: list[str]
+    columns: list[Column]
+
+    @classmethod
+    def of(cls, metrics: Sequence[Mapping[str, float]], *, first: Sequence[str] = ()) -> Self:
+        """Chooses columns for checkpoints with these metrics. Those of `first` stay in any window."""
+        others = {name for item in metrics for name in item} - set(first)
+        names = [*dict.fromkeys(first), *sorted(others)]
+        num_shown = max(_MAX_COLUMNS, len(set(first)))
+        columns = [
+            Column(shortened(printable(name), _MAX_TITLE), is_right=True, drop=0 if name in first else _drop(number))
+            for number, name in enumerate(names[:num_shown])
+        ]
+        return cls(names[:num_shown], names[num_shown:], columns)
+
+    def cells(self, metrics: Mapping[str, float]) -> list[str]:
+        """Returns the cells of one checkpoint."""
+        return [metric_text(metrics.get(name)) for name in self.names]
+
+    def print_rest(self, screen: Screen) -> None:
+        """Prints the names of the metrics without a column."""
+        if self.left_out:
+            screen.line(f"  more metrics, with --json: {some_of(self.left_out, _MAX_COLUMNS)}", style="dim")
+
+
+def _drop(number: int) -> int:
+    return _FIRST_DROP + _MAX_COLUMNS - number  # the last goes first
+
+
+def metric_text(value: float | None) -> str:
+    """Returns six significant digits: metrics of neighbouring checkpoints are alike."""
+    return "-" if value is None else "nan" if math.isnan(value) else f"{value:.6g}"
