@@ -61,6 +61,11 @@ class Generation(NamedTuple):
         """Returns False if another manager owns the root: what it wants to keep is not known here."""
         return max(_numbers(self.store), default=0) <= self.number
 
+    def is_claimed_in(self, store: Store) -> bool:
+        """Returns True if the claim lies in this store: it is the same root, perhaps under another name."""
+        found = _read_claim(store, self.number)
+        return found is not None and found.save_id_prefix == self.save_id_prefix
+
     def clear_earlier(self) -> None:
         """Deletes what saves of earlier generations left uncommitted, then the objects of these generations.
 

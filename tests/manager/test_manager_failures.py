@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,41 @@ def test_failed_saves_only_warn_until_there_are_too_many_in_a_row(
             manager.wait()
         assert manager.steps() == [3]
     assert "a save failed, 2 in a row" in caplog.text
+
+
+def test_a_failure_that_the_handle_raised_is_not_raised_again_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_commits(monkeypatch, {1, 2, 3})
+    manager = bcp.CheckpointManager(tmp_path, save=EVERY)
+    for end in (manager.wait, manager.close):
+        handle = manager.save(1, state_at(1))
+        assert handle is not None
+        with pytest.raises(CheckpointSaveError, match="on fire"):
+            handle.result()
+        end()
+    manager = bcp.CheckpointManager(tmp_path, save=EVERY)
+    manager.save(3, state_at(3))
+    with pytest.raises(CheckpointSaveError, match="on fire"):
+        manager.close()
+    manager.close()
+
+
+def test_a_deletion_that_hangs_is_left_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(background, "delete_steps", lambda *_, **__: released.wait())
+    options = bcp.ManagerOptions(save=bcp.SaveOptions(timeout_s=1.0))
+    manager = bcp.CheckpointManager(tmp_path, save=EVERY, keep=keep_policies.Latest(1), options=options)
+    for step in (1, 2):
+        manager.save(step, state_at(step))
+    began = time.monotonic()
+    manager.wait()
+    manager.close()
+    assert time.monotonic() - began < 8
+    assert caplog.text.count("not finished (no progress for 1 s)") == 2
+    released.set()
 
 
 def test_a_deletion_that_fails_for_ever_stops_no_save(

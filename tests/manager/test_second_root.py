@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from storage.s3_service import S3Service
 
 import bytecheckpoint as bcp
 from bytecheckpoint import keep_policies, save_policies
-from bytecheckpoint.errors import CheckpointCorruptError, StorageError
+from bytecheckpoint.errors import CheckpointCorruptError, CheckpointSaveError, StorageError
 from bytecheckpoint.manager.after_commit import background, retried_work, second_root
 
 EVERY = save_policies.EverySteps(1)
@@ -68,6 +69,19 @@ def test_a_role_has_a_folder_of_its_own_there(tmp_path: Path) -> None:
     with bcp.CheckpointManager(tmp_path / "here", save=EVERY, role="actor", options=options) as manager:
         save_steps(manager, 1)
     assert bcp.steps(tmp_path / "there" / "actor") == [1]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of moto
+def test_the_second_root_may_be_on_s3(s3: S3Service, s3_prefix: str, tmp_path: Path) -> None:
+    root = f"s3://{s3.bucket}/{s3_prefix}"
+    keep = keep_policies.Latest(2)
+    with manager_at(tmp_path, cool_down=root, cool_down_keep=keep, cool_down_options=s3.options) as manager:
+        save_steps(manager, 1, 2, 3)
+    assert bcp.steps(tmp_path / "here") == [3]
+    assert bcp.steps(root, storage_options=s3.options)[-1] == 3
+    state = state_at(0)
+    assert bcp.load(root, state, storage_options=s3.options).step == 3
+    assert state["weight"][0] == 3
 
 
 def test_metrics_that_are_reported_later_are_copied_too(tmp_path: Path) -> None:
@@ -188,6 +202,29 @@ def test_a_step_that_another_program_deleted_before_its_copy_is_not_waited_for(
     with manager_at(tmp_path, keep=keep_policies.All()) as manager:
         save_steps(manager, 1, 2)
     assert bcp.steps(tmp_path / "there") == [2]
+
+
+def test_the_first_root_is_no_second_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_FAILING_S", 0.2)
+    (tmp_path / "alias").symlink_to(tmp_path / "here")
+    manager = manager_at(tmp_path, keep=keep_policies.All(), cool_down=tmp_path / "alias", cool_down_keep=NEWEST)
+    save_steps(manager, 1, 2)
+    with pytest.raises(StorageError, match="root of the manager itself"):
+        manager.close()
+    assert bcp.steps(tmp_path / "here") == [1, 2]
+
+
+def test_two_runs_do_not_copy_to_one_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_FAILING_S", 0.2)
+    there = tmp_path / "there"
+    first = manager_at(tmp_path / "first", cool_down=there)
+    first.wait()
+    with manager_at(tmp_path / "second", cool_down=there) as second:
+        save_steps(second, 5)
+    save_steps(first, 9)
+    with pytest.raises(CheckpointSaveError, match="another manager"):
+        first.close()
+    assert bcp.steps(there) == [5]
 
 
 def test_an_older_manager_copies_and_deletes_nothing(tmp_path: Path) -> None:

@@ -9,14 +9,14 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError, StorageError
 from bytecheckpoint.manager import step_records
 from bytecheckpoint.manager.after_commit.known_steps import KnownSteps, ordered
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
 from bytecheckpoint.manager.agreement.decisions import StorageClock
 from bytecheckpoint.manager.cool_down import copy_step
 from bytecheckpoint.manager.keep_policies import KeepPolicy
-from bytecheckpoint.manager.ownership import Generation
+from bytecheckpoint.manager.ownership import Generation, claim
 from bytecheckpoint.manager.retention import decide, delete_steps, finish_deletions, held_by_leases
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.manager.step_records import StoredStep
@@ -44,6 +44,7 @@ class SecondRoot:
         """`steps` are those of the first root; `on_copied` is called when steps there wait for less."""
         self._source, self._target = generation.store, target
         self._generation = generation
+        self._generation_there: Generation | None = None
         self._steps = steps
         self._keep = keep
         self._clock = clock
@@ -90,6 +91,7 @@ class SecondRoot:
         """Makes the copies that are missing, then deletes what is not to stay there. Raises the first failure."""
         if self._is_superseded():
             return
+        self._own_target()
         there = self._look_there()
         failure: CheckpointError | None = None
         tried: set[str] = set()
@@ -112,6 +114,25 @@ class SecondRoot:
         except CheckpointSaveError:
             return True
         return False
+
+    def _own_target(self) -> None:
+        """Claims the second root, where no other run must delete, or checks the claim.
+
+        Raises StorageError if it is the first root; CheckpointSaveError (superseded) if another manager claimed it.
+        """
+        if self._generation_there is not None:
+            self._generation_there.check()
+            return
+        if self._generation.is_claimed_in(self._target):
+            raise StorageError(
+                f"{self._target}, to which checkpoints are to be copied, is the root of the manager itself; nothing "
+                "was changed there: give ManagerOptions.cool_down another root",
+                kind="unsupported",
+                path=str(self._target),
+            )
+        generation = claim(self._target, time=self._clock.now())
+        generation.clear_earlier()
+        self._generation_there = generation
 
     def _look_there(self) -> dict[int, StoredStep]:
         abandoned = step_records.read_abandoned(self._source)

@@ -1,0 +1,135 @@
+"""The training loop on two ranks, before a deadline, beside forked workers, and on S3."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from storage.s3_service import S3Service
+
+import bytecheckpoint as bcp
+from bytecheckpoint import keep_policies, save_policies
+from bytecheckpoint.errors import CheckpointSaveError
+from distributed.workers import WorkerPool
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of moto, and of fork beside threads
+
+EVERY_2 = save_policies.EverySteps(2)
+
+
+def state_at(value: float) -> dict[str, Any]:
+    return {"weight": torch.full((8,), float(value))}
+
+
+def save_under_another_owner(rank: int, world_size: int, path: str) -> tuple[str, list[int]]:
+    older = bcp.CheckpointManager(path, save=EVERY_2)
+    newer = bcp.CheckpointManager(path, save=EVERY_2)
+    older.save(2, state_at(2))
+    with pytest.raises(CheckpointSaveError, match="another manager") as raised:
+        older.wait()
+    older.close()
+    newer.save(4, state_at(4))
+    newer.close()
+    return raised.value.kind, bcp.steps(path)
+
+
+def test_an_older_manager_is_refused_on_all_ranks(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers.run(save_under_another_owner, str(tmp_path), world_size=2) == [("superseded", [4])] * 2
+
+
+def walk_back(rank: int, world_size: int, path: str) -> tuple[int, dict[int, bool], float, int]:
+    options = bcp.ManagerOptions(walk_back=True)
+    with bcp.CheckpointManager(path, save=EVERY_2, options=options) as manager:
+        state = state_at(0)
+        report = manager.restore(state)
+        assert report is not None
+        named = {step: "checksum" in why for step, why in report.passed_over.items()}
+        return report.step or 0, named, state["weight"][0].item(), manager.next_step
+
+
+def test_all_ranks_walk_back_to_the_same_step_and_name_the_damaged_one(workers: WorkerPool, tmp_path: Path) -> None:
+    for step in (2, 4):
+        bcp.save(tmp_path, state_at(step), step=step)
+    for file in (tmp_path / "step_00000004" / "data").iterdir():
+        file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+    assert workers.run(walk_back, str(tmp_path), world_size=2) == [(2, {4: True}, 2.0, 3)] * 2
+
+
+def train_to_deadline(rank: int, world_size: int, path: str, at: float) -> tuple[int, int | None]:
+    policy = save_policies.EverySteps(100_000) | save_policies.Deadline(at, margin_s=1)
+    with bcp.CheckpointManager(path, save=policy) as manager:
+        for step in range(1, 3000):
+            time.sleep(0.01)
+            dist.all_reduce(torch.ones(1))
+            manager.save(step, state_at(step))
+            if manager.should_stop():
+                dist.barrier()
+                return step, manager.latest()
+    return 0, None
+
+
+def test_a_deadline_stops_all_ranks_at_one_step_before_it(workers: WorkerPool, tmp_path: Path) -> None:
+    at = time.time() + 4
+    found = workers.run(train_to_deadline, str(tmp_path), at, world_size=2)
+    assert len(set(found)) == 1
+    assert found[0][0] == found[0][1]
+    saved = bcp.open(tmp_path).info.created_at
+    assert saved is not None
+    assert saved.timestamp() < at
+
+
+def test_a_deadline_beside_another_condition_stops_nothing_and_is_asked_the_time(tmp_path: Path) -> None:
+    past = save_policies.Deadline(time.time(), margin_s=0)
+    far = save_policies.Deadline(time.time() + 10_000, margin_s=0)
+    assert save_policies.deadlines_of(EVERY_2 | (past & EVERY_2)) == []
+    with bcp.CheckpointManager(tmp_path, save=(EVERY_2 & past) | (save_policies.EverySteps(1) & far)) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(step, state_at(step))
+            assert not manager.should_stop()
+        manager.wait()
+        assert manager.steps() == [2, 4]
+
+
+def test_a_signal_to_a_forked_worker_stops_no_training(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, save=EVERY_2) as manager:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        manager.save(1, state_at(1))
+        assert not manager.should_stop()
+    assert bcp.steps(tmp_path) == []
+
+
+def test_a_run_on_s3_saves_keeps_stops_and_resumes(s3: S3Service, s3_prefix: str, tmp_path: Path) -> None:
+    root = f"s3://{s3.bucket}/{s3_prefix}/run"
+    keep = keep_policies.Latest(2) | keep_policies.Best(1, "loss")
+    options = bcp.ManagerOptions(cool_down=tmp_path, cool_down_keep=keep_policies.Latest(1))
+    trained = []
+    for num_steps, stop_at in ((9, 7), (12, None)):
+        state = state_at(0)
+        with bcp.CheckpointManager(
+            root, save=EVERY_2, keep=keep, storage_options=s3.options, options=options
+        ) as manager:
+            manager.restore(state)
+            for step in range(manager.next_step, num_steps):
+                state["weight"] += 1
+                trained.append(step)
+                if step == stop_at:
+                    manager.request_stop("maintenance")
+                manager.save(step, state, metrics={"loss": float(abs(step - 2))})
+                if manager.should_stop():
+                    break
+    assert trained == list(range(12))
+    assert bcp.steps(root, storage_options=s3.options) == [2, 7, 8, 10]  # best, restored, the latest two
+    left = {name.split("step_")[1][:8] for name in s3.objects(s3_prefix) if "step_" in name}
+    assert left == {"00000002", "00000007", "00000008", "00000010"}
+    assert bcp.steps(tmp_path) == [10]
+    assert bcp.load(tmp_path, state_at(0)).step == 10
