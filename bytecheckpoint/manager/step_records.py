@@ -91,7 +91,9 @@ def check_metrics(metrics: Mapping[Any, Any] | None) -> dict[str, float]:
 
 
 def write_record(store: Store, folder: str, info: StepInfo) -> None:
-    """Writes the record of a committed save. A record that is there already stays."""
+    """Writes the record of a committed save. A record that is there already stays, and none is left of a checkpoint
+    that another program deletes meanwhile.
+    """
     record = SaveRecord(
         save_id=info.save_id,
         time=info.time,
@@ -99,7 +101,10 @@ def write_record(store: Store, folder: str, info: StepInfo) -> None:
         num_bytes=info.num_bytes,
         metrics=_as_json(info.metrics),
     )
-    _write(store, join_name(folder, METRICS_FOLDER, f"{info.save_id}.json"), record)
+    name = join_name(folder, METRICS_FOLDER, f"{info.save_id}.json")
+    _write(store, name, record)
+    if layout.committed_save_id(store, folder) != info.save_id:
+        store.delete(name)
 
 
 def report(store: Store, folder: str, metrics: Metrics, *, time: float) -> None:
