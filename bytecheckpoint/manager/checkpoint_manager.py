@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Self
@@ -35,7 +35,6 @@ from bytecheckpoint.manager.restore import (
     choose_step,
     end_attempts,
     is_damage,
-    leaves_attempt,
 )
 from bytecheckpoint.manager.save_policies import SavePolicy
 from bytecheckpoint.manager.stats import Goodput, ManagerStats
@@ -88,7 +87,8 @@ class CheckpointManager:
         self._rank = rank_in(process_group)
         self._owned: OwnedRoot | None = None
         """None on ranks other than rank 0, and if the manager only reads."""
-        self._called_step: int | None = None
+        self._last_step: int | None = None
+        """Step of the newest call of `save` since a stop was agreed."""
         self._is_closed = False
         self.next_step = 0
         """First step to train: the restored one and 1, else 0."""
@@ -139,6 +139,7 @@ class CheckpointManager:
         Raises what `load` raises; CheckpointNotFoundError if a given step is not there.
         """
         self._refuse_closed()
+        self._saves.settle()  # a save in flight would commit a step of the branch that training leaves
         passed_over: dict[int, str] = {}
         while True:
             choice = self._decisions.hear(
@@ -150,14 +151,14 @@ class CheckpointManager:
             try:
                 report = self._load(self._root, state, choice.step, strict=strict, **as_load)
             except CheckpointError as error:
-                if not leaves_attempt(error):
+                if not is_damage(error):  # the restore has ended, and the checkpoint may be good
                     self._end_attempts(choice.step)
                 if not (self._options.walk_back and step == "latest" and is_damage(error)):
                     raise
                 passed_over[choice.step] = error.message
                 logger.error("step %d does not load, so the one before: %s", choice.step, error.message)  # noqa: TRY400
             else:
-                self._continue_from(choice.step)
+                self._continue_from(choice.step, passed_over)
                 return replace(report, passed_over=passed_over)
 
     def _choose(self, step: int | Literal["latest"], failed: Mapping[int, str]) -> RestoreChoice:
@@ -189,16 +190,16 @@ class CheckpointManager:
             logger.info("%s has no checkpoint: training starts at step 0", self._root)
         return None
 
-    def _continue_from(self, step: int) -> None:
+    def _continue_from(self, step: int, passed_over: Collection[int]) -> None:
         """Makes the restored step the newest one: later ones belong to a branch that training leaves."""
         self._end_attempts(step)
         abandoned = self._decisions.hear("leaving later steps", partial(self._left_behind, step), dict[int, str])
         self._saves.abandoned = set(abandoned)
         self._saves.durable_step, self.next_step, self._saves.has_steps = step, step + 1, True
         if self._owned is not None:
-            self._owned.background.restored = step
+            self._owned.background.hold_restored(step, passed_over)
             self._owned.background.steps.set_abandoned(abandoned)
-            self._saves.new_branch = abandoned
+        self._saves.new_branch = abandoned
 
     def _left_behind(self, step: int) -> dict[int, str]:
         """Returns the save ids of all abandoned steps, on rank 0, if training goes on from this one."""
@@ -236,7 +237,7 @@ class CheckpointManager:
         self._refuse_closed()
         began = self._goodput.begin_call()
         is_stopping = self._stop.pass_boundary()
-        self._called_step = step
+        self._last_step = step if is_stopping else None
         try:
             if self._options.read_only or not self._is_due(step, is_forced=force, is_stopping=is_stopping):
                 return None
@@ -263,8 +264,9 @@ class CheckpointManager:
             return False
         stats, now = self._goodput.stats(), self._owned.clock.now()
         saved = [known.info for known in self._owned.background.steps.all()]
-        if self._saves.begun is not None and all(info.step != self._saves.begun.step for info in saved):
-            saved = [*saved, StepInfo(self._saves.begun.step, self._saves.begun.time, {}, {}, False, False)]
+        begun = self._saves.begun
+        if begun is not None and not begun.has_failed and all(info.step != begun.step for info in saved):
+            saved = [*saved, StepInfo(begun.step, begun.time, {}, {}, False, False)]
         seconds = {"step": stats.longest_step_s, "since_start": stats.elapsed_s}
         return bool(self._policy.due(StepInfo(step, now, {}, seconds, False, False), saved))
 
@@ -275,7 +277,7 @@ class CheckpointManager:
             return False
         self._saves.settle()
         return self._options.read_only or (
-            self._saves.durable_step is not None and self._saves.durable_step == self._called_step
+            self._saves.durable_step is not None and self._saves.durable_step == self._last_step
         )
 
     def request_stop(self, reason: str, deadline_s: float | None = None) -> None:

@@ -5,7 +5,8 @@ commit. When to save is not decided here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +31,8 @@ from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
 logger = logging.getLogger("bytecheckpoint")
+
+_NOTED_S = 60.0
 
 
 class ManagedRun(NamedTuple):
@@ -58,6 +61,12 @@ class BegunSave(NamedTuple):
     time: float
     """Time of the call, by the clock of the storage on rank 0."""
     handle: SaveHandle
+    is_noted: threading.Event
+    """Set when the work after its end is handed over."""
+
+    @property
+    def has_failed(self) -> bool:
+        return self.handle.done() and self.handle._progress.error is not None
 
 
 class ManagedSaves:
@@ -122,8 +131,9 @@ class ManagedSaves:
         except CheckpointError as error:
             self._fail(error)
             return None
-        self.begun = BegunSave(step, began, handle)
-        handle.add_done_callback(partial(self._note_commit, step=step, metrics=metrics, pin=pin))
+        self.begun = BegunSave(step, began, handle, threading.Event())
+        note = partial(self._note_commit, step=step, metrics=metrics, pin=pin)
+        handle.add_done_callback(partial(self._note_end, self.begun.is_noted, note))
         return handle
 
     def _owner(self, step: int, *, pin: bool) -> SaveOwner | None:
@@ -151,8 +161,15 @@ class ManagedSaves:
                 path=join_name(str(self._run.store), folder),
                 step=step,
             )
+        step_records.forget_records(self._run.store, folder)
         logger.info("step %d of the branch that training left is replaced", step)
         return True
+
+    def _note_end(self, is_noted: threading.Event, note: Callable[[SaveHandle], object], handle: SaveHandle) -> None:
+        try:
+            note(handle)
+        finally:
+            is_noted.set()
 
     def _note_commit(self, handle: SaveHandle, *, step: int, metrics: Mapping[str, float], pin: bool) -> None:
         if (info := _committed(handle)) is None:
@@ -183,9 +200,10 @@ class ManagedSaves:
         """
         if self.begun is None:
             return
-        step, _, handle = self.begun
+        step, _, handle, is_noted = self.begun
         was_seen = is_end and handle.done() and handle._progress.was_seen
         error = handle.exception()
+        is_noted.wait(_NOTED_S)  # a future wakes its waiters before it calls back
         self.begun = None
         if error is None:
             self.durable_step, self.has_steps, self._num_failed_in_a_row = step, True, 0

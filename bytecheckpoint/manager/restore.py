@@ -10,16 +10,20 @@ from typing import Literal
 
 import msgspec
 
-from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
-from bytecheckpoint.storage.layout import find_checkpoint
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    and_more,
+)
+from bytecheckpoint.storage.layout import find_checkpoint, has_manifest, newest_steps
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, one_block
 
 RESTORES_FOLDER = "manager/restores"
 MAX_ATTEMPTS = 3
 """Restores in a row that never ended, after which a step is passed over."""
-
-_LEAVES_ATTEMPT = {"rank_failed", "rank_missing", "missing_file"}
 
 
 class RestoreChoice(msgspec.Struct, frozen=True):
@@ -51,6 +55,7 @@ def choose_step(
             return RestoreChoice(candidate, passed_over)
         passed_over[candidate] = f"{attempts[candidate]} restores of it in a row never ended"
     if not passed_over and not failed:
+        _refuse_occupied(store)
         return RestoreChoice(None, {})
     named = "; ".join(f"step {number}: {why}" for number, why in {**failed, **passed_over}.items())
     raise CheckpointNotFoundError(
@@ -59,6 +64,20 @@ def choose_step(
         kind="not_found",
         path=str(store),
     )
+
+
+def _refuse_occupied(store: Store) -> None:
+    """Raises CheckpointMismatchError (conflict) where training would begin anew beside checkpoints."""
+    at_root = has_manifest(store.list(""))
+    left = list(newest_steps(store))
+    if at_root or left:
+        found = f"the steps {and_more(list(map(str, left)), 10)}, which training left," if left else "itself"
+        raise CheckpointMismatchError(
+            f"{store} has no step to go on from, but holds {found} as a committed checkpoint; nothing was changed, and "
+            "training does not begin anew by itself: restore a step by its number, or give the manager another root",
+            kind="conflict",
+            path=str(store),
+        )
 
 
 def count_attempts(store: Store) -> dict[int, int]:
@@ -87,8 +106,3 @@ def end_attempts(store: Store, step: int | None) -> None:
 def is_damage(error: CheckpointError) -> bool:
     """Returns True if the error is about the bytes of the checkpoint, so that an older one may load."""
     return isinstance(error, CheckpointCorruptError) or error.kind == "missing_file"
-
-
-def leaves_attempt(error: CheckpointError) -> bool:
-    """Returns True if the restore may have failed because of the checkpoint."""
-    return isinstance(error, CheckpointCorruptError) or error.kind in _LEAVES_ATTEMPT

@@ -119,7 +119,8 @@ def delete_one(store: Store, folder: str, *, save_id: str, now: float, force: bo
     try:
         manifest = layout.read_manifest(store, folder)
     except CheckpointNotFoundError:
-        return ""  # deleted by another process
+        finish_deletions(store)  # of an attempt that failed after the manifest was gone
+        return ""
     if manifest.save_id != save_id:
         return "replaced meanwhile"
     names = [*written_files(store, folder, manifest), *side_objects(store, folder)]

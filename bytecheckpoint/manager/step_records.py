@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from bytecheckpoint.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError
+from bytecheckpoint.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, StorageError
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.runtime.threads import map_jobs
@@ -262,6 +262,8 @@ def _read_step(reading: _Reading, step: int, abandoned_save_id: str) -> StoredSt
             found = record
     except CheckpointNotFoundError:
         return None  # deleted since it was listed
+    except StorageError:
+        raise  # the step may be good
     except CheckpointError as error:
         reading.on_damaged(step, error)
         return None

@@ -193,3 +193,72 @@ def decide_badly(rank: int, world_size: int, path: str) -> str:
 
 def test_a_policy_that_raises_on_rank_0_raises_on_all(workers: WorkerPool, tmp_path: Path) -> None:
     assert all("no such metric" in message for message in workers.run(decide_badly, str(tmp_path), world_size=2))
+
+
+class _FailsToLoad:
+    """State of the user that raises when it is loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"w": torch.zeros(4)}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        raise RuntimeError("a mistake of the program")
+
+
+def test_restores_that_the_program_itself_fails_never_lose_the_newest_step(tmp_path: Path) -> None:
+    options = bcp.ManagerOptions(async_save=False, signals=())
+    every = bcp.save_policies.EverySteps(1)
+    with bcp.CheckpointManager(tmp_path, save=every, options=options) as manager:
+        for step in (2, 4):
+            manager.save(step, {"x": _FailsToLoad()})
+    for _ in range(4):
+        with (
+            bcp.CheckpointManager(tmp_path, save=every, options=options) as manager,
+            pytest.raises(bcp.CheckpointError, match="a mistake of the program"),
+        ):
+            manager.restore({"x": _FailsToLoad()})
+    assert bcp.steps(tmp_path) == [2, 4]
+
+
+def test_a_stop_waits_for_a_save_that_began_after_it(tmp_path: Path) -> None:
+    """A loop that calls `save` at some steps only must not end with an old step as its last."""
+    options = bcp.ManagerOptions(async_save=False, signals=())
+    with bcp.CheckpointManager(tmp_path, save=bcp.save_policies.EverySteps(5), options=options) as manager:
+        assert manager.save(5, {"w": torch.zeros(4)})
+        manager.request_stop("test")
+        assert not manager.should_stop()
+        assert manager.save(7, {"w": torch.zeros(4)})
+        assert manager.should_stop()
+
+
+def test_training_does_not_begin_anew_where_a_checkpoint_stands_at_the_root(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"w": torch.zeros(4)})
+    with (
+        bcp.CheckpointManager(tmp_path, save=bcp.save_policies.EverySteps(5)) as manager,
+        pytest.raises(bcp.CheckpointMismatchError) as refused,
+    ):
+        manager.restore({"w": torch.zeros(4)})
+    assert refused.value.kind == "conflict"
+
+
+def test_what_a_manager_committed_last_stays_beside_higher_steps(tmp_path: Path) -> None:
+    for step in (998, 1000):
+        bcp.save(tmp_path, {"w": torch.zeros(4)}, step=step)
+    options = bcp.ManagerOptions(async_save=False, signals=())
+    keep = bcp.keep_policies.Latest(2)
+    with bcp.CheckpointManager(tmp_path, save=bcp.save_policies.EverySteps(1), keep=keep, options=options) as manager:
+        for step in (2, 3, 4):
+            manager.save(step, {"w": torch.zeros(4)})
+    assert bcp.steps(tmp_path) == [4, 998, 1000]
+
+
+def test_retention_does_not_count_what_another_program_has_deleted(tmp_path: Path) -> None:
+    options = bcp.ManagerOptions(async_save=False, signals=())
+    keep = bcp.keep_policies.Latest(2)
+    with bcp.CheckpointManager(tmp_path, save=bcp.save_policies.EverySteps(1), keep=keep, options=options) as manager:
+        for step in (6, 8, 10):
+            manager.save(step, {"w": torch.zeros(4)})
+            manager.wait()
+            if step == 8:
+                bcp.delete(tmp_path, step=8)
+    assert bcp.steps(tmp_path) == [6, 10]

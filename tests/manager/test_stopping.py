@@ -48,15 +48,30 @@ def test_a_handler_that_came_later_is_left_in_its_place() -> None:
     signal.signal(signal.SIGUSR2, old)
 
 
-def test_a_signal_to_a_forked_child_does_not_stop_the_parent_nor_the_child() -> None:
+def test_a_signal_to_a_forked_child_does_what_it_did_before_and_does_not_stop_the_parent() -> None:
     requests = requests_of("SIGUSR2")
     child = os.fork()
     if child == 0:
         os.kill(os.getpid(), signal.SIGUSR2)
-        os._exit(1 if requests.reason else 0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGUSR2
     assert not requests.reason
     requests.close()
+
+
+def test_a_signal_stops_all_managers_of_a_process_and_none_after_they_are_closed_in_any_order() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, _: seen.append(number))
+    try:
+        first, second = requests_of("SIGUSR2"), requests_of("SIGUSR2")
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert (first.reason, second.reason, seen) == ("SIGUSR2", "SIGUSR2", [])
+        first.close()
+        second.close()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert seen == [signal.SIGUSR2]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_outside_of_the_main_thread_there_is_a_warning_and_no_handler(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from bytecheckpoint.errors import CheckpointError, StorageError
@@ -47,12 +47,14 @@ class Background:
         self._clock = clock
         self._commits: deque[Commit] = deque()
         self._is_first = True
+        self._newest: int | None = None
+        """Step that this manager committed last."""
         self._work = RetriedWork("bcp-manager", self._catch_up, what=f"the work after a commit to {self._store}")
         self._second: SecondRoot | None = None
         self.steps = KnownSteps(self._store)
         """Committed steps."""
-        self.restored: int | None = None
-        """Step that was restored, which stays."""
+        self._held: dict[int, str] = {}
+        """Steps that stay as long as this manager is open, each with the reason."""
 
     def cool_down(self, target: Store, keep: KeepPolicy) -> None:
         """Copies the steps to a second root from now on, those of earlier managers first."""
@@ -61,6 +63,10 @@ class Background:
         )
         self._second.work.ask()
 
+    def hold_restored(self, step: int, passed_over: Collection[int]) -> None:
+        """Keeps the step that was restored, and newer ones that could not be: they may be good."""
+        self._held = {**dict.fromkeys(passed_over, "passed over by restore"), step: "restored"}
+
     def _delete_after_copy(self) -> None:
         if not self._is_first:  # nothing is deleted before this manager has committed
             self._work.ask()
@@ -68,6 +74,7 @@ class Background:
     def add(self, commit: Commit) -> None:
         """Hands over a commit. Never blocks."""
         self.steps.add(commit.info)
+        self._newest = commit.info.step
         self._commits.append(commit)
         self._work.ask()
 
@@ -149,10 +156,11 @@ class Background:
 
     def _delete_due(self) -> None:
         now = self._clock.now()
+        self.steps.drop_deleted()
         steps = self.steps.all()
-        held = held_by_leases(steps, now=now)
-        if self.restored is not None:
-            held[self.restored] = "restored"
+        held = held_by_leases(steps, now=now) | self._held
+        if self._newest is not None:
+            held[self._newest] = "newest commit"
         if self._second is not None:
             held |= self._second.waiting()
         infos = [step.info for step in steps]

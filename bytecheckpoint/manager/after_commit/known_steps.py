@@ -4,6 +4,7 @@ kept up to date from then on. A root may hold thousands, and training must not w
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,11 @@ from typing import NamedTuple
 from bytecheckpoint.manager import step_records
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.manager.step_records import StoredStep
+from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.store import Store
+
+_LOOKED_AT = 16
+"""Newest steps that are looked at before each deletion."""
 
 
 class StepChange(NamedTuple):
@@ -66,6 +71,17 @@ class KnownSteps:
             self._steps[info.step] = StoredStep(info, False, 0.0, False)
             if self._abandoned is not None:
                 self._abandoned.discard(info.step)
+
+    def drop_deleted(self) -> None:
+        """Forgets which of the newest steps other programs have deleted. Costs one listing and a look at each."""
+        with self._lock:
+            known = list(self._steps)
+        committed = list(itertools.islice(layout.newest_steps(self._store), _LOOKED_AT))
+        oldest = committed[-1] if len(committed) == _LOOKED_AT else -1
+        with self._lock:
+            for step in known:
+                if step > oldest and step not in committed:
+                    self._steps.pop(step, None)
 
     def remove(self, info: StepInfo) -> None:
         """Notes that a checkpoint was deleted, unless another one stands there now."""

@@ -49,6 +49,7 @@ class StopRequests:
         self._deadlines = list(deadlines)
         self._needed_s = needed_s
         self._old_handlers: dict[str, Any] = {}
+        self._is_closed = False
         if signals and threading.current_thread() is not threading.main_thread():
             logger.warning(
                 "the manager was made outside of the main thread, so it cannot handle %s: make it in the main thread, "
@@ -59,11 +60,19 @@ class StopRequests:
         for name in signals:
             self._old_handlers[name] = signal.signal(signal.Signals[name], self._handle)
 
-    def _handle(self, number: int, _: FrameType | None) -> None:
-        if (
-            os.getpid() == self._pid
-        ):  # a forked worker of a data loader inherits the handler, and must not stop anything
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        old = self._old_handlers.get(signal.Signals(number).name)
+        is_other_manager = isinstance(getattr(old, "__self__", None), StopRequests)
+        # A forked worker of a data loader inherits the handler, and must not stop anything but itself.
+        if os.getpid() == self._pid and not self._is_closed:
             self._reason = self._reason or signal.Signals(number).name
+            if not is_other_manager:
+                return
+        if callable(old):
+            old(number, frame)
+        elif old != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def request(self, reason: str, *, deadline_s: float | None) -> None:
         """Requests a stop now, or early enough before so many seconds from now have passed."""
@@ -80,13 +89,15 @@ class StopRequests:
         return self._reason
 
     def close(self) -> None:
-        """Puts the old signal handlers back, unless another handler has replaced ours meanwhile."""
+        """Puts the old signal handlers back. A handler that was installed since stays, and may still call ours, which
+        from now on does what the old one did.
+        """
+        self._is_closed = True
         for name, old in self._old_handlers.items():
             number = signal.Signals[name]
             is_main = threading.current_thread() is threading.main_thread()
             if is_main and signal.getsignal(number) == self._handle:
                 signal.signal(number, old if old is not None else signal.SIG_DFL)
-        self._old_handlers.clear()
 
 
 class SoleStop:
