@@ -152,11 +152,13 @@ class EverySeconds(_JoinableKeepPolicy):
         check_seconds(self, "s", self.s, may_be_zero=False)
 
     def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
-        """Returns True for the first, and for each that is at least `s` seconds younger than the last kept one."""
-        kept, newest_s = [], -math.inf
-        for info in saved:
-            kept.append(info.time - newest_s >= self.s)
-            newest_s = info.time if kept[-1] else newest_s
+        """Returns True for the oldest, and for each that is at least `s` seconds younger than the last kept one. Steps
+        of a branch that training left come first in `saved`, and may be younger than others.
+        """
+        kept, newest_s = [False] * len(saved), -math.inf
+        for index in sorted(range(len(saved)), key=lambda index: saved[index].time):
+            if saved[index].time - newest_s >= self.s:
+                kept[index], newest_s = True, saved[index].time
         return kept
 
 

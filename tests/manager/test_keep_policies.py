@@ -19,6 +19,7 @@ from bytecheckpoint.manager.keep_policies import (
     kept_by,
     parts_of,
 )
+from bytecheckpoint.manager.step_info import StepInfo
 
 SAVED = [step_info(step, time=100.0 * step) for step in (0, 4, 5, 8, 10, 13)]
 
@@ -138,3 +139,9 @@ def test_arguments_are_checked_when_a_policy_is_made(make, message: str) -> None
 @pytest.mark.parametrize("module", [bcp.save_policies, bcp.keep_policies])
 def test_each_policy_is_public_and_documented(module) -> None:
     assert [name for name in module.__all__ if not getattr(module, name).__doc__] == []
+
+
+def test_every_so_many_seconds_goes_by_time_also_where_a_left_branch_comes_first() -> None:
+    hours = [3, 4, 0, 1, 2, 4.1]
+    saved = [StepInfo(step, hour * 3600, {}, {}, False, True) for step, hour in enumerate(hours)]
+    assert bcp.keep_policies.EverySeconds(3600).keeps(saved, 0.0) == [True, True, True, True, True, False]
