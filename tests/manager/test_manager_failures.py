@@ -262,3 +262,62 @@ def test_retention_does_not_count_what_another_program_has_deleted(tmp_path: Pat
             if step == 8:
                 bcp.delete(tmp_path, step=8)
     assert bcp.steps(tmp_path) == [6, 10]
+
+
+def test_a_pinned_save_is_pinned_when_it_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends right after the commit has written neither a record nor anything else."""
+    monkeypatch.setattr(background.Background, "add", lambda *_: None)
+    options = bcp.ManagerOptions(async_save=False)
+    with bcp.CheckpointManager(tmp_path, save=EVERY, options=options) as manager:
+        manager.save(1, state_at(1), pin=True)
+        manager.save(2, state_at(2))
+    assert [(tmp_path / f"step_{step:08}" / "pin.json").exists() for step in (1, 2)] == [True, False]
+
+
+def test_a_manager_that_lost_its_root_deletes_nothing(tmp_path: Path) -> None:
+    kept = [True]
+    options = bcp.ManagerOptions(async_save=False, signals=())
+    keep = keep_policies.When(lambda _: kept[0])
+    older = bcp.CheckpointManager(tmp_path, save=EVERY, keep=keep, options=options)
+    for step in (2, 4):
+        older.save(step, state_at(step))
+    older.wait()
+    with bcp.CheckpointManager(tmp_path, save=EVERY, options=options):
+        kept[0] = False
+        assert older._owned is not None
+        older._owned.background._work.ask()
+        older.wait()
+        assert bcp.steps(tmp_path) == [2, 4]
+    older.close()
+
+
+def test_a_restore_waits_for_the_save_in_flight_and_leaves_its_step_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_commit = threading.Event()
+    real = commit._create_manifest
+
+    def create(call: Any, files: Any, *rest: Any) -> Any:
+        assert files.target.step != 8 or may_commit.wait(60)
+        return real(call, files, *rest)
+
+    monkeypatch.setattr(commit, "_create_manifest", create)
+    with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
+        manager.save(4, state_at(4))
+        manager.save(8, state_at(8))
+        threading.Timer(0.3, may_commit.set).start()
+        manager.restore(state_at(0), step=4)
+        assert manager.steps() == [4, 8]
+        assert manager.latest() == 4
+
+
+def test_continuous_goes_on_after_a_save_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_commits(monkeypatch, {1})
+    options = bcp.ManagerOptions(on_failed_save="warn")
+    with bcp.CheckpointManager(tmp_path, save=save_policies.Continuous(), options=options) as manager:
+        handle = manager.save(1, state_at(1))
+        assert handle is not None
+        assert handle.exception(60) is not None
+        assert manager.save(2, state_at(2)) is not None
+        manager.wait()
+    assert bcp.steps(tmp_path) == [2]
