@@ -26,6 +26,7 @@ FLOORS = (
     {"runtime"},
     {"manifest"},
     {"options", "info"},
+    {"data"},
     {"planner", "storage", "adapters"},
     {"formats", "memory"},
     {"distributed"},

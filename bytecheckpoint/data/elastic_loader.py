@@ -1,0 +1,52 @@
+"""Loaders whose state is a set of logical streams, which any number of data-parallel ranks can share out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class ElasticLoader(Protocol):
+    """A loader whose state does not depend on the number of ranks.
+
+    A *stream* is a fixed sequence of samples with an id of its own. Each stream is owned by one data-parallel rank at a
+    time, and its state counts what the trainer took, not what was read ahead. Trees are plain data and tensors.
+
+    A loader with one position for all ranks has no streams, and keeps that position in its shared state.
+
+    Optional methods: `all_stream_ids()`, the ids that all ranks own together, which shows at a save that one has no
+    owner; `assign(ids, size)`, see `assign_streams`; `refuse_inexact()`, which returns why the state is not exact, or
+    None; `prepare_state()`, called in the step before a save, so that state that is slow to gather is there by then.
+    """
+
+    def stream_ids(self) -> Sequence[str]:
+        """Returns the ids of the streams that this rank owns now."""
+
+    def stream_state(self, stream_id: str) -> Any:
+        """Returns the state of a stream that this rank owns."""
+
+    def shared_state(self) -> Any:
+        """Returns the state that is the same on all ranks."""
+
+    def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
+        """Takes over these streams, and gives up all others. `streams` are states by id, `shared` the shared state."""
+
+
+def assign_streams(loader: object, ids: Sequence[str], size: int) -> list[list[str]]:
+    """Returns the ids that each of `size` ranks owns: by the loader's own `assign(ids, size)`, else every `size`-th.
+
+    Raises ValueError if the loader's own method leaves out an id, gives it to two ranks, or makes another number of
+    parts.
+    """
+    ordered = sorted(ids)
+    assign = getattr(loader, "assign", None)
+    if assign is None:
+        return [ordered[rank::size] for rank in range(size)]
+    parts = [list(part) for part in assign(ordered, size)]
+    if len(parts) != size or sorted(stream_id for part in parts for stream_id in part) != ordered:
+        raise ValueError(
+            f"{type(loader).__name__}.assign must give each of {len(ordered)} streams to one of {size} ranks; it "
+            f"returned {len(parts)} parts with {sum(map(len, parts))} streams"
+        )
+    return parts
