@@ -208,6 +208,7 @@ class Background:
                 step_records.write_record(self._store, step_folder(step.info.step), step.info)
 
     def _delete_due(self) -> None:
+        self._let_saves_go_first()
         now = self._clock.now()
         self.steps.drop_deleted()
         steps = self.steps.all()
