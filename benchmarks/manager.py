@@ -1,5 +1,5 @@
 """The checkpoint manager, in one process: `save` of a step that is not due, `latest` of a root with many steps, and
-saves beside the deletion of many steps in the background.
+saves beside the deletion of many steps in the background, which pauses for them.
 
     python benchmarks/run.py manager
     python benchmarks/run.py manager --steps 1000 --deleted 100 --saves 20
@@ -38,9 +38,9 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"| `save` of a step that is not due, us | {arguments.calls:,} calls | {_not_due_us(arguments.calls):.1f} |")
     seconds, processor_s = _latest_s(arguments.steps)
     print(f"| `latest`, s (of processor time) | {arguments.steps:,} steps | {seconds:.2f} ({processor_s:.2f}) |")
-    alone_ms = _save_ms(0, arguments.saves)
-    beside_ms = _save_ms(arguments.deleted, arguments.saves)
-    print(f"| save, ms | {arguments.saves} saves | {alone_ms:.1f} |")
+    alone_ms = _save_ms(arguments.deleted, arguments.saves, is_beside=False)
+    beside_ms = _save_ms(arguments.deleted, arguments.saves, is_beside=True)
+    print(f"| save to a root of as many steps, ms | {arguments.saves} saves | {alone_ms:.1f} |")
     ratio = f"{beside_ms:.1f} ({beside_ms / alone_ms:.2f} of alone)"
     print(f"| save beside the deletion of steps, ms | {arguments.deleted:,} steps | {ratio} |")
 
@@ -64,18 +64,19 @@ def _latest_s(num_steps: int) -> tuple[float, float]:
             return time.perf_counter() - began, time.process_time() - began_processor
 
 
-def _save_ms(num_deleted: int, num_saves: int) -> float:
-    """Returns the median of saves that are made while so many older steps are deleted."""
+def _save_ms(num_steps: int, num_saves: int, *, is_beside: bool) -> float:
+    """Returns the median of saves that are made to a root of so many older steps, while these are deleted or stay."""
     with tempfile.TemporaryDirectory() as root:
-        _fill(Path(root), max(1, num_deleted))
-        keep = bcp.keep_policies.Latest(1) if num_deleted else bcp.keep_policies.All()
+        _fill(Path(root), num_steps)
         options = bcp.ManagerOptions(async_save=False)
-        save = bcp.save_policies.EverySteps(1)
+        keep = bcp.keep_policies.Latest(1) if is_beside else bcp.keep_policies.All()
         times = []
+        save = bcp.save_policies.EverySteps(1)
         with bcp.CheckpointManager(root, save=save, keep=keep, options=options) as manager:
-            first = max(1, num_deleted) + 1
-            manager.save(first, STATE)  # its commit begins the deletion
-            for step in range(first + 1, first + num_saves + 1):
+            manager.save(num_steps + 1, STATE)  # its commit begins the deletion
+            if not is_beside:
+                manager.wait()
+            for step in range(num_steps + 2, num_steps + num_saves + 2):
                 began = time.perf_counter()
                 manager.save(step, STATE)
                 times.append(time.perf_counter() - began)

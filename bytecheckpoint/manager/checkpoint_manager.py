@@ -29,13 +29,7 @@ from bytecheckpoint.manager.keep_policies import KeepPolicy
 from bytecheckpoint.manager.managed_saves import ManagedRun, ManagedSaves, OwnedRoot
 from bytecheckpoint.manager.options import ManagerOptions
 from bytecheckpoint.manager.ownership import claim
-from bytecheckpoint.manager.restore import (
-    RestoreChoice,
-    begin_attempt,
-    choose_step,
-    end_attempts,
-    is_damage,
-)
+from bytecheckpoint.manager.restore import RestoreChoice, begin_attempt, choose_step, end_attempts, is_damage
 from bytecheckpoint.manager.save_policies import SavePolicy
 from bytecheckpoint.manager.stats import Goodput, ManagerStats
 from bytecheckpoint.manager.step_info import StepInfo
@@ -56,7 +50,8 @@ class _OpenedRoot(msgspec.Struct, frozen=True):
     """The root as rank 0 found it."""
 
     token: str
-    has_steps: bool
+    newest: int | None
+    """Newest committed step."""
     abandoned: list[int]
 
 
@@ -96,7 +91,7 @@ class CheckpointManager:
         self._saves = ManagedSaves(
             self._run, self._options, decisions=self._decisions, goodput=self._goodput, owned=self._owned
         )
-        self._saves.has_steps, self._saves.abandoned = opened.has_steps, set(opened.abandoned)
+        self._saves.begin_at(opened.newest, opened.abandoned)
         deadlines = save_policies.deadlines_of(save)
         self._requests = StopRequests(
             self._options.signals,
@@ -107,22 +102,27 @@ class CheckpointManager:
 
     def _open(self) -> _OpenedRoot:
         """Opens the root, on rank 0, without a look at each step."""
-        newest = next(layout.newest_steps(self._store), None)
-        abandoned = sorted(step_records.present_abandoned(self._store))
-        if not self._options.read_only:
-            info = step_records.read_step(self._store, newest) if newest is not None else None
-            clock = StorageClock(offset_of(self._store), not_before=info.time if info is not None else 0.0)
-            generation = claim(self._store, time=clock.now())
-            self._owned = OwnedRoot(generation, Background(generation, self._keep, clock), clock)
-            self._begin_cool_down(self._owned.background)
-        return _OpenedRoot(secrets.token_hex(8), newest is not None, abandoned)
-
-    def _begin_cool_down(self, background: Background) -> None:
+        if self._options.read_only:
+            return self._look(None)
+        clock = StorageClock(offset_of(self._store))
+        generation = claim(self._store, time=clock.now())
+        opened = self._look(clock)  # after the claim: what an earlier manager commits from now on is not seen here
+        background = Background(generation, self._keep, clock, reads_steps=not save_policies.is_step_only(self._policy))
+        self._owned = OwnedRoot(generation, background, clock)
         options = self._options
         if options.cool_down is not None:
             root = layout.root_of(options.cool_down, self._role)
             target = open_store(root, storage_options=options.cool_down_options, writer_threads=1)
-            background.cool_down(target, options.cool_down_keep or _KEEP_ALL)
+            background.cool_down(target, options.cool_down_keep or _KEEP_ALL, overwrites=options.save.overwrite)
+        background.begin()
+        return opened
+
+    def _look(self, clock: StorageClock | None) -> _OpenedRoot:
+        """Looks at the newest step, which the clock is not to be behind, and at those that training left."""
+        newest = next(layout.newest_steps(self._store), None)
+        if newest is not None and clock is not None and (found := step_records.read_step(self._store, newest)):
+            clock.keep_after(found.info.time)
+        return _OpenedRoot(secrets.token_hex(8), newest, sorted(step_records.present_abandoned(self._store)))
 
     def restore(
         self,
@@ -194,8 +194,8 @@ class CheckpointManager:
         """Makes the restored step the newest one: later ones belong to a branch that training leaves."""
         self._end_attempts(step)
         abandoned = self._decisions.hear("leaving later steps", partial(self._left_behind, step), dict[int, str])
-        self._saves.abandoned = set(abandoned)
-        self._saves.durable_step, self.next_step, self._saves.has_steps = step, step + 1, True
+        self._saves.begin_at(step, abandoned)
+        self._saves.durable_step, self.next_step = step, step + 1
         if self._owned is not None:
             self._owned.background.hold_restored(step, passed_over)
             self._owned.background.steps.set_abandoned(abandoned)
@@ -307,8 +307,7 @@ class CheckpointManager:
         if metric is None and len(named) != 1:
             raise ValueError(f"best() needs a metric: the manager keeps by {len(named)} Best policies, not by one")
         policy = replace(named[0], n=1) if named else keep_policies.Best(1, str(metric))
-        infos = step_records.read_steps(self._store)
-        found = next((info for info, is_best in zip(infos, policy.keeps(infos, 0.0), strict=True) if is_best), None)
+        found = step_records.find_step(self._store, partial(keep_policies.kept_by, policy, now=0.0))
         if found is None:
             return None
         folder = layout.step_folder(found.step)

@@ -56,7 +56,7 @@ def copy_step(
         return False
     if found and found not in may_replace:
         raise _another_error(manifest.save_id, found, join_name(str(target), target_folder))
-    replaced = _files_to_replace(target, target_folder, found) if found else []
+    replaced = files_of_checkpoint(target, target_folder) if found else []
     _copy_files(source, source_folder, target, target_folder, manifest, on_file=on_file)
     _copy_side_objects(source, source_folder, target, target_folder, manifest.save_id)
     layout.commit(target, target_folder, content, replace=bool(found))
@@ -108,11 +108,6 @@ def _copy_side_objects(source: Store, source_folder: str, target: Store, target_
             with suppress(CheckpointNotFoundError, CheckpointExistsError):  # deleted, or copied by another process
                 content = read_whole(source, join_name(source_folder, parent, name), max_bytes=_MAX_SIDE_BYTES)
                 target.write(join_name(target_folder, parent, name), one_block(content), replace=False)
-
-
-def _files_to_replace(store: Store, folder: str, save_id: str) -> list[str]:
-    metrics = [name for name in store.list(join_name(folder, METRICS_FOLDER)) if _is_of(save_id, name)]
-    return files_of_checkpoint(store, folder) + [f"{METRICS_FOLDER}/{name}" for name in metrics]
 
 
 def _is_of(save_id: str, name: str) -> bool:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,18 +16,26 @@ import torch.distributed as dist
 
 from bytecheckpoint import api
 from bytecheckpoint.adapters.frameworks.detect import Framework
-from bytecheckpoint.errors import CheckpointError, CheckpointExistsError, CheckpointMismatchError
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    UnsafeCheckpointError,
+)
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.manager import step_records
 from bytecheckpoint.manager.after_commit.background import Background, Commit
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock
 from bytecheckpoint.manager.options import ManagerOptions
 from bytecheckpoint.manager.ownership import Generation
+from bytecheckpoint.manager.retention import PINNED, protection_of
 from bytecheckpoint.manager.stats import Goodput
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.saving.target import SaveOwner
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.deletion import LEASES_FOLDER
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -97,6 +106,16 @@ class ManagedSaves:
         """Steps of branches that training left."""
         self.new_branch: dict[int, str] | None = None
         """Save ids of all abandoned steps, on rank 0, as the next commit makes them known; else None."""
+        self.newest_seen = -1
+        """Step that was restored, or the newest one when the root was claimed; -1 for an empty root. What an earlier
+        manager has committed beyond it, and is not abandoned, came after the claim."""
+        self._pinned_ahead: set[int] = set()
+        """Steps that were pinned for a commit which has not come."""
+
+    def begin_at(self, step: int | None, abandoned: Collection[int]) -> None:
+        """Notes the step that training goes on from, None for none, and those of branches that it left."""
+        self.has_steps, self.abandoned = step is not None, set(abandoned)
+        self.newest_seen = -1 if step is None else step
 
     def begin(
         self,
@@ -111,26 +130,30 @@ class ManagedSaves:
         """Begins the save of a step. Returns None if it failed at once and `on_failed_save` lets training go on."""
         options = self._options.save
         if step in self.abandoned:
-            self._decisions.hear(f"replacing the abandoned step {step}", partial(self._refuse_pinned, step), bool)
             options = replace(options, overwrite=True)
         began = self._owned.clock.now() if self._owned is not None else 0.0
-        try:
-            handle = api.run_save(
-                self._run.root,
-                state,
-                self._run.framework,
-                step=step,
-                async_save=self._options.async_save and not is_stopping,
-                process_group=self._run.group,
-                role=None,
-                metadata=_with_metrics(metadata, metrics),
-                storage_options=self._run.storage_options,
-                options=options,
-                owner=self._owner(step, pin=pin),
-            )
-        except CheckpointError as error:
-            self._fail(error)
-            return None
+        with ExitStack() as undo:
+            if self._owned is not None:
+                self._owned.background.saves.begin()
+                undo.callback(self._owned.background.saves.end)
+            try:
+                handle = api.run_save(
+                    self._run.root,
+                    state,
+                    self._run.framework,
+                    step=step,
+                    async_save=self._options.async_save and not is_stopping,
+                    process_group=self._run.group,
+                    role=None,
+                    metadata=_with_metrics(metadata, metrics),
+                    storage_options=self._run.storage_options,
+                    options=options,
+                    owner=self._owner(step, pin=pin),
+                )
+            except CheckpointError as error:
+                self._fail(error)
+                return None
+            undo.pop_all()
         self.begun = BegunSave(step, began, handle, threading.Event())
         note = partial(self._note_commit, step=step, metrics=metrics, pin=pin)
         handle.add_done_callback(partial(self._note_end, self.begun.is_noted, note))
@@ -141,31 +164,71 @@ class ManagedSaves:
         if self._owned is None:
             return None
         generation = self._owned.generation
-        before_commit = partial(self._before_commit, self._owned, step, pin=pin)
-        return SaveOwner(generation.save_id_prefix, before_commit, generation.check)
+        return SaveOwner(
+            generation.save_id_prefix,
+            may_replace=partial(self._may_replace, self._owned, step),
+            before_commit=partial(self._before_commit, self._owned, step, pin=pin),
+            check=partial(generation.check, outcome=""),
+        )
 
     def _before_commit(self, owned: OwnedRoot, step: int, *, pin: bool) -> None:
-        owned.generation.check()
+        owned.generation.check(outcome="Nothing of this save was committed. ")
         if pin:
             step_records.pin_ahead(self._run.store, layout.step_folder(step), time=owned.clock.now())
+            self._pinned_ahead.add(step)
         if self.new_branch is not None:
             step_records.write_abandoned(self._run.store, self.new_branch)
             self.new_branch = None
 
-    def _refuse_pinned(self, step: int) -> bool:
-        folder = layout.step_folder(step)
-        if step_records.is_pinned(self._run.store, folder):
-            raise CheckpointExistsError(
-                f"step {step} of the branch that training left is pinned, and was left as it is: unpin it first",
-                kind="exists",
-                path=join_name(str(self._run.store), folder),
-                step=step,
-            )
-        step_records.forget_records(self._run.store, folder)
-        logger.info("step %d of the branch that training left is replaced", step)
+    def _may_replace(self, owned: OwnedRoot, step: int) -> bool:
+        """Returns True if a checkpoint that stands there may be replaced: with `overwrite`, one of a branch that
+        training left, or one that an earlier manager committed after this one had claimed the root.
+
+        Raises CheckpointExistsError for a pinned or leased one.
+        """
+        is_left, is_overwritten = step in self.abandoned, self._options.save.overwrite
+        may_be_late = step > self.newest_seen and bool(owned.generation.earlier_prefixes)
+        if not (is_left or is_overwritten or may_be_late):
+            return False
+        save_id = self._save_id_at(step)
+        is_late = may_be_late and save_id.startswith(owned.generation.earlier_prefixes)
+        if not (is_left or is_overwritten or is_late):
+            return False
+        self._refuse_protected(owned, step)
+        if save_id and save_id not in owned.background.replaced:
+            owned.background.replaced.add(save_id)
+            of_whom = ", which an earlier manager committed late," if is_late else ""
+            of_whom = " of the branch that training left" if is_left else of_whom
+            logger.info("step %d%s is replaced", step, of_whom)
         return True
 
+    def _save_id_at(self, step: int) -> str:
+        """Returns the save id of the checkpoint that stands there; empty if there is none, or a damaged one."""
+        try:
+            return layout.committed_save_id(self._run.store, layout.step_folder(step))
+        except (CheckpointCorruptError, UnsafeCheckpointError):
+            return ""
+
+    def _refuse_protected(self, owned: OwnedRoot, step: int) -> None:
+        store, folder = self._run.store, layout.step_folder(step)
+        if not layout.has_manifest(store.list(folder)):
+            return
+        why = protection_of(store, folder, now=owned.clock.now())
+        if not why or (why == PINNED and step in self._pinned_ahead):
+            return
+        path = join_name(str(store), folder)
+        do = f"wait until then, or delete {join_name(path, LEASES_FOLDER)} if its readers have ended"
+        raise CheckpointExistsError(
+            f"step {step} is {why}, and was left as it is; nothing was saved: "
+            f"{'unpin it' if why == PINNED else do}, then save again",
+            kind="exists",
+            path=path,
+            step=step,
+        )
+
     def _note_end(self, is_noted: threading.Event, note: Callable[[SaveHandle], object], handle: SaveHandle) -> None:
+        if self._owned is not None:
+            self._owned.background.saves.end()
         try:
             note(handle)
         finally:
@@ -176,6 +239,7 @@ class ManagedSaves:
             self._goodput.failed()
             return
         line = self._goodput.committed(info)
+        self._pinned_ahead.discard(step)
         if self._owned is not None:
             logger.info("%s", line)
             seconds = {name: info.seconds[name] for name in ("stall", "total") if name in info.seconds}

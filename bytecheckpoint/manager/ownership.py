@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -42,17 +42,21 @@ class Generation(NamedTuple):
     number: int
     save_id_prefix: str
     """First 8 characters of the ids of its saves."""
+    earlier_prefixes: tuple[str, ...]
+    """Those of earlier generations that were not cleared when this one was claimed."""
 
-    def check(self) -> None:
-        """Raises CheckpointSaveError (superseded) if there is a higher generation."""
+    def check(self, *, outcome: str) -> None:
+        """Raises CheckpointSaveError (superseded) if there is a higher generation. `outcome` is a sentence about what
+        was refused, for the message, or empty.
+        """
         newest = max(_numbers(self.store), default=0)
         if newest > self.number:
             raise CheckpointSaveError(
                 f"{self.store} belongs to another manager since this one was made: {_describe(self.store, newest)} "
                 f"claimed generation {newest}, this process (pid {os.getpid()} on {socket.gethostname()}) has "
-                f"{self.number}. Nothing of this save was committed before this was found, and what the other one "
-                "saves is safe: end this job, or the other one and then start this one again. A program that only "
-                "reads takes ManagerOptions(read_only=True), which claims nothing",
+                f"{self.number}. {outcome}What the other one saves is safe: end this job, or the other one and then "
+                "start this one again. A program that only reads takes ManagerOptions(read_only=True), which claims "
+                "nothing",
                 kind="superseded",
                 path=str(self.store),
             )
@@ -66,17 +70,17 @@ class Generation(NamedTuple):
         found = _read_claim(store, self.number)
         return found is not None and found.save_id_prefix == self.save_id_prefix
 
-    def clear_earlier(self) -> None:
+    def clear_earlier(self, *, before_folder: Callable[[], object] = bool) -> None:
         """Deletes what saves of earlier generations left uncommitted, then the objects of these generations.
+        `before_folder` is called before each folder of a step is looked through.
 
         Raises StorageError; what is left is cleared when this is called again, or by the next manager.
         """
         earlier = [number for number in _numbers(self.store) if number < self.number]
-        claims = {number: _read_claim(self.store, number) for number in earlier}
-        prefixes = tuple(claim.save_id_prefix for claim in claims.values() if claim is not None)
-        if prefixes and isinstance(self.store, HasInventory):
+        if self.earlier_prefixes and isinstance(self.store, HasInventory):
             for folder in _step_folders(self.store):
-                _clear(self.store, folder, prefixes)
+                before_folder()
+                _clear(self.store, folder, self.earlier_prefixes)
         for number in earlier:
             self.store.delete(_claim_name(number))
 
@@ -94,7 +98,7 @@ def claim(store: Store, *, time: float) -> Generation:
             found = _read_claim(store, number)
             if found is None or found.save_id_prefix != prefix:
                 continue
-        return Generation(store, number, prefix)
+        return Generation(store, number, prefix, _earlier_prefixes(store, number))
     raise CheckpointSaveError(
         f"{_ATTEMPTS} times another manager claimed {store} first; nothing was changed: let one job at a time train "
         "in a root",
@@ -118,6 +122,11 @@ def _read_claim(store: Store, number: int) -> Claim | None:
         return msgspec.json.decode(read_whole(store, _claim_name(number), max_bytes=_MAX_BYTES), type=Claim)
     except (CheckpointNotFoundError, msgspec.DecodeError):
         return None
+
+
+def _earlier_prefixes(store: Store, number: int) -> tuple[str, ...]:
+    claims = (_read_claim(store, earlier) for earlier in _numbers(store) if earlier < number)
+    return tuple(claim.save_id_prefix for claim in claims if claim is not None and claim.save_id_prefix)
 
 
 def _describe(store: Store, number: int) -> str:

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import NamedTuple
 
 import msgspec
 
-from bytecheckpoint.errors import CheckpointExistsError, CheckpointNotFoundError
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    UnsafeCheckpointError,
+)
 from bytecheckpoint.manager import step_records
 from bytecheckpoint.manager.keep_policies import KeepPolicy, kept_by, parts_of
 from bytecheckpoint.manager.step_info import StepInfo
@@ -26,14 +31,19 @@ from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.deletion import LEASES_FOLDER, METRICS_FOLDER, PIN_NAME, side_objects, written_files
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Store, one_block, read_whole
+from bytecheckpoint.storage.store import Store, SupportsDeleteMany, one_block, read_whole
 
 logger = logging.getLogger("bytecheckpoint")
 
 JOURNAL_FOLDER = "manager/deleting"
 
+PINNED = "pinned"
+REPLACED = "replaced meanwhile"
+"""Reasons why a checkpoint stays; the second one is that another stands there now."""
+
 _NUM_THREADS = 4
 _OBJECTS_PER_S = 500
+_OBJECTS_PER_REQUEST = 250
 _MAX_JOURNAL_BYTES = 1 << 28
 _NO_POLICY = "no policy keeps it"
 _OWN_FOLDERS = f"{layout.DATA_FOLDER}|{layout.TELEMETRY_FOLDER}|{METRICS_FOLDER}"
@@ -68,7 +78,7 @@ def decide(policy: KeepPolicy, saved: Sequence[StepInfo], *, now: float, held: M
         if position == len(saved) - 1:
             reasons[position].append("newest")
         if info.pinned:
-            reasons[position].append("pinned")
+            reasons[position].append(PINNED)
         if info.step in held:
             reasons[position].append(held[info.step])
     for part in parts_of(policy):
@@ -90,65 +100,116 @@ def _lease_text(until: float) -> str:
     return f"leased until {datetime.fromtimestamp(until, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
-def delete_steps(store: Store, steps: Sequence[StepInfo], *, now: float) -> dict[int, str]:
+def _warn_of_damaged(step: int, error: CheckpointError) -> None:
+    logger.warning("step %d is not deleted, because its manifest cannot be read: %s", step, error.message)
+
+
+class DeletionPace:
+    """The rate that deletions keep, one after the other, and their pauses."""
+
+    def __init__(self, before_request: Callable[[], object] = bool) -> None:
+        """`before_request` is called before each request of a deletion, and may wait."""
+        self._before_request = before_request
+        self._next_s = time.monotonic()
+
+    def wait(self, num_objects: int) -> None:
+        """Returns when the next request may begin, which deletes so many objects."""
+        pause_s = self._next_s - time.monotonic()
+        if pause_s > 0:
+            time.sleep(pause_s)
+        self._before_request()
+        self._next_s = max(self._next_s, time.monotonic()) + num_objects / _OBJECTS_PER_S
+
+
+def delete_steps(
+    store: Store,
+    steps: Sequence[StepInfo],
+    *,
+    now: float,
+    pace: DeletionPace | None = None,
+    on_damaged: Callable[[int, CheckpointError], object] = _warn_of_damaged,
+) -> dict[int, str]:
     """Deletes committed steps, one after the other; returns those that stay, each with the reason: pinned, leased or
-    replaced since the decision.
+    replaced since the decision, or damaged. `on_damaged` is called for a step whose manifest cannot be read: which
+    files are its own is not known.
 
     Raises what the store raises. A deletion that had begun is then finished by `finish_deletions`.
     """
     stay = {}
+    pace = pace or DeletionPace()
     for info in steps:
-        why = delete_one(store, layout.step_folder(info.step), save_id=info.save_id, now=now, force=False)
+        folder = layout.step_folder(info.step)
+        try:
+            why = delete_one(store, folder, save_id=info.save_id, now=now, force=False, pace=pace)
+        except (CheckpointCorruptError, UnsafeCheckpointError) as error:
+            on_damaged(info.step, error)
+            why = "damaged"
         if why:
             stay[info.step] = why
     return stay
 
 
-def delete_one(store: Store, folder: str, *, save_id: str, now: float, force: bool) -> str:
+def delete_one(
+    store: Store, folder: str, *, save_id: str, now: float, force: bool, pace: DeletionPace | None = None
+) -> str:
     """Deletes the checkpoint with this save id: its journal is written, then the manifest goes, then all else that its
     save and this library wrote, last the journal. Returns the reason if it stays; `force` deletes in spite of a pin and
     leases.
 
-    Raises what the store raises.
+    Raises what the store raises, and for a manifest that cannot be read CheckpointCorruptError or
+    UnsafeCheckpointError.
     """
-    if not force and step_records.is_pinned(store, folder):
-        return "pinned"
-    until = step_records.leased_until(store, folder)
-    if not force and until > now:
-        return _lease_text(until)
+    if not force and (why := protection_of(store, folder, now=now)):
+        return why
     try:
         manifest = layout.read_manifest(store, folder)
     except CheckpointNotFoundError:
-        finish_deletions(store)  # of an attempt that failed after the manifest was gone
+        finish_deletions(store, pace=pace)  # of an attempt that failed after the manifest was gone
         return ""
     if manifest.save_id != save_id:
-        return "replaced meanwhile"
+        return REPLACED
     names = [*written_files(store, folder, manifest), *side_objects(store, folder)]
     journal = DeletionJournal(folder, save_id, [*names, PIN_NAME] if force else names)
     name = f"{JOURNAL_FOLDER}/{folder or 'root'}-{save_id}.json"
     with suppress(CheckpointExistsError):  # of an attempt that failed before the manifest was gone
         store.write(name, one_block(msgspec.json.encode(journal)), replace=False)
     store.delete(join_name(folder, layout.MANIFEST_NAME))
-    _delete_all(store, folder, journal.names)
+    _delete_all(store, folder, journal.names, pace or DeletionPace())
     store.delete(name)
     return ""
 
 
-def finish_deletions(store: Store) -> int:
+def protection_of(store: Store, folder: str, *, now: float) -> str:
+    """Returns the reason why no policy may delete a checkpoint, and no save replace it: a pin, or a lease that has not
+    ended; empty if there is none.
+    """
+    listing = store.list(folder)
+    if PIN_NAME in listing:
+        return PINNED
+    until = step_records.leased_until(store, folder) if LEASES_FOLDER in listing else 0.0
+    return _lease_text(until) if until > now else ""
+
+
+def finish_deletions(store: Store, *, pace: DeletionPace | None = None) -> int:
     """Finishes the deletions that other processes have begun; returns how many.
 
-    A checkpoint whose manifest is still there stays whole: its journal is withdrawn, and the policy decides again.
-    Raises what the store raises.
+    A checkpoint whose manifest is still there stays whole: its journal is withdrawn, and the policy decides again. One
+    whose manifest cannot be read stays with its journal, and is named in a warning. Raises what the store raises.
     """
     num_finished = 0
+    pace = pace or DeletionPace()
     for last in sorted(store.list(JOURNAL_FOLDER)):
         name = join_name(JOURNAL_FOLDER, last)
         journal = _read_journal(store, name)
         if journal is None:
             continue
-        committed = layout.committed_save_id(store, journal.folder)
+        try:
+            committed = layout.committed_save_id(store, journal.folder)
+        except (CheckpointCorruptError, UnsafeCheckpointError) as error:
+            logger.warning("a deletion in %s is not finished: %s", store, error.message)
+            continue
         if committed != journal.save_id:
-            _delete_all(store, journal.folder, _names_to_finish(journal, is_replaced=bool(committed)))
+            _delete_all(store, journal.folder, _names_to_finish(journal, is_replaced=bool(committed)), pace)
             num_finished += 1
         store.delete(name)
     return num_finished
@@ -174,29 +235,21 @@ def _read_journal(store: Store, name: str) -> DeletionJournal | None:
     return journal if is_ours else None
 
 
-def _delete_all(store: Store, folder: str, names: Sequence[str]) -> None:
-    """Deletes objects, a bounded number in a second: a store that limits requests must not slow down a save."""
-    pace = _Pace(_OBJECTS_PER_S)
+def _delete_all(store: Store, folder: str, names: Sequence[str], pace: DeletionPace) -> None:
+    """Deletes objects, many with one request where the store can, and a bounded number in a second: a store that limits
+    requests must not slow down a save.
+    """
+    paths = [join_name(folder, name) for name in names]
+    if isinstance(store, SupportsDeleteMany):
+        for start in range(0, len(paths), _OBJECTS_PER_REQUEST):
+            request = paths[start : start + _OBJECTS_PER_REQUEST]
+            pace.wait(len(request))
+            store.delete_many(request)
+        return
 
-    def delete(name: str) -> None:
-        pace.wait()
-        store.delete(join_name(folder, name))
+    def paced() -> Iterator[str]:  # taken by one thread at a time
+        for path in paths:
+            pace.wait(1)
+            yield path
 
-    run_jobs(delete, names, num_threads=min(len(names), _NUM_THREADS))
-
-
-class _Pace:
-    """A rate that several threads keep together."""
-
-    def __init__(self, per_s: float) -> None:
-        self._interval_s = 1 / per_s
-        self._next_s = time.monotonic()
-        self._lock = threading.Lock()
-
-    def wait(self) -> None:
-        """Returns when the next one may begin."""
-        with self._lock:
-            self._next_s = max(self._next_s, time.monotonic()) + self._interval_s
-            pause_s = self._next_s - self._interval_s - time.monotonic()
-        if pause_s > 0:
-            time.sleep(pause_s)
+    run_jobs(store.delete, paced(), num_threads=min(len(paths), _NUM_THREADS))

@@ -163,13 +163,6 @@ def is_pinned(store: Store, folder: str) -> bool:
     return PIN_NAME in store.list(folder)
 
 
-def forget_records(store: Store, folder: str) -> None:
-    """Deletes the records of a step before another save replaces it: metrics of the old one are not the new one's."""
-    for name in store.list(join_name(folder, METRICS_FOLDER)):
-        if save_id_of_record(name):
-            store.delete(join_name(folder, METRICS_FOLDER, name))
-
-
 def read_abandoned(store: Store) -> dict[int, str]:
     """Returns the save ids of the steps that training left behind when it went back to an earlier one."""
     branch = _read(store, BRANCH_NAME, Branch)
@@ -212,6 +205,23 @@ def read_steps(store: Store) -> list[StepInfo]:
     return [step.info for step in list_steps(store)]
 
 
+def find_step(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[bool]]) -> StepInfo | None:
+    """Returns the first of the steps that `choose` returns True for. Looks at the manifest of that one: if its record
+    is that of a checkpoint which was replaced, all manifests are read.
+    """
+    found = _first_chosen(list_steps(store), choose)
+    if found is not None and layout.committed_save_id(store, layout.step_folder(found.step)) != found.save_id:
+        return _first_chosen(list_steps(store, reads_manifests=True), choose)
+    return found
+
+
+def _first_chosen(
+    steps: Sequence[StoredStep], choose: Callable[[Sequence[StepInfo]], Sequence[bool]]
+) -> StepInfo | None:
+    infos = [step.info for step in steps]
+    return next((info for info, is_chosen in zip(infos, choose(infos), strict=True) if is_chosen), None)
+
+
 class _Reading(NamedTuple):
     """How the steps of a store are read."""
 
@@ -243,10 +253,9 @@ def list_steps(
     return sorted((step for step in found if step), key=lambda step: (not step.is_abandoned, step.info.step))
 
 
-def read_step(store: Store, step: int) -> StepInfo | None:
-    """Returns a committed step; None if it was deleted, or is damaged and without a record."""
-    found = _read_step(_Reading(store, False, _warn_of_damaged), step, "")
-    return found.info if found is not None else None
+def read_step(store: Store, step: int, *, reads_manifest: bool = False) -> StoredStep | None:
+    """Returns a committed step as `list_steps` does; None if it was deleted, or is damaged."""
+    return _read_step(_Reading(store, reads_manifest, _warn_of_damaged), step, "")
 
 
 def _read_step(reading: _Reading, step: int, abandoned_save_id: str) -> StoredStep | None:

@@ -115,13 +115,14 @@ def _create_manifest(call: SaveCall, files: SaveFiles, content: bytes, undo: Exi
     """Creates the manifest; returns the files of the checkpoint that it replaces. `undo` discards the data of this
     save if it is certain that nothing was committed.
     """
-    store, folder, overwrite = files.target.store, files.target.folder, files.target.overwrite
+    store, folder = files.target.store, files.target.folder
     with ExitStack() as refused:
         refused.callback(undo.callback, discard, files)
         if call.timer.age_s > _HELD_UP_S:
             _refuse_if_collected(call, files, content)
         if call.ranks.num_ranks > 1 and not is_remote(store):
             _refuse_unshared(call, files, content)
+        overwrite = files.target.may_replace()
         if files.target.owner is not None:
             files.target.owner.before_commit()
         refused.pop_all()
@@ -150,12 +151,12 @@ def _check_owner_again(files: SaveFiles, content: bytes) -> None:
         if target.owner is not None:
             target.owner.check()
     except CheckpointSaveError as error:
-        outcome = "It was committed all the same, and is complete"
+        outcome = "This save was committed all the same, and is complete; the other one may replace it"
         try:
             layout.check_files(target.store, target.folder, manifest, range(len(manifest.files)))
         except (CheckpointNotFoundError, CheckpointCorruptError):
             target.store.delete(join_name(target.folder, layout.MANIFEST_NAME))
-            outcome = "Its data had been cleared already, so it was withdrawn"
+            outcome = "The data of this save had been cleared already, so it was withdrawn"
         raise CheckpointSaveError(f"{error.message}. {outcome}", kind=error.kind, path=error.path) from error
 
 

@@ -44,6 +44,9 @@ class SaveOwner(NamedTuple):
 
     save_id_prefix: str
     """First 8 characters of the id of each of its saves, by which others know what they left."""
+    may_replace: Callable[[], bool]
+    """Called by the coordinator before anything is written, and again before the commit. Returns True if a checkpoint
+    that stands there may be replaced; raises CheckpointExistsError if it is protected."""
     before_commit: Callable[[], None]
     """Called by the coordinator just before it creates the manifest. Raises like `check`."""
     check: Callable[[], None]
@@ -73,14 +76,21 @@ class SaveTarget(NamedTuple):
         staged = ", through a local stage" if self.stage is not None else ""
         return f"{full_location(self.store, self.folder)} (step={self.step}{overwriting}{staged})"
 
+    def may_replace(self) -> bool:
+        """Returns True if a checkpoint that stands there may be replaced. Asked by the coordinator. Raises what the
+        owner raises.
+        """
+        return self.overwrite if self.owner is None else self.owner.may_replace()
+
     def refuse_existing(self, ranks: Ranks) -> None:
         """Raises CheckpointExistsError, before anything is written, if a committed checkpoint must not be replaced or
         must not have another one beside it, and StorageError (unsupported) if the store cannot replace it.
         """
         if ranks.rank == COORDINATOR:
             store, folder = self.store, self.folder
-            refuse_occupied(store, folder, overwrite=self.overwrite)
-            if self.overwrite and isinstance(store, UnconditionalStore) and layout.has_manifest(store.list(folder)):
+            overwrite = self.may_replace()
+            refuse_occupied(store, folder, overwrite=overwrite)
+            if overwrite and isinstance(store, UnconditionalStore) and layout.has_manifest(store.list(folder)):
                 store.check_replaceable()
 
 

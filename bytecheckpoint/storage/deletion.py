@@ -29,11 +29,14 @@ _MAX_FAILURES = 2
 
 
 def files_of_checkpoint(store: Store, folder: str) -> list[str]:
-    """Returns the names, inside its folder, of the files that the save of a committed checkpoint has written, without
-    the manifest; none if the manifest cannot be read.
+    """Returns the names, inside its folder, of a manager's records about a committed checkpoint and of the files that
+    its save has written, without the manifest; none if the manifest cannot be read.
     """
     with suppress(CheckpointError):
-        return written_files(store, folder, read_manifest(store, folder))
+        manifest = read_manifest(store, folder)
+        names = store.list(join_name(folder, METRICS_FOLDER))
+        records = [f"{METRICS_FOLDER}/{name}" for name in names if save_id_of_record(name) == manifest.save_id]
+        return records + written_files(store, folder, manifest)
     return []
 
 

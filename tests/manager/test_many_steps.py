@@ -68,6 +68,19 @@ def test_a_policy_that_needs_the_steps_gets_all_of_them(tmp_path: Path) -> None:
     assert seen == [5]
 
 
+def test_the_steps_that_a_policy_needs_are_read_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, 5)
+    counts = count_reads(monkeypatch)
+    policy = save_policies.When(lambda _, saved: len(saved) == 5)
+    with bcp.CheckpointManager(tmp_path, save=policy) as manager:
+        manager.wait()
+        assert sorted(counts) == ["background"] * 5 + ["training"]  # of the newest
+        assert manager.save(9, state_at(9)) is not None
+    assert counts.count("training") == 1
+
+
 def test_latest_is_quick_with_ten_thousand_steps(tmp_path: Path) -> None:
     fill(tmp_path, 10_000)
     with bcp.CheckpointManager(tmp_path, save=RARELY) as manager:
@@ -89,6 +102,7 @@ def requests_for(s3: S3Service, prefix: str, num_steps: int, tmp_path: Path) -> 
     counts = []
     s3.faults.reset()
     manager = bcp.CheckpointManager(root, save=RARELY, storage_options=s3.options)
+    manager.wait()  # for the background, which looks for deletions that were cut off
     counts.append(len(s3.faults.requests))
     assert manager.latest() == num_steps - 1
     counts.append(len(s3.faults.requests))

@@ -39,11 +39,11 @@ def test_of_managers_that_claim_at_once_each_gets_its_own_generation(tmp_path: P
 
 def test_the_owner_passes_the_check_and_an_earlier_one_learns_who_owns_the_root(tmp_path: Path) -> None:
     older = claim(store_at(tmp_path), time=1.0)
-    older.check()
+    older.check(outcome="")
     newer = claim(store_at(tmp_path), time=1234.0)
-    newer.check()
+    newer.check(outcome="")
     with pytest.raises(CheckpointSaveError, match=r"pid \d+ on .* at 1234 s .*read_only=True") as raised:
-        older.check()
+        older.check(outcome="")
     assert raised.value.kind == "superseded"
 
 
@@ -60,14 +60,14 @@ def test_only_what_earlier_generations_left_uncommitted_is_cleared(tmp_path: Pat
     newer.clear_earlier()
     assert [path.exists() for path in (left, beside, own, others, user_file)] == [False, False, True, True, True]
     bcp.load(tmp_path, {"weight": torch.zeros(2)}, step=1)
-    newer.check()
+    newer.check(outcome="")
     with pytest.raises(CheckpointSaveError):
-        older.check()
+        older.check(outcome="")
 
 
 def test_a_damaged_claim_still_counts(tmp_path: Path) -> None:
     older = claim(store_at(tmp_path), time=1.0)
     (tmp_path / "manager" / "generations" / "00000002.json").write_text("{")
     with pytest.raises(CheckpointSaveError, match="an unknown process"):
-        older.check()
+        older.check(outcome="")
     assert claim(store_at(tmp_path), time=1.0).number == 3

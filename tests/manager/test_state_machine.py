@@ -51,6 +51,7 @@ class Run:
         options = bcp.ManagerOptions(async_save=False, signals=())
         save = bcp.save_policies.EverySteps(1)
         self.manager = bcp.CheckpointManager(root, save=save, keep=KEEP, options=options)
+        self.await_background()
         self.state = {"w": torch.zeros(40)}
         self.manager.restore(self.state)
         self.next_step = self.first_step = self.manager.next_step

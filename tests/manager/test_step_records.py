@@ -62,7 +62,6 @@ def test_the_newest_report_of_a_metric_counts(store: Store) -> None:
 def test_metrics_of_a_replaced_checkpoint_count_for_nothing(store: Store, tmp_path: Path) -> None:
     step_records.write_record(store, folder(1), read_steps(store)[0])
     step_records.report(store, folder(1), {"bleu": 7.0}, time=9e9)
-    step_records.forget_records(store, folder(1))
     options = bcp.SaveOptions(overwrite=True)
     bcp.save(tmp_path, {"w": torch.ones(5)}, step=1, metadata={"metrics": {"loss": 8.0}}, options=options)
     assert read_steps(store)[0].metrics == {"loss": 8.0}

@@ -16,6 +16,11 @@ from storage.s3_service import S3Service
 import bytecheckpoint as bcp
 from bytecheckpoint import keep_policies, save_policies
 from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.manager import step_records
+from bytecheckpoint.manager.ownership import claim
+from bytecheckpoint.saving import commit
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.open_store import open_store
 from distributed.workers import WorkerPool
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of moto, and of fork beside threads
@@ -41,6 +46,83 @@ def save_under_another_owner(rank: int, world_size: int, path: str) -> tuple[str
 
 def test_an_older_manager_is_refused_on_all_ranks(workers: WorkerPool, tmp_path: Path) -> None:
     assert workers.run(save_under_another_owner, str(tmp_path), world_size=2) == [("superseded", [4])] * 2
+
+
+def lose_the_root(rank: int, world_size: int, path: str, when: str, is_async: bool) -> tuple[str, str, str]:
+    """Returns the error of a save whose root another process claims meanwhile: at the call, before or at the commit."""
+    options = bcp.ManagerOptions(async_save=is_async, signals=())
+    manager = bcp.CheckpointManager(path, save=EVERY_2, options=options)
+    store = open_store(path, storage_options=None, writer_threads=1)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            place, name = {"before": (commit, "_create_manifest"), "at": (layout, "commit")}.get(when, (None, ""))
+            if place is None:
+                claim(store, time=1234.0)
+            else:
+                real = getattr(place, name)
+
+                def claim_first(*arguments: Any, **as_given: Any) -> Any:
+                    claim(store, time=1234.0)
+                    return real(*arguments, **as_given)
+
+                patch.setattr(place, name, claim_first)
+        with pytest.raises(CheckpointSaveError) as raised:
+            save_and_wait(manager)
+    manager.close()
+    return type(raised.value).__name__, raised.value.kind, raised.value.message
+
+
+def save_and_wait(manager: bcp.CheckpointManager) -> None:
+    manager.save(2, state_at(2))
+    manager.wait()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("when", "outcome", "steps"),
+    [
+        ("at the call", "Nothing of this save was committed", []),
+        ("before", "Nothing of this save was committed", []),
+        ("at", "committed all the same, and is complete", [2]),
+    ],
+)
+def test_all_ranks_raise_the_same_error_when_another_process_has_claimed_the_root(
+    workers: WorkerPool, tmp_path: Path, is_async: bool, when: str, outcome: str, steps: list[int]
+) -> None:
+    errors = workers.run(lose_the_root, str(tmp_path), when, is_async, world_size=2)
+    assert len(set(errors)) == 1
+    assert errors[0][:2] == ("CheckpointSaveError", "superseded")
+    assert outcome in errors[0][2]
+    assert f"pid {os.getpid()}" not in errors[0][2]
+    assert (bcp.steps(tmp_path) if steps else []) == steps
+
+
+def save_by_the_clock_of_the_storage(rank: int, world_size: int, path: str, ahead_s: list[float], step: int) -> bool:
+    """Returns if the step was due by time; leases step 1 for 100 s."""
+    real = time.time
+    keep = keep_policies.Latest(1) | keep_policies.Within(1000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "time", lambda: real() + ahead_s[rank])
+        policy = save_policies.EverySeconds(1000) | save_policies.AtSteps([1])
+        with bcp.CheckpointManager(path, save=policy, keep=keep, options=bcp.ManagerOptions(signals=())) as manager:
+            was_due = manager.save(step, state_at(step)) is not None
+            manager.wait()
+            manager.lease(1, 100)
+    return was_due
+
+
+def test_hosts_whose_clocks_differ_by_hours_agree_and_go_by_the_clock_of_the_storage(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    store, due, began = open_store(tmp_path, storage_options=None, writer_threads=1), [], time.time()
+    for step, ahead_s in ((1, [3600.0, -3600.0]), (2, [-3600.0, 3600.0]), (3, [3600.0, 3600.0])):
+        found = workers.run(save_by_the_clock_of_the_storage, str(tmp_path), ahead_s, step, world_size=2)
+        assert len(set(found)) == 1
+        due.append(found[0])
+        (info,) = step_records.list_steps(store)
+        assert began - 2 <= info.info.time <= time.time() + 2
+        assert began + 98 <= info.leased_until <= time.time() + 103
+    assert due == [True, False, False]
 
 
 def walk_back(rank: int, world_size: int, path: str) -> tuple[int, dict[int, bool], float, int]:

@@ -43,26 +43,33 @@ def may_go_on() -> None:
     pass
 
 
+def replaces_nothing() -> bool:
+    return False
+
+
 def files_in(path: Path) -> Iterator[str]:
     return (found.name for found in path.rglob("*") if found.is_file())
 
 
 def test_the_ids_of_its_saves_begin_with_the_prefix_of_the_owner(tmp_path: Path) -> None:
-    ids = [save_owned(tmp_path / name, SaveOwner("0123abcd", may_go_on, may_go_on)).save_id for name in "ab"]
+    ids = [
+        save_owned(tmp_path / name, SaveOwner("0123abcd", replaces_nothing, may_go_on, may_go_on)).save_id
+        for name in "ab"
+    ]
     assert [(len(save_id), save_id[:8]) for save_id in ids] == [(16, "0123abcd")] * 2
     assert ids[0] != ids[1]
 
 
 def test_a_save_that_was_superseded_before_its_commit_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointSaveError, match="another one owns it") as raised:
-        save_owned(tmp_path, SaveOwner("0123abcd", superseded(), may_go_on))
+        save_owned(tmp_path, SaveOwner("0123abcd", replaces_nothing, superseded(), may_go_on))
     assert raised.value.kind == "superseded"
     assert list(files_in(tmp_path)) == []
 
 
 def test_a_save_that_was_superseded_while_it_committed_says_that_it_is_complete(tmp_path: Path) -> None:
     with pytest.raises(CheckpointSaveError, match="committed all the same, and is complete") as raised:
-        save_owned(tmp_path, SaveOwner("0123abcd", may_go_on, superseded()))
+        save_owned(tmp_path, SaveOwner("0123abcd", replaces_nothing, may_go_on, superseded()))
     assert raised.value.kind == "superseded"
     assert bcp.steps(tmp_path) == [1]
     bcp.load(tmp_path, {"weight": torch.zeros(4)})
@@ -71,6 +78,6 @@ def test_a_save_that_was_superseded_while_it_committed_says_that_it_is_complete(
 def test_a_save_whose_data_the_new_owner_has_cleared_is_withdrawn(tmp_path: Path) -> None:
     cleared = superseded(lambda: shutil.rmtree(tmp_path / "step_00000001" / "data"))
     with pytest.raises(CheckpointSaveError, match="was withdrawn") as raised:
-        save_owned(tmp_path, SaveOwner("0123abcd", may_go_on, cleared))
+        save_owned(tmp_path, SaveOwner("0123abcd", replaces_nothing, may_go_on, cleared))
     assert raised.value.kind == "superseded"
     assert bcp.steps(tmp_path) == []

@@ -1,10 +1,12 @@
 """Work of rank 0 after each commit, on a thread of its own: the record beside the manifest, what earlier managers left,
-retention, and copies to a second root. A failure is retried and never reaches a save.
+retention, and copies to a second root. It pauses while a save is in flight. A failure is retried and never reaches a
+save.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
@@ -13,12 +15,20 @@ from bytecheckpoint.errors import CheckpointError, StorageError
 from bytecheckpoint.manager import step_records
 from bytecheckpoint.manager.after_commit.known_steps import KnownSteps, StepChange
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
+from bytecheckpoint.manager.after_commit.save_pauses import OngoingSaves, SavePauses
 from bytecheckpoint.manager.after_commit.second_root import SecondRoot
 from bytecheckpoint.manager.agreement.decisions import StorageClock
 from bytecheckpoint.manager.keep_policies import KeepPolicy
 from bytecheckpoint.manager.ownership import Generation
 from bytecheckpoint.manager.restore import end_attempts
-from bytecheckpoint.manager.retention import decide, delete_steps, finish_deletions, held_by_leases
+from bytecheckpoint.manager.retention import (
+    REPLACED,
+    DeletionPace,
+    decide,
+    delete_steps,
+    finish_deletions,
+    held_by_leases,
+)
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.storage.layout import step_folder
 from bytecheckpoint.storage.store import Store
@@ -40,26 +50,53 @@ class Commit(NamedTuple):
 class Background:
     """The thread of the root, and the one that copies to a second root if there is one."""
 
-    def __init__(self, generation: Generation, keep: KeepPolicy, clock: StorageClock) -> None:
+    def __init__(self, generation: Generation, keep: KeepPolicy, clock: StorageClock, *, reads_steps: bool) -> None:
+        """With `reads_steps` the steps of the root are read at once, because a policy will ask for them."""
         self._generation = generation
         self._store = generation.store
         self._keep = keep
         self._clock = clock
+        self._reads_steps = reads_steps
         self._commits: deque[Commit] = deque()
+        self._is_opened = False
+        """True when deletions that earlier managers had begun are finished."""
         self._is_first = True
         self._newest: int | None = None
         """Step that this manager committed last."""
-        self._work = RetriedWork("bcp-manager", self._catch_up, what=f"the work after a commit to {self._store}")
+        self._work = RetriedWork("bcp-manager", self._catch_up, what=f"the background work in {self._store}")
         self._second: SecondRoot | None = None
+        self.saves = OngoingSaves()
+        self._pauses = SavePauses(self.saves, meanwhile=self._record_commits)
+        self._pace = DeletionPace(self._let_saves_go_first)
         self.steps = KnownSteps(self._store)
         """Committed steps."""
         self._held: dict[int, str] = {}
         """Steps that stay as long as this manager is open, each with the reason."""
+        self.replaced: set[str] = set()
+        """Save ids of checkpoints that saves of this manager replace."""
+        self._lease_ends_at = math.inf
+        """Time at which the next lease ends that has kept a step."""
+        self._damaged: set[int] = set()
+        """Steps whose damage is logged."""
 
-    def cool_down(self, target: Store, keep: KeepPolicy) -> None:
-        """Copies the steps to a second root from now on, those of earlier managers first."""
+    def begin(self) -> None:
+        """Finishes what earlier managers had begun, from now on and in the background."""
+        self._work.ask()
+
+    def cool_down(self, target: Store, keep: KeepPolicy, *, overwrites: bool) -> None:
+        """Copies the steps to a second root from now on, those of earlier managers first. With `overwrites` a copy
+        replaces whatever checkpoint stands in its place.
+        """
         self._second = SecondRoot(
-            target, self._generation, self.steps, keep, self._clock, on_copied=self._delete_after_copy
+            target,
+            self._generation,
+            self.steps,
+            keep=keep,
+            clock=self._clock,
+            saves=self.saves,
+            replaced=self.replaced,
+            overwrites=overwrites,
+            on_copied=self._delete_after_copy,
         )
         self._second.work.ask()
 
@@ -95,6 +132,8 @@ class Background:
     def _finish(self, hanging_s: float) -> Exception | None:
         """Waits and warns as `wait` does; returns the failure of copies."""
         failing_s = min(_FAILING_S, hanging_s)
+        if self._clock.now() > self._lease_ends_at:
+            self._work.ask()
         failure, copy_failure = self._work.wait(failing_s=failing_s, hanging_s=hanging_s), None
         if self._second is not None:
             copy_failure = self._second.work.wait(failing_s=failing_s, hanging_s=hanging_s)
@@ -129,35 +168,51 @@ class Background:
             raise self._copy_error(copy_failure)
 
     def _catch_up(self) -> None:
-        while self._commits:
-            commit = self._commits[0]
-            self._record(commit)
-            self._commits.popleft()
-            _call_back(commit.on_save)
-            if self._second is not None:
-                self._second.may_delete = True
-                self._second.work.ask()
+        self._record_commits()
+        if not self._is_opened:
+            if self._reads_steps:
+                self.steps.all()
+            finish_deletions(self._store, pace=self._pace)
+            self._is_opened = True
+        if self._newest is None:  # nothing else is deleted before this manager has committed
+            return
         if self._is_first:
-            finish_deletions(self._store)
-            self._generation.clear_earlier()
+            self._generation.clear_earlier(before_folder=self._let_saves_go_first)
             end_attempts(self._store, None)
             self._record_earlier()
             self._is_first = False
         self._delete_due()
+        self._pauses.catch_up()
 
-    def _record(self, commit: Commit) -> None:
-        step_records.write_record(self._store, step_folder(commit.info.step), commit.info)
+    def _let_saves_go_first(self) -> None:
+        self._work.note_progress()
+        self._record_commits()
+        self._pauses.pause()
+
+    def _record_commits(self) -> None:
+        while self._commits:
+            commit = self._commits[0]
+            step_records.write_record(self._store, step_folder(commit.info.step), commit.info)
+            self._commits.popleft()
+            self._work.note_progress()
+            _call_back(commit.on_save)
+            if self._second is not None:
+                self._second.may_delete = True
+                self._second.work.ask()
 
     def _record_earlier(self) -> None:
         """Writes the records of saves whose processes ended right after the commit."""
         for step in self.steps.all():
             if not step.has_record:
+                self._let_saves_go_first()
                 step_records.write_record(self._store, step_folder(step.info.step), step.info)
 
     def _delete_due(self) -> None:
+        self._let_saves_go_first()
         now = self._clock.now()
         self.steps.drop_deleted()
         steps = self.steps.all()
+        self._lease_ends_at = min((step.leased_until for step in steps if step.leased_until > now), default=math.inf)
         held = held_by_leases(steps, now=now) | self._held
         if self._newest is not None:
             held[self._newest] = "newest commit"
@@ -165,13 +220,35 @@ class Background:
             held |= self._second.waiting()
         infos = [step.info for step in steps]
         decisions = decide(self._keep, infos, now=now, held=held)
-        due = [info for info, decision in zip(infos, decisions, strict=True) if not decision.is_kept]
-        for info in due:
+        for info, decision in zip(infos, decisions, strict=True):
+            if decision.is_kept:
+                continue
+            self._let_saves_go_first()
             if not self._generation.is_newest():
                 return
-            if not delete_steps(self._store, [info], now=now):
-                self.steps.remove(info)
-            self._work.note_progress()
+            if info.step not in self._held:  # it may have been restored since
+                self._delete(info, now)
+
+    def _delete(self, info: StepInfo, now: float) -> None:
+        stays = delete_steps(self._store, [info], now=now, pace=self._pace, on_damaged=self._warn_of_damaged)
+        if not stays:
+            self.steps.remove(info)
+        elif stays[info.step] == REPLACED:
+            self.steps.read_again(info.step)
+        else:
+            until = step_records.leased_until(self._store, step_folder(info.step))
+            self._lease_ends_at = min(self._lease_ends_at, until if until > now else math.inf)
+
+    def _warn_of_damaged(self, step: int, error: CheckpointError) -> None:
+        if step not in self._damaged:
+            self._damaged.add(step)
+            logger.warning(
+                "step %d of %s is not deleted, because its manifest cannot be read: %s. The others are, and this one "
+                "is tried again after each commit: look at it with `bcp verify`, or delete its folder",
+                step,
+                self._store,
+                error.message,
+            )
 
 
 def _call_back(on_save: Callable[[], object] | None) -> None:

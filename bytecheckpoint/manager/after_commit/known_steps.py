@@ -83,6 +83,17 @@ class KnownSteps:
                 if step > oldest and step not in committed:
                     self._steps.pop(step, None)
 
+    def read_again(self, step: int) -> None:
+        """Reads a step whose checkpoint another program has replaced. Raises what the store raises."""
+        found = step_records.read_step(self._store, step, reads_manifest=True)
+        with self._lock:
+            if step not in self._steps:
+                return
+            if found is None:
+                del self._steps[step]
+            else:
+                self._steps[step] = found._replace(is_abandoned=False)
+
     def remove(self, info: StepInfo) -> None:
         """Notes that a checkpoint was deleted, unless another one stands there now."""
         with self._lock:

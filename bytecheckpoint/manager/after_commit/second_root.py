@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError, StorageError
 from bytecheckpoint.manager import step_records
 from bytecheckpoint.manager.after_commit.known_steps import KnownSteps, ordered
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
+from bytecheckpoint.manager.after_commit.save_pauses import OngoingSaves, SavePauses
 from bytecheckpoint.manager.agreement.decisions import StorageClock
 from bytecheckpoint.manager.cool_down import copy_step
 from bytecheckpoint.manager.keep_policies import KeepPolicy
 from bytecheckpoint.manager.ownership import Generation, claim
-from bytecheckpoint.manager.retention import decide, delete_steps, finish_deletions, held_by_leases
+from bytecheckpoint.manager.retention import (
+    DeletionPace,
+    decide,
+    delete_steps,
+    finish_deletions,
+    held_by_leases,
+    protection_of,
+)
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.manager.step_records import StoredStep
 from bytecheckpoint.storage import layout
@@ -36,18 +44,28 @@ class SecondRoot:
         target: Store,
         generation: Generation,
         steps: KnownSteps,
+        *,
         keep: KeepPolicy,
         clock: StorageClock,
-        *,
+        saves: OngoingSaves,
+        replaced: Collection[str],
+        overwrites: bool,
         on_copied: Callable[[], object],
     ) -> None:
-        """`steps` are those of the first root; `on_copied` is called when steps there wait for less."""
+        """`steps` are those of the first root, `saves` those of the manager. `replaced` are the save ids of checkpoints
+        that these replace, whose copies are replaced too; with `overwrites` that goes for all copies. `on_copied` is
+        called when steps of the first root wait for less.
+        """
         self._source, self._target = generation.store, target
         self._generation = generation
         self._generation_there: Generation | None = None
         self._steps = steps
         self._keep = keep
         self._clock = clock
+        self._pauses = SavePauses(saves, meanwhile=self._note_progress)
+        self._pace = DeletionPace(self._let_saves_go_first)
+        self._replaced = replaced
+        self._overwrites = overwrites
         self._on_copied = on_copied
         self._lock = threading.Lock()
         self._there: dict[int, StoredStep] | None = None
@@ -55,6 +73,8 @@ class SecondRoot:
         self._in_copy: int | None = None
         self._renewed: set[int] = set()
         """Steps with metrics that were reported since their copies."""
+        self._to_renew: set[int] = set()
+        """Those of them that this catching up copies."""
         self.may_delete = False
         """True once this manager has committed a checkpoint."""
         self.work = RetriedWork("bcp-cool-down", self._catch_up, what=f"copying from {self._source} to {target}")
@@ -79,7 +99,10 @@ class SecondRoot:
         """Returns the steps that the policy wants there and that are not there yet, oldest first."""
         wanted = self._wanted(here, there)
         infos = [step.info for step in here if step.info.step in wanted]
-        return [info for info in infos if info.step not in there or there[info.step].info.save_id != info.save_id]
+        return [info for info in infos if not self._is_copied(info, there.get(info.step))]
+
+    def _is_copied(self, info: StepInfo, copy: StoredStep | None) -> bool:
+        return copy is not None and copy.info.save_id == info.save_id and info.step not in self._to_renew
 
     def _wanted(self, here: Sequence[StoredStep], there: Mapping[int, StoredStep]) -> set[int]:
         """Returns the steps of both roots that the policy keeps there."""
@@ -106,11 +129,19 @@ class SecondRoot:
             self._delete_there(there)
         if failure is not None:
             raise failure
+        self._pauses.catch_up()
+
+    def _note_progress(self) -> None:
+        self.work.note_progress()
+
+    def _let_saves_go_first(self) -> None:
+        self.work.note_progress()
+        self._pauses.pause()
 
     def _is_superseded(self) -> bool:
         """Returns True if another manager owns the root, and copies: this one's saves raise the error."""
         try:
-            self._generation.check()
+            self._generation.check(outcome="")
         except CheckpointSaveError:
             return True
         return False
@@ -121,7 +152,7 @@ class SecondRoot:
         Raises StorageError if it is the first root; CheckpointSaveError (superseded) if another manager claimed it.
         """
         if self._generation_there is not None:
-            self._generation_there.check()
+            self._generation_there.check(outcome="Nothing was copied there since. ")
             return
         if self._generation.is_claimed_in(self._target):
             raise StorageError(
@@ -131,34 +162,41 @@ class SecondRoot:
                 path=str(self._target),
             )
         generation = claim(self._target, time=self._clock.now())
-        generation.clear_earlier()
+        generation.clear_earlier(before_folder=self._let_saves_go_first)
         self._generation_there = generation
 
     def _look_there(self) -> dict[int, StoredStep]:
         abandoned = step_records.read_abandoned(self._source)
         if self._there is None:
-            finish_deletions(self._target)
+            finish_deletions(self._target, pace=self._pace)
             found = step_records.list_steps(self._target)
         else:
             found = list(self._there.values())
         with self._lock:
-            renewed, self._renewed = self._renewed, set()
+            self._to_renew |= self._renewed
+            self._renewed = set()
             there = {
                 step.info.step: step._replace(is_abandoned=abandoned.get(step.info.step) == step.info.save_id)
                 for step in found
-                if step.info.step not in renewed
             }
             self._there = there
         return there
 
     def _copy(self, info: StepInfo, there: dict[int, StoredStep]) -> None:
         folder = layout.step_folder(info.step)
-        replaced = [there[info.step].info.save_id] if info.step in there and there[info.step].is_abandoned else []
+        may_replace = self._replaceable(there.get(info.step))
+        self._let_saves_go_first()
         with self._lock:
             self._in_copy = info.step
         try:
-            on_file = self.work.note_progress
-            copy_step(self._source, folder, self._target, folder, may_replace=replaced, on_file=on_file)
+            copy_step(
+                self._source,
+                folder,
+                self._target,
+                folder,
+                may_replace=may_replace,
+                on_file=self._let_saves_go_first,
+            )
         except CheckpointNotFoundError:
             if layout.committed_save_id(self._source, folder) == info.save_id:
                 raise
@@ -169,13 +207,26 @@ class SecondRoot:
                 self._in_copy = None
         with self._lock:
             there[info.step] = StoredStep(info, True, 0.0, False)
+            self._to_renew.discard(info.step)
         logger.info("step %d was copied to %s", info.step, self._target)
+
+    def _replaceable(self, copy: StoredStep | None) -> list[str]:
+        """Returns the save id of the copy that stands in the place of another checkpoint's, if it may be replaced."""
+        if copy is None:
+            return []
+        save_id, folder = copy.info.save_id, layout.step_folder(copy.info.step)
+        if not (copy.is_abandoned or self._overwrites or save_id in self._replaced):
+            return []
+        return [] if protection_of(self._target, folder, now=self._clock.now()) else [save_id]
 
     def _delete_there(self, there: dict[int, StoredStep]) -> None:
         now = self._clock.now()
         stays = self._wanted(self._steps.all(), there) | held_by_leases([*there.values()], now=now).keys()
         for step in ordered([*there.values()])[:-1]:  # the newest copy always stays
-            if step.info.step not in stays and not delete_steps(self._target, [step.info], now=now):
+            if step.info.step in stays:
+                continue
+            self._let_saves_go_first()
+            if not delete_steps(self._target, [step.info], now=now, pace=self._pace):
                 self.work.note_progress()
                 with self._lock:
                     del there[step.info.step]

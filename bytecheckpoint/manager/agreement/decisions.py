@@ -41,9 +41,13 @@ class Decisions:
 class StorageClock:
     """The clock of a storage, by which hosts agree whose own clocks differ. It never runs backwards."""
 
-    def __init__(self, offset_s: float, *, not_before: float = 0.0) -> None:
+    def __init__(self, offset_s: float) -> None:
         self._offset_s = offset_s
-        self._newest = not_before
+        self._newest = 0.0
+
+    def keep_after(self, time_s: float) -> None:
+        """Notes a time that has passed already."""
+        self._newest = max(self._newest, time_s)
 
     def now(self) -> float:
         """Returns seconds since 1970."""

@@ -282,6 +282,8 @@ def _opened(path: str) -> Iterator[tuple[int, int]]:
 
 def _size(entry: os.DirEntry[str]) -> int | None:
     """Returns the size in bytes, _FOLDER for a folder, None for anything else, a vanished entry or a link to itself."""
+    if entry.is_dir(follow_symlinks=False):  # asks no file system: a root may have thousands of steps
+        return _FOLDER
     try:
         status = entry.stat()
     except FileNotFoundError:

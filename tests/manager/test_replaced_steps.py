@@ -1,0 +1,297 @@
+"""Steps that are saved again: their metrics, pins, leases and copies, and what an earlier manager commits too late."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import bytecheckpoint as bcp
+from bytecheckpoint import keep_policies, save_policies
+from bytecheckpoint.errors import CheckpointExistsError, CheckpointSaveError
+from bytecheckpoint.manager import step_records
+from bytecheckpoint.manager.after_commit import background
+from bytecheckpoint.manager.ownership import Generation
+from bytecheckpoint.saving import commit
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.layout import step_folder
+from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.tools.main import cli
+
+EVERY = save_policies.EverySteps(1)
+ALL = keep_policies.All()
+OVERWRITE = bcp.SaveOptions(overwrite=True)
+
+
+def state_at(value: float) -> dict[str, Any]:
+    return {"weight": torch.full((8,), float(value))}
+
+
+def manager_at(path: Path, *, keep: Any = ALL, **options: Any) -> bcp.CheckpointManager:
+    options = {"async_save": False, "signals": (), **options}
+    return bcp.CheckpointManager(path, save=EVERY, keep=keep, options=bcp.ManagerOptions(**options))
+
+
+def value_of(root: Path, step: int) -> float:
+    state = state_at(-1)
+    bcp.load(root, state, step=step)
+    return float(state["weight"][0])
+
+
+def replace_by_hand(path: Path, step: int, *, loss: float) -> None:
+    bcp.save(path, state_at(step + 0.5), step=step, metadata={"metrics": {"loss": loss}}, options=OVERWRITE)
+
+
+def losses_of(path: Path) -> list[float]:
+    store = open_store(str(path), storage_options=None, writer_threads=1)
+    return [info.metrics["loss"] for info in step_records.read_steps(store)]
+
+
+def best_of(path: Path) -> tuple[int | None, dict[str, float]]:
+    with manager_at(path, read_only=True) as manager:
+        best = manager.best("loss")
+        assert best is not None
+        return best.step, dict(best.metrics)
+
+
+def save_three(path: Path) -> None:
+    with manager_at(path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_at(step), metrics={"loss": float(step)})
+        manager.report(1, {"bleu": 7.0})
+
+
+def test_a_checkpoint_that_a_plain_save_replaced_has_its_own_metrics(tmp_path: Path) -> None:
+    save_three(tmp_path)
+    replace_by_hand(tmp_path, 1, loss=9.0)
+    assert losses_of(tmp_path) == [9.0, 2.0, 3.0]
+    assert best_of(tmp_path) == (2, {"loss": 2.0})
+    shown = CliRunner().invoke(cli, ["ls", str(tmp_path), "--json"]).output
+    assert "bleu" not in shown
+    assert '"loss": 9.0' in shown
+    with manager_at(tmp_path, keep=keep_policies.Best(1, "loss")) as manager:
+        manager.save(4, state_at(4))
+    assert bcp.steps(tmp_path) == [2, 4]
+
+
+def test_a_record_that_a_crash_left_of_a_replaced_checkpoint_makes_it_not_the_best(tmp_path: Path) -> None:
+    save_three(tmp_path)
+    shutil.copytree(tmp_path / step_folder(1) / "metrics", tmp_path / "old")
+    replace_by_hand(tmp_path, 1, loss=9.0)
+    shutil.copytree(tmp_path / "old", tmp_path / step_folder(1) / "metrics", dirs_exist_ok=True)
+    assert best_of(tmp_path) == (2, {"loss": 2.0})
+
+
+def test_an_open_manager_keeps_a_step_that_became_the_best_when_another_program_replaced_it(tmp_path: Path) -> None:
+    worse = [False]
+    keep = keep_policies.Best(1, "loss") | keep_policies.When(lambda _: not worse[0])
+    with manager_at(tmp_path, keep=keep) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_at(step), metrics={"loss": 10.0 - step})
+        manager.wait()
+        replace_by_hand(tmp_path, 1, loss=0.5)
+        worse[0] = True
+        for step in (4, 5):
+            manager.save(step, state_at(step), metrics={"loss": 20.0})
+            manager.wait()
+    assert bcp.steps(tmp_path) == [1, 5]
+    assert value_of(tmp_path, 1) == 1.5
+
+
+def leased(path: Path, step: int) -> None:
+    with manager_at(path) as manager:
+        manager.lease(step, 10_000)
+
+
+def pinned(path: Path, step: int) -> None:
+    with manager_at(path) as manager:
+        manager.pin(step)
+
+
+@pytest.mark.parametrize(("protect", "match"), [(leased, "is leased until .*leases"), (pinned, "is pinned.*unpin it")])
+@pytest.mark.parametrize("is_left", [True, False], ids=["of a left branch", "overwrite"])
+def test_a_protected_step_is_not_replaced(
+    tmp_path: Path, protect: Callable[[Path, int], None], match: str, is_left: bool
+) -> None:
+    save_three(tmp_path)
+    protect(tmp_path, 2)
+    with manager_at(tmp_path, save=bcp.SaveOptions(overwrite=not is_left)) as manager:
+        manager.restore(state_at(0), step=1 if is_left else 3)
+        with pytest.raises(CheckpointExistsError, match=match):
+            manager.save(2, state_at(20), force=True)
+        assert value_of(tmp_path, 2) == 2
+        assert len(list((tmp_path / step_folder(2) / "data").iterdir())) == 1
+        assert manager._owned is not None
+        if protect is pinned:
+            manager.unpin(2)
+        else:
+            manager._owned.clock._offset_s += 20_000
+        manager.save(2, state_at(20), force=True)
+    assert value_of(tmp_path, 2) == 20
+
+
+def test_a_step_that_is_leased_while_its_replacement_is_written_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_three(tmp_path)
+    store = open_store(str(tmp_path), storage_options=None, writer_threads=1)
+    real = commit._create_manifest
+
+    def create(*arguments: Any) -> Any:
+        step_records.lease(store, step_folder(3), until=9e9)
+        return real(*arguments)
+
+    monkeypatch.setattr(commit, "_create_manifest", create)
+    with manager_at(tmp_path, save=OVERWRITE) as manager, pytest.raises(CheckpointExistsError, match="leased until"):
+        manager.save(3, state_at(30))
+    assert value_of(tmp_path, 3) == 3
+    assert len(list((tmp_path / step_folder(3) / "data").iterdir())) == 1
+
+
+def test_a_pinned_save_that_failed_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_three(tmp_path)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CheckpointSaveError("the disk is on fire", kind="storage")
+
+    with manager_at(tmp_path, save=OVERWRITE) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(commit.layout, "commit", refuse)
+            with pytest.raises(CheckpointSaveError, match="on fire"):
+                manager.save(3, state_at(30), pin=True)
+        manager.save(3, state_at(31), pin=True)
+        with pytest.raises(CheckpointExistsError, match="pinned"):
+            manager.save(3, state_at(32), force=True)
+    assert value_of(tmp_path, 3) == 31
+
+
+def commit_late(monkeypatch: pytest.MonkeyPatch, manager: bcp.CheckpointManager, step: int, then: Any) -> str:
+    """Saves a step of a manager that loses its root between its last look and its commit; returns the error."""
+    real = layout.commit
+
+    def claim_first(*arguments: Any, **options: Any) -> None:
+        monkeypatch.setattr(layout, "commit", real)
+        then()
+        real(*arguments, **options)
+
+    monkeypatch.setattr(layout, "commit", claim_first)
+    with pytest.raises(CheckpointSaveError) as raised:
+        manager.save(step, state_at(step))
+    assert raised.value.kind == "superseded"
+    return raised.value.message
+
+
+def test_a_step_that_an_earlier_manager_committed_after_the_claim_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "bytecheckpoint")
+    older, newer = manager_at(tmp_path), list[bcp.CheckpointManager]()
+    older.save(1, state_at(1))
+
+    def claim() -> None:
+        newer.append(manager_at(tmp_path))
+        newer[0].restore(state_at(0))
+
+    message = commit_late(monkeypatch, older, 2, claim)
+    assert "committed all the same, and is complete" in message
+    assert "Nothing" not in message
+    assert bcp.steps(tmp_path) == [1, 2]
+    newer[0].save(2, state_at(20))
+    newer[0].close()
+    assert value_of(tmp_path, 2) == 20
+    assert "step 2, which an earlier manager committed late, is replaced" in caplog.text
+    with pytest.raises(CheckpointSaveError, match="Nothing of this save was committed"):
+        older.save(3, state_at(3))
+    older.close()
+
+
+def test_a_step_that_was_there_at_the_claim_is_not_replaced(tmp_path: Path) -> None:
+    older = manager_at(tmp_path)
+    older.save(1, state_at(1))
+    with manager_at(tmp_path) as manager:  # which restores nothing
+        with pytest.raises(CheckpointExistsError):
+            manager.save(1, state_at(10))
+        bcp.save(tmp_path, state_at(5), step=5)  # of a program without a manager
+        with pytest.raises(CheckpointExistsError):
+            manager.save(5, state_at(50))
+    older.close()
+    assert (value_of(tmp_path, 1), value_of(tmp_path, 5)) == (1, 5)
+
+
+def test_a_late_commit_that_was_copied_is_replaced_at_the_second_root_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    older, newer = manager_at(here), list[bcp.CheckpointManager]()
+    older.save(1, state_at(1))
+    commit_late(monkeypatch, older, 2, lambda: newer.append(manager_at(here)))
+    older.close()
+    newer[0].close()
+    copying = manager_at(here, cool_down=there)
+    copying.wait()
+    assert bcp.steps(there) == [1, 2]
+    assert copying._owned is not None
+    copying._saves.newest_seen = 1  # as if 2 had been committed after the claim
+    older_prefix = layout.committed_save_id(
+        open_store(str(here), storage_options=None, writer_threads=1), step_folder(2)
+    )
+    generation: Generation = copying._owned.generation._replace(earlier_prefixes=(older_prefix[:8],))
+    copying._saves._owned = copying._owned._replace(generation=generation)
+    copying.save(2, state_at(20))
+    copying.close()
+    assert (value_of(here, 2), value_of(there, 2)) == (20, 20)
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_the_copy_of_a_replaced_step_is_replaced_at_the_second_root(tmp_path: Path, is_restarted: bool) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    manager = manager_at(here, cool_down=there, save=OVERWRITE)
+    for step in (1, 2):
+        manager.save(step, state_at(step))
+    manager.wait()
+    if is_restarted:
+        manager.close()
+        with manager_at(here, save=OVERWRITE) as other:  # the process ended before it copied
+            other.save(2, state_at(20))
+        manager = manager_at(here, cool_down=there, save=OVERWRITE)
+    else:
+        manager.save(2, state_at(20), force=True)
+    manager.wait()
+    assert (value_of(here, 2), value_of(there, 2), value_of(there, 1)) == (20, 20, 1)
+    assert len(list((there / step_folder(2) / "data").iterdir())) == 1
+    manager.close()
+
+
+def test_a_pinned_copy_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_FAILING_S", 0.2)
+    here, there = tmp_path / "here", tmp_path / "there"
+    manager = manager_at(here, cool_down=there, save=OVERWRITE)
+    manager.save(2, state_at(2))
+    manager.wait()
+    (there / step_folder(2) / "pin.json").write_text("{}")
+    manager.save(2, state_at(20), force=True)
+    with pytest.raises(CheckpointExistsError, match="stands at"):
+        manager.wait()
+    assert value_of(there, 2) == 2
+    (there / step_folder(2) / "pin.json").unlink()
+    manager.close()
+    assert value_of(there, 2) == 20
+
+
+def test_metrics_that_are_reported_while_a_replaced_copy_waits_do_not_hide_it(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    with manager_at(here, cool_down=there, save=OVERWRITE) as manager:
+        manager.save(2, state_at(2))
+        manager.wait()
+        assert manager._owned is not None
+        manager._owned.background.saves.begin()  # holds the copy up
+        manager.save(2, state_at(20), force=True)
+        manager.report(2, {"loss": 0.25})
+        manager._owned.background.saves.end()
+    assert value_of(there, 2) == 20
+    assert losses_of(there) == [0.25]
