@@ -5,6 +5,7 @@ retention, and copies to a second root. A failure is retried and never reaches a
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
@@ -93,12 +94,17 @@ class Background:
             raise self._copy_error(copy_failure)
 
     def _finish(self, hanging_s: float) -> Exception | None:
-        """Waits and warns as `wait` does; returns the failure of copies."""
-        failing_s = min(_FAILING_S, hanging_s)
-        failure, copy_failure = self._work.wait(failing_s=failing_s, hanging_s=hanging_s), None
+        """Waits and warns as `wait` does; returns the failure of copies. Both threads work side by side, so the limits
+        of both count from the same moment.
+        """
+        failing_s, began = min(_FAILING_S, hanging_s), time.monotonic()
+        failure = self._work.wait(began=began, failing_s=failing_s, hanging_s=hanging_s)
+        copy_failure = None
         if self._second is not None:
-            copy_failure = self._second.work.wait(failing_s=failing_s, hanging_s=hanging_s)
-            failure = failure or self._work.wait(failing_s=failing_s, hanging_s=hanging_s)
+            copy_failure = self._second.work.wait(began=began, failing_s=failing_s, hanging_s=hanging_s)
+            if not isinstance(copy_failure, TimeoutError):
+                began = time.monotonic()  # the last copy may have made deletions due just now
+            failure = failure or self._work.wait(began=began, failing_s=failing_s, hanging_s=hanging_s)
         if failure is not None:
             logger.warning(
                 "deletions in %s are not finished (%s): the next manager finishes them", self._store, failure
