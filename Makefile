@@ -5,7 +5,7 @@
 #   make fault-table       break it on purpose, thousands of times, and write docs/faults.md; some 40 minutes on 2 cores
 #   make test-frameworks   the tests against DeepSpeed and Megatron themselves, in a virtual environment of its own
 #   make lint     ruff and mypy
-#   make demo     train a small GPT, kill it, resume it on other layouts
+#   make demo     train a small GPT, kill it and stop it, resume it on other layouts
 #   make bench    how long things take, beside what others take
 #   make bench-load    the same of loading
 #   make bench-objects    the same with an object store

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
@@ -98,7 +98,7 @@ def save(
         async_save=async_save,
         process_group=process_group,
         role=role,
-        metadata=metadata,
+        make_metadata=lambda: metadata,
         storage_options=storage_options,
         options=options or SaveOptions(),
         owner=None,
@@ -116,12 +116,14 @@ def run_save(
     async_save: bool,
     process_group: dist.ProcessGroup | None,
     role: str | None,
-    metadata: Mapping[str, Any] | None,
+    make_metadata: Callable[[], Mapping[str, Any] | None],
     storage_options: Mapping[str, Any] | None,
     options: SaveOptions,
     owner: SaveOwner | None,
 ) -> SaveHandle:
-    """Does what `save` says, for the `owner` of the root, if it has one."""
+    """Does what `save` says, for the `owner` of the root, if it has one. An error of `make_metadata` on one rank is
+    raised by all.
+    """
     timer, process = PhaseTimer(), process_state()
     wait_until_numbered()
     kind = kind_of_snapshot(options.snapshot, async_save=async_save)
@@ -136,7 +138,7 @@ def run_save(
             if not async_save:
                 slot.close()  # only what is staged needs the staging memory
         with call.phase("plan"):
-            step, metadata = check_step(step), check_metadata(metadata)
+            step, metadata = check_step(step), check_metadata(make_metadata())
             target = open_target(
                 path, step=step, role=role, storage_options=storage_options, options=options, owner=owner
             )

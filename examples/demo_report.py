@@ -26,7 +26,7 @@ class Claim(NamedTuple):
     evidence: str
 
 
-def print_losses(console: Console, runs: Sequence[Run], *, resumed_at: int) -> None:
+def print_losses(console: Console, runs: Sequence[Run], *, resumed_after: int) -> None:
     """Prints a row a step, a column a run. A sign marks losses that are bit-identical to the first run's."""
     reference = runs[0].losses
     table = Table(title="Loss by step, in nats per byte; = is bit-identical to the reference")
@@ -34,9 +34,9 @@ def print_losses(console: Console, runs: Sequence[Run], *, resumed_at: int) -> N
     for run in runs:
         table.add_column(f"{run.name}\n{run.title}", justify="right")
     for step, expected in reference.items():
-        if step > resumed_at or step % SPARSE_EVERY == 0:
+        if step > resumed_after or step % SPARSE_EVERY == 0:
             table.add_row(str(step), *(_cell(run.losses.get(step), expected) for run in runs))
-        if step == resumed_at:
+        if step == resumed_after:
             table.add_section()
     console.print(table)
 
@@ -47,23 +47,26 @@ def _cell(loss: float | None, expected: float) -> str:
     return f"[green]{loss:.7f} =[/green]" if loss == expected else f"{loss:.7f}  "
 
 
-def plot_losses(runs: Sequence[Run], *, resumed_at: int, tolerance: float, path: Path) -> None:
-    """Draws a PNG: the losses of all runs over the steps, and the distance of the resumed ones from the reference."""
+def plot_losses(runs: Sequence[Run], *, resumed_after: int, tolerance: float, path: Path) -> None:
+    """Draws a PNG: the losses of the reference, of the interrupted run and of those that resumed it over the steps, and
+    the distance of the resumed ones from the reference.
+    """
     mpl.use("Agg")
     figure = Figure(figsize=(9, 7), layout="constrained")
     losses, distances = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    reference, killed = runs[0].losses, runs[1].losses
-    for run, (color, style, width) in zip(runs, LINES, strict=True):
+    reference, interrupted = runs[0].losses, runs[1].losses
+    for run, (color, style, width) in zip(runs, LINES, strict=False):
         steps = list(run.losses)
         label = f"{run.name}: {run.title}"
         losses.plot(steps, [run.losses[step] for step in steps], style, color=color, linewidth=width, label=label)
         if run not in runs[:2]:
             distance = [abs(run.losses[step] - reference[step]) for step in steps]
             distances.plot(steps, distance, style, color=color, linewidth=width)
-    losses.plot([max(killed)], [killed[max(killed)]], "X", color="red", markersize=12, label="killed here")
-    losses.axvline(resumed_at, color="gray", linewidth=0.8, label="last save before it")
+    last = max(interrupted)
+    losses.plot([last], [interrupted[last]], "X", color="red", markersize=12, label=f"{runs[1].name} here")
+    losses.axvline(resumed_after, color="gray", linewidth=0.8, label="newest save")
     losses.set_ylabel("loss, nats per byte")
-    losses.set_title("One training run, killed, and resumed on three layouts")
+    losses.set_title(f"One training run, {runs[1].name}, and resumed")
     losses.legend()
     distances.axhline(tolerance, color="gray", linestyle=":", label=f"tolerance {tolerance}")
     distances.set_yscale("symlog", linthresh=1e-8)

@@ -1,4 +1,4 @@
-"""Starts runs of train_gpt.py as processes of their own, watches their logs, and kills them."""
+"""Starts runs of train_gpt.py as processes of their own, watches their logs, and kills or stops them."""
 
 from __future__ import annotations
 
@@ -70,6 +70,25 @@ class Run:
                     self._kill(process)
                     return
         raise RunError(f"the run ended before step {step}, at which it was to be killed. {self._output_tail()}")
+
+    def stop_at(self, step: int, schedule: Schedule, console: Console, *, rank: int) -> None:
+        """Runs until the step is in the log, sends SIGTERM to one process, and lets all of them end by themselves.
+
+        Raises RunError if the run ends before, or if a process ends with an error.
+        """
+        is_sent = False
+        with self._started(schedule) as process:
+            for event in self._follow(process, schedule):
+                _show(event, console)
+                if event["event"] == "step" and event["step"] >= step and not is_sent:
+                    pid = self.events("started")[0]["pids"][rank]
+                    os.kill(pid, signal.SIGTERM)
+                    is_sent = True
+                    console.print(f"  [yellow]SIGTERM to process {pid}[/yellow], rank {rank} of {self._num_processes}")
+        if not is_sent:
+            raise RunError(f"the run ended before step {step}, at which it was to be stopped. {self._output_tail()}")
+        if process.returncode != 0:  # torchrun's is 0 only if that of each of its processes is
+            raise RunError(f"the run was stopped, and ended with exit code {process.returncode}. {self._output_tail()}")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in map(json.loads, self._lines()) if event["event"] == kind]
@@ -150,6 +169,8 @@ def _show(event: dict[str, Any], console: Console) -> None:
         console.print(f"  step {step:3}  loss {event['loss']:.4f}  ({event['step_s']:.2f} s a step)")
     elif event["event"] == "saving":
         console.print(f"  [cyan]saving step {step}[/cyan]: training stood still for {event['stall_s']:.2f} s")
+    elif event["event"] == "stopping":
+        console.print(f"  [cyan]stopping after step {step}[/cyan], which is durable")
 
 
 def _kill_pid(pid: int) -> None:

@@ -1,4 +1,5 @@
-"""Trains a small GPT on the source text of Python's standard library, and after a kill goes on from the last save.
+"""Trains a small GPT on the source text of Python's standard library. After a kill it goes on from the last save; after
+SIGTERM to any of its processes all of them save the same step and end, and the next start goes on from there.
 
 The next start may have another number of processes and another layout:
 
@@ -6,7 +7,8 @@ The next start may have another number of processes and another layout:
     torchrun --nproc-per-node 2 examples/train_gpt.py --layout tp --out run
     python examples/train_gpt.py --layout single --out run
 
-All that this takes is in `train`: a dict that names what is saved, `bcp.load` before the loop, `bcp.save` in it.
+All that this takes is in `train`: a dict that names what is saved, `manager.restore` before the loop, and in it
+`manager.save` and `manager.should_stop`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def train(args: argparse.Namespace, *, rank: int, world_size: int) -> None:
     model = build_model(args, world_size=world_size)
     optimizer = build_optimizer(model, args)
     scheduler = build_scheduler(optimizer, args)
-    progress: dict[str, Any] = {"step": 0, "recent_losses": []}
+    progress: dict[str, Any] = {"recent_losses": []}
     torch.manual_seed(args.seed + 1 + rank)
 
     state = {
@@ -43,38 +45,34 @@ def train(args: argparse.Namespace, *, rank: int, world_size: int) -> None:
         "extra_state": progress,
         "rng": bcp.RankLocal(RandomState(), missing="keep"),  # ranks that the save did not have go on as they are
     }
-    root = args.out / "checkpoints"
     log = RunLog(args.out / "log.jsonl", rank=rank)
     log.write("started", layout=args.layout, pids=gather_pids(world_size))
-
-    if bcp.latest(root) is not None:
-        report = bcp.load(root, state)
-        log.write("loaded", step=report.step, load_s=report.seconds, **logged_digests(args, model, optimizer))
-
     corpus = read_corpus()
-    pending_save = None
-    while progress["step"] < args.steps:
-        started = time.perf_counter()
-        loss = train_step(model, optimizer, scheduler, next_batch(corpus, args, progress["step"], rank, world_size))
-        progress["step"] += 1
-        progress["recent_losses"] = [*progress["recent_losses"], loss][-10:]
-        log.write("step", step=progress["step"], loss=loss, hex=loss.hex(), step_s=time.perf_counter() - started)
 
-        if progress["step"] % args.save_every == 0 or progress["step"] == args.steps:
+    save = bcp.save_policies.EverySteps(args.save_every) | bcp.save_policies.Last(args.steps)
+    with bcp.CheckpointManager(args.out / "checkpoints", save=save) as manager:
+        report = manager.restore(state)
+        if report is not None:
+            log.write("loaded", step=report.step, load_s=report.seconds, **logged_digests(args, model, optimizer))
+
+        for step in range(manager.next_step, args.steps):
             started = time.perf_counter()
-            pending_save = bcp.save(
-                root,
-                state,
-                step=progress["step"],
-                async_save=True,  # returns once the state may change again; the writing goes on beside the training
-                metadata={"layout": args.layout},
-            )
-            stall_s = time.perf_counter() - started
-            log.write("saving", step=progress["step"], stall_s=stall_s, **logged_digests(args, model, optimizer))
+            loss = train_step(model, optimizer, scheduler, next_batch(corpus, args, step, rank, world_size))
+            progress["recent_losses"] = [*progress["recent_losses"], loss][-10:]
+            log.write("step", step=step, loss=loss, hex=loss.hex(), step_s=time.perf_counter() - started)
 
-    if pending_save is not None:
-        info = pending_save.result()  # durable and committed, or an error; those of earlier saves were raised by save()
-        log.write("finished", step=info.step, num_bytes=info.num_bytes)
+            started = time.perf_counter()
+            # Returns once the state may change again; the writing goes on beside the training.
+            handle = manager.save(step, state, metadata={"layout": args.layout})
+            if handle is not None:
+                stall_s = time.perf_counter() - started
+                log.write("saving", step=step, stall_s=stall_s, **logged_digests(args, model, optimizer))
+            if manager.should_stop():  # the same answer on all processes; this step is durable
+                log.write("stopping", step=step)
+                break
+
+    # The manager is closed: all saves are durable and committed, or it has raised an error.
+    log.write("finished", step=manager.latest())
 
 
 class RandomState:
@@ -167,7 +165,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small GPT on the source text of Python's standard library.")
     parser.add_argument("--layout", choices=["fsdp", "tp", "single"], default="single")
     parser.add_argument("--out", type=Path, required=True, help="folder of the log and the checkpoints")
-    parser.add_argument("--steps", type=int, default=60, help="the schedule ends here")
+    parser.add_argument("--steps", type=int, default=60, help="the schedule ends here; steps count from 0")
     parser.add_argument("--save-every", type=int, default=20, help="in steps")
     parser.add_argument("--digests", action="store_true", help="log digests of the state at every save and load")
     parser.add_argument("--seed", type=int, default=1)

@@ -8,28 +8,37 @@ import itertools
 import logging
 import os
 import secrets
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
+from types import NoneType
 from typing import Any, Literal, Self
 
 import msgspec
 import torch.distributed as dist
 
-from bytecheckpoint import api
 from bytecheckpoint.adapters.frameworks.detect import Framework
-from bytecheckpoint.errors import CheckpointError, StorageError
+from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import CheckpointInfo, LoadReport, describe_checkpoint
 from bytecheckpoint.manager import keep_policies, save_policies, step_records
 from bytecheckpoint.manager.after_commit.background import Background
-from bytecheckpoint.manager.after_commit.known_steps import StepChange
+from bytecheckpoint.manager.after_commit.step_marks import StepMarks, refuse_read_only
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock, offset_of
 from bytecheckpoint.manager.agreement.stopping import StopRequests, check_deadline, join_stop, rank_in
 from bytecheckpoint.manager.keep_policies import KeepPolicy
 from bytecheckpoint.manager.managed_saves import ManagedRun, ManagedSaves, OwnedRoot
-from bytecheckpoint.manager.options import ManagerOptions
+from bytecheckpoint.manager.options import ManagerOptions, check_options, check_policies
 from bytecheckpoint.manager.ownership import claim
-from bytecheckpoint.manager.restore import RestoreChoice, begin_attempt, choose_step, end_attempts, is_damage
+from bytecheckpoint.manager.restore import (
+    RestoreChoice,
+    begin_attempt,
+    choose_step,
+    end_attempts,
+    given_step,
+    is_damage,
+    is_latest,
+)
 from bytecheckpoint.manager.save_policies import SavePolicy
 from bytecheckpoint.manager.stats import Goodput, ManagerStats
 from bytecheckpoint.manager.step_info import StepInfo
@@ -41,6 +50,7 @@ from bytecheckpoint.storage.paths import join_name
 
 logger = logging.getLogger("bytecheckpoint")
 
+_SAVE_OFTEN = save_policies.EverySteps(500) | save_policies.EverySeconds(900) | save_policies.Preempted()
 _KEEP_ALL = keep_policies.All()
 _SOME_STEP = (StepInfo(0, 0.0, {}, {}, False, True),)
 """Stands for all saved steps before a policy that may only ask if there are any."""
@@ -53,6 +63,8 @@ class _OpenedRoot(msgspec.Struct, frozen=True):
     newest: int | None
     """Newest committed step."""
     abandoned: list[int]
+    save_s: float
+    """Seconds that the newest save took; 0.0 if it left no record."""
 
 
 class CheckpointManager:
@@ -62,7 +74,7 @@ class CheckpointManager:
         self,
         root: str | os.PathLike[str],
         *,
-        save: SavePolicy,
+        save: SavePolicy = _SAVE_OFTEN,
         keep: KeepPolicy = _KEEP_ALL,
         framework: Framework = "auto",
         process_group: dist.ProcessGroup | None = None,
@@ -70,8 +82,12 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         options: ManagerOptions | None = None,
     ) -> None:
-        """Claims the root, unless `options.read_only`: from now on saves of an earlier manager are refused."""
-        self._options = options or ManagerOptions()
+        """Claims the root, unless `options.read_only`: from now on saves of an earlier manager are refused.
+
+        Raises TypeError for what is no policy or no ManagerOptions, and what opening the root raises.
+        """
+        check_policies(save=save, keep=keep)
+        self._options = check_options(options)
         self._root, self._role = layout.root_of(root, role), role
         self._policy, self._keep = save, keep
         self._goodput = Goodput()
@@ -91,12 +107,13 @@ class CheckpointManager:
         self._saves = ManagedSaves(
             self._run, self._options, decisions=self._decisions, goodput=self._goodput, owned=self._owned
         )
+        self._goodput.earlier_save_s = opened.save_s
         self._saves.begin_at(opened.newest, opened.abandoned)
         deadlines = save_policies.deadlines_of(save)
         self._requests = StopRequests(
             self._options.signals,
             deadlines=[deadline.at_s - deadline.margin_s for deadline in deadlines] if self._rank == 0 else [],
-            needed_s=self._needed_to_stop_s,
+            needed_s=self._goodput.needed_to_stop_s,
         )
         self._stop = join_stop(self._requests, process_group, token=opened.token, timeout_s=timeout_s)
 
@@ -119,10 +136,12 @@ class CheckpointManager:
 
     def _look(self, clock: StorageClock | None) -> _OpenedRoot:
         """Looks at the newest step, which the clock is not to be behind, and at those that training left."""
-        newest = next(layout.newest_steps(self._store), None)
+        newest, save_s = next(layout.newest_steps(self._store), None), 0.0
         if newest is not None and clock is not None and (found := step_records.read_step(self._store, newest)):
             clock.keep_after(found.info.time)
-        return _OpenedRoot(secrets.token_hex(8), newest, sorted(step_records.present_abandoned(self._store)))
+            save_s = found.info.seconds.get("total", 0.0)
+        abandoned = sorted(step_records.present_abandoned(self._store))
+        return _OpenedRoot(secrets.token_hex(8), newest, abandoned, save_s)
 
     def restore(
         self,
@@ -136,9 +155,10 @@ class CheckpointManager:
         """Loads the newest complete checkpoint of the root, or a given step. Returns None on a fresh start.
 
         `initial` is a path that is loaded only while the root has no checkpoint. Other arguments are those of `load`.
-        Raises what `load` raises; CheckpointNotFoundError if a given step is not there.
+        Rank 0 chooses the step. Raises what `load` raises; CheckpointNotFoundError if a given step is not there.
         """
         self._refuse_closed()
+        as_load = {"options": self._options.load, "strict": strict, **as_load}
         self._saves.settle()  # a save in flight would commit a step of the branch that training leaves
         passed_over: dict[int, str] = {}
         while True:
@@ -147,13 +167,13 @@ class CheckpointManager:
             )
             passed_over.update(choice.passed_over)
             if choice.step is None:
-                return self._start_fresh(state, initial, strict=strict, **as_load)
+                return self._start_fresh(state, initial, **as_load)
             try:
-                report = self._load(self._root, state, choice.step, strict=strict, **as_load)
+                report = self._run.load(self._root, state, choice.step, **as_load)
             except CheckpointError as error:
                 if not is_damage(error):  # the restore has ended, and the checkpoint may be good
                     self._end_attempts(choice.step)
-                if not (self._options.walk_back and step == "latest" and is_damage(error)):
+                if not (self._options.walk_back and is_latest(step) and is_damage(error)):
                     raise
                 passed_over[choice.step] = error.message
                 logger.error("step %d does not load, so the one before: %s", choice.step, error.message)  # noqa: TRY400
@@ -169,23 +189,11 @@ class CheckpointManager:
             begin_attempt(self._store, choice.step, time=self._owned.clock.now())
         return choice
 
-    def _load(self, path: str | os.PathLike[str], state: Mapping[str, Any], step: Any, **as_load: Any) -> LoadReport:
-        as_load = {"options": self._options.load, **as_load}
-        return api.load(
-            path,
-            state,
-            self._run.framework,
-            step=step,
-            process_group=self._run.group,
-            storage_options=self._run.storage_options,
-            **as_load,
-        )
-
     def _start_fresh(
         self, state: Mapping[str, Any], initial: str | os.PathLike[str] | None, **as_load: Any
     ) -> LoadReport | None:
         if initial is not None:
-            return self._load(initial, state, "latest", **as_load)
+            return self._run.load(initial, state, "latest", **as_load)
         if self._rank == 0:
             logger.info("%s has no checkpoint: training starts at step 0", self._root)
         return None
@@ -214,7 +222,7 @@ class CheckpointManager:
     def due(self, step: int) -> bool:
         """Returns True if `save` of this step would save. All ranks call it together."""
         self._refuse_closed()
-        return self._is_due(step, is_forced=False, is_stopping=self._stop.pass_boundary())
+        return self._is_due(given_step(step), is_forced=False, is_stopping=self._stop.pass_boundary())
 
     def save(
         self,
@@ -229,25 +237,27 @@ class CheckpointManager:
         """Saves the state if the step is due, after the save in flight has ended. Returns None if it is not due.
 
         A save before a stop returns when the checkpoint is durable. `metrics` are for policies and `best`, `metadata`
-        is as for `bcp.save`, `force` saves a step that is not due, and `pin` keeps it whatever the policies say.
+        is as for `bcp.save`, `force` saves a step that is not due, and `pin` keeps it whatever the policies say. Of
+        `metrics` and `metadata` those of rank 0 count.
 
         Raises what `bcp.save` raises, for this save or, by `on_failed_save`, for the one before;
         CheckpointSaveError (superseded) if another manager owns the root.
         """
         self._refuse_closed()
-        began = self._goodput.begin_call()
+        step, began = given_step(step), self._goodput.begin_call()
         is_stopping = self._stop.pass_boundary()
         self._last_step = step if is_stopping else None
         try:
-            if self._options.read_only or not self._is_due(step, is_forced=force, is_stopping=is_stopping):
+            if not self._is_due(step, is_forced=force, is_stopping=is_stopping):
                 return None
             self._saves.settle()
-            checked = step_records.check_metrics(metrics)
-            return self._saves.begin(step, state, checked, metadata=metadata, pin=pin, is_stopping=is_stopping)
+            return self._saves.begin(step, state, metrics, metadata=metadata, pin=pin, is_stopping=is_stopping)
         finally:
             self._goodput.end_call(began)
 
     def _is_due(self, step: int, *, is_forced: bool, is_stopping: bool) -> bool:
+        if self._options.read_only:
+            return False
         newest = self._saves.begun.step if self._saves.begun is not None else self._saves.durable_step
         if is_forced or step == newest:
             return is_forced
@@ -268,7 +278,7 @@ class CheckpointManager:
         if begun is not None and not begun.has_failed and all(info.step != begun.step for info in saved):
             saved = [*saved, StepInfo(begun.step, begun.time, {}, {}, False, False)]
         seconds = {"step": stats.longest_step_s, "since_start": stats.elapsed_s}
-        return bool(self._policy.due(StepInfo(step, now, {}, seconds, False, False), saved))
+        return bool(self._policy.due(StepInfo(step, now, {}, seconds, False, False, host_time=time.time()), saved))
 
     def should_stop(self) -> bool:
         """Returns True on all ranks once a stop was requested and the step of the newest call of `save` is durable."""
@@ -287,11 +297,8 @@ class CheckpointManager:
         check_deadline(deadline_s)
         self._requests.request(reason, deadline_s=deadline_s)
 
-    def _needed_to_stop_s(self) -> float:
-        return self._goodput.stats().save_s + self._goodput.longest_step_s
-
     def steps(self) -> list[int]:
-        """Returns the committed steps, rising."""
+        """Returns the committed steps, rising. Reads the store on the rank that calls it, as `latest` and `best` do."""
         return layout.steps_of_root(self._store)
 
     def latest(self) -> int | None:
@@ -315,45 +322,34 @@ class CheckpointManager:
         return replace(describe_checkpoint(manifest, path=path, seconds={}), metrics=found.metrics)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to a checkpoint after its save. Rank 0 writes; the call of another rank does nothing."""
-        checked = step_records.check_metrics(metrics)
-        if (owned := self._writer(step)) is not None:
-            step_records.report(self._store, layout.step_folder(step), checked, time=owned.clock.now())
-            owned.background.note(StepChange(step, metrics=checked))
+        """Adds metrics to a checkpoint after its save. All ranks call it together, and those of rank 0 count."""
+        self._mark("reporting metrics of", step, partial(StepMarks.report, metrics=metrics))
 
     def pin(self, step: int) -> None:
-        """Keeps a checkpoint until it is unpinned. Rank 0 writes."""
-        if (owned := self._writer(step)) is not None:
-            step_records.pin(self._store, layout.step_folder(step), time=owned.clock.now())
-            owned.background.note(StepChange(step, pinned=True))
+        """Keeps a checkpoint until it is unpinned. All ranks call it together."""
+        self._mark("pinning", step, StepMarks.pin)
 
     def unpin(self, step: int) -> None:
-        """Takes the pin away. Rank 0 writes."""
-        if (owned := self._writer(step)) is not None:
-            step_records.unpin(self._store, layout.step_folder(step))
-            owned.background.note(StepChange(step, pinned=False))
+        """Takes the pin away. All ranks call it together."""
+        self._mark("unpinning", step, StepMarks.unpin)
 
     def lease(self, step: int, seconds: float) -> None:
-        """Keeps a checkpoint for so many seconds from now. Rank 0 writes."""
-        if (owned := self._writer(step)) is not None:
-            until = owned.clock.now() + seconds
-            step_records.lease(self._store, layout.step_folder(step), until=until)
-            owned.background.note(StepChange(step, leased_until=until))
+        """Keeps a checkpoint for so many seconds from now. All ranks call it together."""
+        self._mark("leasing", step, partial(StepMarks.lease, seconds=seconds))
 
-    def _writer(self, step: int) -> OwnedRoot | None:
-        """Returns the owner on rank 0, after the save of the step if that is in flight."""
+    def _mark(self, doing: str, step: int, mark: Callable[[StepMarks, int], None]) -> None:
+        """Has rank 0 write beside a step, after the save of the step if that is in flight."""
         self._refuse_closed()
         if self._options.read_only:
-            raise StorageError(
-                f"the manager of {self._root} is read-only; nothing was written: make it without "
-                "ManagerOptions(read_only=True), which takes the root over",
-                kind="unsupported",
-                path=self._root,
-            )
+            refuse_read_only(self._root)
         begun = self._saves.begun
-        if self._owned is not None and begun is not None and begun.step == step:
+        if begun is not None and begun.step == step:
             begun.handle.result()
-        return self._owned
+        self._decisions.hear(f"{doing} step {step}", partial(self._write_mark, step, mark), NoneType)
+
+    def _write_mark(self, step: int, mark: Callable[[StepMarks, int], None]) -> None:
+        if self._owned is not None:
+            mark(StepMarks(self._store, self._owned.background, self._owned.clock), given_step(step))
 
     def stats(self) -> ManagerStats:
         """Returns the goodput so far, on this rank."""
@@ -368,8 +364,8 @@ class CheckpointManager:
             self._owned.background.wait(self._options.save.timeout_s)
 
     def close(self) -> None:
-        """Waits and raises as `wait` does, and puts signal handlers back. May be called again. Work that hangs is left
-        after `SaveOptions.timeout_s`, with a warning.
+        """Waits and raises as `wait` does, and puts signal handlers back. May be called again. Background work that
+        hangs is left `SaveOptions.timeout_s` after its last progress, with a warning; deletions and copies share it.
         """
         if self._is_closed:
             return

@@ -5,12 +5,13 @@ commit. When to save is not decided here.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
@@ -23,9 +24,10 @@ from bytecheckpoint.errors import (
     CheckpointMismatchError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.info import CheckpointInfo
+from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.manager import step_records
 from bytecheckpoint.manager.after_commit.background import Background, Commit
+from bytecheckpoint.manager.after_commit.step_marks import metrics_of_rank_0
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock
 from bytecheckpoint.manager.options import ManagerOptions
 from bytecheckpoint.manager.ownership import Generation
@@ -53,6 +55,15 @@ class ManagedRun(NamedTuple):
     framework: Framework
     group: dist.ProcessGroup | None
     storage_options: Mapping[str, Any] | None
+
+    def load(
+        self, path: str | os.PathLike[str], state: Mapping[str, Any], step: int | Literal["latest"], **as_load: Any
+    ) -> LoadReport:
+        """Loads a checkpoint of this run, or of another path that is reached in the same way."""
+        group, storage_options = self.group, self.storage_options
+        return api.load(
+            path, state, self.framework, step=step, process_group=group, storage_options=storage_options, **as_load
+        )
 
 
 class OwnedRoot(NamedTuple):
@@ -121,7 +132,7 @@ class ManagedSaves:
         self,
         step: int,
         state: Mapping[str, Any],
-        metrics: Mapping[str, float],
+        metrics: Mapping[str, float] | None,
         *,
         metadata: Mapping[str, Any] | None,
         pin: bool,
@@ -129,6 +140,7 @@ class ManagedSaves:
     ) -> SaveHandle | None:
         """Begins the save of a step. Returns None if it failed at once and `on_failed_save` lets training go on."""
         options = self._options.save
+        checked: dict[str, float] = {}
         if step in self.abandoned:
             options = replace(options, overwrite=True)
         began = self._owned.clock.now() if self._owned is not None else 0.0
@@ -145,7 +157,7 @@ class ManagedSaves:
                     async_save=self._options.async_save and not is_stopping,
                     process_group=self._run.group,
                     role=None,
-                    metadata=_with_metrics(metadata, metrics),
+                    make_metadata=partial(self._with_metrics, metadata, metrics, checked),
                     storage_options=self._run.storage_options,
                     options=options,
                     owner=self._owner(step, pin=pin),
@@ -155,9 +167,22 @@ class ManagedSaves:
                 return None
             undo.pop_all()
         self.begun = BegunSave(step, began, handle, threading.Event())
-        note = partial(self._note_commit, step=step, metrics=metrics, pin=pin)
+        note = partial(self._note_commit, step=step, metrics=checked, pin=pin)
         handle.add_done_callback(partial(self._note_end, self.begun.is_noted, note))
         return handle
+
+    def _with_metrics(
+        self, metadata: Mapping[str, Any] | None, metrics: Mapping[str, float] | None, checked: dict[str, float]
+    ) -> Mapping[str, Any] | None:
+        """Returns the metadata with the metrics of rank 0, which are put into `checked`; other ranks' do not count."""
+        if metadata and "metrics" in metadata:
+            raise CheckpointMismatchError(
+                'metadata["metrics"] is the place of metrics: pass metrics=...; nothing was saved', kind="conflict"
+            )
+        if self._owned is None or metrics is None:
+            return metadata
+        checked.update(metrics_of_rank_0(metrics))
+        return {**(metadata or {}), "metrics": checked} if checked else metadata
 
     def _owner(self, step: int, *, pin: bool) -> SaveOwner | None:
         """Returns the owner that rank 0 asks before it commits; the other ranks never ask."""
@@ -288,12 +313,6 @@ class ManagedSaves:
         if self._num_failed_in_a_row >= self._options.max_failed_saves:
             raise error
         logger.warning("a save failed, %d in a row, and training goes on: %s", self._num_failed_in_a_row, error)
-
-
-def _with_metrics(metadata: Mapping[str, Any] | None, metrics: Mapping[str, float]) -> Mapping[str, Any]:
-    if metadata and "metrics" in metadata:
-        raise ValueError('metadata["metrics"] is the place of metrics: pass metrics=...; nothing was saved')
-    return {**(metadata or {}), "metrics": metrics} if metrics else dict(metadata or {})
 
 
 def _committed(handle: SaveHandle) -> CheckpointInfo | None:

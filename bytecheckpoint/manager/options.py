@@ -12,6 +12,8 @@ from bytecheckpoint.manager.keep_policies import KeepPolicy
 from bytecheckpoint.options import LoadOptions, SaveOptions
 
 _UNCATCHABLE = {"SIGKILL", "SIGSTOP"}
+_SAVE_EXAMPLE = "such as bcp.save_policies.EverySteps(500)"
+_KEEP_EXAMPLE = "such as bcp.keep_policies.Latest(3)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,13 +54,13 @@ class ManagerOptions:
             _check(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         _check("save", self.save, isinstance(self.save, SaveOptions), "SaveOptions")
         _check("load", self.load, isinstance(self.load, LoadOptions), "LoadOptions")
-        is_place = self.cool_down is None or os.fspath(self.cool_down) != ""
-        _check("cool_down", self.cool_down, is_place, "a path, a URL or None")
-        is_policy = self.cool_down_keep is None or hasattr(self.cool_down_keep, "keeps")
-        _check("cool_down_keep", self.cool_down_keep, is_policy, "a keep policy or None")
+        _check("cool_down", self.cool_down, _is_place(self.cool_down), "a path, a URL or None")
+        if self.cool_down_keep is not None:
+            takes = f"a keep policy, {_KEEP_EXAMPLE}, or None"
+            _check("cool_down_keep", self.cool_down_keep, _is_policy(self.cool_down_keep, "keeps"), takes)
         is_mapping = self.cool_down_options is None or isinstance(self.cool_down_options, Mapping)
         _check("cool_down_options", self.cool_down_options, is_mapping, "a mapping or None")
-        _check("on_failed_save", self.on_failed_save, self.on_failed_save in {"raise", "warn"}, "'raise' or 'warn'")
+        _check("on_failed_save", self.on_failed_save, self.on_failed_save in ("raise", "warn"), "'raise' or 'warn'")
         is_count = type(self.max_failed_saves) is int and self.max_failed_saves >= 1
         _check("max_failed_saves", self.max_failed_saves, is_count, "an integer of at least 1")
         _check(
@@ -71,6 +73,41 @@ class ManagerOptions:
         _check("on_save", self.on_save, self.on_save is None or callable(self.on_save), "a function or None")
 
 
+def check_options(options: object) -> ManagerOptions:
+    """Returns the options, or the defaults for None. Raises TypeError for anything else."""
+    if options is not None and not isinstance(options, ManagerOptions):
+        raise TypeError(
+            f"options takes ManagerOptions, not {options!r}: those of saves and loads go into ManagerOptions(save=..., "
+            "load=...)"
+        )
+    return options or ManagerOptions()
+
+
+def check_policies(*, save: object, keep: object) -> None:
+    """Raises TypeError, which says what to pass, unless these are a save policy and a keep policy."""
+    if not _is_policy(save, "due"):
+        raise TypeError(_wrong_policy("save", save, f"a save policy, {_SAVE_EXAMPLE}", other="keep", method="keeps"))
+    if not _is_policy(keep, "keeps"):
+        raise TypeError(_wrong_policy("keep", keep, f"a keep policy, {_KEEP_EXAMPLE}", other="save", method="due"))
+
+
+def _wrong_policy(name: str, value: object, takes: str, *, other: str, method: str) -> str:
+    advice = ""
+    if _is_policy(value, method):
+        advice = f": this one decides what to {other}, so pass it as {other}="
+    elif isinstance(value, type):
+        advice = ": this is the class; call it"
+    return f"{name} takes {takes}, not {value!r}{advice}"
+
+
+def _is_policy(value: object, method: str) -> bool:
+    return not isinstance(value, type) and callable(getattr(value, method, None))
+
+
+def _is_place(value: object) -> bool:
+    return value is None or (isinstance(value, str | os.PathLike) and os.fspath(value) not in {"", b""})
+
+
 def _check(name: str, value: object, is_valid: bool, takes: str) -> None:  # noqa: FBT001 - the outcome of a check
     if not is_valid:
         raise ValueError(f"ManagerOptions.{name} takes {takes}, not {value!r}")
@@ -79,4 +116,6 @@ def _check(name: str, value: object, is_valid: bool, takes: str) -> None:  # noq
 def _are_signals(names: object) -> bool:
     if not isinstance(names, list | tuple | set | frozenset):
         return False
-    return all(name in signal.Signals.__members__ and name not in _UNCATCHABLE for name in names)
+    return all(isinstance(name, str) and name in signal.Signals.__members__ for name in names) and not (
+        _UNCATCHABLE & set(names)
+    )

@@ -17,7 +17,7 @@ from bytecheckpoint.errors import (
     CheckpointNotFoundError,
     and_more,
 )
-from bytecheckpoint.storage.layout import find_checkpoint, has_manifest, newest_steps
+from bytecheckpoint.storage.layout import check_step, find_checkpoint, has_manifest, newest_steps
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, one_block
 
@@ -41,11 +41,13 @@ def choose_step(
     """Returns the step to restore. `candidates` are those that are not abandoned, newest first; `failed` are those that
     were tried in this call.
 
-    Raises CheckpointNotFoundError if a given step is not there, or if every candidate was passed over.
+    Raises CheckpointNotFoundError if a given step is not there, or if every candidate was passed over, and
+    CheckpointMismatchError (conflict) if it is no step.
     """
-    if step != "latest":
-        find_checkpoint(store, step, location=str(store))
-        return RestoreChoice(step, {})
+    if not is_latest(step):
+        given = given_step(step, takes='restore takes "latest" or the number of a step')
+        find_checkpoint(store, given, location=str(store))
+        return RestoreChoice(given, {})
     attempts = count_attempts(store)
     passed_over: dict[int, str] = {}
     for candidate in candidates:
@@ -64,6 +66,27 @@ def choose_step(
         kind="not_found",
         path=str(store),
     )
+
+
+def is_latest(step: object) -> bool:
+    """Returns True if no step was asked for by its number."""
+    return isinstance(step, str) and step == "latest"
+
+
+def given_step(step: object, *, takes: str = "the manager takes the number of a step") -> int:
+    """Returns a step as a plain int; numpy's integers are accepted.
+
+    Raises CheckpointMismatchError (conflict), which is a ValueError, for anything else.
+    """
+    try:
+        checked = check_step(step)
+    except CheckpointMismatchError:
+        checked = None
+    if checked is None:
+        raise CheckpointMismatchError(
+            f"{takes}, an integer from 0 to 2^63 - 1, and not {step!r}; nothing was changed", kind="conflict"
+        )
+    return checked
 
 
 def _refuse_occupied(store: Store) -> None:

@@ -290,8 +290,8 @@ class Deadline(_JoinableSavePolicy):
     """Stops training early enough before a given time: when the time that remains is no more than the total of the last
     save, the longest step so far and `margin_s` seconds.
 
-    The manager watches the clock of rank 0 and requests the stop, of which all ranks hear at one step. Joined by `&` it
-    requests none, and only says when a save is due.
+    The manager watches the clock of rank 0's host and requests the stop, of which all ranks hear at one step. Joined by
+    `&` it requests none, and only says when a save is due.
     """
 
     at: float | datetime | str
@@ -330,8 +330,8 @@ class Deadline(_JoinableSavePolicy):
             raise wrong_argument(self, "at", name, takes) from error
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
-        """Returns True if training stops, or has to by `now.time`."""
-        return now.stopping or self.at_s - now.time <= needed_to_stop_s(now, saved) + self.margin_s
+        """Returns True if training stops, or has to by `now.host_time`."""
+        return now.stopping or self.at_s - now.host_time <= needed_to_stop_s(now, saved) + self.margin_s
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -53,6 +53,14 @@ class Goodput:
         self._lost_s = 0.0
         self._call_ended: float | None = None
         self.longest_step_s = 0.0
+        self.earlier_save_s = 0.0
+        """Seconds that the newest save before this manager took; 0.0 if it left no record."""
+
+    def needed_to_stop_s(self) -> float:
+        """Returns the seconds that one more step and its save are expected to take."""
+        with self._lock:
+            save_s = self.earlier_save_s if self._newest is None else self._newest.seconds.get("total", 0.0)
+        return save_s + self.longest_step_s
 
     def begin_call(self) -> float:
         """Notes that `save` is called; returns the time for `end_call`."""

@@ -30,3 +30,6 @@ class StepInfo:
     """Save id of the checkpoint; empty if there is none yet."""
     num_bytes: int = 0
     """Bytes of all its data files."""
+    host_time: float = 0.0
+    """For the step at which training is: seconds since 1970 by the clock of rank 0's host, by which schedulers say when
+    a job ends. 0.0 while a policy that depends on the step alone is asked."""

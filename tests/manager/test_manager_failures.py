@@ -15,6 +15,7 @@ from bytecheckpoint import keep_policies, save_policies
 from bytecheckpoint.distributed import ranks
 from bytecheckpoint.errors import CheckpointSaveError, StorageError
 from bytecheckpoint.manager.after_commit import background
+from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
 from bytecheckpoint.manager.agreement import decisions
 from bytecheckpoint.saving import commit
 from distributed.workers import WorkerPool
@@ -98,6 +99,31 @@ def test_a_deletion_that_hangs_is_left_with_a_warning(
     released.set()
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "moments"),
+    [
+        ([TimeoutError(), TimeoutError()], ["begun", "begun"]),
+        ([None, TimeoutError(), TimeoutError()], ["begun", "begun", "begun"]),
+        ([None, None, None], ["begun", "begun", "later"]),  # the last copy has just made deletions due
+    ],
+)
+def test_the_time_that_close_gives_to_what_hangs_counts_once_for_deletions_and_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcomes: list[Exception | None], moments: list[str]
+) -> None:
+    began: list[float] = []
+
+    def wait(_: RetriedWork, *, began: float, moments: list[float] = began, **limits: float) -> Exception | None:
+        moments.append(began)
+        return outcomes[len(moments) - 1]
+
+    options = bcp.ManagerOptions(cool_down=tmp_path / "there")
+    manager = bcp.CheckpointManager(tmp_path / "here", save=EVERY, options=options)
+    with monkeypatch.context() as patch:
+        patch.setattr(RetriedWork, "wait", wait)
+        manager.close()
+    assert ["begun" if moment == began[0] else "later" for moment in began] == moments
+
+
 def test_a_deletion_that_fails_for_ever_stops_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -127,6 +153,41 @@ def test_a_clock_an_hour_behind_does_not_delay_or_repeat_saves(tmp_path: Path, m
         with bcp.CheckpointManager(tmp_path, save=save_policies.EverySeconds(1000)) as manager:
             assert not manager.due(2)
         monkeypatch.undo()
+
+
+def test_a_checkpoint_of_an_hour_ahead_counts_as_made_when_the_manager_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with bcp.CheckpointManager(tmp_path, save=EVERY) as manager, monkeypatch.context() as patch:
+        patch.setattr(decisions.StorageClock, "now", lambda _: time.time() + 3600)
+        manager.save(1, state_at(1))
+        manager.wait()
+    with bcp.CheckpointManager(tmp_path, save=save_policies.EverySeconds(1000)) as manager:
+        assert not manager.due(2)
+        began = time.monotonic()
+        monkeypatch.setattr(decisions.time, "monotonic", lambda: began + 1001)
+        assert manager.due(2)
+        monkeypatch.undo()
+
+
+def test_the_clock_of_the_storage_neither_runs_backwards_nor_stands_still_when_the_host_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, real = decisions.StorageClock(100.0), time.time
+    first = clock.now()
+    for set_by_s in (-3600, 3600):
+        monkeypatch.setattr(decisions.time, "time", lambda set_by_s=set_by_s: real() + set_by_s)
+        assert first <= clock.now() < first + 1000
+        monkeypatch.undo()
+    clock.keep_after(first - 50)
+    assert clock.now() < first + 1000
+    clock.keep_after(first + 3600)
+    ahead = clock.now()
+    assert ahead >= first + 3600
+    began = time.monotonic()
+    monkeypatch.setattr(decisions.time, "monotonic", lambda: began + 60)
+    assert ahead + 59 < clock.now() < ahead + 1000
+    monkeypatch.undo()
 
 
 def test_the_callback_gets_stats_after_each_commit_and_its_errors_are_only_logged(

@@ -132,14 +132,19 @@ def test_a_deadline_leaves_time_for_a_step_and_a_save() -> None:
     saved = [step_info(1, seconds={"total": 20.0})]
     policy = Deadline(1000.0, margin_s=30)
     assert needed_to_stop_s(now_at(2, seconds={"step": 5.0}), saved) == 25.0
-    assert not policy.due(now_at(2, time=944.0, seconds={"step": 5.0}), saved)
-    assert policy.due(now_at(2, time=945.0, seconds={"step": 5.0}), saved)
-    assert policy.due(now_at(2, time=5000.0), [])
+    assert not policy.due(now_at(2, host_time=944.0, seconds={"step": 5.0}), saved)
+    assert policy.due(now_at(2, host_time=945.0, seconds={"step": 5.0}), saved)
+    assert policy.due(now_at(2, host_time=5000.0), [])
     assert policy.due(now_at(2, stopping=True), [])
 
 
 def test_a_deadline_is_quiet_while_no_clock_may_be_used() -> None:
-    assert not Deadline(1000.0, margin_s=30).due(now_at(2, time=0.0), [])
+    assert not Deadline(1000.0, margin_s=30).due(now_at(2), [])
+
+
+def test_a_deadline_goes_by_the_clock_of_the_host_and_not_of_the_storage() -> None:
+    assert not Deadline(1000.0, margin_s=30).due(now_at(2, time=5000.0, host_time=900.0), [])
+    assert Deadline(1000.0, margin_s=30).due(now_at(2, time=500.0, host_time=980.0), [])
 
 
 def test_a_deadline_is_a_time_with_a_zone() -> None:
@@ -161,7 +166,7 @@ def test_without_the_variable_there_is_no_deadline(
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     with caplog.at_level(logging.WARNING, "bytecheckpoint"):
         policy = Deadline("SLURM_JOB_END_TIME", margin_s=60)
-        assert not policy.due(now_at(2, time=9e9), [])
+        assert not policy.due(now_at(2, host_time=9e9), [])
     assert policy.at_s == math.inf
     assert [record.getMessage() for record in caplog.records] == [
         "Deadline('SLURM_JOB_END_TIME') is no deadline here: the environment variable SLURM_JOB_END_TIME is not set"

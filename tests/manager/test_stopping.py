@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from bytecheckpoint.distributed.ranks import group_store
 from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.manager.agreement import stopping
 from bytecheckpoint.manager.agreement.stopping import GroupStop, SoleStop, StopRequests
 from distributed.workers import WorkerPool
 
@@ -140,6 +141,52 @@ def close_beside_a_request(rank: int, world_size: int) -> bool:
 
 def test_a_rank_that_has_closed_is_not_waited_for(workers: WorkerPool) -> None:
     assert workers.run(close_beside_a_request, world_size=2) == [False, False]
+
+
+def test_a_watcher_goes_on_when_the_store_answers_again_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    look, failures = GroupStop._look, [RuntimeError("connection reset")] * 2
+
+    def look_in_vain(stop: GroupStop) -> bool:
+        if failures:
+            raise failures.pop()
+        return look(stop)
+
+    monkeypatch.setattr(GroupStop, "_look", look_in_vain)
+    monkeypatch.setattr(stopping, "_POLL_S", 0.01)
+    requests = requests_of()
+    requests.request("now", deadline_s=None)
+    stop = GroupStop(requests, dist.HashStore(), token="test", rank=0, global_ranks=[0], timeout_s=30)
+    stop._watcher.join()
+    assert (stop.pass_boundary(), stop.reason) == (True, "now")
+    stop.close()
+    assert caplog.text.count("does not answer (connection reset)") == 1
+    assert "answers again" in caplog.text
+
+
+def test_a_report_that_the_store_lost_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "_POLL_S", 0.01)
+    requests = requests_of()
+    stop = GroupStop(requests, dist.HashStore(), token="test", rank=0, global_ranks=[0], timeout_s=30)
+    store, lost = stop._store, []
+
+    class LosesTheFirst:
+        def __getattr__(self, name: str) -> object:
+            return getattr(store, name)
+
+        def set(self, key: str, value: str) -> None:
+            if not lost:
+                lost.append(key)
+                raise RuntimeError("connection reset")
+            store.set(key, value)
+
+    stop._store = LosesTheFirst()  # type: ignore[assignment]
+    requests.request("now", deadline_s=None)
+    stop._watcher.join()
+    assert lost == ["passed/0"]
+    assert stop.pass_boundary()
+    stop.close()
 
 
 def lose_a_rank(rank: int, world_size: int) -> tuple[str, tuple[int, ...]] | None:

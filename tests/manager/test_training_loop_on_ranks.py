@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -16,7 +17,7 @@ from storage.s3_service import S3Service
 import bytecheckpoint as bcp
 from bytecheckpoint import keep_policies, save_policies
 from bytecheckpoint.errors import CheckpointSaveError
-from bytecheckpoint.manager import step_records
+from bytecheckpoint.manager import checkpoint_manager, step_records
 from bytecheckpoint.manager.ownership import claim
 from bytecheckpoint.saving import commit
 from bytecheckpoint.storage import layout
@@ -164,6 +165,43 @@ def test_a_deadline_stops_all_ranks_at_one_step_before_it(workers: WorkerPool, t
     saved = bcp.open(tmp_path).info.created_at
     assert saved is not None
     assert saved.timestamp() < at
+
+
+def stop_by_the_record_of_an_earlier_manager(rank: int, world_size: int, path: str) -> tuple[int, int | None]:
+    """Only rank 1 knows of the deadline, and only the record of step 1 says that a save takes so long."""
+    with bcp.CheckpointManager(path, save=save_policies.EverySteps(100_000)) as manager:
+        if rank == 1:
+            manager.request_stop("spot", deadline_s=LONG_SAVE_S - 100)
+        for step in range(2, 3000):
+            time.sleep(0.01)
+            dist.all_reduce(torch.ones(1))
+            manager.save(step, state_at(step))
+            if manager.should_stop():
+                return step, manager.latest()
+    return 0, None
+
+
+LONG_SAVE_S = 5000.0
+
+
+def test_a_deadline_knows_after_a_restart_how_long_the_last_save_took(workers: WorkerPool, tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, save=EVERY_2) as manager:
+        manager.save(2, state_at(2))
+    (record,) = (tmp_path / "step_00000002" / "metrics").iterdir()
+    content = json.loads(record.read_text())
+    record.write_text(json.dumps({**content, "seconds": {**content["seconds"], "total": LONG_SAVE_S}}))
+    found = workers.run(stop_by_the_record_of_an_earlier_manager, str(tmp_path), world_size=2)
+    assert len(set(found)) == 1
+    assert found[0][0] == found[0][1]
+
+
+def test_a_deadline_joined_by_and_is_asked_the_time_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_manager, "offset_of", lambda _: 7200.0)  # the clock of the storage is ahead
+    policy = save_policies.EverySteps(1) & save_policies.Deadline(time.time() + 3600, margin_s=0)
+    with bcp.CheckpointManager(tmp_path, save=policy) as manager:
+        assert not manager.due(1)
 
 
 def test_a_deadline_beside_another_condition_stops_nothing_and_is_asked_the_time(tmp_path: Path) -> None:

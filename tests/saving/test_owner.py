@@ -24,7 +24,7 @@ def save_owned(path: Path, owner: SaveOwner) -> bcp.CheckpointInfo:
         async_save=False,
         process_group=None,
         role=None,
-        metadata=None,
+        make_metadata=lambda: None,
         storage_options=None,
         options=bcp.SaveOptions(),
         owner=owner,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
@@ -130,14 +131,19 @@ class Background:
             raise self._copy_error(copy_failure)
 
     def _finish(self, hanging_s: float) -> Exception | None:
-        """Waits and warns as `wait` does; returns the failure of copies."""
-        failing_s = min(_FAILING_S, hanging_s)
+        """Waits and warns as `wait` does; returns the failure of copies. Both threads work side by side, so the limits
+        of both count from the same moment.
+        """
+        failing_s, began = min(_FAILING_S, hanging_s), time.monotonic()
         if self._clock.now() > self._lease_ends_at:
             self._work.ask()
-        failure, copy_failure = self._work.wait(failing_s=failing_s, hanging_s=hanging_s), None
+        failure = self._work.wait(began=began, failing_s=failing_s, hanging_s=hanging_s)
+        copy_failure = None
         if self._second is not None:
-            copy_failure = self._second.work.wait(failing_s=failing_s, hanging_s=hanging_s)
-            failure = failure or self._work.wait(failing_s=failing_s, hanging_s=hanging_s)
+            copy_failure = self._second.work.wait(began=began, failing_s=failing_s, hanging_s=hanging_s)
+            if not isinstance(copy_failure, TimeoutError):
+                began = time.monotonic()  # the last copy may have made deletions due just now
+            failure = failure or self._work.wait(began=began, failing_s=failing_s, hanging_s=hanging_s)
         if failure is not None:
             logger.warning(
                 "deletions in %s are not finished (%s): the next manager finishes them", self._store, failure

@@ -47,11 +47,10 @@ class RetriedWork:
         """Notes that a part of the work is done, so that it does not hang."""
         self._progress_at = time.monotonic()
 
-    def wait(self, *, failing_s: float, hanging_s: float) -> Exception | None:
+    def wait(self, *, began: float, failing_s: float, hanging_s: float) -> Exception | None:
         """Returns None when all is done. Otherwise returns the error of an attempt that ended after `failing_s`, or
-        TimeoutError once there was no progress for `hanging_s`.
+        TimeoutError once there was no progress for `hanging_s`; both count from `began`, by `time.monotonic`.
         """
-        began = time.monotonic()
         with self._changed:
             self._is_hurried = True  # the next attempt is made now, not after a long pause
             self._changed.notify_all()

@@ -39,20 +39,20 @@ class Decisions:
 
 
 class StorageClock:
-    """The clock of a storage, by which hosts agree whose own clocks differ. It never runs backwards."""
+    """The clock of a storage, by which hosts agree whose own clocks differ. It never runs backwards or stands still,
+    also where the clock of this host is set meanwhile.
+    """
 
     def __init__(self, offset_s: float) -> None:
-        self._offset_s = offset_s
-        self._newest = 0.0
+        self._ahead_s = time.time() + offset_s - time.monotonic()
 
     def keep_after(self, time_s: float) -> None:
-        """Notes a time that has passed already."""
-        self._newest = max(self._newest, time_s)
+        """Notes a time that has passed already. One in the future, of a clock that was wrong, counts as now."""
+        self._ahead_s = max(self._ahead_s, time_s - time.monotonic())
 
     def now(self) -> float:
         """Returns seconds since 1970."""
-        self._newest = max(self._newest, time.time() + self._offset_s)
-        return self._newest
+        return self._ahead_s + time.monotonic()
 
 
 def offset_of(store: Store) -> float:

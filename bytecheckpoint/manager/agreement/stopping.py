@@ -33,6 +33,12 @@ _PENDING_POLL_S = 0.02
 """Pause of a watcher between looks while a request waits for its verdict."""
 _MAX_LOOKS_PER_S = 4000
 """Looks into the store by the watchers of all ranks together."""
+_LONGEST_PAUSE_S = 60.0
+"""Longest pause of a watcher between looks while the store does not answer."""
+_LOST = (
+    "the store of the process group does not answer (%s). Until it does, no signal, deadline or request stops "
+    "training, and only what the save policies ask for is saved"
+)
 _JOIN_S = 5.0
 _REQUEST, _VERDICT = "request", "verdict"
 
@@ -141,7 +147,7 @@ class GroupStop:
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._num_passed = 0
-        self._has_reported = False
+        self._has_reported = self._is_report_written = False
         self._verdict: int | None = None
         self._is_closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="bcp-stop", daemon=True)
@@ -178,11 +184,22 @@ class GroupStop:
         return CheckpointError("the store of the process group is gone", kind="rank_missing", ranks=coordinator)
 
     def _watch(self) -> None:
-        pause_s = max(_POLL_S, self._num_ranks / _MAX_LOOKS_PER_S)
-        with suppress(RuntimeError):  # the store is gone, and the group with it: calls of the main thread say so
-            while not self._is_closed.wait(_PENDING_POLL_S if self._has_reported else pause_s):
-                if self._look():
+        shortest_s = max(_POLL_S, self._num_ranks / _MAX_LOOKS_PER_S)
+        pause_s, is_lost = shortest_s, False
+        while not self._is_closed.wait(_PENDING_POLL_S if self._has_reported and not is_lost else pause_s):
+            try:
+                is_decided = self._look()
+            except RuntimeError as error:  # of torch's store
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                if not is_lost:
+                    logger.warning(_LOST, error)
+                is_lost = True
+            else:
+                if is_lost:
+                    logger.warning("the store of the process group answers again: requests to stop are agreed on")
+                if is_decided:
                     return
+                pause_s, is_lost = shortest_s, False
 
     def _look(self) -> bool:
         """Takes the next step of the agreement; returns True when the verdict is known."""
@@ -205,13 +222,14 @@ class GroupStop:
 
     def _report(self) -> None:
         """Reports once how many boundaries this rank has passed. From then on it passes none without the verdict."""
-        if self._has_reported:
+        if self._is_report_written:
             return
         self.reason = bytes(self._store.get(_REQUEST)).decode()
         with self._changed:
             self._has_reported = True
             num_passed = self._num_passed
         self._store.set(_passed_key(self._rank), str(num_passed))
+        self._is_report_written = True
 
     def close(self) -> None:
         """Ends the watcher. A rank that closes passes no more boundaries, and must not be waited for by the others."""
@@ -220,7 +238,7 @@ class GroupStop:
         if self._watcher.is_alive():
             return  # the store does not answer
         with suppress(RuntimeError):
-            if not self._has_reported:
+            if not self._is_report_written:
                 self._store.set(_passed_key(self._rank), str(self._num_passed))
             if self._rank == 0:  # no rank passes more boundaries than this one has, so none stops
                 self._store.compare_set(_VERDICT, "", str(self._num_passed))

@@ -1,0 +1,77 @@
+"""Marks that a running manager puts beside a committed step, on rank 0: metrics that come after the save, a pin and
+leases. Wrong values are a CheckpointMismatchError, which all ranks raise as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple, SupportsFloat
+
+from bytecheckpoint.errors import CheckpointMismatchError, StorageError
+from bytecheckpoint.manager import step_records
+from bytecheckpoint.manager.after_commit.background import Background
+from bytecheckpoint.manager.after_commit.known_steps import StepChange
+from bytecheckpoint.manager.agreement.decisions import StorageClock
+from bytecheckpoint.storage.layout import step_folder
+from bytecheckpoint.storage.store import Store
+
+
+class StepMarks(NamedTuple):
+    """Writes marks, and tells the background work of them."""
+
+    store: Store
+    background: Background
+    clock: StorageClock
+
+    def report(self, step: int, *, metrics: Mapping[str, float]) -> None:
+        """Adds metrics."""
+        checked = metrics_of_rank_0(metrics)
+        step_records.report(self.store, step_folder(step), checked, time=self.clock.now())
+        self.background.note(StepChange(step, metrics=checked))
+
+    def pin(self, step: int) -> None:
+        """Pins the step."""
+        step_records.pin(self.store, step_folder(step), time=self.clock.now())
+        self.background.note(StepChange(step, pinned=True))
+
+    def unpin(self, step: int) -> None:
+        """Takes the pin away."""
+        step_records.unpin(self.store, step_folder(step))
+        self.background.note(StepChange(step, pinned=False))
+
+    def lease(self, step: int, *, seconds: float) -> None:
+        """Leases the step for so many seconds from now."""
+        until = self.clock.now() + _checked_seconds(seconds)
+        step_records.lease(self.store, step_folder(step), until=until)
+        self.background.note(StepChange(step, leased_until=until))
+
+
+def refuse_read_only(root: str) -> None:
+    """Raises the StorageError of a manager that only reads."""
+    raise StorageError(
+        f"the manager of {root} is read-only; nothing was written: make it without "
+        "ManagerOptions(read_only=True), which takes the root over",
+        kind="unsupported",
+        path=root,
+    )
+
+
+def _checked_seconds(seconds: object) -> float:
+    given = float(seconds) if isinstance(seconds, SupportsFloat) and not isinstance(seconds, bool) else math.nan
+    if not (math.isfinite(given) and given > 0):
+        raise CheckpointMismatchError(
+            f"lease(step, seconds) takes a number of seconds above 0, not {seconds!r}; nothing was changed: to keep a "
+            "step for ever, pin it",
+            kind="conflict",
+        )
+    return given
+
+
+def metrics_of_rank_0(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics as plain floats. Raises CheckpointMismatchError (conflict), which is a ValueError."""
+    try:
+        return step_records.check_metrics(metrics)
+    except (ValueError, AttributeError) as error:
+        message = str(error) if isinstance(error, ValueError) else f"metrics are a mapping, not {metrics!r:.100}"
+        raise CheckpointMismatchError(message, kind="conflict") from error

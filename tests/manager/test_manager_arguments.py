@@ -1,0 +1,158 @@
+"""Arguments of the manager: wrong ones are refused with what to pass, and on several ranks all raise the same."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint import keep_policies, save_policies
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
+from distributed.workers import WorkerPool
+
+EVERY = save_policies.EverySteps(1)
+
+
+def state_at(value: float) -> dict[str, Any]:
+    return {"weight": torch.full((8,), float(value))}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"save": keep_policies.Latest(3)}, r"save takes a save policy, .* not Latest\(3\): .* pass it as keep="),
+        ({"save": save_policies.Preempted}, "save takes a save policy, .* this is the class; call it"),
+        ({"save": 500}, r"save takes a save policy, such as bcp.save_policies.EverySteps\(500\), not 500$"),
+        (
+            {"keep": save_policies.EverySteps(3)},
+            r"keep takes a keep policy, .* not EverySteps\(3\): .* pass it as save=",
+        ),
+        ({"keep": keep_policies.All}, "keep takes a keep policy, .* this is the class; call it"),
+        ({"keep": None}, "keep takes a keep policy, .* not None"),
+        ({"options": bcp.SaveOptions()}, r"options takes ManagerOptions, .* ManagerOptions\(save="),
+    ],
+)
+def test_what_is_no_policy_and_no_options_is_refused_with_what_to_pass(
+    tmp_path: Path, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        bcp.CheckpointManager(tmp_path, **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cool_down", 5),
+        ("cool_down", ""),
+        ("cool_down_keep", keep_policies.All),
+        ("cool_down_keep", EVERY),
+        ("on_failed_save", []),
+        ("signals", [["SIGTERM"]]),
+        ("signals", ["SIGKILL"]),
+        ("signals", "SIGTERM"),
+        ("max_failed_saves", True),
+    ],
+)
+def test_an_option_that_is_none_is_refused_with_its_name(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"ManagerOptions\.{name} takes"):
+        bcp.ManagerOptions(**{name: value})  # type: ignore[arg-type]
+
+
+def test_without_policies_a_manager_saves_often_and_keeps_all(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path) as manager:
+        assert [step for step in (1, 499, 500, 501) if manager.due(step)] == [500]
+        for step in (500, 1000, 1500, 2000, 2500):
+            manager.save(step, state_at(step))
+    assert bcp.steps(tmp_path) == [500, 1000, 1500, 2000, 2500]
+
+
+def test_steps_are_integers_of_any_kind_and_nothing_else(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
+        manager.save(np.int64(3), state_at(3))
+        manager.pin(np.int64(3))
+        restored = state_at(0)
+        report = manager.restore(restored, step=np.int64(3))
+        assert report is not None
+        assert (report.step, manager.next_step, restored["weight"][0].item()) == (3, 4, 3.0)
+        assert type(manager.next_step) is int
+        for wrong in (True, -1, None, 3.0, "3", "newest"):
+            for call in (
+                manager.due,
+                lambda step: manager.save(step, restored),
+                manager.pin,
+                lambda step: manager.restore(restored, step=step),
+            ):
+                with pytest.raises(CheckpointMismatchError, match="step") as raised:
+                    call(wrong)  # type: ignore[operator]
+                assert isinstance(raised.value, ValueError)
+                assert f"and not {wrong!r}; nothing was changed" in str(raised.value)
+        with pytest.raises(CheckpointNotFoundError):
+            manager.restore(restored, step=7)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, math.nan, math.inf, True, "100", None])
+def test_a_lease_is_for_a_number_of_seconds(tmp_path: Path, seconds: Any) -> None:
+    with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
+        manager.save(1, state_at(1))
+        with pytest.raises(CheckpointMismatchError, match=r"lease\(step, seconds\) takes a number of seconds above 0"):
+            manager.lease(1, seconds)
+    assert not (tmp_path / "step_00000001" / "leases").exists()
+
+
+def test_a_manager_that_only_reads_has_nothing_due(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, save=EVERY, options=bcp.ManagerOptions(read_only=True)) as reader:
+        assert not reader.due(1)
+        assert reader.save(1, state_at(1), force=True) is None
+        reader.request_stop("maintenance")
+        assert not reader.due(2)
+        assert reader.save(2, state_at(2)) is None
+        assert reader.should_stop()
+
+
+def raised_by_marks(rank: int, world_size: int, path: str) -> list[str]:
+    """Returns the errors of calls that are wrong on rank 0, or on all ranks."""
+    is_first = rank == 0
+    errors = []
+    with bcp.CheckpointManager(path, save=EVERY) as manager:
+        manager.save(1, state_at(1))
+        for call in (
+            lambda: manager.pin(7),
+            lambda: manager.lease(1, -1 if is_first else 5),
+            lambda: manager.report(1, {"loss": "low" if is_first else 0.5}),
+            lambda: manager.report(7, {"loss": 0.5}),
+            lambda: manager.save(2, state_at(2), metrics={"loss": "low" if is_first else 0.5}),
+            lambda: manager.save(2, state_at(2), metadata=None if is_first else {"metrics": 1}),
+        ):
+            with pytest.raises(CheckpointError) as raised:
+                call()
+            errors.append(f"{type(raised.value).__name__}: {raised.value}")
+        manager.save(3, state_at(3), metrics={"loss": 0.5} if is_first else {"loss": "not looked at"})
+        manager.pin(3)
+        manager.report(3, {"loss": 0.25} if is_first else {})
+        manager.wait()
+    return errors
+
+
+def test_what_is_wrong_on_rank_0_is_raised_by_all_ranks(workers: WorkerPool, tmp_path: Path) -> None:
+    first, second = workers.run(raised_by_marks, str(tmp_path), world_size=2)
+    assert first == second
+    no_step, seconds, metric, no_step_again, metric_of_save, metadata = first
+    assert no_step.startswith("CheckpointNotFoundError")
+    assert no_step_again.startswith("CheckpointNotFoundError")
+    assert seconds.startswith("CheckpointMismatchError: lease(step, seconds) takes")
+    assert metric.startswith("CheckpointMismatchError: metrics are numbers by name")
+    assert metric_of_save.startswith("CheckpointMismatchError: metrics are numbers by name")
+    assert metadata.startswith("CheckpointMismatchError: rank 1 on")
+    assert bcp.steps(tmp_path) == [1, 3]
+    with bcp.CheckpointManager(tmp_path, save=EVERY, keep=keep_policies.Latest(1)) as manager:
+        best = manager.best("loss")
+        assert best is not None
+        assert (best.step, best.metrics) == (3, {"loss": 0.25})
+        manager.save(4, state_at(4))
+    assert bcp.steps(tmp_path) == [3, 4]
