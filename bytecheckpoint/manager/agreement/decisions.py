@@ -44,15 +44,15 @@ class StorageClock:
     """
 
     def __init__(self, offset_s: float) -> None:
-        self._ahead_s = time.time() + offset_s - time.monotonic()
+        self._offset_s = time.time() + offset_s - time.monotonic()
 
     def keep_after(self, time_s: float) -> None:
         """Notes a time that has passed already. One in the future, of a clock that was wrong, counts as now."""
-        self._ahead_s = max(self._ahead_s, time_s - time.monotonic())
+        self._offset_s = max(self._offset_s, time_s - time.monotonic())
 
     def now(self) -> float:
         """Returns seconds since 1970."""
-        return self._ahead_s + time.monotonic()
+        return self._offset_s + time.monotonic()
 
 
 def offset_of(store: Store) -> float:
