@@ -34,10 +34,10 @@ from bytecheckpoint.manager.restore import (
     RestoreChoice,
     begin_attempt,
     choose_step,
-    end_attempts,
     given_step,
     is_damage,
     is_latest,
+    try_to_end_attempts,
 )
 from bytecheckpoint.manager.save_policies import SavePolicy
 from bytecheckpoint.manager.stats import Goodput, ManagerStats
@@ -217,7 +217,7 @@ class CheckpointManager:
 
     def _end_attempts(self, step: int) -> None:
         if self._owned is not None:
-            end_attempts(self._store, step)
+            try_to_end_attempts(self._store, step)
 
     def due(self, step: int) -> bool:
         """Returns True if `save` of this step would save. All ranks call it together."""

@@ -4,6 +4,7 @@ restore never ended several times is passed over. Knows no ranks.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Iterable, Mapping
 from typing import Literal
@@ -15,11 +16,14 @@ from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    StorageError,
     and_more,
 )
 from bytecheckpoint.storage.layout import check_step, find_checkpoint, has_manifest, newest_steps
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, one_block
+
+logger = logging.getLogger("bytecheckpoint")
 
 RESTORES_FOLDER = "manager/restores"
 MAX_ATTEMPTS = 3
@@ -124,6 +128,14 @@ def end_attempts(store: Store, step: int | None) -> None:
     for name in store.list(RESTORES_FOLDER):
         if step is None or name.startswith(f"{step:08d}-"):
             store.delete(join_name(RESTORES_FOLDER, name))
+
+
+def try_to_end_attempts(store: Store, step: int) -> None:
+    """Forgets the restores of a step, or logs that it cannot: they are forgotten after the next commit, too."""
+    try:
+        end_attempts(store, step)
+    except StorageError as error:
+        logger.warning("that step %d was restored is not noted yet, and is tried again: %s", step, error)
 
 
 def is_damage(error: CheckpointError) -> bool:

@@ -1,5 +1,5 @@
-"""Garbage under a root, by save id: data files, temporaries and unfinished uploads of saves that never committed. A
-save counts as dead by age alone, because it may run on any host.
+"""Garbage under a root, by save id: data files, records, temporaries and unfinished uploads of saves and copies that
+never committed. A save counts as dead by age alone, because it may run on any host.
 
 Files of a committed checkpoint are never garbage, nor are files that no save of this library names so.
 """
@@ -20,6 +20,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.deletion import METRICS_FOLDER, save_id_of_record
 from bytecheckpoint.storage.inventory import HasPendingUploads, PendingUpload, inventory_of
 from bytecheckpoint.storage.layout import MANIFEST_NAME
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, join_name
@@ -149,8 +150,9 @@ def _used_among(store: Store, folder: str, save_ids: Sequence[str]) -> Callable[
 
 def _used_by(manifest: Manifest, folder: str) -> Callable[[str], bool]:
     files = {join_name(folder, file.name) for file in manifest.files}
-    telemetry = join_name(folder, layout.telemetry_prefix(manifest.save_id))
-    return lambda name: name in files or name.startswith(telemetry)
+    beside = (layout.telemetry_prefix(manifest.save_id), f"{METRICS_FOLDER}/{manifest.save_id}")
+    prefixes = tuple(join_name(folder, prefix) for prefix in beside)
+    return lambda name: name in files or name.startswith(prefixes)
 
 
 def _owner_of(name: str) -> tuple[str, str] | None:
@@ -167,6 +169,8 @@ def _owner_of(name: str) -> tuple[str, str] | None:
         if found or is_temporary:
             return parent, found.group(1) if found else ""
         return None
+    if kind == METRICS_FOLDER and (save_id := save_id_of_record(last)):
+        return parent, save_id
     return (folder, "") if is_temporary else None
 
 

@@ -26,6 +26,8 @@ MODULES: tuple[str, ...] = (
     "faults.object_store_faults",
     "faults.commit_machine",
     "faults.lost_ranks",
+    "faults.manager_kills",
+    "faults.stopped_ranks",
 )
 """Each has a tuple CAMPAIGNS. Their order is that of the table."""
 EVERY = range(sys.maxsize)

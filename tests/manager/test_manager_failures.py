@@ -18,6 +18,7 @@ from bytecheckpoint.manager.after_commit import background
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
 from bytecheckpoint.manager.agreement import decisions
 from bytecheckpoint.saving import commit
+from bytecheckpoint.storage.backends.local_store import LocalStore
 from distributed.workers import WorkerPool
 
 EVERY = save_policies.EverySteps(1)
@@ -142,6 +143,59 @@ def test_a_deletion_that_fails_for_ever_stops_no_save(
     with bcp.CheckpointManager(tmp_path, save=EVERY, keep=keep_policies.Latest(1)) as manager:
         manager.save(5, state_at(5))
     assert bcp.steps(tmp_path) == [5]
+
+
+def refuse_deletes(monkeypatch: pytest.MonkeyPatch, *folders: str) -> list[str]:
+    """Lets deletes below these folders fail; returns the names, which grow."""
+    real, refused = LocalStore.delete, []
+
+    def delete(store: LocalStore, name: str) -> None:
+        if name.startswith(folders):
+            refused.append(name)
+            raise StorageError("not yours", kind="permission", path=name)
+        real(store, name)
+
+    monkeypatch.setattr(LocalStore, "delete", delete)
+    return refused
+
+
+def test_a_store_that_never_deletes_stops_no_save_and_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "_FAILING_S", 0.2)
+    with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
+        manager.save(1, state_at(1))
+    refused = refuse_deletes(monkeypatch, "step_", "manager/")
+    manager = bcp.CheckpointManager(tmp_path, save=EVERY, keep=keep_policies.Latest(1))
+    assert manager.restore(state_at(0)) is not None
+    for step in range(2, 32):
+        manager.save(step, state_at(step))
+    assert len(refused) < 30, "each save tries again at once"
+    began = time.monotonic()
+    manager.close()
+    assert time.monotonic() - began < 60, "of SaveOptions.timeout_s, which is longer"
+    assert bcp.steps(tmp_path) == [*range(1, 32)]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [warning.count("not yours") for warning in warnings] == [1, 1, 1], warnings
+    assert "the work after a commit" in warnings[1]
+    assert "the next manager finishes them" in warnings[2]
+
+
+def restore_without_deletes(rank: int, world_size: int, path: str) -> tuple[int | None, int]:
+    with pytest.MonkeyPatch.context() as patch:
+        refuse_deletes(patch, "manager/restores/")
+        manager = bcp.CheckpointManager(path, save=EVERY)
+        report = manager.restore(state_at(0))
+    manager.save(manager.next_step, state_at(2))
+    manager.close()
+    return report.step if report is not None else None, manager.next_step
+
+
+def test_a_restore_whose_note_cannot_be_deleted_goes_on_on_all_ranks(workers: WorkerPool, tmp_path: Path) -> None:
+    """The error was rank 0's alone, and the others waited for it."""
+    bcp.save(tmp_path, state_at(1), step=1)
+    assert workers.run(restore_without_deletes, str(tmp_path), world_size=2) == [(1, 2)] * 2
+    assert not list(tmp_path.glob("manager/restores/*"))
 
 
 def test_a_clock_an_hour_behind_does_not_delay_or_repeat_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,25 @@ def test_what_is_beside_a_committed_checkpoint_is_told_from_it(place: Place) -> 
     assert loads_as(place.url, 0, 2.0, storage_options=place.options)
 
 
+def test_records_of_a_copy_that_died_are_found_and_those_of_a_checkpoint_are_not(place: Place) -> None:
+    own = place.save(1)
+    for name in (f"{own}.json", f"{own}-0a1b2c3d.json", f"{DEAD}.json", f"{DEAD}-0a1b2c3d.json", "mine.json"):
+        place.put(f"step_00000001/metrics/{name}")
+        place.put(f"step_00000002/metrics/{name}")
+    place.store().delete(f"step_00000002/metrics/{own}.json")
+    place.store().delete(f"step_00000002/metrics/{own}-0a1b2c3d.json")
+    found = place.find()
+    dead = [f"metrics/{DEAD}-0a1b2c3d.json", f"metrics/{DEAD}.json"]
+    assert names_of(found) == {
+        (folder, DEAD): [f"{folder}/{name}" for name in dead] for folder in ("step_00000001", "step_00000002")
+    }
+    for leftover in found.found:
+        remove(place.store(), leftover)
+    assert place.find().found == []
+    left = place.store().list("step_00000001/metrics")
+    assert sorted(left) == sorted([f"{own}.json", f"{own}-0a1b2c3d.json", "mine.json"])
+
+
 def test_what_no_save_names_so_is_nobodys(place: Place) -> None:
     place.save(1)
     for name in ("notes.txt", "step_00000002/data/mine.safetensors", "data/0123-1.bin", "wandb/data/run.json"):
