@@ -54,7 +54,7 @@ def report_overwrite(changes: StateChanges, ranks: Ranks) -> Iterator[None]:
     except CheckpointError as error:
         is_sole = ranks.num_ranks == 1
         state = changes.describe("" if is_sole else f" of rank {ranks.global_ranks[ranks.rank]}")
-        others = "" if is_sole else ". The error of every other rank says that of its own"
+        others = "" if is_sole else ". The error of every other rank says this about its own state"
         raise type(error)(
             f"{error.message}. {state}{others}", kind=error.kind, path=error.path, step=error.step, ranks=error.ranks
         ) from error.__cause__

@@ -13,7 +13,7 @@ from bytecheckpoint.region import Region
 
 
 class FlatPart(NamedTuple):
-    """Bytes of a file that are, in this order, bytes of a target's memory."""
+    """Consecutive bytes of a file that go, in the same order, to consecutive bytes of a target's memory."""
 
     want: int
     """Index into the wants of the load plan."""

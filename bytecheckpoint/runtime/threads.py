@@ -24,7 +24,7 @@ _IDLE_NAME = "bytecheckpoint-idle"
 _NO_JOB = object()
 
 _Jobs = SimpleQueue[tuple[str, Callable[[], object]]]
-"""The jobs of one thread, each with the name that the thread has meanwhile."""
+"""The jobs of one thread, each with the name of the thread while it does that job."""
 
 
 def run_jobs(do: Callable[[Job], object], jobs: Iterable[Job], *, num_threads: int) -> None:

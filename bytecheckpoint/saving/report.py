@@ -65,7 +65,7 @@ def encode_report(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> bytes:
     starts = [
         0 if file.locations is not None else len(plan.header) for plan, file in zip(planned, written, strict=True)
     ]
-    is_known = agreed.has_written and not varies
+    is_known = agreed.has_locations and not varies
     locations = b"" if is_known else pack_locations(_locations(agreed, written), agreed.rank_plan)
     return msgspec.msgpack.encode(_RankReport([file.file for file in written], starts, locations, varies))
 

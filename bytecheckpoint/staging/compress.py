@@ -100,8 +100,8 @@ def compress_file(
     on_checksum: Callable[[float], None],
 ) -> CompressedFile:
     """Compresses a file that was planned with codecs into this memory, which must not change until the file is written.
-    Only a thread that gets `second_block` prefetches. Calls `on_compressed` and `on_checksum`, on any thread, with the
-    seconds that each took.
+    The next block is prefetched only while `second_block` is free. Calls `on_compressed` and `on_checksum`, on any
+    thread, with the seconds that each took.
 
     Raises the errors of `content`.
     """

@@ -104,7 +104,7 @@ _VERDICTS = {
 
 
 class _CurrentObject(NamedTuple):
-    """The object under a name; two empty strings if there is none."""
+    """The object that a name has now; both fields are empty if there is none."""
 
     etag: str
     writer: str
