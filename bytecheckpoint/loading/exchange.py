@@ -102,7 +102,7 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
         plan = plan._replace(alone=[*plan.alone, *unsharable])
         exchange = _Exchange(ranks, source, match, assigned=assigned, lanes=lanes)
         common = CommonBytes(assigned.share.common, extents)
-        common.broadcast(ranks, source, exchange.targets, lanes)
+        common.broadcast(ranks, source, lanes)
         common.place(plan.common, exchange.receiver)
         try:
             exchange.run(plan, listener)
