@@ -274,7 +274,7 @@ def collect_all(entries: list[Entry]) -> list[EntryContents]:
 def finish_all(
     entries: Sequence[Entry], checkpoint: CheckpointView, overwriting: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Finishes every entry, `overwriting` around each, also behind one that cannot take all that it should.
+    """Finishes every entry, each within `overwriting`; also those after one that cannot take all that it should.
 
     Raises the first CheckpointMismatchError of any of them.
     """

@@ -48,7 +48,7 @@ class StateChanges:
 
 @contextmanager
 def report_overwrite(changes: StateChanges, ranks: Ranks) -> Iterator[None]:
-    """Ends the message of a CheckpointError with what has become of the state of this rank."""
+    """Adds to the message of a CheckpointError whether the state of this rank was overwritten."""
     try:
         yield
     except CheckpointError as error:

@@ -87,7 +87,7 @@ class _JobRun(Generic[Job]):
             self._is_over = True
 
     def help_out(self) -> None:
-        """Does the same on a thread other than the caller's, which a signal might interrupt while it counts itself."""
+        """Does the same on another thread, and counts that one. The caller counts none: a signal might interrupt it."""
         with self._changed:
             self._num_helpers += 1
         self.work()

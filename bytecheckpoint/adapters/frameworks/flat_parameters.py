@@ -73,8 +73,8 @@ class FlatParamPart(_PartFields):
         return cuts
 
     def shards(self, fqn: str, memory: torch.Tensor) -> list[LocalShard]:
-        """Returns the regions that lie here, as views of the flat memory; one of no elements where there are none, if
-        it has dimensions.
+        """Returns the regions that lie here, as views of the flat memory; if there are none, an empty one for a
+        parameter that has dimensions.
 
         Memory that has the box's shape is the box itself.
 

@@ -213,7 +213,7 @@ class _ShardedObject(NamedTuple):
 
 
 def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
-    """Returns the module at this path, which wrappers with a sharded_state_dict() of their own may not be in."""
+    """Returns the module at this path, which may leave out wrappers that have a sharded_state_dict() of their own."""
     try:
         return module.get_submodule(path)
     except AttributeError:

@@ -131,7 +131,7 @@ def _facts_problems(own: Mapping[str, Any], checkpoint: CheckpointView, tied: Ma
 
 
 def unbuildable(values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[str, Problem]:
-    """Returns which subclasses cannot be built of these leaves by checkpoint FQN, by theirs."""
+    """Returns a problem for each subclass, by checkpoint FQN, that cannot be built of these leaves, given likewise."""
     if not any(map(is_facts, values)):  # nearly always
         return {}
     parts = {fqn: _on_meta(fqn, value, checkpoint) for fqn, value in values.items()}

@@ -74,7 +74,7 @@ def agreed(
 
 
 def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Keeps a tensor the same tensor, which captured graphs hold, and a number a number. Values are copied."""
+    """Copies values into a group. A tensor is filled in place, because captured graphs hold it; a number stays one."""
     for key, value in values.items():
         own = group.get(key)
         if isinstance(own, torch.Tensor):
