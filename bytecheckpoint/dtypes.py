@@ -18,7 +18,7 @@ DTYPE_ITEMSIZES: dict[str, int] = {
 
 
 def itemsize(dtype: str) -> int:
-    """Returns the bytes of one element. Raises CheckpointMismatchError (dtype) for a name that is not in
+    """Returns the length of one element, in bytes. Raises CheckpointMismatchError (dtype) for a name that is not in
     DTYPE_ITEMSIZES.
     """
     size = DTYPE_ITEMSIZES.get(dtype)

@@ -329,7 +329,7 @@ def _spans(part: Sequence[int], region: Region) -> list[range]:
 
 
 def part_of_grid(shape: Sequence[int], coordinates: Sequence[int], num_regions: int) -> tuple[int, ...] | None:
-    """Returns the lengths of a part if these regions are such a grid, in row-major order and none empty; else None.
+    """Returns the lengths of a part if these regions are a regular grid, in row-major order and none empty; else None.
 
     `coordinates` has offsets, then lengths of one region after the other.
     """

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from sample_tensors import DTYPES, LAYOUTS, SHAPE, bits_of, random_bits
 
 import bytecheckpoint as bcp
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.saving import write
 from bytecheckpoint.storage.object_io import BLOCK_BYTES, FileImage
 
@@ -156,12 +158,13 @@ def between_blocks(do: Callable[[int], object]) -> Iterator[None]:
 
     def written(store: Any, name: str, image: FileImage, *arguments: Any) -> Any:
         @contextmanager
-        def content(byte_offset: int, byte_length: int) -> Iterator[memoryview]:
-            do(byte_offset)
-            with image.content(byte_offset, byte_length) as bytes_:
+        def content(block: Block) -> Iterator[memoryview]:
+            do(block.byte_offset)
+            with block.content() as bytes_:
                 yield bytes_
 
-        return write_image(store, name, image._replace(content=content), *arguments)
+        blocks = [block._replace(content=partial(content, block)) for block in image.blocks]
+        return write_image(store, name, image._replace(blocks=blocks), *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write, "write_image", written)

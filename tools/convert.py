@@ -103,7 +103,7 @@ def convert(
     have no place in the target are listed. Under torchrun the ranks share the work.
     """
     to: Any = names.to
-    _refuse_idle(to, link=link, max_shard_size=max_shard_size)
+    _refuse_unused_options(to, link=link, max_shard_size=max_shard_size)
     name_map = names.name_map()
     if flatten_optimizer and to != "dcp":
         raise click.UsageError(f"--flatten-optimizer is for --to dcp, not --to {to}")
@@ -137,7 +137,7 @@ def convert(
     return _run(request, as_json=as_json)
 
 
-def _refuse_idle(to: str, *, link: bool, max_shard_size: int | None) -> None:
+def _refuse_unused_options(to: str, *, link: bool, max_shard_size: int | None) -> None:
     """Raises click.UsageError for options that would do nothing."""
     if link and to != "bcp":
         raise click.UsageError(f"--link writes a manifest, which only --to bcp has, not --to {to}")

@@ -74,7 +74,7 @@ class GarbageRow:
     "stage",
     callback=at_home_folder,
     metavar="FOLDER",
-    help="Also what saves to ROOT have left in this local stage, on this host, and `bcp.recover` could still finish.",
+    help="Also list what saves to ROOT left in this local stage on this host; `bcp.recover` could finish them.",
 )
 @with_output_options
 def gc(

@@ -28,7 +28,7 @@ class StoredTensor(NamedTuple):
     """A tensor of the checkpoint."""
 
     fqn: str
-    """Under which its chunks are stored; another than the user's where it is an alias or renamed."""
+    """The FQN under which its chunks are stored; another than the user's if that is an alias or renamed."""
     dtype: str
     shape: tuple[int, ...]
 

@@ -85,7 +85,7 @@ class _Value(NamedTuple):
     fqn: str
     value: Any
     found: Any
-    """Result of the predicate of its kind; for plain data the container and the key of it there."""
+    """Result of the predicate of its kind; for plain data its container and its key there."""
     kind: _Kind
 
 
@@ -264,7 +264,7 @@ def collect_all(entries: list[Entry]) -> list[EntryContents]:
         if not taken.isdisjoint(contents.names):
             name = min(taken & contents.names)
             owner = next(entry for entry, earlier in zip(entries, collected, strict=False) if name in earlier.names)
-            advice = f"rename one: {owner.fqn!r} and {entry.fqn!r} in the state both come to it"
+            advice = f"rename one: {owner.fqn!r} and {entry.fqn!r} in the state both give it"
             raise unsupported(name, "the name of two values", advice)
         taken |= contents.names
         collected.append(contents)
@@ -274,7 +274,7 @@ def collect_all(entries: list[Entry]) -> list[EntryContents]:
 def finish_all(
     entries: Sequence[Entry], checkpoint: CheckpointView, overwriting: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Finishes every entry, `overwriting` around each, also behind one that cannot take all that it should.
+    """Finishes every entry, each within `overwriting`; also those after one that cannot take all that it should.
 
     Raises the first CheckpointMismatchError of any of them.
     """

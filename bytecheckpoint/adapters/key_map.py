@@ -25,8 +25,8 @@ class Renamer:
         beside: Collection[str] = (),
         plain: Mapping[str, str] | None = None,
     ) -> None:
-        """`below` is the name below which all others stand, but for those at and below the names `beside` it. `plain`
-        are the state's names of what it shows under others, by these.
+        """The state has all names of the checkpoint below the name `below`, except for those at or below the names
+        `beside`. `plain` gives the name in the state for each name under which the checkpoint shows it differently.
 
         Raises CheckpointMismatchError (conflict) for a value that is not a key_map.
         """

@@ -51,7 +51,7 @@ class LocalPart(NamedTuple):
     """A region of the local tensor, or the first of consecutive elements of it; None where it is all of it."""
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns the view of the local tensor that is this region."""
+        """Returns the view of the local tensor that holds this region, in its shape."""
         if self.place is None:
             return local
         if isinstance(self.place, int):

@@ -135,8 +135,8 @@ class StatefulEntry:
         return of_tree._replace(problems=problems + of_tree.problems)
 
     def _match_subclasses(self, values: Mapping[str, Any], checkpoint: CheckpointView) -> list[Problem]:
-        """Drops the object's own tensor subclasses that do not fit, which are made anew. One that is spread over ranks,
-        or of which the checkpoint has nothing, stays as it is: why is returned.
+        """Drops the object's own tensor subclasses that do not fit: the load makes new ones. One that is spread over
+        ranks, or of which the checkpoint has nothing, is kept, and the problem returned.
         """
         live = self._target.live
         own = {name: value for name, value in self._current.items() if enclosing(name, live)}
@@ -181,7 +181,7 @@ class RankLocalEntry:
         self._target = TreeTarget()
         self._found: StoredTree | None = None
         self._current: dict[str, Any] = {}
-        """Leaves of the value that stay where something is left out."""
+        """Leaves of the present value, which stay where the load leaves something out."""
 
     def collect(self) -> EntryContents:
         state = self._state()

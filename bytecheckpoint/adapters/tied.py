@@ -54,8 +54,8 @@ def _two_of_one_name(fqn: str, name: str) -> CheckpointSaveError:
     return unsupported(
         fqn,
         f"the name of two tensors, one of which the module calls {name!r}",
-        "give the stages of a pipeline the names that their layers have in the whole model, and rename what differs "
-        "from another name only by what a wrapper puts into it",
+        "give the stages of a pipeline the names that their layers have in the whole model, and rename a tensor whose "
+        "name differs from another one only by the prefix of a wrapper",
     )
 
 

@@ -47,7 +47,10 @@ class Elements:
         self._narrowed = {number for number, tensor in enumerate(wanted) if _is_narrowed(tensor, source.manifest)}
 
     def check_files(self) -> None:
-        """Raises CheckpointNotFoundError (missing_file) or CheckpointCorruptError (truncated, checksum)."""
+        """Checks the data files that hold the elements.
+
+        Raises CheckpointNotFoundError (missing_file) or CheckpointCorruptError (truncated, checksum).
+        """
         source = self._source
         stored = {piece.fqn for tensor in self._wanted for piece in tensor.pieces if piece.fqn is not None}
         files = {file for fqn in stored for file in source.manifest.tensors[fqn].files}

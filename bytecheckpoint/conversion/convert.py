@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ from bytecheckpoint.loading.plain_trees import PlainData
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.select import LeftOut, Selection, SelectionRequest, select
 from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.manifest.ranges import Block, cut_blocks
 from bytecheckpoint.name_maps.fused_experts import EXPERT_NAMES, FUSED, with_separate_experts
 from bytecheckpoint.name_maps.load import CheckpointFolder
 from bytecheckpoint.options import LoadOptions, NameMap
@@ -47,9 +48,9 @@ from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.garbage import sweep
-from bytecheckpoint.storage.object_io import FileImage, write_image
+from bytecheckpoint.storage.object_io import BLOCK_BYTES, FileImage, write_image
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Block
+from bytecheckpoint.storage.store import one_block
 
 MIN_MEMORY_BYTES = 64 << 20
 _READER_THREADS = 8
@@ -286,19 +287,20 @@ class _FileWriter:
         store = self._plan.place.store
         stream = Stream(file.runs)
         with closing(ReadAhead(stream, self._elements, self._scratch, self._budget)) as ahead:
-            if file.extent_lengths:
-                image = FileImage(file.name, file.extent_lengths, stream.blocks, partial(self._content, ahead))
-                return write_image(store, file.name, image, lambda _: None)
-            blocks = [Block(*block, partial(self._content, ahead, *block)) for block in stream.blocks]
+            extents = file.extent_lengths
+            planned = cut_blocks(extents, max_bytes=BLOCK_BYTES) if extents else stream.blocks
+            blocks = [block._replace(content=partial(self._content, ahead, block)) for block in planned]
+            if extents:
+                return write_image(store, file.name, FileImage(file.name, extents, blocks), lambda _: None)
             store.write(file.name, blocks, replace=is_replaced and file.name == self._plan.target.last_name)
             return DataFile(file.name, stream.byte_length)
 
     @contextmanager
-    def _content(self, ahead: ReadAhead, byte_offset: int, byte_length: int) -> Iterator[memoryview]:
-        with ahead.content(byte_offset, byte_length) as content:
+    def _content(self, ahead: ReadAhead, block: Block) -> Iterator[memoryview]:
+        with ahead.content(block) as content:
             yield content
         with self._lock:
-            self._on_progress(byte_length)
+            self._on_progress(block.byte_length)
 
 
 def _confirm_all_written(ranks: Ranks, plan: _Plan, done: Sequence[DataFile]) -> None:
@@ -325,8 +327,7 @@ def _commit(plan: _Plan, files: Sequence[DataFile], *, overwrite: bool) -> None:
             if target.last_name == layout.MANIFEST_NAME:
                 layout.commit(store, "", content, replace=overwrite)
             else:
-                block = Block(0, len(content), lambda: nullcontext(memoryview(content)))
-                store.write(target.last_name, [block], replace=overwrite)
+                store.write(target.last_name, one_block(content), replace=overwrite)
     new = {target.last_name, *(file.name for file in target.files)}
     deletion.discard(store, "", [name for name in replaced if name not in new])
     if target.last_name == layout.MANIFEST_NAME:

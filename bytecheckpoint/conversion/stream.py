@@ -18,6 +18,7 @@ from bytecheckpoint.conversion.assemble import Elements, Job
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.loading.select import LeftOut
 from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.planner.copy_plan import WantedTensor
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.storage.object_io import BLOCK_BYTES
@@ -67,9 +68,9 @@ class Stream:
         self._checksums: dict[int, int] = {}
 
     @property
-    def blocks(self) -> list[tuple[int, int]]:
-        """Byte offset and length of the ranges in which it is written."""
-        return [(at, min(BLOCK_BYTES, self.byte_length - at)) for at in range(0, self.byte_length, BLOCK_BYTES)]
+    def blocks(self) -> list[Block]:
+        """The blocks in which it is written, without content or extents."""
+        return [Block(at, min(BLOCK_BYTES, self.byte_length - at)) for at in range(0, self.byte_length, BLOCK_BYTES)]
 
     def fill(self, byte_offset: int, memory: memoryview, elements: Elements) -> None:
         """Fills the memory, which is aligned as in the file, with the bytes from there on."""
@@ -189,22 +190,22 @@ class ReadAhead:
             loan.close()
 
     @contextmanager
-    def content(self, byte_offset: int, byte_length: int) -> Iterator[memoryview]:
+    def content(self, block: Block) -> Iterator[memoryview]:
         """Lends a block of the stream; blocks are asked for in rising order.
 
         Waits until there is a window for it: a store may want more blocks at once than all windows hold, and those that
         it has are written without the ones that follow. Raises the error of another block that was not written.
         """
-        number, start = divmod(byte_offset, self._window_bytes)
+        number, start = divmod(block.byte_offset, self._window_bytes)
         try:
-            yield self._window(number)[start : start + byte_length]
+            yield self._window(number)[start : start + block.byte_length]
         except BaseException as error:
             with self._changed:
                 self._failure = self._failure or error
                 self._changed.notify_all()
             raise
         with self._changed:
-            self._left[number] -= byte_length
+            self._left[number] -= block.byte_length
             if self._left[number]:
                 return
             self._loans.pop(number).close()

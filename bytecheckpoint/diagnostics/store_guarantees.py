@@ -13,10 +13,11 @@ from bytecheckpoint.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
 )
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.inventory import HasPendingUploads, PendingUpload
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Access, Block, FillHook, Store, one_block
+from bytecheckpoint.storage.store import Access, FillHook, Store, one_block
 
 _MiB = 1 << 20
 _LARGE_BLOCKS = 3

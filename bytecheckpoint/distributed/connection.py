@@ -36,7 +36,9 @@ class Connection:
     def __init__(self, connected: socket.socket, global_rank: int, timeout_s: float) -> None:
         """`global_rank` is that of the other end, which may stall for `timeout_s`."""
         self.global_rank = global_rank
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        self.is_established = False
+        """True once the reader rank has the request of this one."""
         self._socket = connected
         connected.settimeout(timeout_s)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -50,32 +52,27 @@ class Connection:
             while left:
                 left = left[self._socket.send(left) :]
         except TimeoutError:
-            raise missing((self.global_rank,), f"took nothing for {self._timeout_s:g} s") from None
+            raise missing((self.global_rank,), f"took nothing for {self.timeout_s:g} s") from None
         except OSError as error:
-            raise self._loss(str(error)) from error
+            self.check_peer()  # it may have disconnected before
+            raise self._gone(error) from error
 
-    def check_peer(self) -> None:
-        """Raises as `send` does if the peer, which has nothing to send now, has disconnected or is gone."""
-        if self._is_readable():
-            raise self._loss("the connection was closed")
-
-    def await_ack(self) -> None:
-        """Returns when the peer has all that was sent, or is slow to say so. Raises as `send` does if it has
-        disconnected or is gone.
-
-        A peer that is stuck misses the end of the load. The other ranks report that, and must not miss this one too.
+    def check_peer(self, wait_s: float = 0.0) -> None:
+        """Returns when the peer has acknowledged all that was sent, or says nothing for `wait_s`. Raises as `send` does
+        if it has disconnected or is gone.
         """
-        try:
-            self._socket.settimeout(self._timeout_s / 4)
-            answer = self._socket.recv(1)
-        except TimeoutError:
+        ready = select.poll()
+        ready.register(self._socket, select.POLLIN)
+        if not ready.poll(1000 * wait_s):
             return
+        try:
+            answer = self._socket.recv(1)
         except OSError as error:
-            raise self._loss(str(error)) from error
+            raise self._gone(error) from error
         if answer == _LEAVING:
             raise PeerLeftError
         if answer != _ACK:
-            raise self._loss("the connection was closed")
+            raise self._gone("the connection was closed")
 
     def send_ack(self) -> None:
         """Tells the reader rank that everything has arrived."""
@@ -92,7 +89,7 @@ class Connection:
                     raise ConnectionResetError("the connection was closed")
                 left = left[count:]
         except TimeoutError:
-            raise missing((self.global_rank,), f"passed nothing on for {self._timeout_s:g} s") from None
+            raise missing((self.global_rank,), f"passed nothing on for {self.timeout_s:g} s") from None
         except OSError as error:
             raise missing((self.global_rank,), f"was to pass on what it reads, and is gone ({error})") from error
 
@@ -108,30 +105,26 @@ class Connection:
     def disconnect(self) -> None:
         """Tells the reader rank that this one ends the exchange, and interrupts."""
         with suppress(OSError):
-            self._socket.send(_LEAVING)
+            if self.is_established:  # else it would wait, or be taken for a part of the request
+                self._socket.send(_LEAVING)
         self.interrupt()
 
     def interrupt(self) -> None:
         """Ends all waits for this connection, at both ends."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        interrupt(self._socket)
 
     def close(self) -> None:
         """Ends the connection; what was sent before still arrives."""
         self._socket.close()
 
-    def _is_readable(self) -> bool:
-        """Returns True if the other end has sent something or has closed the connection."""
-        ready = select.poll()
-        ready.register(self._socket, select.POLLIN)
-        return bool(ready.poll(0))
-
-    def _loss(self, reason: str) -> PeerLeftError | CheckpointError:
-        """Returns the error about a peer to which nothing more can be sent."""
-        with suppress(OSError):
-            if self._is_readable() and self._socket.recv(1) == _LEAVING:
-                return PeerLeftError()
+    def _gone(self, reason: object) -> CheckpointError:
         return missing((self.global_rank,), f"was to take what this one reads, and is gone ({reason})")
+
+
+def interrupt(waiting: socket.socket) -> None:
+    """Ends all waits of other threads for this socket, also that for a connection."""
+    with suppress(OSError):
+        waiting.shutdown(socket.SHUT_RDWR)
 
 
 class Activity:
@@ -196,8 +189,9 @@ class PeerSender:
         if is_over.is_set():
             self.connection.send(DISCONNECT)
         elif not self._num_left:
+            # A peer that is stuck misses the end of the load. Others report that, and must not miss this rank too.
             with self._activity.waiting():
-                self.connection.await_ack()
+                self.connection.check_peer(self.connection.timeout_s / 4)
 
     def _next(self) -> OutgoingUnit | None:
         """Returns the next unit. Until there is one it checks the peer and sends heartbeats."""

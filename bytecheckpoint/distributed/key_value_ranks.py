@@ -306,7 +306,7 @@ class GroupRanks:
         self._remove_all([*keys, *left, *keys_of(_REMAINING, remains)], acks, has_failed=has_failed)
 
     def _remove_all(self, keys: Sequence[str], acks: Sequence[str], *, has_failed: bool) -> None:
-        """Removes these keys, and those that the acks list. An ack is put just after its rank was counted."""
+        """Waits for the acks of ranks that were counted, and removes these keys and those that the acks list."""
         poll(lambda: self._is_set(*acks), _CLOSE_S)
         said = get_messages(self._store, acks) if has_failed and self._is_set(*acks) else []
         lists = [msgspec.msgpack.decode(message, type=list[str]) for message in said if message]

@@ -4,23 +4,20 @@ unauthenticated connections that send nothing delay no other, and all waits end 
 
 from __future__ import annotations
 
-import errno
 import hmac
-import os
-import queue
 import secrets
-import select
 import socket
 import struct
+import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-from bytecheckpoint.distributed.connection import Connection, PeerLeftError, missing, start_thread
+from bytecheckpoint.distributed.connection import Connection, PeerLeftError, interrupt, missing
+from bytecheckpoint.distributed.key_value_ranks import MAX_GRACE_S
 from bytecheckpoint.errors import CheckpointError
 
 _HELLO = struct.Struct("<16sIQ")
@@ -28,7 +25,7 @@ _HELLO = struct.Struct("<16sIQ")
 _MAX_REQUEST_BYTES = 1 << 32
 _HELLO_S = 10.0
 """Limit for all of a hello, and for reaching a host."""
-_MAX_UNAUTHENTICATED = 128
+MAX_UNAUTHENTICATED = 128
 """Connections whose hello has not come. Of more the oldest are closed."""
 _POLL_S = 0.1
 
@@ -44,9 +41,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Listener:
-    """The socket to which peers connect. While it accepts, one thread waits for connections, and one for each of them
-    until it is authenticated and its request is here.
-    """
+    """The socket to which peers connect. Each connection takes a thread."""
 
     def __init__(self, *, towards: str | None) -> None:
         """`towards` is a host that all ranks reach: the network that leads there is the one to listen on."""
@@ -55,93 +50,86 @@ class Listener:
         self._socket = socket.create_server(("", 0), family=family, backlog=256, dualstack_ipv6=dual)
         self._socket.settimeout(_POLL_S)  # not every system wakes a thread that accepts when the socket is shut down
         self.address = Address(_own_hosts(towards), self._socket.getsockname()[1], secrets.token_bytes(32))
-        self._is_accepting = True
         self._pending: dict[socket.socket, bool] = {}
-        """Connections in the order in which they came; True once authenticated."""
-        self._arrived: queue.SimpleQueue[tuple[socket.socket, int, bytes] | Exception] = queue.SimpleQueue()
+        """Connections in the order in which they came, until their request is here; True once authenticated."""
 
     def accept(
-        self, peers: Mapping[int, int], timeout_s: float, *, io_timeout_s: float, is_wanted: Callable[[], bool]
-    ) -> Generator[tuple[Connection, bytes], None, None]:
-        """Yields the connection of each peer with its request, in the order in which they come. `peers` has their ranks
-        within the group and their global ranks. A connection may stall for `io_timeout_s`.
+        self,
+        peers: Mapping[int, int],
+        admit: Callable[[Connection, bytes], Callable[[], None]],
+        start: Callable[..., None],
+        *,
+        timeout_s: float,
+        is_wanted: Callable[[], bool],
+    ) -> None:
+        """Returns when all peers are connected and admitted. `peers` has their ranks within the group and their global
+        ranks. `admit` is called with each connection and the request of the peer, and returns what the thread of that
+        connection does next. `start` starts threads: there must be one for each peer and `2 * MAX_UNAUTHENTICATED`
+        more, or a peer that waits for one could be closed as unauthenticated.
 
         Raises CheckpointError (rank_missing) if some have not come in time, and PeerLeftError soon after `is_wanted`
         returns False.
         """
-        awaited = dict(peers)
-        if not awaited:
-            return
+        unclaimed, awaited = dict(peers), dict(peers)
+        # Longer than a peer waits for its reader ranks: it may be held up by another one, and that one is stuck then.
+        # A reader rank that a peer holds up sends heartbeats.
+        io_timeout_s = timeout_s + min(timeout_s, MAX_GRACE_S)
+
+        def serve(connected: socket.socket) -> None:
+            rank, request = self._authenticate(connected, timeout_s)
+            global_rank = unclaimed.pop(rank, None)
+            if global_rank is None:
+                connected.close()
+                return
+            serve_peer = admit(Connection(connected, global_rank, io_timeout_s), request)
+            del awaited[rank]
+            if not awaited:
+                interrupt(self._socket)
+            serve_peer()
+
         deadline = time.monotonic() + timeout_s
-        # Enough for all: a peer that waited for a thread while others send long requests could be taken for a stranger.
-        pool = ThreadPoolExecutor(len(peers) + 2 * _MAX_UNAUTHENTICATED, thread_name_prefix="bcp-rendezvous")
-        accepting = start_thread(pool, self._accept_all, pool, timeout_s)
         try:
             while awaited:
                 if not is_wanted():
                     raise PeerLeftError
                 if time.monotonic() > deadline:
                     raise missing(tuple(awaited.values()), f"did not connect to this one within {timeout_s:g} s")
-                arrived = self._next()
-                if arrived is not None and arrived[1] in awaited:
-                    yield Connection(arrived[0], awaited.pop(arrived[1]), io_timeout_s), arrived[2]
-                elif arrived is not None:
-                    arrived[0].close()
+                self._accept_one(start, serve)
+        except OSError:  # the socket was shut down for the last peer, or there can be no more descriptors
+            if awaited:
+                raise
         finally:
-            self._is_accepting = False
-            _interrupt(self._socket)
-            wait([accepting])
-            for connected in list(self._pending):
-                _interrupt(connected)
-            pool.shutdown()
+            unclaimed.clear()
+            for each in (self._socket, *self._pending):
+                interrupt(each)
 
     def close(self) -> None:
-        """Refuses later connections, and closes those that `accept` has not returned."""
-        self._socket.close()
-        while not self._arrived.empty():
-            arrived = self._arrived.get()
-            if not isinstance(arrived, Exception):
-                arrived[0].close()
-
-    def _next(self) -> tuple[socket.socket, int, bytes] | None:
-        """Returns an authenticated connection, its rank and its request; None if none comes for a moment."""
-        with suppress(queue.Empty):
-            arrived = self._arrived.get(timeout=_POLL_S)
-            if isinstance(arrived, Exception):
-                raise arrived
-            return arrived
-        return None
-
-    def _accept_all(self, pool: ThreadPoolExecutor, timeout_s: float) -> None:
-        while self._is_accepting:
-            try:
-                connected, _ = self._socket.accept()
-                self._pending[connected] = False
-                start_thread(pool, self._authenticate, connected, timeout_s)
-            except (TimeoutError, ConnectionAbortedError):
-                continue
-            except (OSError, CheckpointError) as error:  # closed, or no more descriptors or threads
-                self._arrived.put(error)
-                return
-            unauthenticated = [each for each, is_known in list(self._pending.items()) if not is_known]
-            for oldest in unauthenticated[:-_MAX_UNAUTHENTICATED]:
-                _interrupt(oldest)
-
-    def _authenticate(self, connected: socket.socket, timeout_s: float) -> None:
-        try:
-            shown, rank, num_bytes = _HELLO.unpack(_receive(connected, _HELLO.size, _HELLO_S))
-            if not hmac.compare_digest(shown, self.address.token[:16]) or num_bytes > _MAX_REQUEST_BYTES:
-                raise ConnectionRefusedError
-            self._pending[connected] = True
-            connected.sendall(self.address.token[16:])
-            request = _receive(connected, num_bytes, timeout_s)
-        except OSError:
-            del self._pending[connected]
+        """Closes the socket, and the connections for which no thread could be started. The others must have ended."""
+        for connected in (self._socket, *self._pending):
             connected.close()
-        else:
-            # In this order: once the last peer has arrived, all that is still pending is interrupted.
-            del self._pending[connected]
-            self._arrived.put((connected, rank, request))
+
+    def _accept_one(self, start: Callable[..., None], serve: Callable[[socket.socket], None]) -> None:
+        """Starts a thread for the next connection, if one comes within a moment."""
+        with suppress(TimeoutError, ConnectionAbortedError):
+            connected, _ = self._socket.accept()
+            self._pending[connected] = False
+            start(serve, connected)
+        unauthenticated = [each for each, is_known in list(self._pending.items()) if not is_known]
+        for oldest in unauthenticated[:-MAX_UNAUTHENTICATED]:
+            interrupt(oldest)
+
+    def _authenticate(self, connected: socket.socket, timeout_s: float) -> tuple[int, bytes]:
+        """Returns the rank of the peer and its request; rank -1 if it is none."""
+        rank, request = -1, b""
+        with suppress(OSError):
+            shown, said_rank, num_bytes = _HELLO.unpack(_receive(connected, _HELLO.size, _HELLO_S))
+            if hmac.compare_digest(shown, self.address.token[:16]) and num_bytes <= _MAX_REQUEST_BYTES:
+                self._pending[connected] = True
+                connected.sendall(self.address.token[16:])
+                request = _receive(connected, num_bytes, timeout_s)
+                rank = said_rank
+        del self._pending[connected]  # once the last peer is admitted, all that is pending is interrupted
+        return rank, request
 
 
 def _receive(connected: socket.socket, num_bytes: int, limit_s: float) -> bytes:
@@ -152,33 +140,42 @@ def _receive(connected: socket.socket, num_bytes: int, limit_s: float) -> bytes:
         connected.settimeout(max(deadline - time.monotonic(), 0.001))
         count = connected.recv_into(left)
         if not count:
-            raise ConnectionResetError
+            raise ConnectionResetError("the connection was closed")
         left = left[count:]
     return bytes(content)
 
 
-def _interrupt(connected: socket.socket) -> None:
-    with suppress(OSError):
-        connected.shutdown(socket.SHUT_RDWR)
-
-
 def connect(
-    reader: int, address: Address, own_rank: int, request: bytes, *, timeout_s: float, is_wanted: Callable[[], bool]
+    reader: int,
+    address: Address,
+    own_rank: int,
+    request: bytes,
+    *,
+    timeout_s: float,
+    on_open: Callable[[Connection], None],
+    is_over: threading.Event,
 ) -> Connection:
-    """Returns a connection to the reader rank with this global rank, which has the request then.
+    """Returns a connection to the reader rank with this global rank, which has the request then. `on_open` is called
+    with each connection before it is tried. Another thread ends the wait: it sets `is_over` and disconnects them.
 
-    Raises CheckpointError (rank_missing) if it cannot be reached, and PeerLeftError soon after `is_wanted` returns
-    False.
+    Raises CheckpointError (rank_missing) if the reader rank cannot be reached, and PeerLeftError if `is_over` is set.
     """
     hello = _HELLO.pack(address.token[:16], own_rank, len(request))
     reasons: list[str] = []
     for host, family, place in _places(address, reasons):
+        opened = socket.socket(family, socket.SOCK_STREAM)
+        connection = Connection(opened, reader, timeout_s)
+        on_open(connection)
+        if is_over.is_set():
+            raise PeerLeftError
         try:
-            opened = _open(family, place, [hello, address.token[16:], request], timeout_s, is_wanted)
+            _introduce(opened, place, [hello, address.token[16:], request], timeout_s)
         except OSError as error:
             reasons.append(f"{host}: {error}")
+            connection.close()
         else:
-            return Connection(opened, reader, timeout_s)
+            connection.is_established = True
+            return connection
     raise CheckpointError(
         f"rank {reader} cannot be reached on port {address.port} of {'; '.join(reasons)}. Ranks exchange "
         'what several of them want: open the network between them, or load with LoadOptions(exchange="off")',
@@ -197,48 +194,21 @@ def _places(address: Address, reasons: list[str]) -> Iterator[tuple[str, int, An
             reasons.append(f"{host}: {error}")
 
 
-def _open(
-    family: int, place: Any, messages: Sequence[bytes], limit_s: float, is_wanted: Callable[[], bool]
-) -> socket.socket:
+def _introduce(opened: socket.socket, place: Any, messages: Sequence[bytes], timeout_s: float) -> None:
     """Sends the hello, and once the listener has sent the expected answer, the request. Raises OSError."""
     hello, expected, request = messages
-    with ExitStack() as undo:
-        opened = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
-        opened.setblocking(False)
-        code = opened.connect_ex(place)
-        if code == errno.EINPROGRESS:
-            _await(opened, select.POLLOUT, min(limit_s, _HELLO_S), is_wanted)
-            code = opened.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            raise OSError(code, os.strerror(code))
-        opened.send(hello)  # the first bytes: there is room for them
-        answer = b""
-        while len(answer) < len(expected):
-            _await(opened, select.POLLIN, limit_s, is_wanted)
-            part = opened.recv(len(expected) - len(answer))
-            if not part:
-                raise ConnectionResetError("the connection was closed")
-            answer += part
-        if not hmac.compare_digest(answer, expected):
+    limit_s = min(timeout_s, _HELLO_S)
+    try:
+        opened.settimeout(limit_s)
+        opened.connect(place)
+        opened.sendall(hello)
+        limit_s = timeout_s
+        if not hmac.compare_digest(_receive(opened, len(expected), limit_s), expected):
             raise ConnectionRefusedError("another process answers")
-        left = memoryview(request)
-        while left:
-            _await(opened, select.POLLOUT, limit_s, is_wanted)
-            left = left[opened.send(left) :]
-        undo.pop_all()
-    return opened
-
-
-def _await(connected: socket.socket, event: int, limit_s: float, is_wanted: Callable[[], bool]) -> None:
-    """Raises TimeoutError, or PeerLeftError soon after `is_wanted` returns False."""
-    ready = select.poll()
-    ready.register(connected, event)
-    deadline = time.monotonic() + limit_s
-    while not ready.poll(_POLL_S * 1000):
-        if not is_wanted():
-            raise PeerLeftError
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"no answer within {limit_s:g} s")
+        opened.settimeout(limit_s)
+        opened.sendall(request)
+    except TimeoutError:
+        raise TimeoutError(f"no answer within {limit_s:g} s") from None
 
 
 def _own_hosts(towards: str | None) -> list[str]:

@@ -17,8 +17,9 @@ from bytecheckpoint.planner.save_plan import SavePlan
 def report_straggler_rate(
     ranks: Ranks, plan: SavePlan | None, write_s: float, *, did: str = "wrote", is_all: bool = True
 ) -> Iterator[None]:
-    """Within the block the coordinator, which has the plan, waits for the other ranks. It moved its own bytes in
-    `write_s`; nothing is added unless these were all of them.
+    """Surrounds the coordinator's wait for the other ranks, and adds its own rate to the error about a missing one.
+
+    It moved its bytes of the plan in `write_s`; `is_all` is False if they were fewer than planned, which give no rate.
     """
     started = time.monotonic()
     try:

@@ -24,7 +24,7 @@ class FoundCheckpoint(NamedTuple):
 
     store: Store
     levels: int
-    """Levels of the store's root above the path: a file is found in its folder."""
+    """Number of levels by which the store's root lies above the path: for a file it is the folder."""
     folder: str
     """Path inside the store."""
     foreign: ForeignPlace | None
@@ -114,7 +114,7 @@ def _find_foreign(
 
 
 def _in_hub(found: FoundCheckpoint, path: str, opening: Opening) -> FoundCheckpoint:
-    """Returns it as part of the folder in which its links end, if it is a snapshot of the Hugging Face cache."""
+    """Returns a checkpoint in a snapshot of the Hugging Face cache as part of the folder that its links lead to."""
     above, revision = split_path(path)
     model, snapshots = split_path(above)
     if snapshots != "snapshots" or not revision or found.folder:

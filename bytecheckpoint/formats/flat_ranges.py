@@ -82,7 +82,7 @@ def partition_length(num_items: int, num_ranks: int, alignment: int) -> int:
 
 
 def shared_runs(placed: FlatTensor, part: int, of_ranks: Sequence[FlatBuffer], *, item_bytes: int) -> Iterator[FlatRun]:
-    """Yields the runs of a tensor in flat memory that is divided over the ranks, as ZeRO 1 and 2 do."""
+    """Yields the runs of a tensor in flat memory of which each rank has `part` elements, as in ZeRO 1 and 2."""
     numel = prod(placed.shape)
     for rank, buffer in enumerate(of_ranks):
         low, high = max(placed.first, rank * part), min(placed.first + numel, (rank + 1) * part)

@@ -12,7 +12,7 @@ from bytecheckpoint.manifest import plain_wire as wire
 
 
 class DtypeName(NamedTuple):
-    """Stands for a torch.dtype."""
+    """Stands for a torch.dtype in plain data, which is read without torch."""
 
     name: str
 

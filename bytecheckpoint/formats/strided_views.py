@@ -14,7 +14,7 @@ MAX_CHUNKS = 1 << 16
 
 
 def last_item(shape: Sequence[int], strides: Sequence[int], item_offset: int) -> int:
-    """Returns the end of the highest element of the storage that a view with elements takes."""
+    """Returns one past the highest element of the storage that a view, which is not empty, uses."""
     reach = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
     return item_offset + reach + 1
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
-from types import TracebackType
+from itertools import chain
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from bytecheckpoint.distributed.connection import Activity, Connection, PeerLeftError, PeerSender, start_thread
-from bytecheckpoint.distributed.key_value_ranks import MAX_GRACE_S, shown_ranks
+from bytecheckpoint.distributed.key_value_ranks import shown_ranks
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
-from bytecheckpoint.distributed.rendezvous import Address, Listener, connect
+from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, Address, Listener, connect
 from bytecheckpoint.distributed.wire import (
     OutgoingUnit,
     WireHeader,
@@ -96,13 +96,13 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
     with closing(Listener(towards=ranks.rendezvous_host)) as listener, streams_to(tensors) as lanes:
         runs = wanted_runs(sharable, extents)
         local_plan = LocalReadPlan(listener.address, runs, source.unit_bytes(sharable), options.timeout_s)
-        payloads = ranks.gather(msgspec.msgpack.encode(local_plan))
-        assigned = msgspec.msgpack.decode(ranks.scatter(assign(payloads, extents)), type=ReadAssignment)
+        reply = ranks.reduce_scatter(msgspec.msgpack.encode(local_plan), partial(assign, extents=extents))
+        assigned = msgspec.msgpack.decode(reply, type=ReadAssignment)
         plan = divide_plan(sharable, assigned.share, extents, unit_bytes=assigned.unit_bytes)
         plan = plan._replace(alone=[*plan.alone, *unsharable])
         exchange = _Exchange(ranks, source, match, assigned=assigned, lanes=lanes)
         common = CommonBytes(assigned.share.common, extents)
-        common.broadcast(ranks, source, exchange.targets, lanes)
+        common.broadcast(ranks, source, lanes)
         common.place(plan.common, exchange.receiver)
         try:
             exchange.run(plan, listener)
@@ -111,8 +111,7 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
             raise
     source.fill_zeros(match.shards, match.stored_fqns)
     is_reader = ranks.rank == COORDINATOR
-    received = [fetch for of_reader in plan.received.values() for fetch in of_reader]
-    received += () if is_reader else plan.common
+    received = chain(*plan.received.values(), () if is_reader else plan.common)
     return Traffic(
         sum(fetch.byte_length for fetch in (*plan.shared, *plan.alone)) + is_reader * len(common.content),
         sum(piece_of(item).byte_length for fetch in received for item in (*fetch.parts, *fetch.frames)),
@@ -133,38 +132,8 @@ def assign(payloads: Sequence[bytes], extents: Extents) -> list[bytes]:
     return list(map(msgspec.msgpack.encode, assignments))
 
 
-class _FirstFailure:
-    """The first error of any thread of an exchange. As a context manager it takes what its block raises."""
-
-    def __init__(self, stop: Callable[[BaseException], None]) -> None:
-        """`stop` is called with that error, once."""
-        self.error: BaseException | None = None
-        self.is_over = threading.Event()
-        self._failed_at = 0.0
-        self._stop = stop
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, cls: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        with self._lock:
-            if error is None or self.error is not None:
-                return
-            self._failed_at = time.monotonic()
-            self.error = error
-            self.is_over.set()
-        self._stop(error)
-
-    def is_within_grace(self) -> bool:
-        """Returns True until peers that connect after a failure have had time to receive DISCONNECT."""
-        return self.error is None or time.monotonic() <= self._failed_at + _GRACE_S
-
-
 class _Exchange:
-    """The connections, threads and memory of one load on one rank."""
+    """The connections, threads and memory of one load on one rank. `run` is called once."""
 
     def __init__(
         self, ranks: Ranks, source: Source, match: Match, *, assigned: ReadAssignment, lanes: CopyStreams
@@ -189,73 +158,72 @@ class _Exchange:
         self._assigned = assigned
         self._lanes = lanes
         self._activity = Activity()
-        self._failure = _FirstFailure(self._stop)
         self._inbound: list[Connection] = []
+        """To reader ranks, also those that are not established yet."""
+        self._outbound: list[Connection] = []
         self._senders: list[PeerSender] = []
         self._requests: dict[tuple[int, int], dict[tuple[ByteRange, ...], list[PeerSender]]] = {}
         """The pieces of each unit, by its file and byte offset, with the peers that asked for them."""
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        """The first error of any thread."""
+        self._is_over = threading.Event()
+        """Set with the error."""
+        self._failed_at = 0.0
+        num_threads = len(assigned.addresses) + len(assigned.share.peers) + 2 * MAX_UNAUTHENTICATED
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="bcp-exchange")
+        self._futures: list[Future[None]] = []
 
     def run(self, plan: DividedPlan, listener: Listener) -> None:
         """Raises the first error of any thread."""
-        num_peers = len(plan.received) + len(self._assigned.share.peers)
-        with ThreadPoolExecutor(num_peers + 1, thread_name_prefix="bcp-exchange") as pool:
-            futures: list[Future[None]] = []
-            try:
-                # There may be no more threads, and the wait may be interrupted.
-                with self._failure, closing(self._accept(listener)) as senders:
-                    futures += [start_thread(pool, self._receive, *item) for item in plan.received.items()]
-                    futures.extend(start_thread(pool, self._send, sender) for sender in senders)
-                    self._source.run(list(self._reads(plan)), self._lanes)
-                    self._end_queues()
-                    wait(futures, return_when=FIRST_EXCEPTION)
-            finally:
-                listener.close()
-                self._end(futures)
-
-    def _accept(self, listener: Listener) -> Generator[PeerSender, None, None]:
-        """Connects all peers, and notes what they ask for."""
+        peers = {rank: self._ranks.global_ranks[rank] for rank in self._assigned.share.peers}
         timeout_s = self._source.options.timeout_s
-        accepted = listener.accept(
-            {rank: self._ranks.global_ranks[rank] for rank in self._assigned.share.peers},
-            timeout_s,
-            # Longer than a peer waits for its reader ranks: it may be held up by another one, and that one is stuck
-            # then. A reader rank that a peer holds up sends heartbeats.
-            io_timeout_s=timeout_s + min(timeout_s, MAX_GRACE_S),
-            is_wanted=self._failure.is_within_grace,
-        )
-        with self._activity.waiting(), closing(accepted):
-            for connection, message in accepted:
-                try:
-                    request = decode_request(message, peer=connection.global_rank)
-                except CheckpointError:
-                    connection.close()
-                    raise
-                heartbeat_s = self._assigned.heartbeat_s
-                sender = PeerSender(
-                    connection, num_units=len(request), activity=self._activity, heartbeat_s=heartbeat_s
-                )
-                self._senders.append(sender)
+        try:
+            # There may be no more threads, and the wait may be interrupted.
+            with self._failing_together():
+                for item in plan.received.items():
+                    self._start(self._receive, *item)
+                with self._activity.waiting():
+                    listener.accept(peers, self._admit, self._start, timeout_s=timeout_s, is_wanted=self._is_wanted)
+                self._source.run(list(self._reads(plan)), self._lanes)
+                self._end_queues()
+                wait(self._futures, return_when=FIRST_EXCEPTION)
+        finally:
+            self._end()
+
+    def _start(self, do: Callable[..., None], *arguments: object) -> None:
+        self._futures.append(start_thread(self._pool, do, *arguments))
+
+    def _admit(self, connection: Connection, message: bytes) -> Callable[[], None]:
+        """Notes what a peer asks for, and returns what sends it."""
+        with self._failing_together():
+            self._outbound.append(connection)
+            if self._is_silent():
+                connection.interrupt()
+            request = decode_request(message, peer=connection.global_rank)
+            heartbeat_s = self._assigned.heartbeat_s
+            sender = PeerSender(connection, num_units=len(request), activity=self._activity, heartbeat_s=heartbeat_s)
+            self._senders.append(sender)
+            with self._lock:
                 for unit, pieces in request.items():
                     self._requests.setdefault(unit, {}).setdefault(pieces, []).append(sender)
-                yield sender
+        return partial(self._send, sender)
 
     def _reads(self, plan: DividedPlan) -> Iterator[Fetch]:
-        shared = self._source.with_targets(plan.shared, self.targets, self._stored_fqns)
-        for fetch, read in zip(plan.shared, shared, strict=True):
-            yield self._passing_on(read, fetch.file, self._requests.get((fetch.file, fetch.byte_offset), {}))
-        for read in self._source.with_targets(plan.alone, self.targets, self._stored_fqns):
-            yield self._passing_on(read, 0, {})
+        # The shared ones first: one that cannot be shared may begin at the same byte.
+        for read in self._source.with_targets([*plan.shared, *plan.alone], self.targets, self._stored_fqns):
+            yield self._passing_on(read, self._requests.pop((read.file, read.byte_offset), {}))
 
-    def _passing_on(self, read: Fetch, file: int, requests: Mapping[tuple[ByteRange, ...], list[PeerSender]]) -> Fetch:
+    def _passing_on(self, read: Fetch, requests: Mapping[tuple[ByteRange, ...], list[PeerSender]]) -> Fetch:
         """Returns the read of a unit, after which the peers get the pieces that they asked for."""
 
         def place(content: memoryview) -> None:
-            if self._failure.is_over.is_set():
+            if self._is_over.is_set():
                 raise PeerLeftError
             read.place(content)
             self._activity.step()
             for pieces, senders in requests.items():
-                outgoing = self._outgoing_unit(read, file, view_pieces(content, read.byte_offset, pieces), len(senders))
+                outgoing = self._outgoing_unit(read, view_pieces(content, read.byte_offset, pieces), len(senders))
                 for sender in senders:
                     sender.put(outgoing)
 
@@ -267,41 +235,40 @@ class _Exchange:
 
         return read._replace(place=place, wanted_by=wanted_by)
 
-    def _outgoing_unit(self, read: Fetch, file: int, views: Sequence[np.ndarray], num_peers: int) -> OutgoingUnit:
+    def _outgoing_unit(self, read: Fetch, views: Sequence[np.ndarray], num_peers: int) -> OutgoingUnit:
         """Returns the pieces where they are, if the content stays there and they are single rows, else as a copy."""
         num_bytes = sum(view.size for view in views)
         is_copied = read.target is None or any(view.ndim > 1 for view in views)
         if is_copied:
             self._outgoing.take(num_bytes)
         buffers = [pack(views)] if is_copied else [view.data for view in views]
-        header = WireHeader(file, read.byte_offset, num_bytes)
+        header = WireHeader(read.file, read.byte_offset, num_bytes)
         if self._source.options.verify:
             header = seal(header, buffers)
         release = partial(self._outgoing.give, num_bytes if is_copied else 0)
         return OutgoingUnit([header.encode(), *buffers], num_peers, release)
 
     def _send(self, sender: PeerSender) -> None:
-        with self._failure:
+        with self._failing_together():
             try:
-                sender.send_all(self._failure.is_over)
+                sender.send_all(self._is_over)
             except PeerLeftError:
-                self._failure.is_over.wait(_GRACE_S)  # if the peer is also a reader rank of this one, that says why
+                self._is_over.wait(_GRACE_S)  # if the peer is also a reader rank of this one, that says why
                 raise
 
     def _receive(self, reader: int, fetches: Sequence[Fetch]) -> None:
-        with self._failure:
-            request = {(fetch.file, fetch.byte_offset): self.receiver.pieces(fetch) for fetch in fetches}
+        with self._failing_together():
+            awaited = {(fetch.file, fetch.byte_offset): fetch for fetch in fetches}
             connection = connect(
                 self._ranks.global_ranks[reader],
                 self._assigned.addresses[reader],
                 self._ranks.rank,
-                encode_request(request),
+                encode_request({unit: self.receiver.pieces(fetch) for unit, fetch in awaited.items()}),
                 timeout_s=self._source.options.timeout_s,
-                is_wanted=lambda: not self._failure.is_over.is_set(),
+                on_open=self._inbound.append,
+                is_over=self._is_over,
             )
-            self._inbound.append(connection)
-            awaited = {(fetch.file, fetch.byte_offset): fetch for fetch in fetches}
-            while awaited and not self._failure.is_over.is_set():
+            while awaited and not self._is_over.is_set():
                 header = connection.receive_header()
                 fetch = awaited.pop((header.file, header.byte_offset), None)
                 if fetch is None:
@@ -313,9 +280,26 @@ class _Exchange:
             if not awaited:
                 connection.send_ack()
 
-    def _stop(self, error: BaseException) -> None:
-        """Ends everything that is under way here; peers are sent DISCONNECT."""
-        if not isinstance(error, Exception):  # this rank will not say what has happened: others see that it is gone
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """The first error in such a block, on any thread, ends everything that is under way here; peers are sent
+        DISCONNECT.
+        """
+        try:
+            yield
+        except BaseException as error:
+            with self._lock:
+                is_first = self._error is None
+                if is_first:
+                    self._failed_at = time.monotonic()
+                    self._error = error
+                    self._is_over.set()
+            if is_first:
+                self._stop()
+            raise
+
+    def _stop(self) -> None:
+        if self._is_silent():
             self._interrupt_all()
         self.receiver.stop()
         self._outgoing.break_off(PeerLeftError)
@@ -323,28 +307,31 @@ class _Exchange:
         for connection in self._inbound:
             connection.disconnect()
 
+    def _is_silent(self) -> bool:
+        """Returns True if this rank will not say what has happened: others are to see that it is gone."""
+        return not isinstance(self._error, Exception | None)
+
+    def _is_wanted(self) -> bool:
+        """Returns True until peers that connect after a failure have had time to receive DISCONNECT."""
+        return self._error is None or time.monotonic() <= self._failed_at + _GRACE_S
+
     def _end_queues(self) -> None:
         for sender in self._senders:
             sender.put(None)
 
-    def _connections(self) -> list[Connection]:
-        return [*self._inbound, *(sender.connection for sender in self._senders)]
-
     def _interrupt_all(self) -> None:
-        for connection in self._connections():
+        for connection in (*self._inbound, *self._outbound):
             connection.interrupt()
 
-    def _end(self, futures: Sequence[Future[None]]) -> None:
+    def _end(self) -> None:
         """Waits until nothing is under way, and raises the first error."""
-        if self._failure.error is not None:
-            self._end_queues()  # again, for peers that came after the failure
-            wait(futures, timeout=_GRACE_S)
+        if self._error is not None:
+            wait(self._futures, timeout=_GRACE_S)
             self._interrupt_all()
-        wait(futures)
-        for connection in self._connections():
+        self._pool.shutdown()
+        for connection in (*self._inbound, *self._outbound):
             connection.close()
-        error = self._failure.error
-        if isinstance(error, CheckpointError) and error.kind == "rank_missing":
+        if isinstance(self._error, CheckpointError) and self._error.kind == "rank_missing":
             time.sleep(min(_GRACE_S, self._source.options.timeout_s))  # the error of the lost rank says more
-        if error is not None:
-            raise error
+        if self._error is not None:
+            raise self._error

@@ -98,7 +98,9 @@ class Fitted(NamedTuple):
 
 
 def match_named(scope: NameScope, wanted: WantedState, *, below: str = "", beside: Collection[str] = ()) -> Matched:
-    """Compares the state with the checkpoint as it is, or below one of the state's names, with entries beside it."""
+    """Compares the state with the checkpoint. With `below`, a name of the state, the checkpoint counts as that entry of
+    the state, but for its own entries `beside`.
+    """
     entries = entries_of(wanted.state, wanted.framework)  # they serve for one comparison
     stored = scope.view(entries, below, beside)
     return Matched(entries, stored, match_state(entries, stored, cast=wanted.cast), scope.manifest)

@@ -30,7 +30,7 @@ _ATTEMPTS = 10
 
 
 class LoadTarget(NamedTuple):
-    """The checkpoint that the caller wants."""
+    """The checkpoint that a load asks for."""
 
     root: str
     """The path or URL, with the role."""

@@ -48,13 +48,13 @@ class StateChanges:
 
 @contextmanager
 def report_overwrite(changes: StateChanges, ranks: Ranks) -> Iterator[None]:
-    """Ends the message of a CheckpointError with what has become of the state of this rank."""
+    """Adds to the message of a CheckpointError whether the state of this rank was overwritten."""
     try:
         yield
     except CheckpointError as error:
         is_sole = ranks.num_ranks == 1
         state = changes.describe("" if is_sole else f" of rank {ranks.global_ranks[ranks.rank]}")
-        others = "" if is_sole else ". The error of every other rank says that of its own"
+        others = "" if is_sole else ". The error of every other rank says this about its own state"
         raise type(error)(
             f"{error.message}. {state}{others}", kind=error.kind, path=error.path, step=error.step, ranks=error.ranks
         ) from error.__cause__

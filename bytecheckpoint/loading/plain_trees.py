@@ -139,7 +139,7 @@ class PlainData:
         return root
 
     def shared(self) -> dict[Any, Any]:
-        """Returns the part of it that all ranks share."""
+        """Returns the part of the state that all ranks share."""
         return self._shared(set())
 
     def _shared(self, placed: set[str]) -> dict[Any, Any]:

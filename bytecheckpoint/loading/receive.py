@@ -120,7 +120,7 @@ class CommonBytes:
         self.content = memoryview(bytearray(bounds[-1]))
         self._contents = [self.content[start:end] for start, end in pairwise(bounds)]
 
-    def broadcast(self, ranks: Ranks, source: Source, targets: Targets, lanes: CopyStreams) -> None:
+    def broadcast(self, ranks: Ranks, source: Source, lanes: CopyStreams) -> None:
         """Reads the runs on the coordinator and sends them to all ranks, which must all call this.
 
         Raises the errors of reading, and CheckpointCorruptError (checksum) for bytes that were damaged since.
@@ -128,10 +128,11 @@ class CommonBytes:
         if not self._starts:
             return
         if ranks.rank == COORDINATOR:
-            reads = []
-            for start, content in zip(self._starts, self._contents, strict=True):
-                read = source.with_targets([Fetch(*start, len(content), (), is_direct=False)], targets, ())[0]
-                reads.append(read._replace(target=partial(_open, content), wanted_by=lambda *_: "what all ranks want"))
+            wanted = Fetch(0, 0, 0, (), is_direct=False, wanted_by=lambda *_: "what all ranks want")
+            reads = [
+                wanted._replace(file=file, byte_offset=start, byte_length=len(content), target=partial(_open, content))
+                for (file, start), content in zip(self._starts, self._contents, strict=True)
+            ]
             source.run(reads, lanes)
         self.content[:] = ranks.broadcast(bytes(self.content))
         if source.options.verify:

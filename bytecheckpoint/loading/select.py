@@ -45,7 +45,7 @@ class SelectionRequest:
     flatten_optimizer: bool = False
     """Write optimizers on one level, by the names of their parameters."""
     is_in_memory: bool = False
-    """The tree stays in this process: plain data alone is something too, and values keep their types."""
+    """The tree is returned and not written: values keep their types, and a selection without tensors is no error."""
 
     def takes(self, fqn: str) -> bool:
         """Returns True if the tensor is included. One that differs from rank to rank goes by the name of its value,
@@ -93,7 +93,7 @@ class ModelNames(NamedTuple):
     entries: Mapping[str, str]
     """Prefix of the name in the model, `model.` or nothing, by FQN of the model's tensors."""
     kept: frozenset[str]
-    """FQNs that the map does not know, and that were asked for all the same."""
+    """FQNs that the map does not know, and that `keep_unmapped` keeps."""
 
     def entry(self, fqns: Sequence[str]) -> str:
         """Returns the prefix of the model that these tensors are of, the first of two."""
@@ -185,7 +185,7 @@ def has_plain_data(tree: Any) -> bool:
 
 
 def entry_of(fqn: str) -> str:
-    """Returns the top-level name of the state."""
+    """Returns the top-level name of the state that an FQN begins with."""
     return fqn.partition(".")[0]
 
 

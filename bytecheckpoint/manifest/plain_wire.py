@@ -127,7 +127,7 @@ def unsupported(fqn: str, what: str, advice: str) -> CheckpointSaveError:
 
 
 def too_deep(fqn: str) -> CheckpointSaveError:
-    """Returns the error for a tree without depth left; a tree that contains itself ends in it too."""
+    """Returns the error for a tree that is nested too deep, as one is that contains itself."""
     return unsupported(fqn, f"nested more than {MAX_DEPTH} deep", "flatten it, or break the circle that it makes")
 
 

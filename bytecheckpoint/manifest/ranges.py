@@ -1,10 +1,10 @@
-"""Ranges of data files that a load reads: the planner makes them, the loading package attaches the memory that they go
-to, and the storage carries them out.
+"""Ranges of files that a load reads or a save writes. A plan makes them, loading and staging attach the memory that the
+bytes go to or come from, and the storage carries them out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from bytecheckpoint.region import Region
 
 
 class FlatPart(NamedTuple):
-    """Bytes of a file that are, in this order, bytes of a target's memory."""
+    """Consecutive bytes of a file that go, in the same order, to consecutive bytes of a target's memory."""
 
     want: int
     """Index into the wants of the load plan."""
@@ -97,3 +97,41 @@ class Fetch(NamedTuple):
     def all_parts(self) -> tuple[Part, ...]:
         """The parts of the fetch and of its frames."""
         return (*self.parts, *(part for frame in self.frames for part in frame.parts))
+
+
+def no_content() -> AbstractContextManager[memoryview]:
+    """Raises ValueError: no bytes are attached to the block yet."""
+    raise ValueError("a block is written before its bytes are attached to it")
+
+
+class Block(NamedTuple):
+    """One write to a file, of consecutive bytes."""
+
+    byte_offset: int
+    byte_length: int
+    content: Callable[[], AbstractContextManager[memoryview]] = no_content
+    """Called and entered once, from any thread, when the store is ready for the bytes. Gives them as one flat view of
+    exactly `byte_length` bytes, valid until the context is left: the memory is reused after that.
+
+    A store enters the blocks of an object one at a time and in rising order, so that a ring of memory can stand behind
+    them: block k + 1 only when block k has given its bytes. It may have several entered, and leaves them in any order.
+    """
+    extents: range = range(0)
+    """Numbers of the checksummed extents, or of the frames, that the block consists of; empty if it has none."""
+    file: int = 0
+    """Number of the file among those that a rank writes."""
+
+
+def cut_blocks(lengths: Iterable[int], *, max_bytes: int, file: int = 0) -> list[Block]:
+    """Returns the blocks of a file, from byte 0 on: each of as many whole extents, or frames, as fit into `max_bytes`,
+    and of one at least. `lengths` are those of the extents, in bytes.
+    """
+    blocks: list[Block] = []
+    start = num_bytes = first = end = 0
+    for length in lengths:
+        if num_bytes and num_bytes + length > max_bytes:
+            blocks.append(Block(start, num_bytes, extents=range(first, end), file=file))
+            start, num_bytes, first = start + num_bytes, 0, end
+        num_bytes += length
+        end += 1
+    return [*blocks, Block(start, num_bytes, extents=range(first, end), file=file)] if num_bytes else blocks

@@ -35,7 +35,7 @@ from bytecheckpoint.region import (
 )
 
 _CHUNKS_AT_ONCE = 1 << 20
-"""Chunks that are checked at once, so that millions take the memory of few."""
+"""Number of chunks that are checked at once, which bounds the memory that the check of millions takes."""
 
 _CHUNKS_ONE_BY_ONE = 4096
 """Limit for chunks of one tensor that are checked as they are found. If more are asked for, all are checked first."""

@@ -32,7 +32,7 @@ def is_flat(tensor: torch.Tensor) -> bool:
 
 
 def is_row_major(tensor: torch.Tensor) -> bool:
-    """Returns True if the tensor's memory is its elements, row-major and without gaps, on any device."""
+    """Returns True if memory holds the tensor's elements as they are, row-major and without gaps, on any device."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

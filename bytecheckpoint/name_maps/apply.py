@@ -142,7 +142,7 @@ class _Application:
         self._side, self._target = side, 1 - side
         self._described = contents.described
         self._stored = {**{fqn: fqn for fqn in contents.described}, **contents.aliases}
-        """By name in the checkpoint, the FQN under which it is stored."""
+        """The FQN under which each tensor is stored, by its name in the checkpoint."""
         self._keep_unmapped = request.keep_unmapped
         names = NameIndex(name_map, side)
         self._matches = {name: names.find(name) for name in self._stored}

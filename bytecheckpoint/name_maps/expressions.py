@@ -14,7 +14,7 @@ class SizeExpression:
     """A product and quotient of numbers and options, parsed from TOML."""
 
     def __init__(self, value: object) -> None:
-        """Raises ValueError, which says what is wrong, for a value that is not a size."""
+        """Parses a number or text such as `hidden / heads`. Raises ValueError, which says what is wrong, for others."""
         if type(value) is int and not 0 < value <= MAX_SIZE:
             raise ValueError(f"{value} is not a number from 1 to {MAX_SIZE}")
         self.text = str(value)
@@ -26,7 +26,7 @@ class SizeExpression:
                 f"{value!r:.200} is not a size: write options and numbers with * or / between them, and spaces"
             )
         self._terms = list(zip(operators, map(self._term, terms), strict=True))
-        """`*` or `/`, and what by. The first is multiplied with 1."""
+        """Each operator, `*` or `/`, with the operand behind it. The first operand is multiplied by 1."""
 
     def _term(self, term: str) -> str | int:
         is_number = term.isascii() and term.isdecimal() and len(term) <= len(str(MAX_SIZE))
@@ -36,7 +36,7 @@ class SizeExpression:
 
     @property
     def names(self) -> list[str]:
-        """The options in it."""
+        """The options that the expression names."""
         return [term for _, term in self._terms if isinstance(term, str)]
 
     def value(self, option: Callable[[str], int]) -> int:

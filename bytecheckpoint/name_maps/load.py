@@ -93,7 +93,7 @@ def mapped_manifest(manifest: Manifest, folder: CheckpointFolder, wanted: NameMa
     """Returns the checkpoint as the other framework has it: other names and shapes, of the same bytes in the same
     files.
 
-    Raises the same, and the errors of `relink`.
+    Raises the errors of `map_checkpoint` and of `relink`.
     """
     mapped = map_checkpoint(manifest, folder, wanted)
     objects, left_out = mapped_objects(manifest, mapped)

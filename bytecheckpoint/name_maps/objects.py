@@ -114,7 +114,7 @@ class _ObjectRenaming:
                     values, "", keep_in_tree
                 ):
                     raise _NotRenamedError(
-                        f"the state of {old!r:.200} differs from that of others that {name!r:.200} is"
+                        f"the state of {old!r:.200} differs from that of others that become {name!r:.200}"
                     )
                 found[name] = values
         return found

@@ -47,7 +47,7 @@ class Pattern(str):
 
 
 def parse_pattern(text: str) -> Pattern:
-    """Raises ValueError, which says what is wrong, for text that is not a pattern."""
+    """Returns the pattern that the text spells. Raises ValueError, which says what is wrong, for any other text."""
     pattern = Pattern(text)
     if not all(pattern.parts):
         raise ValueError(f"{text!r:.200} has nothing between two dots, or at an end")
@@ -55,7 +55,7 @@ def parse_pattern(text: str) -> Pattern:
         is_field = part.startswith("{") and part.endswith("}") and part[1:-1].isidentifier()
         if not is_field and ("{" in part or "}" in part):
             raise ValueError(
-                f"{text!r:.200} has {part!r:.80}: a field is all that stands between two dots, `{{layer}}`"
+                f"{text!r:.200} has {part!r:.80}: a field fills the place between two dots, as in `a.{{layer}}.b`"
             )
     if len(set(pattern.fields)) < len(pattern.fields):
         raise ValueError(f"{text!r:.200} has a field twice")

@@ -18,7 +18,7 @@ _ZEROS = "@zeros"
 
 
 class Relinked(NamedTuple):
-    """Tensors in the files of a manifest."""
+    """Tensors under new names, as chunks in the files of an existing manifest."""
 
     records: Mapping[str, TensorRecord]
     """By name."""

@@ -87,14 +87,15 @@ def _split_direct(
         stop = extents.shrink(position, min(position + max_bytes, last))[1]
         if stop <= position:  # one extent is larger than a fetch
             stop = extents.widen(position, position + 1)[1]
-        inner = _cut_flat(part, position, stop)
+        inner = cut_flat(part, position, stop)
         fetches.append(Fetch(file, position, stop - position, (inner,), is_direct=True))
         position = stop
-    ends = [_cut_flat(part, start, first), _cut_flat(part, max(first, last), end)]
+    ends = [cut_flat(part, start, first), cut_flat(part, max(first, last), end)]
     return fetches, [piece for piece in ends if piece.byte_length]
 
 
-def _cut_flat(part: FlatPart, start: int, end: int) -> FlatPart:
+def cut_flat(part: FlatPart, start: int, end: int) -> FlatPart:
+    """Returns the bytes of a part between two places of the file."""
     return FlatPart(part.want, start, end - start, part.target_byte_offset + start - part.byte_offset)
 
 
@@ -112,14 +113,14 @@ def _merge(
         scratch_bytes = max(scratch_bytes, own_scratch_bytes)
         total = max(end, group_end) - group_start + scratch_bytes
         if group and (start > group_end + max_gap_bytes or total > max_fetch_bytes):
-            fetches.append(_fetch(file, group_start, group_end, group))
+            fetches.append(fetch_of(file, group_start, group_end, group))
             group = []
         if not group:
             group_start, group_end, scratch_bytes = start, end, own_scratch_bytes
         group += run
         group_end = max(group_end, end)
     if group:
-        fetches.append(_fetch(file, group_start, group_end, group))
+        fetches.append(fetch_of(file, group_start, group_end, group))
     return fetches
 
 
@@ -144,7 +145,8 @@ def _scratch_bytes(item: Part | Frame) -> int:
     return item.raw_bytes if item.is_direct else 2 * item.raw_bytes
 
 
-def _fetch(file: int, start: int, end: int, items: Sequence[Part | Frame]) -> Fetch:
+def fetch_of(file: int, start: int, end: int, items: Sequence[Part | Frame]) -> Fetch:
+    """Returns the fetch of a range of a file that these items need, through scratch memory."""
     frames = tuple(item for item in items if isinstance(item, Frame))
     parts = tuple(item for item in items if not isinstance(item, Frame))
     return Fetch(file, start, end - start, parts, is_direct=False, frames=frames)

@@ -49,7 +49,7 @@ class WantedTensor(NamedTuple):
 
 
 class CopyRun(NamedTuple):
-    """A part of a range of a tensor's elements, and the stored region of these."""
+    """Some elements in a range of a tensor that is to be written, and the stored region that holds them."""
 
     first: int
     """Start of `block`, in elements from the start of the range."""

@@ -10,15 +10,8 @@ from typing import NamedTuple
 
 from bytecheckpoint.manifest.ranges import BoxPart, Fetch, FlatPart, Frame, Part
 from bytecheckpoint.planner.byte_ranges import boxes_in_run, item_bytes_of
+from bytecheckpoint.planner.coalesce import cut_flat, fetch_of
 from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, ReaderShare
-
-
-class ReadUnit(NamedTuple):
-    """A range of a file, of whole extents, that is read at once and of which pieces are passed on."""
-
-    file: int
-    byte_offset: int
-    end: int
 
 
 class DividedPlan(NamedTuple):
@@ -52,23 +45,21 @@ def can_share(fetch: Fetch, extents: Extents) -> bool:
 
 def wanted_runs(fetches: Iterable[Fetch], extents: Extents) -> list[ExtentRun]:
     """Returns the extents that hold something that the fetches are for, in file order, in runs that do not touch."""
-    touched = sorted(
-        ExtentRun(
-            fetch.file,
-            bisect_right(extents.bounds(fetch.file), item.byte_offset) - 1,
-            bisect_left(extents.bounds(fetch.file), item.byte_offset + item.byte_length),
-        )
-        for fetch in fetches
-        for item in (*fetch.parts, *fetch.frames)
-        if item.byte_length
-    )
+    items = [(fetch.file, item) for fetch in fetches for item in (*fetch.parts, *fetch.frames) if item.byte_length]
     united: list[ExtentRun] = []
-    for run in touched:
+    for run in sorted(_run_of(file, item, extents) for file, item in items):
         if united and united[-1].file == run.file and run.first <= united[-1].end:
             united[-1] = united[-1]._replace(end=max(united[-1].end, run.end))
         else:
             united.append(run)
     return united
+
+
+def _run_of(file: int, item: Part | Frame, extents: Extents) -> ExtentRun:
+    """Returns the extents that hold the bytes of an item."""
+    bounds = extents.bounds(file)
+    first = bisect_right(bounds, item.byte_offset) - 1
+    return ExtentRun(file, first, bisect_left(bounds, item.byte_offset + item.byte_length))
 
 
 def divide_plan(fetches: Iterable[Fetch], share: ReaderShare, extents: Extents, *, unit_bytes: int) -> DividedPlan:
@@ -80,14 +71,15 @@ def divide_plan(fetches: Iterable[Fetch], share: ReaderShare, extents: Extents, 
     mixed: list[Fetch] = []
     alone: list[Fetch] = []
     for fetch in fetches:
-        runs = wanted_runs([fetch], extents)
-        (mixed if _without(runs, assigned) != runs else alone).append(fetch)
+        is_assigned = any(any(_overlapping(assigned, run)) for run in wanted_runs([fetch], extents))
+        (mixed if is_assigned else alone).append(fetch)
     left = _without(wanted_runs(mixed, extents), assigned)
-    wanted = _cut_all(mixed, [unit for run in sorted([*assigned, *left]) for unit in _units(run, extents, unit_bytes)])
+    units = [unit for run in sorted([*assigned, *left]) for unit in _units(run, extents, unit_bytes)]
+    wanted = _cut_all(mixed, units, extents)
 
     def fetches_of(runs: Iterable[ExtentRun], *, is_reader: bool) -> list[Fetch]:
-        units = [unit for run in runs for unit in _units(run, extents, unit_bytes)]
-        return [_fetch(unit, wanted[unit]) for unit in units if is_reader or wanted[unit]]
+        of_runs = [unit for run in runs for unit in _units(run, extents, unit_bytes)]
+        return [_fetch(unit, wanted[unit], extents) for unit in of_runs if is_reader or wanted[unit]]
 
     received: dict[int, list[Fetch]] = {}
     for reader, run in share.received:
@@ -100,71 +92,70 @@ def divide_plan(fetches: Iterable[Fetch], share: ReaderShare, extents: Extents, 
     )
 
 
+def _overlapping(runs: Sequence[ExtentRun], run: ExtentRun) -> Iterator[ExtentRun]:
+    """Yields those of the runs that have an extent in common with this one. They are in order and do not overlap."""
+    number = bisect_right(runs, (run.file, run.first), key=lambda other: (other.file, other.end))
+    while number < len(runs) and (runs[number].file, runs[number].first) < (run.file, run.end):
+        yield runs[number]
+        number += 1
+
+
 def _without(runs: Iterable[ExtentRun], taken: Sequence[ExtentRun]) -> list[ExtentRun]:
     """Returns the runs without those that are taken, which are in order and do not overlap."""
     left = []
-    for run in runs:
-        first = run.first
-        number = bisect_right(taken, (run.file, first), key=lambda other: (other.file, other.end))
-        while number < len(taken) and (taken[number].file, taken[number].first) < (run.file, run.end):
-            if first < taken[number].first:
-                left.append(ExtentRun(run.file, first, taken[number].first))
-            first = taken[number].end
-            number += 1
-        if first < run.end:
-            left.append(ExtentRun(run.file, first, run.end))
-    return left
+    for file, first, end in runs:
+        between = first
+        for other in _overlapping(taken, ExtentRun(file, first, end)):
+            left.append(ExtentRun(file, between, other.first))
+            between = other.end
+        left.append(ExtentRun(file, between, end))
+    return [run for run in left if run.first < run.end]
 
 
-def _units(run: ExtentRun, extents: Extents, unit_bytes: int) -> Iterator[ReadUnit]:
-    bounds = extents.bounds(run.file)
-    first = run.first
+def _units(run: ExtentRun, extents: Extents, unit_bytes: int) -> Iterator[ExtentRun]:
+    """Cuts a run into units: extents that are read at once, of which pieces are passed on."""
+    bounds, first = extents.bounds(run.file), run.first
     while first < run.end:
-        end = bisect_right(bounds, bounds[first] + unit_bytes, first + 1, run.end + 1) - 1
-        end = max(end, first + 1)
-        yield ReadUnit(run.file, bounds[first], bounds[end])
+        end = bisect_right(bounds, bounds[first] + unit_bytes, first + 2, run.end + 1) - 1
+        yield ExtentRun(run.file, first, end)
         first = end
 
 
-def _cut_all(fetches: Iterable[Fetch], units: Sequence[ReadUnit]) -> dict[ReadUnit, list[Part | Frame]]:
+def _cut_all(
+    fetches: Iterable[Fetch], units: Sequence[ExtentRun], extents: Extents
+) -> dict[ExtentRun, list[Part | Frame]]:
     """Returns the bytes that the fetches want of each unit, in file order. The units are in order and hold all that is
     wanted.
     """
-    wanted: dict[ReadUnit, list[Part | Frame]] = {unit: [] for unit in units}
+    wanted: dict[ExtentRun, list[Part | Frame]] = {unit: [] for unit in units}
     for fetch in fetches:
+        bounds = extents.bounds(fetch.file)
         for item in (*fetch.parts, *fetch.frames):
-            end = item.byte_offset + item.byte_length
-            number = bisect_right(units, (fetch.file, item.byte_offset), key=lambda unit: (unit.file, unit.end))
-            while number < len(units) and (units[number].file, units[number].byte_offset) < (fetch.file, end):
-                wanted[units[number]] += _cut(item, units[number])
-                number += 1
+            for unit in _overlapping(units, _run_of(fetch.file, item, extents)):
+                wanted[unit] += _cut(item, bounds[unit.first], bounds[unit.end])
     for items in wanted.values():
         items.sort(key=lambda item: item.byte_offset)
     return wanted
 
 
-def _cut(item: Part | Frame, unit: ReadUnit) -> Iterable[Part | Frame]:
-    """Returns the parts of the item that lie in the unit."""
+def _cut(item: Part | Frame, start: int, end: int) -> Iterable[Part | Frame]:
+    """Returns the parts of the item that lie between two places of the file."""
     if isinstance(item, Frame):
         return [item]  # a frame is one extent
-    if isinstance(item, BoxPart):
-        chunk, item_bytes = item.chunk, item_bytes_of(item)
-        first = max(unit.byte_offset - chunk.byte_offset, 0) // item_bytes
-        end = min(unit.end - chunk.byte_offset, chunk.byte_length) // item_bytes
-        return boxes_in_run(
-            item.want, chunk, item.region, range(first, end), byte_offset=chunk.byte_offset, item_bytes=item_bytes
-        )
-    start, end = max(item.byte_offset, unit.byte_offset), min(item.byte_offset + item.byte_length, unit.end)
-    target = item.target_byte_offset + start - item.byte_offset
-    return [FlatPart(item.want, start, end - start, target)]
+    if isinstance(item, FlatPart):
+        return [cut_flat(item, max(item.byte_offset, start), min(item.byte_offset + item.byte_length, end))]
+    chunk, item_bytes = item.chunk, item_bytes_of(item)
+    elements = range(
+        max(start - chunk.byte_offset, 0) // item_bytes, min(end - chunk.byte_offset, chunk.byte_length) // item_bytes
+    )
+    return boxes_in_run(item.want, chunk, item.region, elements, byte_offset=chunk.byte_offset, item_bytes=item_bytes)
 
 
-def _fetch(unit: ReadUnit, items: Sequence[Part | Frame]) -> Fetch:
-    frames = tuple(item for item in items if isinstance(item, Frame))
-    parts = tuple(item for item in items if not isinstance(item, Frame))
-    byte_length = unit.end - unit.byte_offset
-    is_direct = len(items) == len(parts) == 1 and isinstance(parts[0], FlatPart) and parts[0].byte_length == byte_length
-    return Fetch(unit.file, unit.byte_offset, byte_length, parts, is_direct=is_direct, frames=frames)
+def _fetch(unit: ExtentRun, items: Sequence[Part | Frame], extents: Extents) -> Fetch:
+    bounds = extents.bounds(unit.file)
+    fetch = fetch_of(unit.file, bounds[unit.first], bounds[unit.end], items)
+    only = items[0] if len(items) == 1 else None
+    return fetch._replace(is_direct=isinstance(only, FlatPart) and only.byte_length == fetch.byte_length)
 
 
 def packed(item: Part | Frame, byte_offset: int) -> Part | Frame:

@@ -42,9 +42,9 @@ def frame_parts(
 def frames_of(
     chunk: Chunk, parts: Mapping[int, Sequence[Part]], extent_bounds: Sequence[int], *, item_bytes: int
 ) -> list[Frame]:
-    """Returns the frames with these numbers and what they are for, with their places in the file.
+    """Returns the frames of a chunk that wanted parts lie in; `parts` has these by the number of their frame.
 
-    `extent_bounds` are where the extents of the file begin, in bytes, and its length.
+    `extent_bounds` has the byte offset of each extent of the file, and the length of the file.
     """
     first = bisect_left(extent_bounds, chunk.byte_offset)
     raw_bytes = chunk.region.numel * item_bytes

@@ -38,7 +38,7 @@ class StagedPart(msgspec.Struct, frozen=True, array_like=True):
     needed: dict[str, int] | None
     """All data files of the checkpoint, where its manifest is on this disk."""
     is_complete: bool
-    """Every file of the rank was durable. One that did not get so far has reported nothing."""
+    """True if every file of the rank was durable. A rank that did not get so far has reported nothing."""
     damage: str = ""
     """The reason why the manifest on this disk cannot be read."""
 

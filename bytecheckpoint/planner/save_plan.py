@@ -65,8 +65,8 @@ class SavePlan:
 def plan_save(
     packed: Sequence[PackedItems], aliases: Sequence[Mapping[str, str]], *, global_ranks: Sequence[int]
 ) -> SavePlan:
-    """Plans a save. `packed[r]` and `aliases[r]` (alias FQN -> stored FQN) come from rank r, which errors call
-    `global_ranks[r]`.
+    """Plans a save. `packed[r]` and `aliases[r]` (alias FQN -> stored FQN) come from rank r, whose global
+    rank, for errors, is `global_ranks[r]`.
 
     Raises CheckpointMismatchError: `conflict` if ranks disagree about a tensor or a tie, or hold parts that overlap,
     `coverage` if no rank holds a part of a tensor. One error is about all tensors.

@@ -24,7 +24,7 @@ _IDLE_NAME = "bytecheckpoint-idle"
 _NO_JOB = object()
 
 _Jobs = SimpleQueue[tuple[str, Callable[[], object]]]
-"""The jobs of one thread, each with the name that the thread has meanwhile."""
+"""The jobs of one thread, each with the name of the thread while it does that job."""
 
 
 def run_jobs(do: Callable[[Job], object], jobs: Iterable[Job], *, num_threads: int) -> None:
@@ -87,7 +87,7 @@ class _JobRun(Generic[Job]):
             self._is_over = True
 
     def help_out(self) -> None:
-        """Does the same on a thread other than the caller's, which a signal might interrupt while it counts itself."""
+        """Does the same on another thread, and counts that one. The caller counts none: a signal might interrupt it."""
         with self._changed:
             self._num_helpers += 1
         self.work()

@@ -169,7 +169,7 @@ class _PlanReply(msgspec.Struct, frozen=True, array_like=True):
     """True if the coordinator needs the whole local plan before it can reply."""
     digested: list[str] = []
     """FQNs of tensors for all parts of which it needs digests."""
-    has_written: bool = False
+    has_locations: bool = False
     """True if the coordinator has the chunk locations of this plan."""
 
 
@@ -180,8 +180,8 @@ class AgreedPlan(NamedTuple):
     rank_plan: RankPlan
     is_new: bool
     """True if the plan was made in this save and not taken from the cache."""
-    has_written: bool
-    """True if the coordinator has the chunk locations, so that no rank need report them."""
+    has_locations: bool
+    """True if the coordinator has the chunk locations, so that no rank reports them."""
     objects: Mapping[str, bytes]
     """Plain data that all ranks share, by FQN; empty but on the coordinator."""
     rank_objects: Mapping[str, Mapping[int, bytes]]
@@ -242,7 +242,7 @@ def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
         _warn_of_differing(ranks, rank_plan.differing_replicas)
     else:
         rank_plan = cached
-    return AgreedPlan(reply.save_id, rank_plan, is_new, reply.has_written, planner.objects, planner.rank_objects)
+    return AgreedPlan(reply.save_id, rank_plan, is_new, reply.has_locations, planner.objects, planner.rank_objects)
 
 
 def _cached_message(local_plan: LocalSavePlan, cached: RankPlan) -> _LocalPlanMessage:
@@ -314,7 +314,7 @@ class _GlobalPlanner:
         save_id = (self._save_id_prefix + uuid.uuid4().hex)[:16]
         if cached is not None and _still_holds(cached, messages):
             check_pipeline_stages(cached.in_stages, stages, global_ranks)
-            replies = [_PlanReply(save_id, cached.plan_id, is_cached=True, has_written=cached.written is not None)]
+            replies = [_PlanReply(save_id, cached.plan_id, is_cached=True, has_locations=cached.written is not None)]
         elif any(message.plan_id for message in messages):
             replies = [_PlanReply(send_all=True)]
         elif self._needs_stage_digests(messages):

@@ -142,7 +142,7 @@ class SaveProgress:
         self._is_staged.wait()
 
     def stage(self, snapshot: Snapshot) -> None:
-        """Stages, after which the training state may change. The writer raises the error of a failure, on all ranks."""
+        """Stages the snapshot; the training state may change then. The writer raises any error on all ranks."""
         try:
             snapshot.stage()
         except BaseException as error:

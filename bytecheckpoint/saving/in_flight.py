@@ -145,8 +145,8 @@ class SavesInFlight:
     ) -> bool:
         """Finishes a save on a thread of its own, which takes over the slot. Returns False if there can be no thread.
 
-        Then, and if the caller is interrupted before the thread has begun, it calls `give_up`, and the slot stays with
-        the caller.
+        In that case, and if the caller is interrupted before the thread has begun, it calls `give_up`, and the slot
+        stays with the caller.
         """
         self._watch(progress)
         claim = threading.Lock()

@@ -7,13 +7,15 @@ from __future__ import annotations
 # ruff: noqa: PTH100 - paths are text here, as in the stage itself
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 
 import msgspec
 
 from bytecheckpoint.errors import CheckpointError, CheckpointSaveError
 from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.storage import stage_folder
@@ -72,16 +74,15 @@ class LocalStage:
         """Writes an image durably to the disk, or to `path` in the store if the disk has no room for it."""
         was_entered = False
 
-        @contextmanager
-        def content(byte_offset: int, byte_length: int) -> Iterator[memoryview]:
+        def content(block: Block) -> AbstractContextManager[memoryview]:
             nonlocal was_entered
             was_entered = True
-            with image.content(byte_offset, byte_length) as view:
-                yield view
+            return block.content()
 
         if self._folder is not None and self._has_room(sum(image.extent_lengths)):
             try:
-                return write_image(self._folder.store, image.name, image._replace(content=content), on_checksum)
+                blocks = [block._replace(content=partial(content, block)) for block in image.blocks]
+                return write_image(self._folder.store, image.name, image._replace(blocks=blocks), on_checksum)
             except CheckpointSaveError as error:
                 # Hazard: bytes that were taken out of a snapshot cannot be taken again.
                 if error.kind != "no_space" or was_entered:

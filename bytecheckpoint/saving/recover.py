@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any, get_args
 
 import msgspec
@@ -40,7 +40,7 @@ from bytecheckpoint.storage.inventory import checkpoint_in_the_way
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.stage_folder import FoundStage, Journal, StagedFolder
-from bytecheckpoint.storage.store import Block, Store, endpoint_of, full_location
+from bytecheckpoint.storage.store import Store, endpoint_of, full_location, one_block
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -213,7 +213,7 @@ def _mark_alive(store: Store, verdicts: Sequence[RecoveryVerdict]) -> bool:
     for verdict in finished:
         name = join_name(verdict.folder, layout.recovery_name(verdict.save_id))
         store.delete(name)  # of an attempt that failed: not every store can replace it
-        store.write(name, [Block(0, 1, lambda: nullcontext(memoryview(b"\n")))], replace=True)
+        store.write(name, one_block(b"\n"), replace=True)
     return bool(finished)
 
 

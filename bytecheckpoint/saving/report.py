@@ -7,7 +7,7 @@ from __future__ import annotations
 import platform
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -29,7 +29,7 @@ from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.staging.compress import ChunkLocation
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Block
+from bytecheckpoint.storage.store import one_block
 
 _TELEMETRY_VERSION = 1
 
@@ -65,7 +65,7 @@ def encode_report(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> bytes:
     starts = [
         0 if file.locations is not None else len(plan.header) for plan, file in zip(planned, written, strict=True)
     ]
-    is_known = agreed.has_written and not varies
+    is_known = agreed.has_locations and not varies
     locations = b"" if is_known else pack_locations(_locations(agreed, written), agreed.rank_plan)
     return msgspec.msgpack.encode(_RankReport([file.file for file in written], starts, locations, varies))
 
@@ -197,6 +197,5 @@ def _write_telemetry(call: SaveCall, target: SaveTarget, save_id: str, files: Se
         "num_bytes": sum(file.byte_length for file in files),
         "num_files": len(files),
     }
-    content = memoryview(msgspec.json.encode(record))
-    block = Block(0, content.nbytes, lambda: nullcontext(content))
-    target.store.write(join_name(target.folder, layout.telemetry_name(save_id, ranks.rank)), [block], replace=True)
+    name = join_name(target.folder, layout.telemetry_name(save_id, ranks.rank))
+    target.store.write(name, one_block(msgspec.json.encode(record)), replace=True)

@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.runtime.threads import run_jobs
@@ -50,7 +51,7 @@ def write_files(
     def compress(number: int) -> None:
         compressed[number] = compress_file(
             files.planned[number],
-            partial(snapshot.content, number),
+            _with_content(files.planned[number], snapshot),
             buffers[number % 2],
             threads=writer_threads,
             second_block=scratch.second_block,
@@ -72,8 +73,12 @@ def write_files(
 
 def _write_raw(files: SaveFiles, number: int, snapshot: Snapshot, timer: PhaseTimer) -> WrittenFile:
     planned = files.planned[number]
-    image = FileImage(files.name(number), planned.extent_lengths, planned.blocks, partial(snapshot.content, number))
+    image = FileImage(files.name(number), planned.extent_lengths, _with_content(planned, snapshot))
     return WrittenFile(_write_image(files.target, image, timer), None)
+
+
+def _with_content(planned: PlannedFile, snapshot: Snapshot) -> list[Block]:
+    return [block._replace(content=partial(snapshot.content, block)) for block in planned.blocks]
 
 
 def _write_image(target: SaveTarget, image: FileImage, timer: PhaseTimer) -> DataFile:

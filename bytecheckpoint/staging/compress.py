@@ -9,7 +9,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from itertools import accumulate, pairwise
 from queue import SimpleQueue
@@ -27,14 +27,13 @@ from bytecheckpoint.manifest.frames import (
     is_compressible,
     is_worth_it,
 )
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.planner.file_layout import PlacedChunk, cut_extents
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.staging.file_image import PlannedFile, encode_file_header
 from bytecheckpoint.storage.compression import FrameEncoder, decode_frame
 from bytecheckpoint.storage.object_io import BLOCK_BYTES, FileImage
-
-_Content = Callable[[int, int], AbstractContextManager[memoryview]]
 
 _ROOM_BYTES = MAX_ENCODED_BYTES - FRAME_BYTES
 """Bytes by which a frame may be longer than its raw bytes."""
@@ -61,7 +60,6 @@ class CompressedFile(NamedTuple):
     def image(self, name: str, scratch: BufferPool) -> FileImage:
         """Returns the image of the file; its blocks are put together in scratch memory."""
         starts = [0, *accumulate(map(len, self.pieces))]
-        blocks = [(start, min(BLOCK_BYTES, starts[-1] - start)) for start in range(0, starts[-1], BLOCK_BYTES)]
 
         @contextmanager
         def content(byte_offset: int, byte_length: int) -> Iterator[memoryview]:
@@ -69,7 +67,11 @@ class CompressedFile(NamedTuple):
                 _gather(self.pieces, starts, byte_offset, memory[:byte_length])
                 yield memory[:byte_length]
 
-        return FileImage(name, self.extent_lengths, blocks, content, self.extent_digests)
+        blocks = []
+        for start in range(0, starts[-1], BLOCK_BYTES):
+            num_bytes = min(BLOCK_BYTES, starts[-1] - start)
+            blocks.append(Block(start, num_bytes, partial(content, start, num_bytes)))
+        return FileImage(name, self.extent_lengths, blocks, self.extent_digests)
 
 
 def allocate_for(files: Iterable[PlannedFile]) -> memoryview:
@@ -91,7 +93,7 @@ def _room_for(chunk: PlacedChunk) -> int:
 
 def compress_file(
     planned: PlannedFile,
-    content: _Content,
+    contents: Sequence[Block],
     memory: memoryview,
     *,
     threads: int,
@@ -100,10 +102,11 @@ def compress_file(
     on_checksum: Callable[[float], None],
 ) -> CompressedFile:
     """Compresses a file that was planned with codecs into this memory, which must not change until the file is written.
-    Only a thread that gets `second_block` prefetches. Calls `on_compressed` and `on_checksum`, on any thread, with the
-    seconds that each took.
+    `contents` are its planned blocks with their content.
+    The next block is prefetched only while `second_block` is free. Calls `on_compressed` and `on_checksum`, on any
+    thread, with the seconds that each took.
 
-    Raises the errors of `content`.
+    Raises the errors of the blocks.
     """
     chunks = _chunks_of(planned, memory)
     frames = ((chunk, number) for chunk in chunks for number in range(chunk.num_frames))
@@ -121,7 +124,7 @@ def compress_file(
         finally:
             encoders.put(encoder)
 
-    with closing(_Blocks(planned.blocks, content, second_block)) as blocks:
+    with closing(_Blocks(contents, second_block)) as blocks:
         while (raw := blocks.take()) is not None:
             jobs: list[Callable[[], None]] = [partial(encode, *job) for job in _jobs(frames, raw)]
             # Prefetches the next block while the last frames of this one are made.
@@ -132,10 +135,9 @@ def compress_file(
 class _Blocks:
     """The blocks of a file: one in use, and perhaps the next one prefetched."""
 
-    def __init__(self, blocks: Iterable[tuple[int, int]], content: _Content, second_block: threading.Lock) -> None:
+    def __init__(self, blocks: Sequence[Block], second_block: threading.Lock) -> None:
         """`second_block` is held while the next block is awaited: saves share the memory of the blocks."""
         self._left = iter(blocks)
-        self._content = content
         self._second_block = second_block
         self._in_use, self._ahead = ExitStack(), ExitStack()
         self._next: memoryview | None = None
@@ -151,7 +153,7 @@ class _Blocks:
 
     def _enter(self) -> None:
         block = next(self._left, None)
-        self._next = None if block is None else self._ahead.enter_context(self._content(*block))
+        self._next = None if block is None else self._ahead.enter_context(block.content())
         self._is_entered = True
 
     def take(self) -> memoryview | None:

@@ -14,6 +14,7 @@ import torch
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.manifest.frames import count_frames, frame_bytes
 from bytecheckpoint.manifest.plain_wire import unsupported
+from bytecheckpoint.manifest.ranges import Block, cut_blocks
 from bytecheckpoint.memory.batched_copy import gather_pieces
 from bytecheckpoint.memory.device_to_host import has_streams
 from bytecheckpoint.memory.tensor_bytes import narrowed, to_host, view_region
@@ -47,8 +48,9 @@ class PlannedFile(NamedTuple):
     """Empty if chunks are compressed, because it has their compressed lengths."""
     extent_lengths: Sequence[int]
     """Lengths in bytes that add up to `byte_length`; empty if chunks are compressed."""
-    blocks: Sequence[tuple[int, int]]
-    """Byte offset and length of the ranges in which the file is gathered, from byte 0 on."""
+    blocks: Sequence[Block]
+    """Without content: the ranges in which the file is gathered, in whole extents, or in whole frames if chunks are
+    compressed."""
     byte_length: int
     """Length of header and chunks before compression."""
 
@@ -79,52 +81,38 @@ def plan_files(
     others = [write for write in writes if codecs[write.item] != "none"]
     laid_out = lay_out_files(items, raw, groups=together, max_file_bytes=max_file_bytes)
     state_bytes = num_ranks * sum(chunk.byte_length for chunks in laid_out for chunk in chunks)
-    files = [_plan_file(chunks, items, state_bytes) for chunks in laid_out]
+    files = [_plan_file(number, chunks, items, state_bytes) for number, chunks in enumerate(laid_out)]
     max_bytes = min(max_file_bytes, MAX_COMPRESSED_FILE_BYTES)
     compressed = lay_out_files(items, others, groups=together, max_file_bytes=max_bytes)
     return files + [
-        _plan_compressed_file(chunks, items, [codecs[chunk.item] for chunk in chunks]) for chunks in compressed
+        _plan_compressed_file(number, chunks, items, [codecs[chunk.item] for chunk in chunks])
+        for number, chunks in enumerate(compressed, start=len(files))
     ]
 
 
-def _plan_file(chunks: Sequence[PlacedChunk], items: Sequence[WriteItem], state_bytes: int) -> PlannedFile:
-    lengths = [chunk.byte_length for chunk in chunks]
+def _plan_file(number: int, chunks: Sequence[PlacedChunk], items: Sequence[WriteItem], state_bytes: int) -> PlannedFile:
+    lengths, groups = [chunk.byte_length for chunk in chunks], [chunk.group for chunk in chunks]
     header = encode_file_header([(chunk, chunk.byte_length, "none") for chunk in chunks])
-    num_bytes = len(header) + sum(lengths)
+    extent_lengths = cut_extents(len(header), lengths, block_bytes=BLOCK_BYTES, state_bytes=state_bytes, groups=groups)
     return PlannedFile(
         chunks=chunks,
         parts=_parts(chunks, items),
         codecs=(),
         header=header,
-        extent_lengths=cut_extents(
-            len(header),
-            lengths,
-            block_bytes=BLOCK_BYTES,
-            state_bytes=state_bytes,
-            groups=[chunk.group for chunk in chunks],
-        ),
-        blocks=[(start, min(BLOCK_BYTES, num_bytes - start)) for start in range(0, num_bytes, BLOCK_BYTES)],
-        byte_length=num_bytes,
+        extent_lengths=extent_lengths,
+        blocks=cut_blocks(extent_lengths, max_bytes=BLOCK_BYTES, file=number),
+        byte_length=len(header) + sum(lengths),
     )
 
 
 def _plan_compressed_file(
-    chunks: Sequence[PlacedChunk], items: Sequence[WriteItem], codecs: Sequence[str]
+    number: int, chunks: Sequence[PlacedChunk], items: Sequence[WriteItem], codecs: Sequence[str]
 ) -> PlannedFile:
-    """Returns a file whose blocks are whole frames."""
     frames = [
-        frame_bytes(chunk.byte_length, number) for chunk in chunks for number in range(count_frames(chunk.byte_length))
+        frame_bytes(chunk.byte_length, frame) for chunk in chunks for frame in range(count_frames(chunk.byte_length))
     ]
-    blocks: list[tuple[int, int]] = []
-    start = length = 0
-    for num_bytes in frames:
-        if length + num_bytes > BLOCK_BYTES:
-            blocks.append((start, length))
-            start, length = start + length, 0
-        length += num_bytes
-    if length:
-        blocks.append((start, length))
-    return PlannedFile(chunks, _parts(chunks, items), codecs, b"", (), blocks, start + length)
+    blocks = cut_blocks(frames, max_bytes=BLOCK_BYTES, file=number)
+    return PlannedFile(chunks, _parts(chunks, items), codecs, b"", (), blocks, sum(frames))
 
 
 def _parts(chunks: Sequence[PlacedChunk], items: Sequence[WriteItem]) -> list[Region | None]:

@@ -8,8 +8,10 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import Protocol
 
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.memory.device_to_host import DeviceCopies, DeviceRanges
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.runtime.threads import run_jobs
@@ -17,8 +19,6 @@ from bytecheckpoint.staging.file_image import LiveFile, PlannedFile
 from bytecheckpoint.storage.object_io import BLOCK_BYTES
 
 _PAGE_BYTES = 4096
-_Range = tuple[int, int, int]
-"""File number, byte offset and byte length in the file."""
 _GATHERED = object()
 
 
@@ -34,8 +34,10 @@ class Snapshot(Protocol):
     def wait(self) -> None:
         """Returns when writing may begin without slowing down staging, for which training may be waiting."""
 
-    def content(self, file: int, byte_offset: int, byte_length: int) -> AbstractContextManager[memoryview]:
-        """Yields a range of a file, as the state was. Entered in file order, from any thread, one range at a time."""
+    def content(self, block: Block) -> AbstractContextManager[memoryview]:
+        """Yields the bytes of a planned block, as the state was. Entered in file order, from any thread, one block at a
+        time.
+        """
 
     def close(self) -> None:
         """Drops the bytes, written or not."""
@@ -59,11 +61,12 @@ class LiveState:
         """Does nothing."""
 
     @contextmanager
-    def content(self, file: int, byte_offset: int, byte_length: int) -> Iterator[memoryview]:
-        with self._scratch.lend() as block:
-            self._files[file].gather(byte_offset, block[:byte_length])
-            self._on_device.gather(file, byte_offset, block[:byte_length])
-            yield block[:byte_length]
+    def content(self, block: Block) -> Iterator[memoryview]:
+        with self._scratch.lend() as memory:
+            into = memory[: block.byte_length]
+            self._files[block.file].gather(block.byte_offset, into)
+            self._on_device.gather(block.file, block.byte_offset, into)
+            yield into
 
     def close(self) -> None:
         self._files = ()  # a kept error must not keep the state
@@ -88,9 +91,9 @@ class StagedState:
             self._places.append(memory[start : start + file.planned.byte_length])
             start += _whole_pages(file.planned.byte_length)
         self._on_device = DeviceCopies(zip((file.leave_out_devices() for file in files), self._places, strict=True))
-        self._ranges = list(_ranges_of(files))
-        self._held_by: list[object] = [None] * len(self._ranges)
-        """Thread that gathers each range, `_GATHERED`, or None."""
+        self._blocks = list(_blocks_of(files))
+        self._held_by: list[object] = [None] * len(self._blocks)
+        """Thread that gathers each block, `_GATHERED`, or None."""
         self._is_staged = False
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -112,14 +115,14 @@ class StagedState:
             raise self._error
 
     def _gather_all(self) -> None:
-        """Gathers ranges that no other thread has begun, until all are gathered or staging has failed. If interrupted,
-        it leaves its range to others.
+        """Gathers blocks that no other thread has begun, until all are gathered or staging has failed. If interrupted,
+        it leaves its block to others.
         """
         holder = object()
         try:
             while (index := self._begin_one(holder)) is not None:
-                number, start, length = self._ranges[index]
-                self._files[number].gather(start, self._places[number][start : start + length])
+                block = self._blocks[index]
+                self._files[block.file].gather(block.byte_offset, self._bytes_of(block))
                 with self._changed:
                     self._held_by[index] = _GATHERED
                     self._changed.notify_all()
@@ -135,7 +138,7 @@ class StagedState:
             if self._error is not None or None not in self._held_by:
                 return None
             index = self._held_by.index(None)
-            self._held_by[index] = holder  # in one step: an interrupt finds the range free, or held
+            self._held_by[index] = holder  # in one step: an interrupt finds the block free, or held
             return index
 
     def _is_all_gathered(self) -> bool:
@@ -157,10 +160,13 @@ class StagedState:
         return any(holder not in (None, _GATHERED) for holder in self._held_by)
 
     @contextmanager
-    def content(self, file: int, byte_offset: int, byte_length: int) -> Iterator[memoryview]:
+    def content(self, block: Block) -> Iterator[memoryview]:
         self.wait()
         self._raise_error()
-        yield self._places[file][byte_offset : byte_offset + byte_length]
+        yield self._bytes_of(block)
+
+    def _bytes_of(self, block: Block) -> memoryview:
+        return self._places[block.file][block.byte_offset :][: block.byte_length]
 
     def close(self) -> None:
         self._files, self._places = (), []  # a kept error must not keep the state
@@ -209,8 +215,8 @@ class ProposedState:
     def wait(self) -> None:
         self._right.wait()
 
-    def content(self, file: int, byte_offset: int, byte_length: int) -> AbstractContextManager[memoryview]:
-        return self._right.content(file, byte_offset, byte_length)
+    def content(self, block: Block) -> AbstractContextManager[memoryview]:
+        return self._right.content(block)
 
     def close(self) -> None:
         self._is_agreed.set()
@@ -226,30 +232,30 @@ class StateInWaves:
         self._on_device = DeviceRanges(file.leave_out_devices() for file in files)
         starts = range(0, memory.nbytes - BLOCK_BYTES + 1, BLOCK_BYTES)
         self._free = deque(memory[start : start + BLOCK_BYTES] for start in starts)
-        self._staged: dict[tuple[int, int], memoryview] = {}
-        """Staged blocks by file number and byte offset."""
+        self._staged: dict[Block, memoryview] = {}
+        """Memory of the blocks that are staged and not yet written."""
         self._error: BaseException | None = None
         self._is_closed = False
         self._is_gathering = False
         self._changed = threading.Condition()
 
     def stage(self) -> None:
-        for file, byte_offset, byte_length in _ranges_of(self._files):
+        for block in _blocks_of(self._files):
             with self._changed:
                 self._changed.wait_for(lambda: self._free or self._is_closed)
                 if self._is_closed:  # writing has failed, with an error of its own
                     return
-                block = self._free.popleft()
+                memory = self._free.popleft()
                 self._is_gathering = True
             try:
-                self._files[file].gather(byte_offset, block[:byte_length])
-                self._on_device.gather(file, byte_offset, block[:byte_length])
+                self._files[block.file].gather(block.byte_offset, memory[: block.byte_length])
+                self._on_device.gather(block.file, block.byte_offset, memory[: block.byte_length])
             finally:
                 with self._changed:
                     self._is_gathering = False
                     self._changed.notify_all()
             with self._changed:
-                self._staged[file, byte_offset] = block
+                self._staged[block] = memory
                 self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
@@ -261,17 +267,17 @@ class StateInWaves:
         """Does nothing, because staging waits for the writer."""
 
     @contextmanager
-    def content(self, file: int, byte_offset: int, byte_length: int) -> Iterator[memoryview]:
+    def content(self, block: Block) -> Iterator[memoryview]:
         with self._changed:
-            self._changed.wait_for(lambda: (file, byte_offset) in self._staged or self._error)
+            self._changed.wait_for(lambda: block in self._staged or self._error)
             if self._error is not None:
                 raise self._error
-            block = self._staged.pop((file, byte_offset))
+            memory = self._staged.pop(block)
         try:
-            yield block[:byte_length]
+            yield memory[: block.byte_length]
         finally:
             with self._changed:
-                self._free.append(block)
+                self._free.append(memory)
                 self._changed.notify_all()
 
     def close(self) -> None:
@@ -282,11 +288,8 @@ class StateInWaves:
             self._changed.wait_for(lambda: not self._is_gathering)
 
 
-def _ranges_of(files: Sequence[LiveFile]) -> Iterator[_Range]:
-    """Yields the ranges in which the files are read."""
-    for number, file in enumerate(files):
-        for byte_offset, byte_length in file.planned.blocks:
-            yield number, byte_offset, byte_length
+def _blocks_of(files: Sequence[LiveFile]) -> Iterator[Block]:
+    return chain.from_iterable(file.planned.blocks for file in files)
 
 
 def _whole_pages(num_bytes: int) -> int:

@@ -1,7 +1,7 @@
 """Garbage under a root, by save id: data files, records, temporaries and unfinished uploads of saves and copies that
 never committed. A save counts as dead by age alone, because it may run on any host.
 
-Files of a committed checkpoint are never garbage, nor are files that no save of this library names so.
+Files of a committed checkpoint are never garbage, nor are files that no save of this library can have named.
 """
 
 from __future__ import annotations

@@ -5,21 +5,20 @@ stores with checksums compared on the way, so that a damaged copy is never publi
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import xxhash
 
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointSaveError
 from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.manifest.ranges import Block, cut_blocks
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Block, Store
+from bytecheckpoint.storage.store import Store
 
 BLOCK_BYTES = 16 << 20
 """Length of one write; no checksummed extent crosses from one block into the next."""
@@ -32,11 +31,8 @@ class FileImage(NamedTuple):
     """Relative to the checkpoint's folder."""
     extent_lengths: Sequence[int]
     """In bytes, adding up to the length of the file."""
-    blocks: Sequence[tuple[int, int]]
-    """Byte offset and length of the ranges in which the content is read, once each and in this order. An extent lies in
-    one of them."""
-    content: Callable[[int, int], AbstractContextManager[memoryview]]
-    """Gives such a range, for as long as the context lasts."""
+    blocks: Sequence[Block]
+    """With their content. An extent lies in one of them."""
     extent_digests: Sequence[int] | None = None
     """If known already; extents may then cross blocks."""
 
@@ -49,24 +45,18 @@ def write_image(store: Store, name: str, image: FileImage, on_checksum: Callable
     digests = list(image.extent_digests or [0] * len(image.extent_lengths))
 
     @contextmanager
-    def checked(byte_offset: int, byte_length: int, extents: range) -> Iterator[memoryview]:
-        with image.content(byte_offset, byte_length) as content:
+    def checked(block: Block) -> Iterator[memoryview]:
+        with block.content() as content:
             yield content
             # Only now, because stores enter one block at a time but write several at once: threads do this in parallel.
             started = time.perf_counter()
-            for extent, part in _extents_in(content, image.extent_lengths, extents):
+            for extent, part in _extents_in(content, image.extent_lengths, block.extents):
                 digests[extent] = xxhash.xxh3_64_intdigest(part)
             on_checksum(time.perf_counter() - started)
 
-    contents: list[Callable[[], AbstractContextManager[memoryview]]]
+    blocks = image.blocks
     if image.extent_digests is None:
-        ends = [0, *accumulate(image.extent_lengths)]
-        bounds = [*(bisect_left(ends, byte_offset) for byte_offset, _ in image.blocks), len(image.extent_lengths)]
-        ranges = zip(image.blocks, pairwise(bounds), strict=True)
-        contents = [partial(checked, *block, range(*extents)) for block, extents in ranges]
-    else:
-        contents = [partial(image.content, *block) for block in image.blocks]
-    blocks = [Block(*block, content) for block, content in zip(image.blocks, contents, strict=True)]
+        blocks = [block._replace(content=partial(checked, block)) for block in blocks]
     store.write(name, blocks, replace=False)
     return DataFile(image.name, sum(image.extent_lengths), tuple(image.extent_lengths), tuple(digests))
 
@@ -83,12 +73,12 @@ def copy_file(
     source_name = join_name(source_folder, file.name)
 
     @contextmanager
-    def content(byte_offset: int, num_bytes: int, extents: range) -> Iterator[memoryview]:
-        with scratch.lend() as block:
-            view = block[:num_bytes]
-            source.read_into(source_name, byte_offset, view)
-            start = byte_offset
-            for extent, part in _extents_in(view, file.extent_lengths, extents):
+    def content(block: Block) -> Iterator[memoryview]:
+        with scratch.lend() as memory:
+            view = memory[: block.byte_length]
+            source.read_into(source_name, block.byte_offset, view)
+            start = block.byte_offset
+            for extent, part in _extents_in(view, file.extent_lengths, block.extents):
                 found, expected = xxhash.xxh3_64_intdigest(part), file.extent_digests[extent]
                 if found != expected:
                     path, end = join_name(str(source), source_name), start + part.nbytes
@@ -102,20 +92,9 @@ def copy_file(
                 start += part.nbytes
             yield view
 
-    blocks = [Block(block[0], block[1], partial(content, *block)) for block in _copy_blocks(file)]
+    planned = cut_blocks(file.extent_lengths, max_bytes=BLOCK_BYTES)
+    blocks = [block._replace(content=partial(content, block)) for block in planned]
     target.write(join_name(folder, file.name), blocks, replace=False)
-
-
-def _copy_blocks(file: DataFile) -> Iterator[tuple[int, int, range]]:
-    """Byte offset, byte length and extents of the blocks in which a file is copied: as many whole extents as fit."""
-    start, num_bytes, first = 0, 0, 0
-    for number, length in enumerate(file.extent_lengths):
-        if num_bytes and num_bytes + length > BLOCK_BYTES:
-            yield start, num_bytes, range(first, number)
-            start, num_bytes, first = start + num_bytes, 0, number
-        num_bytes += length
-    if num_bytes:
-        yield start, num_bytes, range(first, len(file.extent_lengths))
 
 
 def _extents_in(content: memoryview, lengths: Sequence[int], extents: range) -> Iterator[tuple[int, memoryview]]:

@@ -47,7 +47,7 @@ class HostMemory:
 
 
 def max_bytes_at_once(store: Store, *, scratch_bytes: int, threads: int) -> int:
-    """Returns how long a fetch may be, so that all threads can have one with this much scratch memory."""
+    """Returns the length of the longest fetch of which, in this much scratch memory, every thread can have one."""
     # Memory of the store's own counts: one such fetch per thread, one of which may be there twice while a client
     # library puts together the pieces in which it came, and a buffer that they are copied to in turn.
     return scratch_bytes // (threads + _NUM_COPIES if isinstance(store, SupportsReadBytes) else threads)

@@ -8,25 +8,12 @@ system, and a file system can do all of this.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.storage.backends.posix_errors import missing_file, too_long
 from bytecheckpoint.storage.paths import join_name
-
-
-class Block(NamedTuple):
-    """A range of bytes of an object that is being written."""
-
-    byte_offset: int
-    byte_length: int
-    content: Callable[[], AbstractContextManager[memoryview]]
-    """Called and entered once, from any thread, when the store is ready for the bytes. Gives them as one flat view of
-    exactly `byte_length` bytes, valid until the context is left: the memory is reused after that.
-
-    A store enters the blocks of an object one at a time and in rising order, so that a ring of memory can stand behind
-    them: block k + 1 only when block k has given its bytes. It may have several entered, and leaves them in any order.
-    """
 
 
 def block_of(content: bytes | memoryview, byte_offset: int) -> Block:

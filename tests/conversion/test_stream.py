@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import threading
 import time
+from functools import partial
 
 import pytest
 
 from bytecheckpoint.conversion.stream import Budget, ReadAhead, Stream
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.storage.object_io import take_blocks
-from bytecheckpoint.storage.store import Block
 
 MiB = 1 << 20
 WINDOW_BYTES = 4096
@@ -36,10 +37,8 @@ def ahead():
 
 def blocks_of(ahead: ReadAhead) -> list[Block]:
     length = WINDOW_BYTES // 2
-    return [
-        Block(start, length, lambda start=start: ahead.content(start, length))
-        for start in range(0, len(CONTENT), length)
-    ]
+    blocks = [Block(start, length) for start in range(0, len(CONTENT), length)]
+    return [block._replace(content=partial(ahead.content, block)) for block in blocks]
 
 
 def test_a_store_that_wants_all_blocks_at_once_waits_for_windows(ahead) -> None:

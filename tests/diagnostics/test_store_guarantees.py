@@ -10,8 +10,8 @@ from faults.seams import files_under
 
 from bytecheckpoint.diagnostics.store_guarantees import ProbeStore, check_guarantees
 from bytecheckpoint.errors import StorageError
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.storage.backends.local_store import LocalStore
-from bytecheckpoint.storage.store import Block
 
 BROKEN = {
     ForgetfulStore: {"fresh_listing"},

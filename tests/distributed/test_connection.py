@@ -5,23 +5,28 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from types import SimpleNamespace
+from functools import partial
+from queue import SimpleQueue
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+import bytecheckpoint as bcp
 from bytecheckpoint.distributed import rendezvous as rendezvous_module
-from bytecheckpoint.distributed.connection import Activity, Connection, PeerLeftError, PeerSender
+from bytecheckpoint.distributed.connection import Activity, Connection, PeerLeftError, PeerSender, start_thread
 from bytecheckpoint.distributed.rendezvous import Address, Listener, connect
 from bytecheckpoint.distributed.wire import DISCONNECT, HEARTBEAT, OutgoingUnit, WireHeader
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.loading.exchange import _Exchange
+from bytecheckpoint.loading.exchange import ReadAssignment, _Exchange
 from bytecheckpoint.loading.overwrite_state import StateChanges
 from bytecheckpoint.loading.receive import Receiver
 from bytecheckpoint.manifest.ranges import Fetch, FlatPart
+from bytecheckpoint.planner.exchange_plan import ReaderShare
+from bytecheckpoint.planner.exchange_split import DividedPlan
 from bytecheckpoint.runtime.buffers import ByteBudget
 
 READER, PEER = 40, 41
@@ -34,8 +39,19 @@ def listener() -> Iterator[Listener]:
         yield made
 
 
-def accept(listener: Listener, timeout_s: float) -> list[tuple[Connection, bytes]]:
-    return list(listener.accept({1: PEER}, timeout_s, io_timeout_s=timeout_s, is_wanted=lambda: True))
+def accept(
+    listener: Listener, timeout_s: float, peers: Mapping[int, int] = MappingProxyType({1: PEER})
+) -> list[tuple[Connection, bytes]]:
+    admitted: list[tuple[Connection, bytes]] = []
+
+    def note(connection: Connection, request: bytes) -> Callable[[], None]:
+        admitted.append((connection, request))
+        return lambda: None
+
+    with ThreadPoolExecutor(300, thread_name_prefix="bcp-exchange") as pool:
+        start = partial(start_thread, pool)
+        listener.accept(peers, note, start, timeout_s=timeout_s, is_wanted=lambda: True)
+    return admitted
 
 
 def admit(listener: Listener, timeout_s: float = 10.0) -> tuple[Connection, bytes]:
@@ -43,9 +59,14 @@ def admit(listener: Listener, timeout_s: float = 10.0) -> tuple[Connection, byte
 
 
 def connect_to(
-    address: Address, timeout_s: float = 10.0, request: bytes = b"", is_wanted: Callable[[], bool] = lambda: True
+    address: Address,
+    timeout_s: float = 10.0,
+    request: bytes = b"",
+    on_open: Callable[[Connection], object] = lambda _: None,
+    is_over: threading.Event | None = None,
 ) -> Connection:
-    return connect(READER, address, 1, request, timeout_s=timeout_s, is_wanted=is_wanted)
+    is_over = is_over or threading.Event()
+    return connect(READER, address, 1, request, timeout_s=timeout_s, on_open=on_open, is_over=is_over)
 
 
 def receive(connection: Connection, num_bytes: int) -> bytes:
@@ -87,50 +108,68 @@ def test_a_connection_without_the_token_is_closed(listener: Listener) -> None:
         theirs.close()
 
 
-def test_a_connection_stays_open_however_late_its_thread_ends(listener: Listener) -> None:
-    arrived = listener._arrived
+def test_a_connection_stays_open_after_the_rendezvous(listener: Listener) -> None:
+    """The peer is served by the thread that authenticated it, long after the last one has connected."""
+    is_served, is_accepted = threading.Event(), threading.Event()
 
-    class Slow:
-        """A queue whose `put` returns long after the item was taken."""
+    def send_late(connection: Connection, _request: bytes) -> Callable[[], None]:
+        def serve() -> None:
+            is_accepted.wait(10)
+            connection.send(b"to the peer!")
+            connection.close()
+            is_served.set()
 
-        get, empty = arrived.get, arrived.empty
+        return serve
 
-        def put(self, item: tuple[socket.socket, int, bytes] | Exception) -> None:
-            arrived.put(item)
-            if isinstance(item, tuple):
-                time.sleep(0.5)
-
-    listener._arrived = Slow()  # type: ignore[assignment]
-    ours, theirs = pair(listener, 10.0)
-    ours.send(b"to the peer!")
-    assert receive(theirs, 12) == b"to the peer!"
-    for connection in (ours, theirs):
-        connection.close()
+    with ThreadPoolExecutor(300) as pool:
+        theirs = pool.submit(connect_to, listener.address)
+        start = partial(start_thread, pool)
+        listener.accept({1: PEER}, send_late, start, timeout_s=10.0, is_wanted=lambda: True)
+        is_accepted.set()
+        assert receive(theirs.result(), 12) == b"to the peer!"
+        assert is_served.wait(10)
+    theirs.result().close()
 
 
-def test_a_damaged_request_leaves_no_thread_of_the_rendezvous(listener: Listener) -> None:
-    made: Any = object.__new__(_Exchange)
-    made._activity, made._failure = Activity(), SimpleNamespace(is_within_grace=lambda: True)
-    made._source = SimpleNamespace(options=SimpleNamespace(timeout_s=10.0))
-    made._ranks = SimpleNamespace(global_ranks=[READER, PEER])
-    made._assigned = SimpleNamespace(share=SimpleNamespace(peers=[1]))
+def test_a_peer_that_connects_twice_is_served_once(listener: Listener) -> None:
+    """A peer tries the next address of this host if the answer on the first one is late."""
+    with ThreadPoolExecutor(3) as pool:
+        accepted = pool.submit(accept, listener, 10.0, {1: PEER, 2: PEER})
+        first = connect_to(listener.address, request=b"first")
+        second = connect_to(listener.address, request=b"second")
+        assert second._socket.recv(1) == b""
+        other = connect(
+            READER, listener.address, 2, b"other", timeout_s=10.0, on_open=lambda _: None, is_over=threading.Event()
+        )
+        assert [request for _, request in accepted.result()] == [b"first", b"other"]
+        for connection in (first, second, other, *(each for each, _ in accepted.result())):
+            connection.close()
+
+
+def test_a_damaged_request_ends_the_exchange_and_all_its_threads(listener: Listener) -> None:
+    options = bcp.LoadOptions(timeout_s=10.0)
+    source: Any = SimpleNamespace(options=options, targets=lambda *_: [], changes=StateChanges())
+    match: Any = SimpleNamespace(shards=[], stored_fqns=[])
+    ranks: Any = SimpleNamespace(global_ranks=[READER, PEER], rank=0)
+    assigned = ReadAssignment(ReaderShare([], [1], []), {}, 1, 1.0)
+    exchange = _Exchange(ranks, source, match, assigned=assigned, lanes=Any)
     with ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(connect_to, listener.address, request=b"damaged request")
         with pytest.raises(CheckpointError, match="damaged") as raised:
-            next(made._accept(listener))
+            exchange.run(DividedPlan([], [], {}, []), listener)
         theirs.result().close()
     assert raised.value.kind == "checksum"  # and keeps the frames alive that it went through
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("bcp-rendezvous")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("bcp-exchange")]
 
 
 def test_long_requests_of_some_peers_keep_no_other_one_waiting(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous_module, "_MAX_UNAUTHENTICATED", 1)
+    monkeypatch.setattr(rendezvous_module, "MAX_UNAUTHENTICATED", 1)
     peers, token = dict.fromkeys(range(1, 5), PEER), listener.address.token
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(1))
-        accepted = pool.submit(lambda: list(listener.accept(peers, 20.0, io_timeout_s=20.0, is_wanted=lambda: True)))
+        accepted = pool.submit(accept, listener, 20.0, peers)
         slow = []
         for rank in (2, 3, 4):
             opened = stack.enter_context(socket.create_connection(("127.0.0.1", listener.address.port), timeout=10.0))
@@ -145,14 +184,13 @@ def test_long_requests_of_some_peers_keep_no_other_one_waiting(
             connection.close()
 
 
-@pytest.mark.parametrize("number", [0, 1])
 def test_a_rendezvous_that_can_have_no_more_threads_says_what_to_do(
-    listener: Listener, monkeypatch: pytest.MonkeyPatch, number: int
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
 
     def start_most(thread: threading.Thread) -> None:
-        if thread.name == f"bcp-rendezvous_{number}":
+        if thread.name == "bcp-exchange_0":
             raise RuntimeError("can't start new thread")
         start(thread)
 
@@ -229,12 +267,20 @@ def test_a_large_request_arrives_whole(listener: Listener) -> None:
     theirs.close()
 
 
-def test_connecting_to_one_that_does_not_answer_ends_when_nobody_wants_it(listener: Listener) -> None:
+def test_connecting_to_one_that_does_not_answer_ends_when_it_is_interrupted(listener: Listener) -> None:
     """As soon as something has failed, or the load is interrupted: this reader rank never answers."""
-    started = time.monotonic()
-    with pytest.raises(PeerLeftError):
-        connect_to(listener.address, 60.0, is_wanted=lambda: time.monotonic() < started + 0.3)
-    assert time.monotonic() - started < 5
+    opened: SimpleQueue[Connection] = SimpleQueue()
+    is_over = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(connect_to, listener.address, 60.0, on_open=opened.put, is_over=is_over)
+        first = opened.get(timeout=10)
+        while not first._socket.getsockname()[1]:
+            time.sleep(0.01)
+        is_over.set()
+        first.disconnect()
+        assert isinstance(connecting.exception(timeout=20), PeerLeftError | CheckpointError)
+    for connection in (first, *(opened.get() for _ in range(opened.qsize()))):
+        connection.close()
 
 
 def test_one_that_is_stuck_or_gone_is_named(listener: Listener) -> None:
@@ -332,7 +378,7 @@ def test_a_peer_that_goes_with_units_on_the_way_is_noticed(listener: Listener, i
 
 def test_a_reader_rank_does_not_wait_for_ever_for_the_ack_of_a_stuck_peer(listener: Listener) -> None:
     ours, theirs = pair(listener, 0.4)
-    ours.await_ack()
+    ours.check_peer(0.1)
     theirs.close()
     ours.close()
 

@@ -13,10 +13,11 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from bytecheckpoint.errors import CheckpointError, CheckpointSaveError, StorageError
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.storage.backends.posix_errors import already_exists, missing_file, truncated
 from bytecheckpoint.storage.inventory import StoredObject
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, join_name
-from bytecheckpoint.storage.store import Access, Block, FillHook
+from bytecheckpoint.storage.store import Access, FillHook
 
 SCHEME = "world://"
 _SOME_ID = "0" * 16

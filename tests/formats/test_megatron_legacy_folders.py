@@ -193,7 +193,7 @@ ARGUMENTS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str, str]] = {
     "layers": ([ONE], {"num_layers": 24}, "num_layers=24", "bad_manifest"),
     "experts": ([ONE] * 2, {"num_experts": 8}, "num_experts=8", "bad_manifest"),
     "ranks": ([ONE] * 4, {"expert_model_parallel_size": 2}, "expert_model_parallel_size=2", "conflict"),
-    "cuts": ([ONE], {"expert_tensor_parallel_size": 2}, "cut over 2 ranks", "unsupported_version"),
+    "cuts": ([ONE], {"expert_tensor_parallel_size": 2}, "split over 2 ranks", "unsupported_version"),
     "gap": ([{"decoder.layers.1.w": torch.ones(2)}], {}, "no tensors", "unsupported_version"),
     "one_expert_less": ([{**ONE, f"{MLP}.experts.linear_fc1.weight1": torch.ones(2)}], {}, "experts", "bad_manifest"),
 }

@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.storage.paths import check_name
-from bytecheckpoint.storage.store import Access, Block
+from bytecheckpoint.storage.store import Access
 
 Files = dict[str, bytes]
 _decoder = msgspec.msgpack.Decoder(Files)

@@ -580,7 +580,7 @@ def test_what_cannot_be_read_in_place_says_so() -> None:
         ('a = "norm"', 'a = "embed"', r"tensors\[2\] \(line 18\): 'embed' is in tensors\[1\] \(line 14\) as well"),
         ('a = "norm"', 'a = "norm..w"', r"tensors\[2\] \(line 18\): 'norm\.\.w' has nothing between two dots"),
         ('a = "norm"', 'a = "norm.{layer}"', r"tensors\[2\] \(line 18\): its names do not all have the same fields"),
-        ('a = "norm"', 'a = "norm.x{layer}"', r"has 'x\{layer\}': a field is all that stands between two dots"),
+        ('a = "norm"', 'a = "norm.x{layer}"', r"has 'x\{layer\}': a field fills the place between two dots"),
         ('a = "norm"', 'a = ["n", "m"]', r"a has 2 names for 0 variants"),
         ('a = "norm"', "a = []", r"tensors\[\d\] \(line \d+\): it has an empty list of names for a: give one"),
         ('b = ["y.{layer}.p", "y.{layer}.q"]', 'b = "y.{layer}.p"', r"one side has one name and the other a list"),

@@ -15,12 +15,13 @@ from faults.seams import COORDINATOR_PHASES, Seam, before, files_under, loads_as
 
 import bytecheckpoint as bcp
 from bytecheckpoint.manifest import DataFile, decode_manifest, encode_manifest
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.saving import commit, report, target
 from bytecheckpoint.saving.global_plan import AgreedPlan, RankPlan
 from bytecheckpoint.saving.report import WrittenFile
 from bytecheckpoint.staging import file_image
 from bytecheckpoint.storage.backends import fsspec_store
-from bytecheckpoint.storage.store import Block, Store
+from bytecheckpoint.storage.store import Store
 
 OVERWRITING = bcp.SaveOptions(overwrite=True)
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.staging.file_image import LiveFile, PlannedFile
 from bytecheckpoint.staging.snapshots import ProposedState, StagedState
 
@@ -20,7 +21,7 @@ class File(LiveFile):
     """Blocks of one value, slow to gather."""
 
     def __init__(self, value: int, go: threading.Event) -> None:
-        blocks = [(number * BLOCK_BYTES, BLOCK_BYTES) for number in range(NUM_BLOCKS)]
+        blocks = [Block(number * BLOCK_BYTES, BLOCK_BYTES) for number in range(NUM_BLOCKS)]
         self.planned = PlannedFile((), (), (), b"", (), blocks, NUM_BLOCKS * BLOCK_BYTES)
         self._value, self._go = value, go
         self.num_gathered = 0
@@ -51,7 +52,7 @@ def test_what_is_right_is_staged_once_and_given() -> None:
     state.agree(None)
     state.stage()
     state.wait()
-    with state.content(0, 0, BLOCK_BYTES) as content:
+    with state.content(Block(0, BLOCK_BYTES)) as content:
         assert bytes(content) == b"\1" * BLOCK_BYTES
     assert file.num_gathered == NUM_BLOCKS
 
@@ -68,7 +69,7 @@ def test_another_one_in_the_same_memory_is_not_overwritten_by_the_wrong_one() ->
         helping.result(20)
         staging.result(20)
     state.wait()
-    with state.content(0, BLOCK_BYTES, BLOCK_BYTES) as content:
+    with state.content(Block(BLOCK_BYTES, BLOCK_BYTES)) as content:
         assert bytes(content) == b"\2" * BLOCK_BYTES
     assert bytes(memory) == b"\2" * len(memory)
 
@@ -99,7 +100,7 @@ def test_after_a_failure_nobody_writes_to_the_memory() -> None:
         with pytest.raises(ValueError, match="no"):
             staging.result(20)
     assert file.num_gathered == num_gathered < NUM_BLOCKS
-    with pytest.raises(ValueError, match="no"), state.content(0, 0, 1):
+    with pytest.raises(ValueError, match="no"), state.content(Block(0, 1)):
         pass
 
 
@@ -113,7 +114,7 @@ def test_what_the_ranks_agree_on_after_a_failure_fails_as_well(is_right: bool) -
     waiting.start()
     waiting.join(20)
     assert not waiting.is_alive(), "the one that was settled on does not know of the failure"
-    with pytest.raises(ValueError, match="no"), state.content(0, 0, 1):
+    with pytest.raises(ValueError, match="no"), state.content(Block(0, 1)):
         pass
     with pytest.raises(ValueError, match="no"):
         state.stage()
@@ -126,7 +127,7 @@ def test_a_copy_that_has_failed_is_never_staged() -> None:
     state.fail(ValueError("no"))
     with pytest.raises(ValueError, match="no"):
         state.stage()
-    with pytest.raises(ValueError, match="no"), state.content(0, 0, 1):
+    with pytest.raises(ValueError, match="no"), state.content(Block(0, 1)):
         pass
     assert not any(memory)
 

@@ -11,7 +11,8 @@ from enum import Enum
 from typing import Any
 
 from bytecheckpoint.errors import StorageError
-from bytecheckpoint.storage.store import Access, Block, Store
+from bytecheckpoint.manifest.ranges import Block
+from bytecheckpoint.storage.store import Access, Store
 
 
 class Fault(Enum):

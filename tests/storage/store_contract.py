@@ -18,7 +18,8 @@ from bytecheckpoint.errors import (
     CheckpointSaveError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.storage.store import Block, Store, delete_many, read_whole
+from bytecheckpoint.manifest.ranges import Block
+from bytecheckpoint.storage.store import Store, delete_many, read_whole
 
 
 def blocks_of(data: bytes, *, block_bytes: int = 1 << 30, shift: int = 0) -> list[Block]:

@@ -16,11 +16,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import StorageError
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.storage import garbage as garbage_module
 from bytecheckpoint.storage.garbage import MIN_AGE_S, Garbage, GarbageObject, find_leftovers, remove, sweep
 from bytecheckpoint.storage.inventory import StoredObject, clock_of, inventory_of
 from bytecheckpoint.storage.open_store import open_store
-from bytecheckpoint.storage.store import Block, Store
+from bytecheckpoint.storage.store import Store
 
 from .faulty_store import FaultyStore
 from .s3_service import Refuse, always

@@ -21,10 +21,10 @@ from bytecheckpoint.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.storage.backends import local_store as local_store_module
 from bytecheckpoint.storage.backends import posix_files
 from bytecheckpoint.storage.backends.local_store import LocalStore
-from bytecheckpoint.storage.store import Block
 
 from .store_contract import StoreContract, blocks_of, get, pattern, put
 
@@ -472,7 +472,7 @@ from contextlib import nullcontext
 sys.modules["bytecheckpoint"] = types.ModuleType("bytecheckpoint")
 sys.modules["bytecheckpoint"].__path__ = [sys.argv[2]]
 from bytecheckpoint.storage.backends.local_store import LocalStore
-from bytecheckpoint.storage.store import Block
+from bytecheckpoint.manifest.ranges import Block
 store = LocalStore(sys.argv[1], writer_threads=2)
 data = memoryview(bytes(range(256)) * 256)
 def blocks(content=lambda: nullcontext(data), count=4):

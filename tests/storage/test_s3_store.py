@@ -10,10 +10,10 @@ from contextlib import contextmanager, nullcontext
 import pytest
 
 from bytecheckpoint.errors import CheckpointError, CheckpointExistsError, CheckpointSaveError, StorageError
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.storage.backends import s3_requests, s3_upload
 from bytecheckpoint.storage.backends.s3_store import S3Store
 from bytecheckpoint.storage.open_store import open_store
-from bytecheckpoint.storage.store import Block
 
 from .s3_service import Cut, FirstFew, Lose, Refuse, always, moto, no_fault
 from .store_contract import StoreContract, blocks_of, get, pattern, put

@@ -28,7 +28,7 @@ class ValueKey(NamedTuple):
 
 
 class NamedValues(NamedTuple):
-    """The contents of a checkpoint."""
+    """The names of a checkpoint: those of its tensors, and those in its plain data."""
 
     tensors: dict[str, str]
     """FQN under which a tensor is stored, by each of its names."""

@@ -68,7 +68,7 @@ class ValueDifference:
 
 
 def larger(a: Any, b: Any) -> Any:
-    """Returns the larger of two numbers or None."""
+    """Returns the larger of two values, each a number or None; None if both are."""
     return b if a is None else a if b is None else max(a, b)
 
 

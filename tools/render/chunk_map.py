@@ -22,8 +22,9 @@ class Axes(NamedTuple):
     """Dimensions of a tensor that a map shows."""
 
     down: int | None
-    """None for a tensor of one dimension."""
+    """The dimension from top to bottom; None for a tensor of one dimension."""
     across: int
+    """The dimension from left to right."""
 
 
 class ChunkMap(NamedTuple):

@@ -36,8 +36,8 @@ from bytecheckpoint.adapters.native.module_walk import ModuleTree
 from bytecheckpoint.manifest.plain_wire import unsupported
 
 _PARTITION, _MASTER, _OWNER = "ds_tensor", "_hp_mapping", "_z3_optimizer"
-"""Attributes of parameters: their part in ZeRO 3; where their master is, which those with several precisions have; and
-their optimizer."""
+"""Attributes of parameters: the partition of ZeRO 3, the place of the full-precision copy in mixed precision, and the
+optimizer."""
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes that change in a loss scaler; the rest is configuration, which is chosen anew for each run."""
@@ -158,7 +158,7 @@ def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatMo
 
 
 def module_alone(fqn: str, named: NamedParameters, engine: Any | None) -> FlatModule | None:
-    """Finds how the parameters lie of an engine, or of a module of ZeRO 3, that no optimizer in the state has.
+    """Returns the layout of the parameters of an engine, or of a module of ZeRO 3, that no optimizer in the state has.
 
     Parameters of ZeRO 3 know their optimizer; partitions of those that it does not train have no masters.
     """

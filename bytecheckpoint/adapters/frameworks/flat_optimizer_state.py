@@ -153,7 +153,7 @@ class FlatParamState:
                     device = scalar_device(self._group.values, self._memory)
                     self._scalars[fqn] = torch.empty_like(placeholder(tensor), device=device)
                 elif not isinstance(self._state.get(key), torch.Tensor):
-                    # Zeros, because the padding is stored nowhere and no step is to meet what lay there before.
+                    # Zeros: padding is not stored, and no step of the optimizer may use what was in that memory before.
                     new = torch.zeros_like(self._memory.detach(), dtype=torch_dtype(tensor.dtype))
                     self._group.optimizer.state[self._memory][key] = new
 

@@ -73,8 +73,8 @@ class FlatParamPart(_PartFields):
         return cuts
 
     def shards(self, fqn: str, memory: torch.Tensor) -> list[LocalShard]:
-        """Returns the regions that lie here, as views of the flat memory; one of no elements where there are none, if
-        it has dimensions.
+        """Returns the regions that lie here, as views of the flat memory; if there are none, an empty one for a
+        parameter that has dimensions.
 
         Memory that has the box's shape is the box itself.
 
@@ -143,7 +143,7 @@ class FlatModule(NamedTuple):
     """Parts in a tensor of an optimizer's param_groups, and in state tensors of its shape, by that tensor's id."""
     copies: Sequence[FlatParamMemory] = ()
     """Memory of the same parameters in lower precision. A load fills it from the same tensors, and
-    converts them whatever `cast` says, because no precision is lost that the module has. A save does not look at it."""
+    converts them whatever `cast` says, because the module has the lower precision only. A save does not look at it."""
     finish: Callable[[], None] = lambda: None
     """Called when a load has filled the memory."""
 
@@ -171,10 +171,10 @@ def split_padding(
     shard: LocalShard, axis: int | None, stored_shape: Sequence[int] | None
 ) -> tuple[LocalShard, list[LocalShard]]:
     """Splits a shard of a tensor that is padded along one axis by an amount that depends on the layout, as vocabularies
-    are: what a stored tensor of this shape has of it, as a shard of that tensor, and what it lacks, one shard or none.
+    are. Returns the part that a stored tensor of this shape has, as a shard of that tensor, and a list of the part that
+    it lacks, if any.
 
-    The shard itself, and none, where nothing is padded, or where the two differ along another axis, which is for the
-    load to refuse.
+    The shard is returned whole if nothing is padded, or if the shapes differ along another axis: the load refuses that.
     """
     if axis is None or stored_shape is None or not _differ_along(axis, shard.global_shape, stored_shape):
         return shard, []

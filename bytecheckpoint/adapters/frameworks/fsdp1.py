@@ -51,7 +51,10 @@ _Position = tuple[int, int]
 
 
 def has_units(fqn: str, tree: ModuleTree) -> bool:
-    """Raises CheckpointSaveError (unsupported_value) for modules that a wrapper which is not in the tree keeps flat."""
+    """Returns True if a module of the tree is a wrapper of FSDP1.
+
+    Raises CheckpointSaveError (unsupported_value) if a wrapper outside of the tree keeps parameters of the tree flat.
+    """
     wrappers = [module for _, module in tree.submodules if isinstance(module, FullyShardedDataParallel)]
     wrapped = {id(module) for wrapper in wrappers for module in wrapper.modules()}
     for name, module in tree.submodules:

@@ -71,7 +71,7 @@ class MegatronEntry:
         self._masters: dict[object, list[FlatParamMemory]] = {}
         """Parts of a parameter's more precise copy on this rank, by the key of the parameter's memory."""
         self._shares: dict[object, list[FlatParamMemory]] = {}
-        """Parts of a parameter that this rank steps, by the same key."""
+        """Parts of a parameter that the optimizer updates on this rank, by the same key."""
         self._pieces_of: dict[object, list[ShardedPiece]] = {}
         for piece in self._pieces:
             self._pieces_of.setdefault(_memory_key(piece.source), []).append(piece)
@@ -213,7 +213,7 @@ class _ShardedObject(NamedTuple):
 
 
 def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
-    """Returns the module at this path, which wrappers with a sharded_state_dict() of their own may not be in."""
+    """Returns the module at this path, which may leave out wrappers that have a sharded_state_dict() of their own."""
     try:
         return module.get_submodule(path)
     except AttributeError:
@@ -268,7 +268,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _has_own_state(module: torch.nn.Module) -> bool:
-    # Megatron's DistributedDataParallel has lists called `buffers`, so its methods cannot be asked.
+    # Not buffers(): Megatron's DistributedDataParallel has a list of that name.
     tensors = [*module._parameters.values(), *module._buffers.values()]
     has_extra = type(module).get_extra_state is not torch.nn.Module.get_extra_state
     return has_extra or any(tensor is not None for tensor in tensors)

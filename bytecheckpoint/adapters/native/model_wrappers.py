@@ -104,7 +104,7 @@ class ReloadEntry:
         return Expectation([], set(), [])
 
     def prepare(self, _checkpoint: CheckpointView, _refused: Collection[str]) -> None:
-        """Makes nothing."""
+        """Does nothing: a model has its parameters already."""
 
     def finish(self, _checkpoint: CheckpointView) -> None:
         items = _state_of([stage.module for stage in self._inside.stages])

@@ -97,7 +97,7 @@ class ModuleTree(NamedTuple):
             usual = {dict, OrderedDict}
             if not {type(module._parameters), type(module._buffers)} <= usual:
                 yield name, f"{type(module).__name__}, which keeps its parameters elsewhere"
-            own = [method for method in _FILLING if method in module.__dict__ or not _keep([type(module)], [method])]
+            own = [method for method in _FILLING if method in module.__dict__ or not _inherit([type(module)], [method])]
             if own:
                 yield name, f"{type(module).__name__} with its own {own[0]}"
             for hook in (*module._state_dict_pre_hooks.values(), *module._state_dict_hooks.values()):
@@ -174,12 +174,12 @@ def tree_of(module: torch.nn.Module) -> ModuleTree:
     pre_hooks = {id(hook): hook for submodule in each for hook in submodule._state_dict_pre_hooks.values()}
     resharding = [hook for hook in pre_hooks.values() if str(hook.__module__).startswith(_FULLY_SHARD)]
     has_hooks = len(resharding) < len(pre_hooks) or any(submodule._state_dict_hooks for submodule in each)
-    is_walked_as_usual = containers <= {dict, OrderedDict} and not has_attributes and _keep(classes, _WALKING)
-    is_saved_as_usual = is_walked_as_usual and not has_hooks and _keep(classes, _SAVING)
+    is_walked_as_usual = containers <= {dict, OrderedDict} and not has_attributes and _inherit(classes, _WALKING)
+    is_saved_as_usual = is_walked_as_usual and not has_hooks and _inherit(classes, _SAVING)
     return ModuleTree(module, submodules, is_walked_as_usual, is_saved_as_usual, resharding)
 
 
-def _keep(classes: Iterable[type[torch.nn.Module]], methods: Sequence[str]) -> bool:
+def _inherit(classes: Iterable[type[torch.nn.Module]], methods: Sequence[str]) -> bool:
     """Returns True if none of the classes overrides one of these methods."""
     return all(getattr(cls, method) is getattr(torch.nn.Module, method) for cls in classes for method in methods)
 

@@ -67,7 +67,7 @@ def parts_of(fqn: str, tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def flat_parts(fqn: str, tensor: torch.Tensor) -> dict[str, Any]:
-    """Returns all that a subclass comes to, by FQN: tensors that are not subclasses, and facts, of nested ones too."""
+    """Returns the parts of a subclass and of those nested in it, by FQN: plain tensors, and facts."""
     found: dict[str, Any] = {}
     for name, part in parts_of(fqn, tensor).items():
         child = f"{fqn}.{name}"

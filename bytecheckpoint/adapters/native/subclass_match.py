@@ -131,7 +131,7 @@ def _facts_problems(own: Mapping[str, Any], checkpoint: CheckpointView, tied: Ma
 
 
 def unbuildable(values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[str, Problem]:
-    """Returns which subclasses cannot be built of these leaves by checkpoint FQN, by theirs."""
+    """Returns a problem for each subclass, by checkpoint FQN, that cannot be built of these leaves, given likewise."""
     if not any(map(is_facts, values)):  # nearly always
         return {}
     parts = {fqn: _on_meta(fqn, value, checkpoint) for fqn, value in values.items()}
@@ -237,7 +237,9 @@ class SubclassState:
         return f"{key}.{FACTS}" in self._facts and key in self.own
 
     def new_part(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
-        """Memory for a tensor inside a parameter's state, on this device or where it belongs."""
+        """Returns memory for a tensor inside a parameter's state, on this device. Without one, a part of a subclass
+        gets the device of the parameter, and any other tensor the CPU.
+        """
         if self._is_spread(key):
             spread = self._spread(key, stored, device or self._parameter.device)
             if spread is not None:

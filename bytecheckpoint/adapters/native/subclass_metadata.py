@@ -142,7 +142,9 @@ def are_facts(found: Any) -> bool:
 
 
 def class_of(found: Any) -> type[Any]:
-    """Raises LookupError unless the value is a tensor subclass that is imported here and that torch can unflatten."""
+    """Returns the class that plain data names. Raises LookupError unless it is a tensor subclass that is imported here
+    and that torch can unflatten.
+    """
     if not are_facts(found):
         raise LookupError("found no description of a tensor subclass")
     cls = _imported(found[0]["class"])
@@ -230,7 +232,9 @@ def _dataclass(value: Mapping[str, Any], shape: tuple[int, ...], device: torch.d
 
 
 def _imported(name: str) -> type[Any]:
-    """Returns the class of this name, where its module has been imported. Looks only, so no code of any module runs."""
+    """Returns the class of this name, if its module has been imported. No module is imported, so none of their code
+    runs.
+    """
     parts = str(name).split(".")
     for count in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:count]))

@@ -74,7 +74,7 @@ def agreed(
 
 
 def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Keeps a tensor the same tensor, which captured graphs hold, and a number a number. Values are copied."""
+    """Copies values into a group. A tensor is filled in place, because captured graphs hold it; a number stays one."""
     for key, value in values.items():
         own = group.get(key)
         if isinstance(own, torch.Tensor):
@@ -98,7 +98,7 @@ class OptimizerKind(NamedTuple):
     needed: frozenset[str]
     """Keys without which its next step fails, where there is other state."""
     others: frozenset[str] = frozenset()
-    """Keys that hyperparameters or versions decide about."""
+    """Keys that are there or not, by hyperparameters or the version of torch."""
 
 
 def _kind(needed: str, others: str = "") -> OptimizerKind:
@@ -135,7 +135,7 @@ _ALGORITHM = _kind(
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind | None:
-    """Returns None for an optimizer whose state keys are unknown."""
+    """Returns the kind of an optimizer; None if its state keys are unknown."""
     # torch puts a hook in place of the method of each class, and the hook says which method it calls.
     step = type(optimizer).step
     name, _, method = step.__qualname__.rpartition(".")
@@ -183,7 +183,7 @@ def clashes(
 
 
 def problem_of(fqn: str, kinds: Collection[str], found: Sequence[Clash]) -> Problem:
-    """Returns one for all parameters of an optimizer entry; `kinds` are the names of its classes."""
+    """Returns one problem for all parameters of an optimizer entry; `kinds` are the names of its classes."""
     first = found[0]
     shown = and_more([clash.name for clash in found], _NUM_SHOWN)
     text = (

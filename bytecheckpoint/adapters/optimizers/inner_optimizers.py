@@ -56,13 +56,13 @@ def _held_by_attributes(owner: Any) -> Iterator[Any]:
     return _items_of(values, _MAX_NESTING + 1, lambda item: isinstance(item, torch.optim.Optimizer) or is_wrapper(item))
 
 
-def _items_of(value: Any, depth: int, is_one: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yields the values for which `is_one` is true, in dicts, lists and tuples, nested or not."""
-    if is_one(value):
+def _items_of(value: Any, depth: int, matches: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yields the values for which `matches` is true, in dicts, lists and tuples, nested or not."""
+    if matches(value):
         yield value
     elif isinstance(value, Mapping | list | tuple) and depth:
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _items_of(item, depth - 1, is_one)
+            yield from _items_of(item, depth - 1, matches)
 
 
 def is_usual(optimizer: torch.optim.Optimizer) -> bool:

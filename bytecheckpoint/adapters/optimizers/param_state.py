@@ -1,6 +1,6 @@
-"""The state that an optimizer keeps for a parameter that it has as it is: tensors that lie like the parameter, those
-that are whole, and trees of others. And the scalars among it, as a count of steps is: torch's optimizers keep most of
-them as tensors without dimensions, others as numbers. Either is loaded as the other.
+"""The state that an optimizer keeps for a parameter, which lies in no flat buffer: tensors sharded like the parameter,
+whole tensors, and trees of both. Scalars, such as a count of steps, are tensors without dimensions in most of torch's
+optimizers and numbers in others; each is loaded as the other.
 """
 
 from __future__ import annotations

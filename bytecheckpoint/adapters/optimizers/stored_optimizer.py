@@ -27,12 +27,12 @@ class StoredGroup(NamedTuple):
 
 
 def is_optimizer_tree(tree: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Returns True for a dict made like an optimizer's; plain data may have the same keys."""
+    """Returns True for a dict in the form in which an optimizer is saved; plain data may have the same keys."""
     if not isinstance(tree, dict) or not {"state", "groups"} <= tree.keys():
         return False
     state, groups = tree["state"], tree["groups"]
-    is_made_so = isinstance(state, dict) and isinstance(groups, dict)
-    return is_made_so and all(isinstance(group, dict) and "params" in group for group in groups.values())
+    has_form = isinstance(state, dict) and isinstance(groups, dict)
+    return has_form and all(isinstance(group, dict) and "params" in group for group in groups.values())
 
 
 def are_groups(tree: Any) -> bool:

@@ -54,7 +54,7 @@ class OptimizerWrapper(NamedTuple):
 
     optimizer: torch.optim.Optimizer
     inner: Sequence[torch.optim.Optimizer | FlatOptimizer]
-    """The optimizers inside; none where it holds none."""
+    """The optimizers inside; may be empty."""
 
     def look(self) -> _StateCheck:
         """Finds how it is to be saved."""

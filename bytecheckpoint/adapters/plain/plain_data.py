@@ -64,7 +64,7 @@ def encode_plain(value: Any, fqn: str, on_tensor: TensorHook) -> bytes:
 
 @lru_cache(maxsize=16)
 def encode_refs(fqn: str, names: tuple[str, ...]) -> tuple[tuple[str, ...], bytes]:
-    """Returns the FQNs and the encoding of a dict of tensors alone: they follow from the names, for every save."""
+    """Returns the FQNs and the encoding of a dict of tensors alone, which depend on the names only."""
     for name in names:
         wire.check_key(name, fqn)
     fqns = tuple(f"{fqn}.{name}" for name in names)
@@ -139,7 +139,7 @@ def is_content_fqn(fqn: str) -> bool:
 
 
 def without_content(fqn: str) -> str:
-    """Returns the FQN of the value, if this is one that `content_fqn` gave to its tensor; else the same."""
+    """Returns the FQN of the value to whose tensor `content_fqn` gave this FQN; any other FQN as it is."""
     return fqn.rpartition("@")[0] if is_content_fqn(fqn) else fqn
 
 

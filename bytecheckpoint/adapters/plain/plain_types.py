@@ -61,7 +61,9 @@ def is_tagged(pairs: Any) -> bool:
 
 
 def untag_value(tag: str, content: Any) -> Any:
-    """Raises ValueError, TypeError or OverflowError for content that no value is written as."""
+    """Returns the value that was written with this tag. Raises ValueError, TypeError or OverflowError if none has this
+    content.
+    """
     return _FROM_TAG[tag](content)
 
 

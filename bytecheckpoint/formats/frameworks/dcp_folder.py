@@ -33,7 +33,10 @@ def is_folder(source: SourceFolder) -> bool:
 
 
 def read_folder(source: SourceFolder) -> None:
-    """Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError."""
+    """Adds the tensors and the plain data of a DCP checkpoint to the builder.
+
+    Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError.
+    """
     backend = megatron_dist.read_backend(source)
     megatron_dist.refuse_other_backends(backend, source.path, has_metadata=METADATA_NAME in source.listing)
     root = read_state(source, "")
@@ -42,7 +45,7 @@ def read_folder(source: SourceFolder) -> None:
 
 def read_state(source: SourceFolder, inside: str, *, below: str = "") -> dict[Any, Any]:
     """Returns the content of the folder `inside` of a checkpoint's folder, as it was nested, with a TensorRef for
-    each of its tensors. These are added to the builder, their names below this one.
+    each of its tensors. The tensors are added to the builder, with `below` before their names.
     """
     file = source.reader(join_name(inside, METADATA_NAME))
     if file.byte_length > MAX_PICKLE_BYTES:

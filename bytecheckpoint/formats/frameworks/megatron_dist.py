@@ -53,7 +53,7 @@ def refuse_other_backends(backend: str | None, path: str, *, has_metadata: bool)
 
 
 def with_common_state(root: dict[Any, Any], source: SourceFolder) -> dict[Any, Any]:
-    """Returns the state as Megatron knows it: objects were saved as lists of one, and common state apart."""
+    """Returns the state as Megatron has it: in files an object is a list of one, and common state lies apart."""
     state = {
         key: value[0] if _SHARDED_OBJECT.search(str(key)) and type(value) is list and len(value) == 1 else value
         for key, value in root.items()

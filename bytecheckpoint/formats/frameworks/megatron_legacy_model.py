@@ -154,7 +154,7 @@ class Model:
         if any(not isinstance(value, StoredView) for _, value in parts):
             raise damaged(first.saved.path, f"{name!r:.200} is a tensor in it, and something else on other ranks")
         _refuse_old_attention(name, first)
-        _refuse_other_cuts(name, first, len(parts))
+        _refuse_other_expert_split(name, first, len(parts))
         if _MAY_STAND_TWICE.search(name):
             earlier = self._twice.setdefault(fqn, parts)
             if earlier is not parts:  # the last stage has a copy of its own, for its loss
@@ -183,10 +183,10 @@ class Model:
                 self._builder.trees[name] = file.saved.plain(value, name)
 
 
-def _refuse_other_cuts(name: str, file: RankFile, num_parts: int) -> None:
+def _refuse_other_expert_split(name: str, file: RankFile, num_parts: int) -> None:
     size = file.settings.get("expert_tensor_parallel_size")
     if _OF_EXPERTS.search(name) and size is not None and size != num_parts:
-        what = f"its experts are cut over {size!r:.20} ranks, and the rest of the model over {num_parts}"
+        what = f"its experts are split over {size!r:.20} ranks, and the rest of the model over {num_parts}"
         raise not_readable(file.saved.path, what, _ADVICE)
 
 

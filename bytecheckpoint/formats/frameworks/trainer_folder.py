@@ -70,7 +70,7 @@ def _add_state(source: SourceFolder, name: str, entry: str) -> None:
     try:
         saved = source.open(name)
     except UnsafeCheckpointError as error:
-        source.builder.leave_out(name, f"refused ({error.kind}), and an error says why where its path is given")
+        source.builder.leave_out(name, f"refused ({error.kind}): give its path to see why")
     except CheckpointCorruptError as error:
         if error.kind != "unsupported_version":
             raise

@@ -37,7 +37,7 @@ class Comparer:
         return not any(are_tensors) and _encoded(*one, fqn) == _encoded(*other, fqn)
 
     def same(self, one: StoredCopy, other: StoredCopy, fqn: str) -> bool | None:
-        """Returns True if they have the same elements; None if it takes too much to tell.
+        """Returns True if they have the same elements; None if too much would have to be read to compare them.
 
         Raises CheckpointCorruptError (bad_manifest, truncated) for a tensor that is not in its file.
         """

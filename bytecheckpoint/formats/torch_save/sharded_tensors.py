@@ -244,7 +244,7 @@ def _everywhere(region: Region, axes: Sequence[_Axis]) -> Iterator[Region]:
 
 
 def _cut(region: Region, axis: _Axis, index: int) -> Region:
-    """Returns the part of a region, which the axes before have left, of the rank of this index along an axis."""
+    """Returns the part of a region that the rank with this index along an axis has."""
     name = _name(axis.placement)
     if name == _WHOLE:
         return region

@@ -16,6 +16,7 @@ from fsspec.registry import known_implementations, registry
 from fsspec.spec import AbstractFileSystem
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.storage.backends.fsspec_upload import FsspecUpload, reason_against_replacing, send, takes
 from bytecheckpoint.storage.backends.posix_errors import (
     already_exists,
@@ -29,7 +30,7 @@ from bytecheckpoint.storage.credentials import contains_secret, describe_safely,
 from bytecheckpoint.storage.inventory import StoredObject
 from bytecheckpoint.storage.object_io import count_bytes
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, join_name
-from bytecheckpoint.storage.store import Access, Block, FillHook, one_block
+from bytecheckpoint.storage.store import Access, FillHook, one_block
 
 _READ_BYTES = 64 << 20
 """Length of one request of a read into a buffer: the backend's copy of it costs memory."""

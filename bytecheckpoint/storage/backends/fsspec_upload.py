@@ -17,9 +17,9 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.storage.object_io import open_block
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
-from bytecheckpoint.storage.store import Block
 
 _WHOLE_BYTES = 32 << 20
 """Up to this size an object is sent in one call, whatever the backend."""

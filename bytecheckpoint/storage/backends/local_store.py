@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.storage.backends.direct_io import DirectFile
 from bytecheckpoint.storage.backends.posix_errors import (
     already_exists,
@@ -35,7 +36,7 @@ from bytecheckpoint.storage.backends.posix_files import (
 from bytecheckpoint.storage.inventory import StoredObject
 from bytecheckpoint.storage.object_io import count_bytes, take_blocks
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, path_escape
-from bytecheckpoint.storage.store import Access, Block, FillHook
+from bytecheckpoint.storage.store import Access, FillHook
 
 _MAX_SUFFIX = 200
 """Characters of an object's name that its temporary file repeats; names end at 255 bytes."""

@@ -96,7 +96,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def is_no_answer(error: BaseException) -> bool:
-    """Returns True if no server of the client's protocol has answered; the certificate may be the wrong one, too."""
+    """Returns True if no server could be reached, or TLS with it failed, for example because of its certificate."""
     return is_unreachable(error) or isinstance(error, SSLError)
 
 

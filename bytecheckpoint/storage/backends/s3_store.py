@@ -14,6 +14,7 @@ from typing import Any
 from botocore.exceptions import BotoCoreError
 
 from bytecheckpoint.errors import CheckpointError, StorageError
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.storage.backends.posix_errors import (
     already_exists,
@@ -43,7 +44,7 @@ from bytecheckpoint.storage.credentials import contains_secret, describe_safely,
 from bytecheckpoint.storage.inventory import PendingUpload, StoredObject
 from bytecheckpoint.storage.object_io import count_bytes
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, join_name
-from bytecheckpoint.storage.store import Access, Block, FillHook
+from bytecheckpoint.storage.store import Access, FillHook
 
 _URL = re.compile(r"\As3a?://([^/?#@:]+)(?:/(.*))?\Z", re.DOTALL)
 _AMAZON = re.compile(r"\.(?:amazonaws\.com(?:\.cn)?|api\.aws)(?::\d+)?\Z")

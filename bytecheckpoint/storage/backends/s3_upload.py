@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from bytecheckpoint.errors import TransferProgress
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.storage.backends.s3_client import BROKEN_OFF
 from bytecheckpoint.storage.backends.s3_errors import (
     S3_ERRORS,
@@ -29,7 +30,6 @@ from bytecheckpoint.storage.backends.s3_errors import (
 )
 from bytecheckpoint.storage.backends.s3_requests import RetryPolicy, S3Requests
 from bytecheckpoint.storage.object_io import open_block, take_blocks
-from bytecheckpoint.storage.store import Block
 
 _MIN_PART_BYTES = 5 << 20
 """S3 takes no smaller part, but for the last."""
@@ -104,7 +104,7 @@ _VERDICTS = {
 
 
 class _CurrentObject(NamedTuple):
-    """The object under a name; two empty strings if there is none."""
+    """The object that a name has now; both fields are empty if there is none."""
 
     etag: str
     writer: str
