@@ -153,7 +153,7 @@ def loads_as(path: str | os.PathLike[str], rank: int, value: float, **arguments:
     return holds(state, rank, value)
 
 
-_OWN = re.compile(r"\. (The|Nothing of the) state of rank \d+ .* of its own$")
+_OWN = re.compile(r"\. (The|Nothing of the) state of rank \d+ .* about its own state$")
 
 
 @dataclass(frozen=True)
