@@ -28,6 +28,12 @@ ALL = keep_policies.All()
 OVERWRITE = bcp.SaveOptions(overwrite=True)
 
 
+@pytest.fixture(autouse=True)
+def _end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that fails is an error at once."""
+    monkeypatch.setattr(background, "_FAILING_S", 0.2)
+
+
 def state_at(value: float) -> dict[str, Any]:
     return {"weight": torch.full((8,), float(value))}
 
@@ -267,8 +273,7 @@ def test_the_copy_of_a_replaced_step_is_replaced_at_the_second_root(tmp_path: Pa
     manager.close()
 
 
-def test_a_pinned_copy_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, "_FAILING_S", 0.2)
+def test_a_pinned_copy_is_not_replaced(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     manager = manager_at(here, cool_down=there, save=OVERWRITE)
     manager.save(2, state_at(2))

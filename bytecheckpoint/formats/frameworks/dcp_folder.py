@@ -103,7 +103,8 @@ class _DcpFolder:
     def add_tensor(self, fqn: str, tensor: DcpTensor, shape: tuple[int, ...] | None) -> None:
         """Adds a tensor. `shape` is the true one where Megatron has cut the tensor to pieces and stacked them."""
         dtype = tensor.dtype
-        chunks = [chunk for part in tensor.chunks for chunk in self._chunks(fqn, dtype, tensor.shape, *part)]
+        parts = (self._chunks(fqn, dtype, tensor.shape, region=region, item=item) for region, item in tensor.chunks)
+        chunks = [chunk for part in parts for chunk in part]
         if shape is not None:
             self._refuse_too_many(fqn, sum(prod(chunk.region.lengths[:-1]) for chunk in chunks), tensor)
             chunks = [part for chunk in chunks for part in unstacked(chunk, tensor.shape, shape, itemsize(dtype))]
@@ -116,7 +117,7 @@ class _DcpFolder:
             what = f"{fqn!r:.200} lies in {num_chunks} pieces, because its parts are strided"
             raise not_readable(self.builder.path, what, "save contiguous tensors")
 
-    def _chunks(self, fqn: str, dtype: str, shape: tuple[int, ...], region: Region, item: Item) -> list[Chunk]:
+    def _chunks(self, fqn: str, dtype: str, shape: tuple[int, ...], *, region: Region, item: Item) -> list[Chunk]:
         if len(region.offsets) != len(shape) or len(region.lengths) != len(shape):
             what = f"{fqn!r:.200} of shape {list(shape)} has a part at {list(region.offsets)}"
             raise damaged(self.builder.path, what)
