@@ -23,6 +23,7 @@ from bytecheckpoint.adapters.data.stream_wire import (
     StreamTable,
     encode_state,
     is_stream_tree,
+    is_whole,
 )
 from bytecheckpoint.adapters.expectation import EntryContents, Expectation, Problem, not_stored
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, fits_inline
@@ -156,8 +157,8 @@ class DataLoaderEntry:
             left_out = next((name for name in names if not checkpoint.takes(name)), None)
             if left_out is not None:
                 return f"include and exclude leave out {left_out}; a loader takes all of its state, or none"
-        if not {"keyed_by", "size", "shared", "streams", "owners"} <= tree.keys():
-            return "a part of its state was left out of the checkpoint"
+        if not is_whole(tree):
+            return "a part of its state was left out of the checkpoint when that was converted"
         return None
 
     def _find_share(self, found: StoredTree, checkpoint: CheckpointView, names: Collection[str]) -> _StreamShare | str:
