@@ -33,7 +33,8 @@ if sys.byteorder != "little":
     )
 
 if TYPE_CHECKING:
-    from bytecheckpoint.adapters.stateful import RankLocal, RngState
+    from bytecheckpoint.adapters.rank_values.rank_local import RankLocal
+    from bytecheckpoint.adapters.rank_values.rng_state import RngState
     from bytecheckpoint.api import (
         delete,
         latest,
@@ -97,8 +98,8 @@ _LAZY = {
     "CheckpointManager": "bytecheckpoint.manager.checkpoint_manager",
     "ManagerOptions": "bytecheckpoint.manager.options",
     "ManagerStats": "bytecheckpoint.manager.stats",
-    "RankLocal": "bytecheckpoint.adapters.stateful",
-    "RngState": "bytecheckpoint.adapters.stateful",
+    "RankLocal": "bytecheckpoint.adapters.rank_values.rank_local",
+    "RngState": "bytecheckpoint.adapters.rank_values.rng_state",
     "SaveHandle": "bytecheckpoint.saving.handle",
     "recover": "bytecheckpoint.saving.recover",
     "load_tree": "bytecheckpoint.state_tree",
