@@ -35,7 +35,8 @@ if sys.byteorder != "little":
 if TYPE_CHECKING:
     from bytecheckpoint import data
     from bytecheckpoint.adapters.data.loader_state import DataLoaderState
-    from bytecheckpoint.adapters.stateful import RankLocal, RngState
+    from bytecheckpoint.adapters.rank_values.rank_local import RankLocal
+    from bytecheckpoint.adapters.rank_values.rng_state import RngState
     from bytecheckpoint.api import (
         delete,
         latest,
@@ -103,8 +104,8 @@ _LAZY = {
     "DataLoaderState": "bytecheckpoint.adapters.data.loader_state",
     "ManagerOptions": "bytecheckpoint.manager.options",
     "ManagerStats": "bytecheckpoint.manager.stats",
-    "RankLocal": "bytecheckpoint.adapters.stateful",
-    "RngState": "bytecheckpoint.adapters.stateful",
+    "RankLocal": "bytecheckpoint.adapters.rank_values.rank_local",
+    "RngState": "bytecheckpoint.adapters.rank_values.rng_state",
     "SaveHandle": "bytecheckpoint.saving.handle",
     "recover": "bytecheckpoint.saving.recover",
     "load_tree": "bytecheckpoint.state_tree",

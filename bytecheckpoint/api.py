@@ -9,12 +9,13 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
 
-from bytecheckpoint.adapters.collect import collect_all, data_reports, entries_of, finish_all
+from bytecheckpoint.adapters.collect import collect_all, data_reports, entries_of, finish_all, random_restores
 from bytecheckpoint.adapters.frameworks.detect import Framework
 from bytecheckpoint.adapters.key_map import KeyMap, listed_globs
 from bytecheckpoint.checkpoint import Checkpoint
@@ -260,7 +261,7 @@ def load(
 
     with together(ranks, f"matching the state with {about.path}", about=about):
         included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)
-        scope = NameScope(source.manifest, ranks.rank, key_map, included, excluded)
+        scope = NameScope(source.manifest, ranks.rank, ranks.num_ranks, key_map, included, excluded)
         wanted = WantedState(state, framework, cast=cast, strict=strict)
         fitted = fit_state(ranks, scope, wanted, lambda seen: source.showing(seen.manifest).plan(*seen.match[:2]))
         entries, stored, match, manifest, fetches, findings = fitted
@@ -285,6 +286,7 @@ def load(
         ranks.barrier()
     ranks.close()
     report = _report(source, match, findings, traffic, data=data_reports(entries), seconds=time.monotonic() - started)
+    report = replace(report, random_restores=random_restores(entries))
     if ranks.rank == COORDINATOR:
         warn_of_unused(findings, report.path)
         logger.info("loaded %s in %.2f s", report.path, report.seconds)

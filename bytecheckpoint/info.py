@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, TypeAlias
@@ -128,6 +128,27 @@ class LoadReport:
     passed_over: Mapping[int, str] = field(default_factory=dict)
     """From `CheckpointManager.restore` only: newer steps that could not be restored, each with the reason."""
     seconds: float = 0.0
+    random_restores: Sequence[Callable[[], None]] | None = field(default=None, repr=False, compare=False)
+    """Calls that `restore_rng` makes; None if the state has no random number generators."""
+
+    def restore_rng(self) -> None:
+        """Sets the random number generators of the loaded state once more: those of `RngState`, and those in
+        `RankLocal`.
+
+        Loaders draw from them when they are first read, after the load: a base seed for their workers, the order of an
+        epoch. Call this on every rank when the first batch has been fetched, before the first step, and the step draws
+        what it would have drawn without the interruption. A rank that the save did not have keeps what it has, but for
+        `RngState(elastic="fold")`.
+
+        Raises ValueError if the state of the load had no random number generators.
+        """
+        if self.random_restores is None:
+            raise ValueError(
+                "the state of this load had no random number generators, so none can be restored; put "
+                '{"rng": bcp.RngState()} into the state of saves and loads'
+            )
+        for restore in self.random_restores:
+            restore()
 
 
 def describe_checkpoint(manifest: Manifest, *, path: str, seconds: Mapping[str, float]) -> CheckpointInfo:

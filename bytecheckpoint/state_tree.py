@@ -52,7 +52,8 @@ def load_tree(
     included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)
     source = open_alone(LoadTarget(os.fspath(path), wanted_step(step), storage_options), options or LoadOptions())
     manifest = source.manifest
-    refuse_unused(CheckpointView(manifest, rank=0, key_map=None, include=included, exclude=excluded), source.path)
+    view = CheckpointView(manifest, rank=0, num_ranks=1, key_map=None, include=included, exclude=excluded)
+    refuse_unused(view, source.path)
     request = SelectionRequest(to="torch", include=included or (), exclude=excluded or (), is_in_memory=True)
     selection = select(manifest, request, None)
     nested = PlainData(manifest, selection, request).nested()

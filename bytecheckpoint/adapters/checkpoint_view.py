@@ -10,16 +10,19 @@ import torch
 
 from bytecheckpoint.adapters.data.stream_wire import decode_stored, has_mark
 from bytecheckpoint.adapters.expectation import RankMissing
-from bytecheckpoint.adapters.key_map import Globs, KeyMap, Renamer, renamed_alike
+from bytecheckpoint.adapters.key_map import Globs, KeyMap, Renamer, UnusedRule, renamed_alike
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, is_content_fqn, keep_in_tree
-from bytecheckpoint.adapters.plain.plain_tree import leaves
+from bytecheckpoint.adapters.plain.plain_tree import descend, leaves
 from bytecheckpoint.adapters.shards import NEW_TUPLE, torch_dtype
+from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
 PER_RANK_NAME = "extra_state"
 """The top-level name under which plain data may differ from rank to rank without `RankLocal`."""
 
+_REWRITTEN = {"converted_from", "linked_from"}
+"""Keys of the provenance of a checkpoint whose `world_size` is not that of the save."""
 
 Reshape = Callable[[Any, str, Callable[[str], str], Sequence[str]], Any]
 """Takes a tree, its checkpoint FQN, the renaming to state FQNs, and all checkpoint FQNs of tensors; gives a tree."""
@@ -44,14 +47,19 @@ class StoredTree(NamedTuple):
     """Include and exclude leave something of it."""
 
 
-class UnusedRule(NamedTuple):
-    """A glob or a rule that matches nothing."""
+class SavedByRank(NamedTuple):
+    """The plain data of one entry that each rank saved for itself."""
 
-    option: str
-    rule: str
+    fqn: str
+    """FQN in the checkpoint."""
+    data: Mapping[int, bytes]
+    """Encoded trees by rank."""
+    num_ranks: int
+    """Number of ranks of the save."""
 
-    def __str__(self) -> str:
-        return f"{self.option} {self.rule if self.option == 'key_map' else repr(self.rule)}"
+    def tree(self, rank: int) -> Any:
+        """Returns a new tree of what the rank saved."""
+        return decode_plain(self.data[rank])
 
 
 class CheckpointView:
@@ -62,6 +70,7 @@ class CheckpointView:
         manifest: Manifest,
         *,
         rank: int,
+        num_ranks: int,
         key_map: KeyMap | None,
         include: Sequence[str] | None,
         exclude: Sequence[str] | None,
@@ -71,16 +80,18 @@ class CheckpointView:
         reshape: Reshape | None = None,
         trees_at: Collection[str] | None = None,
     ) -> None:
-        """`below` is the state FQN that all names of the checkpoint get before them, renamed ones too, but for those at
-        and below the state FQNs `beside` it. `plain_names` are state FQNs by the names under which the state shows the
-        same, which earlier versions and other programs have saved. `reshape` puts plain data that ranks share into the
-        form that the state has. `trees_at` are state FQNs: where a name stands neither above nor below one of them, the
-        streams of a data loader are one leaf, a StreamTable, because there may be 100,000; None if all are trees.
+        """`rank` is this rank's number among the `num_ranks` that load. `below` is the state FQN that all names of the
+        checkpoint get before them, renamed ones too, but for those at and below the state FQNs `beside` it.
+        `plain_names` are state FQNs by the names under which the state shows the same, which earlier versions and other
+        programs have saved. `reshape` puts plain data that ranks share into the form that the state has. `trees_at` are
+        state FQNs: where a name stands neither above nor below one of them, the streams of a data loader are one leaf,
+        a StreamTable, because there may be 100,000; None if all are trees.
         """
         self._manifest = manifest
         self._reshape = reshape
         self._trees_at = trees_at
-        self._rank = rank
+        self.rank = rank
+        self.num_ranks = num_ranks
         self._include = None if include is None else Globs(include)
         self._exclude = Globs(exclude or ())
         self.takes_all = include is None and not exclude
@@ -90,6 +101,8 @@ class CheckpointView:
         self._is_as_saved = self.takes_all and not self._is_renamed
         self.rename = Renamer(key_map, below, beside, plain_names)
         """Checkpoint FQN -> state FQN."""
+        self.of_other_ranks: dict[str, StoredTensor] = {}
+        """Tensors in values of other ranks that an entry has asked for, by the FQN under which their chunks lie."""
         self.saved = self._saved_tensors()
         """Tensors by checkpoint FQN, whatever include and exclude say."""
         self.tensors = self._select_tensors()
@@ -152,8 +165,8 @@ class CheckpointView:
             names = [*self._manifest.tensors, *self._manifest.aliases]
             trees = {fqn: self._reshape(tree, fqn, self.rename, names) for fqn, tree in trees.items()}
         for fqn, by_rank in self._manifest.rank_objects.items():
-            if self._rank in by_rank:
-                trees[fqn] = decode_plain(by_rank[self._rank])
+            if self.rank in by_rank:
+                trees[fqn] = decode_plain(by_rank[self.rank])
             elif fqn.split(".")[0] == PER_RANK_NAME:
                 trees[fqn] = _common_tree([decode_plain(data) for _, data in sorted(by_rank.items())])
             else:
@@ -178,6 +191,37 @@ class CheckpointView:
             if sources.setdefault(name, fqn) != fqn:
                 raise renamed_alike(name, sources[name], fqn)
         return {name: self._tree_leaves[fqn] for name, fqn in sources.items()}
+
+    @property
+    def moment(self) -> str:
+        """Names the state that was saved: its step, or, where it has none, the save."""
+        return f"save {self._manifest.save_id}" if self._manifest.step is None else f"step {self._manifest.step}"
+
+    def saved_by_rank(self, fqn: str) -> SavedByRank | None:
+        """Returns what every rank saved as the entry of this state FQN, where that is values of single ranks."""
+        source = self._tree_names.get(fqn)
+        data = self._manifest.rank_objects.get(source) if source is not None else None
+        if source is None or data is None:
+            return None
+        provenance = self._manifest.provenance
+        size = None if provenance.keys() & _REWRITTEN else provenance.get("world_size")
+        return SavedByRank(source, data, size if isinstance(size, int) else max(data) + 1)
+
+    def tensor_of_other_rank(self, fqn: str) -> StoredTensor:
+        """Returns the tensor of this checkpoint FQN, to which a value of another rank refers, for shards to fill.
+
+        Raises CheckpointCorruptError (bad_manifest) if the checkpoint has none.
+        """
+        if fqn not in self.of_other_ranks:
+            source = self._manifest.aliases.get(fqn, fqn)
+            if source not in self._manifest.tensors:
+                raise CheckpointCorruptError(
+                    f"the manifest is damaged: a value of a rank refers to the tensor {fqn!r:.200}, which the "
+                    "checkpoint does not have",
+                    kind="bad_manifest",
+                )
+            self.of_other_ranks[fqn] = StoredTensor(source, *self._manifest.describe_each([source])[0])
+        return self.of_other_ranks[fqn]
 
     def entry_tree(self, fqn: str) -> StoredTree | None:
         """Returns the tree that the entry of this state FQN was saved as, where the checkpoint has it."""
@@ -245,7 +289,7 @@ class CheckpointView:
         parts = fqn.split(".")
         for count in range(len(parts) - 1, 0, -1):
             name = ".".join(parts[:count])
-            found = _descend(self.trees[name], fqn[len(name) + 1 :]) if name in self.trees else None
+            found = descend(self.trees[name], fqn[len(name) + 1 :]) if name in self.trees else None
             if found is not None:
                 return found
         return None
@@ -349,18 +393,6 @@ def _common_tree(trees: Sequence[Any]) -> Any:
     # Compared as bytes: the text of a tensor rounds its values and leaves out most of a long one.
     is_same = len({encode_plain(tree, "", keep_in_tree) for tree in trees}) == 1
     return trees[0] if is_same else RankMissing(len(trees))
-
-
-def _descend(tree: Any, path: str) -> Any:
-    """Returns the item of a tree at these keys, joined by dots, or None. A key may be empty, or hold dots itself."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if type(tree) in (list, tuple) else ()
-    for key, value in items:
-        if path == str(key):
-            return value
-        found = _descend(value, path[len(str(key)) + 1 :]) if path.startswith(f"{key}.") else None
-        if found is not None:
-            return found
-    return None
 
 
 def placeholder(stored: StoredTensor) -> torch.Tensor:

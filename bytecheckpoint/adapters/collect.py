@@ -27,8 +27,10 @@ from bytecheckpoint.adapters.native.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.optimizers.wrapper_entries import OptimizerWrapper, OptimizerWrapperEntry, wrapper_of
 from bytecheckpoint.adapters.plain.plain_tree import ATOMS, leaves
+from bytecheckpoint.adapters.rank_values.rank_local import RankLocal, RankLocalEntry
+from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.adapters.shards import LocalShards, check_has_memory
-from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, RngState, StatefulEntry, is_stateful
+from bytecheckpoint.adapters.stateful import StatefulEntry, is_stateful
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
 from bytecheckpoint.info import DataReport
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, check_key, join_fqn, too_deep, unsupported
@@ -264,6 +266,12 @@ def plain_names_of(entries: Sequence[Entry]) -> dict[str, str]:
     """Returns the state FQNs of the tensors that objects show under other names, by these."""
     objects = (entry for entry in entries if isinstance(entry, ReloadEntry))
     return {name: plain for entry in objects for name, plain in entry.plain_names().items()}
+
+
+def random_restores(entries: Sequence[Entry]) -> list[Callable[[], None]] | None:
+    """Returns the calls that set random numbers as this load has set them; None if the state has no generators."""
+    are_random = [entry for entry in entries if isinstance(entry, RankLocalEntry) and entry.is_random]
+    return [restore for entry in are_random for restore in entry.random_restores] if are_random else None
 
 
 def collect_all(entries: list[Entry]) -> list[EntryContents]:

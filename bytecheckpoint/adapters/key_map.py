@@ -8,11 +8,22 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import NamedTuple
 
 from bytecheckpoint.errors import CheckpointMismatchError
 
 KeyMap = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
 """From checkpoint FQN to state FQN: names, rules for re.sub, or a function."""
+
+
+class UnusedRule(NamedTuple):
+    """A glob or a rule that matches nothing."""
+
+    option: str
+    rule: str
+
+    def __str__(self) -> str:
+        return f"{self.option} {self.rule if self.option == 'key_map' else repr(self.rule)}"
 
 
 class Renamer:

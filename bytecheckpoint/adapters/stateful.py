@@ -1,5 +1,4 @@
-"""Objects with their own state_dict and load_state_dict (schedulers, data loaders, wrappers), `RankLocal`, and the
-random number generators of a process.
+"""Objects with their own state_dict and load_state_dict: schedulers, data loaders, wrappers.
 
 Their state is a tree of plain data and tensors whose structure the checkpoint defines: a fresh object may not have
 any of it yet. Tensors that the object shows are loaded in place, others are created on the host.
@@ -7,12 +6,9 @@ any of it yet. Tensors that the object shows are loaded in place, others are cre
 
 from __future__ import annotations
 
-import random
-import warnings
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from bytecheckpoint.adapters.checkpoint_view import PER_RANK_NAME, CheckpointView, StoredTree
@@ -20,9 +16,7 @@ from bytecheckpoint.adapters.expectation import (
     EntryContents,
     Expectation,
     Problem,
-    RankMissing,
     not_stored,
-    rank_missing,
 )
 from bytecheckpoint.adapters.native.subclass_flatten import enclosing, subclasses_in
 from bytecheckpoint.adapters.native.subclass_match import refusals
@@ -30,7 +24,7 @@ from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
 from bytecheckpoint.adapters.optimizers.stored_optimizer import are_groups, is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.tree_loader import TreeTarget, contents_of, is_sharded, missing_in
-from bytecheckpoint.manifest.plain_wire import TensorRef, unsupported
+from bytecheckpoint.manifest.plain_wire import TensorRef
 
 
 class Stateful(Protocol):
@@ -46,26 +40,6 @@ def is_stateful(value: Any) -> bool:
     if isinstance(value, type | dict | torch.Tensor):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-class RankLocal:
-    """Marks state that differs from rank to rank, as that of random number generators and data loaders does.
-
-    `value` is plain data, tensors, or an object with state_dict() and load_state_dict(); every rank's is saved. `load`
-    puts back, as `value` or through load_state_dict(), what the rank of the same number saved. On a larger number of
-    ranks some have no saved value: with missing="error" that is an error that says so, because a data loader that
-    starts anew repeats data; with missing="keep" they keep what they have, which is right for random numbers. On a
-    smaller number the values of the other ranks can be had from `bcp.open(path).rank_values(fqn)`.
-    """
-
-    def __init__(self, value: Any, *, missing: Literal["error", "keep"] = "error") -> None:
-        if missing not in {"error", "keep"}:
-            raise ValueError(f"RankLocal.missing takes 'error' or 'keep', not {missing!r}")
-        self.value = value
-        self.missing = missing
-
-    def __repr__(self) -> str:
-        return f"RankLocal({self.value!r})"
 
 
 class StatefulEntry:
@@ -170,114 +144,3 @@ class StatefulEntry:
 def _can_fill(own: Any, value: Any) -> bool:
     """Returns True if a part of a live subclass takes the value: a value that is a tensor itself is built anew."""
     return not isinstance(own, torch.Tensor) or not (own.is_meta or isinstance(value, torch.Tensor))
-
-
-class RankLocalEntry:
-    """A `RankLocal`: small tensors travel with its plain data, large ones as tensors named by their content."""
-
-    def __init__(self, fqn: str, value: RankLocal) -> None:
-        self.fqn = fqn
-        self._holder = value
-        self._target = TreeTarget()
-        self._found: StoredTree | None = None
-        self._current: dict[str, Any] = {}
-        """Leaves of the present value, which stay where the load leaves something out."""
-
-    def collect(self) -> EntryContents:
-        state = self._state()
-        contents = contents_of(state, self.fqn, "rank")
-        for fqn, value in leaves(state, self.fqn).items():
-            if is_sharded(value):
-                advice = "put it into the state outside of RankLocal, or its to_local() into RankLocal"
-                raise unsupported(fqn, f"a {type(value).__name__}, which is not a value of one rank's own", advice)
-        return contents._replace(names=contents.names | {self.fqn})
-
-    def _state(self) -> Any:
-        value = self._holder.value
-        return value.state_dict() if is_stateful(value) else value
-
-    def expect(self, checkpoint: CheckpointView) -> Expectation:
-        found = checkpoint.entry_tree(self.fqn)
-        self._found = None
-        if found is None:
-            return Expectation([], set(), [not_stored(self.fqn)])
-        if not found.is_taken:
-            return Expectation([], set(), [])
-        values = leaves(found.tree, found.fqn)
-        claims = set(map(checkpoint.rename, values))
-        missing = [value for value in values.values() if isinstance(value, RankMissing)]
-        if missing and self._holder.missing == "keep":
-            return Expectation([], claims, [])
-        if missing:
-            return Expectation([], claims, [rank_missing(self.fqn, missing[0].num_saved)])
-        self._found = found
-        if not all(map(checkpoint.takes, values)) and not self._current:
-            state = self._state()
-            self._current, self._target.own = leaves(state, self.fqn), subclasses_in(state, self.fqn)
-        return self._target.expect(found, {}, checkpoint)
-
-    def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
-        if self._found is not None:
-            self._target.prepare(self._found, {}, checkpoint)
-
-    def finish(self, checkpoint: CheckpointView) -> None:
-        if self._found is None:
-            return
-        value = self._target.filled(self._found, self._current, checkpoint)
-        if is_stateful(self._holder.value):
-            self._holder.value.load_state_dict(value)
-        else:
-            self._holder.value = value
-
-
-class RngState:
-    """The random number generators of this process, for the state of a save or a load: `{"rng": bcp.RngState()}`.
-
-    Those that Python's `random`, `numpy.random` and torch use where no other is passed, the latter for the host and,
-    where this process has used CUDA, for its devices. It holds nothing: a save reads the generators, a load sets them.
-
-    Every rank's are saved, and a rank gets back those of the rank of the same number. On a larger number of ranks those
-    that have none keep what they have, so seed each rank differently before loading; on a smaller number the generators
-    of the other ranks are left alone. What was the current CUDA device sets the one that is now, others go by number;
-    on a process without them a warning says that they are left out.
-
-    Generators of your own have states of their own: save `generator.get_state()` in a `RankLocal`.
-    """
-
-    def __repr__(self) -> str:
-        return "RngState(python, numpy, torch, and CUDA where it is used)"
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the generators. A save calls this."""
-        state = {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(legacy=False),  # noqa: NPY002  it is the old generator that is global
-            "torch": torch.get_rng_state(),
-        }
-        # Asking for the state of a device that was never used would make a context on it, hundreds of megabytes each.
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            devices = [generator.get_state() for generator in torch.cuda.default_generators]
-            state["cuda"] = {"current": torch.cuda.current_device(), "devices": devices}
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Sets the generators. A load calls this."""
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])  # noqa: NPY002
-        torch.set_rng_state(state["torch"])
-        if "cuda" in state:
-            _set_cuda(state["cuda"]["current"], state["cuda"]["devices"])
-
-
-def _set_cuda(current: int, devices: list[torch.Tensor]) -> None:
-    num_devices = torch.cuda.device_count()
-    for number in range(min(len(devices), num_devices)):
-        torch.cuda.set_rng_state(devices[number], number)
-    if num_devices:
-        torch.cuda.set_rng_state(devices[current])
-    if len(devices) > num_devices:
-        warnings.warn(
-            f"random numbers of {len(devices)} CUDA devices were saved, and this process has {num_devices}: those of "
-            "the others are left out",
-            stacklevel=2,
-        )

@@ -79,7 +79,7 @@ def _match_shards(match: Match, shards: Iterable[LocalShard], stored: Checkpoint
     for shard in shards:
         fqn = shard.fqn
         match.claims.add(fqn)
-        found = tensors.get(fqn)
+        found = tensors.get(fqn) or stored.of_other_ranks.get(fqn)
         if found is None and stored.skips(fqn):
             match.skipped.add(fqn)
             continue

@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 import xxhash
 
-from bytecheckpoint.adapters.checkpoint_view import CheckpointView, UnusedRule, is_at_or_below
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView, is_at_or_below
 from bytecheckpoint.adapters.expectation import Problem
+from bytecheckpoint.adapters.key_map import UnusedRule
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
 from bytecheckpoint.loading.match import Match

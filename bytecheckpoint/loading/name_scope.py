@@ -31,6 +31,7 @@ class NameScope(NamedTuple):
 
     manifest: Manifest
     rank: int
+    num_ranks: int
     key_map: KeyMap | None
     include: Sequence[str] | None
     exclude: Sequence[str] | None
@@ -43,6 +44,7 @@ class NameScope(NamedTuple):
         return CheckpointView(
             self.manifest,
             rank=self.rank,
+            num_ranks=self.num_ranks,
             key_map=self.key_map,
             include=self.include,
             exclude=self.exclude,

@@ -172,7 +172,7 @@ class GivenMemory:
 
 def test_memory_that_was_made_during_the_load_and_overlaps_is_refused(tmp_path: Path) -> None:
     saved(tmp_path, a=torch.ones(4), b=torch.zeros(4))
-    stored = CheckpointView(bcp.open(tmp_path).manifest, rank=0, key_map=None, include=None, exclude=None)
+    stored = CheckpointView(bcp.open(tmp_path).manifest, rank=0, num_ranks=1, key_map=None, include=None, exclude=None)
     entry = GivenMemory(a=torch.empty(4, device="meta"), b=torch.empty(4, device="meta"))
     before = match_state([entry], stored, cast=False)
     assert before.problems == []

@@ -13,7 +13,8 @@ from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.adapters.native.module_walk import stages_of
-from bytecheckpoint.adapters.stateful import RankLocal, is_stateful
+from bytecheckpoint.adapters.rank_values.rank_local import RankLocal
+from bytecheckpoint.adapters.stateful import is_stateful
 from bytecheckpoint.errors import CheckpointMismatchError
 
 Framework = Literal["auto", "ddp", "fsdp", "fsdp2", "dtensor", "megatron", "deepspeed", "vescale"]

@@ -85,6 +85,18 @@ def with_leaves(value: Any, fqn: str, new: Mapping[str, Any]) -> Any:
     return value
 
 
+def descend(tree: Any, path: str) -> Any:
+    """Returns the item of a tree at these keys, joined by dots, or None. A key may be empty, or hold dots itself."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if type(tree) in (list, tuple) else ()
+    for key, value in items:
+        if path == str(key):
+            return value
+        found = descend(value, path[len(str(key)) + 1 :]) if path.startswith(f"{key}.") else None
+        if found is not None:
+            return found
+    return None
+
+
 def has_attributes(value: object, *names: str) -> bool:
     """Returns True if an object or its class has all of these. Dicts, lists and tuples are data and never have them."""
     if isinstance(value, dict | list | tuple):

@@ -365,6 +365,8 @@ def test_what_cannot_be_saved_is_refused_by_name_before_anything_is_written(
 @pytest.mark.parametrize("make", UNSUPPORTED.values(), ids=UNSUPPORTED.keys())
 @pytest.mark.parametrize("wrap", [bcp.RankLocal, lambda value: value], ids=["rank_local", "top_level"])
 def test_what_cannot_be_saved_is_refused_at_the_top_and_in_rank_local(tmp_path: Path, make: Any, wrap: Any) -> None:
+    if wrap is bcp.RankLocal and make is torch.Generator:
+        pytest.skip("RankLocal takes generators")
     root = tmp_path / "checkpoint"
     with pytest.raises(bcp.CheckpointSaveError, match="bad") as error:
         bcp.save(root, {"good": torch.ones(3), "bad": wrap(make())})

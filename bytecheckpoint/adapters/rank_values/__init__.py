@@ -1,0 +1,1 @@
+"""Values of single ranks: `RankLocal`, random number generators, and their merging for another number of ranks."""

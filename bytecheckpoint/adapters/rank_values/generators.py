@@ -1,0 +1,163 @@
+"""Random number generators that a value of a rank holds: their states stand for them in a checkpoint, and a load sets
+the generators that are there.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from bytecheckpoint.adapters.expectation import Problem, not_stored
+from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, join_fqn, too_deep
+
+Generator: TypeAlias = (
+    torch.Generator | np.random.Generator | np.random.BitGenerator | np.random.RandomState | random.Random
+)
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
+_CONTAINERS = (dict, list, tuple)
+_ABSENT = object()
+
+_REFUSALS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)
+"""Errors of torch, numpy and Python for a state that is none of the generator's."""
+
+
+class FoundGenerator(NamedTuple):
+    """A generator in a tree."""
+
+    keys: tuple[Any, ...]
+    """Keys and indices that lead to it."""
+    generator: Generator
+
+
+def is_generator(value: Any) -> bool:
+    """Returns True for a random number generator of torch, numpy or Python that has a state."""
+    return isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom)
+
+
+def generators_in(value: Any, fqn: str) -> list[FoundGenerator]:
+    """Returns all generators in a tree of dicts, lists and tuples.
+
+    Raises CheckpointSaveError (unsupported_value) for a tree that contains itself.
+    """
+    return list(_found(value, fqn, ()))
+
+
+def _found(value: Any, fqn: str, keys: tuple[Any, ...]) -> Iterator[FoundGenerator]:
+    if is_generator(value):
+        yield FoundGenerator(keys, value)
+    if type(value) in _CONTAINERS:
+        if len(keys) >= MAX_DEPTH:
+            raise too_deep(fqn)
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _found(item, join_fqn(fqn, key), (*keys, key))
+
+
+def with_states(value: Any, fqn: str) -> Any:
+    """Returns the tree with states in place of its generators; itself where it has none."""
+    return _with_states(value) if generators_in(value, fqn) else value
+
+
+def _with_states(value: Any) -> Any:
+    if is_generator(value):
+        return _state_of(value)
+    if type(value) is dict:
+        return {key: _with_states(item) for key, item in value.items()}
+    return type(value)(map(_with_states, value)) if type(value) in (list, tuple) else value
+
+
+def _state_of(generator: Generator) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return _bits_of(generator).state
+
+
+def set_state(generator: Generator, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        _bits_of(generator).state = state
+
+
+def _bits_of(generator: np.random.Generator | np.random.BitGenerator) -> Any:
+    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+
+
+def problems_of(found: list[FoundGenerator], saved: Any, fqn: str) -> list[Problem]:
+    """Returns why generators of the state below this FQN cannot be set from the tree that was saved."""
+    problems: list[Problem] = []
+    for keys, generator in found:
+        name = ".".join([fqn, *map(str, keys)])
+        state = at(saved, keys)
+        if state is _ABSENT:
+            problems.append(not_stored(name))
+            continue
+        try:
+            set_state(_twin(generator), state)
+        except _REFUSALS as error:
+            text = f"{name}: what was saved is not the state of a {_kind(generator)} ({error})"
+            problems.append(Problem("conflict", name, text))
+    return problems
+
+
+def _twin(generator: Generator) -> Generator:
+    """Returns another generator of the same kind, to try a state on."""
+    if isinstance(generator, torch.Generator):
+        return torch.Generator(generator.device)
+    if isinstance(generator, random.Random):
+        return random.Random()  # noqa: S311  nothing secret
+    if isinstance(generator, np.random.RandomState):
+        return np.random.RandomState(getattr(np.random, generator.get_state(legacy=False)["bit_generator"])())
+    return type(_bits_of(generator))()  # type: ignore[no-any-return]
+
+
+def _kind(generator: Generator) -> str:
+    if isinstance(generator, torch.Generator):
+        return f"torch.Generator on {generator.device}"
+    inner = f" of {type(generator.bit_generator).__name__}" if isinstance(generator, np.random.Generator) else ""
+    return f"{type(generator).__name__}{inner}"
+
+
+def at(tree: Any, keys: tuple[Any, ...]) -> Any:
+    """Returns the part of a tree to which these keys lead, and a value that nothing else is where they lead nowhere."""
+    for key in keys:
+        is_there = key in tree if isinstance(tree, dict) else type(tree) in (list, tuple) and 0 <= key < len(tree)
+        if not is_there:
+            return _ABSENT
+        tree = tree[key]
+    return tree
+
+
+def is_there(found: Any) -> bool:
+    """Returns True for a result of `at` that is a part of the tree."""
+    return found is not _ABSENT
+
+
+def put_back(tree: Any, found: list[FoundGenerator]) -> Any:
+    """Returns the tree with generators in place of their states, where it has these."""
+    for keys, generator in found:
+        if is_there(at(tree, keys)):
+            tree = _replaced(tree, keys, generator)
+    return tree
+
+
+def _replaced(tree: Any, keys: tuple[Any, ...], value: Any) -> Any:
+    if not keys:
+        return value
+    first, *rest = keys
+    item = _replaced(tree[first], tuple(rest), value)
+    if type(tree) is tuple:
+        return (*tree[:first], item, *tree[first + 1 :])
+    tree[first] = item
+    return tree

@@ -1,0 +1,224 @@
+"""The values of all ranks made one, by their sum or their largest, for a load on another number of ranks."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from math import isnan
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView, SavedByRank, placeholder
+from bytecheckpoint.adapters.native.subclass_flatten import is_facts, subclasses_in
+from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
+from bytecheckpoint.adapters.rank_values.generators import generators_in
+from bytecheckpoint.adapters.shards import LocalShard, LocalShards
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn, unsupported
+
+MergeRule: TypeAlias = Literal["sum", "max"]
+
+_WIDER_FLOAT = {True: torch.complex128, False: torch.float64}
+
+
+class MergeTarget:
+    """What all ranks saved, on its way to being one value."""
+
+    def __init__(self, saved: SavedByRank, rule: MergeRule, checkpoint: CheckpointView) -> None:
+        self._saved = saved
+        self._rule: MergeRule = rule
+        self._is_zero = rule == "sum" and checkpoint.rank != 0
+        """True on the ranks beside the one that gets the sum: they read nothing."""
+        self._stand_ins: dict[str, torch.Tensor] = {}
+        """Tensors on the meta device, by the FQN under which their chunks are stored."""
+        self._new: dict[str, torch.Tensor] = {}
+        """The tensors that are filled in their place."""
+
+    def outline(self, checkpoint: CheckpointView) -> Any:
+        """Returns the merged value with tensors on the meta device for those that lie in data files.
+
+        Raises CheckpointMismatchError (conflict) where values of ranks cannot be merged.
+        """
+        self._stand_ins = {name: placeholder(checkpoint.tensor_of_other_rank(name)) for name in self._refs()}
+        return self._merged(self._stand_ins)
+
+    def shards(self) -> list[LocalShard]:
+        """Returns the targets of all ranks' tensors that lie in data files; on the meta device before `prepare`."""
+        shards = LocalShards(with_addresses=True)
+        if not self._is_zero:
+            shards.add_all((self._new or self._stand_ins).items())
+        return shards.found
+
+    def prepare(self) -> None:
+        if not self._is_zero:
+            self._new = {name: torch.empty_like(one, device="cpu") for name, one in self._stand_ins.items()}
+
+    def tree(self) -> Any:
+        """Returns this rank's part of the merged value, once the tensors are there."""
+        return _zeros(self._merged(self._stand_ins)) if self._is_zero else self._merged(self._new)
+
+    def _trees(self) -> dict[int, Any]:
+        return {rank: self._saved.tree(rank) for rank in sorted(self._saved.data)}
+
+    def _refs(self) -> list[str]:
+        found = [value for tree in self._trees().values() for value in leaves(tree, self._saved.fqn).values()]
+        return sorted({value.fqn for value in found if isinstance(value, TensorRef)})
+
+    def _merged(self, tensors: Mapping[str, torch.Tensor]) -> Any:
+        fqn = self._saved.fqn
+        trees: dict[int, Any] = {}
+        for rank, tree in self._trees().items():
+            refs = {name: value for name, value in leaves(tree, fqn).items() if isinstance(value, TensorRef)}
+            trees[rank] = with_leaves(tree, fqn, {name: tensors[ref.fqn] for name, ref in refs.items()})
+        return merge(trees, fqn, self._rule)
+
+
+def check_mergeable(value: Any, fqn: str, rule: MergeRule) -> None:
+    """Raises CheckpointSaveError (unsupported_value) for a value that a later load could not merge."""
+    advice = "leave out merge, or put it into a RankLocal of its own"
+    if generators_in(value, fqn):
+        raise unsupported(fqn, f"a random number generator in a RankLocal with merge={rule!r}", advice)
+    if subclasses_in(value, fqn):
+        raise unsupported(fqn, f"a tensor subclass in a RankLocal with merge={rule!r}", advice)
+    for name, leaf in leaves(value, fqn).items():
+        _check_leaf(leaf, name, rule)
+
+
+def _check_leaf(value: Any, fqn: str, rule: MergeRule) -> None:
+    if type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            _check_leaf(item, join_fqn(fqn, index), rule)
+        return
+    refused = bool if rule == "sum" else complex
+    if refused in _number_kinds(value):
+        has = "truth values have no sum" if refused is bool else "complex numbers have no largest"
+        raise unsupported(fqn, f"in a RankLocal with merge={rule!r}, and {has}", "use numbers, or leave out merge")
+
+
+def _number_kinds(value: Any) -> set[type]:
+    """Returns bool and complex, if the value is or holds such."""
+    if isinstance(value, torch.Tensor):
+        return {bool} if value.dtype == torch.bool else {complex} if value.is_complex() else set()
+    if isinstance(value, np.ndarray | np.generic):
+        return {bool} if value.dtype.kind == "b" else {complex} if value.dtype.kind == "c" else set()
+    return {type(value)} & {bool, complex}
+
+
+def merge(values: Mapping[int, Any], fqn: str, rule: MergeRule) -> Any:
+    """Returns the sum or the largest of trees of numbers, tensors and arrays, leaf by leaf, by rank.
+
+    Dicts are united by key. What is no number must be the same on all ranks.
+
+    Raises CheckpointMismatchError (conflict), naming FQN and ranks, for values that have no sum or no largest, are not
+    alike, or whose sum is out of range of their dtype.
+    """
+    kinds = {type(value) for value in values.values()}
+    kind: Any = kinds.pop() if len(kinds) == 1 else None
+    if kind in (dict, OrderedDict, Counter):
+        if any(is_facts(join_fqn(fqn, key)) for value in values.values() for key in value):
+            raise _refused(fqn, values, "a tensor subclass, which cannot be merged")
+        keys = dict.fromkeys(key for value in values.values() for key in value)
+        of_keys = {key: {rank: value[key] for rank, value in values.items() if key in value} for key in keys}
+        return kind({key: merge(of_ranks, join_fqn(fqn, key), rule) for key, of_ranks in of_keys.items()})
+    if kind in (list, tuple):
+        if len({len(value) for value in values.values()}) > 1:
+            raise _refused(fqn, values, f"{kind.__name__}s of different lengths")
+        columns = zip(*values.values(), strict=True)
+        items = [dict(zip(values, column, strict=True)) for column in columns]
+        return kind(merge(of_ranks, join_fqn(fqn, index), rule) for index, of_ranks in enumerate(items))
+    return _merged_leaf(values, fqn, rule)
+
+
+def _merged_leaf(values: Mapping[int, Any], fqn: str, rule: MergeRule) -> Any:
+    given = list(values.values())
+    refused = bool if rule == "sum" else complex
+    if any(refused in _number_kinds(value) for value in given):
+        raise _refused(fqn, values, f"{refused.__name__} values, which have no {rule}")
+    if all(isinstance(value, torch.Tensor) for value in given):
+        _refuse_unlike(values, fqn)
+        return _merged_tensor(values, fqn, rule)
+    if all(isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc" for value in given):
+        _refuse_unlike(values, fqn)
+        merged = _merged_array([np.asarray(value) for value in given], rule, lambda: _out_of_range(values, fqn))
+        return merged if isinstance(given[0], np.ndarray) else merged[()]
+    if all(type(value) in (bool, int, float, complex) for value in given):
+        return _largest(given) if rule == "max" else sum(given)
+    if len({encode_plain(value, fqn, keep_in_tree) for value in given}) > 1:
+        raise _refused(fqn, values, "neither numbers nor the same on all ranks")
+    return given[0]
+
+
+def _largest(numbers: Sequence[Any]) -> Any:
+    return next((number for number in numbers if isinstance(number, float) and isnan(number)), None) or max(
+        numbers
+    )  # NaN is not lost
+
+
+def _refuse_unlike(values: Mapping[int, Any], fqn: str) -> None:
+    if len({(str(value.dtype), tuple(value.shape)) for value in values.values()}) > 1:
+        raise _refused(fqn, values, "different in shape or dtype")
+
+
+def _merged_tensor(values: Mapping[int, torch.Tensor], fqn: str, rule: MergeRule) -> torch.Tensor:
+    given = list(values.values())
+    dtype = given[0].dtype
+    if given[0].is_meta:  # only compared so far
+        return given[0]
+    if dtype == torch.bool or not (dtype.is_floating_point or dtype.is_complex):
+        arrays = [value.numpy() for value in given]
+        return torch.from_numpy(_merged_array(arrays, rule, lambda: _out_of_range(values, fqn)).reshape(given[0].shape))
+    merged = given[0].to(_WIDER_FLOAT[dtype.is_complex])
+    for value in given[1:]:
+        wide = value.to(merged.dtype)
+        merged = merged + wide if rule == "sum" else torch.maximum(merged, wide)
+    return merged.to(dtype)
+
+
+def _merged_array(
+    arrays: Sequence[np.ndarray], rule: MergeRule, out_of_range: Callable[[], CheckpointMismatchError]
+) -> np.ndarray:
+    """Returns the sum or the largest, in the dtype of the arrays. Sums of integers are exact or refused."""
+    dtype, shape = arrays[0].dtype, arrays[0].shape
+    if rule == "max":
+        return np.asarray(np.maximum.reduce(arrays)).reshape(shape)
+    if dtype.kind not in "iu":
+        wide = np.complex128 if dtype.kind == "c" else np.float64
+        total = np.add.reduce([array.astype(np.promote_types(dtype, wide)) for array in arrays])
+        return np.asarray(total).astype(dtype).reshape(shape)
+    total = np.asarray(sum(array.astype(object) for array in arrays), dtype=object)  # Python's integers have no bounds
+    bounds = np.iinfo(dtype)
+    if total.size and (total.min() < bounds.min or total.max() > bounds.max):
+        raise out_of_range()
+    return total.astype(dtype).reshape(shape)
+
+
+def _zeros(value: Any) -> Any:
+    """Returns the tree with zero in place of every number."""
+    if isinstance(value, dict):
+        return type(value)({key: _zeros(item) for key, item in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)(map(_zeros, value))
+    if isinstance(value, torch.Tensor):
+        return torch.zeros(value.shape, dtype=value.dtype)
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "iufc":
+        zeros = np.zeros_like(value)
+        return zeros if isinstance(value, np.ndarray) else zeros[()]
+    return type(value)(0) if type(value) in (int, float, complex) else value
+
+
+def _out_of_range(values: Mapping[int, Any], fqn: str) -> CheckpointMismatchError:
+    dtype = str(next(iter(values.values())).dtype).removeprefix("torch.")
+    return _refused(fqn, values, f"{dtype} integers whose sum is out of range of it")
+
+
+def _refused(fqn: str, values: Mapping[int, Any], why: str) -> CheckpointMismatchError:
+    ranks = tuple(sorted(values))
+    return CheckpointMismatchError(
+        f"{fqn}: the values of ranks {ranks[0]} to {ranks[-1]} of the save are {why}; load on as many ranks as have "
+        "saved them, or read all values with bcp.open(path).rank_values(fqn) and merge them yourself",
+        kind="conflict",
+        ranks=ranks,
+    )
