@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
@@ -188,8 +188,6 @@ def warm_up(
     ranks.close()
 
 
-@retry_replaced
-@gc_paused()  # as for save
 def load(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
@@ -246,7 +244,44 @@ def load(
 
     Once reading has begun, the message ends with a sentence that says if this rank's state was overwritten.
     """
-    options = options or LoadOptions()
+    return run_load(
+        path,
+        state,
+        framework,
+        step=step,
+        strict=strict,
+        key_map=key_map,
+        include=include,
+        exclude=exclude,
+        cast=cast,
+        process_group=process_group,
+        role=role,
+        storage_options=storage_options,
+        options=options or LoadOptions(),
+        ignored=(),
+    )
+
+
+@retry_replaced
+@gc_paused()  # as for save
+def run_load(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    framework: Framework,
+    *,
+    step: int | Literal["latest"] | None,
+    strict: bool,
+    key_map: KeyMap | None,
+    include: str | Sequence[str] | None,
+    exclude: str | Sequence[str] | None,
+    cast: bool,
+    process_group: dist.ProcessGroup | None,
+    role: str | None,
+    storage_options: Mapping[str, Any] | None,
+    options: LoadOptions,
+    ignored: Collection[str],
+) -> LoadReport:
+    """Does what `load` says, and with `strict` lets problems of the `ignored` kinds pass into the report."""
     started = time.monotonic()
     wait_until_numbered()
     wait_until_staged()  # a lazy save may still read the state that this load will change
@@ -259,7 +294,7 @@ def load(
     with together(ranks, f"matching the state with {about.path}", about=about):
         included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)
         scope = NameScope(source.manifest, ranks.rank, key_map, included, excluded)
-        wanted = WantedState(state, framework, cast=cast, strict=strict)
+        wanted = WantedState(state, framework, cast=cast, strict=strict, ignored=ignored)
         fitted = fit_state(ranks, scope, wanted, lambda seen: source.showing(seen.manifest).plan(*seen.match[:2]))
         entries, stored, match, manifest, fetches, findings = fitted
         source = source.showing(manifest)
