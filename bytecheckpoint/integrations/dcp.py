@@ -117,23 +117,26 @@ def async_save(
     storage_options: Mapping[str, Any] | None = None,
     on_conflict: OnConflict = "per_rank",
 ) -> Future[CheckpointInfo] | AsyncSaveResponse:
-    """Begins a save, and returns when the state may change again; the background writes.
+    """Begins a save, and returns when the state may change again, without an `async_stager`; the background writes.
 
     Arguments and errors are those of `save`, but for these.
 
     Args:
         async_checkpointer_type: Without effect: the background is threads of this process at low priority.
-        async_stager: Not used: staging memory is pinned and kept from save to save in any case. One that is passed
-            changes what is returned.
+        async_stager: Any of DCP's. It is not called, because staging memory is pinned and kept in any case, and says
+            that the caller waits for `staging_completion` before it changes the state: staging then goes on after this
+            call, as with SaveOptions(snapshot="lazy"). Steps of torch optimizers wait by themselves.
 
     Returns:
-        A future of the CheckpointInfo; with an `async_stager`, an AsyncSaveResponse of that future and one that ends
-        when the state may change, which is later than this call only with SaveOptions(snapshot="lazy"). A failure that
-        nobody asks the future about is raised by the next save, or printed at the end of the process.
+        A future of the CheckpointInfo; with an `async_stager`, an AsyncSaveResponse of it and of a future that ends
+        when the state may change. A failure that nobody asks the future about is raised by the next save, or printed at
+        the end of the process.
     """
     del async_checkpointer_type, use_collectives
     place = _place(BcpStorageWriter, storage_writer, checkpoint_id, storage_options)
     options = _save_options(storage_writer, options)
+    if async_stager is not None and options.snapshot == "auto":
+        options = replace(options, snapshot="lazy")
     with _ranks_of(process_group, storage_writer, no_dist=no_dist) as group:
         handle = _begin(
             state_dict,
@@ -148,7 +151,7 @@ def async_save(
     if async_stager is None:
         return upload
     # torch declares futures of None, and gives back what the save returns.
-    return AsyncSaveResponse(staging_completion=_staging(handle, options), upload_completion=upload)  # type: ignore[arg-type]
+    return AsyncSaveResponse(staging_completion=StagedFuture(handle), upload_completion=upload)  # type: ignore[arg-type]
 
 
 def load(
@@ -240,23 +243,32 @@ class SaveFuture(Future[CheckpointInfo]):
         return self._handle.exception(timeout)
 
 
-def _staging(handle: SaveHandle, options: SaveOptions) -> Future[None]:
-    """Returns a future that ends when the state may change."""
-    staged: Future[None] = Future()
-    staged.set_running_or_notify_cancel()
+class StagedFuture(Future[None]):
+    """The end of staging, from which on the state may change. It cannot be cancelled."""
 
-    def wait() -> None:
-        handle._progress.wait_until_staged()
-        if handle._progress.error is not None:
-            staged.set_exception(handle._progress.error)
+    def __init__(self, handle: SaveHandle) -> None:
+        super().__init__()
+        self._handle = handle
+        self.set_running_or_notify_cancel()
+        threading.Thread(target=self._wait, name="bcp-staging", daemon=True).start()
+
+    def _wait(self) -> None:
+        progress = self._handle._progress
+        progress.wait_until_staged(helps=False)
+        if progress.error is not None:
+            self.set_exception(progress.error)
         else:
-            staged.set_result(None)
+            self.set_result(None)
 
-    if options.snapshot == "lazy":
-        threading.Thread(target=wait, name="bcp-staging", daemon=True).start()
-    else:
-        wait()
-    return staged
+    def result(self, timeout: float | None = None) -> None:
+        """Blocks until the state may change, and helps with staging if there is no `timeout`, which is in seconds.
+
+        Raises the error of the save if it failed before.
+        """
+        if timeout is None:
+            self._handle.staged()
+        else:
+            super().result(timeout)
 
 
 def _place(

@@ -198,7 +198,7 @@ def test_an_asynchronous_save_has_the_state_of_the_call(tmp_path: Path) -> None:
 
 def test_with_a_stager_the_two_completions_come_back(tmp_path: Path) -> None:
     stager = DefaultStager(StagingOptions(False, False, False, False))
-    for snapshot in ("auto", "lazy"):
+    for snapshot in ("auto", "copy", "lazy"):
         response = dcp.async_save(
             {"w": torch.ones(3)},
             checkpoint_id=tmp_path / snapshot,
@@ -207,9 +207,23 @@ def test_with_a_stager_the_two_completions_come_back(tmp_path: Path) -> None:
             options=bcp.SaveOptions(snapshot=snapshot),
         )
         assert isinstance(response, AsyncSaveResponse)
-        assert response.staging_completion.result(timeout=30) is None
+        assert wait([response.staging_completion], timeout=30).not_done == set()
+        assert response.staging_completion.result() is None
         assert response.upload_completion.result(timeout=30).path == str(tmp_path / snapshot)
     stager.close()
+
+
+@pytest.mark.parametrize("timeout", [None, 30])
+def test_with_a_stager_the_state_may_change_once_staging_has_ended(tmp_path: Path, timeout: float | None) -> None:
+    tensor = torch.ones(1000)
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    for number in range(2):  # the plan of the second is known, so that the call stages nothing
+        response = dcp.async_save({"w": tensor}, checkpoint_id=tmp_path, async_stager=stager)
+        assert isinstance(response, AsyncSaveResponse)
+        response.staging_completion.result(timeout)
+        tensor += 1
+        response.upload_completion.result()
+        assert bcp.open(tmp_path)["w"][...].tolist() == [number + 1] * 1000
 
 
 def test_a_failed_asynchronous_save_raises_from_its_future_and_else_at_the_next_save(tmp_path: Path) -> None:

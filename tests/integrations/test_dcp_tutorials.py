@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.staging as torch_staging
 from integrations.dcp_programs import AppState, digest, replicated, sharded, step
 
-import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
 
 TORCH, OURS = "torch.distributed.checkpoint", "bytecheckpoint.integrations.dcp"
@@ -118,7 +117,6 @@ def train_with_a_stager(rank: int, world_size: int, module: str, path: Path) -> 
     model, optimizer = sharded(world_size, 0)
     group = dist.new_group()  # as above
     stager = StagesLater(torch_staging.StagingOptions(False, False, False, False))
-    arguments = {"options": bcp.SaveOptions(snapshot="lazy")} if module == OURS else {}
     response, digests = None, []
     for number in range(3):
         optimizer.zero_grad()
@@ -131,7 +129,7 @@ def train_with_a_stager(rank: int, world_size: int, module: str, path: Path) -> 
         state_dict = {"app": AppState(model, optimizer)}
         digests.append(digest(state_dict["app"].state_dict()))
         response = dcp.async_save(
-            state_dict, async_stager=stager, checkpoint_id=f"{path}_step{number}", process_group=group, **arguments
+            state_dict, async_stager=stager, checkpoint_id=f"{path}_step{number}", process_group=group
         )
     response.upload_completion.result()
     stager.close()
