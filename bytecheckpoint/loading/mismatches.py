@@ -170,9 +170,11 @@ def _mismatch(
     if not merged.fills and not found:
         found["conflict"] = [_nothing_text(stored, top_level)]
     counts = ", ".join(f"{len(of_kind)} {kind}" for kind, of_kind in found.items())
+    advice = "Rename with key_map, choose with include and exclude, or load what fits with strict=False"
+    if ignored:  # the caller is no load of this library, and has none of these
+        advice = "Ask for what the checkpoint has, or for a partial load"
     return CheckpointMismatchError(
-        f"state and checkpoint do not fit ({counts}); nothing was loaded and the state is as it was. Rename with "
-        "key_map, choose with include and exclude, or load what fits with strict=False:\n"
+        f"state and checkpoint do not fit ({counts}); nothing was loaded and the state is as it was. {advice}:\n"
         + _listed(found)
         + _entries_text(missing, stored),
         kind=next(iter(found)),

@@ -131,6 +131,7 @@ def test_a_missing_key_raises_and_nothing_is_changed(tmp_path: Path, state: dict
         dcp.load(state, checkpoint_id=tmp_path)
     assert raised.value.kind == "missing_key"
     assert "unexpected" not in str(raised.value)
+    assert "or for a partial load" in str(raised.value)
     assert digest(state) == earlier
 
 
