@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -284,3 +286,8 @@ def test_options_of_the_default_planners_are_taken(tmp_path: Path, is_flat: bool
 def test_on_conflict_takes_what_it_says(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'per_rank' or 'error'"):
         dcp.save({"n": 1}, checkpoint_id=tmp_path, on_conflict="rank0")
+
+
+def test_the_package_of_integrations_imports_no_framework() -> None:
+    code = "import sys, bytecheckpoint.integrations; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
