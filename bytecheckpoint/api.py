@@ -7,9 +7,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -20,11 +19,11 @@ from bytecheckpoint.adapters.frameworks.detect import Framework
 from bytecheckpoint.adapters.key_map import KeyMap, listed_globs
 from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.distributed.ranks import COORDINATOR, Subject, join_ranks, together
-from bytecheckpoint.info import DataReport, LoadReport
+from bytecheckpoint.info import LoadReport
 from bytecheckpoint.loading.exchange import Traffic, read_together
 from bytecheckpoint.loading.match import Match, match_again
-from bytecheckpoint.loading.mismatches import MergedFindings, warn_of_unused
-from bytecheckpoint.loading.name_scope import NameScope, WantedState, fit_state
+from bytecheckpoint.loading.mismatches import warn_of_unused
+from bytecheckpoint.loading.name_scope import Fitted, NameScope, WantedState, fit_state
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, open_together, retry_replaced, wanted_step
 from bytecheckpoint.loading.overwrite_state import report_overwrite
 from bytecheckpoint.loading.read import Source
@@ -191,8 +190,6 @@ def warm_up(
     ranks.close()
 
 
-@retry_replaced
-@gc_paused()  # as for save
 def load(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
@@ -249,7 +246,44 @@ def load(
 
     Once reading has begun, the message ends with a sentence that says if this rank's state was overwritten.
     """
-    options = options or LoadOptions()
+    return run_load(
+        path,
+        state,
+        framework,
+        step=step,
+        strict=strict,
+        key_map=key_map,
+        include=include,
+        exclude=exclude,
+        cast=cast,
+        process_group=process_group,
+        role=role,
+        storage_options=storage_options,
+        options=options or LoadOptions(),
+        ignored=(),
+    )
+
+
+@retry_replaced
+@gc_paused()  # as for save
+def run_load(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    framework: Framework,
+    *,
+    step: int | Literal["latest"] | None,
+    strict: bool,
+    key_map: KeyMap | None,
+    include: str | Sequence[str] | None,
+    exclude: str | Sequence[str] | None,
+    cast: bool,
+    process_group: dist.ProcessGroup | None,
+    role: str | None,
+    storage_options: Mapping[str, Any] | None,
+    options: LoadOptions,
+    ignored: Collection[str],
+) -> LoadReport:
+    """Does what `load` says, and with `strict` lets problems of the `ignored` kinds pass into the report."""
     started = time.monotonic()
     wait_until_numbered()
     wait_until_staged()  # a lazy save may still read the state that this load will change
@@ -262,7 +296,7 @@ def load(
     with together(ranks, f"matching the state with {about.path}", about=about):
         included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)
         scope = NameScope(source.manifest, ranks.rank, ranks.num_ranks, key_map, included, excluded)
-        wanted = WantedState(state, framework, cast=cast, strict=strict)
+        wanted = WantedState(state, framework, cast=cast, strict=strict, ignored=ignored)
         fitted = fit_state(ranks, scope, wanted, lambda seen: source.showing(seen.manifest).plan(*seen.match[:2]))
         entries, stored, match, manifest, fetches, findings = fitted
         source = source.showing(manifest)
@@ -285,23 +319,14 @@ def load(
         finish_all(entries, stored, source.changes.overwriting)
         ranks.barrier()
     ranks.close()
-    report = _report(source, match, findings, traffic, data=data_reports(entries), seconds=time.monotonic() - started)
-    report = replace(report, random_restores=random_restores(entries))
+    report = _report(source, fitted, match, traffic, time.monotonic() - started)
     if ranks.rank == COORDINATOR:
         warn_of_unused(findings, report.path)
         logger.info("loaded %s in %.2f s", report.path, report.seconds)
     return report
 
 
-def _report(
-    source: Source,
-    match: Match,
-    findings: MergedFindings,
-    traffic: Traffic,
-    *,
-    data: Mapping[str, DataReport],
-    seconds: float,
-) -> LoadReport:
+def _report(source: Source, fitted: Fitted, match: Match, traffic: Traffic, seconds: float) -> LoadReport:
     return LoadReport(
         path=source.path,
         step=source.manifest.step,
@@ -309,13 +334,14 @@ def _report(
         num_tensors=len({shard.fqn for shard in match.shards}),
         num_bytes_read=traffic.num_bytes_read,
         num_bytes_received=traffic.num_bytes_received,
-        missing=[problem.fqn for problem in findings.problems if problem.kind == "missing_key"],
-        unexpected=findings.unexpected,
-        mismatched=[problem.text for problem in findings.problems if problem.kind != "missing_key"],
+        missing=[problem.fqn for problem in fitted.findings.problems if problem.kind == "missing_key"],
+        unexpected=fitted.findings.unexpected,
+        mismatched=[problem.text for problem in fitted.findings.problems if problem.kind != "missing_key"],
         cast=sorted(match.cast),
         skipped=sorted(match.skipped),
-        unused=list(map(str, findings.unused)),
-        data=data,
+        unused=list(map(str, fitted.findings.unused)),
+        data=data_reports(fitted.entries),
+        random_restores=random_restores(fitted.entries),
         seconds=seconds,
     )
 

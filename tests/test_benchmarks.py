@@ -64,6 +64,10 @@ LONG = {
     "load --size 0.001 --rounds 1 --workloads 4to2 slow-ddp --candidates bcp dcp": [
         r"4 ranks.*\n(.*\n)*?\| bytecheckpoint \| [\d.]+ \((.*\n)*\| bytecheckpoint \| [\d.]+ \(",
     ],
+    "dcp_drop_in --mb 4 --rounds 1 --candidates dcp-async bcp-async bcp-stager": [
+        r"\n\| torch DCP, async_save \| [\d.]+ \(.*\| 1.00x \| 12.\d \|",
+        r"\n\| drop-in, async_save, a stager \| [\d.]+ \(.*\| [\d.]+x \| 1[23].\d \|",
+    ],
     "cold --size 0.001 --rounds 1": [r"\n\| bytecheckpoint, 2 threads \| \d", r"\n\| preadv of a copy of it, 8 th"],
     "foreign --gib 0.001": [
         rf"\n +{re.escape(name)} +\d+ +[\d.]+"

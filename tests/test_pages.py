@@ -20,7 +20,7 @@ from bytecheckpoint.tools.name_options import FORMATS
 ROOT = Path(__file__).parents[1]
 LIMITS = ROOT / "docs" / "limits.md"
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 CALLED = {

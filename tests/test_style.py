@@ -36,6 +36,7 @@ FLOORS = (
     {"state_tree"},
     {"api"},
     {"manager"},
+    {"integrations"},
     {"__init__"},
     {"tools"},
 )

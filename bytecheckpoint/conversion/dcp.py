@@ -30,7 +30,7 @@ _VERSION = "1.0.0"
 def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_ranks: int, infix: str) -> TargetPlan:
     """Plans a file for each rank. `infix` in their names tells them from the files of an older checkpoint."""
     nested = plain.nested()
-    metadata, indices, values = _planned(nested, selection.wanted)
+    metadata, indices, values = planned_by_torch(nested, selection.wanted)
     lost = _lost_containers(nested, metadata)
     # One archive for each tensor, under however many names, and one for each value.
     archives: dict[object, list[MetadataIndex]] = {}
@@ -66,7 +66,7 @@ def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_
     return TargetPlan(files, by_rank, METADATA_NAME, encoded, [*empty, *plain.left_out, *left_out_metadata(manifest)])
 
 
-def _planned(
+def planned_by_torch(
     state: Mapping[Any, Any], wanted: Sequence[WantedTensor]
 ) -> tuple[Metadata, dict[str, MetadataIndex], dict[str, Any]]:
     """Returns the parts that torch would write for a state: its description, the index of each part, and the parts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 import msgspec
@@ -70,10 +70,12 @@ def merge_findings(
     state_names: Iterable[str],
     *,
     strict: bool,
+    ignored: Collection[str] = (),
     other_name: str = "",
     has_experts: bool = False,
 ) -> MergedFindings:
-    """Returns everything that does not fit on some rank; with `strict` all of it is one error, raised on every rank.
+    """Returns everything that does not fit on some rank; with `strict` all of it but for the `ignored` kinds is one
+    error, raised on every rank.
 
     Keys are unexpected if the checkpoint has them under a top-level name of the state and no rank takes them.
     """
@@ -102,11 +104,17 @@ def merge_findings(
         is_lacking = is_lacking or all(of_rank.is_all_skipped for of_rank in findings)
         if is_lacking and (common_name or findings[COORDINATOR].has_experts):
             merged = MergedFindings([], [], [], fills=True, is_open=True, other_name=common_name)
-        elif strict and (merged.problems or merged.unexpected or merged.unused or not merged.fills):
-            raise _mismatch(merged, stored, {name for of_rank in findings for name in of_rank.top_level})
+        elif strict and _is_refused(merged, ignored):
+            raise _mismatch(merged, stored, {name for of_rank in findings for name in of_rank.top_level}, ignored)
         return [msgspec.msgpack.encode(merged)] * ranks.num_ranks
 
     return msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(own), merge), type=MergedFindings)
+
+
+def _is_refused(merged: MergedFindings, ignored: Collection[str]) -> bool:
+    is_unexpected = bool(merged.unexpected) and "unexpected_key" not in ignored
+    is_problem = any(problem.kind not in ignored for problem in merged.problems)
+    return is_problem or is_unexpected or bool(merged.unused) or not merged.fills
 
 
 def warn_of_unused(merged: MergedFindings, path: str) -> None:
@@ -146,7 +154,9 @@ def _merge(findings: Sequence[_RankFindings], fqns: Sequence[str]) -> MergedFind
     return MergedFindings(list(problems.values()), unexpected, unused, fills)
 
 
-def _mismatch(merged: MergedFindings, stored: CheckpointView, top_level: set[str]) -> CheckpointMismatchError:
+def _mismatch(
+    merged: MergedFindings, stored: CheckpointView, top_level: set[str], ignored: Collection[str]
+) -> CheckpointMismatchError:
     missing = [fqn for kind, fqn, _ in merged.problems if kind == "missing_key"]
     lines: dict[str, list[str]] = {kind: [] for kind in _KINDS}
     for kind, fqn, text in merged.problems:
@@ -157,13 +167,15 @@ def _mismatch(merged: MergedFindings, stored: CheckpointView, top_level: set[str
         lines["unexpected_key"].append(f"{fqn}: in the checkpoint, not in the state{near}")
     for rule in merged.unused:
         lines["conflict"].append(_unused_text(rule, stored))
-    if not merged.fills and not any(lines.values()):
-        lines["conflict"].append(_nothing_text(stored, top_level))
-    found = {kind: of_kind for kind, of_kind in lines.items() if of_kind}
+    found = {kind: of_kind for kind, of_kind in lines.items() if of_kind and kind not in ignored}
+    if not merged.fills and not found:
+        found["conflict"] = [_nothing_text(stored, top_level)]
     counts = ", ".join(f"{len(of_kind)} {kind}" for kind, of_kind in found.items())
+    advice = "Rename with key_map, choose with include and exclude, or load what fits with strict=False"
+    if ignored:  # the caller is no load of this library, and has none of these
+        advice = "Ask for what the checkpoint has, or for a partial load"
     return CheckpointMismatchError(
-        f"state and checkpoint do not fit ({counts}); nothing was loaded and the state is as it was. Rename with "
-        "key_map, choose with include and exclude, or load what fits with strict=False:\n"
+        f"state and checkpoint do not fit ({counts}); nothing was loaded and the state is as it was. {advice}:\n"
         + _listed(found)
         + _entries_text(missing, stored),
         kind=next(iter(found)),

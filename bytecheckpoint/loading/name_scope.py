@@ -79,6 +79,8 @@ class WantedState(NamedTuple):
     framework: str
     cast: bool
     strict: bool
+    ignored: Collection[str] = ()
+    """Kinds of problems that are no error with `strict` either."""
 
 
 class Matched(NamedTuple):
@@ -131,6 +133,7 @@ def fit_state(ranks: Ranks, scope: NameScope, wanted: WantedState, plan: Callabl
             matched.stored,
             names,
             strict=wanted.strict,
+            ignored=wanted.ignored,
             other_name=other_name,
             has_experts=has_experts,
         )

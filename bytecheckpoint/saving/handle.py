@@ -126,9 +126,14 @@ class SaveProgress:
         """Lets each thread that waits for staging stage a part of this snapshot."""
         self._shared = snapshot
 
-    def wait_until_staged(self) -> None:
-        """Returns when the training state may change. This thread helps, because the background has a low priority."""
+    def wait_until_staged(self, *, helps: bool = True) -> None:
+        """Returns when the training state may change. This thread helps, because the background has a low priority;
+        unless it has nothing to do with training.
+        """
         if self._is_staged.is_set():
+            return
+        if not helps:
+            self._is_staged.wait()
             return
         awaited_threads().refuse()
         shared = self._shared

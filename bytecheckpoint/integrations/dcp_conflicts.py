@@ -1,0 +1,148 @@
+"""Values of one name that differ from rank to rank. torch.distributed.checkpoint keeps one rank's without a word; here
+each rank keeps its own. Modules, optimizers and other live objects are compared by the save itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+import torch
+import torch.distributed as dist
+import xxhash
+
+from bytecheckpoint.adapters.plain.plain_data import encode_plain, fits_inline
+from bytecheckpoint.adapters.plain.plain_tree import leaves
+from bytecheckpoint.adapters.rank_values.rank_local import RankLocal
+from bytecheckpoint.adapters.shards import PLAIN_TENSORS
+from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
+from bytecheckpoint.errors import CheckpointMismatchError, CheckpointSaveError, and_more
+from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, join_fqn, too_deep
+from bytecheckpoint.saving.in_flight import wait_until_numbered
+from bytecheckpoint.saving.replica_checks import combined_digest, digest_of
+
+OnConflict = Literal["per_rank", "error"]
+
+_NUM_SHOWN = 10
+
+
+def mark_differing(
+    state: Mapping[str, Any],
+    *,
+    path: str,
+    process_group: dist.ProcessGroup | None,
+    timeout_s: float,
+    on_conflict: OnConflict,
+) -> dict[str, Any]:
+    """Returns the state with each value that differs between ranks in a RankLocal; all ranks call it together.
+
+    Compares plain data and whole tensors of at most 64 KiB, and warns of those that differ, on one rank.
+
+    Raises CheckpointMismatchError (conflict) with on_conflict="error".
+    """
+    about = Subject(path, None, is_save=True)
+    wait_until_numbered()
+    ranks = join_ranks(process_group, timeout_s, about=about)
+    if ranks.num_ranks == 1:
+        return dict(state)
+    with together(ranks, "comparing the values of ranks", about=about):
+        differing = _Values(state).differing(ranks)
+        if differing and on_conflict == "error":
+            raise CheckpointMismatchError(
+                f"{len(differing)} values differ between ranks: {and_more(differing, _NUM_SHOWN)}; nothing was "
+                'written: give every rank the same, wrap them in bcp.RankLocal, or pass on_conflict="per_rank"',
+                kind="conflict",
+                ranks=tuple(ranks.global_ranks),
+            )
+    ranks.close()
+    if differing and ranks.rank == COORDINATOR:
+        warnings.warn(
+            f"{len(differing)} values differ between ranks: {and_more(differing, _NUM_SHOWN)}. Each rank's is saved, "
+            "and a load gives it to the rank of the same number; wrap what is meant to differ in bcp.RankLocal",
+            stacklevel=4,
+        )
+    return {key: _marked(value, str(key), set(differing)) for key, value in state.items()} if differing else dict(state)
+
+
+class _Values:
+    """The values of this rank that others may hold under the same name."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._plain: dict[str, bytes] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        for key, value in state.items():
+            for fqn, leaf in _parts(value, str(key), MAX_DEPTH):
+                self._add(fqn, leaf)
+
+    def _add(self, fqn: str, leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor):
+            if type(leaf) in PLAIN_TENSORS and fits_inline(leaf) and not leaf.is_meta:
+                self._plain[fqn] = f"{leaf.dtype} {list(leaf.shape)}".encode()
+                self._tensors[fqn] = leaf
+            return
+        try:
+            self._plain[fqn] = encode_plain(leaf, fqn, lambda _name, _tensor: None)
+        except CheckpointSaveError:  # a live object, or a value that the save will refuse by its name
+            return
+
+    def differing(self, ranks: Ranks) -> list[str]:
+        """Returns the sorted names whose values are not the same on all ranks that have them: one short message where
+        all is the same.
+        """
+        together_digest = xxhash.xxh3_64(msgspec.msgpack.encode(sorted(self._plain.items())))
+        together_digest.update(combined_digest([self._tensors[fqn] for fqn in sorted(self._tensors)]).to_bytes(8))
+        if ranks.reduce_scatter(together_digest.digest(), _to_all(_are_same)) == b"same":
+            return []
+        digests = {fqn: xxhash.xxh3_64_digest(data) for fqn, data in self._plain.items()}
+        digests |= {fqn: digests[fqn] + digest_of(tensor).to_bytes(8) for fqn, tensor in self._tensors.items()}
+        reply = ranks.reduce_scatter(msgspec.msgpack.encode(digests), _to_all(_names_that_differ))
+        return msgspec.msgpack.decode(reply, type=list[str])
+
+
+def _to_all(reduce: Callable[[Sequence[bytes]], bytes]) -> Callable[[list[bytes]], Sequence[bytes]]:
+    return lambda payloads: [reduce(payloads)] * len(payloads)
+
+
+def _are_same(payloads: Sequence[bytes]) -> bytes:
+    return b"same" if len(set(payloads)) == 1 else b"differ"
+
+
+def _names_that_differ(payloads: Sequence[bytes]) -> bytes:
+    found: dict[str, set[bytes]] = {}
+    for payload in payloads:
+        for fqn, digest in msgspec.msgpack.decode(payload, type=dict[str, bytes]).items():
+            found.setdefault(fqn, set()).add(digest)
+    return msgspec.msgpack.encode(sorted(fqn for fqn, digests in found.items() if len(digests) > 1))
+
+
+def _parts(value: Any, fqn: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yields the values that one name each stands for: what is in dicts, and in lists that hold tensors."""
+    items = _items(value, fqn)
+    if items is None:
+        yield fqn, value
+        return
+    if depth == 0:
+        raise too_deep(fqn)
+    for key, item in items:
+        yield from _parts(item, join_fqn(fqn, key), depth - 1)
+
+
+def _items(value: Any, fqn: str) -> Collection[tuple[Any, Any]] | None:
+    if isinstance(value, dict):
+        return value.items()
+    if type(value) is list and leaves(value, fqn).keys() != {fqn}:
+        return list(enumerate(value))
+    return None
+
+
+def _marked(value: Any, fqn: str, differing: set[str]) -> Any:
+    """Returns the value with those of these names in a RankLocal, in containers of its own."""
+    if fqn in differing:
+        return RankLocal(value)
+    items = _items(value, fqn)
+    if items is None or not any(name.startswith(f"{fqn}.") for name in differing):
+        return value
+    marked = {key: _marked(item, join_fqn(fqn, key), differing) for key, item in items}
+    return marked if isinstance(value, dict) else list(marked.values())

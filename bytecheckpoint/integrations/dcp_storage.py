@@ -1,0 +1,328 @@
+"""Storage plug-ins for programs that call torch.distributed.checkpoint itself, and a checkpoint as its Metadata. DCP
+plans first, and stages in its own way: `bytecheckpoint.integrations.dcp` does without both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import increment_version
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from bytecheckpoint import api
+from bytecheckpoint.adapters.shards import LocalShard, dtype_name
+from bytecheckpoint.conversion.dcp import planned_by_torch
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.integrations.dcp_conflicts import OnConflict, mark_differing
+from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone
+from bytecheckpoint.loading.plain_trees import PlainData, TensorStub
+from bytecheckpoint.loading.read import Source
+from bytecheckpoint.loading.select import SelectionRequest, select
+from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.region import Region
+from bytecheckpoint.saving.handle import SaveHandle
+
+PathLike = str | os.PathLike[str]
+
+
+class FlatCheckpoint(NamedTuple):
+    """A checkpoint under the names that torch.distributed.checkpoint gives to the parts of a state."""
+
+    metadata: Metadata
+    """Each tensor as one chunk."""
+    values: Mapping[str, Any]
+    """Plain data and small tensors by name."""
+    stored_fqns: Mapping[str, str]
+    """Names in the manifest of the tensors in data files, by name."""
+
+
+def flattened(manifest: Manifest, path: str, *, rank: int) -> FlatCheckpoint:
+    """Returns the checkpoint as a rank of this number sees it, without the values that only other ranks saved."""
+    request = SelectionRequest(to="torch", is_in_memory=True)
+    selection = select(manifest, request, None)
+    nested = PlainData(manifest, selection, request).nested()
+    for fqn in manifest.rank_objects:
+        _take_of_rank(nested, fqn, rank)
+    metadata, _, values = planned_by_torch(nested, selection.wanted)
+    stored = {
+        name: selection.wanted[value.number].pieces[0].fqn or ""
+        for name, value in values.items()
+        if isinstance(value, TensorStub)
+    }
+    metadata.storage_meta = StorageMeta(checkpoint_id=path, save_id=manifest.save_id)
+    return FlatCheckpoint(metadata, {name: value for name, value in values.items() if name not in stored}, stored)
+
+
+def _take_of_rank(nested: dict[Any, Any], fqn: str, rank: int) -> None:
+    """Puts one rank's value in the place of the values of all ranks."""
+    entry, _, rest = fqn.partition(".")
+    inside = nested.get(entry) if rest else None
+    container, key = (inside, rest) if isinstance(inside, dict) and rest in inside else (nested, fqn)
+    by_rank = container.pop(key)
+    if rank in by_rank:
+        container[key] = by_rank[rank]
+
+
+def refuse_other(kind: type, given: object, advice: str) -> None:
+    """Raises CheckpointMismatchError (conflict) for an argument of another class, subclasses included."""
+    if type(given) is not kind:
+        name = f"{type(given).__module__}.{type(given).__qualname__}"
+        raise CheckpointMismatchError(
+            f"{name} is not {kind.__name__}, and what it would change is not known here; nothing was done: {advice}",
+            kind="conflict",
+        )
+
+
+SAVE_PLANNER_ADVICE = "leave the planner out, change the state_dict itself, or save with torch.distributed.checkpoint"
+LOAD_PLANNER_ADVICE = "leave the planner out, or load through BcpStorageReader with torch.distributed.checkpoint"
+
+
+def alone_group() -> dist.ProcessGroup | None:
+    """Returns a group of this process alone, where there are others; it is the caller's to destroy."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    group: dist.ProcessGroup = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    return group
+
+
+class BcpStorageWriter(StorageWriter):
+    """The `storage_writer` of dcp.save and dcp.async_save: one checkpoint of this library at a path or fsspec URL."""
+
+    def __init__(
+        self,
+        path: PathLike,
+        *,
+        options: SaveOptions | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        cache_staged_state_dict: bool = False,
+    ) -> None:
+        """`process_group` is the one that dcp.save is called with, which DCP does not tell its writers.
+
+        `cache_staged_state_dict` is there because FileSystemWriter has it, and stays without effect here: with
+        `bytecheckpoint.integrations.dcp` staging memory is pinned and kept in any case.
+        """
+        self.path = path
+        self.options = replace(options or SaveOptions(), overwrite=True)
+        self.storage_options = storage_options
+        self.process_group = process_group
+        self.cache_staged_state_dict = cache_staged_state_dict
+        self._uses_collectives = True
+
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+        """Takes the path of the next checkpoint, if one is given."""
+        self.path = self.path if checkpoint_id is None else checkpoint_id
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - torch's signature
+        """Takes note of whether ranks work together. Which of them coordinates, the save itself decides."""
+        del is_coordinator
+        self._uses_collectives = kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Returns the plan as it is: the save makes its own."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Returns the plans with the number of ranks that take part, of which DCP tells its writers nothing else."""
+        return [replace(plan, storage_data=len(plans)) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Saves the state that the planner holds, with all ranks together, and commits it.
+
+        Raises CheckpointMismatchError (conflict) for a planner other than DefaultSavePlanner and for another number of
+        ranks than that of `process_group`, and the errors of `bytecheckpoint.save`.
+        """
+        refuse_other(DefaultSavePlanner, planner, SAVE_PLANNER_ADVICE)
+        flat: dict[str, Any] = planner.state_dict  # type: ignore[attr-defined]  # DefaultSavePlanner's
+        state = unflatten_state_dict(flat, planner.mappings) if planner.flatten_state_dict else flat  # type: ignore[attr-defined]
+        group, num_ranks = self.process_group, plan.storage_data
+        is_grouped = dist.is_available() and dist.is_initialized()
+        is_alone = is_grouped and self._uses_collectives and num_ranks == 1
+        if is_grouped and self._uses_collectives and num_ranks not in {1, dist.get_world_size(group)}:
+            raise CheckpointMismatchError(
+                f"{num_ranks} ranks save, and the process_group of BcpStorageWriter has {dist.get_world_size(group)}; "
+                "nothing was written: give it the process_group that dcp.save is called with",
+                kind="conflict",
+            )
+        own_group = alone_group() if is_alone else None
+        try:
+            handle = begin_save(
+                state,
+                self.path,
+                process_group=own_group or group,
+                storage_options=self.storage_options,
+                options=self.options,
+                on_conflict="per_rank",
+                is_async=False,
+            )
+            handle.result()
+        finally:
+            if own_group is not None:
+                dist.destroy_process_group(own_group)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Does nothing: the checkpoint is committed already."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        """Returns True for any path or URL."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Returns the path, for the metadata that dcp.save returns."""
+        return StorageMeta(checkpoint_id=self.path)
+
+
+def begin_save(
+    state: Mapping[str, Any],
+    path: PathLike,
+    *,
+    process_group: dist.ProcessGroup | None,
+    storage_options: Mapping[str, Any] | None,
+    options: SaveOptions,
+    on_conflict: OnConflict,
+    is_async: bool,
+) -> SaveHandle:
+    """Saves a state without Stateful values, of which each rank keeps its own where they differ."""
+    marked = mark_differing(
+        state,
+        path=str(path),
+        process_group=process_group,
+        timeout_s=options.timeout_s,
+        on_conflict=on_conflict,
+    )
+    return api.save(
+        path,
+        marked,
+        async_save=is_async,
+        process_group=process_group,
+        storage_options=storage_options,
+        options=options,
+    )
+
+
+class BcpStorageReader(StorageReader):
+    """The `storage_reader` of dcp.load: a checkpoint of this library, or of any format that its `load` reads.
+
+    Each rank reads its part alone, for any planner that takes plain data as DefaultLoadPlanner does;
+    `bytecheckpoint.integrations.dcp.load` shares the reads out.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        *,
+        options: LoadOptions | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.path = path
+        self.options = options or LoadOptions()
+        self.storage_options = storage_options
+        self._source: Source | None = None
+        self._rank = 0
+        self._found: FlatCheckpoint | None = None
+
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+        """Takes the path of the next checkpoint, if one is given."""
+        self.path = self.path if checkpoint_id is None else checkpoint_id
+        self._source = self._found = None
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        """Returns the contents under the names of DCP, each tensor as one chunk, of which any part can be read.
+
+        Raises the errors of `bytecheckpoint.open`.
+        """
+        self._rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        target = LoadTarget(os.fspath(self.path), "latest", self.storage_options)
+        self._source = open_alone(target, self.options)
+        self._found = flattened(self._source.manifest, self._source.path, rank=self._rank)
+        return self._found.metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:  # noqa: FBT001 - torch's signature
+        """Does nothing: `read_metadata` has opened the checkpoint."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Returns the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Returns the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fills the tensors that the planner resolves, in as few reads as a load, and hands over plain data.
+
+        Raises the errors of a load, and CheckpointMismatchError (conflict) for a planner that wants plain data pickled.
+        """
+        source, found = self._source, self._found
+        if source is None or found is None:
+            raise CheckpointMismatchError("read_data was called before read_metadata", kind="conflict")
+        tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                _hand_over(planner, item, found.values[item.storage_index.fqn])
+        _fill(source, found, [(item, planner.resolve_tensor(item).detach()) for item in tensors], planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        """Returns True for any path or URL."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+
+def _fill(
+    source: Source, found: FlatCheckpoint, targets: Sequence[tuple[ReadItem, torch.Tensor]], planner: LoadPlanner
+) -> None:
+    shards: list[LocalShard] = []
+    for item, target in targets:
+        fqn = item.storage_index.fqn
+        region = Region(tuple(item.storage_offsets), tuple(item.lengths))
+        if fqn in found.stored_fqns:
+            stored_fqn = found.stored_fqns[fqn]
+            shape = source.manifest.describe(stored_fqn)[1]
+            shards.append(LocalShard(stored_fqn, dtype_name(target.dtype), shape, region, target))
+        else:
+            target.copy_(found.values[fqn][tuple(map(slice, region.offsets, _ends(region)))])
+    fqns = [shard.fqn for shard in shards]
+    source.read(source.plan(shards, fqns), shards, fqns)
+    for item, target in targets:
+        if not target.is_inference():
+            increment_version(target)  # bytes are put there behind torch's back
+        planner.commit_tensor(item, target)
+
+
+def _ends(region: Region) -> list[int]:
+    return [offset + length for offset, length in zip(region.offsets, region.lengths, strict=True)]
+
+
+def _hand_over(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
+    """Does what DefaultLoadPlanner does with a pickle of the value, without the pickle."""
+    if not isinstance(planner, DefaultLoadPlanner) or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
+        name = f"{type(planner).__module__}.{type(planner).__qualname__}"
+        raise CheckpointMismatchError(
+            f"{name} takes plain data, as {item.storage_index.fqn!r:.200}, as pickles, which this library does not "
+            "make; that tensors were loaded is not certain: use a planner with the load_bytes of DefaultLoadPlanner",
+            kind="conflict",
+        )
+    fqn = item.dest_index.fqn
+    if planner.flatten_state_dict:
+        set_element(planner.original_state_dict, planner.mappings[fqn], value)
+    else:
+        planner.state_dict[fqn] = value
