@@ -7,7 +7,7 @@ an AppState of a fully_shard model and its AdamW, on gloo ranks.
 The same program saves with either module. Each candidate has processes of its own, which train while they save. The
 first save of each does not count. `stall` is the time of the call with the state_dict() in it, `staged` what the first
 step afterwards waits, `lost` both and what steps beside the save took longer; of all ranks the slowest. Memory is that
-of all ranks beyond the state, at its peak over two saves in fresh processes.
+of all ranks beyond the state and training, at its peak over two saves in fresh processes.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ from shared.process_pool import ProcessPool
 from shared.rank_process import Obey, join
 
 WIDTH, BATCH = 1024, 8
+MEMORY_STEPS = 8
+SYNCHRONOUS = {"dcp", "bcp"}
 TIMEOUT_S = 300.0
 TITLES = {
     "dcp": "torch DCP, save",
@@ -90,7 +92,7 @@ def spread(seconds: list[float]) -> str:
 
 def beside_torch(name: str, timings: dict[str, list[dict[str, float]]]) -> str:
     """Returns the stall as a part of the shortest that torch has in the same way."""
-    ways = ["dcp"] if name in {"dcp", "bcp"} else ["dcp-async", "dcp-cached"]
+    ways = ["dcp"] if name in SYNCHRONOUS else ["dcp-async", "dcp-cached"]
     stalls = [statistics.median(timing["stall"] for timing in timings[way]) for way in ways if way in timings]
     own = statistics.median(timing["stall"] for timing in timings[name])
     return f"{own / min(stalls):.2f}x" if stalls else "-"
@@ -116,13 +118,15 @@ def measure_times(
 
 
 def measure_memory(name: str, arguments: argparse.Namespace, folder: Path) -> int:
-    """Returns the bytes beyond the state of two saves, because memory that a candidate keeps counts too."""
+    """Returns the bytes of two saves beyond those of training alone: memory that a candidate keeps counts too."""
     with new_pool(arguments) as pool:
-        pool.run(candidate="")
-        with PeakMemory(partial(memory_of, pool.sessions)) as peak:
+        memory = partial(memory_of, pool.sessions)
+        with PeakMemory(memory) as alone, PeakMemory(memory) as peak:
+            pool.run(candidate="")
+            trained = alone.bytes if name not in SYNCHRONOUS else 0  # which train no step while they save
             for _ in range(2):
                 save_once(pool, name, folder)
-    return peak.bytes
+    return peak.bytes - trained
 
 
 def new_pool(arguments: argparse.Namespace) -> ProcessPool:
@@ -150,8 +154,8 @@ def begin(rank: int, port: int, *, num_ranks: int, mb: float) -> tuple[dict[str,
     def obey(command: dict[str, Any]) -> dict[str, Any]:
         name = command["candidate"]
         if not name:
-            return job.train()
-        timer = time_sync if name in {"dcp", "bcp"} else time_async
+            return job.train(MEMORY_STEPS)
+        timer = time_sync if name in SYNCHRONOUS else time_async
         timing = timer(lambda folder, _: saves[name](folder), Path(command["folder"]), job)
         return dataclasses.asdict(timing)
 
@@ -171,11 +175,12 @@ class TrainingJob:
         fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self._batch = torch.randn(BATCH, WIDTH)
-        self.train()
+        self.train(1)
 
-    def train(self) -> dict[str, Any]:
-        self.compute(is_done=True)
-        self.update()
+    def train(self, num_steps: int) -> dict[str, Any]:
+        for _ in range(num_steps):
+            self.compute(is_done=True)
+            self.update()
         return {}
 
     def barrier(self) -> None:
