@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from bytecheckpoint.adapters.checkpoint_view import PER_RANK_NAME, CheckpointView, StoredTree
+from bytecheckpoint.adapters.data.stream_wire import ONLY_FOR_LOADERS, is_stream_tree
 from bytecheckpoint.adapters.expectation import (
     EntryContents,
     Expectation,
@@ -92,6 +93,8 @@ class StatefulEntry:
             )
         elif missing:
             return Expectation([], set(values), missing)
+        elif is_stream_tree(found.tree):
+            why = ONLY_FOR_LOADERS
         elif isinstance(found.tree, list) and isinstance(shown, dict):
             why = (
                 f"a list of {len(found.tree)} in the checkpoint, and this {kind} takes a dict; load it as "

@@ -27,6 +27,9 @@ VERSION = 1
 LAYOUT_KEYS = ("size", "owners")
 """Keys whose values say which ranks saved the state, and nothing about the data."""
 
+ONLY_FOR_LOADERS = "saved by a DataLoaderState; load it into one, or leave it out with exclude"
+"""Reason why another object does not take the state of a data loader."""
+
 KeyedBy = Literal["stream", "rank"]
 """States belong to streams, which any rank can take over, or to data-parallel ranks."""
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTree
+from bytecheckpoint.adapters.data.stream_wire import ONLY_FOR_LOADERS, is_stream_tree
 from bytecheckpoint.adapters.expectation import (
     EntryContents,
     Expectation,
@@ -118,6 +119,8 @@ class RankLocalEntry:
             return Expectation([], set(), [])
         values = leaves(found.tree, found.fqn)
         claims |= set(map(checkpoint.rename, values))
+        if is_stream_tree(found.tree):
+            return Expectation([], claims, [Problem("conflict", self.fqn, f"{self.fqn}: {ONLY_FOR_LOADERS}")])
         missing = [value for value in values.values() if isinstance(value, RankMissing)]
         if missing and self._holder.missing == "keep":
             return Expectation([], claims, [])
