@@ -79,6 +79,22 @@ class RecoveredSave:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataReport:
+    """Result of a load for one `DataLoaderState`."""
+
+    num_streams: int
+    """Streams that were dealt out, over all ranks."""
+    num_moved: int
+    """Those of them that another data-parallel rank had when they were saved."""
+    saved_size: int
+    """Number of data-parallel ranks that saved them."""
+    size: int
+    """Number of data-parallel ranks that loaded them."""
+    elastic: str
+    """`elastic` of the DataLoaderState of the load."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
     """Result of a load, with the keys that it did not load if strict=False."""
 
@@ -103,6 +119,8 @@ class LoadReport:
     """State FQNs that were not loaded because of include or exclude."""
     unused: Sequence[str] = ()
     """Rules of include, exclude and key_map that matched nothing, on any rank."""
+    data: Mapping[str, DataReport] = field(default_factory=dict)
+    """For each `DataLoaderState` that was loaded, by its FQN, how its streams were dealt out."""
     passed_over: Mapping[int, str] = field(default_factory=dict)
     """From `CheckpointManager.restore` only: newer steps that could not be restored, each with the reason."""
     seconds: float = 0.0
