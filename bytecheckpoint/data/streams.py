@@ -4,7 +4,6 @@ read ahead is counted in `tracked_loader`.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -113,23 +112,21 @@ class Streams(IterableDataset[Any]):
         return tree_of(position, source_name(self._sources[stream_id]))
 
     def shared_state(self) -> dict[str, Any]:
-        """Returns what all ranks agree about: how many streams there are, and a digest of their ids."""
-        digest = hashlib.sha256("\0".join(self._every_id).encode()).hexdigest()[:16]
-        return {"kind": "streams", "num_streams": len(self._every_id), "ids": digest}
+        """Returns what all ranks agree about: all state is that of streams."""
+        return {"kind": "streams"}
 
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
         """Takes over these streams at their positions, and gives up all others.
 
         Raises:
-            CheckpointMismatchError: the streams are others than those of this loader. Nothing was changed then.
+            CheckpointMismatchError: the states are not those of such streams. Nothing was changed then.
         """
-        expected = self.shared_state()
-        if dict(shared) != expected or not self._sources.keys() >= streams.keys():
-            unknown = sorted(streams.keys() - self._sources.keys())[:3]
+        unknown = sorted(streams.keys() - self._sources.keys())
+        if unknown or shared != self.shared_state():
+            found = f"the unknown streams {unknown[:3]}" if unknown else f"{shared!r} as the state of all ranks"
             raise CheckpointMismatchError(
-                f"the checkpoint has {dict(shared).get('num_streams')} streams and the loader {len(self._every_id)}, "
-                f"or their ids differ (unknown here: {unknown}). Nothing was loaded into the loader. Give it the "
-                'streams that it had when it was saved, or pass elastic="restart" to begin from the start',
+                f"bcp.data.Streams cannot take over {found}. Nothing was loaded into the loader. Give it the streams "
+                "that it had when it was saved",
                 kind="conflict",
             )
         self._taken = {each: position_of(each, streams[each], source_name(self._sources[each])) for each in streams}
