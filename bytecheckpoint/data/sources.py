@@ -131,9 +131,19 @@ def _shuffles_in_a_buffer(examples: Any) -> bool:
 
 
 def _shuffles_at_random(dataset: Any) -> bool:
-    stages = getattr(dataset, "pipeline", ())
-    names = {getattr(getattr(stage, "f", stage), "__name__", type(stage).__name__) for stage in stages}
-    return not names.isdisjoint({"_shuffle", "ResampledShardList", "ResampledShards"})
+    for stage in getattr(dataset, "pipeline", ()):
+        name = getattr(getattr(stage, "f", None), "__name__", type(stage).__name__)
+        if name.startswith("Resampled"):
+            return True
+        if name in {"_shuffle", "detshuffle"} and _buffer_size(stage) > 1:
+            return True
+    return False
+
+
+def _buffer_size(stage: Any) -> int:
+    # WebDataset(shardshuffle=False) shuffles as well, in a buffer of no samples.
+    given = [*getattr(stage, "args", ()), getattr(stage, "kw", {}).get("bufsize"), getattr(stage, "bufsize", None)]
+    return next((int(size) for size in given if isinstance(size, int)), 1000)
 
 
 class SequenceCursor:
@@ -209,13 +219,20 @@ class IterableCursor:
         if start is None:
             start = SourceSnapshot(0 if carries_over(self._source) else at.epoch, 0, 0, None)
         if is_stateful(self._source):
-            if not self._is_touched:
-                self._initial = _state_of(self._source)
-            if self._is_touched or start.state is not None:
-                state = self._initial if start.state is None else start.state
-                self._source.load_state_dict(state if hasattr(self._source, "wrapped_source") else copy.deepcopy(state))
+            self._put(start.state)
         self._is_touched = True
         self._place = (start.epoch, start.position)
+
+    def _put(self, state: Any) -> None:
+        if not self._is_touched:
+            self._initial = _state_of(self._source)
+            if state is None:
+                return
+            # torchdata's Loader keeps the iterator that its state_dict() made, and the next iter() returns that one,
+            # whatever state was loaded in between.
+            iter(self._source)
+        state = self._initial if state is None else state
+        self._source.load_state_dict(state if hasattr(self._source, "wrapped_source") else copy.deepcopy(state))
 
     def _read_on(self) -> Any | Literal[PassEnd.END]:
         epoch, position = self._place or (0, 0)

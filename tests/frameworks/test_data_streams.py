@@ -1,14 +1,15 @@
-"""Streams over datasets of Hugging Face, torchdata and webdataset, and in loaders of torchdata and accelerate: a run that
-is stopped and goes on gives what one gives that was not stopped.
+"""Streams over datasets of Hugging Face, torchdata and webdataset, and in loaders of torchdata and accelerate: a run
+that is stopped and goes on gives what one gives that was not stopped.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import itertools
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,13 @@ def web_dataset(folder: Path, number: int, **options: Any) -> Any:
                 member.size = len(data)
                 archive.addfile(member, io.BytesIO(data))
     return webdataset.WebDataset(paths, shardshuffle=False, **options).decode().to_tuple("txt")
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_garbage() -> Iterator[None]:
+    """Datasets whose passes were broken off leave files open, which their packages warn of."""
+    yield
+    gc.collect()
 
 
 KINDS: dict[str, Make] = {
