@@ -83,8 +83,8 @@ class DataReport:
     """Result of a load for one `DataLoaderState`."""
 
     num_streams: int
-    """Streams that were dealt out, over all ranks."""
-    num_moved: int
+    """Streams of all ranks; one a rank where the loader's state is not of streams."""
+    num_moved: int = 0
     """Those of them that another data-parallel rank had when they were saved."""
     saved_size: int
     """Number of data-parallel ranks that saved them."""
@@ -92,6 +92,10 @@ class DataReport:
     """Number of data-parallel ranks that loaded them."""
     elastic: str
     """`elastic` of the DataLoaderState of the load."""
+    repeated_at_most: int = 0
+    """Samples, over all ranks, that come again: with `at_least_once`, on another number of ranks."""
+    restarted: bool = False
+    """True if the loader was left at its start: with `restart`, on another number of ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,10 @@ QUICK = {
         r"\| `latest`, s \(of processor time\) \| 20 steps \| [\d.]+ \([\d.]+\) \|",
         r"\| save beside the deletion of steps, ms \| 5 steps \| [\d.]+ \([\d.]+ of alone\) \|",
     ],
+    "data_state --streams 10 --gib 0.01 --rounds 1": [
+        r"\n\| 10 \|( [\d.]+ \|){7}\n",
+        r"\n\| 0.01 \| ratio \| [\d.]+ \| [\d.]+ \|",
+    ],
     "codec --mib 1 --rounds 1": [r"\| bfloat16 \| zstd \| \d", r"\| float32 \| zstd \| \d"],
     # Two blocks of ranks, so that the leader of one forwards messages.
     "planning --ranks 66 --tensors 7 --dcp-up-to 66": [r"\n\| 66 \| 462 \| [\d.]+ \| \d.*\| 1/\d+ \| 1/\d+ \|\n"],

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from bytecheckpoint.adapters.checkpoint_view import PER_RANK_NAME, CheckpointView, StoredTree
+from bytecheckpoint.adapters.data.stream_wire import ONLY_FOR_LOADERS, is_stream_tree
 from bytecheckpoint.adapters.expectation import (
     EntryContents,
     Expectation,
@@ -118,6 +119,8 @@ class StatefulEntry:
             )
         elif missing:
             return Expectation([], set(values), missing)
+        elif is_stream_tree(found.tree):
+            why = ONLY_FOR_LOADERS
         elif isinstance(found.tree, list) and isinstance(shown, dict):
             why = (
                 f"a list of {len(found.tree)} in the checkpoint, and this {kind} takes a dict; load it as "
@@ -205,6 +208,8 @@ class RankLocalEntry:
             return Expectation([], set(), [])
         values = leaves(found.tree, found.fqn)
         claims = set(map(checkpoint.rename, values))
+        if is_stream_tree(found.tree):
+            return Expectation([], claims, [Problem("conflict", self.fqn, f"{self.fqn}: {ONLY_FOR_LOADERS}")])
         missing = [value for value in values.values() if isinstance(value, RankMissing)]
         if missing and self._holder.missing == "keep":
             return Expectation([], claims, [])

@@ -15,6 +15,7 @@ from checkpoint_files import flip
 from cli_page import PAGE, option_table, with_option_tables
 from fake_telemetry import checkpoint_with_telemetry, ordinary
 from packed_checkpoints import compress_checkpoint
+from stream_loaders import StreamLoader, state_of
 
 import bytecheckpoint as bcp
 from bytecheckpoint.manager import step_records
@@ -30,6 +31,7 @@ FREE = {
     "objects[].value",
     "objects[].a",
     "objects[].b",
+    "data[].shared",
     "ranks[].seconds",
 }
 """Whose content the checkpoint decides."""
@@ -128,12 +130,18 @@ def test_json_of_ls(call, root, sections) -> None:
     assert_documented([*results, call("ls", root, "--json").json], sections["ls"])
 
 
+def data_state(position: int) -> bcp.DataLoaderState:
+    return bcp.DataLoaderState(StreamLoader({"a": state_of("a", position)}, {"seed": 4}), rank=0, size=1)
+
+
 def test_json_of_show(call, root, sections, tmp_path) -> None:
     page = ["--html", tmp_path / "page.html"]
     full = call("show", root, "--tree", "--files", "--objects", "--stats", "--tensor", "*", "--json", *page).json
     packed = shutil.copytree(root / "step_00001000", tmp_path / "packed")
     compress_checkpoint(packed)
-    results = [full, call("show", root, "--json").json, call("show", packed, "--json").json]
+    bcp.save(tmp_path / "data", {"data": data_state(3)})
+    with_data = call("show", tmp_path / "data", "--data", "--json").json
+    results = [full, with_data, call("show", root, "--json").json, call("show", packed, "--json").json]
     assert_documented(results, sections["show"])
 
 
@@ -171,11 +179,14 @@ def test_json_of_diff(call, root, sections, tmp_path) -> None:
     ranked = bcp.RankLocal({"seed": 1})
     bcp.save(tmp_path / "a", {"w": torch.zeros(3), "v": torch.zeros(2), "lr": 1.0, "rng": ranked, "x": 1})
     bcp.save(tmp_path / "b", {"w": torch.ones(3), "v": torch.zeros(3), "lr": None, "u": torch.zeros(1)})
+    for name, position in (("c", 3), ("d", 5)):
+        bcp.save(tmp_path / name, {"data": data_state(position)})
     results = [
         call("diff", root, root, "--json").json,
         call("diff", tmp_path / "a", tmp_path / "b", "--json").json,
         call("diff", tmp_path / "a", tmp_path / "b", "--json", "--atol", 2).json,
         call("diff", tmp_path / "a", tmp_path / "b", "--json", "--to", "hf").json,
+        call("diff", tmp_path / "c", tmp_path / "d", "--json").json,
     ]
     assert_documented(results, sections["diff"])
 

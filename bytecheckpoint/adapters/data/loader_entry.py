@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -10,8 +12,10 @@ import msgspec
 import torch
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTree
+from bytecheckpoint.adapters.data.elastic_rules import load_rule, why_not_saved
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState
 from bytecheckpoint.adapters.data.merge_streams import digest_of, listed_ids
+from bytecheckpoint.adapters.data.rank_states import consumed_prefix, rank_id
 from bytecheckpoint.adapters.data.stream_wire import (
     MARK,
     VERSION,
@@ -19,6 +23,7 @@ from bytecheckpoint.adapters.data.stream_wire import (
     StreamTable,
     encode_state,
     is_stream_tree,
+    is_whole,
 )
 from bytecheckpoint.adapters.expectation import EntryContents, Expectation, Problem, not_stored
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, fits_inline
@@ -42,12 +47,14 @@ class _StreamShare(NamedTuple):
     """Sorted ids of all of these."""
     new: Sequence[str]
     """Ids of this rank's streams that the checkpoint lacks."""
-    ids: Sequence[str]
-    """Sorted ids of the streams of all ranks."""
+    ids: Sequence[str] | None
+    """Sorted ids of the streams of all ranks, where these were assigned."""
     names: Collection[str]
     """State FQNs of all that the checkpoint has of the entry."""
     problems: Sequence[Problem]
     report: DataReport
+    why_restarted: str = ""
+    """Set where the loader stays at its start."""
 
 
 class DataLoaderEntry:
@@ -67,7 +74,14 @@ class DataLoaderEntry:
         return self._tensors
 
     def collect(self) -> EntryContents:
-        loader = self._exact_loader()
+        state, loader = self._state, self._state.streams
+        why = why_not_saved(state)
+        if why is not None:
+            raise unsupported(
+                self.fqn,
+                f'a {type(state.loader).__name__} whose state elastic="{state.elastic}" cannot keep: {why}',
+                "wrap its sources in bcp.data.Streams, or choose another `elastic`, which docs/data.md explains",
+            )
         tensors: list[tuple[str, torch.Tensor]] = []
 
         def on_tensor(fqn: str, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -89,20 +103,6 @@ class DataLoaderEntry:
         names = {self.fqn, prefix, *(name for name, _ in tensors)}
         return EntryContents(shards.found, names, {self.fqn: ("streams", self._part(loader, streams, shared))})
 
-    def _exact_loader(self) -> ElasticLoader:
-        loader = self._state.streams
-        why: str | None = "it belongs to the process that it is of, and no other number of ranks can go on from it"
-        if loader is not None:
-            refuse = getattr(loader, "refuse_inexact", None)
-            why = refuse() if refuse is not None else None
-        if loader is None or why is not None:
-            raise unsupported(
-                self.fqn,
-                f'a {type(self._state.loader).__name__} whose state elastic="exact" cannot keep: {why}',
-                "wrap its sources in bcp.data.Streams, or choose another `elastic`, which docs/data.md explains",
-            )
-        return loader
-
     def _own_ids(self, loader: ElasticLoader, fqn: str) -> list[str]:
         ids = sorted(loader.stream_ids())
         if len(set(ids)) < len(ids):
@@ -120,7 +120,7 @@ class DataLoaderEntry:
         part = StreamsPart(
             loader=type(state.loader).__name__,
             elastic=state.elastic,
-            keyed_by="stream",
+            keyed_by=state.keyed_by,
             size=state.size,
             dp_rank=state.rank,
             shared=msgspec.Raw(shared),
@@ -157,16 +157,35 @@ class DataLoaderEntry:
             left_out = next((name for name in names if not checkpoint.takes(name)), None)
             if left_out is not None:
                 return f"include and exclude leave out {left_out}; a loader takes all of its state, or none"
-        if not {"keyed_by", "size", "shared", "streams", "owners"} <= tree.keys():
-            return "a part of its state was left out of the checkpoint"
-        if tree["keyed_by"] != "stream" or self._state.streams is None:
-            return "its state is that of ranks, and not of streams"
+        if not is_whole(tree):
+            return "a part of its state was left out of the checkpoint when that was converted"
         return None
 
     def _find_share(self, found: StoredTree, checkpoint: CheckpointView, names: Collection[str]) -> _StreamShare | str:
-        """Returns this rank's part, or the reason why the streams cannot be dealt out."""
+        """Returns this rank's part, or the reason why there is none."""
         state, tree = self._state, found.tree
-        loader: ElasticLoader = state.streams  # type: ignore[assignment]  # `_why_refused` has seen that there is one
+        rule = load_rule(state, tree)
+        report = DataReport(
+            num_streams=len(tree["streams"]), saved_size=tree["size"], size=state.size, elastic=state.elastic
+        )
+        nothing = found._replace(tree={"shared": None, "streams": {}})
+        share = _StreamShare(checkpoint, nothing, {}, [], [], None, names, [], report)
+        if rule.action == "refuse":
+            return rule.why
+        if rule.action == "restart":
+            return share._replace(report=replace(report, restarted=True), why_restarted=rule.why)
+        if rule.action == "assign":
+            return self._assigned(share, found)
+        states = [tree["streams"][rank_id(rank)] for rank in range(tree["size"])]
+        prefix = consumed_prefix(states, state.loader, size=state.size)
+        if isinstance(prefix, str):
+            return f'{rule.why}, and {prefix}; load it on as many, or choose elastic="restart"'
+        own = {} if prefix.state is None else {rank_id(state.rank): prefix.state}
+        report = replace(report, repeated_at_most=prefix.repeated_at_most)
+        return share._replace(plain=own, own=list(own), report=report)
+
+    def _assigned(self, share: _StreamShare, found: StoredTree) -> _StreamShare | str:
+        state, loader, tree = self._state, self._state.streams, found.tree
         table = tree["streams"]
         saved_by = dict(zip(sorted(table), tree["owners"].tolist(), strict=True))
         ids, new, problems = self._compare(loader, saved_by)
@@ -178,15 +197,16 @@ class DataLoaderEntry:
         plain, others = (
             table.decode(own) if isinstance(table, StreamTable) else ({}, {each: table[each] for each in own})
         )
-        report = DataReport(
-            num_streams=len(ids),
-            num_moved=sum(saved_by[each] != rank for rank, part in enumerate(parts) for each in part),
-            saved_size=tree["size"],
-            size=state.size,
-            elastic=state.elastic,
+        num_moved = sum(saved_by[each] != rank for rank, part in enumerate(parts) for each in part)
+        return share._replace(
+            found=found._replace(tree={"shared": tree["shared"], "streams": others}),
+            plain=plain,
+            own=own,
+            new=new,
+            ids=ids,
+            problems=problems,
+            report=replace(share.report, num_streams=len(ids), num_moved=num_moved),
         )
-        own_part = found._replace(tree={"shared": tree["shared"], "streams": others})
-        return _StreamShare(checkpoint, own_part, plain, own, new, ids, names, problems, report)
 
     def _compare(
         self, loader: ElasticLoader, saved_by: Mapping[str, int]
@@ -213,7 +233,13 @@ class DataLoaderEntry:
 
     def finish(self, checkpoint: CheckpointView) -> None:
         share, loader = self._share, self._state.streams
-        if share is None or loader is None:
+        if share is None:
+            return
+        self.report = share.report
+        if share.why_restarted:
+            if self._state.rank == 0:
+                text = f"{self.fqn}: the data loader starts anew, from its first sample: {share.why_restarted}"
+                warnings.warn(text, stacklevel=2)
             return
         filled = self._target.filled(share.found, {}, checkpoint)
         states = {**share.plain, **filled["streams"]}
@@ -221,4 +247,3 @@ class DataLoaderEntry:
         kept = {each: loader.stream_state(each) for each in share.new}
         loader.load_streams({**{each: states[each] for each in share.own}, **kept}, filled["shared"])
         self._state.loaded_ids = share.ids
-        self.report = share.report

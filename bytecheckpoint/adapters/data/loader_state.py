@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
+from bytecheckpoint.adapters.data.rank_states import RankStates
+from bytecheckpoint.adapters.data.stream_wire import KeyedBy
 from bytecheckpoint.data.elastic_loader import ElasticLoader
 from bytecheckpoint.data.known_loaders import elastic_loader_of
 
@@ -43,15 +45,17 @@ class DataLoaderState:
         self.rank = rank
         self.size = size
         self.elastic = elastic
-        self.streams: ElasticLoader | None = elastic_loader_of(loader)
-        """The loader as one of streams; None where it is not known as one."""
-        self.loaded_ids: Sequence[str] | None = None
-        """Sorted ids of the streams of all ranks, once a load has dealt them out."""
-        if self.streams is None and not _has_state(loader):
+        elastic_loader = elastic_loader_of(loader)
+        if elastic_loader is None and not _has_state(loader):
             raise TypeError(
                 f"a {type(loader).__name__} is no ElasticLoader, no loader that is known, and has no state_dict() and "
                 "load_state_dict(): there is no state to save; docs/data.md says which loaders have one"
             )
+        self.keyed_by: KeyedBy = "rank" if elastic_loader is None else "stream"
+        """States belong to streams, which any rank can take over, or to data-parallel ranks."""
+        self.streams: ElasticLoader = elastic_loader or RankStates(loader, rank=rank, size=size)
+        self.loaded_ids: Sequence[str] | None = None
+        """Sorted ids of the streams of all ranks, once a load has dealt them out."""
 
     def __repr__(self) -> str:
         return f"DataLoaderState({self.loader!r}, rank={self.rank}, size={self.size}, elastic={self.elastic!r})"

@@ -24,6 +24,11 @@ from bytecheckpoint.manifest.plain_wire import MAX_DEPTH
 MARK = "@streams"
 """First key of the object of a data loader. Its value is the version of the form."""
 VERSION = 1
+LAYOUT_KEYS = ("size", "owners")
+"""Keys whose values say which ranks saved the state, and nothing about the data."""
+
+ONLY_FOR_LOADERS = "saved by a DataLoaderState; load it into one, or leave it out with exclude"
+"""Reason why another object does not take the state of a data loader."""
 
 KeyedBy = Literal["stream", "rank"]
 """States belong to streams, which any rank can take over, or to data-parallel ranks."""
@@ -143,7 +148,8 @@ def encode_stored(
 
 def has_mark(data: bytes) -> bool:
     """Returns True if an object of a manifest is the state of a data loader, as its first key says."""
-    return data[1 : 1 + len(_MARK_BYTES)] == _MARK_BYTES
+    is_short_map = bool(data) and data[0] >> 4 == 0x8
+    return is_short_map and data[1 : 1 + len(_MARK_BYTES)] == _MARK_BYTES
 
 
 def decode_stored(data: bytes) -> Any:
@@ -169,3 +175,13 @@ def decode_stored(data: bytes) -> Any:
 def is_stream_tree(tree: Any) -> TypeGuard[dict[str, Any]]:
     """Returns True for the tree of a data loader's state."""
     return isinstance(tree, dict) and MARK in tree
+
+
+def is_whole(tree: Mapping[str, Any]) -> bool:
+    """Returns True if nothing was left out of the tree of a data loader's state, and all is of the right kind."""
+    if not {"keyed_by", "size", "shared", "streams", "owners"} <= tree.keys():
+        return False
+    owners, streams = tree["owners"], tree["streams"]
+    if not isinstance(owners, np.ndarray) or not isinstance(streams, dict | StreamTable):
+        return False
+    return owners.shape == (len(streams),) and type(tree["size"]) is int and tree["size"] > 0

@@ -12,6 +12,7 @@ from stream_loaders import BUFFER_LENGTH, BlockLoader, ListingLoader, StreamLoad
 from training import same_value
 
 import bytecheckpoint as bcp
+from bytecheckpoint.saving import global_plan
 
 
 def data_state(loader: Any, **arguments: Any) -> bcp.DataLoaderState:
@@ -243,3 +244,40 @@ def test_a_manager_saves_and_restores_it(tmp_path: Path) -> None:
     with bcp.CheckpointManager(tmp_path, save=bcp.save_policies.EverySteps(1)) as manager:
         assert manager.restore(state, step=2) is not None
     assert loader.streams["a"] == state_of("a", 2)
+
+
+def test_states_that_change_keep_the_plan_and_a_tensor_of_another_shape_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[int] = []
+    plan_save = global_plan.plan_save
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        planned.append(1)
+        return plan_save(*arguments, **options)
+
+    monkeypatch.setattr(global_plan, "plan_save", counted)
+    loader = StreamLoader({"a": state_of("a"), "b": state_of("b", with_buffer=True)})
+    state = {"model": torch.nn.Linear(3, 3), "data": data_state(loader)}
+    for step in range(3):
+        loader.streams["a"] = state_of("a", step)
+        loader.streams["b"]["buffer"]["tail"] += 1
+        loader.streams["b"]["buffer"]["length"] += 1
+        bcp.save(tmp_path, state, step=step)
+    assert len(planned) == 1
+    loader.streams["b"]["buffer"]["tail"] = torch.zeros(2 * BUFFER_LENGTH)
+    bcp.save(tmp_path, state, step=3)
+    assert len(planned) == 2
+    loaded = StreamLoader()
+    bcp.load(tmp_path, {"data": data_state(loaded)}, step=2)
+    assert (loaded.streams["a"]["position"], int(loaded.streams["b"]["buffer"]["length"])) == (2, 6)
+
+
+def test_a_state_of_a_loader_is_none_for_another_object(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"data": data_state(StreamLoader({"a": state_of("a", with_buffer=True)}))})
+    for value in (Stateful(), bcp.RankLocal(Stateful()), bcp.RankLocal(3)):
+        with pytest.raises(bcp.CheckpointMismatchError, match="saved by a DataLoaderState; load it into one"):
+            bcp.load(tmp_path, {"data": value})
+    plain: dict[str, Any] = {}
+    bcp.load(tmp_path, {"data": plain})
+    assert same_value(plain["streams"], {"a": state_of("a", with_buffer=True)})
