@@ -1,0 +1,77 @@
+"""Runs that are killed and go on with other numbers of ranks and workers lose no sample and repeat none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data.histories import Ranks, in_memory, play_freely, play_in_step
+from data.sample_sources import KINDS
+
+import bytecheckpoint as bcp
+
+FEW, MANY = 15, 250
+"""Histories of each of two kinds."""
+
+
+@pytest.mark.parametrize("seed", range(FEW))
+def test_no_sample_is_lost_or_repeated(seed: int) -> None:
+    play_freely(seed, in_memory, kind=list(KINDS)[seed % len(KINDS)])
+
+
+@pytest.mark.parametrize("seed", range(FEW))
+def test_each_global_batch_is_that_of_the_run_that_was_not_interrupted(seed: int) -> None:
+    play_in_step(seed, in_memory, kind=list(KINDS)[seed % len(KINDS)])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("first", range(FEW, MANY, 5))
+def test_many_histories(first: int) -> None:
+    for seed in range(first, first + 5):
+        play_freely(seed, in_memory)
+        play_in_step(seed, in_memory)
+
+
+@pytest.mark.parametrize("kind", ["lines", "shuffled records", "packed after shuffling"])
+def test_a_history_through_checkpoints(kind: str, tmp_path: Path) -> None:
+    play_freely(1000, checkpoints(tmp_path), kind)
+    play_in_step(1000, checkpoints(tmp_path), kind)
+
+
+class AllRanks:
+    """The loaders of all ranks of this process as one, which a save and a load of one process take."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def stream_ids(self) -> Sequence[str]:
+        return sorted(each for loader in self.ranks.tracked for each in loader.stream_ids())
+
+    def stream_state(self, stream_id: str) -> Any:
+        return next(each for each in self.ranks.tracked if stream_id in each.stream_ids()).stream_state(stream_id)
+
+    def shared_state(self) -> Any:
+        return self.ranks.tracked[0].shared_state()
+
+    def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
+        assert shared == self.shared_state()
+        self.ranks.load(dict(streams))
+
+
+def checkpoints(root: Path) -> Callable[[Ranks], Callable[[Ranks], None]]:
+    numbers = count(len(list(root.iterdir())))
+
+    def save(ranks: Ranks) -> Callable[[Ranks], None]:
+        path = root / f"history-{next(numbers)}"
+        bcp.save(path, {"data": bcp.DataLoaderState(AllRanks(ranks), rank=0, size=1)})
+
+        def load(others: Ranks) -> None:
+            bcp.load(path, {"data": bcp.DataLoaderState(AllRanks(others), rank=0, size=1)})
+
+        return load
+
+    return save
