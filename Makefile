@@ -100,9 +100,10 @@ $(VENV)/.installed-bench: benchmarks/requirements.txt $(VENV)/.installed-test
 	@$(PIP) install --requirement benchmarks/requirements.txt
 	@touch $@
 
-$(VENV)/.installed-frameworks: tests/frameworks/requirements.txt $(VENV)/.installed-test
+$(VENV)/.installed-frameworks: $(wildcard tests/frameworks/requirements*.txt) $(VENV)/.installed-test
 	@echo "installing the frameworks"
 	@DS_BUILD_OPS=0 $(PIP) install --requirement tests/frameworks/requirements.txt
+	@$(PIP) install --no-deps --requirement tests/frameworks/requirements_alone.txt
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml $(VENV)/.installed-torch

@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
 import re
 import textwrap
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -148,6 +151,19 @@ def test_the_way_through_a_local_disk_runs(tmp_path: Path) -> None:
     assert list((tmp_path / "nvme").iterdir()) == []
 
 
+def test_random_numbers_are_saved_and_restored_as_the_page_says(tmp_path: Path) -> None:
+    first, places, own = blocks_of(ROOT / "docs" / "data.md")
+    model = torch.nn.Linear(2, 2)
+    made = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "root": tmp_path, "step": 3}
+    names = run(first, {"bcp": bcp, **made, "loader": [torch.ones(2)]})
+    drawn = torch.rand(())
+    names["report"].restore_rng()
+    assert torch.rand(()) == drawn
+    run(places, {"bcp": bcp, "mesh": SimpleNamespace(get_local_rank=len), "pp_rank": 0, "dp_rank": 1})
+    names |= run(own, {**names, "np": np, "random": random, "torch": torch})
+    bcp.save(tmp_path, names["state"], step=4)
+
+
 def test_checkpoints_of_others_are_read_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = mlp()
@@ -206,6 +222,7 @@ def test_there_is_no_block_of_python_that_no_test_knows() -> None:
         "frameworks.md": 4,
         "local_stage.md": 1,
         "manager.md": 1,
+        "data.md": 3,
         "foreign.md": 3,
         "name_maps.md": 1,
     }

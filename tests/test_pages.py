@@ -44,7 +44,17 @@ ABOUT_OTHERS = {
     "benchmarks.md": "benchmarks tell what other programs' writers do",
     "faults.md": "a table of faults: reads and writes there are those that were made to fail",
 }
-OPTIONS_OF_OTHERS = {"--ckpt-format", "--help", "--json", "--storage-option", "--version", "--minutes", "--size"}
+OPTIONS_OF_OTHERS = {
+    "--ckpt-format",
+    "--dataloader-type",
+    "--no-data-sharding",
+    "--help",
+    "--json",
+    "--storage-option",
+    "--version",
+    "--minutes",
+    "--size",
+}
 """Of Megatron, of every command (the page tells them once), and of scripts."""
 
 

@@ -1,0 +1,197 @@
+"""Loaders that are exact by themselves, because one position in a fixed order of samples says what all ranks have
+taken: Megatron's counts of consumed samples, Mosaic's streaming, Grain's ElasticIterator and litData.
+
+Each is told by the names of its classes. A position has no streams: it is shared state, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bytecheckpoint.errors import CheckpointMismatchError
+
+_MEGATRON_COUNTS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+
+
+class CursorLoader:
+    """The elastic loader of a data loader with one position for all ranks.
+
+    `read` returns the position as a tree, `load` takes it back, and `why_inexact` says why it is none, or None.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Any],
+        load: Callable[[Any], None],
+        why_inexact: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self._read = read
+        self._load = load
+        self._why_inexact = why_inexact
+
+    def stream_ids(self) -> Sequence[str]:
+        """Returns nothing: a position has no streams."""
+        return []
+
+    def stream_state(self, stream_id: str) -> Any:
+        """Raises KeyError: there are no streams."""
+        raise KeyError(stream_id)
+
+    def shared_state(self) -> Any:
+        """Returns the position."""
+        return self._read()
+
+    def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
+        """Takes the position.
+
+        Raises CheckpointMismatchError (conflict) if the state has streams, or the loader cannot go on at the position.
+        """
+        if streams:
+            raise CheckpointMismatchError(
+                f"the state that was saved has {len(streams)} streams, and this loader has one position for all ranks; "
+                "load into the kind of loader that was saved",
+                kind="conflict",
+            )
+        self._load(shared)
+
+    def refuse_inexact(self) -> str | None:
+        """Returns why another number of ranks would lose or repeat samples, or None."""
+        return self._why_inexact()
+
+
+def megatron_cursor(args: Any) -> CursorLoader | None:
+    """Returns the loader of Megatron's arguments or train state, from which its data loaders are built with the number
+    of samples that were consumed.
+    """
+    if type(getattr(args, _MEGATRON_COUNTS[0], None)) is not int:
+        return None
+
+    def read() -> dict[str, int]:
+        return {name: getattr(args, name) for name in _MEGATRON_COUNTS if type(getattr(args, name, None)) is int}
+
+    def load(counts: Mapping[str, int]) -> None:
+        for name, count in counts.items():
+            setattr(args, name, count)
+
+    def why_inexact() -> str | None:
+        kind = getattr(args, "dataloader_type", None)
+        if kind == "external":
+            return "its dataloader_type is external, and the state of that loader is not in Megatron's counts"
+        if kind == "cyclic" and getattr(args, "data_sharding", True):
+            return "with data_sharding the order of samples depends on the number of ranks; pass --no-data-sharding"
+        return None
+
+    return CursorLoader(read, load, why_inexact)
+
+
+def mosaic_cursor(loader: Any) -> CursorLoader | None:
+    """Returns the loader of a StreamingDataLoader of Mosaic's over a StreamingDataset.
+
+    It counts the samples that it gave out, at the same rate on all ranks.
+    """
+    if not _is_of(loader, "streaming.", "StreamingDataLoader") or not _is_of(
+        loader.dataset, "streaming.", "StreamingDataset"
+    ):
+        return None
+
+    def read() -> dict[str, Any]:
+        state: dict[str, Any] = loader.state_dict()
+        size, batch_size = len(loader.dataset), loader.batch_size or 1
+        in_whole_batches = size // batch_size * batch_size if loader.drop_last else size
+        num_ranks = loader.dataset._parallel_rank_world.num_ranks  # replicas of a sample count as one
+        if state["sample_in_epoch"] >= in_whole_batches * num_ranks:
+            return {**state, "epoch": state["epoch"] + 1, "sample_in_epoch": 0}
+        return state
+
+    def load(state: Mapping[str, Any]) -> None:
+        loader.load_state_dict(dict(state))
+        # A dataset that has begun a later epoch takes an earlier state for one that is out of date.
+        loader.dataset.next_epoch = state["epoch"]
+        loader.num_samples_yielded = 0
+
+    return CursorLoader(read, load)
+
+
+def grain_cursor(loader: Any) -> CursorLoader | None:
+    """Returns the loader of an ElasticIterator of Grain's, or of the iterator that it gives."""
+    if not any(_is_of(loader, "grain.", name) for name in ("ElasticIterator", "_ElasticMapDatasetIterator")):
+        return None
+    return CursorLoader(loader.get_state, lambda state: loader.set_state(dict(state)))
+
+
+def litdata_cursor(loader: Any) -> CursorLoader | None:
+    """Returns the loader of a StreamingDataLoader of litData's."""
+    if not _is_of(loader, "litdata.", "StreamingDataLoader"):
+        return None
+
+    def read() -> dict[str, Any]:
+        state: dict[str, Any] = copy.deepcopy(loader.state_dict())
+        dataset = state["dataset"]
+        if dataset["sample_in_epoch"] >= len(loader.dataset) * dataset["world_size"]:
+            dataset.update(sample_in_epoch=0, num_samples_yielded=0)  # the next pass begins the epoch after this one
+            state["num_samples_yielded"] = 0
+        return state
+
+    def load(state: dict[str, Any]) -> None:
+        if state["dataset"]["sample_in_epoch"] and _is_resharded(loader, state["dataset"]):
+            _refuse_repeats(loader, state["dataset"])
+        loader.load_state_dict(_for_this_size(loader, state))
+
+    def why_inexact() -> str | None:
+        if _is_of(loader.dataset, "litdata.", "StreamingDataset"):
+            return None
+        kind = type(loader.dataset).__name__
+        return f"litData resumes a {kind} on the same number of ranks, workers and samples in a batch only"
+
+    return CursorLoader(read, load, why_inexact)
+
+
+def _topology(loader: Any) -> dict[str, int]:
+    size = loader.dataset.distributed_env.world_size
+    return {"world_size": size, "num_workers": loader.num_workers or 1, "batch_size": loader.batch_size}
+
+
+def _is_resharded(loader: Any, saved: Mapping[str, Any]) -> bool:
+    """Returns True if litData goes on at the position in the epoch of all ranks, and not at each rank's own."""
+    is_same = all(saved[name] == number for name, number in _topology(loader).items())
+    return not is_same or saved.get("resume_mode") == "elastic"
+
+
+def _refuse_repeats(loader: Any, saved: Mapping[str, Any]) -> None:
+    """Raises CheckpointMismatchError (conflict) where litData would begin at an earlier sample, or not at all."""
+    dataset, position = loader.dataset, saved["sample_in_epoch"]
+    global_batch = dataset.distributed_env.world_size * loader.batch_size
+    if position % global_batch:
+        raise CheckpointMismatchError(
+            f"{position} samples of this epoch were taken, and litData goes on at a multiple of the global batch, "
+            f"which is {global_batch} now: {position % global_batch} samples would be taken twice. Nothing was "
+            "changed; load with a number of ranks and a batch size whose product divides it",
+            kind="conflict",
+        )
+    if saved["drop_last"] != dataset.drop_last:
+        raise CheckpointMismatchError(
+            f"the StreamingDataset was saved with drop_last={saved['drop_last']}, and has drop_last="
+            f"{dataset.drop_last} now, which is its default where there are several ranks; nothing was changed: pass "
+            "drop_last to it on any number of ranks",
+            kind="conflict",
+        )
+
+
+def _for_this_size(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy of litData's state, which goes on to change what it was given."""
+    copied: dict[str, Any] = copy.deepcopy(state)
+    saved = copied["dataset"]
+    if not saved["sample_in_epoch"]:  # an epoch that begins needs no position: all sizes are alike
+        saved.update(_topology(loader), resume_mode=None)
+    elif _is_resharded(loader, saved):
+        # A size that no run has makes it go on at the position, also where the sizes are those of an earlier change: it
+        # would count the samples of this rank twice. The other number is compared with this rank's share, not used.
+        saved.update(world_size=0, num_samples_yielded=0)
+    return copied
+
+
+def _is_of(value: Any, package: str, name: str) -> bool:
+    """Returns True for an object of a class of this name, or one derived from it, in the package."""
+    return any(kind.__name__ == name and kind.__module__.startswith(package) for kind in type(value).__mro__)

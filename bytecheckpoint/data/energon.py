@@ -1,0 +1,160 @@
+"""Energon's loader as streams, one for each of its workers: a worker owns a fixed share of the data, so that another
+number of ranks is exact where the workers can be shared out evenly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bytecheckpoint.errors import CheckpointMismatchError
+
+_CLASS = "@energon"
+"""Key of a dict that stands for an object of Energon's; its value is the name of the class."""
+_PACKAGE = "megatron.energon."
+_PREFIX = "worker_"
+
+
+class EnergonLoader:
+    """The elastic loader of a SavableDataLoader, which is to be loaded before it is read."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._read_at: tuple[Any, ...] = ()
+        self._state: Any = None
+
+    def _rank_state(self) -> Any:
+        """Returns the state of all workers of this rank, for which they are asked once after each sample."""
+        loader = self._loader
+        position = (loader._next_worker_id, loader._global_sample_idx, *loader._worker_sample_counters)
+        if position != self._read_at:
+            self._state, self._read_at = loader.save_state_rank(), position
+        return self._state
+
+    @property
+    def _num_workers(self) -> int:
+        return max(int(self._loader.num_workers), 1)
+
+    def stream_ids(self) -> Sequence[str]:
+        """Returns the ids of this rank's workers, numbered over all ranks."""
+        first = self._loader.worker_config.rank * self._num_workers
+        return [f"{_PREFIX}{number}" for number in range(first, first + self._num_workers)]
+
+    def all_stream_ids(self) -> Sequence[str]:
+        """Returns the ids of the workers of all ranks."""
+        return [f"{_PREFIX}{number}" for number in range(self._loader.worker_config.world_size * self._num_workers)]
+
+    def stream_state(self, stream_id: str) -> Any:
+        """Returns the state of a worker as a tree."""
+        state = self._rank_state()
+        worker = list(self.stream_ids()).index(stream_id)
+        return {"worker": None if state is None else to_tree(state.worker_states[worker])}
+
+    def shared_state(self) -> Any:
+        """Returns which worker of each rank gives the next sample."""
+        state = self._rank_state()
+        return {
+            "num_workers": int(self._loader.num_workers),
+            "next_worker_id": 0 if state is None else state.next_worker_id,
+            "micro_batch_size": None if state is None else state.micro_batch_size,
+        }
+
+    def assign(self, ids: Sequence[str], size: int) -> list[list[str]]:
+        """Returns equal shares of workers in their order: a worker's number says which share of the data it reads.
+
+        Raises CheckpointMismatchError (conflict) where there are none.
+        """
+        if len(ids) % size:
+            raise CheckpointMismatchError(
+                f"{len(ids)} workers of Energon were saved, which {size} ranks cannot share evenly; load on a number "
+                f"of ranks that divides {len(ids)}, each with {len(ids)} / ranks workers",
+                kind="conflict",
+            )
+        ordered = sorted(ids, key=lambda stream_id: int(stream_id.removeprefix(_PREFIX)))
+        share = len(ids) // size
+        return [ordered[rank * share : (rank + 1) * share] for rank in range(size)]
+
+    def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
+        """Restores this rank's workers. On another number of them the first one gives the next sample.
+
+        Raises CheckpointMismatchError (conflict) if the loader has another number of workers, or is being read.
+        """
+        loader = self._loader
+        if bool(loader.num_workers) != bool(shared["num_workers"]) or len(streams) != self._num_workers:
+            wanted = len(streams) if shared["num_workers"] else 0
+            raise CheckpointMismatchError(
+                f"this rank gets the state of {len(streams)} workers of Energon, saved with num_workers="
+                f"{shared['num_workers']}, and its loader has num_workers={loader.num_workers}; nothing of it was "
+                f"changed: make it with WorkerConfig(num_workers={wanted})",
+                kind="conflict",
+            )
+        if getattr(loader, "_has_workers", False):
+            raise CheckpointMismatchError(
+                "the workers of this loader of Energon run already, and cannot be given a state; load into a new one",
+                kind="conflict",
+            )
+        ordered = sorted(streams, key=lambda stream_id: int(stream_id.removeprefix(_PREFIX)))
+        states = [from_tree(streams[stream_id]["worker"]) for stream_id in ordered]
+        if all(state is None for state in states):
+            return
+        is_same = shared["num_workers"] == loader.num_workers
+        rank_state = _class_of("savable_loader.SavableDataLoaderState")
+        loader.restore_state_rank(
+            rank_state(
+                worker_states=states,
+                next_worker_id=shared["next_worker_id"] if is_same else 0,
+                micro_batch_size=shared["micro_batch_size"],
+            )
+        )
+
+
+def energon_loader(loader: Any) -> EnergonLoader | None:
+    """Returns the elastic loader of a SavableDataLoader of Energon's."""
+    kinds = type(loader).__mro__
+    is_known = any(kind.__name__ == "SavableDataLoader" and kind.__module__.startswith(_PACKAGE) for kind in kinds)
+    return EnergonLoader(loader) if is_known else None
+
+
+def to_tree(value: Any) -> Any:
+    """Returns the tree of plain data that stands for a state of Energon's."""
+    kind = type(value)
+    if kind.__module__.startswith(_PACKAGE):
+        name = f"{kind.__module__}.{kind.__qualname__}".removeprefix(_PACKAGE)
+        if isinstance(value, dict):
+            return {_CLASS: name, "items": {key: to_tree(item) for key, item in value.items()}}
+        if dataclasses.is_dataclass(value):
+            fields = {field.name: to_tree(getattr(value, field.name)) for field in dataclasses.fields(value)}
+            return {_CLASS: name, "fields": fields}
+    if kind is dict:
+        return {key: to_tree(item) for key, item in value.items()}
+    return kind(map(to_tree, value)) if kind in (list, tuple) else value
+
+
+def from_tree(tree: Any) -> Any:
+    """Returns the state of Energon's that a tree stands for.
+
+    Raises CheckpointMismatchError (conflict) for a name that is no record of Energon's.
+    """
+    if type(tree) is dict and type(tree.get(_CLASS)) is str:
+        kind = _class_of(tree[_CLASS])
+        if "items" in tree:
+            return kind({key: from_tree(item) for key, item in tree["items"].items()})
+        return kind(**{name: from_tree(item) for name, item in tree["fields"].items()})
+    if type(tree) is dict:
+        return {key: from_tree(item) for key, item in tree.items()}
+    return type(tree)(map(from_tree, tree)) if type(tree) in (list, tuple) else tree
+
+
+def _class_of(name: str) -> Any:
+    """Returns a record class of Energon's by its name: a dataclass, or a dict."""
+    module, _, attribute = name.rpartition(".")
+    kind = getattr(sys.modules.get(_PACKAGE + module), attribute, None)
+    if not isinstance(kind, type) or not (issubclass(kind, dict) or dataclasses.is_dataclass(kind)):
+        raise CheckpointMismatchError(
+            f"the state of Energon's loader names {name!r:.200}, which is no record of the Energon that is installed; "
+            "its loader was not changed: load with the version that saved it",
+            kind="conflict",
+        )
+    return kind
