@@ -47,7 +47,7 @@ class SavesBeside(NamedTuple):
 
     median_ms: float
     num_deleted: int
-    """Steps that were gone when the last save returned."""
+    """Steps that were gone when the last save returned; the first one began when some were gone."""
     all_gone_s: float
     """Seconds from the first commit on until all were."""
 
@@ -124,10 +124,12 @@ def _saves_beside(root: Root, num_older: int, num_saves: int, *, are_deleted: bo
     times = []
     with _manager(root, bcp.save_policies.EverySteps(1), keep) as manager:
         first = num_older + 1
-        manager.save(first, STATE)  # its commit begins the deletion
+        manager.save(first, STATE)  # its commit begins the deletion, after a look at each step
         if not are_deleted:
             manager.wait()
         committed = time.perf_counter()
+        while are_deleted and len(manager.steps()) > num_older:
+            time.sleep(0.1)
         for step in range(first + 1, first + num_saves + 1):
             began = time.perf_counter()
             manager.save(step, STATE)
