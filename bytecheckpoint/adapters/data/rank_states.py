@@ -49,7 +49,7 @@ class ConsumedPrefix(NamedTuple):
     """The samples of an epoch that all ranks have passed, in the order in which a sampler deals them out."""
 
     state: Any
-    """State of a rank that goes on behind them; None where that is the start."""
+    """State of a rank that goes on behind them; None where that is the start, of this epoch or of the next."""
     repeated_at_most: int
     """Samples, over all ranks, that were taken and are taken again."""
 
@@ -87,7 +87,9 @@ def consumed_prefix(states: Sequence[Any], loader: Any, *, size: int) -> Consume
     num_batches = min(going_on) * len(states) // size // batch_size
     taken = sum(each.num_samples for each in progress)
     repeated = taken - num_batches * batch_size * size
-    if not num_batches and not progress[0].epoch:
+    length = getattr(sampler, "num_samples", None)
+    is_at_end = length is not None and num_batches * batch_size >= length
+    if is_at_end or not (num_batches or progress[0].epoch):
         return ConsumedPrefix(None, repeated)
     return ConsumedPrefix(_state_after(states[0], num_batches, batch_size), repeated)
 
