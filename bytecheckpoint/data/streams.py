@@ -43,6 +43,7 @@ class Streams(IterableDataset[Any]):
         with_ids: bool = False,
         endless: bool = False,
         snapshot_every: int = 256,
+        read_ahead: int = 0,
     ) -> None:
         """Opens nothing yet.
 
@@ -55,6 +56,8 @@ class Streams(IterableDataset[Any]):
             snapshot_every: in samples of a stream: as often a source's `state_dict()` is called while workers read
                 ahead. A load reads up to this many samples of a stream again and drops them. It also sets what a
                 stateful source costs; sequences and plain iterables have no snapshots.
+            read_ahead: in batches: so many the training loop has taken from the loader, and not trained on, when it
+                saves. Lightning takes 1; other loops 0, and what accelerate's loaders take is known.
 
         Raises:
             ValueError: there are fewer streams than ranks, or a source cannot be read.
@@ -68,6 +71,8 @@ class Streams(IterableDataset[Any]):
             )
         if snapshot_every < 1:
             raise ValueError(f"snapshot_every is {snapshot_every}; it is a number of samples, 1 or more")
+        if read_ahead < 0:
+            raise ValueError(f"read_ahead is {read_ahead}; it is a number of batches, 0 or more")
         for stream_id, source in sources.items():
             check_stream(stream_id, source)
         self._sources = dict(sources)
@@ -82,7 +87,8 @@ class Streams(IterableDataset[Any]):
         """The streams of this worker process, from its first pass on."""
         self._epoch = 0
         """That of the last pass that was begun."""
-        self._num_loads = 0
+        self.read_ahead = read_ahead
+        """Batches that the training loop holds when it saves."""
         self.is_tracked = False
         """True once a loader counts what the trainer takes; then iteration alone does not."""
         # Shared memory, because workers are forked or sent a copy of this object.
@@ -130,7 +136,6 @@ class Streams(IterableDataset[Any]):
                 kind="conflict",
             )
         self._taken = {each: position_of(each, streams[each], source_name(self._sources[each])) for each in streams}
-        self._num_loads += 1
         self._reader, self._prepared = None, set()
         self._lose_places()
 

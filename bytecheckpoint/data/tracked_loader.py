@@ -128,7 +128,7 @@ class TrackedLoader:
 
     def _begin_pass(self) -> int:
         self._num_passes += 1
-        self._waiting.clear()
+        self._settle()
         self._turn = max((each.turn for each in self._streams._taken.values()), default=0)
         return self._num_passes
 
@@ -146,7 +146,13 @@ class TrackedLoader:
     def _arrived(self, changes: Sequence[Change] | int) -> None:
         self._waiting.append(changes)
         if not self._is_followed:
-            self._hand_over(1)
+            self._hand_over(len(self._waiting) - self._streams.read_ahead)
+
+    def _settle(self) -> None:
+        """Forgets batches that were not handed over, unless the pass has ended: then the trainer has had them all."""
+        if any(isinstance(each, int) for each in self._waiting):
+            self._hand_over(len(self._waiting))
+        self._waiting.clear()
 
     def _hand_over(self, num_batches: int) -> None:
         for _ in range(min(num_batches, len(self._waiting))):
@@ -205,6 +211,8 @@ class _CountedPass:
     def reset(self, iterator: Any, loader: Any, *, first_iter: bool) -> None:
         """Begins the next pass with the same workers, or with new ones if those are not where the trainer is."""
         tracked = self._tracked
+        if self._number == tracked._num_passes:
+            tracked._settle()
         is_in_step = self._is_over and self._number == tracked._num_passes and not tracked._waiting
         if is_in_step and tracked._blocks(loader.num_workers) == self._blocks:
             tracked._begin_pass()

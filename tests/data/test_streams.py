@@ -237,6 +237,13 @@ def test_other_streams_are_refused_and_nothing_changes() -> None:
     assert state_of(streams) == before
 
 
+def test_a_load_gives_up_all_other_streams() -> None:
+    streams = Streams(lists(3, 3, 3), rank=0, size=1)
+    streams.load_streams({"s1": streams.stream_state("s1")}, streams.shared_state())
+    assert streams.stream_ids() == ["s1"]
+    assert list(streams) == [100, 101, 102]
+
+
 def test_a_buffer_that_is_new_or_gone_is_refused() -> None:
     packed, bare = (Streams({"a": KINDS[kind](list(range(9)))}, rank=0, size=1) for kind in ("packed lines", "lines"))
     next(iter(packed))

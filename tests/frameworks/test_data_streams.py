@@ -198,3 +198,34 @@ def test_a_shuffle_of_webdataset_is_refused(tmp_path: Path) -> None:
     inexact = Streams({"a": web_dataset(tmp_path, 0).shuffle(4)}, rank=0, size=1)
     assert "shardshuffle=False" in inexact.refuse_inexact()
     assert Streams({"a": web_dataset(tmp_path, 0)}, rank=0, size=1).refuse_inexact() is None
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_lightning_is_counted_at_the_step(num_workers: int) -> None:
+    lightning = pytest.importorskip("lightning")
+    torch = pytest.importorskip("torch")
+
+    class Net(lightning.LightningModule):
+        def __init__(self, tracked: Any) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+            self.tracked, self.num_trained, self.counts = tracked, 0, []
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            self.num_trained += len(batch)
+            return (self.weight * batch.float()).sum()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            samples = sum(self.tracked.stream_state(each)["samples"] for each in self.tracked.stream_ids())
+            self.counts.append((samples, self.num_trained))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    samples = {f"s{each}": list(range(LENGTH)) for each in range(4)}
+    loader = DataLoader(Streams(samples, rank=0, size=1, read_ahead=1), batch_size=5, num_workers=num_workers)
+    net = Net(elastic_loader_of(loader))
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    lightning.Trainer(max_epochs=2, enable_model_summary=False, **quiet).fit(net, loader)
+    assert len(net.counts) >= 2 * 10
+    assert [taken for taken, _ in net.counts] == [trained for _, trained in net.counts]
