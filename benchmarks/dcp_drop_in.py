@@ -121,12 +121,12 @@ def measure_memory(name: str, arguments: argparse.Namespace, folder: Path) -> in
     """Returns the bytes of two saves beyond those of training alone: memory that a candidate keeps counts too."""
     with new_pool(arguments) as pool:
         memory = partial(memory_of, pool.sessions)
-        with PeakMemory(memory) as alone, PeakMemory(memory) as peak:
+        with PeakMemory(memory) as alone:
             pool.run(candidate="")
-            trained = alone.bytes if name not in SYNCHRONOUS else 0  # which train no step while they save
+        with PeakMemory(memory) as peak:
             for _ in range(2):
                 save_once(pool, name, folder)
-    return peak.bytes - trained
+    return peak.bytes - (0 if name in SYNCHRONOUS else alone.bytes)  # no step is trained beside a synchronous save
 
 
 def new_pool(arguments: argparse.Namespace) -> ProcessPool:
