@@ -23,7 +23,7 @@ from bytecheckpoint.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.info import CheckpointInfo, LoadReport, LocalInfo, RecoveredSave
+from bytecheckpoint.info import CheckpointInfo, DataReport, LoadReport, LocalInfo, RecoveredSave
 from bytecheckpoint.options import LoadOptions, NameMap, SaveOptions
 
 if sys.byteorder != "little":
@@ -33,6 +33,8 @@ if sys.byteorder != "little":
     )
 
 if TYPE_CHECKING:
+    from bytecheckpoint import data
+    from bytecheckpoint.adapters.data.loader_state import DataLoaderState
     from bytecheckpoint.adapters.stateful import RankLocal, RngState
     from bytecheckpoint.api import (
         delete,
@@ -64,6 +66,8 @@ __all__ = [
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
     "CheckpointSaveError",
+    "DataLoaderState",
+    "DataReport",
     "LoadOptions",
     "LoadReport",
     "LocalInfo",
@@ -78,6 +82,7 @@ __all__ = [
     "StorageError",
     "UnsafeCheckpointError",
     "__version__",
+    "data",
     "delete",
     "keep_policies",
     "latest",
@@ -95,6 +100,7 @@ __all__ = [
 _LAZY = {
     "Checkpoint": "bytecheckpoint.checkpoint",
     "CheckpointManager": "bytecheckpoint.manager.checkpoint_manager",
+    "DataLoaderState": "bytecheckpoint.adapters.data.loader_state",
     "ManagerOptions": "bytecheckpoint.manager.options",
     "ManagerStats": "bytecheckpoint.manager.stats",
     "RankLocal": "bytecheckpoint.adapters.stateful",
@@ -105,6 +111,7 @@ _LAZY = {
     **dict.fromkeys(("delete", "latest", "load", "open", "save", "steps", "warm_up"), "bytecheckpoint.api"),
 }
 _LAZY_MODULES = {
+    "data": "bytecheckpoint.data",
     "keep_policies": "bytecheckpoint.manager.keep_policies",
     "save_policies": "bytecheckpoint.manager.save_policies",
 }

@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from bytecheckpoint.adapters.collect import collect_all, entries_of, finish_all
+from bytecheckpoint.adapters.collect import collect_all, data_reports, entries_of, finish_all
 from bytecheckpoint.adapters.frameworks.detect import Framework
 from bytecheckpoint.adapters.key_map import KeyMap, listed_globs
 from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.distributed.ranks import COORDINATOR, Subject, join_ranks, together
-from bytecheckpoint.info import LoadReport
+from bytecheckpoint.info import DataReport, LoadReport
 from bytecheckpoint.loading.exchange import Traffic, read_together
 from bytecheckpoint.loading.match import Match, match_again
 from bytecheckpoint.loading.mismatches import MergedFindings, warn_of_unused
@@ -284,14 +284,22 @@ def load(
         finish_all(entries, stored, source.changes.overwriting)
         ranks.barrier()
     ranks.close()
-    report = _report(source, match, findings, traffic, time.monotonic() - started)
+    report = _report(source, match, findings, traffic, data=data_reports(entries), seconds=time.monotonic() - started)
     if ranks.rank == COORDINATOR:
         warn_of_unused(findings, report.path)
         logger.info("loaded %s in %.2f s", report.path, report.seconds)
     return report
 
 
-def _report(source: Source, match: Match, findings: MergedFindings, traffic: Traffic, seconds: float) -> LoadReport:
+def _report(
+    source: Source,
+    match: Match,
+    findings: MergedFindings,
+    traffic: Traffic,
+    *,
+    data: Mapping[str, DataReport],
+    seconds: float,
+) -> LoadReport:
     return LoadReport(
         path=source.path,
         step=source.manifest.step,
@@ -305,6 +313,7 @@ def _report(source: Source, match: Match, findings: MergedFindings, traffic: Tra
         cast=sorted(match.cast),
         skipped=sorted(match.skipped),
         unused=list(map(str, findings.unused)),
+        data=data,
         seconds=seconds,
     )
 

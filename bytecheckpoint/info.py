@@ -79,6 +79,26 @@ class RecoveredSave:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataReport:
+    """Result of a load for one `DataLoaderState`."""
+
+    num_streams: int
+    """Streams of all ranks; one a rank where the loader's state is not of streams."""
+    num_moved: int = 0
+    """Those of them that another data-parallel rank had when they were saved."""
+    saved_size: int
+    """Number of data-parallel ranks that saved them."""
+    size: int
+    """Number of data-parallel ranks that loaded them."""
+    elastic: str
+    """`elastic` of the DataLoaderState of the load."""
+    repeated_at_most: int = 0
+    """Samples, over all ranks, that come again: with `at_least_once`, on another number of ranks."""
+    restarted: bool = False
+    """True if the loader was left at its start: with `restart`, on another number of ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
     """Result of a load, with the keys that it did not load if strict=False."""
 
@@ -103,6 +123,8 @@ class LoadReport:
     """State FQNs that were not loaded because of include or exclude."""
     unused: Sequence[str] = ()
     """Rules of include, exclude and key_map that matched nothing, on any rank."""
+    data: Mapping[str, DataReport] = field(default_factory=dict)
+    """For each `DataLoaderState` that was loaded, by its FQN, how its streams were dealt out."""
     passed_over: Mapping[int, str] = field(default_factory=dict)
     """From `CheckpointManager.restore` only: newer steps that could not be restored, each with the reason."""
     seconds: float = 0.0

@@ -22,6 +22,7 @@ from .arguments import (
     with_step_option,
 )
 from .name_options import FORMATS, NameOptions, with_name_options
+from .render.data_text import print_data_differences
 from .render.diff_text import print_diff, print_left_out
 from .render.terminal import Screen, print_json
 
@@ -91,19 +92,23 @@ def diff(
 
     Without --atol and --rtol every bit counts: 0.0 and -0.0 differ, and a NaN is the same as one with the same bits.
     With one of them numbers are compared: NaN is the same as NaN, an infinity as one of its sign. Steps and metadata
-    are not compared. Exit code 1 if something differs.
+    are not compared, nor which ranks saved the streams of a data loader. Exit code 1 if something differs.
+
+    For each data loader in both it says how many samples lie between A and B, from the counts of its streams.
 
     With --to, --rename or --map, A is taken as `bcp convert` would write it: so an export is compared with its source.
     """
     names.name_map()  # raises for options that would do nothing
     tolerance = None if atol is None and rtol is None else Tolerance(atol or 0.0, rtol or 0.0)
     from .analysis.checkpoint_diff import compare_checkpoints  # noqa: PLC0415 - torch takes seconds to import
+    from .analysis.data_streams import data_differences  # noqa: PLC0415
     from .analysis.export_view import export_of  # noqa: PLC0415
 
     opened_a, opened_b = (
         of_path.find_files(of_path.open_manifest(path))
         for path, of_path in zip((a, b), access.for_paths(a, b), strict=True)
     )
+    data = data_differences(opened_a.manifest, opened_b.manifest)
     export = export_of(opened_a, names, exclude=exclude, beside=opened_b) if is_renamed else None
     opened_a = export.opened if export else opened_a
     result = compare_checkpoints(
@@ -116,9 +121,10 @@ def diff(
     )
     left_out = export.left_out if export else []
     if as_json:
-        print_json({**_as_json(opened_a, opened_b, result, tolerance), "left_out": left_out})
+        print_json({**_as_json(opened_a, opened_b, result, tolerance), "data": data, "left_out": left_out})
     else:
         print_diff(Screen(), (opened_a.path, opened_b.path), result, limit=limit)
+        print_data_differences(Screen(), data)
         print_left_out(Screen(), left_out, limit=limit)
     return exit_codes.FINE if result.is_same else exit_codes.CORRUPT
 

@@ -12,6 +12,7 @@ from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.info import describe_checkpoint
 
 from . import exit_codes
+from .analysis.data_streams import data_records
 from .analysis.module_tree import ModuleNode, build_tree
 from .analysis.save_layout import compressed, writers_of
 from .analysis.summary import ManifestSummary, TensorEntry, file_rows, plain_objects
@@ -26,6 +27,7 @@ from .arguments import (
     with_step_option,
     write_text,
 )
+from .render.data_text import print_data
 from .render.html_report import ReportContents, html_report
 from .render.show_text import (
     FILE_TABLE,
@@ -44,6 +46,7 @@ _EXAMPLE = """\b
 Example:
   bcp show s3://bucket/run --step 1000 --tree
   bcp show /data/run --tensor 'model.layers.0.*' --stats
+  bcp show /data/run --data
   bcp show /data/run --html report.html
 """
 
@@ -67,6 +70,12 @@ Example:
 )
 @click.option("--files", "with_files", is_flag=True, help="The data files.")
 @click.option("--objects", "with_objects", is_flag=True, help="The plain values; those of single ranks with the rank.")
+@click.option(
+    "--data",
+    "with_data",
+    is_flag=True,
+    help="The state of data loaders: epoch, position and samples by source and by stream, as the last save has them.",
+)
 @click.option(
     "--stats",
     "with_stats",
@@ -93,6 +102,7 @@ def show(
     patterns: Sequence[str],
     with_files: bool,
     with_objects: bool,
+    with_data: bool,
     with_stats: bool,
     html_path: str | None,
     limit: int,
@@ -113,6 +123,7 @@ def show(
     tree = build_tree(tensors) if with_tree else None
     files = file_rows(opened.manifest) if with_files else None
     objects = plain_objects(opened) if with_objects else None
+    data = data_records(opened.manifest) if with_data else None
     if html_path is not None:
         records = read_save_records(opened.store, opened.folder, opened.manifest.save_id)
         report = ReportContents(tensors, bool(patterns), stats, objects, records)
@@ -123,6 +134,7 @@ def show(
             "tree": None if tree is None else list(map(_node_json, tree)),
             "files": files,
             "objects": None if objects is None else [without(plain, "text") for plain in objects],
+            "data": data,
             "html": html_path,
         }
         print_json({**_summary_json(opened, summary), **sections})
@@ -137,13 +149,15 @@ def show(
     elif tree is not None:
         rows = [row for node in tree for row in tree_rows(node)]
         screen.section(TREE_TABLE, rows, limit=limit, rest="more rows: --tensor GLOB shows a part, --limit 0 all")
-    elif with_stats or not (with_files or with_objects):
+    elif with_stats or not (with_files or with_objects or with_data):
         rest = "more: --tree shows them by module, --tensor GLOB some, --limit 0 all"
         screen.section(tensor_table(stats), tensors, limit=limit, rest=rest)
     if files is not None:
         screen.section(FILE_TABLE, files, limit=limit, rest="more files: --limit 0 shows all")
     if objects is not None:
         screen.section(OBJECT_TABLE, objects, limit=limit, rest="more objects: --limit 0 shows all")
+    if data is not None:
+        print_data(screen, data, limit=limit)
     if html_path is not None:
         screen.paragraph(f"report written to {html_path}")
     return exit_codes.FINE

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bytecheckpoint.adapters.data.stream_wire import decode_stored, has_mark
 from bytecheckpoint.adapters.expectation import RankMissing
 from bytecheckpoint.adapters.key_map import Globs, KeyMap, Renamer, renamed_alike
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, is_content_fqn, keep_in_tree
@@ -68,14 +69,17 @@ class CheckpointView:
         beside: Collection[str] = (),
         plain_names: Mapping[str, str] | None = None,
         reshape: Reshape | None = None,
+        trees_at: Collection[str] | None = None,
     ) -> None:
         """`below` is the state FQN that all names of the checkpoint get before them, renamed ones too, but for those at
         and below the state FQNs `beside` it. `plain_names` are state FQNs by the names under which the state shows the
         same, which earlier versions and other programs have saved. `reshape` puts plain data that ranks share into the
-        form that the state has.
+        form that the state has. `trees_at` are state FQNs: where a name stands neither above nor below one of them, the
+        streams of a data loader are one leaf, a StreamTable, because there may be 100,000; None if all are trees.
         """
         self._manifest = manifest
         self._reshape = reshape
+        self._trees_at = trees_at
         self._rank = rank
         self._include = None if include is None else Globs(include)
         self._exclude = Globs(exclude or ())
@@ -140,7 +144,10 @@ class CheckpointView:
     @cached_property
     def trees(self) -> dict[str, Any]:
         """Plain data as it was saved, by the checkpoint FQN of its entry."""
-        trees = {fqn: decode_plain(data) for fqn, data in self._manifest.objects.items()}
+        trees = {
+            fqn: decode_stored(data) if has_mark(data) and not self._is_tree(fqn) else decode_plain(data)
+            for fqn, data in self._manifest.objects.items()
+        }
         if self._reshape is not None:
             names = [*self._manifest.tensors, *self._manifest.aliases]
             trees = {fqn: self._reshape(tree, fqn, self.rename, names) for fqn, tree in trees.items()}
@@ -152,6 +159,13 @@ class CheckpointView:
             else:
                 trees[fqn] = RankMissing(len(by_rank))
         return trees
+
+    def _is_tree(self, fqn: str) -> bool:
+        """Returns True if the plain data of this checkpoint FQN has to be taken apart down to its last key."""
+        if self._trees_at is None or not self.takes_all:
+            return True
+        name = self.rename(fqn)
+        return any(not each or is_at_or_below(name, {each}) or is_at_or_below(each, {name}) for each in self._trees_at)
 
     @cached_property
     def plain(self) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import torch
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.containers import PlainEntry
+from bytecheckpoint.adapters.data.loader_entry import DataLoaderEntry
+from bytecheckpoint.adapters.data.loader_state import DataLoaderState
 from bytecheckpoint.adapters.expectation import EntryContents, Expectation
 from bytecheckpoint.adapters.frameworks.deepspeed import flat_optimizer, is_engine
 from bytecheckpoint.adapters.frameworks.detect import check_known, refuse_absent
@@ -28,9 +30,12 @@ from bytecheckpoint.adapters.plain.plain_tree import ATOMS, leaves
 from bytecheckpoint.adapters.shards import LocalShards, check_has_memory
 from bytecheckpoint.adapters.stateful import RankLocal, RankLocalEntry, RngState, StatefulEntry, is_stateful
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
+from bytecheckpoint.info import DataReport
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, check_key, join_fqn, too_deep, unsupported
 
 _MODULES = ModuleEntry | MegatronEntry
+_CHANGING = _MODULES | DataLoaderEntry
+"""Entries with tensors that change without waiting for a lazy snapshot."""
 _OPTIMIZERS = OptimizerEntry | OptimizerWrapperEntry
 
 
@@ -76,7 +81,7 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     return [*modules, *optimizers, *(entry for entry in made if not isinstance(entry, _MODULES))]
 
 
-_Kind = Literal["sharded", "modules", "optimizers", "rank-local", "stateful", "plain"]
+_Kind = Literal["sharded", "modules", "optimizers", "rank-local", "data", "stateful", "plain"]
 
 
 class _Value(NamedTuple):
@@ -147,6 +152,8 @@ def _entries_of(each: _Value, framework: str) -> Sequence[Entry]:
             return [_entry_of_modules(each.fqn, each.found, framework)]
         case "rank-local":
             return [RankLocalEntry(each.fqn, each.found)]
+        case "data":
+            return [DataLoaderEntry(each.fqn, each.value)]
         case "stateful":
             inside = modules_inside(each.value)
             if inside is None:
@@ -218,6 +225,7 @@ _KINDS: Mapping[_Kind, Callable[[Any], Any]] = {
     "modules": stages_of,
     "optimizers": _optimizers_in,
     "rank-local": _rank_local,
+    "data": lambda value: isinstance(value, DataLoaderState),
     "stateful": _is_stateful_object,
 }
 """The kinds of values that are entries of their own, wherever they stand in the state, and the predicate of each. The
@@ -232,9 +240,11 @@ def check_can_be_lazy(entries: Sequence[Entry]) -> None:
 
 
 def buffers_in(entries: Sequence[Entry]) -> list[torch.Tensor]:
-    """Returns this rank's memory of the buffers of all modules, but for those that no state may hold."""
+    """Returns this rank's memory of the buffers of all modules, but for those that no state may hold, and of what data
+    loaders have in tensors.
+    """
     shards = LocalShards()
-    for buffer in (buffer for entry in entries if isinstance(entry, _MODULES) for buffer in entry.buffers()):
+    for buffer in (buffer for entry in entries if isinstance(entry, _CHANGING) for buffer in entry.buffers()):
         parts: Mapping[str, Any] = {}
         with suppress(CheckpointError):  # it is not part of this state, where it is refused by its name
             parts = leaves(buffer, "")
@@ -242,6 +252,12 @@ def buffers_in(entries: Sequence[Entry]) -> list[torch.Tensor]:
             with suppress(CheckpointError):  # as above
                 shards.add("", tensor)
     return [shard.tensor for shard in shards.found]
+
+
+def data_reports(entries: Sequence[Entry]) -> dict[str, DataReport]:
+    """Returns what a load has done with each data loader, by FQN."""
+    loaders = [entry for entry in entries if isinstance(entry, DataLoaderEntry)]
+    return {entry.fqn: entry.report for entry in loaders if entry.report is not None}
 
 
 def plain_names_of(entries: Sequence[Entry]) -> dict[str, str]:

@@ -7,8 +7,9 @@ from typing import Literal, NamedTuple
 
 from bytecheckpoint.adapters.shards import LocalShard
 
-Scope = Literal["shared", "whole", "either", "rank"]
-"""Plain data is the same on all ranks for keys that they share, or for all keys; it may differ; or is one rank's."""
+Scope = Literal["shared", "whole", "either", "rank", "streams"]
+"""Plain data is the same on all ranks for keys that they share, or for all keys; it may differ; is one rank's; or is a
+part of a data loader's state, which other parts complete."""
 
 
 class EntryContents(NamedTuple):

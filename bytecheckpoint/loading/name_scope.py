@@ -11,6 +11,7 @@ import msgspec
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, is_at_or_below
 from bytecheckpoint.adapters.collect import Entry, entries_of, plain_names_of
+from bytecheckpoint.adapters.data.loader_entry import DataLoaderEntry
 from bytecheckpoint.adapters.frameworks.megatron import MegatronEntry
 from bytecheckpoint.adapters.key_map import KeyMap, Renamer
 from bytecheckpoint.adapters.native.module_parts import EXTRA_STATE
@@ -49,12 +50,15 @@ class NameScope(NamedTuple):
             beside=beside,
             plain_names=plain_names_of(entries),
             reshape=Reshaping(forms, as_saved_here).reshaped if forms else None,
+            trees_at=[entry.fqn for entry in entries if not isinstance(entry, DataLoaderEntry)],
         )
 
     def other_name(self, names: Sequence[str], entries: Sequence[Entry]) -> str:
         """Returns the only one of these names of the state that the checkpoint does not have, below which all of its
         tensors may belong; "" for none or several. If it lacks several, the name of the only model among them.
         """
+        if all(isinstance(entry, DataLoaderEntry) for entry in entries):  # whose state is never a whole checkpoint
+            return ""
         if len(names) < 2:
             return names[0] if names else ""
         rename = Renamer(self.key_map, "")

@@ -312,7 +312,9 @@ class _GlobalPlanner:
                 ranks=tuple(global_ranks),
             )
         save_id = (self._save_id_prefix + uuid.uuid4().hex)[:16]
+        plain = [message.plain for message in messages]
         if cached is not None and _still_holds(cached, messages):
+            self.objects, self.rank_objects = merge_plain(plain, global_ranks)
             check_pipeline_stages(cached.in_stages, stages, global_ranks)
             replies = [_PlanReply(save_id, cached.plan_id, is_cached=True, has_locations=cached.written is not None)]
         elif any(message.plan_id for message in messages):
@@ -320,12 +322,12 @@ class _GlobalPlanner:
         elif self._needs_stage_digests(messages):
             replies = [_PlanReply(send_all=True, digested=self._in_stages)]
         else:
+            # First: what two owners of a stream say of its tensors would be no plan, either.
+            self.objects, self.rank_objects = merge_plain(plain, global_ranks)
             check_pipeline_stages(self._in_stages, stages, global_ranks)
             packed = [message.items for message in messages if message.items is not None]
             self.plan = plan_save(packed, [message.aliases for message in messages], global_ranks=global_ranks)
             replies = _new_replies(save_id, self.plan)
-        if not replies[COORDINATOR].send_all:
-            self.objects, self.rank_objects = merge_plain([message.plain for message in messages], global_ranks)
         encoded = [msgspec.msgpack.encode(reply) for reply in replies]
         return encoded if len(encoded) == len(payloads) else encoded * len(payloads)
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bytecheckpoint.adapters.data.stream_wire import LAYOUT_KEYS, has_mark
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, is_content_fqn, keep_in_tree
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shards import dtype_name
@@ -39,8 +40,8 @@ class NamedValues(NamedTuple):
 def named_values(manifest: Manifest, is_wanted: Callable[[str], bool]) -> NamedValues:
     """Returns the contents whose names are wanted.
 
-    Tensors stored under a name made of their content get the names of the state. Raises what
-    decoding plain data raises.
+    Tensors stored under a name made of their content get the names of the state. Which ranks saved the streams of a
+    data loader is left out, as it is of tensors. Raises what decoding plain data raises.
     """
     tensors = {fqn: fqn for fqn in manifest.tensors} | dict(manifest.aliases)
     values: dict[ValueKey, Any] = {}
@@ -59,8 +60,10 @@ def named_values(manifest: Manifest, is_wanted: Callable[[str], bool]) -> NamedV
 
 def _leaves(manifest: Manifest) -> Iterator[tuple[ValueKey, Any]]:
     for fqn, data in manifest.objects.items():
+        layout = {f"{fqn}.{key}" for key in LAYOUT_KEYS} if has_mark(data) else set()
         for leaf, value in leaves(decode_plain(data), fqn).items():
-            yield ValueKey(leaf, None), value
+            if leaf not in layout:
+                yield ValueKey(leaf, None), value
     for fqn, by_rank in manifest.rank_objects.items():
         for rank, data in sorted(by_rank.items()):
             for leaf, value in leaves(decode_plain(data), fqn).items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from bytecheckpoint.adapters.data.merge_streams import StreamProblem, conflict_of_streams, merge_streams
 from bytecheckpoint.adapters.expectation import Scope
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
@@ -29,14 +30,23 @@ def merge_plain(
     """Returns the values common to all ranks, and the values of each single rank, by FQN; `plain[r]` comes from rank r,
     whose global number is `global_ranks[r]`.
 
-    Raises one CheckpointMismatchError (conflict) for all FQNs whose values differ without being allowed to.
+    Raises one CheckpointMismatchError (conflict) for all FQNs whose values differ without being allowed to, else one
+    for all data loaders whose parts make no whole.
     """
     shared: dict[str, bytes] = {}
     by_rank: dict[str, dict[int, bytes]] = {}
     conflicts: list[_Conflict] = []
+    of_streams: list[StreamProblem] = []
     for fqn in dict.fromkeys(fqn for of_rank in plain for fqn in of_rank):
-        values = {rank: of_rank[fqn][1] for rank, of_rank in enumerate(plain) if fqn in of_rank}
-        scope = next(of_rank[fqn][0] for of_rank in plain if fqn in of_rank)
+        scopes = {rank: of_rank[fqn][0] for rank, of_rank in enumerate(plain) if fqn in of_rank}
+        values = {rank: plain[rank][fqn][1] for rank in scopes}
+        if "streams" in scopes.values():
+            shared[fqn], problems = merge_streams(
+                fqn, {global_ranks[rank]: (scopes[rank], values[rank]) for rank in scopes}
+            )
+            of_streams += problems
+            continue
+        scope = next(iter(scopes.values()))
         is_same = len(set(values.values())) == 1
         if scope == "rank" or (scope == "either" and not is_same):
             by_rank[fqn] = values
@@ -47,6 +57,8 @@ def merge_plain(
             shared[fqn] = _encoded(_unite(trees, fqn, conflicts, is_whole=scope == "whole"), fqn)
     if conflicts:
         raise _conflict_error(conflicts, global_ranks)
+    if of_streams:
+        raise conflict_of_streams(of_streams)
     return shared, by_rank
 
 

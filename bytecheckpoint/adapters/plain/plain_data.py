@@ -159,6 +159,27 @@ def decode_plain(data: bytes) -> Any:
         ) from error
 
 
+class _ExtensionFound(Exception):  # noqa: N818  it is no error
+    """Ends the decoding of a tree that is more than msgpack's own types."""
+
+
+def _refuse_extension(_code: int, _content: memoryview) -> Any:
+    raise _ExtensionFound
+
+
+_decode_simple = msgspec.msgpack.Decoder(ext_hook=_refuse_extension).decode
+
+
+def decode_flagged(data: bytes | msgspec.Raw) -> tuple[Any, bool]:
+    """Returns the tree as `decode_plain` does, and False if it has no extension types, and with them no tensor: which
+    is found for nothing. Raises as that does.
+    """
+    try:
+        return _decode_simple(data), False
+    except (_ExtensionFound, *_UNDECODABLE):
+        return decode_plain(bytes(data)), True
+
+
 def _decode(data: bytes | memoryview, depth: int) -> Any:
     if depth == 0:
         raise UnsafeCheckpointError(f"plain data is nested more than {wire.MAX_DEPTH} deep", kind="limits_exceeded")

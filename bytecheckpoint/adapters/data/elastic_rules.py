@@ -1,0 +1,58 @@
+"""The choice of `elastic`: what a save refuses, and how a load treats the state of another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from bytecheckpoint.adapters.data.loader_state import DataLoaderState
+
+_OF_RANKS = "its state belongs to the process that it is of, and no other number of ranks can go on from it"
+
+
+class LoadRule(NamedTuple):
+    """The treatment of a stored state."""
+
+    action: Literal["assign", "prefix", "restart", "refuse"]
+    """Deal the streams out; go on behind what all ranks have passed; leave the loader at its start; refuse the load."""
+    why: str = ""
+    """Reason for the last three."""
+
+
+def why_inexact(state: DataLoaderState) -> str | None:
+    """Returns why a loader's state is not exact on any number of ranks, or None."""
+    if state.keyed_by == "rank":
+        return _OF_RANKS
+    refuse = getattr(state.streams, "refuse_inexact", None)
+    why: str | None = refuse() if refuse is not None else None
+    return why
+
+
+def why_not_saved(state: DataLoaderState) -> str | None:
+    """Returns why a save must not take the state of a loader, or None."""
+    # Whether the state of ranks counts samples shows when it is loaded on another number of them.
+    may_refuse = state.elastic == "exact" or (state.elastic == "at_least_once" and state.keyed_by == "stream")
+    return why_inexact(state) if may_refuse else None
+
+
+def load_rule(state: DataLoaderState, tree: Mapping[str, Any]) -> LoadRule:
+    """Returns how a load treats the stored state of a loader."""
+    saved_size, size, keyed_by = tree["size"], state.size, tree["keyed_by"]
+    if keyed_by != state.keyed_by:
+        by, own_by = (f"a state for each {each}" for each in (keyed_by, state.keyed_by))
+        return LoadRule("refuse", f"the checkpoint has {by}, and this loader takes {own_by}; load it into one like it")
+    if saved_size == size:
+        return LoadRule("assign")
+    changed = f"saved by {saved_size} data-parallel ranks, to be loaded by {size}"
+    if state.elastic == "same":
+        advice = "load it on as many, or choose another `elastic`"
+        return LoadRule("refuse", f'{changed}, and elastic="same" refuses any change; {advice}')
+    why = why_inexact(state)
+    if why is None:
+        return LoadRule("assign")
+    why = f"{changed}, and {why}"
+    if state.elastic == "restart":
+        return LoadRule("restart", why)
+    if state.elastic == "at_least_once" and keyed_by == "rank":
+        return LoadRule("prefix", changed)
+    return LoadRule("refuse", f"{why}; load it on as many, or choose another `elastic`, which docs/data.md explains")

@@ -1,0 +1,249 @@
+"""A `DataLoaderState` as an entry of the state: its streams are saved by their owners and dealt out by a load."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTree
+from bytecheckpoint.adapters.data.elastic_rules import load_rule, why_not_saved
+from bytecheckpoint.adapters.data.loader_state import DataLoaderState
+from bytecheckpoint.adapters.data.merge_streams import digest_of, listed_ids
+from bytecheckpoint.adapters.data.rank_states import consumed_prefix, rank_id
+from bytecheckpoint.adapters.data.stream_wire import (
+    MARK,
+    VERSION,
+    StreamsPart,
+    StreamTable,
+    encode_state,
+    is_stream_tree,
+    is_whole,
+)
+from bytecheckpoint.adapters.expectation import EntryContents, Expectation, Problem, not_stored
+from bytecheckpoint.adapters.plain.plain_data import encode_plain, fits_inline
+from bytecheckpoint.adapters.plain.plain_tree import leaves
+from bytecheckpoint.adapters.shards import LocalShards
+from bytecheckpoint.adapters.tree_loader import TreeTarget, is_sharded
+from bytecheckpoint.data.elastic_loader import ElasticLoader, assign_streams
+from bytecheckpoint.info import DataReport
+from bytecheckpoint.manifest.plain_wire import checked_text, join_fqn, unsupported
+
+
+class _StreamShare(NamedTuple):
+    """The part of a stored state that this rank takes over."""
+
+    checkpoint: CheckpointView
+    found: StoredTree
+    """The shared state, and those streams that may hold tensors."""
+    plain: Mapping[str, Any]
+    """States of the other streams, of plain data alone."""
+    own: Sequence[str]
+    """Sorted ids of all of these."""
+    new: Sequence[str]
+    """Ids of this rank's streams that the checkpoint lacks."""
+    ids: Sequence[str] | None
+    """Sorted ids of the streams of all ranks, where these were assigned."""
+    names: Collection[str]
+    """State FQNs of all that the checkpoint has of the entry."""
+    problems: Sequence[Problem]
+    report: DataReport
+    why_restarted: str = ""
+    """Set where the loader stays at its start."""
+
+
+class DataLoaderEntry:
+    """A data loader whose state is a set of streams."""
+
+    def __init__(self, fqn: str, state: DataLoaderState) -> None:
+        self.fqn = fqn
+        self._state = state
+        self._target = TreeTarget()
+        self._share: _StreamShare | None = None
+        self._tensors: list[torch.Tensor] = []
+        self.report: DataReport | None = None
+        """Set by a load that has filled the loader."""
+
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """Returns the tensors of the state that was collected: a loader goes on changing them at once."""
+        return self._tensors
+
+    def collect(self) -> EntryContents:
+        state, loader = self._state, self._state.streams
+        why = why_not_saved(state)
+        if why is not None:
+            raise unsupported(
+                self.fqn,
+                f'a {type(state.loader).__name__} whose state elastic="{state.elastic}" cannot keep: {why}',
+                "wrap its sources in bcp.data.Streams, or choose another `elastic`, which docs/data.md explains",
+            )
+        tensors: list[tuple[str, torch.Tensor]] = []
+
+        def on_tensor(fqn: str, tensor: torch.Tensor) -> torch.Tensor | None:
+            if is_sharded(tensor):
+                raise unsupported(fqn, f"a {type(tensor).__name__}, which no stream owns alone", "save its to_local()")
+            if fits_inline(tensor):
+                return tensor
+            tensors.append((fqn, tensor))
+            return None
+
+        prefix = f"{self.fqn}.streams"
+        ids = self._own_ids(loader, prefix)
+        of_id = loader.stream_state
+        streams = {each: msgspec.Raw(encode_state(of_id(each), f"{prefix}.{each}", on_tensor)) for each in ids}
+        shared = encode_plain(loader.shared_state(), f"{self.fqn}.shared", on_tensor)
+        shards = LocalShards()
+        shards.add_all(tensors)
+        self._tensors = [tensor for _, tensor in tensors]
+        names = {self.fqn, prefix, *(name for name, _ in tensors)}
+        return EntryContents(shards.found, names, {self.fqn: ("streams", self._part(loader, streams, shared))})
+
+    def _own_ids(self, loader: ElasticLoader, fqn: str) -> list[str]:
+        ids = sorted(loader.stream_ids())
+        if len(set(ids)) < len(ids):
+            twice = next(one for one, other in pairwise(ids) if one == other)
+            raise unsupported(join_fqn(fqn, twice), "a stream that stream_ids() names twice", "give each its own id")
+        if not "".join(ids).isascii():
+            for stream_id in ids:
+                checked_text(stream_id, f"{fqn}, in its id {stream_id!r},")
+        return ids
+
+    def _part(self, loader: ElasticLoader, streams: Mapping[str, msgspec.Raw], shared: bytes) -> bytes:
+        state = self._state
+        all_ids = getattr(loader, "all_stream_ids", None)
+        known = state.loaded_ids if all_ids is None else sorted(all_ids())
+        part = StreamsPart(
+            loader=type(state.loader).__name__,
+            elastic=state.elastic,
+            keyed_by=state.keyed_by,
+            size=state.size,
+            dp_rank=state.rank,
+            shared=msgspec.Raw(shared),
+            streams=msgspec.Raw(msgspec.msgpack.encode(streams)),
+            known=b"" if known is None else digest_of(known),
+            known_ids=known if known is not None and state.rank == 0 else (),
+        )
+        return msgspec.msgpack.encode(part)
+
+    def expect(self, checkpoint: CheckpointView) -> Expectation:
+        found = checkpoint.entry_tree(self.fqn)
+        if found is None:
+            return Expectation([], set(), [not_stored(self.fqn)])
+        if not found.is_taken:
+            return Expectation([], set(), [])
+        if self._share is None or self._share.checkpoint is not checkpoint:
+            names = {*map(checkpoint.rename, leaves(found.tree, found.fqn)), *checkpoint.below(self.fqn)}
+            share = self._why_refused(found, checkpoint) or self._find_share(found, checkpoint, names)
+            if isinstance(share, str):
+                return Expectation([], names, [Problem("conflict", self.fqn, f"{self.fqn}: {share}")])
+            self._share = share
+        of_tree = self._target.expect(self._share.found, {}, checkpoint)
+        problems = [*self._share.problems, *of_tree.problems]
+        return Expectation(of_tree.shards, of_tree.claims.union(self._share.names), problems)
+
+    def _why_refused(self, found: StoredTree, checkpoint: CheckpointView) -> str | None:
+        tree = found.tree
+        if not is_stream_tree(tree):
+            return "saved as another value than a DataLoaderState; load it into one like that, and wrap it from then on"
+        if tree[MARK] != VERSION:
+            return "saved by a later release, in a form that this one does not know; load it with that release"
+        if not checkpoint.takes_all:
+            names = [*leaves(tree, found.fqn), *(name for name in checkpoint.saved if name.startswith(f"{found.fqn}."))]
+            left_out = next((name for name in names if not checkpoint.takes(name)), None)
+            if left_out is not None:
+                return f"include and exclude leave out {left_out}; a loader takes all of its state, or none"
+        if not is_whole(tree):
+            return "a part of its state was left out of the checkpoint when that was converted"
+        return None
+
+    def _find_share(self, found: StoredTree, checkpoint: CheckpointView, names: Collection[str]) -> _StreamShare | str:
+        """Returns this rank's part, or the reason why there is none."""
+        state, tree = self._state, found.tree
+        rule = load_rule(state, tree)
+        report = DataReport(
+            num_streams=len(tree["streams"]), saved_size=tree["size"], size=state.size, elastic=state.elastic
+        )
+        nothing = found._replace(tree={"shared": None, "streams": {}})
+        share = _StreamShare(checkpoint, nothing, {}, [], [], None, names, [], report)
+        if rule.action == "refuse":
+            return rule.why
+        if rule.action == "restart":
+            return share._replace(report=replace(report, restarted=True), why_restarted=rule.why)
+        if rule.action == "assign":
+            return self._assigned(share, found)
+        states = [tree["streams"][rank_id(rank)] for rank in range(tree["size"])]
+        prefix = consumed_prefix(states, state.loader, size=state.size)
+        if isinstance(prefix, str):
+            return f'{rule.why}, and {prefix}; load it on as many, or choose elastic="restart"'
+        own = {} if prefix.state is None else {rank_id(state.rank): prefix.state}
+        report = replace(report, repeated_at_most=prefix.repeated_at_most)
+        return share._replace(plain=own, own=list(own), report=report)
+
+    def _assigned(self, share: _StreamShare, found: StoredTree) -> _StreamShare | str:
+        state, loader, tree = self._state, self._state.streams, found.tree
+        table = tree["streams"]
+        saved_by = dict(zip(sorted(table), tree["owners"].tolist(), strict=True))
+        ids, new, problems = self._compare(loader, saved_by)
+        try:
+            parts = assign_streams(loader, ids, state.size)
+        except ValueError as error:
+            return str(error)
+        own = sorted(parts[state.rank])
+        plain, others = (
+            table.decode(own) if isinstance(table, StreamTable) else ({}, {each: table[each] for each in own})
+        )
+        num_moved = sum(saved_by[each] != rank for rank, part in enumerate(parts) for each in part)
+        return share._replace(
+            found=found._replace(tree={"shared": tree["shared"], "streams": others}),
+            plain=plain,
+            own=own,
+            new=new,
+            ids=ids,
+            problems=problems,
+            report=replace(share.report, num_streams=len(ids), num_moved=num_moved),
+        )
+
+    def _compare(
+        self, loader: ElasticLoader, saved_by: Mapping[str, int]
+    ) -> tuple[list[str], list[str], list[Problem]]:
+        """Returns the ids to deal out, those of this rank that the checkpoint lacks, and a problem for each that only
+        one of the two has.
+        """
+        prefix, ids, problems = f"{self.fqn}.streams", sorted(saved_by), []
+        all_ids = getattr(loader, "all_stream_ids", None)
+        unknown = sorted(set(ids).difference(all_ids())) if all_ids is not None else []
+        if unknown:
+            text = f"{prefix}: {listed_ids(unknown)} are in the checkpoint, and the loader has no such streams"
+            problems.append(Problem("conflict", prefix, text))
+            ids = sorted(set(ids).difference(unknown))
+        new = sorted(set(loader.stream_ids()).difference(saved_by))
+        if new:
+            text = f"{prefix}: {listed_ids(new)} of the loader are not in the checkpoint; they would start anew"
+            problems.append(Problem("missing_key", prefix, text))
+        return ids, new, problems
+
+    def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
+        if self._share is not None:
+            self._target.prepare(self._share.found, {}, checkpoint)
+
+    def finish(self, checkpoint: CheckpointView) -> None:
+        share, loader = self._share, self._state.streams
+        if share is None:
+            return
+        self.report = share.report
+        if share.why_restarted:
+            if self._state.rank == 0:
+                text = f"{self.fqn}: the data loader starts anew, from its first sample: {share.why_restarted}"
+                warnings.warn(text, stacklevel=2)
+            return
+        filled = self._target.filled(share.found, {}, checkpoint)
+        states = {**share.plain, **filled["streams"]}
+        # A load that is not strict: what the checkpoint lacks stays with the rank that has it.
+        kept = {each: loader.stream_state(each) for each in share.new}
+        loader.load_streams({**{each: states[each] for each in share.own}, **kept}, filled["shared"])
+        self._state.loaded_ids = share.ids

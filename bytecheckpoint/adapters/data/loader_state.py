@@ -1,0 +1,65 @@
+"""`DataLoaderState`, which marks a data loader in the state of a save or a load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+from bytecheckpoint.adapters.data.rank_states import RankStates
+from bytecheckpoint.adapters.data.stream_wire import KeyedBy
+from bytecheckpoint.data.elastic_loader import ElasticLoader
+from bytecheckpoint.data.known_loaders import elastic_loader_of
+
+Elastic = Literal["exact", "same", "at_least_once", "restart"]
+
+
+class DataLoaderState:
+    """A data loader in the state of a save or a load: `{"data": bcp.DataLoaderState(loader, rank=2, size=4)}`.
+
+    Its state is kept by stream and not by rank, so that a load on any number of data-parallel ranks goes on where the
+    save was: each stream is stored once, with the state that all ranks share, and a load deals the streams out.
+    `loader` is an `ElasticLoader`, as `bcp.data.Streams` is, or a loader that is known to be exact; docs/data.md lists
+    them. Of any other object with state_dict() and load_state_dict() the state is one rank's own, which `elastic` has
+    to allow.
+
+    Args:
+        loader: The loader that this process trains from.
+        rank: Data-parallel rank of this process. Its tensor-, pipeline- and context-parallel replicas pass the same.
+        size: Number of data-parallel ranks.
+        elastic: Says what happens where a state cannot be exact on another number of ranks. `exact` refuses it when
+            it is saved. `same` saves it, and refuses another number of ranks at a load. `at_least_once` goes on, on
+            another number of ranks, from the samples that all ranks have passed: it repeats some and loses none, or is
+            refused where the state does not say so. `restart` starts the loader anew there, with a warning.
+
+    Raises:
+        ValueError: `rank` is none of `size` ranks, or `elastic` is not one of these.
+        TypeError: The loader has no state.
+    """
+
+    def __init__(self, loader: Any, *, rank: int, size: int, elastic: Elastic = "exact") -> None:
+        if elastic not in get_args(Elastic):
+            raise ValueError(f"DataLoaderState.elastic takes one of {', '.join(get_args(Elastic))}, not {elastic!r}")
+        if not 0 <= rank < size:
+            raise ValueError(f"DataLoaderState takes a data-parallel rank from 0 to size - 1: rank={rank}, size={size}")
+        self.loader = loader
+        self.rank = rank
+        self.size = size
+        self.elastic = elastic
+        elastic_loader = elastic_loader_of(loader)
+        if elastic_loader is None and not _has_state(loader):
+            raise TypeError(
+                f"a {type(loader).__name__} is no ElasticLoader, no loader that is known, and has no state_dict() and "
+                "load_state_dict(): there is no state to save; docs/data.md says which loaders have one"
+            )
+        self.keyed_by: KeyedBy = "rank" if elastic_loader is None else "stream"
+        """States belong to streams, which any rank can take over, or to data-parallel ranks."""
+        self.streams: ElasticLoader = elastic_loader or RankStates(loader, rank=rank, size=size)
+        self.loaded_ids: Sequence[str] | None = None
+        """Sorted ids of the streams of all ranks, once a load has dealt them out."""
+
+    def __repr__(self) -> str:
+        return f"DataLoaderState({self.loader!r}, rank={self.rank}, size={self.size}, elastic={self.elastic!r})"
+
+
+def _has_state(loader: object) -> bool:
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))

@@ -1,0 +1,121 @@
+"""Loaders whose state is that of one process, such as torchdata's: kept by data-parallel rank. On another number of
+ranks some of them can go on from the samples that all ranks have passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+_SAMPLER_KEYS = frozenset({"yielded", "epoch"})
+_ONLY_NONE = ("_index_sampler_state", "fetcher_state", "dataset_state")
+"""Values of a StatefulDataLoader's state that say more than a number of samples, where they are there."""
+
+
+def rank_id(rank: int) -> str:
+    """Returns the id of the only stream that a rank has."""
+    return f"rank_{rank}"
+
+
+class RankStates:
+    """A loader with state_dict() and load_state_dict() as an ElasticLoader with one stream for each rank."""
+
+    def __init__(self, loader: Any, *, rank: int, size: int) -> None:
+        self._loader = loader
+        self._rank = rank
+        self._size = size
+
+    def stream_ids(self) -> Sequence[str]:
+        return [rank_id(self._rank)]
+
+    def all_stream_ids(self) -> Sequence[str]:
+        return [rank_id(rank) for rank in range(self._size)]
+
+    def stream_state(self, _stream_id: str) -> Any:
+        return self._loader.state_dict()
+
+    def shared_state(self) -> Any:
+        return None
+
+    def assign(self, _ids: Sequence[str], size: int) -> list[list[str]]:
+        return [[rank_id(rank)] for rank in range(size)]
+
+    def load_streams(self, streams: Mapping[str, Any], _shared: Any) -> None:
+        for state in streams.values():
+            self._loader.load_state_dict(state)
+
+
+class ConsumedPrefix(NamedTuple):
+    """The samples of an epoch that all ranks have passed, in the order in which a sampler deals them out."""
+
+    state: Any
+    """State of a rank that goes on behind them; None where that is the start."""
+    repeated_at_most: int
+    """Samples, over all ranks, that were taken and are taken again."""
+
+
+class _Progress(NamedTuple):
+    """The samples that a rank has taken of its part of an epoch."""
+
+    epoch: int
+    num_samples: int
+    is_finished: bool
+    """The rank has passed all of its part."""
+
+
+def consumed_prefix(states: Sequence[Any], loader: Any, *, size: int) -> ConsumedPrefix | str:
+    """Returns where `size` ranks can go on that lose nothing of what the saved states, one a rank, have left; or the
+    reason why they do not say so.
+
+    Rank r of n takes the samples r, r + n, r + 2 n, ... of an order that does not depend on n. So what all ranks have
+    passed is its first n * min(samples of a rank).
+    """
+    sampler = getattr(loader, "sampler", loader)
+    if getattr(sampler, "num_replicas", None) != size:
+        return f"its samples are not those of a DistributedSampler with num_replicas={size}, dealt out one by one"
+    found = [_progress_of(state) for state in states]
+    unknown = next((each for each in found if isinstance(each, str)), None)
+    if unknown is not None:
+        return unknown
+    progress = [each for each in found if isinstance(each, _Progress)]
+    if len({each.epoch for each in progress}) > 1:
+        return f"its ranks are in different epochs, {sorted({each.epoch for each in progress})}"
+    going_on = [each.num_samples for each in progress if not each.is_finished]
+    if not going_on:
+        return ConsumedPrefix(None, 0)
+    batch_size = getattr(loader, "batch_size", None) or 1
+    num_batches = min(going_on) * len(states) // size // batch_size
+    taken = sum(each.num_samples for each in progress)
+    repeated = taken - num_batches * batch_size * size
+    if not num_batches and not progress[0].epoch:
+        return ConsumedPrefix(None, repeated)
+    return ConsumedPrefix(_state_after(states[0], num_batches, batch_size), repeated)
+
+
+def _progress_of(state: Any) -> _Progress | str:
+    if not isinstance(state, dict):
+        return f"its state is a {type(state).__name__}, which does not count samples"
+    if "yielded" in state and state.keys() <= _SAMPLER_KEYS:
+        return _Progress(state.get("epoch", 0), state["yielded"], is_finished=False)
+    if "_snapshot" in state:
+        return "its state is that of a number of workers; take num_workers=0, or bcp.data.Streams"
+    sampler_state = state.get("_sampler_iter_state")
+    if "_num_yielded" not in state or not isinstance(sampler_state, dict) or "samples_yielded" not in sampler_state:
+        return "its state does not count the samples that it has taken"
+    inside = sampler_state.get("sampler_state", {"yielded": 0})
+    is_counted = sampler_state.keys() <= {"samples_yielded", "sampler_state"} and set(inside) <= _SAMPLER_KEYS
+    if not is_counted or any(state.get(key) is not None for key in _ONLY_NONE):
+        return "its state is more than a number of samples: that of a dataset or of random numbers"
+    return _Progress(inside.get("epoch", 0), sampler_state["samples_yielded"], bool(state.get("_iterator_finished")))
+
+
+def _state_after(state: Mapping[str, Any], num_batches: int, batch_size: int) -> dict[str, Any]:
+    """Returns the state of a rank, like the given one, that has taken so many batches."""
+    num_samples = num_batches * batch_size
+    if "yielded" in state:
+        return {**state, "yielded": num_samples}
+    of_sampler = {**state["_sampler_iter_state"], "samples_yielded": num_samples}
+    if "sampler_state" in of_sampler:
+        of_sampler["sampler_state"] = {**of_sampler["sampler_state"], "yielded": num_samples}
+    counts = {"_num_yielded": num_batches, "_sampler_iter_yielded": num_batches, "_iterator_finished": False}
+    return {**state, **counts, "_sampler_iter_state": of_sampler}

@@ -1,0 +1,151 @@
+"""Lists the states of data loaders in a checkpoint: position of each stream, and totals by source. It reads only the
+manifest, and needs torch to decode plain data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from bytecheckpoint.manifest import Manifest
+
+from ..render.number_format import shortened
+from .summary import natural_order, plain_value
+
+_MAX_SOURCE_TEXT = 60
+
+
+class StreamRow(NamedTuple):
+    """A stream. Facts that its state does not have are None."""
+
+    id: str
+    source: str | None
+    owner: int | None
+    """Data-parallel rank that saved it."""
+    epoch: int | None
+    position: int | None
+    """Samples that were taken in this epoch."""
+    samples: int | None
+    """Samples that were taken in all epochs."""
+
+
+class SourceTotal(NamedTuple):
+    """The streams of one source."""
+
+    source: str | None
+    num_streams: int
+    epochs: tuple[int, int] | None
+    """Least and greatest."""
+    positions: tuple[int, int] | None
+    samples: int | None
+    """Sum over its streams; None if one of them does not count."""
+
+
+class DataRecord(NamedTuple):
+    """The state of a data loader."""
+
+    fqn: str
+    loader: str
+    """Name of its class."""
+    elastic: str
+    keyed_by: str
+    """`stream`, or `rank` if each stream is the state of a data-parallel rank."""
+    size: int
+    """Number of data-parallel ranks that saved it."""
+    samples: int | None
+    """Samples that were taken in all epochs, over all streams, or by the one position for all; None if not counted."""
+    sources: Sequence[SourceTotal]
+    streams: Sequence[StreamRow]
+    shared: Any
+    """State that all ranks share, as JSON can hold it."""
+
+
+class DataDifference(NamedTuple):
+    """The way of a data loader from one checkpoint to another."""
+
+    fqn: str
+    samples: tuple[int | None, int | None]
+    num_samples_between: int | None
+    """Samples that the second has taken more than the first, over the streams of both; None if not counted."""
+    num_streams: int
+    """Streams of both."""
+    num_only_in_a: int
+    num_only_in_b: int
+
+
+def data_records(manifest: Manifest) -> list[DataRecord]:
+    """Returns the states of data loaders by FQN. Raises what decoding plain data raises."""
+    from bytecheckpoint.adapters.data.stream_wire import StreamTable, decode_stored, has_mark, is_whole  # noqa: PLC0415
+
+    trees = {fqn: decode_stored(data) for fqn, data in manifest.objects.items() if has_mark(data)}
+    whole = {fqn: tree for fqn, tree in trees.items() if is_whole(tree) and isinstance(tree["streams"], StreamTable)}
+    return [_record(fqn, tree) for fqn, tree in sorted(whole.items(), key=lambda item: natural_order(item[0]))]
+
+
+def _record(fqn: str, tree: Mapping[str, Any]) -> DataRecord:
+    ids, owners = sorted(tree["streams"]), tree["owners"].tolist()
+    owner_of = dict(zip(ids, owners, strict=False))
+    plain, others = tree["streams"].decode(ids)
+    states = {**plain, **others}
+    rows = [_row(each, owner_of.get(each), states[each]) for each in sorted(ids, key=natural_order)]
+    by_source: dict[str | None, list[StreamRow]] = {}
+    for row in rows:
+        by_source.setdefault(row.source, []).append(row)
+    shared = tree["shared"]
+    return DataRecord(
+        fqn=fqn,
+        loader=tree["loader"],
+        elastic=tree["elastic"],
+        keyed_by=tree["keyed_by"],
+        size=tree["size"],
+        samples=_sum([row.samples for row in rows]) if rows else _count(shared, "samples"),
+        sources=[_total(source, found) for source, found in by_source.items()],
+        streams=rows,
+        shared=plain_value(shared)[0],
+    )
+
+
+def _row(stream_id: str, owner: int | None, state: Any) -> StreamRow:
+    source = state.get("source") if isinstance(state, dict) else None
+    return StreamRow(
+        stream_id,
+        shortened(source, _MAX_SOURCE_TEXT) if isinstance(source, str) else None,
+        owner,
+        *(_count(state, key) for key in ("epoch", "position", "samples")),
+    )
+
+
+def _count(state: Any, key: str) -> int | None:
+    value = state.get(key) if isinstance(state, dict) else None
+    return value if type(value) is int else None
+
+
+def _total(source: str | None, rows: Sequence[StreamRow]) -> SourceTotal:
+    epochs, positions = (
+        [value for row in rows if (value := getattr(row, name)) is not None] for name in ("epoch", "position")
+    )
+    return SourceTotal(source, len(rows), _range_of(epochs), _range_of(positions), _sum([row.samples for row in rows]))
+
+
+def _range_of(values: Sequence[int]) -> tuple[int, int] | None:
+    return (min(values), max(values)) if values else None
+
+
+def _sum(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def data_differences(a: Manifest, b: Manifest) -> list[DataDifference]:
+    """Returns the way of each data loader that both checkpoints have. Raises what decoding plain data raises."""
+    records = {record.fqn: record for record in data_records(a)}
+    return [_difference(records[other.fqn], other) for other in data_records(b) if other.fqn in records]
+
+
+def _difference(a: DataRecord, b: DataRecord) -> DataDifference:
+    of_a, of_b = ({row.id: row.samples for row in record.streams} for record in (a, b))
+    common = of_a.keys() & of_b.keys()
+    sums = [_sum([found[each] for each in common]) for found in (of_a, of_b)] if common else [a.samples, b.samples]
+    between = None if sums[0] is None or sums[1] is None else sums[1] - sums[0]
+    num_only = [len(found.keys() - common) for found in (of_a, of_b)]
+    return DataDifference(a.fqn, (a.samples, b.samples), between, len(common), *num_only)
