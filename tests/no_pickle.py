@@ -19,8 +19,10 @@ LIBRARY = (f"{ROOT / 'bytecheckpoint'}/", f"{ROOT / 'tools'}/")
 OTHERS = (
     *(f"{ROOT / name}/" for name in ("tests", "benchmarks", "examples")),
     *(f"/site-packages/{name}/" for name in ("deepspeed", "megatron", "transformer_engine")),
+    *(f"/site-packages/{name}/" for name in ("torch/utils/data", "torchdata")),
 )
-"""Whose own business it is, also where the library called them: a test's object, a framework's module."""
+"""Whose own business it is, also where the library called them: a test's object, a framework's module, batches that a
+data loader's own workers send."""
 WRITERS = frozenset(str(ROOT / "bytecheckpoint" / "conversion" / name) for name in ("torch_save.py", "dcp.py"))
 """What of the library writes files of torch."""
 WRITING = {"pickle.dump", "pickle.dumps", "pickle.Pickler", "torch.save"}

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bytecheckpoint.data.elastic_loader import ElasticLoader
+from bytecheckpoint.data.tracked_loader import tracked_loader_of
 
-_ADAPTERS: Sequence[Callable[[Any], ElasticLoader | None]] = ()
+_ADAPTERS: Sequence[Callable[[Any], ElasticLoader | None]] = (tracked_loader_of,)
 """Each returns the elastic loader for a data loader of its kind, and None for all others. It looks at names of classes
 and imports no framework that the caller has not imported."""
 

@@ -24,7 +24,7 @@ class DeviceCopy(NamedTuple):
     """Has the length of the copy. Must be pinned, or the host waits for each copy."""
 
 
-class Streams(Protocol):
+class DeviceStreams(Protocol):
     """The streams of a device, for copies to the host."""
 
     def mark(self) -> CopyEvent:
@@ -68,7 +68,7 @@ def queue_copy(copy: DeviceCopy) -> torch.Tensor:
     return source
 
 
-def streams_of(device: torch.device) -> Streams:
+def streams_of(device: torch.device) -> DeviceStreams:
     """Returns the streams of a device that `has_streams`."""
     return CudaStreams(device)
 

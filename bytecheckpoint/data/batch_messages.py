@@ -1,0 +1,92 @@
+"""Batches that carry how far their streams were read, from the process that reads to the one that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from types import EllipsisType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from bytecheckpoint.data.stream_reader import Change
+from bytecheckpoint.data.streams import Streams
+
+
+@dataclass(frozen=True)
+class CountedBatch:
+    """A batch, and the places of its streams after it."""
+
+    batch: Any
+    changes: Sequence[Change]
+
+    def pin_memory(self) -> CountedBatch:
+        """Returns the same with the batch in pinned memory; torch calls this by its name."""
+        return CountedBatch(pin_memory(self.batch), self.changes)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class CountingCollate:
+    """The loader's `collate_fn`, which runs beside the dataset right after a batch was read, and tells what was."""
+
+    collate: Callable[[Any], Any]
+    streams: Streams
+    """The object that the loader reads, also in a worker: both are sent there together."""
+
+    def __call__(self, samples: Any) -> CountedBatch:
+        reader = self.streams._reader
+        if reader is None:
+            raise RuntimeError("a state was loaded while a batch was read: call iter() on the loader again")
+        try:
+            batch = self.collate(samples)
+        except BaseException:
+            reader.roll_back()
+            raise
+        changes = reader.take_changes()
+        return CountedBatch(batch, changes if get_worker_info() is None else [_with(_sent, each) for each in changes])
+
+
+def received(changes: Sequence[Change]) -> list[Change]:
+    """Returns changes as they were in the worker."""
+    return [_with(_unsent, each) for each in changes]
+
+
+class _SentTensor(NamedTuple):
+    """A tensor's bytes. Sent as tensors, the thousands of samples in a buffer would each hold a file open."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data: npt.NDArray[np.uint8]
+
+
+def _with(convert: Callable[[Any], Any], change: Change) -> Change:
+    snapshot = change.snapshot
+    if snapshot is None or isinstance(snapshot, EllipsisType):
+        return change
+    return change._replace(snapshot=replace(snapshot, state=_converted(convert, snapshot.state)))
+
+
+def _converted(convert: Callable[[Any], Any], tree: Any) -> Any:
+    if type(tree) is dict:
+        return {key: _converted(convert, value) for key, value in tree.items()}
+    if type(tree) in {list, tuple}:
+        return type(tree)(_converted(convert, value) for value in tree)
+    return convert(tree)
+
+
+def _sent(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    # Flattened first: a tensor without dimensions cannot be viewed as another type.
+    data = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return _SentTensor(leaf.dtype, tuple(leaf.shape), data)
+
+
+def _unsent(leaf: Any) -> Any:
+    if not isinstance(leaf, _SentTensor):
+        return leaf
+    return torch.from_numpy(leaf.data).view(leaf.dtype).reshape(leaf.shape)

@@ -1,0 +1,121 @@
+"""Packs documents into rows of one length, with the tokens that are left in a buffer that is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+
+from bytecheckpoint.data.shuffle_buffer import refuse_streams
+from bytecheckpoint.data.sources import END, PassEnd, check_source, cursor_of, read_next, source_name, state_after
+from bytecheckpoint.data.stream_position import StreamPosition, position_of
+
+
+class Packer:
+    """Rows of exactly `length` tokens, cut from the documents of one source laid end to end.
+
+    Tokens that fill no row are carried over, also into the next epoch, so that none is lost and none padded. State is
+    these tokens, as one tensor, and the state of the source.
+    """
+
+    def __init__(self, source: Any, length: int, *, key: str | None = None) -> None:
+        """Reads nothing yet.
+
+        Args:
+            source: a sequence or an iterable of documents, as in `Streams`. A document is a list, an array or a tensor
+                of tokens, of one dtype throughout; lists are int64.
+            length: tokens of a row.
+            key: where samples are dicts, the key of a document's tokens.
+
+        Raises:
+            ValueError: the source cannot be read, or is `Streams`: wrap the source of each stream.
+        """
+        refuse_streams("Packer", source)
+        check_source("the source of a Packer", source)
+        if length < 1:
+            raise ValueError(f"a Packer makes rows of {length} tokens; a row has 1 or more")
+        self.wrapped_source = source
+        self._length, self._key = length, key
+        self._cursor = cursor_of(source)
+        self._at = StreamPosition()
+        self._epoch = 0
+        self._row: torch.Tensor | None = None
+        """Tokens that are left, flat; None before the first document."""
+        self._documents: list[torch.Tensor] = []
+        """Documents after those, not yet joined: many short ones make one row."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while (row := self._next()) is not END:
+            yield row
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the tokens that are left and what it takes to go on."""
+        tokens = self._tokens()
+        # Room for more, in powers of two: a shape that stays the same lets the next save reuse its plan.
+        room = 1 << (max(tokens.numel(), self._length) - 1).bit_length()
+        tail = torch.zeros(room, dtype=tokens.dtype)
+        tail[: tokens.numel()] = tokens
+        return {
+            "epoch": self._epoch,
+            "length": self._length,
+            "is_empty": self._row is None,
+            "num_tokens": tokens.numel(),
+            "tokens": tail,
+            "source": state_after(self.wrapped_source, self._cursor, self._at),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where this state was taken.
+
+        Raises:
+            ValueError: the state is of rows of another length, which positions count.
+        """
+        if state["length"] != self._length:
+            raise ValueError(
+                f"the state of a Packer was saved with rows of {state['length']} tokens, and this one makes rows of "
+                f"{self._length}: positions count rows. Nothing was loaded into it"
+            )
+        self._at = position_of("in a Packer", state["source"], source_name(self.wrapped_source))
+        self._cursor.lose_place()
+        self._epoch = state["epoch"]
+        self._row = None if state["is_empty"] else state["tokens"][: state["num_tokens"]].clone()
+        self._documents = []
+
+    def _next(self) -> torch.Tensor | Literal[PassEnd.END]:
+        while self._num_tokens() < self._length:
+            if self._at.epoch > self._epoch:
+                self._epoch += 1
+                return END
+            document, self._at = read_next(self.wrapped_source, self._cursor, self._at)
+            if document is not END:
+                self._add(document)
+        tokens = self._tokens()
+        self._row, self._documents = tokens[self._length :], []
+        # Copied, because a worker would send all that a view shares memory with.
+        return tokens[: self._length].clone()
+
+    def _num_tokens(self) -> int:
+        return sum(each.numel() for each in self._documents) + (0 if self._row is None else self._row.numel())
+
+    def _tokens(self) -> torch.Tensor:
+        if self._row is None:
+            return torch.empty(0, dtype=torch.int64)
+        return torch.cat([self._row, *self._documents]) if self._documents else self._row
+
+    def _add(self, document: Any) -> None:
+        if self._key is not None:
+            document = document[self._key]
+        if isinstance(document, Mapping | str):
+            raise ValueError(
+                f"a Packer takes documents that are lists, arrays or tensors of tokens, and got a "
+                f"{type(document).__name__}: tokenize first, or pass key= to say where in a dict the tokens are"
+            )
+        tokens = torch.tensor(document, dtype=torch.int64) if isinstance(document, list) else torch.as_tensor(document)
+        if tokens.dim() != 1:
+            raise ValueError(f"a document is one-dimensional; this one has the shape {tuple(tokens.shape)}")
+        if self._row is None:
+            self._row = torch.empty(0, dtype=tokens.dtype)
+        if tokens.dtype != self._row.dtype:
+            raise ValueError(f"a document has tokens of {tokens.dtype} and those before it of {self._row.dtype}")
+        self._documents.append(tokens)

@@ -1,0 +1,101 @@
+"""Shuffles a source in a buffer whose content is saved with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from bytecheckpoint.data.sources import END, PassEnd, check_source, cursor_of, read_next, source_name, state_after
+from bytecheckpoint.data.stream_position import StreamPosition, position_of
+from bytecheckpoint.data.streams import Streams
+
+_MASK = (1 << 64) - 1
+
+
+class ShuffleBuffer:
+    """The samples of one source in a random order: each is drawn from a buffer of `size`, which the next one refills.
+
+    The buffer is drained at the end of an epoch. The order follows from seed and epoch. State is the buffer's content,
+    the number of draws, and the state of the source; a load reads no sample twice and loses none.
+    """
+
+    def __init__(self, source: Any, size: int, *, seed: int = 0) -> None:
+        """Reads nothing yet.
+
+        Args:
+            source: a sequence or an iterable, as in `Streams`. Its samples are saved while they are in the buffer:
+                plain data, tensors and arrays.
+            size: the number of samples to draw from.
+            seed: another order for another seed.
+
+        Raises:
+            ValueError: the source cannot be read, or is `Streams`: wrap the source of each stream.
+        """
+        refuse_streams("ShuffleBuffer", source)
+        check_source("the source of a ShuffleBuffer", source)
+        if size < 1:
+            raise ValueError(f"a ShuffleBuffer has room for {size} samples; it needs 1 or more")
+        self.wrapped_source = source
+        self.snapshot_interval = size
+        """A snapshot holds the whole buffer, so that one is taken once in this many samples at most."""
+        self._size, self._seed = size, seed
+        self._cursor = cursor_of(source)
+        self._at = StreamPosition()
+        self._epoch = self._num_draws = 0
+        self._buffer: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        while (sample := self._next()) is not END:
+            yield sample
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the buffer's content and what it takes to go on. Samples are not copied."""
+        return {
+            "epoch": self._epoch,
+            "draws": self._num_draws,
+            "buffer": list(self._buffer),
+            "source": state_after(self.wrapped_source, self._cursor, self._at),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where this state was taken."""
+        self._at = position_of("in a ShuffleBuffer", state["source"], source_name(self.wrapped_source))
+        self._cursor.lose_place()
+        self._epoch, self._num_draws = state["epoch"], state["draws"]
+        self._buffer = list(state["buffer"])
+
+    def _next(self) -> Any | Literal[PassEnd.END]:
+        while len(self._buffer) < self._size and self._at.epoch == self._epoch:
+            sample, self._at = read_next(self.wrapped_source, self._cursor, self._at)
+            if sample is not END:
+                self._buffer.append(sample)
+        if not self._buffer:
+            self._epoch, self._num_draws = self._epoch + 1, 0
+            return END
+        drawn = _random_number(self._seed, self._epoch, self._num_draws) % len(self._buffer)
+        self._num_draws += 1
+        self._buffer[drawn], self._buffer[-1] = self._buffer[-1], self._buffer[drawn]
+        return self._buffer.pop()
+
+
+def refuse_streams(wrapper: str, source: Any) -> None:
+    """Raises ValueError if a buffer is put around all streams, where its content would belong to none of them."""
+    if isinstance(source, Streams):
+        raise ValueError(
+            f"{wrapper} is put around Streams, so that its content would belong to no stream and could not be shared "
+            f"out to other ranks. Wrap the source of each stream: Streams({{id: {wrapper}(source, ...), ...}}, ...)"
+        )
+
+
+def _random_number(seed: int, epoch: int, number: int) -> int:
+    """Returns a number below 2**64 that follows from these alone, so that a place in the order needs no state.
+
+    Each is mixed in by a round of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators).
+    """
+    mixed = 0
+    for part in (seed, epoch, number):
+        mixed = (mixed + (part & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        mixed ^= mixed >> 31
+    return mixed

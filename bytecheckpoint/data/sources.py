@@ -1,0 +1,263 @@
+"""Sources of samples, read pass after pass from any position. It knows nothing of ranks, workers and the order of
+streams.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from enum import Enum
+from typing import Any, Literal, Protocol
+
+from bytecheckpoint.data.stream_position import SourceSnapshot, StreamPosition, tree_of
+from bytecheckpoint.errors import CheckpointMismatchError
+
+
+class PassEnd(Enum):
+    """Returned instead of a sample where a pass ends. A value, because StopIteration ends the loops that it crosses."""
+
+    END = "end"
+
+
+END = PassEnd.END
+
+
+class SourceCursor(Protocol):
+    """A reader of one source that knows its place, and goes to others."""
+
+    def read(self, at: StreamPosition) -> Any | Literal[PassEnd.END]:
+        """Returns the sample that follows `at`, or END at the end of the epoch."""
+
+    def is_at_end(self) -> bool:
+        """Returns True if the source says that no sample of this epoch follows; False also if it cannot say."""
+
+    def capture(self, at: StreamPosition) -> SourceSnapshot | None:
+        """Returns the source's state if it has one and the cursor stands at this place, else None."""
+
+    def lose_place(self) -> None:
+        """Lets the next `read` open the source anew."""
+
+
+def read_next(
+    source: Any, cursor: SourceCursor, at: StreamPosition
+) -> tuple[Any | Literal[PassEnd.END], StreamPosition]:
+    """Returns the sample that follows `at`, or END, and the place after it.
+
+    A source that knows that its last sample was read is at the next epoch.
+    """
+    sample = cursor.read(at)
+    if sample is END:
+        return END, at.next_epoch(carries_over=carries_over(source))
+    after = replace(at, position=at.position + 1, samples=at.samples + 1)
+    return sample, after.next_epoch(carries_over=False) if cursor.is_at_end() else after
+
+
+def state_after(source: Any, cursor: SourceCursor, at: StreamPosition) -> dict[str, Any]:
+    """Returns the state of a source that was read up to `at`, with a snapshot if it has one."""
+    snapshot = cursor.capture(at)
+    return tree_of(at if snapshot is None else replace(at, snapshot=snapshot), source_name(source))
+
+
+def cursor_of(source: Any) -> SourceCursor:
+    """Returns a cursor for a source of any kind."""
+    return SequenceCursor(source) if is_sequence(source) else IterableCursor(source)
+
+
+def is_stateful(source: Any) -> bool:
+    """Returns True if the source gives and takes its own state."""
+    return callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))
+
+
+def is_sequence(source: Any) -> bool:
+    """Returns True if samples are read by their index, so that a position is all the state there is."""
+    return hasattr(source, "__getitem__") and hasattr(source, "__len__") and not is_stateful(source)
+
+
+def carries_over(source: Any) -> bool:
+    """Returns True if what a pass leaves behind may belong to the next one.
+
+    Iterable datasets of Hugging Face begin each epoch anew, and their state at the end of a pass yields nothing.
+    """
+    return is_stateful(source) and not type(source).__module__.startswith("datasets.")
+
+
+def check_source(name: str, source: Any) -> None:
+    """Raises ValueError if this cannot be read pass after pass."""
+    if isinstance(source, Mapping) or not (is_sequence(source) or isinstance(source, Iterable)):
+        raise ValueError(
+            f"{name} is a {type(source).__name__}: a source is a sequence of samples or an iterable, with or without "
+            "state_dict() and load_state_dict()"
+        )
+    if isinstance(source, Iterator) and not is_stateful(source):
+        raise ValueError(
+            f"{name} is a {type(source).__name__}, which can be read once and never again: pass an object whose "
+            "__iter__ begins a new pass each time"
+        )
+
+
+def source_name(source: Any) -> str:
+    """Returns the name of a source's class, and in brackets that of what it reads from."""
+    inner = getattr(source, "wrapped_source", None)
+    name = type(source).__name__
+    return name if inner is None else f"{name}({source_name(inner)})"
+
+
+def inexact_reason(source: Any) -> str | None:
+    """Returns why a source does not go on where it was, or None where nothing says so."""
+    if (inner := getattr(source, "wrapped_source", None)) is not None:
+        return inexact_reason(inner)
+    module = type(source).__module__.partition(".")[0]
+    if module == "datasets" and _shuffles_in_a_buffer(getattr(source, "_ex_iterable", None)):
+        return (
+            "datasets' .shuffle(buffer_size=...) loses the content of its buffer when it goes on from its state. "
+            "Remove it and wrap the dataset in bcp.data.ShuffleBuffer(dataset, buffer_size), whose content is saved"
+        )
+    if module == "webdataset" and _shuffles_at_random(source):
+        return (
+            "webdataset's shuffle and resampled draw another order in each process. Remove them (shardshuffle=False) "
+            "and wrap the dataset in bcp.data.ShuffleBuffer(dataset, buffer_size), whose content is saved"
+        )
+    return None
+
+
+def _shuffles_in_a_buffer(examples: Any) -> bool:
+    if examples is None:
+        return False
+    if type(examples).__name__ == "BufferShuffledExamplesIterable" and getattr(examples, "buffer_size", 2) > 1:
+        return True
+    inner = [getattr(examples, "ex_iterable", None), *(getattr(examples, "ex_iterables", None) or ())]
+    return any(_shuffles_in_a_buffer(each) for each in inner)
+
+
+def _shuffles_at_random(dataset: Any) -> bool:
+    stages = getattr(dataset, "pipeline", ())
+    names = {getattr(getattr(stage, "f", stage), "__name__", type(stage).__name__) for stage in stages}
+    return not names.isdisjoint({"_shuffle", "ResampledShardList", "ResampledShards"})
+
+
+class SequenceCursor:
+    """Reads a sequence by index."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._place = (-1, 0)
+
+    def read(self, at: StreamPosition) -> Any | Literal[PassEnd.END]:
+        if at.epoch != self._place[0]:
+            _set_epoch(self._source, at.epoch)
+        self._place = at.place
+        if at.position > len(self._source):
+            raise _too_short(self._source, at, len(self._source))
+        if at.position == len(self._source):
+            return END
+        sample = self._source[at.position]
+        self._place = (at.epoch, at.position + 1)
+        return sample
+
+    def is_at_end(self) -> bool:
+        return self._place[1] >= len(self._source)
+
+    def capture(self, at: StreamPosition) -> SourceSnapshot | None:  # noqa: ARG002  a position is all there is
+        return None
+
+    def lose_place(self) -> None:
+        self._place = (-1, 0)
+
+
+class IterableCursor:
+    """Reads an iterable. Another place is reached from a snapshot, or from the start of an epoch, by reading on."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._iterator: Iterator[Any] | None = None
+        self._place: tuple[int, int] | None = None
+        """None before the first sample and after an error: then the source is put in place anew."""
+        self._initial: Any = None
+        """The state of a stateful source before anything was read."""
+        self._is_touched = False
+        self._has_yielded = False
+
+    def read(self, at: StreamPosition) -> Any | Literal[PassEnd.END]:
+        self._has_yielded |= at.samples > 0
+        if self._place != at.place:
+            self._seek(at)
+        return self._read_on()
+
+    def is_at_end(self) -> bool:
+        return False
+
+    def capture(self, at: StreamPosition) -> SourceSnapshot | None:
+        if self._place != at.place or not is_stateful(self._source):
+            return None
+        return SourceSnapshot(at.epoch, at.position, at.samples, _state_of(self._source))
+
+    def lose_place(self) -> None:
+        self._iterator = self._place = None
+
+    def _seek(self, at: StreamPosition) -> None:
+        self._open(at)
+        while self._place is not None and self._place < at.place:
+            self._read_on()
+        if self._place != at.place:
+            raise _too_short(self._source, at, None)
+
+    def _open(self, at: StreamPosition) -> None:
+        """Puts the source at the newest place that it can be put at directly."""
+        self._iterator = self._place = None
+        start = at.snapshot
+        if start is None:
+            start = SourceSnapshot(0 if carries_over(self._source) else at.epoch, 0, 0, None)
+        if is_stateful(self._source):
+            if not self._is_touched:
+                self._initial = _state_of(self._source)
+            if self._is_touched or start.state is not None:
+                state = self._initial if start.state is None else start.state
+                self._source.load_state_dict(state if hasattr(self._source, "wrapped_source") else copy.deepcopy(state))
+        self._is_touched = True
+        self._place = (start.epoch, start.position)
+
+    def _read_on(self) -> Any | Literal[PassEnd.END]:
+        epoch, position = self._place or (0, 0)
+        # Until the sample is there the place is not known: a source that raised may stand anywhere.
+        self._place = None
+        if self._iterator is None:
+            _set_epoch(self._source, epoch)
+            self._iterator = iter(self._source)
+        sample = next(self._iterator, END)
+        if sample is END:
+            self._iterator = None
+            self._check_pass(epoch, position)
+            self._place = (epoch + 1, 0)
+            return END
+        self._place = (epoch, position + 1)
+        self._has_yielded = True
+        return sample
+
+    def _check_pass(self, epoch: int, num_samples: int) -> None:
+        # Without this a source that does not begin anew would silently be missing from all later epochs.
+        if num_samples == 0 and self._has_yielded and not hasattr(self._source, "wrapped_source"):
+            raise ValueError(
+                f"a source of type {type(self._source).__name__} had samples before and yields none in epoch {epoch}: "
+                "its __iter__ must begin a new pass each time, also after the state of a pass's end was loaded"
+            )
+
+
+def _state_of(source: Any) -> Any:
+    state = source.state_dict()
+    # Sources may go on changing what they returned. Buffers of this package do not, and may hold much.
+    return state if hasattr(source, "wrapped_source") else copy.deepcopy(state)
+
+
+def _set_epoch(source: Any, epoch: int) -> None:
+    if (set_epoch := getattr(source, "set_epoch", None)) is not None:
+        set_epoch(epoch)
+
+
+def _too_short(source: Any, at: StreamPosition, length: int | None) -> CheckpointMismatchError:
+    found = "fewer" if length is None else f"{length}"
+    return CheckpointMismatchError(
+        f"a stream stands at sample {at.position} of epoch {at.epoch}, and its source of type {type(source).__name__} "
+        f"has {found} samples. Nothing was read from it. Give the stream the data that it had when it was saved",
+        kind="conflict",
+    )

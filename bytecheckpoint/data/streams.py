@@ -1,0 +1,269 @@
+"""A fixed set of streams, dealt out to ranks and workers, as one dataset. It knows nothing of data loaders: what those
+read ahead is counted in `tracked_loader`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from bytecheckpoint.data.elastic_loader import assign_streams
+from bytecheckpoint.data.sources import SourceCursor, carries_over, check_source, inexact_reason, source_name
+from bytecheckpoint.data.stream_position import StreamPosition, position_of, tree_of
+from bytecheckpoint.data.stream_reader import Change, StreamReader, blocks_in_turn, pass_epoch
+from bytecheckpoint.errors import CheckpointMismatchError
+
+_REQUESTS, _UNTRACKED = 0, 1
+"""Places in the numbers that a process shares with its workers."""
+
+
+class Streams(IterableDataset[Any]):
+    """Samples of a fixed set of streams, of which each data-parallel rank owns a part.
+
+    A pass is one epoch of the streams that this rank owns: `iter` goes on where the state stands, and the next one
+    after a pass has ended begins the next epoch. Samples come from the streams in turn. Inside a `DataLoader` with any
+    number of workers each stream is read by one worker; make the `bcp.DataLoaderState` of that loader before its first
+    pass.
+
+    A source is a sequence, which is read by index; an iterable with `state_dict()` and `load_state_dict()`, whose state
+    is saved; or any other iterable, which is read again from the start of the epoch. Its `__iter__` begins a pass, and
+    its `set_epoch(epoch)`, if it has one, is called before.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        *,
+        rank: int,
+        size: int,
+        with_ids: bool = False,
+        endless: bool = False,
+        snapshot_every: int = 256,
+    ) -> None:
+        """Opens nothing yet.
+
+        Args:
+            sources: the source of each stream by its id: all streams, on every rank the same ids.
+            rank: this process's data-parallel rank. Tensor, pipeline and context parallel replicas pass the same.
+            size: the number of data-parallel ranks.
+            with_ids: yield `(id, sample)` instead of the sample.
+            endless: go on with the next epoch instead of ending the pass, so that all ranks have batches equally long.
+            snapshot_every: in samples of a stream: as often a source's `state_dict()` is called while workers read
+                ahead. A load reads up to this many samples of a stream again and drops them. It also sets what a
+                stateful source costs; sequences and plain iterables have no snapshots.
+
+        Raises:
+            ValueError: there are fewer streams than ranks, or a source cannot be read.
+        """
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} is not one of {size} ranks")
+        if len(sources) < size:
+            raise ValueError(
+                f"{len(sources)} streams cannot be shared out to {size} ranks: split the data into at least {size} "
+                "streams, better a multiple of every number of ranks that it may be trained on"
+            )
+        if snapshot_every < 1:
+            raise ValueError(f"snapshot_every is {snapshot_every}; it is a number of samples, 1 or more")
+        for stream_id, source in sources.items():
+            check_stream(stream_id, source)
+        self._sources = dict(sources)
+        self._every_id = sorted(self._sources)
+        self._with_ids, self._endless, self._snapshot_every = with_ids, endless, snapshot_every
+        self._taken = {each: StreamPosition() for each in assign_streams(self, self._every_id, size)[rank]}
+        """Places after what the trainer took. In a worker process: after what the worker has read."""
+        self._cursors: dict[str, SourceCursor] = {}
+        self._prepared: set[str] = set()
+        self._reader: StreamReader | None = None
+        self._block: list[str] | None = None
+        """The streams of this worker process, from its first pass on."""
+        self._epoch = 0
+        """That of the last pass that was begun."""
+        self._num_loads = 0
+        self.is_tracked = False
+        """True once a loader counts what the trainer takes; then iteration alone does not."""
+        # Shared memory, because workers are forked or sent a copy of this object.
+        self._flags = torch.zeros(2, dtype=torch.int64)
+        self._flags.share_memory_()  # type: ignore[no-untyped-call]
+
+    def __iter__(self) -> Iterator[Any]:
+        return _StreamsPass(self)
+
+    def stream_ids(self) -> list[str]:
+        """Returns the sorted ids of the streams that this rank owns."""
+        return sorted(self._taken)
+
+    def all_stream_ids(self) -> list[str]:
+        """Returns the sorted ids of all streams."""
+        return list(self._every_id)
+
+    def stream_state(self, stream_id: str) -> dict[str, Any]:
+        """Returns the state of a stream after what the trainer took of it."""
+        position = self._taken[stream_id]
+        cursor = self._cursors.get(stream_id)
+        if stream_id in self._prepared:
+            self._prepared.discard(stream_id)
+        elif cursor is not None and (snapshot := cursor.capture(position)) is not None:
+            # The source stands where the trainer is, so that a load has nothing to read again.
+            position = replace(position, snapshot=snapshot)
+        return tree_of(position, source_name(self._sources[stream_id]))
+
+    def shared_state(self) -> dict[str, Any]:
+        """Returns what all ranks agree about: all state is that of streams."""
+        return {"kind": "streams"}
+
+    def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
+        """Takes over these streams at their positions, and gives up all others.
+
+        Raises:
+            CheckpointMismatchError: the states are not those of such streams. Nothing was changed then.
+        """
+        unknown = sorted(streams.keys() - self._sources.keys())
+        if unknown or shared != self.shared_state():
+            found = f"the unknown streams {unknown[:3]}" if unknown else f"{shared!r} as the state of all ranks"
+            raise CheckpointMismatchError(
+                f"bcp.data.Streams cannot take over {found}. Nothing was loaded into the loader. Give it the streams "
+                "that it had when it was saved",
+                kind="conflict",
+            )
+        self._taken = {each: position_of(each, streams[each], source_name(self._sources[each])) for each in streams}
+        self._num_loads += 1
+        self._reader, self._prepared = None, set()
+        self._lose_places()
+
+    def refuse_inexact(self) -> str | None:
+        """Returns why a source, or the way in which it is read, cannot go on exactly; None if all can."""
+        if int(self._flags[_UNTRACKED]) and not self.is_tracked:
+            return (
+                "workers of a DataLoader read from these Streams, and nothing counted what the trainer took of it. "
+                "Make bcp.DataLoaderState(loader, ...) of the DataLoader, not of the Streams, before its first pass"
+            )
+        reasons = ((each, inexact_reason(self._sources[each])) for each in self.stream_ids())
+        return next((f"stream {each!r}: {reason}" for each, reason in reasons if reason), None)
+
+    def prepare_state(self) -> None:
+        """Lets sources take a snapshot now, workers with their next batch, so that a save soon after need not."""
+        self._flags[_REQUESTS] += 1
+        for stream_id, position in self._taken.items():
+            cursor = self._cursors.get(stream_id)
+            if cursor is not None and (snapshot := cursor.capture(position)) is not None:
+                self._taken[stream_id] = replace(position, snapshot=snapshot)
+                self._prepared.add(stream_id)
+
+    # The rest is for passes and for the loader that counts.
+
+    def _begin_pass(self) -> StreamReader:
+        worker = get_worker_info()
+        if worker is not None:
+            ids, positions = self._begin_worker_pass(worker.id, worker.num_workers), self._taken
+        elif self.is_tracked:
+            ids, positions = self.stream_ids(), dict(self._taken)
+        else:
+            ids, positions = self.stream_ids(), self._taken
+        self._epoch = pass_epoch(self._taken.values())
+        self._reader = StreamReader(
+            ids,
+            positions,
+            self._sources,
+            self._cursors,
+            epoch=None if self._endless else self._epoch,
+            snapshot_every=self._snapshot_every,
+            num_requests=lambda: int(self._flags[_REQUESTS]),
+        )
+        return self._reader
+
+    def _begin_worker_pass(self, worker: int, num_workers: int) -> list[str]:
+        if not self.is_tracked:
+            self._flags[_UNTRACKED] = 1
+        if self._block is not None:
+            # A worker that lives on gets here once the trainer has come to the end of the pass before.
+            self._finish_pass(self._epoch)
+            return self._block
+        self._lose_places()  # forked from a process that may have read: files that are open would be shared with it
+        self._block = self._blocks(num_workers)[worker]
+        return self._block
+
+    def _blocks(self, num_workers: int) -> list[list[str]]:
+        return blocks_in_turn(self._every_id, self._taken, num_workers, endless=self._endless)
+
+    def _finish_pass(self, epoch: int) -> None:
+        """Puts the streams of a pass that has ended at the start of the next epoch, however far they were read."""
+        if self._endless:
+            return
+        for stream_id, position in self._taken.items():
+            if position.epoch == epoch:
+                self._taken[stream_id] = position.next_epoch(carries_over=carries_over(self._sources[stream_id]))
+
+    def _is_mid_pass(self) -> bool:
+        epoch = pass_epoch(self._taken.values())
+        return any(each.epoch == epoch and each.position > 0 for each in self._taken.values())
+
+    def _take(self, changes: Sequence[Change], turn: int) -> None:
+        """Counts what the trainer took with its batch number `turn`."""
+        for change in changes:
+            self._taken[change.stream_id] = change.applied_to(self._taken[change.stream_id], turn)
+
+    def _lose_places(self) -> None:
+        for cursor in self._cursors.values():
+            cursor.lose_place()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process opens its sources itself; iterators cannot be sent.
+        return {**self.__dict__, "_cursors": {}, "_reader": None}
+
+
+class _StreamsPass:
+    """One pass over the streams of this process. It begins with the first sample, not before: a load may come first."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._reader: StreamReader | None = None
+        self._is_over = False
+
+    def __iter__(self) -> _StreamsPass:
+        return self
+
+    def __next__(self) -> Any:
+        if self._is_over:
+            raise StopIteration
+        streams = self._streams
+        is_mid_pass = False
+        if self._reader is None:
+            is_mid_pass = streams._is_mid_pass()
+            self._reader = streams._begin_pass()
+        if self._reader is not streams._reader:
+            raise RuntimeError(
+                "this pass over bcp.data.Streams is out of date: another one was begun since, or a state was loaded. "
+                "Call iter() again"
+            )
+        try:
+            stream_id, sample = next(self._reader)
+        except StopIteration:
+            return self._end(is_mid_pass=is_mid_pass)
+        if self._counts:
+            self._reader.take_changes()
+        return (stream_id, sample) if streams._with_ids else sample
+
+    @property
+    def _counts(self) -> bool:
+        return get_worker_info() is None and not self._streams.is_tracked
+
+    def _end(self, *, is_mid_pass: bool) -> Any:
+        if self._counts:
+            self._streams._finish_pass(self._streams._epoch)
+            if is_mid_pass:
+                # The end of the epoch was not known when it was saved. A pass without samples is none.
+                self._reader = None
+                return next(self)
+        self._is_over = True
+        raise StopIteration
+
+
+def check_stream(stream_id: Any, source: Any) -> None:
+    """Raises ValueError if the id is no text or the source cannot be read."""
+    if not isinstance(stream_id, str) or not stream_id:
+        raise ValueError(f"the id of a stream is a text; {stream_id!r} is a {type(stream_id).__name__}")
+    check_source(f"the source of stream {stream_id!r}", source)

@@ -1,0 +1,232 @@
+"""Counts what a trainer takes from a data loader of torch, torchdata or accelerate over `Streams`, and not what workers
+and wrappers read ahead. The loader's classes are bent here and nowhere else, because none of them tells it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from bytecheckpoint.data.batch_messages import CountingCollate, received
+from bytecheckpoint.data.stream_reader import Change, pass_epoch
+from bytecheckpoint.data.streams import Streams
+
+
+def tracked_loader_of(loader: Any) -> TrackedLoader | None:
+    """Returns the elastic loader of a data loader over `Streams`, the same for each call; None for all others."""
+    base = getattr(loader, "base_dataloader", loader)  # accelerate's loaders hold torch's
+    if not isinstance(base, DataLoader) or not isinstance(base.dataset, Streams):
+        return None
+    tracked = base.__dict__.get("_get_iterator")
+    tracked = getattr(tracked, "__self__", None)
+    if not isinstance(tracked, TrackedLoader):
+        tracked = TrackedLoader(base, base.dataset)
+    if base is not loader:
+        tracked.follow(loader)
+    return tracked
+
+
+class TrackedLoader:
+    """The elastic loader of a `DataLoader`: state by stream, after the last batch that the trainer was given."""
+
+    def __init__(self, loader: DataLoader[Any], streams: Streams) -> None:
+        """Makes the loader count. Passes that were begun before are out of date."""
+        self._loader = weakref.ref(loader)  # the loader holds this, and its workers end with its last reference
+        self._streams = streams
+        self._waiting: deque[Sequence[Change] | int] = deque()
+        """Changes of batches that a wrapper has taken and the trainer has not; an epoch where the pass over it ends."""
+        self._is_followed = False
+        self._refusal: str | None = None
+        self._num_passes = 0
+        self._turn = 0
+        streams.is_tracked = True
+        streams._reader = None
+        collate = loader.collate_fn
+        # Accelerate hands the collate_fn of a loader on to the one that it makes of it.
+        collate = collate.collate if isinstance(collate, CountingCollate) else collate
+        loader.collate_fn = CountingCollate(collate, streams)
+        # Found before the method of the class, by the loader's own __iter__.
+        loader._get_iterator = self.new_iterator  # type: ignore[method-assign]
+        self._drop_iterator()
+
+    def stream_ids(self) -> list[str]:
+        """Returns the sorted ids of the streams that this rank owns."""
+        return self._streams.stream_ids()
+
+    def all_stream_ids(self) -> list[str]:
+        """Returns the sorted ids of all streams."""
+        return self._streams.all_stream_ids()
+
+    def stream_state(self, stream_id: str) -> dict[str, Any]:
+        """Returns the state of a stream after what the trainer took of it."""
+        return self._streams.stream_state(stream_id)
+
+    def shared_state(self) -> dict[str, Any]:
+        """Returns what all ranks agree about."""
+        return self._streams.shared_state()
+
+    def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
+        """Takes over these streams, and gives up all others. The next `iter` starts workers anew."""
+        self._streams.load_streams(streams, shared)
+        self._num_passes += 1
+        self._waiting.clear()
+        self._drop_iterator()
+
+    def refuse_inexact(self) -> str | None:
+        """Returns why the state is not exact, or None."""
+        return self._refusal or self._streams.refuse_inexact()
+
+    def prepare_state(self) -> None:
+        """Lets workers take snapshots with their next batches."""
+        self._streams.prepare_state()
+
+    def follow(self, wrapper: Any) -> None:
+        """Counts what `wrapper` gives to the trainer, where it reads the loader ahead as accelerate's loaders do."""
+        cls = type(wrapper)
+        if cls.__name__ == "DataLoaderDispatcher":
+            self._refusal = (
+                "accelerate's DataLoaderDispatcher reads on one rank for all. Pass dispatch_batches=False, or leave "
+                "the loader of bcp.data.Streams as it is: each rank reads its own streams already"
+            )
+            return
+        if self._is_followed and "_counts_batches" in cls.__dict__:
+            return
+        tracked = self
+
+        def counting_iter(wrapper: Any) -> Iterator[Any]:
+            num_taken = 1 + int(getattr(wrapper, "skip_batches", 0))
+            for batch in cls.__iter__(wrapper):
+                tracked._hand_over(num_taken)
+                num_taken = 1
+                yield batch
+            tracked._hand_over(len(tracked._waiting))
+
+        counting = type(
+            cls.__name__, (cls,), {"__iter__": counting_iter, "_counts_batches": True, "__module__": __name__}
+        )
+        # Accelerate hides `__class__` behind a property, which says what it wraps.
+        object.__dict__["__class__"].__set__(wrapper, counting)
+        self._is_followed = True
+
+    def new_iterator(self) -> Any:
+        """Returns an iterator of the loader that counts; what `DataLoader.__iter__` calls."""
+        loader = self._loader()
+        if loader is None:
+            raise RuntimeError("the DataLoader of this iterator is gone")
+        self._begin_pass()
+        iterator: Any = type(loader)._get_iterator(loader)
+        cls = type(iterator)
+        methods = {"__next__": _counting_next, "_reset": _counting_reset, "__module__": __name__}
+        # A subclass and no proxy: loaders reset and ask the iterator that they keep between passes.
+        iterator.__class__ = type(cls.__name__, (cls,), methods)
+        iterator._counted_by = _CountedPass(self, cls, self._blocks(loader.num_workers))
+        return iterator
+
+    def _begin_pass(self) -> int:
+        self._num_passes += 1
+        self._waiting.clear()
+        self._turn = max((each.turn for each in self._streams._taken.values()), default=0)
+        return self._num_passes
+
+    def _blocks(self, num_workers: int) -> list[list[str]]:
+        return self._streams._blocks(num_workers) if num_workers else []
+
+    def _drop_iterator(self) -> None:
+        loader: Any = self._loader()
+        if loader is None:
+            return
+        loader._iterator = None
+        if hasattr(loader, "_initial_iter_for_state_dict"):  # torchdata's state_dict() made an iterator in advance
+            loader._initial_iter_for_state_dict = False
+
+    def _arrived(self, changes: Sequence[Change] | int) -> None:
+        self._waiting.append(changes)
+        if not self._is_followed:
+            self._hand_over(1)
+
+    def _hand_over(self, num_batches: int) -> None:
+        for _ in range(min(num_batches, len(self._waiting))):
+            changes = self._waiting.popleft()
+            if isinstance(changes, int):
+                self._streams._finish_pass(changes)
+            else:
+                self._turn += 1
+                self._streams._take(changes, self._turn)
+
+
+class _CountedPass:
+    """What an iterator of a tracked loader does beside its class."""
+
+    def __init__(self, tracked: TrackedLoader, cls: Any, blocks: list[list[str]]) -> None:
+        self._tracked, self._cls, self._blocks = tracked, cls, blocks
+        self._continued: Any = None
+        """The iterator that took over, where this one had nothing left to read of its epoch."""
+        self._begin()
+
+    def _begin(self) -> None:
+        streams = self._tracked._streams
+        self._number = self._tracked._num_passes
+        self._epoch = pass_epoch(streams._taken.values())
+        self._is_empty_rest = streams._is_mid_pass()
+        self._is_over = False
+
+    def next(self, iterator: Any) -> Any:
+        if self._continued is not None:
+            return next(self._continued)
+        if self._number != self._tracked._num_passes:
+            raise RuntimeError(
+                "this pass over a DataLoader of bcp.data.Streams is out of date: another one was begun since, or a "
+                "state was loaded. Call iter() on the loader again"
+            )
+        if self._is_over:
+            raise StopIteration
+        try:
+            counted = self._cls.__next__(iterator)
+        except StopIteration:
+            return self._end(iterator)
+        self._is_empty_rest = False
+        self._tracked._arrived(received(counted.changes))
+        return counted.batch
+
+    def _end(self, iterator: Any) -> Any:
+        self._is_over = True
+        if not self._is_empty_rest:
+            self._tracked._arrived(self._epoch)
+            raise StopIteration
+        # The end of the epoch was not known when it was saved. A pass without batches is none.
+        self._tracked._streams._finish_pass(self._epoch)
+        self._continued = self._replace(iterator)
+        return next(self._continued)
+
+    def reset(self, iterator: Any, loader: Any, *, first_iter: bool) -> None:
+        """Begins the next pass with the same workers, or with new ones if those are not where the trainer is."""
+        tracked = self._tracked
+        is_in_step = self._is_over and self._number == tracked._num_passes and not tracked._waiting
+        if is_in_step and tracked._blocks(loader.num_workers) == self._blocks:
+            tracked._begin_pass()
+            self._begin()
+            self._cls._reset(iterator, loader, first_iter)
+        else:
+            self._replace(iterator)
+
+    def _replace(self, iterator: Any) -> Any:
+        loader: Any = self._tracked._loader()
+        if hasattr(iterator, "_shutdown_workers"):
+            iterator._shutdown_workers()
+        is_kept = loader._iterator is iterator
+        replacement = self._tracked.new_iterator()
+        if is_kept:
+            loader._iterator = replacement
+        return replacement
+
+
+def _counting_next(iterator: Any) -> Any:
+    return iterator._counted_by.next(iterator)
+
+
+def _counting_reset(iterator: Any, loader: Any, first_iter: bool = False) -> None:  # noqa: FBT001, FBT002  torch's
+    iterator._counted_by.reset(iterator, loader, first_iter=first_iter)

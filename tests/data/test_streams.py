@@ -1,0 +1,275 @@
+"""Streams in one process: order, epochs, state, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+from data.sample_sources import KINDS, EpochOrder, Lines, Records, passes, plain
+from torch.utils.data import get_worker_info
+
+from bytecheckpoint.data import ElasticLoader, Streams
+from bytecheckpoint.data.elastic_loader import assign_streams
+from bytecheckpoint.errors import CheckpointMismatchError
+
+
+def lists(*lengths: int) -> dict[str, list[int]]:
+    return {f"s{number}": [100 * number + each for each in range(length)] for number, length in enumerate(lengths)}
+
+
+def state_of(*loaders: Any) -> dict[str, Any]:
+    return {each: copy.deepcopy(loader.stream_state(each)) for loader in loaders for each in loader.stream_ids()}
+
+
+def load(loader: Any, state: dict[str, Any], rank: int, size: int) -> None:
+    ids = assign_streams(loader, sorted(state), size)[rank]
+    loader.load_streams({each: state[each] for each in ids}, loader.shared_state())
+
+
+def test_samples_come_from_the_streams_in_turn() -> None:
+    streams = Streams(lists(3, 1, 2), rank=0, size=1)
+    assert isinstance(streams, ElasticLoader)
+    assert list(streams) == [0, 100, 200, 1, 201, 2]
+
+
+def test_ranks_own_every_other_stream() -> None:
+    ranks = [Streams(lists(2, 2, 2), rank=rank, size=2, with_ids=True) for rank in range(2)]
+    assert [each.stream_ids() for each in ranks] == [["s0", "s2"], ["s1"]]
+    assert list(ranks[1]) == [("s1", 100), ("s1", 101)]
+
+
+def test_the_next_pass_is_the_next_epoch() -> None:
+    streams = Streams({"a": EpochOrder([0, 1, 2, 3])}, rank=0, size=1)
+    assert [list(streams), list(streams)] == [[0, 1, 2, 3], [3, 0, 1, 2]]
+    assert streams.stream_state("a") == {"epoch": 2, "position": 0, "samples": 8, "turn": 0, "source": "EpochOrder"}
+
+
+def test_a_broken_off_pass_goes_on() -> None:
+    streams = Streams(lists(3, 3), rank=0, size=1)
+    assert list(itertools.islice(streams, 3)) == [0, 100, 1]
+    assert list(streams) == [101, 2, 102]
+    assert list(streams) == [0, 100, 1, 101, 2, 102]
+
+
+def test_a_stream_whose_last_sample_was_taken_is_at_the_next_epoch() -> None:
+    streams = Streams(lists(1, 3), rank=0, size=1)
+    next(iter(streams))
+    assert state_of(streams)["s0"] == {"epoch": 1, "position": 0, "samples": 1, "turn": 0, "source": "list"}
+
+
+def test_an_end_that_was_not_known_when_it_was_saved_gives_no_empty_pass() -> None:
+    first = Streams({"a": Lines([1, 2])}, rank=0, size=1)
+    assert list(itertools.islice(first, 2)) == [1, 2]
+    saved = state_of(first)
+    assert saved["a"]["position"] == 2
+    second = Streams({"a": Lines([1, 2])}, rank=0, size=1)
+    load(second, saved, 0, 1)
+    assert list(second) == [1, 2]
+    assert second.stream_state("a")["epoch"] == 2
+
+
+def test_a_pass_over_no_samples_ends() -> None:
+    streams = Streams({"a": [], "b": Lines([])}, rank=0, size=1)
+    assert list(streams) == []
+    assert list(streams) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_taken", [0, 1, 7, 10, 11, 14, 23])
+def test_each_kind_of_source_goes_on_where_it_was(kind: str, num_taken: int) -> None:
+    def streams() -> Streams:
+        return Streams({"a": KINDS[kind](list(range(20)))}, rank=0, size=1, endless=True)
+
+    whole = passes(KINDS[kind](list(range(20))), 6)
+    first, second = streams(), streams()
+    assert [plain(each) for each in itertools.islice(first, num_taken)] == whole[:num_taken]
+    load(second, state_of(first), 0, 1)
+    rest = [plain(each) for each in itertools.islice(second, 30)]
+    assert rest == whole[num_taken : num_taken + 30]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_load_goes_back_in_a_loader_that_was_read(kind: str) -> None:
+    streams = Streams({"a": KINDS[kind](list(range(20)))}, rank=0, size=1, endless=True)
+    start = state_of(streams)
+    first = [plain(each) for each in itertools.islice(streams, 12)]
+    load(streams, start, 0, 1)
+    assert [plain(each) for each in itertools.islice(streams, 12)] == first
+
+
+def test_a_pass_that_a_load_overtook_says_so() -> None:
+    streams = Streams(lists(5), rank=0, size=1)
+    old = iter(streams)
+    next(old)
+    load(streams, state_of(streams), 0, 1)
+    with pytest.raises(RuntimeError, match="out of date"):
+        next(old)
+
+
+def test_a_second_pass_puts_the_first_out_of_date() -> None:
+    streams = Streams(lists(5), rank=0, size=1)
+    old, new = iter(streams), iter(streams)
+    assert [next(old), next(new)] == [0, 1]
+    with pytest.raises(RuntimeError, match="out of date"):
+        next(old)
+
+
+def test_endless_streams_go_through_epochs() -> None:
+    streams = Streams(lists(2, 1), rank=0, size=1, endless=True)
+    assert list(itertools.islice(streams, 7)) == [0, 100, 1, 0, 100, 1, 0]
+
+
+def test_endless_streams_without_samples_end() -> None:
+    assert list(Streams({"a": []}, rank=0, size=1, endless=True)) == []
+
+
+def test_four_ranks_go_on_as_two_and_as_three() -> None:
+    sources = lists(*range(3, 15))
+    saved, found = {}, []
+    for size in (4, 2, 3):
+        ranks = [Streams(sources, rank=rank, size=size, with_ids=True) for rank in range(size)]
+        for rank, streams in enumerate(ranks):
+            if saved:
+                load(streams, saved, rank, size)
+        for streams in ranks:
+            found += itertools.islice(streams, 24 // size)
+        saved = state_of(*ranks)
+    for stream_id, samples in sources.items():
+        taken = [sample for each, sample in found if each == stream_id]
+        assert taken == (samples * 3)[: len(taken)]
+        assert len(taken) == saved[stream_id]["samples"]
+    assert len(found) == 72
+
+
+def test_an_error_of_a_source_loses_no_sample() -> None:
+    class Flaky(Lines):
+        num_errors = 1
+
+        def __iter__(self) -> Any:
+            for sample in self.samples:
+                if sample == 2 and self.num_errors:
+                    self.num_errors -= 1
+                    raise OSError("connection reset")
+                yield sample
+
+    streams = iter(Streams({"a": Flaky([1, 2, 3])}, rank=0, size=1))
+    assert next(streams) == 1
+    with pytest.raises(OSError, match="connection reset"):
+        next(streams)
+    assert list(streams) == [2, 3]
+
+
+def test_a_snapshot_is_taken_where_the_trainer_is() -> None:
+    streams = Streams({"a": Records(list(range(50)))}, rank=0, size=1)
+    list(itertools.islice(streams, 7))
+    assert streams.stream_state("a")["snapshot"] == {"epoch": 0, "position": 7, "samples": 7, "state": {"position": 7}}
+
+
+def test_a_prepared_snapshot_costs_the_save_nothing() -> None:
+    source = Records(list(range(50)))
+    streams = Streams({"a": source}, rank=0, size=1)
+    list(itertools.islice(streams, 7))
+    streams.prepare_state()
+    assert next(iter(streams)) == 7
+    num_asked = source.num_asked
+    saved = streams.stream_state("a")
+    assert source.num_asked == num_asked
+    assert (saved["position"], saved["snapshot"]["position"]) == (8, 7)
+    again = Streams({"a": Records(list(range(50)))}, rank=0, size=1)
+    load(again, {"a": saved}, 0, 1)
+    assert next(iter(again)) == 8
+
+
+def test_a_load_reads_at_most_the_samples_since_the_snapshot() -> None:
+    streams = Streams({"a": Records(list(range(50)))}, rank=0, size=1, snapshot_every=4)
+    streams.is_tracked = True  # as inside a loader that reads ahead, so that nothing is asked at the save
+    reader = streams._begin_pass()
+    list(itertools.islice(reader, 10))
+    streams._take(reader.take_changes(), 1)
+    streams._lose_places()
+    saved = streams.stream_state("a")
+    assert saved["snapshot"]["position"] == 8
+    source = Records(list(range(50)))
+    again = Streams({"a": source}, rank=0, size=1)
+    load(again, {"a": saved}, 0, 1)
+    assert next(iter(again)) == 10
+    assert source.num_read == 3
+
+
+def test_a_source_that_ends_once_and_for_all_is_no_epoch_less() -> None:
+    class Spent(Records):
+        def __iter__(self) -> Any:
+            while self.position < len(self.samples):
+                self.position += 1
+                yield self.samples[self.position - 1]
+
+    streams = Streams({"a": Spent([1, 2])}, rank=0, size=1)
+    assert list(streams) == [1, 2]
+    with pytest.raises(ValueError, match="must begin a new pass each time"):
+        list(streams)
+    again = Streams({"a": Spent([1, 2])}, rank=0, size=1)
+    load(again, state_of(streams), 0, 1)
+    with pytest.raises(ValueError, match="must begin a new pass each time"):
+        list(again)
+
+
+def test_a_source_with_fewer_samples_than_were_taken_is_refused() -> None:
+    for make in (list, Lines):
+        long, short = (Streams({"a": make(range(num))}, rank=0, size=1) for num in (9, 5))
+        list(itertools.islice(long, 7))
+        load(short, state_of(long), 0, 1)
+        with pytest.raises(CheckpointMismatchError, match="stands at sample 7 of epoch 0"):
+            next(iter(short))
+
+
+def test_other_streams_are_refused_and_nothing_changes() -> None:
+    streams = Streams(lists(3, 3), rank=0, size=1)
+    next(iter(streams))
+    before = state_of(streams)
+    with pytest.raises(CheckpointMismatchError, match="the unknown streams \\['s2'\\]"):
+        streams.load_streams({"s2": {}}, streams.shared_state())
+    with pytest.raises(CheckpointMismatchError, match=r"cannot take over \{'consumed': 3\}"):
+        streams.load_streams(before, {"consumed": 3})
+    with pytest.raises(CheckpointMismatchError, match="is not one of"):
+        streams.load_streams({"s0": before["s0"], "s1": {"epoch": -1}}, streams.shared_state())
+    assert state_of(streams) == before
+
+
+def test_a_buffer_that_is_new_or_gone_is_refused() -> None:
+    packed, bare = (Streams({"a": KINDS[kind](list(range(9)))}, rank=0, size=1) for kind in ("packed lines", "lines"))
+    next(iter(packed))
+    with pytest.raises(CheckpointMismatchError, match=r"saved with the source Packer\(Lines\).*reads it from Lines"):
+        load(bare, state_of(packed), 0, 1)
+
+
+def test_sources_do_not_see_that_they_are_read_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.data._utils import worker
+
+    class Seeing(Lines):
+        def __iter__(self) -> Any:
+            for sample in self.samples:
+                yield sample, get_worker_info()
+
+    info = worker.WorkerInfo(id=0, num_workers=1, seed=0, dataset=None)
+    monkeypatch.setattr(worker, "_worker_info", info)
+    assert list(Streams({"a": Seeing([1, 2])}, rank=0, size=1)) == [(1, None), (2, None)]
+    assert get_worker_info() is info
+
+
+@pytest.mark.parametrize(
+    ("sources", "options", "message"),
+    [
+        (lists(1), {"rank": 0, "size": 2}, "1 streams cannot be shared out to 2 ranks"),
+        (lists(1), {"rank": 1, "size": 1}, "rank 1 is not one of 1 ranks"),
+        (lists(1), {"rank": 0, "size": 1, "snapshot_every": 0}, "1 or more"),
+        ({1: []}, {"rank": 0, "size": 1}, "the id of a stream is a text; 1 is a int"),
+        ({"a": iter([])}, {"rank": 0, "size": 1}, "can be read once and never again"),
+        ({"a": {"b": 1}}, {"rank": 0, "size": 1}, "a source is a sequence of samples or an iterable"),
+        ({"a": 5}, {"rank": 0, "size": 1}, "the source of stream 'a' is a int"),
+    ],
+)
+def test_what_cannot_be_streams_is_refused(sources: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Streams(sources, **options)
