@@ -22,10 +22,17 @@ QUICK = {
         r"\n\| torch DCP \| 2 \| load \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \|",
         r"\n\| in every file \| 16 \| [\d.]+ \|",
     ],
-    "manager --steps 20 --deleted 5 --saves 3 --calls 100": [
+    "manager --steps 20 --deleted 5 --saves 3 --calls 100 --ranks 2 --s3-steps 20": [
         r"\| `save` of a step that is not due, us \| 100 calls \| [\d.]+ \|",
-        r"\| `latest`, s \(of processor time\) \| 20 steps \| [\d.]+ \([\d.]+\) \|",
-        r"\| save beside the deletion of steps, ms \| 5 steps \| [\d.]+ \([\d.]+ of alone\) \|",
+        r"\| the same on 2 ranks, the slowest, us \(of processor time\) \| 100 calls each \| [\d.]+ \([\d.]+\) \|",
+        *(
+            pattern
+            for where in ("a folder", "S3")
+            for pattern in (
+                rf"\| `latest` of {where}, s \(of processor time\) \| 20 steps \| [\d.]+ \([\d.]+\) \|",
+                rf"\| save to {where} beside the deletion of steps, ms \| 5 steps, \d.* \| [\d.]+ \([\d.]+ of alone\)",
+            )
+        ),
     ],
     "codec --mib 1 --rounds 1": [r"\| bfloat16 \| zstd \| \d", r"\| float32 \| zstd \| \d"],
     # Two blocks of ranks, so that the leader of one forwards messages.

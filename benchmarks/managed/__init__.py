@@ -1,0 +1,1 @@
+"""A manager on several ranks, and an S3 for one."""
