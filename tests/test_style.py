@@ -47,6 +47,7 @@ NO_TORCH = {"errors", "region", "dtypes", "runtime", "manifest", "options", "inf
 MAY_CATCH_ALL = {
     "bytecheckpoint/manager/after_commit/background.py",  # a user's callback must not stop saves
     "bytecheckpoint/manager/after_commit/retried_work.py",  # a user's policy, and the store: neither may stop saves
+    "bytecheckpoint/manager/data/prepared_state.py",  # a user's loader: the save on all ranks raises it
     "bytecheckpoint/distributed/ranks.py",  # a phase that fails on one rank fails on all
     "bytecheckpoint/saving/handle.py",  # what fails in the background is raised by the handle
     "bytecheckpoint/runtime/threads.py",  # what fails on a thread is reported or kept, and the thread goes on

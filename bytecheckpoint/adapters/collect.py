@@ -120,6 +120,11 @@ def _walk_item(container: Any, key: Any, value: Any, content: _Content, fqn: str
             yield from _walk_item(value, *of_item, child)
 
 
+def data_loaders_in(state: Mapping[str, Any]) -> dict[str, DataLoaderState]:
+    """Returns the data loaders of a state by FQN. Raises CheckpointSaveError (unsupported_value) as a save does."""
+    return {each.fqn: each.value for each in _walk_state(state) if each.kind == "data"}
+
+
 _Content = tuple[Any, _Kind] | list[tuple[Any, Any, Any]] | None
 """A value of one of _KINDS (the result of its predicate, and its kind); a container with such values in it (key, value
 and content of each item); or None for tensors and plain data."""

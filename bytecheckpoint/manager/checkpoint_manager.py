@@ -8,7 +8,6 @@ import itertools
 import logging
 import os
 import secrets
-import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -25,6 +24,7 @@ from bytecheckpoint.manager import keep_policies, save_policies, step_records
 from bytecheckpoint.manager.after_commit.background import Background
 from bytecheckpoint.manager.after_commit.step_marks import StepMarks, refuse_read_only
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock, offset_of
+from bytecheckpoint.manager.agreement.due_steps import DueSteps
 from bytecheckpoint.manager.agreement.stopping import StopRequests, check_deadline, join_stop, rank_in
 from bytecheckpoint.manager.keep_policies import KeepPolicy
 from bytecheckpoint.manager.managed_saves import ManagedRun, ManagedSaves, OwnedRoot
@@ -41,7 +41,6 @@ from bytecheckpoint.manager.restore import (
 )
 from bytecheckpoint.manager.save_policies import SavePolicy
 from bytecheckpoint.manager.stats import Goodput, ManagerStats
-from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
@@ -52,8 +51,6 @@ logger = logging.getLogger("bytecheckpoint")
 
 _SAVE_OFTEN = save_policies.EverySteps(500) | save_policies.EverySeconds(900) | save_policies.Preempted()
 _KEEP_ALL = keep_policies.All()
-_SOME_STEP = (StepInfo(0, 0.0, {}, {}, False, True),)
-"""Stands for all saved steps before a policy that may only ask if there are any."""
 
 
 class _OpenedRoot(msgspec.Struct, frozen=True):
@@ -107,6 +104,7 @@ class CheckpointManager:
         self._saves = ManagedSaves(
             self._run, self._options, decisions=self._decisions, goodput=self._goodput, owned=self._owned
         )
+        self._due = DueSteps(save, self._saves, decisions=self._decisions, goodput=self._goodput, owned=self._owned)
         self._goodput.earlier_save_s = opened.save_s
         self._saves.begin_at(opened.newest, opened.abandoned)
         deadlines = save_policies.deadlines_of(save)
@@ -204,6 +202,7 @@ class CheckpointManager:
         abandoned = self._decisions.hear("leaving later steps", partial(self._left_behind, step), dict[int, str])
         self._saves.begin_at(step, abandoned)
         self._saves.durable_step, self.next_step = step, step + 1
+        self._saves.prepared.forget()
         if self._owned is not None:
             self._owned.background.hold_restored(step, passed_over)
             self._owned.background.steps.set_abandoned(abandoned)
@@ -222,7 +221,8 @@ class CheckpointManager:
     def due(self, step: int) -> bool:
         """Returns True if `save` of this step would save. All ranks call it together."""
         self._refuse_closed()
-        return self._is_due(given_step(step), is_forced=False, is_stopping=self._stop.pass_boundary())
+        step, is_stopping = given_step(step), self._stop.pass_boundary()
+        return not self._options.read_only and self._due.is_due(step, is_forced=False, is_stopping=is_stopping)
 
     def save(
         self,
@@ -248,37 +248,16 @@ class CheckpointManager:
         is_stopping = self._stop.pass_boundary()
         self._last_step = step if is_stopping else None
         try:
-            if not self._is_due(step, is_forced=force, is_stopping=is_stopping):
+            if self._options.read_only:
+                return None
+            if not self._due.is_due(step, is_forced=force, is_stopping=is_stopping):
+                if self._due.is_known_due(step + 1):
+                    self._saves.prepared.prepare(step + 1, state)
                 return None
             self._saves.settle()
             return self._saves.begin(step, state, metrics, metadata=metadata, pin=pin, is_stopping=is_stopping)
         finally:
             self._goodput.end_call(began)
-
-    def _is_due(self, step: int, *, is_forced: bool, is_stopping: bool) -> bool:
-        if self._options.read_only:
-            return False
-        newest = self._saves.begun.step if self._saves.begun is not None else self._saves.durable_step
-        if is_forced or step == newest:
-            return is_forced
-        if is_stopping:
-            return True
-        if save_policies.is_step_only(self._policy):
-            saved = _SOME_STEP if self._saves.has_steps or self._saves.begun is not None else ()
-            return self._policy.due(StepInfo(step, 0.0, {}, {}, False, False), saved)
-        return self._decisions.hear(f"deciding about step {step}", partial(self._decide_due, step), bool)
-
-    def _decide_due(self, step: int) -> bool:
-        """Asks a policy that does not depend on the step alone, on rank 0."""
-        if self._owned is None:
-            return False
-        stats, now = self._goodput.stats(), self._owned.clock.now()
-        saved = [known.info for known in self._owned.background.steps.all()]
-        begun = self._saves.begun
-        if begun is not None and not begun.has_failed and all(info.step != begun.step for info in saved):
-            saved = [*saved, StepInfo(begun.step, begun.time, {}, {}, False, False)]
-        seconds = {"step": stats.longest_step_s, "since_start": stats.elapsed_s}
-        return bool(self._policy.due(StepInfo(step, now, {}, seconds, False, False, host_time=time.time()), saved))
 
     def should_stop(self) -> bool:
         """Returns True on all ranks once a stop was requested and the step of the newest call of `save` is durable."""

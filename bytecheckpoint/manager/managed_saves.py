@@ -29,6 +29,7 @@ from bytecheckpoint.manager import step_records
 from bytecheckpoint.manager.after_commit.background import Background, Commit
 from bytecheckpoint.manager.after_commit.step_marks import metrics_of_rank_0
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock
+from bytecheckpoint.manager.data.prepared_state import PreparedState
 from bytecheckpoint.manager.options import ManagerOptions
 from bytecheckpoint.manager.ownership import Generation
 from bytecheckpoint.manager.retention import PINNED, protection_of
@@ -122,6 +123,8 @@ class ManagedSaves:
         manager has committed beyond it, and is not abandoned, came after the claim."""
         self._pinned_ahead: set[int] = set()
         """Steps that were pinned for a commit which has not come."""
+        self.prepared = PreparedState()
+        """State that was gathered ahead of the next save."""
 
     def begin_at(self, step: int | None, abandoned: Collection[int]) -> None:
         """Notes the step that training goes on from, None for none, and those of branches that it left."""
@@ -157,7 +160,7 @@ class ManagedSaves:
                     async_save=self._options.async_save and not is_stopping,
                     process_group=self._run.group,
                     role=None,
-                    make_metadata=partial(self._with_metrics, metadata, metrics, checked),
+                    make_metadata=partial(self._make_metadata, step, metadata, metrics, checked),
                     storage_options=self._run.storage_options,
                     options=options,
                     owner=self._owner(step, pin=pin),
@@ -171,10 +174,18 @@ class ManagedSaves:
         handle.add_done_callback(partial(self._note_end, self.begun.is_noted, note))
         return handle
 
-    def _with_metrics(
-        self, metadata: Mapping[str, Any] | None, metrics: Mapping[str, float] | None, checked: dict[str, float]
+    def _make_metadata(
+        self,
+        step: int,
+        metadata: Mapping[str, Any] | None,
+        metrics: Mapping[str, float] | None,
+        checked: dict[str, float],
     ) -> Mapping[str, Any] | None:
-        """Returns the metadata with the metrics of rank 0, which are put into `checked`; other ranks' do not count."""
+        """Returns the metadata with the metrics of rank 0, which are put into `checked`; other ranks' do not count.
+
+        Called in a phase of the save, whose errors all ranks raise: so that of the preparation is raised here.
+        """
+        self.prepared.raise_failure(step)
         if metadata and "metrics" in metadata:
             raise CheckpointMismatchError(
                 'metadata["metrics"] is the place of metrics: pass metrics=...; nothing was saved', kind="conflict"

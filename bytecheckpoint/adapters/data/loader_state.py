@@ -57,6 +57,20 @@ class DataLoaderState:
         self.loaded_ids: Sequence[str] | None = None
         """Sorted ids of the streams of all ranks, once a load has dealt them out."""
 
+    def prepare_state(self) -> None:
+        """Lets the loader gather its state now, so that the save after the next step need not wait for it.
+
+        A CheckpointManager calls it by itself, see docs/data.md; with `bcp.save` alone, call it after the step before.
+        It calls `prepare_state()` of the loader and does nothing where that has none. The save still has the state at
+        its own step.
+
+        Raises:
+            Exception: What the loader raises, as it is. The loader can be saved without.
+        """
+        prepare = getattr(self.loader if self.keyed_by == "rank" else self.streams, "prepare_state", None)
+        if prepare is not None:
+            prepare()
+
     def __repr__(self) -> str:
         return f"DataLoaderState({self.loader!r}, rank={self.rank}, size={self.size}, elastic={self.elastic!r})"
 

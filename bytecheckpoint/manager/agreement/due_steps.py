@@ -1,0 +1,70 @@
+"""The steps that are due: by the policy, which rank 0 asks for all if the step alone does not decide."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+from bytecheckpoint.manager import save_policies
+from bytecheckpoint.manager.agreement.decisions import Decisions
+from bytecheckpoint.manager.managed_saves import ManagedSaves, OwnedRoot
+from bytecheckpoint.manager.save_policies import SavePolicy
+from bytecheckpoint.manager.stats import Goodput
+from bytecheckpoint.manager.step_info import StepInfo
+
+_SOME_STEP = (StepInfo(0, 0.0, {}, {}, False, True),)
+"""Stands for all saved steps before a policy that may only ask if there are any."""
+
+
+class DueSteps:
+    """The due steps of one manager, which writes."""
+
+    def __init__(
+        self,
+        policy: SavePolicy,
+        saves: ManagedSaves,
+        *,
+        decisions: Decisions,
+        goodput: Goodput,
+        owned: OwnedRoot | None,
+    ) -> None:
+        """`owned` is None on ranks other than rank 0."""
+        self._policy = policy
+        self._saves = saves
+        self._decisions = decisions
+        self._goodput = goodput
+        self._owned = owned
+
+    def is_due(self, step: int, *, is_forced: bool, is_stopping: bool) -> bool:
+        """Returns True if this step is to be saved now. All ranks call it together."""
+        if is_forced or step == self._newest:
+            return is_forced
+        if is_stopping:
+            return True
+        if save_policies.is_step_only(self._policy):
+            return self._is_due_by_step(step)
+        return self._decisions.hear(f"deciding about step {step}", partial(self._decide, step), bool)
+
+    def is_known_due(self, step: int) -> bool:
+        """Returns True if it is known now that a later step is due: by a policy that depends on the step alone."""
+        return save_policies.is_step_only(self._policy) and step != self._newest and self._is_due_by_step(step)
+
+    @property
+    def _newest(self) -> int | None:
+        return self._saves.begun.step if self._saves.begun is not None else self._saves.durable_step
+
+    def _is_due_by_step(self, step: int) -> bool:
+        saved = _SOME_STEP if self._saves.has_steps or self._saves.begun is not None else ()
+        return bool(self._policy.due(StepInfo(step, 0.0, {}, {}, False, False), saved))
+
+    def _decide(self, step: int) -> bool:
+        """Asks a policy that does not depend on the step alone, on rank 0."""
+        if self._owned is None:
+            return False
+        stats, now = self._goodput.stats(), self._owned.clock.now()
+        saved = [known.info for known in self._owned.background.steps.all()]
+        begun = self._saves.begun
+        if begun is not None and not begun.has_failed and all(info.step != begun.step for info in saved):
+            saved = [*saved, StepInfo(begun.step, begun.time, {}, {}, False, False)]
+        seconds = {"step": stats.longest_step_s, "since_start": stats.elapsed_s}
+        return bool(self._policy.due(StepInfo(step, now, {}, seconds, False, False, host_time=time.time()), saved))
