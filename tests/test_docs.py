@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from stream_loaders import StreamLoader, state_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -67,6 +68,14 @@ def test_the_loop_of_the_page_about_the_manager_runs(tmp_path: Path) -> None:
     names = {"root": tmp_path, "state": {"model": mlp()}, "num_steps": 501, "train": float}
     run(blocks_of(ROOT / "docs" / "manager.md")[0], {"bcp": bcp, **names})
     assert bcp.latest(tmp_path) == 500
+
+
+def test_the_example_of_the_page_about_data_loaders_runs(tmp_path: Path) -> None:
+    model, loader = mlp(), StreamLoader({"a": state_of("a")})
+    names = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "loader": loader}
+    numbers = {"step": 1, "dp_rank": 0, "dp_size": 1}
+    run(blocks_of(ROOT / "docs" / "data.md")[0], {"bcp": bcp, "root": tmp_path, **numbers, **names})
+    assert loader.num_loads == 1
 
 
 def test_all_ways_to_load_a_part_run_on_the_checkpoint_of_the_first_example(
@@ -221,6 +230,7 @@ def test_there_is_no_block_of_python_that_no_test_knows() -> None:
         "format.md": 2,
         "frameworks.md": 4,
         "local_stage.md": 1,
+        "data.md": 1,
         "manager.md": 1,
         "data.md": 1,
         "random_numbers.md": 3,
