@@ -170,8 +170,8 @@ def _refuse_repeats(loader: Any, saved: Mapping[str, Any]) -> None:
     if any(position % each for each in rounds):
         raise CheckpointMismatchError(
             f"{position} samples of this epoch were taken, and litData goes on exactly at a multiple of "
-            f"{lcm(*rounds)}: ranks x workers x batch size was {rounds[0]} and is {rounds[1]} now. Nothing was changed; "
-            "load with the sizes of the save, or save at a position that both divide",
+            f"{lcm(*rounds)}: ranks x workers x batch size was {rounds[0]} and is {rounds[1]} now. Nothing was "
+            "changed; load with the sizes of the save, or save at a position that both divide",
             kind="conflict",
         )
     if saved["drop_last"] != dataset.drop_last:
