@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from math import lcm, prod
 from typing import Any
 
 from bytecheckpoint.errors import CheckpointMismatchError
 
+_SIZES = ("world_size", "num_workers", "batch_size")
+"""Keys of litData's state."""
 _MEGATRON_COUNTS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 
 
@@ -162,12 +165,13 @@ def _is_resharded(loader: Any, saved: Mapping[str, Any]) -> bool:
 def _refuse_repeats(loader: Any, saved: Mapping[str, Any]) -> None:
     """Raises CheckpointMismatchError (conflict) where litData would begin at an earlier sample, or not at all."""
     dataset, position = loader.dataset, saved["sample_in_epoch"]
-    global_batch = dataset.distributed_env.world_size * loader.batch_size
-    if position % global_batch:
+    # Before a round of all workers is complete, what was taken is not the first part of the order of all.
+    rounds = [prod(int(sizes[name] or 1) for name in _SIZES) for sizes in (saved, _topology(loader))]
+    if any(position % each for each in rounds):
         raise CheckpointMismatchError(
-            f"{position} samples of this epoch were taken, and litData goes on at a multiple of the global batch, "
-            f"which is {global_batch} now: {position % global_batch} samples would be taken twice. Nothing was "
-            "changed; load with a number of ranks and a batch size whose product divides it",
+            f"{position} samples of this epoch were taken, and litData goes on exactly at a multiple of "
+            f"{lcm(*rounds)}: ranks x workers x batch size was {rounds[0]} and is {rounds[1]} now. Nothing was "
+            "changed; load with the sizes of the save, or save at a position that both divide",
             kind="conflict",
         )
     if saved["drop_last"] != dataset.drop_last:

@@ -19,7 +19,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree
 from bytecheckpoint.data.elastic_loader import assign_streams
 from bytecheckpoint.data.known_loaders import elastic_loader_of
-from distributed.workers import WorkerPool
+from distributed.workers import WorkerError, WorkerPool
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
@@ -97,11 +97,13 @@ class Run:
         self.shared = known(loader).shared_state()
 
 
-def run_on_ranks(workers: WorkerPool, function: Any, folder: Path, sizes: list[int], steps: list[int]) -> Taken:
+def run_on_ranks(
+    workers: WorkerPool, function: Any, folder: Path, num_workers: int, sizes: list[int], steps: list[int]
+) -> Taken:
     found: Taken = []
     shared: Any = None
-    for number, (size, num_steps) in enumerate(zip(sizes, steps, strict=True)):
-        call = (str(folder), str(number), shared, num_steps)
+    for size, num_steps in zip(sizes, steps, strict=True):
+        call = (str(folder), num_workers, shared, num_steps)
         outcomes = workers.run(function, *call, world_size=size, timeout_s=120)
         found += united([taken for taken, _ in outcomes])
         assert all(state == outcomes[0][1] for _, state in outcomes)
@@ -130,36 +132,43 @@ def import_streaming() -> Any:
             del sys.modules[name]
 
 
-def run_mosaic(rank: int, world_size: int, folder: str, cache: str, shared: Any, steps: int) -> tuple[Taken, Any]:
+def run_mosaic(rank: int, world_size: int, folder: str, num_workers: int, shared: Any, steps: int) -> tuple[Taken, Any]:
     as_torchrun(rank, world_size)
     streaming = import_streaming()
     batch_size = GLOBAL_BATCH // world_size
     dataset = streaming.StreamingDataset(
         local=f"{folder}/mosaic", shuffle=True, shuffle_seed=5, batch_size=batch_size, num_canonical_nodes=2
     )
-    run = Run(streaming.StreamingDataLoader(dataset, batch_size=batch_size), shared, steps)
+    context = "fork" if num_workers else None  # a new interpreter would ask for torchvision
+    loader = streaming.StreamingDataLoader(
+        dataset, batch_size=batch_size, num_workers=num_workers, multiprocessing_context=context
+    )
+    run = Run(loader, shared, steps)
     return run.taken, run.shared
 
 
-@pytest.mark.parametrize("sizes", [[1, 2, 4, 1], [2, 1, 3, 2]])
-def test_mosaic_on_any_number_of_ranks(workers: WorkerPool, tmp_path: Path, sizes: list[int]) -> None:
+@pytest.mark.parametrize(("sizes", "num_workers"), [([1, 2, 4, 1], 0), ([2, 1, 3, 2], 0), ([2, 1, 2], 2)])
+def test_mosaic_on_any_number_of_ranks(workers: WorkerPool, tmp_path: Path, sizes: list[int], num_workers: int) -> None:
     with import_streaming().MDSWriter(out=str(tmp_path / "mosaic"), columns={"id": "int"}, size_limit=256) as writer:
         for number in range(NUM_SAMPLES):
             writer.write({"id": number})
     per_epoch = NUM_SAMPLES // GLOBAL_BATCH
-    steps = [5, 6, 5, per_epoch + 3]  # the third save is at the end of an epoch
-    found = run_on_ranks(workers, run_mosaic, tmp_path, sizes, steps)
-    expected = run_on_ranks(workers, run_mosaic, tmp_path, sizes[:1], [sum(steps)])
+    steps = [5, 6, 5, per_epoch + 3] if len(sizes) == 4 else [6, 10, per_epoch + 4]  # the last but one ends an epoch
+    found = run_on_ranks(workers, run_mosaic, tmp_path, num_workers, sizes, steps)
+    expected = run_on_ranks(workers, run_mosaic, tmp_path, num_workers, sizes[:1], [sum(steps)])
     assert Counter(chain.from_iterable(found[:per_epoch])) == Counter(range(NUM_SAMPLES))
     assert found == expected
 
 
-def run_litdata(rank: int, world_size: int, folder: str, cache: str, shared: Any, steps: int) -> tuple[Taken, Any]:
+def run_litdata(
+    rank: int, world_size: int, folder: str, num_workers: int, shared: Any, steps: int
+) -> tuple[Taken, Any]:
     as_torchrun(rank, world_size)
     from litdata import StreamingDataLoader, StreamingDataset
 
     dataset = StreamingDataset(f"{folder}/litdata", shuffle=True, seed=5, num_canonical_nodes=2, drop_last=True)
-    run = Run(StreamingDataLoader(dataset, batch_size=GLOBAL_BATCH // world_size), shared, steps)
+    loader = StreamingDataLoader(dataset, batch_size=GLOBAL_BATCH // world_size, num_workers=num_workers)
+    run = Run(loader, shared, steps)
     return run.taken, run.shared
 
 
@@ -167,8 +176,10 @@ def number_of(number: int) -> int:
     return number
 
 
-@pytest.mark.parametrize("sizes", [[1, 2, 4, 1], [2, 1, 3, 2]])
-def test_litdata_on_any_number_of_ranks(workers: WorkerPool, tmp_path: Path, sizes: list[int]) -> None:
+@pytest.mark.parametrize(("sizes", "num_workers"), [([1, 2, 4, 1], 0), ([2, 1, 3, 2], 0), ([2, 1, 2], 2)])
+def test_litdata_on_any_number_of_ranks(
+    workers: WorkerPool, tmp_path: Path, sizes: list[int], num_workers: int
+) -> None:
     litdata = pytest.importorskip("litdata")
     cache = litdata.streaming.Cache(str(tmp_path / "litdata"), chunk_size=16)
     for number in range(NUM_SAMPLES):
@@ -176,10 +187,21 @@ def test_litdata_on_any_number_of_ranks(workers: WorkerPool, tmp_path: Path, siz
     cache.done()
     cache.merge()
     per_epoch = NUM_SAMPLES // GLOBAL_BATCH
-    steps = [5, 6, 5, per_epoch]
-    found = run_on_ranks(workers, run_litdata, tmp_path, sizes, steps)
+    steps = [5, 6, 5, per_epoch] if len(sizes) == 4 else [6, 10, per_epoch]
+    found = run_on_ranks(workers, run_litdata, tmp_path, num_workers, sizes, steps)
     assert Counter(chain.from_iterable(found[:per_epoch])) == Counter(range(NUM_SAMPLES))
     assert Counter(chain.from_iterable(found[per_epoch:])) == Counter(range(NUM_SAMPLES))
+
+
+def test_a_position_that_litdata_would_round_down_is_refused(workers: WorkerPool, tmp_path: Path) -> None:
+    litdata = pytest.importorskip("litdata")
+    cache = litdata.streaming.Cache(str(tmp_path / "litdata"), chunk_size=16)
+    for number in range(NUM_SAMPLES):
+        cache[number] = number
+    cache.done()
+    cache.merge()
+    with pytest.raises(WorkerError, match=r"60 samples of this epoch were taken, .* multiple of 24"):
+        run_on_ranks(workers, run_litdata, tmp_path, 2, [2, 1], [5, 5])
 
 
 # Energon: ranks are options of a loader, whose workers are processes of their own.
