@@ -23,7 +23,7 @@ from bytecheckpoint.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.info import CheckpointInfo, DataReport, LoadReport, LocalInfo, RecoveredSave
+from bytecheckpoint.info import CheckpointInfo, DataReport, LoadReport, LocalInfo, LoggedData, RecoveredSave
 from bytecheckpoint.options import LoadOptions, NameMap, SaveOptions
 
 if sys.byteorder != "little":
@@ -72,6 +72,7 @@ __all__ = [
     "LoadOptions",
     "LoadReport",
     "LocalInfo",
+    "LoggedData",
     "ManagerOptions",
     "ManagerStats",
     "NameMap",

@@ -99,6 +99,18 @@ class DataReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedData:
+    """Positions of data loaders that `CheckpointManager.log_data` has logged on all ranks."""
+
+    step: int
+    """Step after which they were logged."""
+    base: int | None
+    """Newest step that was durable then, on rank 0; None if there was none."""
+    loaders: Mapping[str, Mapping[str, Any]]
+    """Position of each stream by its id, by the loader's FQN."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
     """Result of a load, with the keys that it did not load if strict=False."""
 

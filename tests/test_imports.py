@@ -29,6 +29,7 @@ PUBLIC_NAMES = {
     "LoadOptions",
     "LoadReport",
     "LocalInfo",
+    "LoggedData",
     "ManagerOptions",
     "ManagerStats",
     "NameMap",

@@ -17,7 +17,9 @@ class ElasticLoader(Protocol):
 
     Optional methods: `all_stream_ids()`, the ids that all ranks own together, which shows at a save that one has no
     owner; `assign(ids, size)`, see `assign_streams`; `refuse_inexact()`, which returns why the state is not exact, or
-    None; `prepare_state()`, called in the step before a save, so that state that is slow to gather is there by then.
+    None; `stream_position(id)`, a few values of the stream's state that, put into an earlier state of the same stream,
+    make it the one now, which a manager's log of positions takes; `prepare_state()`, called in the step before a save,
+    so that state that is slow to gather is there by then.
     """
 
     def stream_ids(self) -> Sequence[str]:

@@ -117,6 +117,10 @@ class Streams(IterableDataset[Any]):
             position = replace(position, snapshot=snapshot)
         return tree_of(position, source_name(self._sources[stream_id]))
 
+    def stream_position(self, stream_id: str) -> dict[str, Any]:
+        """Returns the state without a snapshot of the source: put into an earlier state, it says how far to read on."""
+        return tree_of(replace(self._taken[stream_id], snapshot=None), source_name(self._sources[stream_id]))
+
     def shared_state(self) -> dict[str, Any]:
         """Returns what all ranks agree about: all state is that of streams."""
         return {"kind": "streams"}
@@ -135,9 +139,16 @@ class Streams(IterableDataset[Any]):
                 "that it had when it was saved",
                 kind="conflict",
             )
-        self._taken = {each: position_of(each, streams[each], source_name(self._sources[each])) for each in streams}
+        self._taken = {each: self._position_of(each, streams[each]) for each in streams}
         self._reader, self._prepared = None, set()
         self._lose_places()
+
+    def _position_of(self, stream_id: str, tree: Any) -> StreamPosition:
+        source = self._sources[stream_id]
+        position = position_of(stream_id, tree, source_name(source))
+        is_old = position.snapshot is not None and position.snapshot.epoch != position.epoch
+        # A logged position on top of a checkpoint of the epoch before, whose end such a source cannot go on from.
+        return replace(position, snapshot=None) if is_old and not carries_over(source) else position
 
     def refuse_inexact(self) -> str | None:
         """Returns why a source, or the way in which it is read, cannot go on exactly; None if all can."""

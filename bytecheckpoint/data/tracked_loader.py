@@ -65,6 +65,10 @@ class TrackedLoader:
         """Returns the state of a stream after what the trainer took of it."""
         return self._streams.stream_state(stream_id)
 
+    def stream_position(self, stream_id: str) -> dict[str, Any]:
+        """Returns how far the trainer is in a stream."""
+        return self._streams.stream_position(stream_id)
+
     def shared_state(self) -> dict[str, Any]:
         """Returns what all ranks agree about."""
         return self._streams.shared_state()

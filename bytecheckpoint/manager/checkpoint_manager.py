@@ -4,7 +4,6 @@ Rank 0 decides, and all ranks hear it.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import secrets
@@ -19,13 +18,15 @@ import torch.distributed as dist
 
 from bytecheckpoint.adapters.frameworks.detect import Framework
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.info import CheckpointInfo, LoadReport, describe_checkpoint
+from bytecheckpoint.info import CheckpointInfo, LoadReport, LoggedData, describe_checkpoint
 from bytecheckpoint.manager import keep_policies, save_policies, step_records
 from bytecheckpoint.manager.after_commit.background import Background
 from bytecheckpoint.manager.after_commit.step_marks import StepMarks, refuse_read_only
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock, offset_of
 from bytecheckpoint.manager.agreement.due_steps import DueSteps
 from bytecheckpoint.manager.agreement.stopping import StopRequests, check_deadline, join_stop, rank_in
+from bytecheckpoint.manager.data.log_writer import log_of
+from bytecheckpoint.manager.data.managed_data import ManagedData
 from bytecheckpoint.manager.keep_policies import KeepPolicy
 from bytecheckpoint.manager.managed_saves import ManagedRun, ManagedSaves, OwnedRoot
 from bytecheckpoint.manager.options import ManagerOptions, check_options, check_policies
@@ -62,6 +63,8 @@ class _OpenedRoot(msgspec.Struct, frozen=True):
     abandoned: list[int]
     save_s: float
     """Seconds that the newest save took; 0.0 if it left no record."""
+    generation: int
+    """The claimed one; 0 if the manager only reads."""
 
 
 class CheckpointManager:
@@ -101,9 +104,11 @@ class CheckpointManager:
         self.next_step = 0
         """First step to train: the restored one and 1, else 0."""
         opened = self._decisions.hear(f"opening {self._root}", self._open, _OpenedRoot)
+        log = log_of(self._store, opened.generation, process_group, timeout_s=timeout_s)
         self._saves = ManagedSaves(
-            self._run, self._options, decisions=self._decisions, goodput=self._goodput, owned=self._owned
+            self._run, self._options, decisions=self._decisions, goodput=self._goodput, owned=self._owned, log=log
         )
+        self._data = ManagedData(self._run, self._saves, decisions=self._decisions, log=log, options=self._options.load)
         self._due = DueSteps(save, self._saves, decisions=self._decisions, goodput=self._goodput, owned=self._owned)
         self._goodput.earlier_save_s = opened.save_s
         self._saves.begin_at(opened.newest, opened.abandoned)
@@ -118,10 +123,11 @@ class CheckpointManager:
     def _open(self) -> _OpenedRoot:
         """Opens the root, on rank 0, without a look at each step."""
         if self._options.read_only:
-            return self._look(None)
+            return self._look(None, 0)
         clock = StorageClock(offset_of(self._store))
         generation = claim(self._store, time=clock.now())
-        opened = self._look(clock)  # after the claim: what an earlier manager commits from now on is not seen here
+        # After the claim: what an earlier manager commits from now on is not seen here.
+        opened = self._look(clock, generation.number)
         background = Background(generation, self._keep, clock, reads_steps=not save_policies.is_step_only(self._policy))
         self._owned = OwnedRoot(generation, background, clock)
         options = self._options
@@ -132,14 +138,14 @@ class CheckpointManager:
         background.begin()
         return opened
 
-    def _look(self, clock: StorageClock | None) -> _OpenedRoot:
+    def _look(self, clock: StorageClock | None, generation: int) -> _OpenedRoot:
         """Looks at the newest step, which the clock is not to be behind, and at those that training left."""
         newest, save_s = next(layout.newest_steps(self._store), None), 0.0
         if newest is not None and clock is not None and (found := step_records.read_step(self._store, newest)):
             clock.keep_after(found.info.time)
             save_s = found.info.seconds.get("total", 0.0)
         abandoned = sorted(step_records.present_abandoned(self._store))
-        return _OpenedRoot(secrets.token_hex(8), newest, abandoned, save_s)
+        return _OpenedRoot(secrets.token_hex(8), newest, abandoned, save_s, generation)
 
     def restore(
         self,
@@ -177,6 +183,7 @@ class CheckpointManager:
                 logger.error("step %d does not load, so the one before: %s", choice.step, error.message)  # noqa: TRY400
             else:
                 self._continue_from(choice.step, passed_over)
+                self._data.leave_branch(state)
                 return replace(report, passed_over=passed_over)
 
     def _choose(self, step: int | Literal["latest"], failed: Mapping[int, str]) -> RestoreChoice:
@@ -190,6 +197,7 @@ class CheckpointManager:
     def _start_fresh(
         self, state: Mapping[str, Any], initial: str | os.PathLike[str] | None, **as_load: Any
     ) -> LoadReport | None:
+        self._data.leave_branch(state)
         if initial is not None:
             return self._run.load(initial, state, "latest", **as_load)
         if self._rank == 0:
@@ -199,20 +207,14 @@ class CheckpointManager:
     def _continue_from(self, step: int, passed_over: Collection[int]) -> None:
         """Makes the restored step the newest one: later ones belong to a branch that training leaves."""
         self._end_attempts(step)
-        abandoned = self._decisions.hear("leaving later steps", partial(self._left_behind, step), dict[int, str])
+        left = partial(step_records.steps_left_behind, self._store, step)
+        abandoned = self._decisions.hear("leaving later steps", left, dict[int, str])
         self._saves.begin_at(step, abandoned)
         self._saves.durable_step, self.next_step = step, step + 1
-        self._saves.prepared.forget()
         if self._owned is not None:
             self._owned.background.hold_restored(step, passed_over)
             self._owned.background.steps.set_abandoned(abandoned)
         self._saves.new_branch = abandoned
-
-    def _left_behind(self, step: int) -> dict[int, str]:
-        """Returns the save ids of all abandoned steps, on rank 0, if training goes on from this one."""
-        later = itertools.takewhile(lambda newer: newer > step, layout.newest_steps(self._store))
-        abandoned = step_records.present_abandoned(self._store) | step_records.save_ids_of(self._store, list(later))
-        return {number: save_id for number, save_id in abandoned.items() if number != step}
 
     def _end_attempts(self, step: int) -> None:
         if self._owned is not None:
@@ -288,11 +290,7 @@ class CheckpointManager:
         """Returns the checkpoint with the best value of a metric, by default that of the only `Best` policy; None if no
         checkpoint has it. Without a policy for the metric, lower is better. NaN is the worst.
         """
-        policies = [part for part in keep_policies.parts_of(self._keep) if isinstance(part, keep_policies.Best)]
-        named = [policy for policy in policies if metric in {None, policy.metric}]
-        if metric is None and len(named) != 1:
-            raise ValueError(f"best() needs a metric: the manager keeps by {len(named)} Best policies, not by one")
-        policy = replace(named[0], n=1) if named else keep_policies.Best(1, str(metric))
+        policy = keep_policies.best_of(self._keep, metric)
         found = step_records.find_step(self._store, partial(keep_policies.kept_by, policy, now=0.0))
         if found is None:
             return None
@@ -330,15 +328,44 @@ class CheckpointManager:
         if self._owned is not None:
             mark(StepMarks(self._store, self._owned.background, self._owned.clock), given_step(step))
 
+    def log_data(self, step: int, state: Mapping[str, Any] | None = None) -> None:
+        """Logs how far the trainer is in its data after this step, in the background and with no message between ranks.
+
+        For a loader process that dies while the trainer lives on, and for audits; never for weights that go back to a
+        checkpoint, because data goes back with them: `restore` removes what was logged, and a commit does with what it
+        covers. `state` has the DataLoaderStates; None takes those of the last state that was logged or restored.
+
+        Raises CheckpointSaveError (unsupported_value) for a state that is no small position: see docs/data.md.
+        """
+        self._refuse_closed()
+        self._data.log(given_step(step), state)
+
+    def data_log(self) -> list[LoggedData]:
+        """Returns the logged positions since the newest commit or restore, oldest first: steps that all ranks have
+        logged. Reads the store on the rank that calls it, as `steps` does.
+        """
+        return self._data.entries()
+
+    def restore_data(self, state: Mapping[str, Any] | None = None, *, step: int | None = None) -> int | None:
+        """Loads the data loaders of the state alone, for loaders that were made anew while the weights stay. They go on
+        after `step`, by default the newest that is logged or committed, whose number is returned; None at the start of
+        the data. All ranks call it together.
+
+        Raises what `load` raises; CheckpointNotFoundError if `step` is neither logged nor committed.
+        """
+        self._refuse_closed()
+        return self._data.restore(state, None if step is None else given_step(step))
+
     def stats(self) -> ManagerStats:
         """Returns the goodput so far, on this rank."""
         return self._goodput.stats()
 
     def wait(self) -> None:
-        """Returns when saves, and on rank 0 copies and due deletions, have ended. Raises the error of a save that the
-        handle has not raised, and on rank 0 that of a copy that fails.
+        """Returns when saves, the log of data, and on rank 0 copies and due deletions, have ended. Raises the error of
+        a save that the handle has not raised, and on rank 0 that of a copy that fails.
         """
         self._saves.settle(is_end=True)
+        self._data.wait()
         if self._owned is not None:
             self._owned.background.wait(self._options.save.timeout_s)
 
@@ -356,6 +383,7 @@ class CheckpointManager:
                 if self._owned is not None:
                     self._owned.background.close(self._options.save.timeout_s)
             finally:
+                self._data.close()
                 self._stop.close()
                 self._requests.close()
 

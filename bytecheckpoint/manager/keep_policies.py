@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from bytecheckpoint.manager.policy_arguments import (
@@ -90,6 +90,18 @@ def parts_of(policy: KeepPolicy) -> Iterator[KeepPolicy]:
             yield from parts_of(part)
     else:
         yield policy
+
+
+def best_of(policy: KeepPolicy, metric: str | None) -> Best:
+    """Returns the policy that finds the best checkpoint by a metric, by default that of the only `Best` in a policy.
+
+    Raises ValueError if there is none, or more than one.
+    """
+    parts = [part for part in parts_of(policy) if isinstance(part, Best)]
+    named = [part for part in parts if metric in {None, part.metric}]
+    if metric is None and len(named) != 1:
+        raise ValueError(f"best() needs a metric: the manager keeps by {len(named)} Best policies, not by one")
+    return replace(named[0], n=1) if named else Best(1, str(metric))
 
 
 def kept_by(policy: KeepPolicy, saved: Sequence[StepInfo], now: float) -> list[bool]:

@@ -29,6 +29,7 @@ from bytecheckpoint.manager import step_records
 from bytecheckpoint.manager.after_commit.background import Background, Commit
 from bytecheckpoint.manager.after_commit.step_marks import metrics_of_rank_0
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock
+from bytecheckpoint.manager.data.log_writer import LogWriter
 from bytecheckpoint.manager.data.prepared_state import PreparedState
 from bytecheckpoint.manager.options import ManagerOptions
 from bytecheckpoint.manager.ownership import Generation
@@ -101,9 +102,11 @@ class ManagedSaves:
         decisions: Decisions,
         goodput: Goodput,
         owned: OwnedRoot | None,
+        log: LogWriter | None,
     ) -> None:
-        """`owned` is None on ranks other than rank 0."""
+        """`owned` is None on ranks other than rank 0, and `log` if the manager only reads."""
         self._run = run
+        self._log = log
         self._options = options
         self._decisions = decisions
         self._goodput = goodput
@@ -276,6 +279,8 @@ class ManagedSaves:
             return
         line = self._goodput.committed(info)
         self._pinned_ahead.discard(step)
+        if self._log is not None:
+            self._log.drop_through(step)
         if self._owned is not None:
             logger.info("%s", line)
             seconds = {name: info.seconds[name] for name in ("stall", "total") if name in info.seconds}

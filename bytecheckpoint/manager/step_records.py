@@ -6,6 +6,7 @@ Functions take the folder of a step inside a store. Times are seconds since 1970
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import secrets
@@ -174,6 +175,13 @@ def present_abandoned(store: Store) -> dict[int, str]:
     abandoned = read_abandoned(store)
     found = save_ids_of(store, list(abandoned))
     return {step: save_id for step, save_id in abandoned.items() if found.get(step) == save_id}
+
+
+def steps_left_behind(store: Store, step: int) -> dict[int, str]:
+    """Returns the save ids of all abandoned steps if training goes on from this one."""
+    later = itertools.takewhile(lambda newer: newer > step, layout.newest_steps(store))
+    abandoned = present_abandoned(store) | save_ids_of(store, list(later))
+    return {number: save_id for number, save_id in abandoned.items() if number != step}
 
 
 def save_ids_of(store: Store, steps: Sequence[int]) -> dict[int, str]:

@@ -74,14 +74,8 @@ class DataLoaderEntry:
         return self._tensors
 
     def collect(self) -> EntryContents:
-        state, loader = self._state, self._state.streams
-        why = why_not_saved(state)
-        if why is not None:
-            raise unsupported(
-                self.fqn,
-                f'a {type(state.loader).__name__} whose state elastic="{state.elastic}" cannot keep: {why}',
-                "wrap its sources in bcp.data.Streams, or choose another `elastic`, which docs/data.md explains",
-            )
+        loader = self._state.streams
+        self.refuse_inexact()
         tensors: list[tuple[str, torch.Tensor]] = []
 
         def on_tensor(fqn: str, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -93,7 +87,7 @@ class DataLoaderEntry:
             return None
 
         prefix = f"{self.fqn}.streams"
-        ids = self._own_ids(loader, prefix)
+        ids = self.own_ids(loader)
         of_id = loader.stream_state
         streams = {each: msgspec.Raw(encode_state(of_id(each), f"{prefix}.{each}", on_tensor)) for each in ids}
         shared = encode_plain(loader.shared_state(), f"{self.fqn}.shared", on_tensor)
@@ -101,9 +95,22 @@ class DataLoaderEntry:
         shards.add_all(tensors)
         self._tensors = [tensor for _, tensor in tensors]
         names = {self.fqn, prefix, *(name for name, _ in tensors)}
-        return EntryContents(shards.found, names, {self.fqn: ("streams", self._part(loader, streams, shared))})
+        return EntryContents(shards.found, names, {self.fqn: ("streams", self.encode_part(loader, streams, shared))})
 
-    def _own_ids(self, loader: ElasticLoader, fqn: str) -> list[str]:
+    def refuse_inexact(self) -> None:
+        """Raises CheckpointSaveError (unsupported_value) for a state that a save must not take."""
+        state = self._state
+        why = why_not_saved(state)
+        if why is not None:
+            raise unsupported(
+                self.fqn,
+                f'a {type(state.loader).__name__} whose state elastic="{state.elastic}" cannot keep: {why}',
+                "wrap its sources in bcp.data.Streams, or choose another `elastic`, which docs/data.md explains",
+            )
+
+    def own_ids(self, loader: ElasticLoader) -> list[str]:
+        """Returns the sorted ids of this rank's streams. Raises CheckpointSaveError (unsupported_value)."""
+        fqn = f"{self.fqn}.streams"
         ids = sorted(loader.stream_ids())
         if len(set(ids)) < len(ids):
             twice = next(one for one, other in pairwise(ids) if one == other)
@@ -113,7 +120,8 @@ class DataLoaderEntry:
                 checked_text(stream_id, f"{fqn}, in its id {stream_id!r},")
         return ids
 
-    def _part(self, loader: ElasticLoader, streams: Mapping[str, msgspec.Raw], shared: bytes) -> bytes:
+    def encode_part(self, loader: ElasticLoader, streams: Mapping[str, msgspec.Raw], shared: bytes) -> bytes:
+        """Returns what this rank sends: encoded states of its streams by id, and the encoded shared state."""
         state = self._state
         all_ids = getattr(loader, "all_stream_ids", None)
         known = state.loaded_ids if all_ids is None else sorted(all_ids())

@@ -19,6 +19,7 @@ from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
 from bytecheckpoint.manager.after_commit.save_pauses import OngoingSaves, SavePauses
 from bytecheckpoint.manager.after_commit.second_root import SecondRoot
 from bytecheckpoint.manager.agreement.decisions import StorageClock
+from bytecheckpoint.manager.data.log_objects import earlier_objects
 from bytecheckpoint.manager.keep_policies import KeepPolicy
 from bytecheckpoint.manager.ownership import Generation
 from bytecheckpoint.manager.restore import end_attempts
@@ -185,6 +186,7 @@ class Background:
         if self._is_first:
             self._generation.clear_earlier(before_folder=self._let_saves_go_first)
             end_attempts(self._store, None)
+            self._delete_earlier_logs()
             self._record_earlier()
             self._is_first = False
         self._delete_due()
@@ -205,6 +207,11 @@ class Background:
             if self._second is not None:
                 self._second.may_delete = True
                 self._second.work.ask()
+
+    def _delete_earlier_logs(self) -> None:
+        for name in earlier_objects(self._store, self._generation.number):
+            self._pace.wait(1)
+            self._store.delete(name)
 
     def _record_earlier(self) -> None:
         """Writes the records of saves whose processes ended right after the commit."""

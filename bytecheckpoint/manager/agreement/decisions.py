@@ -37,6 +37,15 @@ class Decisions:
         ranks.close()
         return answer
 
+    def do(self, doing: str, act: Callable[[], object]) -> None:
+        """Calls `act` on every rank; an error of one is raised by all. All ranks call it together."""
+        wait_until_numbered()
+        ranks = join_ranks(self._group, self._timeout_s, about=self._about)
+        with together(ranks, doing, about=self._about):
+            act()
+            ranks.barrier()
+        ranks.close()
+
 
 class StorageClock:
     """The clock of a storage, by which hosts agree whose own clocks differ. It never runs backwards or stands still,

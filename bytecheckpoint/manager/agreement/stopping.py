@@ -250,6 +250,12 @@ def rank_in(process_group: dist.ProcessGroup | None) -> int:
     return dist.get_rank(process_group) if is_grouped else 0
 
 
+def size_of(process_group: dist.ProcessGroup | None) -> int:
+    """Returns the number of ranks in the group, by default of all; 1 for a process on its own."""
+    is_grouped = process_group is not None or (dist.is_available() and dist.is_initialized())
+    return dist.get_world_size(process_group) if is_grouped else 1
+
+
 def join_stop(
     requests: StopRequests, process_group: dist.ProcessGroup | None, *, token: str, timeout_s: float
 ) -> SoleStop | GroupStop:

@@ -1,0 +1,98 @@
+"""Positions of data loaders between full saves: small parts of their state that say how far the trainer is. Put on top
+of an earlier checkpoint they make the state of now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from bytecheckpoint.adapters.data.loader_entry import DataLoaderEntry
+from bytecheckpoint.adapters.data.loader_state import DataLoaderState
+from bytecheckpoint.adapters.data.merge_streams import listed_ids, merge_streams
+from bytecheckpoint.adapters.data.stream_wire import decode_stored, encode_state
+from bytecheckpoint.adapters.plain.plain_data import encode_plain, fits_inline
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.manifest.plain_wire import unsupported
+
+MAX_POSITION_BYTES = 1 << 14
+"""Longest encoded position of one stream, or shared state of a loader."""
+
+
+def encode_positions(fqn: str, state: DataLoaderState) -> bytes:
+    """Returns this rank's part of the positions of a loader: by `stream_position(id)` where it has that, else whole
+    states of streams.
+
+    Raises CheckpointSaveError (unsupported_value) for a state that is not exact, or is no small position.
+    """
+    entry, loader = DataLoaderEntry(fqn, state), state.streams
+    entry.refuse_inexact()
+    position_of = getattr(loader, "stream_position", loader.stream_state)
+    streams: dict[str, msgspec.Raw] = {}
+    for stream_id in entry.own_ids(loader):
+        name = f"{fqn}.streams.{stream_id}"
+        encoded = encode_state(position_of(stream_id), name, _refuse_large)
+        streams[stream_id] = msgspec.Raw(_checked(encoded, name))
+    name = f"{fqn}.shared"
+    return entry.encode_part(loader, streams, _checked(encode_plain(loader.shared_state(), name, _refuse_large), name))
+
+
+def merge_positions(fqn: str, parts: Mapping[int, bytes]) -> bytes:
+    """Unites the parts of all ranks. Raises CheckpointMismatchError (conflict) where they make no whole."""
+    merged = merge_streams(fqn, {rank: ("streams", part) for rank, part in parts.items()})
+    if merged.problems:
+        raise CheckpointMismatchError(
+            f"the logged positions of a data loader make no whole; nothing was loaded: {merged.problems[0].text}",
+            kind="conflict",
+            ranks=merged.problems[0].ranks,
+        )
+    return merged.encoded
+
+
+def load_positions(fqn: str, state: DataLoaderState, merged: bytes) -> None:
+    """Brings a loader, which stands where an earlier checkpoint is or at its start, to logged positions.
+
+    Raises CheckpointMismatchError (conflict) if they are those of another loader. Nothing was changed then.
+    """
+    loader, tree = state.streams, decode_stored(merged)
+    logged = tree["streams"]
+    ids = sorted(loader.stream_ids())
+    missing = [stream_id for stream_id in ids if stream_id not in logged]
+    if missing or tree["keyed_by"] != state.keyed_by or (state.keyed_by == "rank" and tree["size"] != state.size):
+        found = f"{tree['size']} ranks logged it" if not missing else f"{listed_ids(missing)} are not in it"
+        raise CheckpointMismatchError(
+            f"{fqn}: the logged position is not one of this loader: {found}. The loader stands at the checkpoint: "
+            "make it as it was when its position was logged",
+            kind="conflict",
+        )
+    has_positions = hasattr(loader, "stream_position")
+    states = {each: {**loader.stream_state(each), **logged[each]} if has_positions else logged[each] for each in ids}
+    loader.load_streams(states, tree["shared"])
+
+
+def position_trees(merged: bytes) -> dict[str, Any]:
+    """Returns the position of each stream by its id."""
+    return dict(decode_stored(merged)["streams"])
+
+
+def _checked(encoded: bytes, name: str) -> bytes:
+    if len(encoded) > MAX_POSITION_BYTES:
+        raise unsupported(
+            name,
+            f"a state of {len(encoded)} bytes, and the log takes positions of at most {MAX_POSITION_BYTES}",
+            "give the loader a method stream_position(id), which docs/data.md explains",
+        )
+    return encoded
+
+
+def _refuse_large(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
+    if not fits_inline(tensor):
+        raise unsupported(
+            fqn,
+            "a tensor that is too large for the log of positions",
+            "give the loader a method stream_position(id), which docs/data.md explains",
+        )
+    return tensor

@@ -1,0 +1,104 @@
+"""The log of positions as objects of a store: one for each logged step and rank, in a folder for each branch that
+training was on. Knows no loader and no thread.
+
+    manager/data_log/00000003-0001/00000120-00002-of-00008      generation, branch; step, rank, number of ranks
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store, read_whole
+
+logger = logging.getLogger("bytecheckpoint")
+
+LOG_FOLDER = "manager/data_log"
+_MAX_BYTES = 1 << 26
+"""Longest object, and longest content of one: a store may be written to by others."""
+_NAME = re.compile(r"([0-9]{8,})-([0-9]{5,})-of-([0-9]{5,})")
+_FOLDER = re.compile(r"[0-9]{8,}-[0-9]{4,}")
+
+
+class LogRecord(msgspec.Struct, frozen=True):
+    """The positions of one rank after a step."""
+
+    step: int
+    base: int | None
+    """Newest step that was known to be durable then; None if there was none."""
+    loaders: dict[str, bytes]
+    """Encoded part of this rank, by the loader's FQN."""
+    version: int = 1
+
+
+class LoggedNames(NamedTuple):
+    """A step whose positions all ranks have logged."""
+
+    step: int
+    names: Mapping[int, str]
+    """Object inside the store, by rank."""
+
+
+def branch_folder(generation: int, branch: int) -> str:
+    """Returns the folder of a branch. Of two, the one with the greater name is the newer."""
+    return f"{LOG_FOLDER}/{generation:08d}-{branch:04d}"
+
+
+def object_name(folder: str, step: int, rank: int, num_ranks: int) -> str:
+    """Returns the name of one rank's object."""
+    return f"{folder}/{step:08d}-{rank:05d}-of-{num_ranks:05d}"
+
+
+def branches(store: Store) -> list[str]:
+    """Returns the folders of all branches, the newest first."""
+    return [join_name(LOG_FOLDER, name) for name in sorted(store.list(LOG_FOLDER), reverse=True) if _FOLDER.match(name)]
+
+
+def earlier_objects(store: Store, generation: int) -> list[str]:
+    """Returns the objects of managers before this one. Whoever comes after them goes back to a checkpoint."""
+    earlier = (folder for folder in branches(store) if int(folder.rpartition("/")[2].partition("-")[0]) < generation)
+    return [join_name(folder, name) for folder in earlier for name in store.list(folder)]
+
+
+def logged_steps(store: Store, folder: str) -> list[LoggedNames]:
+    """Returns the steps that all ranks have logged, the newest first."""
+    found: dict[tuple[int, int], dict[int, str]] = {}
+    for name in store.list(folder):
+        if match := _NAME.fullmatch(name):
+            step, rank, num_ranks = map(int, match.groups())
+            found.setdefault((step, num_ranks), {})[rank] = join_name(folder, name)
+    whole = (LoggedNames(step, names) for (step, num_ranks), names in found.items() if len(names) == num_ranks)
+    return sorted(whole, key=lambda logged: logged.step, reverse=True)
+
+
+def encode_record(record: LogRecord) -> bytes:
+    """Returns the content of an object."""
+    return zlib.compress(msgspec.msgpack.encode(record))
+
+
+def read_records(store: Store, logged: LoggedNames) -> dict[int, LogRecord] | None:
+    """Returns the records of all ranks; None if one was deleted meanwhile, and with a warning if one is damaged."""
+    try:
+        return {rank: _decode(read_whole(store, name, max_bytes=_MAX_BYTES)) for rank, name in logged.names.items()}
+    except CheckpointNotFoundError:
+        return None
+    except (zlib.error, msgspec.DecodeError) as error:
+        logger.warning(
+            "the positions of step %d in %s are damaged (%s), and count as absent", logged.step, store, error
+        )
+        return None
+
+
+def _decode(content: bytes) -> LogRecord:
+    inflate = zlib.decompressobj()
+    encoded = inflate.decompress(content, _MAX_BYTES)
+    if inflate.unconsumed_tail or not inflate.eof:
+        raise zlib.error("its content is too long, or cut off")
+    return msgspec.msgpack.decode(encoded, type=LogRecord)

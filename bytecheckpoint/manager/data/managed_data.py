@@ -1,0 +1,191 @@
+"""The data loaders of a managed run between its saves: their positions are logged, listed, and loaded again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from types import NoneType
+from typing import Any
+
+import msgspec
+
+from bytecheckpoint.adapters.collect import data_loaders_in
+from bytecheckpoint.adapters.data.loader_state import DataLoaderState
+from bytecheckpoint.adapters.data.positions import encode_positions, load_positions, merge_positions, position_trees
+from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError
+from bytecheckpoint.info import LoggedData
+from bytecheckpoint.manager import step_records
+from bytecheckpoint.manager.after_commit.step_marks import refuse_read_only
+from bytecheckpoint.manager.agreement.decisions import Decisions
+from bytecheckpoint.manager.data.log_objects import (
+    LoggedNames,
+    LogRecord,
+    branches,
+    logged_steps,
+    read_records,
+)
+from bytecheckpoint.manager.data.log_writer import LogWriter
+from bytecheckpoint.manager.managed_saves import ManagedRun, ManagedSaves
+from bytecheckpoint.options import LoadOptions
+from bytecheckpoint.storage import layout
+
+
+class _DataChoice(msgspec.Struct, frozen=True):
+    """The choice of rank 0: a checkpoint, and the log on top of it."""
+
+    step: int | None
+    """Step after which the loaders go on; None for their start."""
+    base: int | None
+    """Step of the checkpoint; None if there is none before the logged step."""
+    loaders: dict[str, bytes] = {}
+    """Positions of all ranks by the loader's FQN; empty where the checkpoint says it all."""
+
+
+class ManagedData:
+    """The loaders of one manager."""
+
+    def __init__(
+        self, run: ManagedRun, saves: ManagedSaves, *, decisions: Decisions, log: LogWriter | None, options: LoadOptions
+    ) -> None:
+        """`log` is None if the manager only reads."""
+        self._run = run
+        self._saves = saves
+        self._decisions = decisions
+        self._log = log
+        self._options = options
+        self._loaders: dict[str, DataLoaderState] = {}
+        """Those of the last state that was passed here."""
+        self._has_logged = False
+
+    def find(self, state: Mapping[str, Any] | None) -> dict[str, DataLoaderState]:
+        """Returns the loaders of a state, or of the last one, by FQN. Raises CheckpointMismatchError (conflict) without
+        any.
+        """
+        if state is not None:
+            self._loaders = data_loaders_in(state)
+        if not self._loaders:
+            raise CheckpointMismatchError(
+                f"{'the state has no' if state is not None else 'no state that was passed before has a'} data loader; "
+                'nothing was changed: pass the state that has one, as in {"data": bcp.DataLoaderState(loader, ...)}',
+                kind="conflict",
+            )
+        return self._loaders
+
+    def log(self, step: int, state: Mapping[str, Any] | None) -> None:
+        """Hands the positions of this rank over to the log."""
+        if self._log is None:
+            refuse_read_only(self._run.root)
+            return
+        parts = {fqn: encode_positions(fqn, loader) for fqn, loader in self.find(state).items()}
+        self._has_logged = True
+        self._log.add(LogRecord(step, self._saves.durable_step, parts))
+
+    def entries(self) -> list[LoggedData]:
+        """Returns the logged steps of the branch that training is on, oldest first."""
+        store, found = self._run.store, []
+        for logged in self._logged():
+            records = read_records(store, logged)
+            if records is not None:
+                loaders = {fqn: position_trees(merged) for fqn, merged in _merge(records).items()}
+                found.append(LoggedData(step=logged.step, base=records[0].base, loaders=loaders))
+        return found[::-1]
+
+    def _logged(self) -> list[LoggedNames]:
+        store = self._run.store
+        folder = self._log.folder if self._log is not None else next(iter(branches(store)), None)
+        return logged_steps(store, folder) if folder is not None else []
+
+    def restore(self, state: Mapping[str, Any] | None, step: int | None) -> int | None:
+        """Brings the loaders, and nothing else, to a logged step, or to that of a checkpoint."""
+        if self._log is None and step is None:
+            raise CheckpointMismatchError(
+                "restore_data of a manager that only reads takes step=..., the step that the trainer made last: it "
+                "does not know which branch training is on; nothing was changed",
+                kind="conflict",
+            )
+        loaders = self.find(state)
+        self._saves.settle()
+        if self._log is not None:
+            self._decisions.do("bringing the log of data positions up to date", self._log.finish)
+        doing = f"choosing data positions of {self._run.root}"
+        choice = self._decisions.hear(doing, partial(self._choose, step), _DataChoice)
+        if choice.base is not None:
+            self._run.load(self._run.root, loaders, choice.base, options=self._options, strict=True)
+        if choice.loaders:
+            self._decisions.do("loading data positions", partial(_load, loaders, choice.loaders))
+        return choice.step
+
+    def _choose(self, step: int | None) -> _DataChoice:
+        store = self._run.store
+        newest = next(step_records.newest_steps(store, self._saves.new_branch), None)
+        for logged in self._logged():
+            is_wanted = logged.step == step if step is not None else newest is None or logged.step > newest
+            if is_wanted and (records := read_records(store, logged)) is not None:
+                return _DataChoice(logged.step, self._base_of(records[0]), _merge(records))
+        if step is None:
+            return _DataChoice(newest, newest)
+        if not layout.committed_save_id(store, layout.step_folder(step)):
+            raise CheckpointNotFoundError(
+                f"neither a checkpoint of step {step} is in {store}, nor did all ranks log the positions of their data "
+                "loaders after it; nothing was changed: call log_data at every step that loaders are to go on from, or "
+                "restore a checkpoint, with the weights",
+                kind="not_found",
+                path=str(store),
+                step=step,
+            )
+        return _DataChoice(step, step)
+
+    def _base_of(self, record: LogRecord) -> int | None:
+        """Returns the checkpoint to load before these positions. One that retention has deleted since has newer ones of
+        the same branch after it.
+        """
+        store = self._run.store
+        if record.base is not None and layout.committed_save_id(store, layout.step_folder(record.base)):
+            return record.base
+        steps = step_records.newest_steps(store, self._saves.new_branch)
+        return next((step for step in steps if step <= record.step), None)
+
+    def leave_branch(self, state: Mapping[str, Any]) -> None:
+        """Forgets all positions that were logged, and what was prepared: weights go back, and data with them. Raises on
+        all ranks if positions cannot be deleted.
+        """
+        self._saves.prepared.forget()
+        self._loaders = data_loaders_in(state)
+        if self._log is None or not self._has_logged:
+            return
+        # Without the part of rank 0 none of the steps is complete, also where other ranks delete theirs later.
+        self._log.begin_branch()
+        self._decisions.hear("removing data positions that training leaves", self._log.finish, NoneType)
+        self._has_logged = False
+
+    def wait(self) -> None:
+        """Returns when what was handed over is written, or cannot be."""
+        if self._log is not None and self._has_logged:
+            self._log.wait()
+
+    def close(self) -> None:
+        """Waits, and ends the log."""
+        if self._log is not None and self._has_logged:
+            self._log.close()
+
+
+def _merge(records: Mapping[int, LogRecord]) -> dict[str, bytes]:
+    names = sorted({fqn for record in records.values() for fqn in record.loaders})
+    return {
+        fqn: merge_positions(
+            fqn, {rank: record.loaders[fqn] for rank, record in records.items() if fqn in record.loaders}
+        )
+        for fqn in names
+    }
+
+
+def _load(loaders: Mapping[str, DataLoaderState], logged: Mapping[str, bytes]) -> None:
+    absent = [fqn for fqn in loaders if fqn not in logged]
+    if absent:
+        raise CheckpointMismatchError(
+            f"{absent[0]}: its position was not logged; the loaders stand where the checkpoint is: log the state that "
+            "has all of them",
+            kind="conflict",
+        )
+    for fqn, loader in loaders.items():
+        load_positions(fqn, loader, logged[fqn])
