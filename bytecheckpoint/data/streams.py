@@ -214,8 +214,9 @@ class Streams(IterableDataset[Any]):
                 self._taken[stream_id] = position.next_epoch(carries_over=carries_over(self._sources[stream_id]))
 
     def _is_mid_pass(self) -> bool:
-        epoch = pass_epoch(self._taken.values())
-        return any(each.epoch == epoch and each.position > 0 for each in self._taken.values())
+        """Returns True if a stream has moved since the pass began: it may be at the next epoch already."""
+        start = (pass_epoch(self._taken.values()), 0)
+        return any(each.place > start for each in self._taken.values())
 
     def _take(self, changes: Sequence[Change], turn: int) -> None:
         """Counts what the trainer took with its batch number `turn`."""

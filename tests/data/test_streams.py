@@ -70,6 +70,18 @@ def test_an_end_that_was_not_known_when_it_was_saved_gives_no_empty_pass() -> No
     assert second.stream_state("a")["epoch"] == 2
 
 
+@pytest.mark.parametrize("empty", [[], Lines([])], ids=["sequence", "lines"])
+def test_a_stream_without_samples_that_is_left_over_gives_no_empty_pass(empty: Any) -> None:
+    first = Streams({"a": [1], "b": empty}, rank=0, size=1)
+    assert next(iter(first)) == 1
+    saved = state_of(first)
+    assert [saved[each]["epoch"] for each in "ab"] == [1, 0]
+    second = Streams({"a": [1], "b": empty}, rank=0, size=1)
+    load(second, saved, 0, 1)
+    assert list(second) == [1]
+    assert {state["epoch"] for state in state_of(second).values()} == {2}
+
+
 def test_a_pass_over_no_samples_ends() -> None:
     streams = Streams({"a": [], "b": Lines([])}, rank=0, size=1)
     assert list(streams) == []

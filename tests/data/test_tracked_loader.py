@@ -127,6 +127,18 @@ def test_an_end_that_was_not_known_when_it_was_saved_gives_no_empty_pass(workers
 
 
 @pytest.mark.parametrize("workers", WORKERS)
+def test_a_worker_without_samples_gives_no_empty_pass(workers: dict[str, Any]) -> None:
+    def new() -> tuple[DataLoader, Any]:
+        return loader_of(Streams({"a": [1], "b": []}, rank=0, size=1, with_ids=True), batch_size=1, **workers)
+
+    first, tracked = new()
+    assert take(iter(first), 1) == [[("a", 1)]]
+    second, resumed = new()
+    load(resumed, saved(tracked))
+    assert batches(second) == [[("a", 1)]]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
 def test_endless_streams_are_one_pass(workers: dict[str, Any]) -> None:
     def endless() -> tuple[DataLoader, Any]:
         return loader_of(Streams(sources("packed lines"), rank=0, size=1, with_ids=True, endless=True), **workers)
