@@ -260,7 +260,8 @@ def play_in_step(seed: int, storage: Storage, kind: str | None = None) -> None:
 
     per_epoch = max(1, sum(len(passes(source, 1)) for source in make_sources().values()))
     run = Run(make_sources, storage)
-    sizes = random.sample(SIZES, 3)
+    # Each worker is a process of its own, and so many take long to start.
+    sizes = random.sample(SIZES[:4] if num_workers else SIZES, 3)
     while run.num_samples() < 2.5 * per_epoch:
         run.play(layout(random.choice(sizes)), random)
     whole = Ranks(Layout(1, global_batch, num_workers), make_sources)
