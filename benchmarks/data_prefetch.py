@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     print(facts_line(machine_facts(Path(tempfile.gettempdir()))))
-    print("\n| loader | state, s | stall, ms (slowest) |\n| --- | --- | --- |", flush=True)
+    print("\n| loader | state, s | stall, ms (least, most) |\n| --- | --- | --- |", flush=True)
     step_s = arguments.gather_s * 1.5
     for name, make in (
         ("none", None),
@@ -107,10 +107,11 @@ def run(arguments: argparse.Namespace) -> None:
     ):
         for is_prepared in (False, True) if make is not None else (False,):
             loader = make(arguments.gather_s) if make is not None else None
-            times = _stalls_ms(loader, arguments.saves, step_s=step_s if make else 0.0, is_prepared=is_prepared)
+            times = _stalls_ms(loader, arguments.saves, step_s=step_s, is_prepared=is_prepared)
             shown = "" if make is None else ", prepared" if is_prepared else ", not prepared"
             seconds = 0 if make is None else arguments.gather_s
-            print(f"| {name}{shown} | {seconds:g} | {statistics.median(times):.1f} ({max(times):.1f}) |", flush=True)
+            values = f"{statistics.median(times):.1f} ({min(times):.1f}, {max(times):.1f})"
+            print(f"| {name}{shown} | {seconds:g} | {values} |", flush=True)
 
 
 def _in_workers(gather_s: float) -> DataLoader[Any]:

@@ -35,7 +35,7 @@ QUICK = {
         ),
     ],
     "data_prefetch --gather-s 0.01 --saves 1": [
-        rf"\n\| {loader} \| [\d.]+ \| [\d.]+ \([\d.]+\) \|"
+        rf"\n\| {loader} \| [\d.]+ \| [\d.]+ \([\d.]+, [\d.]+\) \|"
         for loader in ("none", "workers, not prepared", "workers, prepared", "a thread, prepared")
     ],
     "codec --mib 1 --rounds 1": [r"\| bfloat16 \| zstd \| \d", r"\| float32 \| zstd \| \d"],
