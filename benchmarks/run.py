@@ -27,6 +27,7 @@ BENCHMARKS = {
     "convert": "conversion to other formats, beside torch's tools; loads through links",
     "manager": "the checkpoint manager: steps that are not due, many steps, deletions beside saves",
     "data_state": "the state of data loaders: many streams, and token buffers beside weights",
+    "data_prefetch": "the stall of a save with data loaders whose state takes seconds to gather",
     "foreign": "opening checkpoints of other programs",
     "dcp_drop_in": "saves of a training job through DCP and through the drop-in for it",
 }

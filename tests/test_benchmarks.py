@@ -38,6 +38,10 @@ QUICK = {
         r"\n\| 10 \|( [\d.]+ \|){7}\n",
         r"\n\| 0.01 \| ratio \| [\d.]+ \| [\d.]+ \|",
     ],
+    "data_prefetch --gather-s 0.01 --saves 1": [
+        rf"\n\| {loader} \| [\d.]+ \| [\d.]+ \([\d.]+, [\d.]+\) \|"
+        for loader in ("none", "workers, not prepared", "workers, prepared", "a thread, prepared")
+    ],
     "codec --mib 1 --rounds 1": [r"\| bfloat16 \| zstd \| \d", r"\| float32 \| zstd \| \d"],
     # Two blocks of ranks, so that the leader of one forwards messages.
     "planning --ranks 66 --tensors 7 --dcp-up-to 66": [r"\n\| 66 \| 462 \| [\d.]+ \| \d.*\| 1/\d+ \| 1/\d+ \|\n"],
