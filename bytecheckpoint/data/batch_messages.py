@@ -43,8 +43,10 @@ class CountingCollate:
             raise RuntimeError("a state was loaded while a batch was read: call iter() on the loader again")
         try:
             batch = self.collate(samples)
-        except BaseException:
+        except BaseException as error:
             reader.roll_back()
+            if isinstance(error, StopIteration):  # it would end the pass, and the rest of the epoch would be lost
+                raise RuntimeError("the collate_fn of the DataLoader raised StopIteration") from error
             raise
         changes = reader.take_changes()
         return CountedBatch(batch, changes if get_worker_info() is None else [_with(_sent, each) for each in changes])

@@ -10,6 +10,8 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, Literal, Protocol
 
+from torch.utils.data import IterableDataset
+
 from bytecheckpoint.data.stream_position import SourceSnapshot, StreamPosition, tree_of
 from bytecheckpoint.errors import CheckpointMismatchError
 
@@ -71,7 +73,9 @@ def is_stateful(source: Any) -> bool:
 
 def is_sequence(source: Any) -> bool:
     """Returns True if samples are read by their index, so that a position is all the state there is."""
-    return hasattr(source, "__getitem__") and hasattr(source, "__len__") and not is_stateful(source)
+    # Each Dataset of torch has a __getitem__; that of an IterableDataset, which may have a length, only raises.
+    has_index = hasattr(source, "__getitem__") and not isinstance(source, IterableDataset)
+    return has_index and hasattr(source, "__len__") and not is_stateful(source)
 
 
 def carries_over(source: Any) -> bool:

@@ -88,8 +88,8 @@ def position_of(stream_id: str, tree: Any, source: str) -> StreamPosition:
     if saved_source != source and (snapshot is not None or "(" in saved_source + source):
         raise CheckpointMismatchError(
             f"stream {stream_id!r} was saved with the source {saved_source}, and the loader reads it from {source}. "
-            "Nothing was loaded into the loader. Build the stream as it was when it was saved, or pass "
-            'elastic="restart" to begin from its start',
+            "Nothing was loaded into the loader. Build the stream as it was when it was saved, or leave the loader out "
+            "of the load with exclude: then it begins from its start",
             kind="conflict",
         )
     return StreamPosition(epoch, position, samples, turn, snapshot)

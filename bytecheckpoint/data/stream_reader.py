@@ -164,7 +164,10 @@ class StreamReader:
         if cursor is None:
             cursor = self._cursors[stream_id] = cursor_of(self._sources[stream_id])
         at = self._positions[stream_id]
-        sample, after = _without_worker_info(lambda: read_next(self._sources[stream_id], cursor, at))
+        try:
+            sample, after = _without_worker_info(lambda: read_next(self._sources[stream_id], cursor, at))
+        except StopIteration as error:  # it would end the pass, and the rest of the epoch would be lost
+            raise RuntimeError(f"the source of stream {stream_id!r} raised StopIteration") from error
         self._move(stream_id, self._with_snapshot(stream_id, cursor, after))
         return sample
 

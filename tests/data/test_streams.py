@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from data.sample_sources import KINDS, EpochOrder, Lines, Records, passes, plain
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from bytecheckpoint.data import ElasticLoader, Streams
 from bytecheckpoint.data.elastic_loader import assign_streams
@@ -171,6 +172,36 @@ def test_an_error_of_a_source_loses_no_sample() -> None:
     with pytest.raises(OSError, match="connection reset"):
         next(streams)
     assert list(streams) == [2, 3]
+
+
+def test_a_stop_iteration_of_a_source_is_no_end_of_the_pass() -> None:
+    class Stopping(EpochOrder):
+        num_errors = 1
+
+        def __getitem__(self, index: int) -> Any:
+            if index == 1 and self.num_errors:
+                self.num_errors -= 1
+                raise StopIteration
+            return super().__getitem__(index)
+
+    loader = Streams({"a": Stopping([1, 2, 3])}, rank=0, size=1)
+    streams = iter(loader)
+    assert next(streams) == 1
+    with pytest.raises(RuntimeError, match="the source of stream 'a' raised StopIteration"):
+        next(streams)
+    assert loader.stream_state("a")["position"] == 1
+    assert list(streams) == [2, 3]
+
+
+def test_an_iterable_dataset_of_torch_with_a_length_is_no_sequence() -> None:
+    class Sized(IterableDataset[int]):
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([1, 2, 3])
+
+    assert list(Streams({"a": Sized()}, rank=0, size=1)) == [1, 2, 3]
 
 
 def test_a_snapshot_is_taken_where_the_trainer_is() -> None:

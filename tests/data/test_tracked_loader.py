@@ -247,6 +247,20 @@ def test_a_batch_that_failed_is_read_again(workers: dict[str, Any], tmp_path) ->
     assert {state["epoch"] for state in saved(tracked).values()} == {1}
 
 
+@pytest.mark.parametrize("workers", WORKERS[:2])
+def test_a_stop_iteration_of_a_collate_fn_is_no_end_of_the_pass(workers: dict[str, Any]) -> None:
+    def collate(samples: list[int]) -> list[int]:
+        if 101 in samples:
+            raise StopIteration
+        return samples
+
+    loader = DataLoader(Streams(sources(), rank=0, size=1), batch_size=3, collate_fn=collate, **workers)
+    tracked = elastic_loader_of(loader)
+    with pytest.raises(RuntimeError, match="collate_fn of the DataLoader raised StopIteration"):
+        list(loader)
+    assert {state["epoch"] for state in saved(tracked).values()} == {0}
+
+
 def test_a_snapshot_comes_from_the_worker_when_one_is_asked_for() -> None:
     loader, tracked = new_loader("records", num_workers=2)
     iterator = iter(loader)

@@ -100,6 +100,20 @@ def test_diff_counts_the_streams_of_both(call, run, tmp_path) -> None:
     assert "data: samples are not counted" in call("diff", run, tmp_path / "other").out
 
 
+def test_diff_of_loaders_without_a_common_stream_counts_nothing(call, tmp_path) -> None:
+    for name in ("a", "b"):
+        bcp.save(tmp_path / name, {"data": data_state({name: state_of(name)})})
+    out = call("diff", tmp_path / "a", tmp_path / "b").out
+    assert "data: samples are not counted, 1 stream only in A, 1 stream only in B" in out
+
+
+@pytest.mark.parametrize("key", ["consumed_train_samples", "global_next_index"])
+def test_diff_counts_one_position_for_all_ranks(call, tmp_path, key: str) -> None:
+    for count in (24, 96):
+        bcp.save(tmp_path / str(count), {"data": data_state({}, {key: count, "consumed_valid_samples": 8})})
+    assert "data: 72 samples lie between A and B: B is ahead" in call("diff", tmp_path / "24", tmp_path / "96").out
+
+
 def test_another_number_of_ranks_is_no_difference(call, workers, tmp_path) -> None:
     for size in (1, 2):
         workers.run(save_by, str(tmp_path / str(size)), world_size=size)

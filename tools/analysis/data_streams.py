@@ -13,6 +13,8 @@ from ..render.number_format import shortened
 from .summary import natural_order, plain_value
 
 _MAX_SOURCE_TEXT = 60
+_SHARED_COUNTS = ("samples", "consumed_train_samples", "global_next_index")
+"""Keys of a position for all ranks that count samples of all epochs; Megatron's and Grain's are two of them."""
 
 
 class StreamRow(NamedTuple):
@@ -98,7 +100,7 @@ def _record(fqn: str, tree: Mapping[str, Any]) -> DataRecord:
         elastic=tree["elastic"],
         keyed_by=tree["keyed_by"],
         size=tree["size"],
-        samples=_sum([row.samples for row in rows]) if rows else _count(shared, "samples"),
+        samples=_sum([row.samples for row in rows]) if rows else _shared_count(shared),
         sources=[_total(source, found) for source, found in by_source.items()],
         streams=rows,
         shared=plain_value(shared)[0],
@@ -118,6 +120,10 @@ def _row(stream_id: str, owner: int | None, state: Any) -> StreamRow:
 def _count(state: Any, key: str) -> int | None:
     value = state.get(key) if isinstance(state, dict) else None
     return value if type(value) is int else None
+
+
+def _shared_count(shared: Any) -> int | None:
+    return next((count for key in _SHARED_COUNTS if (count := _count(shared, key)) is not None), None)
 
 
 def _total(source: str | None, rows: Sequence[StreamRow]) -> SourceTotal:
@@ -145,7 +151,9 @@ def data_differences(a: Manifest, b: Manifest) -> list[DataDifference]:
 def _difference(a: DataRecord, b: DataRecord) -> DataDifference:
     of_a, of_b = ({row.id: row.samples for row in record.streams} for record in (a, b))
     common = of_a.keys() & of_b.keys()
-    sums = [_sum([found[each] for each in common]) for found in (of_a, of_b)] if common else [a.samples, b.samples]
-    between = None if sums[0] is None or sums[1] is None else sums[1] - sums[0]
+    has_streams = bool(of_a or of_b)
+    sums = [_sum([found[each] for each in common]) for found in (of_a, of_b)] if has_streams else [a.samples, b.samples]
+    is_counted = bool(common) or not has_streams
+    between = sums[1] - sums[0] if is_counted and sums[0] is not None and sums[1] is not None else None
     num_only = [len(found.keys() - common) for found in (of_a, of_b)]
     return DataDifference(a.fqn, (a.samples, b.samples), between, len(common), *num_only)
