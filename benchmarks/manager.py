@@ -72,22 +72,29 @@ def run(arguments: argparse.Namespace) -> None:
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
-        _print_rows("a folder", Root(f"{folder}/run"), arguments.steps, arguments)
+        _print_latest("a folder", Root(f"{folder}/latest"), arguments.steps)
+        _print_saves("a folder", Root(f"{folder}/alone"), Root(f"{folder}/beside"), arguments)
     with serving_moto() as place:
-        _print_rows("S3", Root(place.root, place.options), arguments.s3_steps, arguments)
+        _print_latest("S3", Root(place.root, place.options), arguments.s3_steps)
+    with serving_moto() as alone, serving_moto() as beside:  # each request to moto takes longer the more objects it has
+        _print_saves("S3", Root(alone.root, alone.options), Root(beside.root, beside.options), arguments)
 
 
-def _print_rows(where: str, root: Root, num_steps: int, arguments: argparse.Namespace) -> None:
-    latest, alone, beside = (root._replace(path=f"{root.path}-{name}") for name in ("latest", "alone", "beside"))
-    seconds, processor_s = _latest_s(latest, num_steps)
-    print(f"| `latest` of {where}, s (of processor time) | {num_steps:,} steps | {seconds:.2f} ({processor_s:.2f}) |")
+def _print_latest(where: str, root: Root, num_steps: int) -> None:
+    seconds, processor_s = _latest_s(root, num_steps)
+    value = f"{seconds:.2f} ({processor_s:.2f})"
+    print(f"| `latest` of {where}, s (of processor time) | {num_steps:,} steps | {value} |", flush=True)
+
+
+def _print_saves(where: str, alone: Root, beside: Root, arguments: argparse.Namespace) -> None:
     alone_ms = _saves_beside(alone, arguments.deleted, arguments.saves, are_deleted=False).median_ms
+    what = f"save to {where} with as many older steps, ms"
+    print(f"| {what} | {arguments.saves} saves | {alone_ms:.1f} |", flush=True)
     found = _saves_beside(beside, arguments.deleted, arguments.saves, are_deleted=True)
-    print(f"| save to {where} with as many older steps, ms | {arguments.saves} saves | {alone_ms:.1f} |")
     progress = f"{found.num_deleted:,} gone at the last save, all after {found.all_gone_s:.0f} s"
     ratio = f"{found.median_ms:.1f} ({found.median_ms / alone_ms:.2f} of alone)"
-    beside_what = f"save to {where} beside the deletion of steps, ms"
-    print(f"| {beside_what} | {arguments.deleted:,} steps, {progress} | {ratio} |", flush=True)
+    what = f"save to {where} beside the deletion of steps, ms"
+    print(f"| {what} | {arguments.deleted:,} steps, {progress} | {ratio} |", flush=True)
 
 
 def _not_due_us(num_calls: int) -> float:
