@@ -166,6 +166,7 @@ class ManagedSaves:
                     owner=self._owner(step, pin=pin),
                 )
             except CheckpointError as error:
+                self._goodput.failed()
                 self._fail(error)
                 return None
             undo.pop_all()

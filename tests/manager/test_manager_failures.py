@@ -51,6 +51,15 @@ def test_a_failed_save_is_raised_by_the_next_due_save(tmp_path: Path, monkeypatc
         assert (manager.steps(), manager.stats().num_failed_saves) == ([6], 1)
 
 
+def test_a_save_that_fails_in_its_call_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_commits(monkeypatch, {1})
+    options = bcp.ManagerOptions(on_failed_save="warn", async_save=False)
+    with bcp.CheckpointManager(tmp_path, save=EVERY, options=options) as manager:
+        assert manager.save(1, state_at(1)) is None
+        assert manager.save(2, state_at(2)) is not None
+        assert (manager.stats().num_failed_saves, manager.stats().num_saves) == (1, 1)
+
+
 def test_failed_saves_only_warn_until_there_are_too_many_in_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -177,7 +186,7 @@ def test_a_store_that_never_deletes_stops_no_save_and_is_warned_of_once(
     assert bcp.steps(tmp_path) == [*range(1, 32)]
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [warning.count("not yours") for warning in warnings] == [1, 1, 1], warnings
-    assert "the work after a commit" in warnings[1]
+    assert "the background work in" in warnings[1]
     assert "the next manager finishes them" in warnings[2]
 
 
