@@ -435,6 +435,36 @@ def test_a_restore_waits_for_the_save_in_flight_and_leaves_its_step_behind(
         assert manager.latest() == 4
 
 
+def test_a_policy_sees_the_save_in_flight_though_it_replaces_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
+        for step in (4, 6, 8):
+            manager.save(step, state_at(step))
+    may_commit = threading.Event()
+    real = commit._create_manifest
+
+    def create(call: Any, files: Any, *rest: Any) -> Any:
+        assert may_commit.wait(60)
+        return real(call, files, *rest)
+
+    monkeypatch.setattr(commit, "_create_manifest", create)
+    seen: list[list[tuple[int, bool]]] = []
+
+    def is_due(now: Any, saved: Any) -> bool:
+        seen.append([(info.step, info.committed) for info in saved])
+        return bool(now.step == 6)
+
+    with bcp.CheckpointManager(tmp_path, save=save_policies.When(is_due)) as manager:
+        manager.restore(state_at(0), step=4)
+        for step in (5, 6, 7):
+            manager.save(step, state_at(step))
+        may_commit.set()
+        manager.wait()
+        manager.save(8, state_at(8))
+    assert seen[2:] == [[(8, True), (4, True), (6, False)], [(8, True), (4, True), (6, True)]]
+
+
 def test_continuous_goes_on_after_a_save_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_commits(monkeypatch, {1})
     options = bcp.ManagerOptions(on_failed_save="warn")

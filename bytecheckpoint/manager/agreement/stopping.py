@@ -103,6 +103,8 @@ class StopRequests:
             number = signal.Signals[name]
             is_main = threading.current_thread() is threading.main_thread()
             if is_main and signal.getsignal(number) == self._handle:
+                while isinstance(owner := getattr(old, "__self__", None), StopRequests) and owner._is_closed:
+                    old = owner._old_handlers[name]
                 signal.signal(number, old if old is not None else signal.SIG_DFL)
 
 
