@@ -123,7 +123,9 @@ def report(store: Store, folder: str, metrics: Metrics, *, time: float) -> None:
     """
     save_id = _committed_save_id(store, folder)
     record = SaveRecord(save_id=save_id, time=time, metrics=_as_json(check_metrics(metrics)))
-    _write(store, join_name(folder, METRICS_FOLDER, f"{save_id}-{secrets.token_hex(4)}.json"), record)
+    name = join_name(folder, METRICS_FOLDER, f"{save_id}-{secrets.token_hex(4)}.json")
+    _write(store, name, record)
+    _withdraw_if_deleted(store, folder, name)
 
 
 def pin(store: Store, folder: str, *, time: float) -> None:
@@ -133,6 +135,7 @@ def pin(store: Store, folder: str, *, time: float) -> None:
     """
     _committed_save_id(store, folder)
     pin_ahead(store, folder, time=time)
+    _withdraw_if_deleted(store, folder, join_name(folder, PIN_NAME))
 
 
 def pin_ahead(store: Store, folder: str, *, time: float) -> None:
@@ -153,6 +156,7 @@ def lease(store: Store, folder: str, *, until: float) -> str:
     _committed_save_id(store, folder)
     name = join_name(folder, LEASES_FOLDER, f"{math.ceil(until)}-{secrets.token_hex(4)}")
     store.write(name, one_block(b"\n"), replace=False)
+    _withdraw_if_deleted(store, folder, name)
     return name
 
 
@@ -354,6 +358,15 @@ def _committed_save_id(store: Store, folder: str) -> str:
             path=path,
         )
     return save_id
+
+
+def _withdraw_if_deleted(store: Store, folder: str, name: str) -> None:
+    """Deletes an object and raises like `_committed_save_id` if the checkpoint beside it was deleted meanwhile."""
+    try:
+        _committed_save_id(store, folder)
+    except CheckpointNotFoundError:
+        store.delete(name)
+        raise
 
 
 def _as_json(metrics: Metrics) -> dict[str, float | str]:
