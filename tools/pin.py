@@ -129,8 +129,7 @@ def _open(path: str, access: AccessOptions) -> Store:
 def _is_newest(store: Store, step: int) -> bool:
     """Returns True for the step with which a restart would go on: the highest that was not abandoned."""
     committed = layout.committed_steps(store)
-    abandoned = step_records.read_abandoned(store).items()
-    gone = {old for old, save_id in abandoned if layout.committed_save_id(store, layout.step_folder(old)) == save_id}
+    gone = step_records.present_abandoned(store)
     newest = [other for other in committed if other not in gone] or committed
     return newest[-1:] == [step]
 

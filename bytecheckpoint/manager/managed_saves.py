@@ -169,6 +169,7 @@ class ManagedSaves:
                     owner=self._owner(step, pin=pin),
                 )
             except CheckpointError as error:
+                self._goodput.failed()
                 self._fail(error)
                 return None
             undo.pop_all()

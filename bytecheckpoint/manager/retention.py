@@ -162,10 +162,12 @@ def delete_one(
     if not force and (why := protection_of(store, folder, now=now)):
         return why
     try:
-        manifest = layout.read_manifest(store, folder)
+        content = layout.read_manifest_bytes(store, folder)
     except CheckpointNotFoundError:
         finish_deletions(store, pace=pace)  # of an attempt that failed after the manifest was gone
         return ""
+    path = join_name(str(store), folder, layout.MANIFEST_NAME)
+    manifest = layout.parse_manifest(content, path=path, whole=True)
     if manifest.save_id != save_id:
         return REPLACED
     names = [*written_files(store, folder, manifest), *side_objects(store, folder)]
@@ -174,6 +176,11 @@ def delete_one(
     with suppress(CheckpointExistsError):  # of an attempt that failed before the manifest was gone
         store.write(name, one_block(msgspec.json.encode(journal)), replace=False)
     store.delete(join_name(folder, layout.MANIFEST_NAME))
+    # Hazard: a pin or a lease that was written until now has told its caller that the checkpoint stays.
+    if not force and (why := protection_of(store, folder, now=now)):
+        layout.commit(store, folder, content, replace=False)
+        store.delete(name)
+        return why
     _delete_all(store, folder, journal.names, pace or DeletionPace())
     store.delete(name)
     return ""

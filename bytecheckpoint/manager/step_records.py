@@ -16,7 +16,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from bytecheckpoint.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, StorageError
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    StorageError,
+    UnsafeCheckpointError,
+)
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.runtime.threads import map_jobs
@@ -34,6 +41,8 @@ _MAX_BYTES = 1 << 20
 _NO_LATER = 250_000_000_000.0
 """The year 9892: later times have no date in Python."""
 _IN_FLIGHT = 16
+_DAMAGED = "damaged"
+"""Stands for the save id of a checkpoint whose manifest is damaged."""
 _NOT_IN_JSON = {"nan", "inf", "-inf"}
 
 T = TypeVar("T")
@@ -115,7 +124,9 @@ def report(store: Store, folder: str, metrics: Metrics, *, time: float) -> None:
     """
     save_id = _committed_save_id(store, folder)
     record = SaveRecord(save_id=save_id, time=time, metrics=_as_json(check_metrics(metrics)))
-    _write(store, join_name(folder, METRICS_FOLDER, f"{save_id}-{secrets.token_hex(4)}.json"), record)
+    name = join_name(folder, METRICS_FOLDER, f"{save_id}-{secrets.token_hex(4)}.json")
+    _write(store, name, record)
+    _withdraw_if_deleted(store, folder, name)
 
 
 def pin(store: Store, folder: str, *, time: float) -> None:
@@ -125,6 +136,7 @@ def pin(store: Store, folder: str, *, time: float) -> None:
     """
     _committed_save_id(store, folder)
     pin_ahead(store, folder, time=time)
+    _withdraw_if_deleted(store, folder, join_name(folder, PIN_NAME))
 
 
 def pin_ahead(store: Store, folder: str, *, time: float) -> None:
@@ -145,6 +157,7 @@ def lease(store: Store, folder: str, *, until: float) -> str:
     _committed_save_id(store, folder)
     name = join_name(folder, LEASES_FOLDER, f"{math.ceil(until)}-{secrets.token_hex(4)}")
     store.write(name, one_block(b"\n"), replace=False)
+    _withdraw_if_deleted(store, folder, name)
     return name
 
 
@@ -185,11 +198,16 @@ def steps_left_behind(store: Store, step: int) -> dict[int, str]:
 
 
 def save_ids_of(store: Store, steps: Sequence[int]) -> dict[int, str]:
-    """Returns the save ids of those of the steps that are committed."""
-    found = map_jobs(
-        lambda step: layout.committed_save_id(store, layout.step_folder(step)), steps, num_threads=_IN_FLIGHT
-    )
+    """Returns the save ids of those of the steps that are committed, and for a damaged manifest the word `damaged`."""
+    found = map_jobs(lambda step: _save_id_or_damaged(store, step), steps, num_threads=_IN_FLIGHT)
     return {step: save_id for step, save_id in zip(steps, found, strict=True) if save_id}
+
+
+def _save_id_or_damaged(store: Store, step: int) -> str:
+    try:
+        return layout.committed_save_id(store, layout.step_folder(step))
+    except (CheckpointCorruptError, UnsafeCheckpointError):
+        return _DAMAGED
 
 
 def newest_steps(store: Store, abandoned: Mapping[int, str] | None = None) -> Iterator[int]:
@@ -198,7 +216,7 @@ def newest_steps(store: Store, abandoned: Mapping[int, str] | None = None) -> It
     """
     left = read_abandoned(store) if abandoned is None else abandoned
     for step in layout.newest_steps(store):
-        if step not in left or layout.committed_save_id(store, layout.step_folder(step)) != left[step]:
+        if step not in left or _save_id_or_damaged(store, step) != left[step]:
             yield step
 
 
@@ -270,7 +288,7 @@ def _read_step(reading: _Reading, step: int, abandoned_save_id: str) -> StoredSt
     store, folder = reading.store, layout.step_folder(step)
     listing = store.list(folder)
     reports = _read_reports(store, folder) if METRICS_FOLDER in listing else []
-    record = next((record for record in reports if record.num_bytes or record.seconds), None)
+    record = next((record for record in reports if _is_of_save(record)), None)
     try:
         if reading.reads_manifests or record is None or len({report.save_id for report in reports}) > 1:
             found = _record_of(describe_checkpoint(layout.read_manifest(store, folder), path=folder, seconds={}))
@@ -316,10 +334,16 @@ def _read_reports(store: Store, folder: str) -> list[SaveRecord]:
 def _merge_metrics(found: SaveRecord, reports: Sequence[SaveRecord]) -> dict[str, float]:
     """Returns the newest value of each metric that was given for the save of `found`."""
     metrics: dict[str, float] = {}
-    own = (item for item in (found, *reports) if item.save_id == found.save_id)
-    for item in sorted(own, key=lambda item: item.time):
+    own = [item for item in reports if item.save_id == found.save_id]
+    # Hazard: the manifest tells the time of a host, whose clock may be ahead of the storage's.
+    for item in (found, *sorted(own, key=lambda item: (not _is_of_save(item), item.time))):
         metrics.update(_from_json(item.metrics))
     return metrics
+
+
+def _is_of_save(record: SaveRecord) -> bool:
+    """Returns False for a report."""
+    return bool(record.num_bytes or record.seconds)
 
 
 def _record_of(info: CheckpointInfo) -> SaveRecord:
@@ -342,6 +366,15 @@ def _committed_save_id(store: Store, folder: str) -> str:
             path=path,
         )
     return save_id
+
+
+def _withdraw_if_deleted(store: Store, folder: str, name: str) -> None:
+    """Deletes an object and raises like `_committed_save_id` if the checkpoint beside it was deleted meanwhile."""
+    try:
+        _committed_save_id(store, folder)
+    except CheckpointNotFoundError:
+        store.delete(name)
+        raise
 
 
 def _as_json(metrics: Metrics) -> dict[str, float | str]:

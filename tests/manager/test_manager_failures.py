@@ -51,6 +51,15 @@ def test_a_failed_save_is_raised_by_the_next_due_save(tmp_path: Path, monkeypatc
         assert (manager.steps(), manager.stats().num_failed_saves) == ([6], 1)
 
 
+def test_a_save_that_fails_in_its_call_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_commits(monkeypatch, {1})
+    options = bcp.ManagerOptions(on_failed_save="warn", async_save=False)
+    with bcp.CheckpointManager(tmp_path, save=EVERY, options=options) as manager:
+        assert manager.save(1, state_at(1)) is None
+        assert manager.save(2, state_at(2)) is not None
+        assert (manager.stats().num_failed_saves, manager.stats().num_saves) == (1, 1)
+
+
 def test_failed_saves_only_warn_until_there_are_too_many_in_a_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -177,7 +186,7 @@ def test_a_store_that_never_deletes_stops_no_save_and_is_warned_of_once(
     assert bcp.steps(tmp_path) == [*range(1, 32)]
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [warning.count("not yours") for warning in warnings] == [1, 1, 1], warnings
-    assert "the work after a commit" in warnings[1]
+    assert "the background work in" in warnings[1]
     assert "the next manager finishes them" in warnings[2]
 
 
@@ -424,6 +433,36 @@ def test_a_restore_waits_for_the_save_in_flight_and_leaves_its_step_behind(
         manager.restore(state_at(0), step=4)
         assert manager.steps() == [4, 8]
         assert manager.latest() == 4
+
+
+def test_a_policy_sees_the_save_in_flight_though_it_replaces_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
+        for step in (4, 6, 8):
+            manager.save(step, state_at(step))
+    may_commit = threading.Event()
+    real = commit._create_manifest
+
+    def create(call: Any, files: Any, *rest: Any) -> Any:
+        assert may_commit.wait(60)
+        return real(call, files, *rest)
+
+    monkeypatch.setattr(commit, "_create_manifest", create)
+    seen: list[list[tuple[int, bool]]] = []
+
+    def is_due(now: Any, saved: Any) -> bool:
+        seen.append([(info.step, info.committed) for info in saved])
+        return bool(now.step == 6)
+
+    with bcp.CheckpointManager(tmp_path, save=save_policies.When(is_due)) as manager:
+        manager.restore(state_at(0), step=4)
+        for step in (5, 6, 7):
+            manager.save(step, state_at(step))
+        may_commit.set()
+        manager.wait()
+        manager.save(8, state_at(8))
+    assert seen[2:] == [[(8, True), (4, True), (6, False)], [(8, True), (4, True), (6, True)]]
 
 
 def test_continuous_goes_on_after_a_save_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from manager.steps import step_info
 from storage.s3_service import S3Service
 
 import bytecheckpoint as bcp
+from bytecheckpoint.errors import CheckpointNotFoundError
 from bytecheckpoint.manager import retention, step_records
 from bytecheckpoint.manager.keep_policies import Best, EverySteps, Latest
 from bytecheckpoint.manager.retention import StepDecision, decide, delete_steps, finish_deletions
@@ -109,6 +111,54 @@ def test_a_step_that_was_pinned_leased_or_replaced_meanwhile_stays(tmp_path: Pat
         3: "replaced meanwhile",
     }
     assert bcp.steps(tmp_path) == [1, 2, 3]
+
+
+class Interrupted(Ending):
+    """A store that calls a function at its n-th write or deletion, before or after doing it."""
+
+    def __init__(self, store: Store, calls: int, *, does_it: bool, act: Callable[[], object]) -> None:
+        super().__init__(store, calls, does_it=does_it)
+        self.act = act
+
+    def _count(self, do) -> None:
+        self.left -= 1
+        if self.left == 0 and not self.does_it:
+            self.act()
+        do()
+        if self.left == 0 and self.does_it:
+            self.act()
+
+
+@pytest.mark.parametrize("does_it", [False, True])
+@pytest.mark.parametrize("mark", ["pin", "lease"])
+def test_a_checkpoint_that_was_protected_at_any_call_of_its_deletion_loads(
+    tmp_path: Path, mark: str, does_it: bool
+) -> None:
+    stayed = []
+    for calls in range(1, 9):
+        root = tmp_path / str(calls)
+        store, protected = fill(root, (1, 2)), []
+
+        def protect(store: Store = store, protected: list[str] = protected) -> None:
+            with suppress(CheckpointNotFoundError):
+                if mark == "pin":
+                    step_records.pin(store, step_folder(1), time=6.0)
+                else:
+                    step_records.lease(store, step_folder(1), until=100.0)
+                protected.append(mark)
+
+        interrupted = Interrupted(store, calls, does_it=does_it, act=protect)
+        stays = delete_steps(interrupted, [read_steps(store)[0]], now=10.0)
+        assert bool(stays) == (bcp.steps(root) == [1, 2])
+        assert stays or not protected, f"{mark} at call {calls} was accepted, and the checkpoint deleted"
+        if stays:
+            bcp.load(root, {"w": torch.zeros(50)}, step=1)
+        else:
+            assert not [name for name in files_under(root) if name.startswith(step_folder(1))]
+        assert not store.list(retention.JOURNAL_FOLDER)
+        stayed.append(bool(stays))
+    assert stayed[0]
+    assert not stayed[-1]
 
 
 @pytest.mark.parametrize("does_it", [False, True])

@@ -59,6 +59,15 @@ def test_the_newest_report_of_a_metric_counts(store: Store) -> None:
     assert str(read_steps(store)[1].metrics) == "{'loss': nan, 'bleu': 7.0}"
 
 
+def test_a_report_counts_where_the_clock_of_the_host_that_saved_is_ahead(store: Store) -> None:
+    found = read_steps(store)[1]
+    early = found.time - 3600  # by the clock of the storage
+    step_records.report(store, folder(2), {"loss": 7.0}, time=early)
+    assert read_steps(store)[1].metrics == {"loss": 7.0}
+    step_records.write_record(store, folder(2), found)
+    assert [step.info.metrics for step in list_steps(store, reads_manifests=True)][1] == {"loss": 7.0}
+
+
 def test_metrics_of_a_replaced_checkpoint_count_for_nothing(store: Store, tmp_path: Path) -> None:
     step_records.write_record(store, folder(1), read_steps(store)[0])
     step_records.report(store, folder(1), {"bleu": 7.0}, time=9e9)

@@ -75,6 +75,14 @@ def test_a_signal_stops_all_managers_of_a_process_and_none_after_they_are_closed
         signal.signal(signal.SIGUSR2, before)
 
 
+def test_the_old_handler_comes_back_in_whatever_order_managers_close() -> None:
+    old = signal.getsignal(signal.SIGTERM)
+    first, second = requests_of("SIGTERM"), requests_of("SIGTERM")
+    first.close()
+    second.close()
+    assert signal.getsignal(signal.SIGTERM) == old
+
+
 def test_outside_of_the_main_thread_there_is_a_warning_and_no_handler(caplog: pytest.LogCaptureFixture) -> None:
     old = signal.getsignal(signal.SIGUSR2)
     thread = threading.Thread(target=requests_of, args=("SIGUSR2",))

@@ -140,6 +140,38 @@ def test_walk_back_restores_the_one_before_and_says_why(tmp_path: Path) -> None:
     bcp.load(tmp_path, state_at(0), step=4)
 
 
+@pytest.mark.parametrize("num_bytes", [0, 20, 200])
+def test_walk_back_goes_past_a_manifest_that_is_cut_short(tmp_path: Path, num_bytes: int) -> None:
+    train(tmp_path, 5)
+    os.truncate(tmp_path / "step_00000004" / "manifest.bcp", num_bytes)
+    with manager_at(tmp_path, options=bcp.ManagerOptions(walk_back=True)) as manager:
+        state = state_at(0)
+        report = manager.restore(state)
+        assert report is not None
+        assert (report.step, list(report.passed_over), manager.next_step, manager.latest()) == (2, [4], 3, 2)
+        manager.save(6, state)
+    with manager_at(tmp_path) as manager:
+        manager.restore(state)
+        assert manager.next_step == 7
+    with manager_at(tmp_path) as manager:
+        manager.restore(state, step=2)
+        manager.save(4, state)
+    bcp.load(tmp_path, state_at(0), step=4)
+
+
+def test_damage_on_a_branch_that_training_left_stops_no_run(tmp_path: Path) -> None:
+    train(tmp_path, 9)
+    with manager_at(tmp_path) as manager:
+        manager.restore(state_at(0), step=4)
+        manager.save(6, state_at(60))
+    os.truncate(tmp_path / "step_00000008" / "manifest.bcp", 20)
+    with manager_at(tmp_path) as manager:
+        assert manager.restore(state_at(0), step=6) is not None
+        manager.save(10, state_at(100))
+    with manager_at(tmp_path) as manager:
+        assert (manager.latest(), manager.restore(state_at(0)) is not None, manager.next_step) == (10, True, 11)
+
+
 def test_a_step_that_is_not_there_is_an_error_and_never_a_fresh_start(tmp_path: Path) -> None:
     with manager_at(tmp_path) as manager:
         with pytest.raises(CheckpointNotFoundError):

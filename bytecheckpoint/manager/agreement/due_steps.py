@@ -62,9 +62,11 @@ class DueSteps:
         if self._owned is None:
             return False
         stats, now = self._goodput.stats(), self._owned.clock.now()
-        saved = [known.info for known in self._owned.background.steps.all()]
         begun = self._saves.begun
-        if begun is not None and not begun.has_failed and all(info.step != begun.step for info in saved):
-            saved = [*saved, StepInfo(begun.step, begun.time, {}, {}, False, False)]
+        is_in_flight = begun is not None and not begun.has_failed and not begun.is_noted.is_set()
+        saved = [known.info for known in self._owned.background.steps.all()]
+        if begun is not None and is_in_flight:
+            saved = [info for info in saved if info.step != begun.step]  # of a checkpoint that it replaces
+            saved.append(StepInfo(begun.step, begun.time, {}, {}, False, False))
         seconds = {"step": stats.longest_step_s, "since_start": stats.elapsed_s}
         return bool(self._policy.due(StepInfo(step, now, {}, seconds, False, False, host_time=time.time()), saved))

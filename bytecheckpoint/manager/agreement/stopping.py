@@ -99,11 +99,18 @@ class StopRequests:
         from now on does what the old one did.
         """
         self._is_closed = True
-        for name, old in self._old_handlers.items():
-            number = signal.Signals[name]
+        for name in self._old_handlers:
+            number, old = signal.Signals[name], self._handler_before(name)
             is_main = threading.current_thread() is threading.main_thread()
             if is_main and signal.getsignal(number) == self._handle:
                 signal.signal(number, old if old is not None else signal.SIG_DFL)
+
+    def _handler_before(self, name: str) -> Any:
+        """Returns the handler that was there before, and before managers that have closed since."""
+        old = self._old_handlers[name]
+        while isinstance(owner := getattr(old, "__self__", None), StopRequests) and owner._is_closed:
+            old = owner._old_handlers[name]
+        return old
 
 
 class SoleStop:
