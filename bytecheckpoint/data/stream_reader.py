@@ -136,6 +136,11 @@ class StreamReader:
             if cursor is not None and (snapshot := cursor.capture(position)) is not None:
                 self._move(stream_id, replace(position, snapshot=snapshot))
 
+    def discount_dropped(self) -> None:
+        """Takes samples that were read since the last `take_changes` out of the counts; places stay."""
+        for stream_id, before in self._before.items():
+            self._positions[stream_id] = replace(self._positions[stream_id], samples=before.samples)
+
     def roll_back(self) -> None:
         """Goes back to the places of the last `take_changes`."""
         self._positions.update(self._before)

@@ -196,6 +196,8 @@ class Streams(IterableDataset[Any]):
             self._flags[_UNTRACKED] = 1
         if self._block is not None:
             # A worker that lives on gets here once the trainer has come to the end of the pass before.
+            if self._reader is not None:
+                self._reader.discount_dropped()
             self._finish_pass(self._epoch)
             return self._block
         self._lose_places()  # forked from a process that may have read: files that are open would be shared with it

@@ -113,6 +113,16 @@ def test_all_streams_begin_the_next_epoch_when_a_pass_ends(workers: dict[str, An
     assert {(state["epoch"], state["position"]) for state in saved(tracked).values()} == {(1, 0)}
 
 
+@pytest.mark.parametrize("kind", ["sequence", "lines"])
+@pytest.mark.parametrize("workers", WORKERS)
+def test_samples_that_a_loader_drops_are_not_counted(kind: str, workers: dict[str, Any]) -> None:
+    loader, tracked = new_loader(kind, drop_last=True, **workers)
+    num_in_passes = sum(len(batch) for _ in range(3) for batch in batches(loader))
+    assert num_in_passes < 3 * NUM_STREAMS * LENGTH
+    num_in_next = sum(map(len, take(iter(loader), 4)))
+    assert num_taken(tracked) == num_in_passes + num_in_next
+
+
 @pytest.mark.parametrize("workers", WORKERS)
 def test_an_end_that_was_not_known_when_it_was_saved_gives_no_empty_pass(workers: dict[str, Any]) -> None:
     first, tracked = new_loader("lines", batch_size=5, **workers)
