@@ -92,7 +92,7 @@ def _seconds_of_parts(num_streams: int) -> list[float]:
         bcp.save(folder, state)
         manifest = bcp.open(folder).manifest
     entries = entries_of(target, "auto")
-    view = CheckpointView(manifest, rank=0, key_map=None, include=None, exclude=None, trees_at=())
+    view = CheckpointView(manifest, rank=0, num_ranks=1, key_map=None, include=None, exclude=None, trees_at=())
 
     def match() -> None:
         for entry in entries:

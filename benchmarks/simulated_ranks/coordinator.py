@@ -94,7 +94,7 @@ def load(connection: Connection, setting: Setting) -> None:
         started = time.process_time()
         manifest = layout.parse_manifest(content, path=str(setting.folder), whole=False)
         source = Source(store, setting.folder.name, manifest, LoadOptions(), is_exchanged=False)
-        scope = NameScope(manifest, rank, None, None, None)
+        scope = NameScope(manifest, rank, setting.num_ranks, None, None, None)
         # Alone: what each rank found the others get in one small message.
         _, stored, match, _ = match_named(scope, WantedState(state, "auto", cast=False, strict=True))
         merge_findings(SoleRank(), match, stored, state.keys(), strict=True)

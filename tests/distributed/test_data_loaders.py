@@ -71,7 +71,10 @@ def reshard(rank: int, world_size: int, path: str, step: int) -> dict[str, Any]:
     loader = ListingLoader(IDS, dict.fromkeys(share(IDS, rank, world_size)))
     if step == 0:
         loader.streams = {each: saved_state(each, 0) for each in loader.streams}
-    state = {"data": bcp.DataLoaderState(loader, rank=rank, size=world_size), "model": torch.nn.Linear(2, 2)}
+    model = torch.nn.Linear(2, 2)
+    torch.nn.init.ones_(model.weight)
+    torch.nn.init.zeros_(model.bias)
+    state = {"data": bcp.DataLoaderState(loader, rank=rank, size=world_size), "model": model}
     if step:
         bcp.load(path, state, step=step - 1)
         for each in loader.streams.values():
