@@ -175,7 +175,7 @@ class CheckpointManager:
             try:
                 report = self._run.load(self._root, state, choice.step, **as_load)
             except CheckpointError as error:
-                if not is_damage(error):  # the restore has ended, and the checkpoint may be good
+                if not (is_damage(error) or error.kind == "rank_missing"):  # it has ended on all ranks
                     self._end_attempts(choice.step)
                 if not (self._options.walk_back and is_latest(step) and is_damage(error)):
                     raise

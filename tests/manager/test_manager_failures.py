@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint import keep_policies, save_policies
+from bytecheckpoint import api, keep_policies, save_policies
 from bytecheckpoint.distributed import ranks
-from bytecheckpoint.errors import CheckpointSaveError, StorageError
+from bytecheckpoint.errors import CheckpointError, CheckpointSaveError, StorageError
 from bytecheckpoint.manager.after_commit import background
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
 from bytecheckpoint.manager.agreement import decisions
@@ -342,6 +342,26 @@ def test_restores_that_the_program_itself_fails_never_lose_the_newest_step(tmp_p
         ):
             manager.restore({"x": _FailsToLoad()})
     assert bcp.steps(tmp_path) == [2, 4]
+
+
+def test_a_step_that_three_times_crashed_a_rank_other_than_0_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        bcp.save(tmp_path, state_at(step), step=step)
+
+    def load(*_: object, **__: object) -> None:
+        raise CheckpointError("rank 1 is missing: dead or stopped", kind="rank_missing", ranks=(1,))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "load", load)
+        for _ in range(3):
+            with bcp.CheckpointManager(tmp_path, save=EVERY) as manager, pytest.raises(CheckpointError):
+                manager.restore(state_at(0))
+    with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
+        report = manager.restore(state_at(0))
+        assert report is not None
+        assert (report.step, list(report.passed_over)) == (1, [2])
 
 
 def test_a_stop_waits_for_a_save_that_began_after_it(tmp_path: Path) -> None:
