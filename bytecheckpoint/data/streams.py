@@ -17,7 +17,7 @@ from bytecheckpoint.data.stream_position import StreamPosition, position_of, tre
 from bytecheckpoint.data.stream_reader import Change, StreamReader, blocks_in_turn, pass_epoch
 from bytecheckpoint.errors import CheckpointMismatchError
 
-_REQUESTS, _UNTRACKED = 0, 1
+_REQUESTS, _UNCOUNTED = 0, 1
 """Places in the numbers that a process shares with its workers."""
 
 
@@ -91,6 +91,8 @@ class Streams(IterableDataset[Any]):
         """Batches that the training loop holds when it saves."""
         self.is_tracked = False
         """True once a loader counts what the trainer takes; then iteration alone does not."""
+        self.is_counted = False
+        """True while a loader that counts begins a pass. Workers keep what they were started with."""
         # Shared memory, because workers are forked or sent a copy of this object.
         self._flags = torch.zeros(2, dtype=torch.int64)
         self._flags.share_memory_()  # type: ignore[no-untyped-call]
@@ -152,10 +154,11 @@ class Streams(IterableDataset[Any]):
 
     def refuse_inexact(self) -> str | None:
         """Returns why a source, or the way in which it is read, cannot go on exactly; None if all can."""
-        if int(self._flags[_UNTRACKED]) and not self.is_tracked:
+        if int(self._flags[_UNCOUNTED]):
             return (
-                "workers of a DataLoader read from these Streams, and nothing counted what the trainer took of it. "
-                "Make bcp.DataLoaderState(loader, ...) of the DataLoader, not of the Streams, before its first pass"
+                "a pass was begun over these Streams in which nothing counts what the trainer takes. Make "
+                "bcp.DataLoaderState(loader, ...) of the DataLoader that you iterate over, not of the Streams or of "
+                "another loader, before its first pass"
             )
         reasons = ((each, inexact_reason(self._sources[each])) for each in self.stream_ids())
         return next((f"stream {each!r}: {reason}" for each, reason in reasons if reason), None)
@@ -192,8 +195,6 @@ class Streams(IterableDataset[Any]):
         return self._reader
 
     def _begin_worker_pass(self, worker: int, num_workers: int) -> list[str]:
-        if not self.is_tracked:
-            self._flags[_UNTRACKED] = 1
         if self._block is not None:
             # A worker that lives on gets here once the trainer has come to the end of the pass before.
             if self._reader is not None:
@@ -203,6 +204,12 @@ class Streams(IterableDataset[Any]):
         self._lose_places()  # forked from a process that may have read: files that are open would be shared with it
         self._block = self._blocks(num_workers)[worker]
         return self._block
+
+    def _begin_counting(self) -> None:
+        """Lets a loader count. What was read before is not."""
+        self.is_tracked = True
+        self._reader = None
+        self._flags[_UNCOUNTED] = 0
 
     def _blocks(self, num_workers: int) -> list[list[str]]:
         return blocks_in_turn(self._every_id, self._taken, num_workers, endless=self._endless)
@@ -218,7 +225,8 @@ class Streams(IterableDataset[Any]):
     def _is_mid_pass(self) -> bool:
         """Returns True if a stream has moved since the pass began: it may be at the next epoch already."""
         start = (pass_epoch(self._taken.values()), 0)
-        return any(each.place > start for each in self._taken.values())
+        # An endless pass ends only where no stream has samples: another one would end as well.
+        return not self._endless and any(each.place > start for each in self._taken.values())
 
     def _take(self, changes: Sequence[Change], turn: int) -> None:
         """Counts what the trainer took with its batch number `turn`."""
@@ -239,6 +247,7 @@ class _StreamsPass:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
+        self._is_counted = streams.is_counted
         self._reader: StreamReader | None = None
         self._is_over = False
 
@@ -251,6 +260,8 @@ class _StreamsPass:
         streams = self._streams
         is_mid_pass = False
         if self._reader is None:
+            if not (self._is_counted or self._counts):
+                streams._flags[_UNCOUNTED] = 1
             is_mid_pass = streams._is_mid_pass()
             self._reader = streams._begin_pass()
         if self._reader is not streams._reader:

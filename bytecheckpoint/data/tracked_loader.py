@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
 from bytecheckpoint.data.batch_messages import CountingCollate, received
 from bytecheckpoint.data.stream_reader import Change, pass_epoch
 from bytecheckpoint.data.streams import Streams
+
+_Begun = TypeVar("_Begun")
 
 
 def tracked_loader_of(loader: Any) -> TrackedLoader | None:
@@ -43,8 +45,7 @@ class TrackedLoader:
         self._refusal: str | None = None
         self._num_passes = 0
         self._turn = 0
-        streams.is_tracked = True
-        streams._reader = None
+        streams._begin_counting()
         collate = loader.collate_fn
         # Accelerate hands the collate_fn of a loader on to the one that it makes of it.
         collate = collate.collate if isinstance(collate, CountingCollate) else collate
@@ -122,13 +123,21 @@ class TrackedLoader:
         if loader is None:
             raise RuntimeError("the DataLoader of this iterator is gone")
         self._begin_pass()
-        iterator: Any = type(loader)._get_iterator(loader)
+        iterator: Any = self.begin_counted(lambda: type(loader)._get_iterator(loader))
         cls = type(iterator)
         methods = {"__next__": _counting_next, "_reset": _counting_reset, "__module__": __name__}
         # A subclass and no proxy: loaders reset and ask the iterator that they keep between passes.
         iterator.__class__ = type(cls.__name__, (cls,), methods)
         iterator._counted_by = _CountedPass(self, cls, self._blocks(loader.num_workers))
         return iterator
+
+    def begin_counted(self, begin: Callable[[], _Begun]) -> _Begun:
+        """Calls `begin`, which begins a pass over the streams, here or in workers."""
+        self._streams.is_counted = True
+        try:
+            return begin()
+        finally:
+            self._streams.is_counted = False
 
     def _begin_pass(self) -> int:
         self._num_passes += 1
@@ -221,7 +230,7 @@ class _CountedPass:
         if is_in_step and tracked._blocks(loader.num_workers) == self._blocks:
             tracked._begin_pass()
             self._begin()
-            self._cls._reset(iterator, loader, first_iter)
+            tracked.begin_counted(lambda: self._cls._reset(iterator, loader, first_iter))
         else:
             self._replace(iterator)
 

@@ -138,6 +138,14 @@ def test_endless_streams_without_samples_end() -> None:
     assert list(Streams({"a": []}, rank=0, size=1, endless=True)) == []
 
 
+def test_endless_streams_without_samples_in_different_epochs_end() -> None:
+    streams = Streams({"a": [], "b": []}, rank=0, size=1, endless=True)
+    saved = state_of(streams)
+    saved["b"]["epoch"] = 1
+    load(streams, saved, 0, 1)
+    assert list(streams) == []
+
+
 def test_four_ranks_go_on_as_two_and_as_three() -> None:
     sources = lists(*range(3, 15))
     saved, found = {}, []

@@ -222,6 +222,20 @@ def test_workers_that_nothing_counts_are_refused_at_the_save() -> None:
     assert "Make bcp.DataLoaderState(loader, ...) of the DataLoader" in streams.refuse_inexact()
 
 
+@pytest.mark.parametrize("workers", WORKERS[:2])
+def test_another_loader_that_nothing_counts_is_refused_at_the_save(workers: dict[str, Any]) -> None:
+    streams = Streams(sources(), rank=0, size=1, with_ids=True)
+    loader, tracked = loader_of(streams)
+    first = take(iter(loader), 2)
+    other = DataLoader(streams, batch_size=5, collate_fn=list, **workers)
+    next(iter(other))
+    assert "nothing counts" in (tracked.refuse_inexact() or "")
+    of_other = elastic_loader_of(other)
+    rest = batches(other)
+    taken = [each for batch in first + rest for each in batch]
+    assert len(taken) == len(set(taken)) == num_taken(of_other) == NUM_STREAMS * LENGTH
+
+
 def test_an_iterator_from_before_is_out_of_date() -> None:
     loader = DataLoader(Streams(sources(), rank=0, size=1), batch_size=3)
     iterator = iter(loader)
