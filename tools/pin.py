@@ -11,7 +11,7 @@ import click
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.formats.find_checkpoint import split_path
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
-from bytecheckpoint.manager import retention, step_records
+from bytecheckpoint.manager import abandoned_steps, retention, step_records
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.inventory import clock_of
 from bytecheckpoint.storage.open_store import expand_home, is_plain_path, open_store
@@ -129,7 +129,7 @@ def _open(path: str, access: AccessOptions) -> Store:
 def _is_newest(store: Store, step: int) -> bool:
     """Returns True for the step with which a restart would go on: the highest that was not abandoned."""
     committed = layout.committed_steps(store)
-    gone = step_records.present_abandoned(store)
+    gone = abandoned_steps.present_abandoned(store)
     newest = [other for other in committed if other not in gone] or committed
     return newest[-1:] == [step]
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from bytecheckpoint.adapters.frameworks.detect import Framework
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import CheckpointInfo, LoadReport, LoggedData, describe_checkpoint
-from bytecheckpoint.manager import keep_policies, save_policies, step_records
+from bytecheckpoint.manager import abandoned_steps, keep_policies, save_policies, step_records
 from bytecheckpoint.manager.after_commit.background import Background
 from bytecheckpoint.manager.after_commit.step_marks import StepMarks, refuse_read_only
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock, offset_of
@@ -144,7 +144,7 @@ class CheckpointManager:
         if newest is not None and clock is not None and (found := step_records.read_step(self._store, newest)):
             clock.keep_after(found.info.time)
             save_s = found.info.seconds.get("total", 0.0)
-        abandoned = sorted(step_records.present_abandoned(self._store))
+        abandoned = sorted(abandoned_steps.present_abandoned(self._store))
         return _OpenedRoot(secrets.token_hex(8), newest, abandoned, save_s, generation)
 
     def restore(
@@ -187,7 +187,7 @@ class CheckpointManager:
                 return replace(report, passed_over=passed_over)
 
     def _choose(self, step: int | Literal["latest"], failed: Mapping[int, str]) -> RestoreChoice:
-        choice = choose_step(self._store, step, step_records.newest_steps(self._store), failed=failed)
+        choice = choose_step(self._store, step, abandoned_steps.newest_steps(self._store), failed=failed)
         for number, why in choice.passed_over.items():
             logger.error("step %d is passed over: %s", number, why)
         if choice.step is not None and self._owned is not None:
@@ -207,7 +207,7 @@ class CheckpointManager:
     def _continue_from(self, step: int, passed_over: Collection[int]) -> None:
         """Makes the restored step the newest one: later ones belong to a branch that training leaves."""
         self._end_attempts(step)
-        left = partial(step_records.steps_left_behind, self._store, step)
+        left = partial(abandoned_steps.steps_left_behind, self._store, step)
         abandoned = self._decisions.hear("leaving later steps", left, dict[int, str])
         self._saves.begin_at(step, abandoned)
         self._saves.durable_step, self.next_step = step, step + 1
@@ -284,7 +284,7 @@ class CheckpointManager:
 
     def latest(self) -> int | None:
         """Returns the newest committed step, but none of a branch that training left; None if there is none."""
-        return next(step_records.newest_steps(self._store, self._saves.new_branch), None)
+        return next(abandoned_steps.newest_steps(self._store, self._saves.new_branch), None)
 
     def best(self, metric: str | None = None) -> CheckpointInfo | None:
         """Returns the checkpoint with the best value of a metric, by default that of the only `Best` policy; None if no

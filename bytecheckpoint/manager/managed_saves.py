@@ -25,7 +25,7 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.info import CheckpointInfo, LoadReport
-from bytecheckpoint.manager import step_records
+from bytecheckpoint.manager import abandoned_steps, step_records
 from bytecheckpoint.manager.after_commit.background import Background, Commit
 from bytecheckpoint.manager.after_commit.step_marks import metrics_of_rank_0
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock
@@ -217,7 +217,7 @@ class ManagedSaves:
             step_records.pin_ahead(self._run.store, layout.step_folder(step), time=owned.clock.now())
             self._pinned_ahead.add(step)
         if self.new_branch is not None:
-            step_records.write_abandoned(self._run.store, self.new_branch)
+            abandoned_steps.write_abandoned(self._run.store, self.new_branch)
             self.new_branch = None
 
     def _may_replace(self, owned: OwnedRoot, step: int) -> bool:

@@ -6,23 +6,20 @@ Functions take the folder of a step inside a store. Times are seconds since 1970
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from bytecheckpoint.errors import (
-    CheckpointCorruptError,
     CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     StorageError,
-    UnsafeCheckpointError,
 )
 from bytecheckpoint.info import CheckpointInfo, describe_checkpoint
 from bytecheckpoint.manager.step_info import StepInfo
@@ -41,8 +38,6 @@ _MAX_BYTES = 1 << 20
 _NO_LATER = 250_000_000_000.0
 """The year 9892: later times have no date in Python."""
 _IN_FLIGHT = 16
-_DAMAGED = "damaged"
-"""Stands for the save id of a checkpoint whose manifest is damaged."""
 _NOT_IN_JSON = {"nan", "inf", "-inf"}
 
 T = TypeVar("T")
@@ -181,49 +176,6 @@ def read_abandoned(store: Store) -> dict[int, str]:
     """Returns the save ids of the steps that training left behind when it went back to an earlier one."""
     branch = _read(store, BRANCH_NAME, Branch)
     return {int(step): save_id for step, save_id in branch.abandoned.items() if step.isdecimal()} if branch else {}
-
-
-def present_abandoned(store: Store) -> dict[int, str]:
-    """Returns what `read_abandoned` returns, without steps that were deleted or replaced since."""
-    abandoned = read_abandoned(store)
-    found = save_ids_of(store, list(abandoned))
-    return {step: save_id for step, save_id in abandoned.items() if found.get(step) == save_id}
-
-
-def steps_left_behind(store: Store, step: int) -> dict[int, str]:
-    """Returns the save ids of all abandoned steps if training goes on from this one."""
-    later = itertools.takewhile(lambda newer: newer > step, layout.newest_steps(store))
-    abandoned = present_abandoned(store) | save_ids_of(store, list(later))
-    return {number: save_id for number, save_id in abandoned.items() if number != step}
-
-
-def save_ids_of(store: Store, steps: Sequence[int]) -> dict[int, str]:
-    """Returns the save ids of those of the steps that are committed, and for a damaged manifest the word `damaged`."""
-    found = map_jobs(lambda step: _save_id_or_damaged(store, step), steps, num_threads=_IN_FLIGHT)
-    return {step: save_id for step, save_id in zip(steps, found, strict=True) if save_id}
-
-
-def _save_id_or_damaged(store: Store, step: int) -> str:
-    try:
-        return layout.committed_save_id(store, layout.step_folder(step))
-    except (CheckpointCorruptError, UnsafeCheckpointError):
-        return _DAMAGED
-
-
-def newest_steps(store: Store, abandoned: Mapping[int, str] | None = None) -> Iterator[int]:
-    """Yields the committed steps that are not abandoned, newest first. Costs one listing, and a look at each that is
-    taken or passed over. `abandoned` is as in `read_abandoned`, which is read by default.
-    """
-    left = read_abandoned(store) if abandoned is None else abandoned
-    for step in layout.newest_steps(store):
-        if step not in left or _save_id_or_damaged(store, step) != left[step]:
-            yield step
-
-
-def write_abandoned(store: Store, abandoned: Mapping[int, str]) -> None:
-    """Replaces what `read_abandoned` returns."""
-    content = msgspec.json.encode(Branch({str(step): save_id for step, save_id in abandoned.items()}))
-    store.write(BRANCH_NAME, one_block(content), replace=True)
 
 
 def read_steps(store: Store) -> list[StepInfo]:

@@ -11,7 +11,7 @@ from faults.seams import files_under
 from manager.steps import step_info
 
 import bytecheckpoint as bcp
-from bytecheckpoint.manager import step_records
+from bytecheckpoint.manager import abandoned_steps, step_records
 from bytecheckpoint.manager.step_records import list_steps, read_steps
 from bytecheckpoint.storage import deletion
 from bytecheckpoint.storage.layout import committed_save_id, step_folder
@@ -122,10 +122,10 @@ def test_files_of_others_are_no_records(store: Store, tmp_path: Path) -> None:
 
 
 def test_abandoned_steps_come_first(store: Store) -> None:
-    step_records.write_abandoned(store, {2: committed_save_id(store, folder(2)), 1: "of another save"})
+    abandoned_steps.write_abandoned(store, {2: committed_save_id(store, folder(2)), 1: "of another save"})
     assert [step.info.step for step in list_steps(store)] == [2, 1]
-    assert list(step_records.newest_steps(store)) == [1]
-    assert list(step_records.present_abandoned(store)) == [2]
+    assert list(abandoned_steps.newest_steps(store)) == [1]
+    assert list(abandoned_steps.present_abandoned(store)) == [2]
 
 
 def test_metrics_are_numbers() -> None:

@@ -14,7 +14,7 @@ from checkpoint_files import flip
 from faults.seams import Seam, before, files_under, raising
 
 import bytecheckpoint as bcp
-from bytecheckpoint.manager import retention, step_records
+from bytecheckpoint.manager import abandoned_steps, retention, step_records
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.store import Store
@@ -247,7 +247,7 @@ def test_it_works_on_a_url(call) -> None:
 def test_steps_that_training_left_behind_go_first(call, run) -> None:
     store = store_at(run)
     abandoned = {step: layout.committed_save_id(store, folder(step)) for step in (2000, 2500)}
-    step_records.write_abandoned(store, abandoned)
+    abandoned_steps.write_abandoned(store, abandoned)
     ended = call("keep", run, "--latest", 2, "--json")
     assert kept_steps(ended) == [1000, 1500]
     assert [item["step"] for item in ended.json["checkpoints"] if item["abandoned"]] == [2000, 2500]

@@ -14,7 +14,7 @@ from bytecheckpoint.adapters.data.loader_state import DataLoaderState
 from bytecheckpoint.adapters.data.positions import encode_positions, load_positions, merge_positions, position_trees
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError
 from bytecheckpoint.info import LoggedData
-from bytecheckpoint.manager import step_records
+from bytecheckpoint.manager import abandoned_steps
 from bytecheckpoint.manager.after_commit.step_marks import refuse_read_only
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.manager.data.log_objects import (
@@ -117,7 +117,7 @@ class ManagedData:
 
     def _choose(self, step: int | None) -> _DataChoice:
         store = self._run.store
-        newest = next(step_records.newest_steps(store, self._saves.new_branch), None)
+        newest = next(abandoned_steps.newest_steps(store, self._saves.new_branch), None)
         for logged in self._logged():
             is_wanted = logged.step == step if step is not None else newest is None or logged.step > newest
             if is_wanted and (records := read_records(store, logged)) is not None:
@@ -142,7 +142,7 @@ class ManagedData:
         store = self._run.store
         if record.base is not None and layout.committed_save_id(store, layout.step_folder(record.base)):
             return record.base
-        steps = step_records.newest_steps(store, self._saves.new_branch)
+        steps = abandoned_steps.newest_steps(store, self._saves.new_branch)
         return next((step for step in steps if step <= record.step), None)
 
     def leave_branch(self, state: Mapping[str, Any]) -> None:
