@@ -12,7 +12,14 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from bytecheckpoint.data.elastic_loader import assign_streams
-from bytecheckpoint.data.sources import SourceCursor, carries_over, check_source, inexact_reason, source_name
+from bytecheckpoint.data.sources import (
+    SourceCursor,
+    carries_over,
+    check_source,
+    inexact_reason,
+    is_stateful,
+    source_name,
+)
 from bytecheckpoint.data.stream_position import StreamPosition, position_of, tree_of
 from bytecheckpoint.data.stream_reader import Change, StreamReader, blocks_in_turn, pass_epoch
 from bytecheckpoint.errors import CheckpointMismatchError
@@ -60,7 +67,7 @@ class Streams(IterableDataset[Any]):
                 saves. Lightning takes 1; other loops 0, and what accelerate's loaders take is known.
 
         Raises:
-            ValueError: there are fewer streams than ranks, or a source cannot be read.
+            ValueError: there are fewer streams than ranks, a source cannot be read, or two streams would move one.
         """
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of {size} ranks")
@@ -75,6 +82,7 @@ class Streams(IterableDataset[Any]):
             raise ValueError(f"read_ahead is {read_ahead}; it is a number of batches, 0 or more")
         for stream_id, source in sources.items():
             check_stream(stream_id, source)
+        check_unshared(sources)
         self._sources = dict(sources)
         self._every_id = sorted(self._sources)
         self._with_ids, self._endless, self._snapshot_every = with_ids, endless, snapshot_every
@@ -297,3 +305,17 @@ def check_stream(stream_id: Any, source: Any) -> None:
     if not isinstance(stream_id, str) or not stream_id:
         raise ValueError(f"the id of a stream is a text; {stream_id!r} is a {type(stream_id).__name__}")
     check_source(f"the source of stream {stream_id!r}", source)
+
+
+def check_unshared(sources: Mapping[str, Any]) -> None:
+    """Raises ValueError if two streams have the same source, where it has a place or an epoch that each would set."""
+    ids: dict[int, str] = {}
+    for stream_id, source in sources.items():
+        if not (is_stateful(source) or hasattr(source, "set_epoch")):
+            continue
+        other = ids.setdefault(id(source), stream_id)
+        if other != stream_id:
+            raise ValueError(
+                f"streams {other!r} and {stream_id!r} have the same {type(source).__name__} as their source, and each "
+                "would move it under the other: give each a source of its own, with its part of the data"
+            )

@@ -331,3 +331,14 @@ def test_sources_do_not_see_that_they_are_read_in_a_worker(monkeypatch: pytest.M
 def test_what_cannot_be_streams_is_refused(sources: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Streams(sources, **options)
+
+
+@pytest.mark.parametrize("source", [Records([1, 2]), EpochOrder([1, 2])], ids=["records", "epoch order"])
+def test_two_streams_that_would_move_one_source_are_refused(source: Any) -> None:
+    with pytest.raises(ValueError, match=r"streams 'a' and 'b' have the same .* as their source"):
+        Streams({"a": source, "b": source}, rank=0, size=1)
+
+
+def test_two_streams_may_read_one_source_that_keeps_no_place() -> None:
+    samples = [1, 2]
+    assert list(Streams({"a": samples, "b": samples}, rank=0, size=1)) == [1, 1, 2, 2]
