@@ -39,7 +39,7 @@ LOOP_S = NUM_STEPS * STEP_S * 2
 _ENDED = re.compile(r"^(stopped at|trained to) (\d+)$", re.MULTILINE)
 _POLICIES = {
     "steps": save_policies.EverySteps(EVERY),
-    "a message a step": save_policies.When(lambda now, _: now.step % EVERY == 0),
+    "a message a step": save_policies.When(lambda now, _: now.step > 0 and now.step % EVERY == 0),
 }
 
 
@@ -116,7 +116,7 @@ def stop_once(launcher: Launcher, asked: Asked, trial: int, port: int) -> Stoppe
 def wrong_steps(root: Path, newest: int, way: Way) -> str | None:
     """Returns what is wrong if this is the newest step, and the policies are those of the run."""
     steps = bcp.steps(root)
-    expected = sorted({newest, *range(0, newest, EVERY)})[-2:]
+    expected = sorted({newest, *range(EVERY, newest, EVERY)})[-2:]
     if steps != expected:
         return f"there are steps {steps}, not {expected} ({way})"
     for step in steps:

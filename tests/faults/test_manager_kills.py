@@ -96,6 +96,7 @@ def test_a_process_that_ended_by_itself_is_found(tmp_path: Path) -> None:
     ("steps", "newest", "expected"),
     [
         ((7, 12), 12, None),
+        ((6,), 6, None),
         ((7, 14), 12, "there are steps [7, 14], not [7, 12]"),
         ((7,), 12, "there are steps [7], not [7, 12]"),
     ],
