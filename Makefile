@@ -2,7 +2,7 @@
 #
 #   make test     the tests, some 12 minutes on 2 cores
 #   make test-faults       the long tests of faults, for an hour or two
-#   make fault-table       break it on purpose, thousands of times, and write docs/faults.md; some 40 minutes on 2 cores
+#   make fault-table       break it on purpose, thousands of times, and write docs/faults.md; some 50 minutes on 2 cores
 #   make test-frameworks   the tests against DeepSpeed and Megatron themselves, in a virtual environment of its own
 #   make lint     ruff and mypy
 #   make demo     train a small GPT, kill it and stop it, resume it on other layouts
