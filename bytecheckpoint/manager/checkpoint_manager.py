@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from bytecheckpoint.adapters.frameworks.detect import Framework
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.info import CheckpointInfo, LoadReport, LoggedData, describe_checkpoint
+from bytecheckpoint.info import CheckpointInfo, LoadReport, LoggedData
 from bytecheckpoint.manager import abandoned_steps, keep_policies, save_policies, step_records
 from bytecheckpoint.manager.after_commit.background import Background
-from bytecheckpoint.manager.after_commit.step_marks import StepMarks, refuse_read_only
+from bytecheckpoint.manager.after_commit.step_marks import StepMarks, end_pins_ahead, refuse_read_only
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock, offset_of
 from bytecheckpoint.manager.agreement.due_steps import DueSteps
 from bytecheckpoint.manager.agreement.stopping import StopRequests, check_deadline, join_stop, rank_in
@@ -34,6 +34,7 @@ from bytecheckpoint.manager.ownership import claim
 from bytecheckpoint.manager.restore import (
     RestoreChoice,
     begin_attempt,
+    check_load_arguments,
     choose_step,
     given_step,
     is_damage,
@@ -46,7 +47,6 @@ from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.open_store import open_store
-from bytecheckpoint.storage.paths import join_name
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -126,6 +126,7 @@ class CheckpointManager:
             return self._look(None, 0)
         clock = StorageClock(offset_of(self._store))
         generation = claim(self._store, time=clock.now())
+        end_pins_ahead(self._store)
         # After the claim: what an earlier manager commits from now on is not seen here.
         opened = self._look(clock, generation.number)
         background = Background(generation, self._keep, clock, reads_steps=not save_policies.is_step_only(self._policy))
@@ -154,14 +155,17 @@ class CheckpointManager:
         step: int | Literal["latest"] = "latest",
         initial: str | os.PathLike[str] | None = None,
         strict: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
         **as_load: Any,
     ) -> LoadReport | None:
         """Loads the newest complete checkpoint of the root, or a given step. Returns None on a fresh start.
 
-        `initial` is a path that is loaded only while the root has no checkpoint. Other arguments are those of `load`.
-        Rank 0 chooses the step. Raises what `load` raises; CheckpointNotFoundError if a given step is not there.
+        `initial` is a path that is loaded only while the root has no checkpoint, with these `storage_options`, by
+        default those of the manager. Other arguments are those of `load`. Rank 0 chooses the step. Raises what `load`
+        raises; CheckpointNotFoundError if a given step is not there.
         """
         self._refuse_closed()
+        check_load_arguments(as_load, initial=initial, storage_options=storage_options)
         as_load = {"options": self._options.load, "strict": strict, **as_load}
         self._saves.settle()  # a save in flight would commit a step of the branch that training leaves
         passed_over: dict[int, str] = {}
@@ -171,12 +175,12 @@ class CheckpointManager:
             )
             passed_over.update(choice.passed_over)
             if choice.step is None:
-                return self._start_fresh(state, initial, **as_load)
+                return self._start_fresh(state, initial, storage_options, **as_load)
+            has_crashed = False
             try:
                 report = self._run.load(self._root, state, choice.step, **as_load)
             except CheckpointError as error:
-                if not (is_damage(error) or error.kind == "rank_missing"):  # it has ended on all ranks
-                    self._end_attempts(choice.step)
+                has_crashed = error.kind == "rank_missing"
                 if not (self._options.walk_back and is_latest(step) and is_damage(error)):
                     raise
                 passed_over[choice.step] = error.message
@@ -185,6 +189,9 @@ class CheckpointManager:
                 self._continue_from(choice.step, passed_over)
                 self._data.leave_branch(state)
                 return replace(report, passed_over=passed_over)
+            finally:
+                if not has_crashed and self._owned is not None:  # an error that all ranks raise has ended it
+                    try_to_end_attempts(self._store, choice.step)
 
     def _choose(self, step: int | Literal["latest"], failed: Mapping[int, str]) -> RestoreChoice:
         choice = choose_step(self._store, step, abandoned_steps.newest_steps(self._store), failed=failed)
@@ -195,18 +202,22 @@ class CheckpointManager:
         return choice
 
     def _start_fresh(
-        self, state: Mapping[str, Any], initial: str | os.PathLike[str] | None, **as_load: Any
+        self,
+        state: Mapping[str, Any],
+        initial: str | os.PathLike[str] | None,
+        storage_options: Mapping[str, Any] | None,
+        **as_load: Any,
     ) -> LoadReport | None:
         self._data.leave_branch(state)
         if initial is not None:
-            return self._run.load(initial, state, "latest", **as_load)
+            run = self._run if storage_options is None else self._run._replace(storage_options=storage_options)
+            return run.load(initial, state, "latest", **as_load)
         if self._rank == 0:
             logger.info("%s has no checkpoint: training starts at step 0", self._root)
         return None
 
     def _continue_from(self, step: int, passed_over: Collection[int]) -> None:
         """Makes the restored step the newest one: later ones belong to a branch that training leaves."""
-        self._end_attempts(step)
         left = partial(abandoned_steps.steps_left_behind, self._store, step)
         abandoned = self._decisions.hear("leaving later steps", left, dict[int, str])
         self._saves.begin_at(step, abandoned)
@@ -215,10 +226,6 @@ class CheckpointManager:
             self._owned.background.hold_restored(step, passed_over)
             self._owned.background.steps.set_abandoned(abandoned)
         self._saves.new_branch = abandoned
-
-    def _end_attempts(self, step: int) -> None:
-        if self._owned is not None:
-            try_to_end_attempts(self._store, step)
 
     def due(self, step: int) -> bool:
         """Returns True if `save` of this step would save. All ranks call it together."""
@@ -291,12 +298,7 @@ class CheckpointManager:
         checkpoint has it. Without a policy for the metric, lower is better. NaN is the worst.
         """
         policy = keep_policies.best_of(self._keep, metric)
-        found = step_records.find_step(self._store, partial(keep_policies.kept_by, policy, now=0.0))
-        if found is None:
-            return None
-        folder = layout.step_folder(found.step)
-        path, manifest = join_name(str(self._store), folder), layout.read_manifest(self._store, folder)
-        return replace(describe_checkpoint(manifest, path=path, seconds={}), metrics=found.metrics)
+        return step_records.find_checkpoint(self._store, partial(keep_policies.kept_by, policy, now=0.0))
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds metrics to a checkpoint after its save. All ranks call it together, and those of rank 0 count."""

@@ -12,10 +12,10 @@ from contextlib import suppress
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointNotFoundError, CheckpointSaveError, and_more
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.runtime.buffers import BufferPool
-from bytecheckpoint.storage import layout
+from bytecheckpoint.storage import garbage, layout
 from bytecheckpoint.storage.checksum_scan import find_files, size_faults
 from bytecheckpoint.storage.deletion import METRICS_FOLDER, discard, files_of_checkpoint
-from bytecheckpoint.storage.inventory import refuse_beside
+from bytecheckpoint.storage.inventory import HasInventory, refuse_beside
 from bytecheckpoint.storage.object_io import BLOCK_BYTES, copy_file
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, one_block, read_whole
@@ -62,6 +62,19 @@ def copy_step(
     layout.commit(target, target_folder, content, replace=bool(found))
     discard(target, target_folder, replaced)
     return True
+
+
+def clear_cut_off(target: Store, target_folder: str, save_id: str) -> None:
+    """Deletes what copies of this checkpoint that were killed have left of the files that they were writing. Only the
+    owner of the target may call it, because it ends a copy that another process is making. Raises StorageError.
+    """
+    if not isinstance(target, HasInventory):
+        return
+    for leftover in garbage.find_leftovers(target, target_folder).found:
+        if (leftover.folder, leftover.save_id) == (target_folder, save_id):
+            names = leftover.names.items()
+            leftover.names = {name: size for name, size in names if garbage.is_temporary(name)}
+            garbage.remove(target, leftover)
 
 
 def _copy_files(

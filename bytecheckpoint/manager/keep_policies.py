@@ -4,11 +4,12 @@ checkpoint stays if one of them keeps it.
     keep=Latest(3) | EverySteps(10_000) | Best(2, "val_loss", mode="min")
 
 Beyond the policy, the newest checkpoint, the restored one, and pinned and leased ones always stay. A policy of your own
-is any object with `keeps(saved, now)`.
+is any object with `keeps(saved)` or `keeps(saved, now)`.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from bytecheckpoint.manager.policy_arguments import (
     check_function,
     check_integer,
     check_name,
+    check_parts,
     check_seconds,
     collect_steps,
     show_call,
@@ -41,7 +43,7 @@ __all__ = [
 
 
 class KeepPolicy(Protocol):
-    """Decides which of the committed checkpoints of a root stay."""
+    """Decides which of the committed checkpoints of a root stay. A policy that needs no time may take `saved` alone."""
 
     def keeps(self, saved: Sequence[StepInfo], now: float, /) -> Sequence[bool]:
         """Returns True or False for each of the committed steps, which come oldest first. `now` is the time by the
@@ -73,6 +75,9 @@ class AnyKeeps(_JoinableKeepPolicy):
     """Policies joined by `|`: a step stays if one of them keeps it."""
 
     policies: tuple[KeepPolicy, ...]
+
+    def __post_init__(self) -> None:
+        check_parts(self.policies)
 
     def keeps(self, saved: Sequence[StepInfo], now: float, /) -> Sequence[bool]:
         """Returns True for each step that one of the policies keeps."""
@@ -106,13 +111,24 @@ def best_of(policy: KeepPolicy, metric: str | None) -> Best:
 
 def kept_by(policy: KeepPolicy, saved: Sequence[StepInfo], now: float) -> list[bool]:
     """Returns what the policy answers for each step. Raises ValueError if it answers for more steps, or for fewer."""
-    kept = [bool(each) for each in policy.keeps(saved, now)]
+    arguments = (saved, now) if _takes_now(policy) else (saved,)
+    kept = [bool(each) for each in policy.keeps(*arguments)]
     if len(kept) != len(saved):
         raise ValueError(
             f"{policy!r}.keeps(saved, now) returned {len(kept)} values for {len(saved)} checkpoints; nothing was "
             "deleted: return one bool for each, in the same order"
         )
     return kept
+
+
+def _takes_now(policy: KeepPolicy) -> bool:
+    try:
+        inspect.signature(policy.keeps).bind((), 0.0)
+    except TypeError:
+        return False
+    except ValueError:  # written in C
+        return True
+    return True
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -161,7 +177,7 @@ class EverySeconds(_JoinableKeepPolicy):
     s: float
 
     def __post_init__(self) -> None:
-        check_seconds(self, "s", self.s, may_be_zero=False)
+        object.__setattr__(self, "s", check_seconds(self, "s", self.s, may_be_zero=False))
 
     def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
         """Returns True for the oldest, and for each that is at least `s` seconds younger than the last kept one. Steps
@@ -181,7 +197,7 @@ class Within(_JoinableKeepPolicy):
     s: float
 
     def __post_init__(self) -> None:
-        check_seconds(self, "s", self.s, may_be_zero=False)
+        object.__setattr__(self, "s", check_seconds(self, "s", self.s, may_be_zero=False))
 
     def keeps(self, saved: Sequence[StepInfo], now: float, /) -> Sequence[bool]:
         """Returns True for each that is young enough."""

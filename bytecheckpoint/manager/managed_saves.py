@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -25,9 +25,9 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.info import CheckpointInfo, LoadReport
-from bytecheckpoint.manager import abandoned_steps, step_records
+from bytecheckpoint.manager import abandoned_steps
 from bytecheckpoint.manager.after_commit.background import Background, Commit
-from bytecheckpoint.manager.after_commit.step_marks import metrics_of_rank_0
+from bytecheckpoint.manager.after_commit.step_marks import end_pin_ahead, metrics_of_rank_0, pin_ahead
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock
 from bytecheckpoint.manager.data.log_writer import LogWriter
 from bytecheckpoint.manager.data.prepared_state import PreparedState
@@ -214,8 +214,11 @@ class ManagedSaves:
     def _before_commit(self, owned: OwnedRoot, step: int, *, pin: bool) -> None:
         owned.generation.check(outcome="Nothing of this save was committed. ")
         if pin:
-            step_records.pin_ahead(self._run.store, layout.step_folder(step), time=owned.clock.now())
             self._pinned_ahead.add(step)
+            pin_ahead(self._run.store, step, time=owned.clock.now())
+        elif step in self._pinned_ahead:  # for a save that failed
+            end_pin_ahead(self._run.store, step, is_committed=bool(self._save_id_at(step)))
+            self._pinned_ahead.discard(step)
         if self.new_branch is not None:
             abandoned_steps.write_abandoned(self._run.store, self.new_branch)
             self.new_branch = None
@@ -279,7 +282,10 @@ class ManagedSaves:
             self._goodput.failed()
             return
         line = self._goodput.committed(info)
-        self._pinned_ahead.discard(step)
+        if step in self._pinned_ahead:
+            self._pinned_ahead.discard(step)
+            with suppress(CheckpointError):  # the next manager deletes the note
+                end_pin_ahead(self._run.store, step, is_committed=True)
         if self._log is not None:
             self._log.drop_through(step)
         if self._owned is not None:

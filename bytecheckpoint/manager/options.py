@@ -6,7 +6,8 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from operator import index
+from typing import Any, Literal, SupportsIndex
 
 from bytecheckpoint.manager.keep_policies import KeepPolicy
 from bytecheckpoint.options import LoadOptions, SaveOptions
@@ -61,8 +62,8 @@ class ManagerOptions:
         is_mapping = self.cool_down_options is None or isinstance(self.cool_down_options, Mapping)
         _check("cool_down_options", self.cool_down_options, is_mapping, "a mapping or None")
         _check("on_failed_save", self.on_failed_save, self.on_failed_save in ("raise", "warn"), "'raise' or 'warn'")
-        is_count = type(self.max_failed_saves) is int and self.max_failed_saves >= 1
-        _check("max_failed_saves", self.max_failed_saves, is_count, "an integer of at least 1")
+        _check("max_failed_saves", self.max_failed_saves, _is_count(self.max_failed_saves), "an integer of at least 1")
+        object.__setattr__(self, "max_failed_saves", index(self.max_failed_saves))
         _check(
             "signals",
             self.signals,
@@ -106,6 +107,10 @@ def _is_policy(value: object, method: str) -> bool:
 
 def _is_place(value: object) -> bool:
     return value is None or (isinstance(value, str | os.PathLike) and os.fspath(value) not in {"", b""})
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool) and index(value) >= 1
 
 
 def _check(name: str, value: object, is_valid: bool, takes: str) -> None:  # noqa: FBT001 - the outcome of a check

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Collection, Iterable
 from dataclasses import MISSING, fields
 from operator import index
-from typing import Any, SupportsIndex, TypeAlias, cast
+from typing import Any, SupportsIndex, TypeAlias
 
 GivenSteps: TypeAlias = int | Iterable[int]
 
@@ -33,6 +34,13 @@ def show_steps(policy: object, steps: Collection[int]) -> str:
     return f"{type(policy).__name__}({shown})"
 
 
+def check_parts(parts: Iterable[object]) -> None:
+    """Raises ValueError if a class is among policies that are joined."""
+    for part in parts:
+        if isinstance(part, type):
+            raise ValueError(f"| and & join policies, and {part.__qualname__} is the class of one: call it")
+
+
 def wrong_argument(policy: object, field: str, value: object, takes: str) -> ValueError:
     """Makes the error for an argument that a policy does not take."""
     return ValueError(f"{type(policy).__name__}: {field} must be {takes}, not {value!r}")
@@ -45,18 +53,28 @@ def check_integer(policy: object, field: str, value: object, *, minimum: int) ->
     return index(value)
 
 
-def check_seconds(policy: object, field: str, value: object, *, may_be_zero: bool) -> None:
-    """Raises ValueError unless the value is a finite number of seconds."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or cast("float", value) < 0 or (value == 0 and not may_be_zero):
+def plain_number(value: object) -> float | None:
+    """Returns a number as a plain int or float, those of numpy too; None for what is none, and for NaN."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
+        return None
+    return index(value) if isinstance(value, SupportsIndex) else float(value)
+
+
+def check_seconds(policy: object, field: str, value: object, *, may_be_zero: bool) -> float:
+    """Returns a finite number of seconds as a plain one; numpy's are accepted."""
+    seconds = plain_number(value)
+    if seconds is None or not math.isfinite(seconds) or seconds < 0 or (seconds == 0 and not may_be_zero):
         takes = "at least 0" if may_be_zero else "above 0"
         raise wrong_argument(policy, field, value, f"a number of seconds {takes}")
+    return seconds
 
 
-def check_fraction(policy: object, field: str, value: object) -> None:
-    """Raises ValueError unless the value is above 0 and below 1."""
-    if not isinstance(value, float) or not 0 < value < 1:
+def check_fraction(policy: object, field: str, value: object) -> float:
+    """Returns a number above 0 and below 1 as a plain one; numpy's are accepted."""
+    fraction = plain_number(value)
+    if fraction is None or not 0 < fraction < 1:
         raise wrong_argument(policy, field, value, "a number above 0 and below 1")
+    return fraction
 
 
 def check_name(policy: object, field: str, value: object, *, takes: str) -> None:

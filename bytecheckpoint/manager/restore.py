@@ -29,6 +29,10 @@ RESTORES_FOLDER = "manager/restores"
 MAX_ATTEMPTS = 3
 """Restores in a row that never ended, after which a step is passed over."""
 
+_OF_MANAGER = ("framework", "process_group", "role")
+_ENDED = ".ended"
+"""End of the name of a note that a restore has ended, where its own note cannot be deleted."""
+
 
 class RestoreChoice(msgspec.Struct, frozen=True):
     """The choice of rank 0."""
@@ -72,6 +76,20 @@ def choose_step(
     )
 
 
+def check_load_arguments(as_load: Mapping[str, object], *, initial: object, storage_options: object) -> None:
+    """Raises TypeError, which says where they belong, for arguments of `load` that a manager has from its creation."""
+    if own := [name for name in _OF_MANAGER if name in as_load]:
+        raise TypeError(
+            f"restore takes no {own[0]}: it is that of the manager, which takes {own[0]}= when it is made; nothing was "
+            "loaded"
+        )
+    if storage_options is not None and initial is None:
+        raise TypeError(
+            "storage_options of restore are those of initial, which was not given; nothing was loaded: those of the "
+            "root go to CheckpointManager(storage_options=...)"
+        )
+
+
 def is_latest(step: object) -> bool:
     """Returns True if no step was asked for by its number."""
     return isinstance(step, str) and step == "latest"
@@ -110,9 +128,10 @@ def _refuse_occupied(store: Store) -> None:
 def count_attempts(store: Store) -> dict[int, int]:
     """Returns the number of restores that have not ended, by step."""
     counts: dict[int, int] = {}
-    for name in store.list(RESTORES_FOLDER):
+    names = store.list(RESTORES_FOLDER)
+    for name in names:
         number = name.partition("-")[0]
-        if number.isdecimal():
+        if number.isdecimal() and not name.endswith(_ENDED) and f"{name}{_ENDED}" not in names:
             counts[int(number)] = counts.get(int(number), 0) + 1
     return counts
 
@@ -131,11 +150,26 @@ def end_attempts(store: Store, step: int | None) -> None:
 
 
 def try_to_end_attempts(store: Store, step: int) -> None:
-    """Forgets the restores of a step, or logs that it cannot: they are forgotten after the next commit, too."""
+    """Forgets the restores of a step. Where the store refuses to delete their notes, others say that they have ended;
+    if that fails as well it is logged: they are forgotten after the next commit, too.
+    """
     try:
-        end_attempts(store, step)
-    except StorageError as error:
+        try:
+            end_attempts(store, step)
+        except StorageError as error:
+            if error.kind != "permission":
+                raise
+            _note_ends(store, step)
+    except CheckpointError as error:
         logger.warning("that step %d was restored is not noted yet, and is tried again: %s", step, error)
+
+
+def _note_ends(store: Store, step: int) -> None:
+    names = store.list(RESTORES_FOLDER)
+    for name in names:
+        is_open = not name.endswith(_ENDED) and f"{name}{_ENDED}" not in names
+        if is_open and name.startswith(f"{step:08d}-"):
+            store.write(join_name(RESTORES_FOLDER, f"{name}{_ENDED}"), one_block(b"\n"), replace=False)
 
 
 def is_damage(error: CheckpointError) -> bool:

@@ -44,7 +44,7 @@ REPLACED = "replaced meanwhile"
 _NUM_THREADS = 4
 _OBJECTS_PER_S = 500
 _OBJECTS_PER_REQUEST = 250
-_MAX_JOURNAL_BYTES = 1 << 28
+_MAX_JOURNAL_BYTES = 2 * layout.MAX_MANIFEST_BYTES
 _NO_POLICY = "no policy keeps it"
 _OWN_FOLDERS = f"{layout.DATA_FOLDER}|{layout.TELEMETRY_FOLDER}|{METRICS_FOLDER}"
 
@@ -65,6 +65,9 @@ class DeletionJournal(msgspec.Struct, frozen=True):
     save_id: str
     names: list[str]
     """Objects to delete after the manifest, inside the folder."""
+    manifest: bytes = b""
+    """The manifest, which comes back if the checkpoint was pinned or leased just before it went; empty if neither is
+    to keep it."""
 
 
 def decide(policy: KeepPolicy, saved: Sequence[StepInfo], *, now: float, held: Mapping[int, str]) -> list[StepDecision]:
@@ -159,19 +162,20 @@ def delete_one(
     Raises what the store raises, and for a manifest that cannot be read CheckpointCorruptError or
     UnsafeCheckpointError.
     """
-    if not force and (why := protection_of(store, folder, now=now)):
-        return why
     try:
         content = layout.read_manifest_bytes(store, folder)
     except CheckpointNotFoundError:
-        finish_deletions(store, pace=pace)  # of an attempt that failed after the manifest was gone
-        return ""
+        finish_deletions(store, now=now, pace=pace)  # of an attempt that failed after the manifest was gone
+        is_back = layout.committed_save_id(store, folder) == save_id
+        return protection_of(store, folder, now=now) if is_back else ""
+    if not force and (why := protection_of(store, folder, now=now)):
+        return why
     path = join_name(str(store), folder, layout.MANIFEST_NAME)
     manifest = layout.parse_manifest(content, path=path, whole=True)
     if manifest.save_id != save_id:
         return REPLACED
     names = [*written_files(store, folder, manifest), *side_objects(store, folder)]
-    journal = DeletionJournal(folder, save_id, [*names, PIN_NAME] if force else names)
+    journal = DeletionJournal(folder, save_id, [*names, PIN_NAME] if force else names, b"" if force else content)
     name = f"{JOURNAL_FOLDER}/{folder or 'root'}-{save_id}.json"
     with suppress(CheckpointExistsError):  # of an attempt that failed before the manifest was gone
         store.write(name, one_block(msgspec.json.encode(journal)), replace=False)
@@ -197,11 +201,12 @@ def protection_of(store: Store, folder: str, *, now: float) -> str:
     return _lease_text(until) if until > now else ""
 
 
-def finish_deletions(store: Store, *, pace: DeletionPace | None = None) -> int:
+def finish_deletions(store: Store, *, now: float, pace: DeletionPace | None = None) -> int:
     """Finishes the deletions that other processes have begun; returns how many.
 
     A checkpoint whose manifest is still there stays whole: its journal is withdrawn, and the policy decides again. One
-    whose manifest cannot be read stays with its journal, and is named in a warning. Raises what the store raises.
+    that was pinned or leased before its manifest went gets it back. One whose manifest cannot be read stays with its
+    journal, and is named in a warning. Raises what the store raises.
     """
     num_finished = 0
     pace = pace or DeletionPace()
@@ -215,11 +220,31 @@ def finish_deletions(store: Store, *, pace: DeletionPace | None = None) -> int:
         except (CheckpointCorruptError, UnsafeCheckpointError) as error:
             logger.warning("a deletion in %s is not finished: %s", store, error.message)
             continue
-        if committed != journal.save_id:
+        if committed != journal.save_id and not (not committed and _bring_back(store, journal, now=now)):
             _delete_all(store, journal.folder, _names_to_finish(journal, is_replaced=bool(committed)), pace)
             num_finished += 1
         store.delete(name)
     return num_finished
+
+
+def _bring_back(store: Store, journal: DeletionJournal, *, now: float) -> bool:
+    """Commits a protected checkpoint again if it is whole; returns False if it is to go. One that is not whole had no
+    protection when its deletion went on, and whoever protects it later is told that it is gone.
+    """
+    if not journal.manifest or not (why := protection_of(store, journal.folder, now=now)):
+        return False
+    path = join_name(str(store), journal.folder)
+    try:
+        manifest = layout.parse_manifest(journal.manifest, path=path, whole=True)
+        own = [number for number, file in enumerate(manifest.files) if file.name in journal.names]
+        layout.check_files(store, journal.folder, manifest, own)
+    except (CheckpointCorruptError, CheckpointNotFoundError, UnsafeCheckpointError):
+        return False
+    if manifest.save_id != journal.save_id:
+        return False
+    layout.commit(store, journal.folder, journal.manifest, replace=False)
+    logger.info("%s is %s, so that its deletion, which was interrupted, is undone", path, why)
+    return True
 
 
 def _names_to_finish(journal: DeletionJournal, *, is_replaced: bool) -> list[str]:

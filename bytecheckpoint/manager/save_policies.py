@@ -22,8 +22,10 @@ from bytecheckpoint.manager.policy_arguments import (
     check_fraction,
     check_function,
     check_integer,
+    check_parts,
     check_seconds,
     collect_steps,
+    plain_number,
     show_call,
     show_steps,
     wrong_argument,
@@ -92,6 +94,9 @@ class AnyDue(_JoinableSavePolicy):
 
     policies: tuple[SavePolicy, ...]
 
+    def __post_init__(self) -> None:
+        check_parts(self.policies)
+
     @property
     def is_step_only(self) -> bool:
         """True if all of them are."""
@@ -110,6 +115,9 @@ class AllDue(_JoinableSavePolicy):
     """Policies joined by `&`: due if all of them are."""
 
     policies: tuple[SavePolicy, ...]
+
+    def __post_init__(self) -> None:
+        check_parts(self.policies)
 
     @property
     def is_step_only(self) -> bool:
@@ -184,7 +192,7 @@ class EverySeconds(_JoinableSavePolicy):
     s: float
 
     def __post_init__(self) -> None:
-        check_seconds(self, "s", self.s, may_be_zero=False)
+        object.__setattr__(self, "s", check_seconds(self, "s", self.s, may_be_zero=False))
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
         """Returns True if the newest save is old enough."""
@@ -243,7 +251,7 @@ class Continuous(_JoinableSavePolicy):
     minimum_s: float = 0
 
     def __post_init__(self) -> None:
-        check_seconds(self, "minimum_s", self.minimum_s, may_be_zero=True)
+        object.__setattr__(self, "minimum_s", check_seconds(self, "minimum_s", self.minimum_s, may_be_zero=True))
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
         """Returns True if the newest save has ended, and is old enough."""
@@ -262,7 +270,7 @@ class Overhead(_JoinableSavePolicy):
     fraction: float
 
     def __post_init__(self) -> None:
-        check_fraction(self, "fraction", self.fraction)
+        object.__setattr__(self, "fraction", check_fraction(self, "fraction", self.fraction))
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
         """Returns True if the stall of the last save is this share of the time since then, or less."""
@@ -303,7 +311,7 @@ class Deadline(_JoinableSavePolicy):
     is_step_only = True
 
     def __post_init__(self) -> None:
-        check_seconds(self, "margin_s", self.margin_s, may_be_zero=True)
+        object.__setattr__(self, "margin_s", check_seconds(self, "margin_s", self.margin_s, may_be_zero=True))
         object.__setattr__(self, "at_s", self._seconds_since_1970())
 
     def _seconds_since_1970(self) -> float:
@@ -313,8 +321,8 @@ class Deadline(_JoinableSavePolicy):
             return self._from_environment(at)
         if isinstance(at, datetime) and at.tzinfo is not None:
             return at.timestamp()
-        if isinstance(at, int | float) and not isinstance(at, bool) and not math.isnan(at):
-            return float(at)
+        if (seconds := plain_number(at)) is not None:
+            return float(seconds)
         raise wrong_argument(self, "at", at, takes)
 
     def _from_environment(self, name: str) -> float:

@@ -11,6 +11,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -38,6 +39,8 @@ _MAX_BYTES = 1 << 20
 _NO_LATER = 250_000_000_000.0
 """The year 9892: later times have no date in Python."""
 _IN_FLIGHT = 16
+_ATTEMPTS = 10
+"""Attempts to read the checkpoint that was found while others delete and replace steps."""
 _NOT_IN_JSON = {"nan", "inf", "-inf"}
 
 T = TypeVar("T")
@@ -130,12 +133,12 @@ def pin(store: Store, folder: str, *, time: float) -> None:
     Raises CheckpointNotFoundError (not_committed).
     """
     _committed_save_id(store, folder)
-    pin_ahead(store, folder, time=time)
+    write_pin(store, folder, time=time)
     _withdraw_if_deleted(store, folder, join_name(folder, PIN_NAME))
 
 
-def pin_ahead(store: Store, folder: str, *, time: float) -> None:
-    """Pins the checkpoint that is about to be committed: a process that ends right after the commit loses no pin."""
+def write_pin(store: Store, folder: str, *, time: float) -> None:
+    """Writes a pin, whether a checkpoint is committed there or not."""
     _write(store, join_name(folder, PIN_NAME), {"version": _VERSION, "time": time})
 
 
@@ -191,6 +194,28 @@ def find_step(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[bool
     if found is not None and layout.committed_save_id(store, layout.step_folder(found.step)) != found.save_id:
         return _first_chosen(list_steps(store, reads_manifests=True), choose)
     return found
+
+
+def find_checkpoint(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[bool]]) -> CheckpointInfo | None:
+    """Returns the checkpoint of the step that `find_step` finds. One that is deleted or replaced meanwhile is no
+    candidate any more.
+    """
+    for _ in range(_ATTEMPTS):
+        found = find_step(store, choose)
+        if found is None:
+            return None
+        folder = layout.step_folder(found.step)
+        with suppress(CheckpointNotFoundError):
+            manifest = layout.read_manifest(store, folder)
+            if manifest.save_id == found.save_id:
+                info = describe_checkpoint(manifest, path=join_name(str(store), folder), seconds={})
+                return replace(info, metrics=found.metrics)
+    raise StorageError(
+        f"{_ATTEMPTS} times the checkpoint that was looked for in {store} was deleted or replaced before it was read; "
+        "nothing was changed: ask again when the other programs are done",
+        kind="unavailable",
+        path=str(store),
+    )
 
 
 def _first_chosen(

@@ -260,6 +260,13 @@ class SavesInFlight:
         for progress in self._all:
             progress.wait_until_staged()
 
+    def wait_until_ended(self) -> None:
+        """Returns when no save is under way. An error is left for the caller who asks its handle."""
+        for progress in self._all:
+            if not progress.outcome.done():
+                awaited_threads().refuse()
+                progress.outcome.exception()
+
     def _wait_before_step(self, *_: Any) -> None:
         self.wait_until_staged()
 

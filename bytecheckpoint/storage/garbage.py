@@ -139,7 +139,7 @@ def _used_among(store: Store, folder: str, save_ids: Sequence[str]) -> Callable[
     object.
     """
     if len(save_ids) < 2:  # all of them must be its own: no need to read the manifest
-        return lambda save_id, name: bool(save_id) and not _is_temporary(name)
+        return lambda save_id, name: bool(save_id) and not is_temporary(name)
     try:
         manifest = layout.read_manifest(store, folder)
     except CheckpointNotFoundError:  # deleted since it was listed: the next run finds the rest
@@ -161,20 +161,20 @@ def _owner_of(name: str) -> tuple[str, str] | None:
     for part in folder.split("/"):
         if _TEMPORARY.match(part):  # a probe's
             return folder.partition(part)[0].rstrip("/"), ""
-    is_temporary = _is_temporary(name)
-    own = _TEMPORARY.sub("", last) if is_temporary else last
+    is_unfinished = is_temporary(name)
+    own = _TEMPORARY.sub("", last) if is_unfinished else last
     parent, _, kind = folder.rpartition("/")
     if kind in {layout.DATA_FOLDER, layout.TELEMETRY_FOLDER}:
         found = _SAVE_FILE.match(own)
-        if found or is_temporary:
+        if found or is_unfinished:
             return parent, found.group(1) if found else ""
         return None
     if kind == METRICS_FOLDER and (save_id := save_id_of_record(last)):
         return parent, save_id
-    return (folder, "") if is_temporary else None
+    return (folder, "") if is_unfinished else None
 
 
-def _is_temporary(name: str) -> bool:
+def is_temporary(name: str) -> bool:
     """Returns True by the last part of the name. No checkpoint contains such an object, not even the one whose save
     could not remove it.
     """

@@ -70,8 +70,8 @@ def inventory_of(store: Store, folder: str) -> Iterator[StoredObject]:
 
 
 def clock_of(store: Store) -> float | None:
-    """Reads the clock of the storage, in seconds since 1970, by writing and deleting an object. None if the backend
-    gives no times.
+    """Reads the clock of the storage, in seconds since 1970, by writing and deleting an object, which `bcp gc` removes
+    if the store refuses that. None if the backend gives no times.
     """
     folder = f"{TEMPORARY_PREFIX}clock-{secrets.token_hex(8)}"
     name = f"{folder}/now"
@@ -79,8 +79,16 @@ def clock_of(store: Store) -> float | None:
     try:
         times = [item.modified_s for item in inventory_of(store, folder) if item.name == name]
     finally:
-        store.delete(name)
+        _delete_if_allowed(store, name)
     return times[0] if times else None
+
+
+def _delete_if_allowed(store: Store, name: str) -> None:
+    try:
+        store.delete(name)
+    except StorageError as error:
+        if error.kind != "permission":
+            raise
 
 
 def refuse_occupied(store: Store, folder: str, *, overwrite: bool) -> None:

@@ -51,6 +51,8 @@ def run(campaign: Campaign, *, seed: int, trials: range, until_s: float = math.i
         return _row(campaign, seed, result=f"not run: needs {missing}")
     with tempfile.TemporaryDirectory(prefix=f"{campaign.name}-", dir=_fast_folder()) as folder:
         outcome = campaign.run(Asked(seed, trials, Path(folder), until_s, tally))
+    for trial, what in outcome.broken:  # the row keeps the first only
+        sys.stderr.write(f"broken: {campaign.name}, trial {trial}: {what}\n")
     return _row(
         campaign,
         seed,

@@ -165,10 +165,10 @@ class Killed(NamedTuple):
     """What came of one trial."""
 
     scene: str
-    last: int
-    """Number of the call at which the last process died."""
+    first: int
+    """Number of the call at which the first process was to die."""
     num_kills: int
-    is_last_killed: bool
+    is_first_killed: bool
     has_garbage: bool
     is_wrong: str | None
 
@@ -180,19 +180,20 @@ def run_life(launcher: Launcher, root: Root, life: int, last: int) -> Ended:
 def kill_once(launcher: Launcher, template: Path, root: Root, lasts: Sequence[int]) -> Killed:
     """Lets as many processes die as there are numbers of calls, one after the other, and starts the run again."""
     shutil.copytree(template, root.first)
-    num_kills, is_killed, is_wrong = 0, False, None
+    num_kills, is_first_killed, is_wrong = 0, False, None
     for life, last in enumerate(lasts, 1):
         root.keep_files()
         ended = run_life(launcher, root, life, last)
         is_killed = ended.exit_code == -signal.SIGKILL
         num_kills += is_killed
+        is_first_killed |= is_killed and life == 1
         is_wrong = root.note(ended)
         root.keep_files()
         is_wrong = is_wrong or root.wrong_before_restart()
         if is_wrong is not None:
             break
     is_wrong = is_wrong or go_on(root)
-    return Killed(root.scene.name, lasts[-1], num_kills, is_killed, root.has_garbage, is_wrong)
+    return Killed(root.scene.name, lasts[0], num_kills, is_first_killed, root.has_garbage, is_wrong)
 
 
 def go_on(root: Root) -> str | None:
@@ -224,7 +225,9 @@ def count_calls(launcher: Launcher, template: Path, root: Root) -> int:
 
 
 def run(asked: Asked, *, scenes: Sequence[Scene]) -> Outcome:
-    """Trial n is of scene n modulo their number, and of the next call of it."""
+    """Trial n is of scene n modulo their number, and of the next call of it: there the first process dies. A second one
+    dies at a call that is drawn, if it makes so many.
+    """
     launcher = shared_launcher("faults.kill_times")
     templates, num_calls = {}, {}
     for scene in scenes:
@@ -234,8 +237,8 @@ def run(asked: Asked, *, scenes: Sequence[Scene]) -> Outcome:
     killed, broken = [], []
     for trial in asked.due():
         scene = scenes[trial % len(scenes)]
-        rng, last = asked.rng(trial), trial // len(scenes) % num_calls[scene.name]
-        lasts = [*(rng.randrange(num_calls[scene.name]) for _ in range(scene.kills - 1)), last]
+        rng, first = asked.rng(trial), trial // len(scenes) % num_calls[scene.name]
+        lasts = [first, *(rng.randrange(num_calls[scene.name]) for _ in range(scene.kills - 1))]
         root = Root(scene, asked.folder / str(trial))
         killed.append(kill_once(launcher, templates[scene.name], root, lasts))
         if killed[-1].is_wrong is None:
@@ -243,16 +246,17 @@ def run(asked: Asked, *, scenes: Sequence[Scene]) -> Outcome:
             shutil.rmtree(root.second, ignore_errors=True)
         else:
             broken.append(Broken(trial, f"{killed[-1].is_wrong} ({scene.name}, killed at {lasts})"))
-    struck = {(one.scene, one.last) for one in killed if one.is_last_killed}
+    struck = {(one.scene, one.first) for one in killed if one.is_first_killed}
     of_each = ", ".join(
         f"{sum(name == scene.name for name, _ in struck):,} of {num_calls[scene.name]:,} calls: {scene.name}"
         for scene in scenes
     )
-    num_left = sum(one.has_garbage for one in killed)
+    num_again, num_left = sum(one.num_kills > 1 for one in killed), sum(one.has_garbage for one in killed)
     return Outcome(
         sum(one.num_kills for one in killed),
         tuple(broken),
-        f"{of_each}; {num_left:,} times something stayed for `bcp gc`",
+        f"first kill at {of_each}; {num_again:,} times the next process was killed, too; {num_left:,} times something "
+        "stayed for `bcp gc`",
     )
 
 
@@ -261,7 +265,8 @@ _HOW = "os.kill of itself, at an operation of the store, a call that changes fil
 CAMPAIGNS = (
     Campaign(
         name="kill-deletions",
-        fault="SIGKILL at every call while a manager deletes old steps; the run is started again",
+        fault="SIGKILL at every call while a manager deletes old steps, and in a third of the trials at one call of "
+        "the next process; the run is started again",
         how=_HOW,
         unit="kills",
         run=partial(run, scenes=DELETIONS),
@@ -270,7 +275,8 @@ CAMPAIGNS = (
     ),
     Campaign(
         name="kill-copies",
-        fault="SIGKILL at every call while a manager copies steps to a second root; the run is started again",
+        fault="SIGKILL at every call while a manager copies steps to a second root, and in a third of the trials at "
+        "one call of the next process; the run is started again",
         how=_HOW,
         unit="kills",
         run=partial(run, scenes=COPIES),

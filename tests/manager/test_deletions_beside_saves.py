@@ -254,6 +254,6 @@ def test_a_damaged_manifest_holds_no_other_cut_off_deletion_up(tmp_path: Path) -
         with suppress(Killed):
             delete_steps(Ending(store, 2, does_it=True), [info], now=10.0)
     (tmp_path / step_folder(1) / "manifest.bcp").write_text("no manifest")
-    assert finish_deletions(store) == 1
+    assert finish_deletions(store, now=10.0) == 1
     assert [name for name in files_under(tmp_path) if name.startswith(step_folder(2))] == []
     assert len(store.list(retention.JOURNAL_FOLDER)) == 1

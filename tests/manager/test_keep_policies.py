@@ -102,6 +102,17 @@ def test_policies_are_values_and_shown_as_written() -> None:
         Latest(3).n = 2  # type: ignore[misc]  # the case
 
 
+def test_a_policy_of_a_user_may_take_the_steps_alone() -> None:
+    class Odd:
+        def keeps(self, saved):
+            return [info.step % 2 == 1 for info in saved]
+
+    saved = [StepInfo(step, 0.0, {}, {}, False, True) for step in range(4)]
+    assert kept_by(Odd(), saved, 1.0) == [False, True, False, True]
+    assert kept_by(Latest(1) | Odd(), saved, 1.0) == [False, True, False, True]
+    assert kept_by(Odd() | Steps(0), saved, 1.0) == [True, True, False, True]
+
+
 def test_a_policy_of_a_user_answers_for_every_step() -> None:
     class Short:
         def keeps(self, *_):

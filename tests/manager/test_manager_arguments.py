@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint import keep_policies, save_policies
+from bytecheckpoint import api, keep_policies, save_policies
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
 from distributed.workers import WorkerPool
 
@@ -156,3 +157,97 @@ def test_what_is_wrong_on_rank_0_is_raised_by_all_ranks(workers: WorkerPool, tmp
         assert (best.step, best.metrics) == (3, {"loss": 0.25})
         manager.save(4, state_at(4))
     assert bcp.steps(tmp_path) == [3, 4]
+
+
+@pytest.mark.parametrize("number", [np.float32(120), np.float64(120), np.int64(120), np.uint8(120)])
+def test_numbers_of_numpy_count_as_numbers(tmp_path: Path, number: Any) -> None:
+    for policy in (
+        save_policies.EverySeconds(number),
+        save_policies.Continuous(number),
+        keep_policies.EverySeconds(number),
+        keep_policies.Within(number),
+    ):
+        assert repr(policy) in {
+            f"{type(policy).__name__}{end}" for end in ("(120)", "(120.0)", "(minimum_s=120.0)")
+        } | {"Continuous(minimum_s=120)"}
+    assert save_policies.Overhead(number / np.float32(1024)).fraction == 120 / 1024
+    deadline = save_policies.Deadline(number, number)
+    assert (deadline.at_s, type(deadline.at_s), deadline.margin_s) == (120.0, float, 120)
+    assert bcp.ManagerOptions(max_failed_saves=np.int64(2)).max_failed_saves == 2
+    with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
+        manager.save(np.int32(1), state_at(1))
+        manager.lease(1, number)
+        manager.request_stop("spot", deadline_s=number)
+        assert manager._requests.reason == ""
+        manager.request_stop("spot", deadline_s=number - number)
+        assert manager._requests.reason == "deadline"
+        with pytest.raises(ValueError, match="deadline_s takes"):
+            manager.request_stop("spot", deadline_s=np.float32("nan"))
+
+
+def test_seconds_of_single_precision_lose_no_time(tmp_path: Path) -> None:
+    """Of seconds since 1970, single precision keeps every 128th."""
+    with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
+        manager.request_stop("spot", deadline_s=np.float32(1000))
+        assert 990 < manager._requests._deadlines[-1] - time.time() <= 1000
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda: save_policies.EverySteps(5) | save_policies.Preempted,
+        lambda: save_policies.Preempted | save_policies.EverySteps(5),
+        lambda: save_policies.EverySteps(5) & save_policies.First,
+        lambda: save_policies.First & save_policies.EverySteps(5),
+        lambda: keep_policies.Latest(1) | keep_policies.All,
+        lambda: keep_policies.All | keep_policies.Latest(1),
+    ],
+)
+def test_a_class_of_policies_is_refused_when_it_is_joined(join: Any) -> None:
+    with pytest.raises(ValueError, match="is the class of one: call it"):
+        join()
+
+
+def test_two_classes_that_are_joined_are_refused_when_a_manager_gets_them(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="save takes a save policy"):
+        bcp.CheckpointManager(tmp_path, save=save_policies.First | save_policies.Preempted)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cool_down_keep takes a keep policy"):
+        bcp.ManagerOptions(cool_down_keep=keep_policies.All | keep_policies.Latest)  # type: ignore[arg-type]
+
+
+def test_the_options_of_another_store_are_those_of_initial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, real = [], api.load
+
+    def load(path: Any, *arguments: Any, storage_options: Any, **others: Any) -> Any:
+        seen.append((Path(path).name, storage_options))
+        return real(path, *arguments, storage_options=None, **others)
+
+    bcp.save(tmp_path / "pretrained", state_at(9))
+    monkeypatch.setattr(api, "load", load)
+    for _ in range(2):  # the same call after a restart, when the root has a checkpoint
+        with bcp.CheckpointManager(tmp_path / "run", save=EVERY) as manager:
+            manager.restore(state_at(0), initial=tmp_path / "pretrained", storage_options={"key": "another"})
+            manager.save(1, state_at(1))
+    assert seen == [("pretrained", {"key": "another"}), ("run", None)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"storage_options": {}}, "storage_options of restore are those of initial"),
+        ({"process_group": None}, "restore takes no process_group: it is that of the manager"),
+        ({"role": "actor"}, "restore takes no role"),
+        ({"framework": "fsdp"}, "restore takes no framework"),
+    ],
+)
+def test_an_argument_of_load_that_the_manager_has_is_refused_with_its_place(
+    tmp_path: Path, arguments: dict[str, Any], message: str
+) -> None:
+    with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
+        manager.save(1, state_at(1))
+        for _ in range(4):
+            with pytest.raises(TypeError, match=message):
+                manager.restore(state_at(0), **arguments)
+        report = manager.restore(state_at(0))
+        assert report is not None
+        assert not report.passed_over

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,10 +22,13 @@ from bytecheckpoint.manager.after_commit import background
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
 from bytecheckpoint.manager.agreement import decisions
 from bytecheckpoint.saving import commit
+from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.backends.local_store import LocalStore
+from bytecheckpoint.storage.layout import step_folder
 from distributed.workers import WorkerPool
 
 EVERY = save_policies.EverySteps(1)
+NEWEST = keep_policies.Latest(1)
 
 
 def state_at(value: float) -> dict[str, Any]:
@@ -185,9 +192,44 @@ def test_a_store_that_never_deletes_stops_no_save_and_is_warned_of_once(
     assert time.monotonic() - began < 60, "of SaveOptions.timeout_s, which is longer"
     assert bcp.steps(tmp_path) == [*range(1, 32)]
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert [warning.count("not yours") for warning in warnings] == [1, 1, 1], warnings
-    assert "the background work in" in warnings[1]
-    assert "the next manager finishes them" in warnings[2]
+    assert [warning.count("not yours") for warning in warnings] == [1, 1], warnings
+    assert "the background work in" in warnings[0]
+    assert "the next manager finishes them" in warnings[1]
+
+
+def test_a_store_that_may_not_delete_at_all_is_opened_and_restored_from_as_often_as_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
+        manager.save(1, state_at(1))
+    monkeypatch.setattr(background, "_FAILING_S", 0.2)
+    refused = refuse_deletes(monkeypatch, "")
+    for _ in range(5):
+        with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
+            report = manager.restore(state_at(0))
+            assert report is not None
+            assert (report.step, report.passed_over) == (1, {})
+    assert refused
+
+
+def test_a_second_root_that_may_not_delete_gets_the_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = LocalStore.delete
+
+    def delete(store: LocalStore, name: str) -> None:
+        if str(store).endswith("there"):
+            raise StorageError("not yours", kind="permission", path=name)
+        real(store, name)
+
+    monkeypatch.setattr(LocalStore, "delete", delete)
+    options = bcp.ManagerOptions(cool_down=tmp_path / "there", cool_down_keep=keep_policies.Latest(1))
+    for step in (1, 2, 3):
+        with bcp.CheckpointManager(tmp_path / "here", save=EVERY, keep=NEWEST, options=options) as manager:
+            manager.restore(state_at(0))
+            manager.save(step, state_at(step))
+    assert (bcp.steps(tmp_path / "here"), bcp.steps(tmp_path / "there")) == ([2, 3], [1, 2, 3])  # 2 was restored
+    assert "may not delete in" in caplog.text
 
 
 def restore_without_deletes(rank: int, world_size: int, path: str) -> tuple[int | None, int]:
@@ -406,6 +448,83 @@ def test_retention_does_not_count_what_another_program_has_deleted(tmp_path: Pat
             if step == 8:
                 bcp.delete(tmp_path, step=8)
     assert bcp.steps(tmp_path) == [6, 10]
+
+
+def test_the_best_of_a_policy_is_none_that_another_program_has_deleted_long_ago(tmp_path: Path) -> None:
+    options = bcp.ManagerOptions(async_save=False, signals=())
+    keep = keep_policies.Best(1, "loss") | keep_policies.Latest(20)
+    with bcp.CheckpointManager(tmp_path, save=EVERY, keep=keep, options=options) as manager:
+        for step in range(1, 27):
+            manager.save(step, state_at(step), metrics={"loss": {1: 0.0, 2: 0.5}.get(step, 9.0)})
+            if step == 19:  # beyond the newest ones, which are looked at
+                manager.wait()
+                bcp.delete(tmp_path, step=1)
+    assert bcp.steps(tmp_path) == [2, *range(7, 27)]
+
+
+def test_the_best_checkpoint_is_found_beside_deletions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_at(step), metrics={"loss": float(step)})
+        manager.wait()
+        real = layout.read_manifest
+
+        def delete_first(store: Any, folder: str) -> Any:
+            if step_folder(1) == folder and 1 in bcp.steps(tmp_path):
+                shutil.rmtree(tmp_path / folder)
+            return real(store, folder)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(layout, "read_manifest", delete_first)
+            best = manager.best("loss")
+        assert best is not None
+        assert (best.step, best.metrics) == (2, {"loss": 2.0})
+
+
+KILLED_WITH_A_PIN = """
+import os, signal, sys, torch
+import bytecheckpoint as bcp
+from bytecheckpoint.storage import layout
+layout.commit = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+manager = bcp.CheckpointManager(sys.argv[1], save=bcp.save_policies.EverySteps(1))
+manager.save(int(sys.argv[2]), {"weight": torch.zeros(8)}, pin=True)
+manager.wait()
+"""
+
+
+def test_a_pin_of_a_save_that_was_killed_before_its_commit_protects_no_later_one(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
+        manager.save(1, state_at(1))
+    pin = tmp_path / step_folder(2) / "pin.json"
+    done = subprocess.run([sys.executable, "-c", KILLED_WITH_A_PIN, str(tmp_path), "2"], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert pin.exists()
+    assert bcp.steps(tmp_path) == [1]
+    with bcp.CheckpointManager(tmp_path, save=EVERY, keep=NEWEST) as manager:
+        assert not pin.exists()
+        for step in (2, 3):
+            manager.save(step, state_at(step))
+    assert bcp.steps(tmp_path) == [3]
+    assert not (tmp_path / step_folder(2)).exists()
+    assert not (tmp_path / "manager" / "pins_ahead").exists()
+
+
+def test_a_pin_of_a_save_that_failed_is_not_that_of_the_next_save_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CheckpointSaveError("the disk is full", kind="no_space")
+
+    options = bcp.ManagerOptions(on_failed_save="warn", async_save=False)
+    with bcp.CheckpointManager(tmp_path, save=EVERY, options=options) as manager:
+        for step, pin in ((1, False), (2, True)):
+            with monkeypatch.context() as patch:
+                patch.setattr(layout, "commit", refuse)
+                manager.save(step, state_at(step), pin=True)
+            assert (tmp_path / step_folder(step) / "pin.json").exists()
+            manager.save(step, state_at(step), pin=pin)
+    assert [(tmp_path / step_folder(step) / "pin.json").exists() for step in (1, 2)] == [False, True]
+    assert not (tmp_path / "manager" / "pins_ahead").exists()
 
 
 def test_a_pinned_save_is_pinned_when_it_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

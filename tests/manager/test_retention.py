@@ -16,7 +16,7 @@ from bytecheckpoint.errors import CheckpointNotFoundError
 from bytecheckpoint.manager import retention, step_records
 from bytecheckpoint.manager.keep_policies import Best, EverySteps, Latest
 from bytecheckpoint.manager.retention import StepDecision, decide, delete_steps, finish_deletions
-from bytecheckpoint.manager.step_records import read_steps
+from bytecheckpoint.manager.step_records import list_steps, read_steps
 from bytecheckpoint.storage.layout import step_folder
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.store import Store
@@ -171,7 +171,7 @@ def test_a_deletion_that_is_killed_at_any_call_is_finished_by_the_next(tmp_path:
         ending = Ending(store, calls, does_it=does_it)
         with suppress(Killed):
             delete_steps(ending, [read_steps(store)[0]], now=10.0)
-        finish_deletions(store)
+        finish_deletions(store, now=10.0)
         left = bcp.steps(root) == [1, 2]
         assert sorted(files_under(root)) == sorted([*whole, *survivors] if left else survivors), calls
         assert bcp.load(root, {"w": torch.zeros(50)}).step == 2
@@ -181,13 +181,72 @@ def test_a_deletion_that_is_killed_at_any_call_is_finished_by_the_next(tmp_path:
     pytest.fail("the deletion never ended")
 
 
+@pytest.mark.parametrize("mark", ["pin", "lease"])
+def test_a_mark_that_was_accepted_before_the_manifest_went_brings_the_checkpoint_back_after_a_kill(
+    tmp_path: Path, mark: str
+) -> None:
+    store = fill(tmp_path, (1, 2))
+    info = read_steps(store)[0]
+
+    class KilledAfterTheMark(Ending):
+        """Ends the process after its second call, the deletion of the manifest, before which the mark was accepted."""
+
+        def delete(self, name) -> None:
+            if mark == "pin":
+                step_records.pin(self.store, step_folder(1), time=6.0)
+            else:
+                step_records.lease(self.store, step_folder(1), until=100.0)
+            super().delete(name)
+
+    with suppress(Killed):
+        delete_steps(KilledAfterTheMark(store, 2, does_it=True), [info], now=10.0)
+    assert bcp.steps(tmp_path) == [2]
+    assert finish_deletions(store, now=10.0) == 0
+    state = {"w": torch.zeros(50)}
+    bcp.load(tmp_path, state, step=1)
+    assert state["w"][0] == 1.0
+    assert not store.list(retention.JOURNAL_FOLDER)
+    assert [found.info.step for found in list_steps(store) if found.info.pinned or found.leased_until == 100.0] == [1]
+
+
+def test_a_deletion_that_failed_after_an_accepted_pin_says_that_the_step_stays(tmp_path: Path) -> None:
+    store = fill(tmp_path, (1, 2))
+    info = read_steps(store)[0]
+    with suppress(Killed):
+        delete_steps(Ending(store, 2, does_it=True), [info], now=10.0)
+    step_records.write_pin(store, step_folder(1), time=6.0)  # of a call that saw the manifest before and after
+    assert delete_steps(store, [info], now=10.0) == {1: "pinned"}
+    assert bcp.steps(tmp_path) == [1, 2]
+
+
+def test_a_pin_does_not_bring_back_what_is_no_longer_whole(tmp_path: Path) -> None:
+    store = fill(tmp_path, (1, 2))
+    with suppress(Killed):
+        delete_steps(Ending(store, 3, does_it=True), [read_steps(store)[0]], now=10.0)
+    step_records.write_pin(store, step_folder(1), time=6.0)
+    assert finish_deletions(store, now=10.0) == 1
+    assert bcp.steps(tmp_path) == [2]
+    assert [name for name in files_under(tmp_path) if name.startswith(step_folder(1))] == [f"{step_folder(1)}/pin.json"]
+
+
+def test_a_forced_deletion_is_finished_in_spite_of_a_pin(tmp_path: Path) -> None:
+    store = fill(tmp_path, (1, 2))
+    step_records.pin(store, step_folder(1), time=1.0)
+    info = read_steps(store)[0]
+    with suppress(Killed):
+        ending = Ending(store, 2, does_it=True)
+        retention.delete_one(ending, step_folder(1), save_id=info.save_id, now=1.0, force=True)
+    assert finish_deletions(store, now=10.0) == 1
+    assert [name for name in files_under(tmp_path) if not name.startswith(step_folder(2))] == []
+
+
 def test_a_step_that_was_saved_again_meanwhile_is_not_touched(tmp_path: Path) -> None:
     store = fill(tmp_path, (1, 2))
     with suppress(Killed):
         delete_steps(Ending(store, 2, does_it=True), [read_steps(store)[0]], now=10.0)
     bcp.save(tmp_path, {"w": torch.full((50,), 7.0)}, step=1)
     step_records.pin(store, step_folder(1), time=1.0)
-    assert finish_deletions(store) == 1
+    assert finish_deletions(store, now=10.0) == 1
     assert bcp.open(tmp_path, step=1)["w"][0] == 7.0
     assert read_steps(store)[0].pinned
     assert len(list((tmp_path / step_folder(1) / "data").iterdir())) == 1
@@ -200,7 +259,7 @@ def test_a_journal_that_names_files_of_others_deletes_none(tmp_path: Path) -> No
     journal = retention.DeletionJournal(step_folder(9), "0123456789abcdef", names)
     (tmp_path / "manager" / "deleting").mkdir(parents=True)
     (tmp_path / "manager" / "deleting" / "a.json").write_bytes(retention.msgspec.json.encode(journal))
-    finish_deletions(store)
+    finish_deletions(store, now=10.0)
     assert sorted(files_under(tmp_path)) == before
 
 

@@ -239,3 +239,50 @@ def test_an_older_manager_copies_and_deletes_nothing(tmp_path: Path) -> None:
     older.report(2, {"loss": 1.0})
     older.close()
     assert bcp.steps(tmp_path / "there") == [2]
+
+
+KILLED_IN_A_FILE = """
+import os, signal, sys
+import torch
+import bytecheckpoint as bcp
+from bytecheckpoint.storage.backends import local_store
+def kill(temporary, path, *, replace, real=local_store.publish):
+    if "/there/" in path and "/data/" in path:
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(temporary, path, replace=replace)
+local_store.publish = kill
+options = bcp.ManagerOptions(cool_down=sys.argv[2])
+manager = bcp.CheckpointManager(sys.argv[1], save=bcp.save_policies.EverySteps(1), options=options)
+manager.save(1, {"weight": torch.full((8,), 1.0)})
+manager.close()
+"""
+
+
+def test_a_file_that_a_killed_copy_was_writing_is_removed_by_the_next_manager(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    killed = subprocess.run([sys.executable, "-c", KILLED_IN_A_FILE, str(here), str(there)], check=False, timeout=120)
+    assert killed.returncode < 0
+    data = there / "step_00000001" / "data"
+    assert len(list(data.glob(".tmp-*"))) == 1
+    other = data / ".tmp-0123456789abcdef-fedcba9876543210-00000-0.safetensors"  # of a save of another program
+    other.write_bytes(b"not ours")
+    with manager_at(tmp_path) as manager:
+        manager.wait()
+        assert list(data.glob(".tmp-*")) == [other]
+        assert value_of(there, 1) == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of moto
+def test_parts_of_a_killed_copy_to_s3_are_removed_by_the_next_manager(
+    s3: S3Service, s3_prefix: str, tmp_path: Path
+) -> None:
+    with bcp.CheckpointManager(tmp_path / "here", save=EVERY) as manager:
+        save_steps(manager, 1)
+    save_id = bcp.open(tmp_path / "here", step=1).info.save_id
+    keys = [f"{s3_prefix}/step_00000001/data/{of}-00000-0.safetensors" for of in (save_id, "fedcba9876543210")]
+    for key in keys:
+        s3.client().create_multipart_upload(Bucket=s3.bucket, Key=key)
+    with manager_at(tmp_path, cool_down=f"s3://{s3.bucket}/{s3_prefix}", cool_down_options=s3.options) as manager:
+        manager.wait()
+    left = s3.client().list_multipart_uploads(Bucket=s3.bucket, Prefix=s3_prefix).get("Uploads", [])
+    assert [upload["Key"] for upload in left] == keys[1:]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import bytecheckpoint as bcp
-from bytecheckpoint import keep_policies, save_policies
+from bytecheckpoint import api, keep_policies, save_policies
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CheckpointSaveError
 from distributed.workers import WorkerPool
 
@@ -138,6 +138,43 @@ def test_walk_back_restores_the_one_before_and_says_why(tmp_path: Path) -> None:
         assert "checksum" in report.passed_over[4]
         manager.save(4, state)  # on another branch than the damaged one
     bcp.load(tmp_path, state_at(0), step=4)
+
+
+def test_loads_of_a_damaged_step_that_ended_do_not_count_once_it_is_repaired(tmp_path: Path) -> None:
+    train(tmp_path, 5)
+    damage(tmp_path, 4)
+    for walk_back in (False, False, True, False, False):
+        with manager_at(tmp_path, options=bcp.ManagerOptions(walk_back=walk_back)) as manager:
+            if walk_back:
+                report = manager.restore(state_at(0))
+                assert report is not None
+                assert "checksum" in report.passed_over[4]
+            else:
+                with pytest.raises(CheckpointCorruptError):
+                    manager.restore(state_at(0))
+    damage(tmp_path, 4)  # the same bits again
+    with manager_at(tmp_path) as manager:
+        report = manager.restore(state_at(0))
+        assert report is not None
+        assert (report.step, report.passed_over) == (4, {})
+
+
+def test_a_restore_that_the_user_interrupts_three_times_passes_over_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    train(tmp_path, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "load", interrupt)
+        for _ in range(3):
+            with manager_at(tmp_path) as manager, pytest.raises(KeyboardInterrupt):
+                manager.restore(state_at(0))
+    with manager_at(tmp_path) as manager:
+        report = manager.restore(state_at(0))
+        assert report is not None
+        assert (report.step, report.passed_over) == (4, {})
 
 
 @pytest.mark.parametrize("num_bytes", [0, 20, 200])

@@ -61,7 +61,7 @@ class Background:
         self._reads_steps = reads_steps
         self._commits: deque[Commit] = deque()
         self._is_opened = False
-        """True when deletions that earlier managers had begun are finished."""
+        """True when deletions that have begun are finished."""
         self._is_first = True
         self._newest: int | None = None
         """Step that this manager committed last."""
@@ -177,9 +177,9 @@ class Background:
     def _catch_up(self) -> None:
         self._record_commits()
         if not self._is_opened:
+            finish_deletions(self._store, now=self._clock.now(), pace=self._pace)  # first: it may bring a step back
             if self._reads_steps:
                 self.steps.all()
-            finish_deletions(self._store, pace=self._pace)
             self._is_opened = True
         if self._newest is None:  # nothing else is deleted before this manager has committed
             return
@@ -189,7 +189,9 @@ class Background:
             self._delete_earlier_logs()
             self._record_earlier()
             self._is_first = False
+        self._is_opened = False  # a deletion that fails may have begun
         self._delete_due()
+        self._is_opened = True
         self._pauses.catch_up()
 
     def _let_saves_go_first(self) -> None:

@@ -73,14 +73,17 @@ class KnownSteps:
                 self._abandoned.discard(info.step)
 
     def drop_deleted(self) -> None:
-        """Forgets which of the newest steps other programs have deleted. Costs one listing and a look at each."""
+        """Forgets the steps that other programs have deleted: those whose folders are gone, and of the newest ones also
+        those that have no manifest. Costs one listing and a look at each of the newest.
+        """
         with self._lock:
             known = list(self._steps)
-        committed = list(itertools.islice(layout.newest_steps(self._store), _LOOKED_AT))
+        listing = self._store.list("")
+        committed = list(itertools.islice(layout.steps_below(self._store, "", listing), _LOOKED_AT))
         oldest = committed[-1] if len(committed) == _LOOKED_AT else -1
         with self._lock:
             for step in known:
-                if step > oldest and step not in committed:
+                if layout.step_folder(step) not in listing or (step > oldest and step not in committed):
                     self._steps.pop(step, None)
 
     def read_again(self, step: int) -> None:

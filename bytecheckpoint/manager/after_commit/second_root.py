@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError, StorageError
 from bytecheckpoint.manager import step_records
@@ -15,7 +16,7 @@ from bytecheckpoint.manager.after_commit.known_steps import KnownSteps, ordered
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
 from bytecheckpoint.manager.after_commit.save_pauses import OngoingSaves, SavePauses
 from bytecheckpoint.manager.agreement.decisions import StorageClock
-from bytecheckpoint.manager.cool_down import copy_step
+from bytecheckpoint.manager.cool_down import clear_cut_off, copy_step
 from bytecheckpoint.manager.keep_policies import KeepPolicy
 from bytecheckpoint.manager.ownership import Generation, claim
 from bytecheckpoint.manager.retention import (
@@ -75,6 +76,8 @@ class SecondRoot:
         """Steps with metrics that were reported since their copies."""
         self._to_renew: set[int] = set()
         """Those of them that this catching up copies."""
+        self._is_refused = False
+        """True if the second root has refused to delete."""
         self.may_delete = False
         """True once this manager has committed a checkpoint."""
         self.work = RetriedWork("bcp-cool-down", self._catch_up, what=f"copying from {self._source} to {target}")
@@ -126,10 +129,21 @@ class SecondRoot:
                 failure = failure or error
             self._on_copied()
         if self.may_delete:
-            self._delete_there(there)
+            self._unless_refused(partial(self._delete_there, there))
         if failure is not None:
             raise failure
         self._pauses.catch_up()
+
+    def _unless_refused(self, delete: Callable[[], object]) -> None:
+        """Deletes, unless the second root only takes objects, as backups do: that must hold no copy up."""
+        try:
+            delete()
+        except StorageError as error:
+            if error.kind != "permission":
+                raise
+            if not self._is_refused:
+                logger.warning("the manager may not delete in %s, so that all copies stay: %s", self._target, error)
+            self._is_refused = True
 
     def _note_progress(self) -> None:
         self.work.note_progress()
@@ -162,13 +176,14 @@ class SecondRoot:
                 path=str(self._target),
             )
         generation = claim(self._target, time=self._clock.now())
-        generation.clear_earlier(before_folder=self._let_saves_go_first)
         self._generation_there = generation
+        self._unless_refused(partial(generation.clear_earlier, before_folder=self._let_saves_go_first))
 
     def _look_there(self) -> dict[int, StoredStep]:
         abandoned = step_records.read_abandoned(self._source)
         if self._there is None:
-            finish_deletions(self._target, pace=self._pace)
+            finish = partial(finish_deletions, self._target, now=self._clock.now(), pace=self._pace)
+            self._unless_refused(finish)
             found = step_records.list_steps(self._target)
         else:
             found = list(self._there.values())
@@ -186,6 +201,8 @@ class SecondRoot:
         folder = layout.step_folder(info.step)
         may_replace = self._replaceable(there.get(info.step))
         self._let_saves_go_first()
+        if not info.save_id.startswith(self._generation.save_id_prefix):
+            self._unless_refused(partial(clear_cut_off, self._target, folder, info.save_id))
         with self._lock:
             self._in_copy = info.step
         try:

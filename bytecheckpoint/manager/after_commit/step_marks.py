@@ -4,17 +4,54 @@ leases. Wrong values are a CheckpointMismatchError, which all ranks raise as it 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import NamedTuple, SupportsFloat
 
-from bytecheckpoint.errors import CheckpointMismatchError, StorageError
+from bytecheckpoint.errors import CheckpointExistsError, CheckpointMismatchError, StorageError
 from bytecheckpoint.manager import step_records
 from bytecheckpoint.manager.after_commit.background import Background
 from bytecheckpoint.manager.after_commit.known_steps import StepChange
 from bytecheckpoint.manager.agreement.decisions import StorageClock
-from bytecheckpoint.storage.layout import step_folder
-from bytecheckpoint.storage.store import Store
+from bytecheckpoint.storage.layout import has_manifest, step_folder
+from bytecheckpoint.storage.store import Store, one_block
+
+logger = logging.getLogger("bytecheckpoint")
+
+
+PINS_AHEAD_FOLDER = "manager/pins_ahead"
+
+
+def pin_ahead(store: Store, step: int, *, time: float) -> None:
+    """Pins the checkpoint that is about to be committed: a process that ends right after the commit loses no pin. A
+    note of it lets the next manager take the pin away if the process ends before.
+    """
+    with suppress(CheckpointExistsError):  # of an attempt that failed
+        store.write(_note_of(step), one_block(b"\n"), replace=False)
+    step_records.write_pin(store, step_folder(step), time=time)
+
+
+def end_pin_ahead(store: Store, step: int, *, is_committed: bool) -> None:
+    """Forgets that a step was pinned ahead, and takes the pin away unless the step is committed."""
+    if not is_committed:
+        step_records.unpin(store, step_folder(step))
+    store.delete(_note_of(step))
+
+
+def end_pins_ahead(store: Store) -> None:
+    """Does so for all steps that earlier managers had pinned ahead. A store that refuses is named in a warning."""
+    numbers = (name.removesuffix(".json") for name in store.list(PINS_AHEAD_FOLDER))
+    try:
+        for step in [int(number) for number in numbers if number.isdecimal()]:
+            end_pin_ahead(store, step, is_committed=has_manifest(store.list(step_folder(step))))
+    except StorageError as error:
+        logger.warning("pins of steps that were never committed stay in %s: %s", store, error)
+
+
+def _note_of(step: int) -> str:
+    return f"{PINS_AHEAD_FOLDER}/{step:08d}.json"
 
 
 class StepMarks(NamedTuple):

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from bytecheckpoint.distributed.key_value_ranks import shown_ranks
 from bytecheckpoint.distributed.ranks import group_store
 from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.manager.policy_arguments import plain_number
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -85,7 +86,7 @@ class StopRequests:
         if deadline_s is None:
             self._reason = self._reason or reason
         else:
-            self._deadlines.append(time.time() + deadline_s)
+            self._deadlines.append(time.time() + float(deadline_s))  # in single precision minutes are lost
 
     @property
     def reason(self) -> str:
@@ -283,7 +284,7 @@ def _passed_key(rank: int) -> str:
 
 
 def check_deadline(deadline_s: float | None) -> None:
-    """Raises ValueError unless it is None or a number of seconds."""
-    is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool) and math.isfinite(deadline_s)
-    if deadline_s is not None and (not is_number or deadline_s < 0):
+    """Raises ValueError unless it is None or a number of seconds; numpy's are accepted."""
+    seconds = plain_number(deadline_s)
+    if deadline_s is not None and (seconds is None or not math.isfinite(seconds) or seconds < 0):
         raise ValueError(f"deadline_s takes a number of seconds from now, or None, not {deadline_s!r}")
