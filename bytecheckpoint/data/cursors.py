@@ -15,13 +15,16 @@ from bytecheckpoint.errors import CheckpointMismatchError
 
 _SIZES = ("world_size", "num_workers", "batch_size")
 """Keys of litData's state."""
+_GRAIN_POSITION = "global_next_index"
+"""Key of Grain's state."""
 _MEGATRON_COUNTS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 
 
 class CursorLoader:
     """The elastic loader of a data loader with one position for all ranks.
 
-    `read` returns the position as a tree, `load` takes it back, and `why_inexact` says why it is none, or None.
+    `read` returns the position as a tree, `load` takes it back, and `why_inexact` says why it is none, or None. `check`
+    raises CheckpointMismatchError (conflict) for a position that the loader cannot go on at.
     """
 
     def __init__(
@@ -29,10 +32,12 @@ class CursorLoader:
         read: Callable[[], Any],
         load: Callable[[Any], None],
         why_inexact: Callable[[], str | None] = lambda: None,
+        check: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self._read = read
         self._load = load
         self._why_inexact = why_inexact
+        self._check = check
 
     def stream_ids(self) -> Sequence[str]:
         """Returns nothing: a position has no streams."""
@@ -46,17 +51,19 @@ class CursorLoader:
         """Returns the position."""
         return self._read()
 
-    def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Takes the position.
-
-        Raises CheckpointMismatchError (conflict) if the state has streams, or the loader cannot go on at the position.
-        """
+    def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
+        """Raises CheckpointMismatchError (conflict) for streams, and for a position that the loader cannot go on at."""
         if streams:
             raise CheckpointMismatchError(
                 f"the state that was saved has {len(streams)} streams, and this loader has one position for all ranks; "
                 "load into the kind of loader that was saved",
                 kind="conflict",
             )
+        self._check(shared)
+
+    def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
+        """Takes the position. Raises as `check_streams` does."""
+        self.check_streams(streams, shared)
         self._load(shared)
 
     def refuse_inexact(self) -> str | None:
@@ -121,7 +128,14 @@ def grain_cursor(loader: Any) -> CursorLoader | None:
     """Returns the loader of an ElasticIterator of Grain's, or of the iterator that it gives."""
     if not any(_is_of(loader, "grain.", name) for name in ("ElasticIterator", "_ElasticMapDatasetIterator")):
         return None
-    return CursorLoader(loader.get_state, lambda state: loader.set_state(dict(state)))
+
+    def read() -> dict[str, Any]:
+        state: dict[str, Any] = loader.get_state()
+        left = len(loader._ds) - state[_GRAIN_POSITION]
+        # What is left makes no batch: without repeat() no more would ever follow.
+        return {_GRAIN_POSITION: 0} if left < loader._global_batch_size else state
+
+    return CursorLoader(read, lambda state: loader.set_state(dict(state)))
 
 
 def litdata_cursor(loader: Any) -> CursorLoader | None:
@@ -137,9 +151,11 @@ def litdata_cursor(loader: Any) -> CursorLoader | None:
             state["num_samples_yielded"] = 0
         return state
 
-    def load(state: dict[str, Any]) -> None:
+    def check(state: Mapping[str, Any]) -> None:
         if state["dataset"]["sample_in_epoch"] and _is_resharded(loader, state["dataset"]):
             _refuse_repeats(loader, state["dataset"])
+
+    def load(state: dict[str, Any]) -> None:
         loader.load_state_dict(_for_this_size(loader, state))
 
     def why_inexact() -> str | None:
@@ -148,7 +164,7 @@ def litdata_cursor(loader: Any) -> CursorLoader | None:
         kind = type(loader.dataset).__name__
         return f"litData resumes a {kind} on the same number of ranks, workers and samples in a batch only"
 
-    return CursorLoader(read, load, why_inexact)
+    return CursorLoader(read, load, why_inexact, check)
 
 
 def _topology(loader: Any) -> dict[str, int]:

@@ -17,9 +17,13 @@ class ElasticLoader(Protocol):
 
     Optional methods: `all_stream_ids()`, the ids that all ranks own together, which shows at a save that one has no
     owner; `assign(ids, size)`, see `assign_streams`; `refuse_inexact()`, which returns why the state is not exact, or
-    None; `stream_position(id)`, a few values of the stream's state that, put into an earlier state of the same stream,
-    make it the one now, which a manager's log of positions takes; `prepare_state()`, called in the step before a save,
-    so that state that is slow to gather is there by then.
+    None; `check_streams(streams, shared)`, which raises the CheckpointMismatchError that `load_streams` would, before a
+    load changes anything (tensors that lie in data files are not there yet: references stand for them);
+    `joining_state(id, others)`, the state in which a stream that the checkpoint lacks joins others with these states;
+    `start_states()`, the states by id in which this rank's streams begin, for a load that restarts the loader;
+    `stream_position(id)`, a few values of the stream's state that, put into an earlier state of the same stream, make
+    it the one now, which a manager's log of positions takes; `prepare_state()`, called in the step before a save, so
+    that state that is slow to gather is there by then.
     """
 
     def stream_ids(self) -> Sequence[str]:

@@ -76,11 +76,14 @@ class EnergonLoader:
         share = len(ids) // size
         return [ordered[rank * share : (rank + 1) * share] for rank in range(size)]
 
-    def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Restores this rank's workers. On another number of them the first one gives the next sample.
-
-        Raises CheckpointMismatchError (conflict) if the loader has another number of workers, or is being read.
+    def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
+        """Raises CheckpointMismatchError (conflict) if the loader has another number of workers, is being read, or has
+        another version.
         """
+        self._checked(streams, shared)
+
+    def _checked(self, streams: Mapping[str, Any], shared: Any) -> list[Any]:
+        """Returns the states of this rank's workers in their order."""
         loader = self._loader
         if bool(loader.num_workers) != bool(shared["num_workers"]) or len(streams) != self._num_workers:
             wanted = len(streams) if shared["num_workers"] else 0
@@ -96,7 +99,13 @@ class EnergonLoader:
                 kind="conflict",
             )
         ordered = sorted(streams, key=lambda stream_id: int(stream_id.removeprefix(_PREFIX)))
-        states = [from_tree(streams[stream_id]["worker"]) for stream_id in ordered]
+        return [from_tree(streams[stream_id]["worker"]) for stream_id in ordered]
+
+    def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
+        """Restores this rank's workers. On another number of them the first one gives the next sample. Raises as
+        `check_streams` does.
+        """
+        loader, states = self._loader, self._checked(streams, shared)
         if all(state is None for state in states):
             return
         is_same = shared["num_workers"] == loader.num_workers

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+import numpy as np
+import torch
+
 from bytecheckpoint.data.sources import END, PassEnd, check_source, cursor_of, read_next, source_name, state_after
 from bytecheckpoint.data.stream_position import StreamPosition, position_of
 from bytecheckpoint.data.streams import Streams
 
 _MASK = (1 << 64) - 1
+_ATOMS = frozenset({int, float, str, bytes, bool, type(None)})
 
 
 class ShuffleBuffer:
@@ -43,13 +47,16 @@ class ShuffleBuffer:
         self._at = StreamPosition()
         self._epoch = self._num_draws = 0
         self._buffer: list[Any] = []
+        self._shared: set[int] = set()
+        """Identities of the samples that a state holds too: a training loop may change in place what it is given."""
 
     def __iter__(self) -> Iterator[Any]:
         while (sample := self._next()) is not END:
             yield sample
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the buffer's content and what it takes to go on. Samples are not copied."""
+        """Returns the buffer's content and what it takes to go on. A sample is copied when it is drawn, not here."""
+        self._shared = set(map(id, self._buffer))
         return {
             "epoch": self._epoch,
             "draws": self._num_draws,
@@ -63,6 +70,7 @@ class ShuffleBuffer:
         self._cursor.lose_place()
         self._epoch, self._num_draws = state["epoch"], state["draws"]
         self._buffer = list(state["buffer"])
+        self._shared = set(map(id, self._buffer))
 
     def _next(self) -> Any | Literal[PassEnd.END]:
         while len(self._buffer) < self._size and self._at.epoch == self._epoch:
@@ -75,7 +83,8 @@ class ShuffleBuffer:
         drawn = _random_number(self._seed, self._epoch, self._num_draws) % len(self._buffer)
         self._num_draws += 1
         self._buffer[drawn], self._buffer[-1] = self._buffer[-1], self._buffer[drawn]
-        return self._buffer.pop()
+        sample = self._buffer.pop()
+        return _copied(sample) if id(sample) in self._shared else sample
 
 
 def refuse_streams(wrapper: str, source: Any) -> None:
@@ -85,6 +94,18 @@ def refuse_streams(wrapper: str, source: Any) -> None:
             f"{wrapper} is put around Streams, so that its content would belong to no stream and could not be shared "
             f"out to other ranks. Wrap the source of each stream: Streams({{id: {wrapper}(source, ...), ...}}, ...)"
         )
+
+
+def _copied(sample: Any) -> Any:
+    if isinstance(sample, torch.Tensor):
+        return sample.clone()
+    if isinstance(sample, np.ndarray):
+        return sample.copy()
+    if type(sample) is dict:
+        return {key: _copied(value) for key, value in sample.items()}
+    if type(sample) in {list, tuple}:
+        return type(sample)(value if type(value) in _ATOMS else _copied(value) for value in sample)
+    return sample
 
 
 def _random_number(seed: int, epoch: int, number: int) -> int:

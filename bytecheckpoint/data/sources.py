@@ -101,10 +101,18 @@ def check_source(name: str, source: Any) -> None:
 
 
 def source_name(source: Any) -> str:
-    """Returns the name of a source's class, and in brackets that of what it reads from."""
+    """Returns the name of a source's class, with what else a position depends on, and in brackets that of what it reads
+    from.
+    """
     inner = getattr(source, "wrapped_source", None)
-    name = type(source).__name__
+    name = getattr(source, "name_of_positions", type(source).__name__)
     return name if inner is None else f"{name}({source_name(inner)})"
+
+
+def check_reaches(source: Any, at: StreamPosition) -> None:
+    """Raises CheckpointMismatchError (conflict) if a sequence has fewer samples than come before this place."""
+    if at.position and is_sequence(source) and at.position > len(source):
+        raise _too_short(source, at, len(source))
 
 
 def inexact_reason(source: Any) -> str | None:

@@ -159,9 +159,10 @@ class StreamReader:
         # Streams without samples would go through epochs forever; packed rows may take some epochs to fill.
         if not self._is_endless or self._num_empty_epochs > _MAX_EMPTY_EPOCHS:
             return False
-        self._num_empty_epochs += 1
         self._epoch = pass_epoch(self._positions[each] for each in self._ids)
         self._line = self._line_up()
+        # Where some are epochs behind the others, they are as soon as these at an end.
+        self._num_empty_epochs += len(self._line) == len(self._ids)
         return bool(self._line)
 
     def _read(self, stream_id: str) -> Any | Literal[PassEnd.END]:

@@ -15,12 +15,13 @@ from bytecheckpoint.data.elastic_loader import assign_streams
 from bytecheckpoint.data.sources import (
     SourceCursor,
     carries_over,
+    check_reaches,
     check_source,
     inexact_reason,
     is_stateful,
     source_name,
 )
-from bytecheckpoint.data.stream_position import StreamPosition, position_of, tree_of
+from bytecheckpoint.data.stream_position import SourceSnapshot, StreamPosition, position_of, tree_of
 from bytecheckpoint.data.stream_reader import Change, StreamReader, blocks_in_turn, pass_epoch
 from bytecheckpoint.errors import CheckpointMismatchError
 
@@ -135,12 +136,21 @@ class Streams(IterableDataset[Any]):
         """Returns what all ranks agree about: all state is that of streams."""
         return {"kind": "streams"}
 
+    def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
+        """Raises CheckpointMismatchError (conflict) for states that are not those of such streams."""
+        self._checked(streams, shared)
+
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
         """Takes over these streams at their positions, and gives up all others.
 
         Raises:
             CheckpointMismatchError: the states are not those of such streams. Nothing was changed then.
         """
+        self._taken = self._checked(streams, shared)
+        self._reader, self._prepared = None, set()
+        self._lose_places()
+
+    def _checked(self, streams: Mapping[str, Any], shared: Any) -> dict[str, StreamPosition]:
         unknown = sorted(streams.keys() - self._sources.keys())
         if unknown or shared != self.shared_state():
             found = f"the unknown streams {unknown[:3]}" if unknown else f"{shared!r} as the state of all ranks"
@@ -149,16 +159,30 @@ class Streams(IterableDataset[Any]):
                 "that it had when it was saved",
                 kind="conflict",
             )
-        self._taken = {each: self._position_of(each, streams[each]) for each in streams}
-        self._reader, self._prepared = None, set()
-        self._lose_places()
+        return {each: self._position_of(each, streams[each]) for each in streams}
 
     def _position_of(self, stream_id: str, tree: Any) -> StreamPosition:
         source = self._sources[stream_id]
         position = position_of(stream_id, tree, source_name(source))
+        check_reaches(source, position)
         is_old = position.snapshot is not None and position.snapshot.epoch != position.epoch
         # A logged position on top of a checkpoint of the epoch before, whose end such a source cannot go on from.
         return replace(position, snapshot=None) if is_old and not carries_over(source) else position
+
+    def start_states(self) -> dict[str, Any]:
+        """Returns the states of this rank's streams before their first samples."""
+        return {each: tree_of(StreamPosition(), source_name(self._sources[each])) for each in self._taken}
+
+    def joining_state(self, stream_id: str, others: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the state of a stream that is at its first sample, in the epoch of the others.
+
+        In epoch 0 it would be read alone until it has caught up with them.
+        """
+        source = self._sources[stream_id]
+        epoch = pass_epoch(self._position_of(each, state) for each, state in others.items())
+        # Without a snapshot a source that carries something over would be read through all epochs before.
+        snapshot = SourceSnapshot(epoch, 0, 0, None) if epoch and carries_over(source) else None
+        return tree_of(StreamPosition(epoch, snapshot=snapshot), source_name(source))
 
     def refuse_inexact(self) -> str | None:
         """Returns why a source, or the way in which it is read, cannot go on exactly; None if all can."""
@@ -266,38 +290,37 @@ class _StreamsPass:
         if self._is_over:
             raise StopIteration
         streams = self._streams
-        is_mid_pass = False
-        if self._reader is None:
+        reader, is_mid_pass = self._reader, False
+        if reader is None:
             if not (self._is_counted or self._counts):
                 streams._flags[_UNCOUNTED] = 1
-            is_mid_pass = streams._is_mid_pass()
-            self._reader = streams._begin_pass()
-        if self._reader is not streams._reader:
+            reader, is_mid_pass = self._begin()
+        if reader is not streams._reader:
             raise RuntimeError(
                 "this pass over bcp.data.Streams is out of date: another one was begun since, or a state was loaded. "
                 "Call iter() again"
             )
-        try:
-            stream_id, sample = next(self._reader)
-        except StopIteration:
-            return self._end(is_mid_pass=is_mid_pass)
+        while (found := next(reader, None)) is None:
+            if self._counts:
+                streams._finish_pass(streams._epoch)
+            if not (self._counts and is_mid_pass):
+                self._is_over = True
+                raise StopIteration
+            # The end of the epoch was not known when it was saved. A pass without samples is none.
+            reader, is_mid_pass = self._begin()
         if self._counts:
-            self._reader.take_changes()
-        return (stream_id, sample) if streams._with_ids else sample
+            reader.take_changes()
+        return found if streams._with_ids else found[1]
+
+    def _begin(self) -> tuple[StreamReader, bool]:
+        """Begins to read an epoch. Returns its reader, and True if a part of the epoch was read before."""
+        is_mid_pass = self._streams._is_mid_pass()
+        self._reader = self._streams._begin_pass()
+        return self._reader, is_mid_pass
 
     @property
     def _counts(self) -> bool:
         return get_worker_info() is None and not self._streams.is_tracked
-
-    def _end(self, *, is_mid_pass: bool) -> Any:
-        if self._counts:
-            self._streams._finish_pass(self._streams._epoch)
-            if is_mid_pass:
-                # The end of the epoch was not known when it was saved. A pass without samples is none.
-                self._reader = None
-                return next(self)
-        self._is_over = True
-        raise StopIteration
 
 
 def check_stream(stream_id: Any, source: Any) -> None:

@@ -11,16 +11,30 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-from bytecheckpoint.data.batch_messages import CountingCollate, received
+from bytecheckpoint.data.batch_messages import CountedBatch, CountingCollate, received
 from bytecheckpoint.data.stream_reader import Change, pass_epoch
 from bytecheckpoint.data.streams import Streams
 
 _Begun = TypeVar("_Begun")
+_NOT_PREPARED = (
+    "each process reads its own streams already, so leave this loader out of prepare(), or pass it to "
+    "accelerate.data_loader.prepare_data_loader(loader, device=accelerator.device, num_processes=1, process_index=0, "
+    "put_on_device=True, dispatch_batches=False)"
+)
 
 
 def tracked_loader_of(loader: Any) -> TrackedLoader | None:
-    """Returns the elastic loader of a data loader over `Streams`, the same for each call; None for all others."""
+    """Returns the elastic loader of a data loader over `Streams`, the same for each call; None for all others.
+
+    Raises ValueError for a loader of accelerate's that takes only some of its streams' samples.
+    """
     base = getattr(loader, "base_dataloader", loader)  # accelerate's loaders hold torch's
+    dataset = getattr(base, "dataset", None)
+    if type(dataset).__name__ == "IterableDatasetShard" and isinstance(getattr(dataset, "dataset", None), Streams):
+        raise ValueError(
+            "accelerate has put bcp.data.Streams into an IterableDatasetShard, which gives each process some of the "
+            f"batches that it reads and drops the others: samples would be lost. What to do: {_NOT_PREPARED}"
+        )
     if not isinstance(base, DataLoader) or not isinstance(base.dataset, Streams):
         return None
     tracked = base.__dict__.get("_get_iterator")
@@ -74,12 +88,24 @@ class TrackedLoader:
         """Returns what all ranks agree about."""
         return self._streams.shared_state()
 
+    def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
+        """Raises CheckpointMismatchError (conflict) for states that are not those of such streams."""
+        self._streams.check_streams(streams, shared)
+
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
         """Takes over these streams, and gives up all others. The next `iter` starts workers anew."""
         self._streams.load_streams(streams, shared)
         self._num_passes += 1
         self._waiting.clear()
         self._drop_iterator()
+
+    def start_states(self) -> dict[str, Any]:
+        """Returns the states of this rank's streams before their first samples."""
+        return self._streams.start_states()
+
+    def joining_state(self, stream_id: str, others: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the state of a stream that is at its first sample, in the epoch of the others."""
+        return self._streams.joining_state(stream_id, others)
 
     def refuse_inexact(self) -> str | None:
         """Returns why the state is not exact, or None."""
@@ -94,8 +120,8 @@ class TrackedLoader:
         cls = type(wrapper)
         if cls.__name__ == "DataLoaderDispatcher":
             self._refusal = (
-                "accelerate's DataLoaderDispatcher reads on one rank for all. Pass dispatch_batches=False, or leave "
-                "the loader of bcp.data.Streams as it is: each rank reads its own streams already"
+                "accelerate's DataLoaderDispatcher reads the streams of one process for all, and those of the others "
+                f"are lost. What to do: {_NOT_PREPARED}"
             )
             return
         if self._is_followed and "_counts_batches" in cls.__dict__:
@@ -194,8 +220,24 @@ class _CountedPass:
         self._is_over = False
 
     def next(self, iterator: Any) -> Any:
+        counting, tracked = self, self._tracked
         if self._continued is not None:
-            return next(self._continued)
+            iterator, counting = self._continued, self._continued._counted_by
+        while (counted := counting._read(iterator)) is None:
+            counting._is_over = True
+            if not counting._is_empty_rest:
+                tracked._arrived(counting._epoch)
+                raise StopIteration
+            # The end of the epoch was not known when it was saved. A pass without batches is none.
+            tracked._streams._finish_pass(counting._epoch)
+            self._continued = iterator = counting._replace(iterator)
+            counting = iterator._counted_by
+        counting._is_empty_rest = False
+        tracked._arrived(received(counted.changes))
+        return counted.batch
+
+    def _read(self, iterator: Any) -> CountedBatch | None:
+        """Returns the next batch, or None where the class has no more."""
         if self._number != self._tracked._num_passes:
             raise RuntimeError(
                 "this pass over a DataLoader of bcp.data.Streams is out of date: another one was begun since, or a "
@@ -204,22 +246,10 @@ class _CountedPass:
         if self._is_over:
             raise StopIteration
         try:
-            counted = self._cls.__next__(iterator)
+            counted: CountedBatch = self._cls.__next__(iterator)
         except StopIteration:
-            return self._end(iterator)
-        self._is_empty_rest = False
-        self._tracked._arrived(received(counted.changes))
-        return counted.batch
-
-    def _end(self, iterator: Any) -> Any:
-        self._is_over = True
-        if not self._is_empty_rest:
-            self._tracked._arrived(self._epoch)
-            raise StopIteration
-        # The end of the epoch was not known when it was saved. A pass without batches is none.
-        self._tracked._streams._finish_pass(self._epoch)
-        self._continued = self._replace(iterator)
-        return next(self._continued)
+            return None
+        return counted
 
     def reset(self, iterator: Any, loader: Any, *, first_iter: bool) -> None:
         """Begins the next pass with the same workers, or with new ones if those are not where the trainer is."""

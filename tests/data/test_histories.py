@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from data import histories
 from data.histories import Ranks, in_memory, play_freely, play_in_step
 from data.sample_sources import KINDS
 
 import bytecheckpoint as bcp
+from bytecheckpoint.data.elastic_loader import assign_streams
+from bytecheckpoint.data.stream_position import StreamPosition
+from bytecheckpoint.data.tracked_loader import TrackedLoader
 
 FEW, MANY = 15, 250
 """Histories of each of two kinds."""
@@ -34,6 +39,38 @@ def test_many_histories(first: int) -> None:
     for seed in range(first, first + 5):
         play_freely(seed, in_memory)
         play_in_step(seed, in_memory)
+
+
+def first_twice(loader: object, ids: Sequence[str], size: int) -> list[list[str]]:
+    """An owner map that gives one stream to two ranks, and another to none."""
+    parts = assign_streams(loader, ids, size)
+    parts[-1] = [*parts[-1][:-1], parts[0][0]]
+    return parts
+
+
+def count_what_was_read(tracked: TrackedLoader, _num_batches: int) -> None:
+    hand_over(tracked, len(tracked._waiting))
+
+
+def stay_at_the_end(position: StreamPosition, *, carries_over: bool) -> StreamPosition:
+    return replace(position, epoch=position.epoch + 1, snapshot=position.snapshot if carries_over else None)
+
+
+hand_over = TrackedLoader._hand_over
+MUTATIONS: dict[str, tuple[Any, str, Any]] = {
+    "owner map": (histories, "assign_streams", first_twice),
+    "prefetch count": (TrackedLoader, "_hand_over", count_what_was_read),
+    "epoch rule": (StreamPosition, "next_epoch", stay_at_the_end),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_mutation_shows_in_a_few_histories(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*MUTATIONS[mutation])
+    # A worker's error comes as a RuntimeError.
+    with pytest.raises((AssertionError, bcp.CheckpointMismatchError, RuntimeError)):  # noqa: PT012  one is enough
+        for seed in range(FEW):
+            play_freely(seed, in_memory)
 
 
 @pytest.mark.parametrize("kind", ["lines", "shuffled records", "packed after shuffling"])

@@ -8,14 +8,17 @@ import copy
 import gc
 import io
 import itertools
+import re
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
 
+import bytecheckpoint as bcp
 from bytecheckpoint.data import Packer, ShuffleBuffer, Streams
 from bytecheckpoint.data.known_loaders import elastic_loader_of
 
@@ -182,10 +185,43 @@ def test_a_loader_of_accelerate_counts_what_the_trainer_took(num_workers: int, u
     assert begun + [batch.tolist() for batch in second] + [batch.tolist() for batch in second] == uninterrupted
 
 
+def of_two_ranks(rank: int) -> DataLoader[Any]:
+    samples = {f"s{each}": [10 * each + number for number in range(4)] for each in range(4)}
+    return DataLoader(Streams(samples, rank=rank, size=2), batch_size=2)
+
+
 def test_what_accelerate_reads_on_one_rank_for_all_is_refused() -> None:
     accelerate = pytest.importorskip("accelerate.data_loader")
-    loader = accelerate.DataLoaderDispatcher(Streams({"a": [1]}, rank=0, size=1), batch_size=1)
-    assert "dispatch_batches=False" in elastic_loader_of(loader).refuse_inexact()
+    loader = accelerate.prepare_data_loader(of_two_ranks(0), num_processes=2, process_index=0, put_on_device=True)
+    assert type(loader).__name__ == "DataLoaderDispatcher"
+    why = elastic_loader_of(loader).refuse_inexact()
+    assert "reads the streams of one process for all" in why
+    assert "leave this loader out of prepare()" in why
+
+
+def test_streams_that_accelerate_splits_a_second_time_are_refused() -> None:
+    accelerate = pytest.importorskip("accelerate.data_loader")
+    loader = accelerate.prepare_data_loader(of_two_ranks(1), num_processes=2, process_index=1)
+    taken = {sample for batch in loader.base_dataloader for sample in batch.tolist()}
+    assert taken == {11, 31, 13, 33}, "half of the samples of this rank"
+    with pytest.raises(ValueError, match=r"samples would be lost.*num_processes=1, process_index=0"):
+        bcp.DataLoaderState(loader, rank=1, size=2, elastic="same")
+
+
+def test_a_loader_that_accelerate_prepares_for_one_process_has_all_samples_of_its_rank() -> None:
+    pytest.importorskip("accelerate.data_loader")
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    (block,) = (each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "prepare_data_loader" in each)
+    taken: list[int] = []
+    for rank in range(2):
+        names: dict[str, Any] = {"loader": of_two_ranks(rank), "accelerator": SimpleNamespace(device="cpu")}
+        exec(block, names)
+        loader = names["loader"]
+        tracked = bcp.DataLoaderState(loader, rank=rank, size=2).streams
+        for number, batch in enumerate(loader, start=1):
+            taken += batch.tolist()
+            assert sum(tracked.stream_state(each)["samples"] for each in tracked.stream_ids()) == 2 * number
+    assert sorted(taken) == [10 * each + number for each in range(4) for number in range(4)]
 
 
 def test_a_shuffle_buffer_of_datasets_is_refused() -> None:

@@ -42,10 +42,12 @@ def united(of_ranks: list[Taken]) -> Taken:
 # Grain: ranks are options of an iterator, in one process.
 
 
-def grain_loaders(size: int) -> list[Any]:
+def grain_loaders(size: int, num_samples: int | None = None) -> list[Any]:
+    """Loaders of three shuffled epochs, or of one of so many samples in their order."""
     grain = pytest.importorskip("grain")
     options = [grain.sharding.ShardOptions(shard_index=rank, shard_count=size) for rank in range(size)]
-    dataset = grain.MapDataset.range(NUM_SAMPLES).shuffle(seed=3).repeat(3)
+    once = grain.MapDataset.range(num_samples or NUM_SAMPLES)
+    dataset = once if num_samples else once.shuffle(seed=3).repeat(3)
     return [grain.experimental.ElasticIterator(dataset, GLOBAL_BATCH, each) for each in options]
 
 
@@ -74,6 +76,25 @@ def test_an_iterator_of_grain_goes_on_inside_a_process() -> None:
     expected = next(iterator).tolist()
     known(iterator).load_streams({}, state)
     assert next(iterator).tolist() == expected
+
+
+@pytest.mark.parametrize("num_samples", [NUM_SAMPLES, NUM_SAMPLES + 5, NUM_SAMPLES + GLOBAL_BATCH - 1])
+def test_grain_at_the_end_of_a_dataset_begins_it_anew(num_samples: int) -> None:
+    expected = list(range(NUM_SAMPLES))  # batches that are not full are dropped
+    loaders = grain_loaders(4, num_samples)
+    taken = united([[next(each).tolist() for _ in range(NUM_SAMPLES // GLOBAL_BATCH)] for each in loaders])
+    assert sorted(chain.from_iterable(taken)) == expected
+    before_the_end = grain_loaders(4, num_samples)
+    for each in before_the_end:
+        known(each).load_streams({}, {"global_next_index": NUM_SAMPLES - GLOBAL_BATCH})
+        assert known(each).shared_state() == {"global_next_index": NUM_SAMPLES - GLOBAL_BATCH}
+    states = [known(each).shared_state() for each in loaders]
+    assert all(state == states[0] for state in states)
+    again = grain_loaders(2, num_samples)
+    for each in again:
+        known(each).load_streams({}, states[0])
+    taken = united([[next(each).tolist() for _ in range(NUM_SAMPLES // GLOBAL_BATCH)] for each in again])
+    assert sorted(chain.from_iterable(taken)) == expected
 
 
 # Mosaic and litData: ranks are processes.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DistributedSampler
 
+import bytecheckpoint as bcp
 from bytecheckpoint.adapters.data.rank_states import consumed_prefix
 
 stateful_dataloader = pytest.importorskip("torchdata.stateful_dataloader")
@@ -34,7 +36,10 @@ def samples_of(batches: list[torch.Tensor]) -> list[int]:
 @pytest.mark.parametrize(
     ("saved_size", "size", "batch_sizes", "num_batches"), [(2, 3, (4, 4), 7), (4, 2, (3, 5), 6), (2, 4, (5, 3), 0)]
 )
-def test_nothing_is_lost(kind: str, saved_size: int, size: int, batch_sizes: tuple[int, int], num_batches: int) -> None:
+@pytest.mark.parametrize("was_read", [False, True])
+def test_nothing_is_lost(
+    kind: str, saved_size: int, size: int, batch_sizes: tuple[int, int], num_batches: int, *, was_read: bool
+) -> None:
     before: list[int] = []
     states: list[Any] = []
     for rank in range(saved_size):
@@ -48,8 +53,9 @@ def test_nothing_is_lost(kind: str, saved_size: int, size: int, batch_sizes: tup
         loader = loader_of(kind, rank, size, batch_sizes[1])
         found = consumed_prefix(states, loader, size=size)
         assert not isinstance(found, str), found
-        if found.state is not None:
-            loader.load_state_dict(found.state)
+        if was_read:
+            next(iter(loader))
+        loader.load_state_dict(found.state)
         after += samples_of(list(loader))
         repeated = found.repeated_at_most
     assert set(before) | set(after) == set(range(NUM_SAMPLES))
@@ -63,7 +69,30 @@ def test_an_epoch_that_has_ended_is_the_start_of_the_next(kind: str) -> None:
     for loader in loaders:
         list(loader)
     states = [loader.state_dict() for loader in loaders]
-    assert consumed_prefix(states, loader_of(kind, 0, 3, 4), size=3) == (None, 0)
+    after: list[int] = []
+    for rank in range(3):
+        loader = loader_of(kind, rank, 3, 4)
+        next(iter(loader))
+        found = consumed_prefix(states, loader, size=3)
+        assert not isinstance(found, str), found
+        assert found.repeated_at_most == 0
+        loader.load_state_dict(found.state)
+        after += samples_of(list(loader))
+    assert sorted(after) == list(range(NUM_SAMPLES))
+
+
+@pytest.mark.parametrize("kind", ["stateful", "of torch"])
+def test_a_loader_that_was_read_restarts(kind: str, tmp_path: Path) -> None:
+    saved = loader_of(kind, 0, 1, 4)
+    next(iter(saved))
+    bcp.save(tmp_path, {"data": bcp.DataLoaderState(saved, rank=0, size=1, elastic="restart")})
+    loader = loader_of(kind, 0, 2, 4)
+    uninterrupted = samples_of(list(loader_of(kind, 0, 2, 4)))
+    next(iter(loader))
+    state = bcp.DataLoaderState(loader, rank=0, size=2, elastic="restart")
+    with pytest.warns(UserWarning, match="starts anew, from its first sample"):
+        bcp.load(tmp_path, {"data": state})
+    assert samples_of(list(loader)) == uninterrupted
 
 
 def test_a_state_of_random_numbers_is_refused() -> None:

@@ -31,6 +31,7 @@ from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shards import LocalShards
 from bytecheckpoint.adapters.tree_loader import TreeTarget, is_sharded
 from bytecheckpoint.data.elastic_loader import ElasticLoader, assign_streams
+from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.info import DataReport
 from bytecheckpoint.manifest.plain_wire import checked_text, join_fqn, unsupported
 
@@ -45,8 +46,8 @@ class _StreamShare(NamedTuple):
     """States of the other streams, of plain data alone."""
     own: Sequence[str]
     """Sorted ids of all of these."""
-    new: Sequence[str]
-    """Ids of this rank's streams that the checkpoint lacks."""
+    new: Mapping[str, Any]
+    """States in which those of this rank's streams begin that the checkpoint lacks."""
     ids: Sequence[str] | None
     """Sorted ids of the streams of all ranks, where these were assigned."""
     names: Collection[str]
@@ -75,6 +76,7 @@ class DataLoaderEntry:
 
     def collect(self) -> EntryContents:
         loader = self._state.streams
+        self._state.is_in_use = True
         self.refuse_inexact()
         tensors: list[tuple[str, torch.Tensor]] = []
 
@@ -149,10 +151,26 @@ class DataLoaderEntry:
             share = self._why_refused(found, checkpoint) or self._find_share(found, checkpoint, names)
             if isinstance(share, str):
                 return Expectation([], names, [Problem("conflict", self.fqn, f"{self.fqn}: {share}")])
+            self._check(share)
             self._share = share
         of_tree = self._target.expect(self._share.found, {}, checkpoint)
         problems = [*self._share.problems, *of_tree.problems]
         return Expectation(of_tree.shards, of_tree.claims.union(self._share.names), problems)
+
+    def _check(self, share: _StreamShare) -> None:
+        """Raises CheckpointMismatchError (conflict) for a state that the loader will not take. It is no problem among
+        others: without `strict` one rank would leave its streams where they are, and others would not.
+        """
+        check = getattr(self._state.streams, "check_streams", None)
+        if check is None or share.why_restarted:
+            return
+        tree = share.found.tree
+        states = {**share.plain, **tree["streams"]}
+        try:
+            check({each: states[each] for each in share.own}, tree["shared"])
+        except CheckpointMismatchError as error:
+            text = f"{self.fqn}: {error.message}. Nothing else was changed either"
+            raise CheckpointMismatchError(text, kind="conflict") from error
 
     def _why_refused(self, found: StoredTree, checkpoint: CheckpointView) -> str | None:
         tree = found.tree
@@ -177,18 +195,25 @@ class DataLoaderEntry:
             num_streams=len(tree["streams"]), saved_size=tree["size"], size=state.size, elastic=state.elastic
         )
         nothing = found._replace(tree={"shared": None, "streams": {}})
-        share = _StreamShare(checkpoint, nothing, {}, [], [], None, names, [], report)
+        share = _StreamShare(checkpoint, nothing, {}, [], {}, None, names, [], report)
         if rule.action == "refuse":
             return rule.why
         if rule.action == "restart":
-            return share._replace(report=replace(report, restarted=True), why_restarted=rule.why)
+            start = getattr(state.streams, "start_states", lambda: None)()
+            if start is None and state.is_in_use:
+                return (
+                    f"{rule.why}; it would start anew, but it was saved or loaded before and cannot be put back to its "
+                    "start: make the loader and its DataLoaderState anew"
+                )
+            report = replace(report, restarted=True)
+            return share._replace(plain=start or {}, own=list(start or {}), report=report, why_restarted=rule.why)
         if rule.action == "assign":
             return self._assigned(share, found)
         states = [tree["streams"][rank_id(rank)] for rank in range(tree["size"])]
         prefix = consumed_prefix(states, state.loader, size=state.size)
         if isinstance(prefix, str):
             return f'{rule.why}, and {prefix}; load it on as many, or choose elastic="restart"'
-        own = {} if prefix.state is None else {rank_id(state.rank): prefix.state}
+        own = {rank_id(state.rank): prefix.state}
         report = replace(report, repeated_at_most=prefix.repeated_at_most)
         return share._replace(plain=own, own=list(own), report=report)
 
@@ -210,11 +235,16 @@ class DataLoaderEntry:
             found=found._replace(tree={"shared": tree["shared"], "streams": others}),
             plain=plain,
             own=own,
-            new=new,
+            new=self._joining(loader, new, {**plain, **others} or {each: table[each] for each in ids}) if new else {},
             ids=ids,
             problems=problems,
             report=replace(share.report, num_streams=len(ids), num_moved=num_moved),
         )
+
+    def _joining(self, loader: ElasticLoader, new: Sequence[str], others: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the states in which streams that the checkpoint lacks begin beside others with these states."""
+        join = getattr(loader, "joining_state", None)
+        return {each: loader.stream_state(each) if join is None else join(each, others) for each in new}
 
     def _compare(
         self, loader: ElasticLoader, saved_by: Mapping[str, int]
@@ -243,15 +273,21 @@ class DataLoaderEntry:
         share, loader = self._share, self._state.streams
         if share is None:
             return
-        self.report = share.report
+        self.report, self._state.is_in_use = share.report, True
         if share.why_restarted:
-            if self._state.rank == 0:
-                text = f"{self.fqn}: the data loader starts anew, from its first sample: {share.why_restarted}"
-                warnings.warn(text, stacklevel=2)
+            self._restart(share)
             return
         filled = self._target.filled(share.found, {}, checkpoint)
         states = {**share.plain, **filled["streams"]}
         # A load that is not strict: what the checkpoint lacks stays with the rank that has it.
-        kept = {each: loader.stream_state(each) for each in share.new}
-        loader.load_streams({**{each: states[each] for each in share.own}, **kept}, filled["shared"])
+        loader.load_streams({**{each: states[each] for each in share.own}, **share.new}, filled["shared"])
         self._state.loaded_ids = share.ids
+
+    def _restart(self, share: _StreamShare) -> None:
+        loader = self._state.streams
+        if share.own:
+            loader.load_streams({each: share.plain[each] for each in share.own}, loader.shared_state())
+        if self._state.rank == 0:
+            at = "from its first sample" if share.own else "and must not have been read"
+            text = f"{self.fqn}: the data loader starts anew, {at}: {share.why_restarted}"
+            warnings.warn(text, stacklevel=2)

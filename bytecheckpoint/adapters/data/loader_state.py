@@ -32,7 +32,8 @@ class DataLoaderState:
             refused where the state does not say so. `restart` starts the loader anew there, with a warning.
 
     Raises:
-        ValueError: `rank` is none of `size` ranks, or `elastic` is not one of these.
+        ValueError: `rank` is none of `size` ranks, `elastic` is not one of these, or accelerate has split `Streams`
+            once more.
         TypeError: The loader has no state.
     """
 
@@ -56,6 +57,8 @@ class DataLoaderState:
         self.streams: ElasticLoader = elastic_loader or RankStates(loader, rank=rank, size=size)
         self.loaded_ids: Sequence[str] | None = None
         """Sorted ids of the streams of all ranks, once a load has dealt them out."""
+        self.is_in_use = False
+        """True once the loader was saved or loaded: it may have been read."""
 
     def prepare_state(self) -> None:
         """Lets the loader gather its state now, so that the save after the next step need not wait for it.

@@ -40,6 +40,12 @@ class RankStates:
     def assign(self, _ids: Sequence[str], size: int) -> list[list[str]]:
         return [[rank_id(rank)] for rank in range(size)]
 
+    def start_states(self) -> dict[str, Any] | None:
+        """Returns this rank's state before its first sample, or None if the state is more than a count of samples."""
+        state = self._loader.state_dict()
+        is_counted = isinstance(_progress_of(state), _Progress)
+        return {rank_id(self._rank): _state_after(state, 0, 1)} if is_counted else None
+
     def load_streams(self, streams: Mapping[str, Any], _shared: Any) -> None:
         for state in streams.values():
             self._loader.load_state_dict(state)
@@ -49,7 +55,7 @@ class ConsumedPrefix(NamedTuple):
     """The samples of an epoch that all ranks have passed, in the order in which a sampler deals them out."""
 
     state: Any
-    """State of a rank that goes on behind them; None where that is the start, of this epoch or of the next."""
+    """State of a rank that goes on behind them: the start, where that is the end of the epoch."""
     repeated_at_most: int
     """Samples, over all ranks, that were taken and are taken again."""
 
@@ -80,18 +86,16 @@ def consumed_prefix(states: Sequence[Any], loader: Any, *, size: int) -> Consume
     progress = [each for each in found if isinstance(each, _Progress)]
     if len({each.epoch for each in progress}) > 1:
         return f"its ranks are in different epochs, {sorted({each.epoch for each in progress})}"
+    batch_size = getattr(loader, "batch_size", None) or 1
     going_on = [each.num_samples for each in progress if not each.is_finished]
     if not going_on:
-        return ConsumedPrefix(None, 0)
-    batch_size = getattr(loader, "batch_size", None) or 1
+        return ConsumedPrefix(_state_after(states[0], 0, batch_size), 0)
     num_batches = min(going_on) * len(states) // size // batch_size
     taken = sum(each.num_samples for each in progress)
     repeated = taken - num_batches * batch_size * size
     length = getattr(sampler, "num_samples", None)
     is_at_end = length is not None and num_batches * batch_size >= length
-    if is_at_end or not (num_batches or progress[0].epoch):
-        return ConsumedPrefix(None, repeated)
-    return ConsumedPrefix(_state_after(states[0], num_batches, batch_size), repeated)
+    return ConsumedPrefix(_state_after(states[0], 0 if is_at_end else num_batches, batch_size), repeated)
 
 
 def _progress_of(state: Any) -> _Progress | str:

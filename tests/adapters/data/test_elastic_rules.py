@@ -61,8 +61,11 @@ def save_samples(rank: int, world_size: int, path: str, elastic: Any, counts: li
     return taken
 
 
-def load_samples(rank: int, world_size: int, path: str, elastic: Any) -> tuple[list[int], bcp.DataReport, list[str]]:
+def load_samples(
+    rank: int, world_size: int, path: str, elastic: Any, num_read: int = 0
+) -> tuple[list[int], bcp.DataReport, list[str]]:
     sampler = CountingSampler(rank, world_size)
+    sampler.take(num_read)
     state = bcp.DataLoaderState(sampler, rank=rank, size=world_size, elastic=elastic)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -115,6 +118,51 @@ def test_restart_warns_and_leaves_the_loader_at_its_start(workers: WorkerPool, t
     assert all(report.restarted for _, report, _ in loaded)
     assert [len(messages) for *_, messages in loaded] == [1, 0, 0, 0]
     assert "data: the data loader starts anew, from its first sample: saved by 2" in loaded[0][2][0]
+
+
+@pytest.mark.parametrize(("elastic", "counts"), [("restart", [7, 7]), ("at_least_once", [0, 7])])
+def test_a_sampler_that_was_read_goes_back_to_its_start(
+    workers: WorkerPool, tmp_path: Path, elastic: str, counts: list[int]
+) -> None:
+    workers.run(save_samples, str(tmp_path), elastic, counts, world_size=2)
+    loaded = workers.run(load_samples, str(tmp_path), elastic, 5, world_size=4)
+    assert sorted(sample for rest, *_ in loaded for sample in rest) == list(range(NUM_SAMPLES))
+
+
+def test_streams_that_were_read_restart_at_their_start(tmp_path: Path) -> None:
+    class Inexact(bcp.data.Streams):
+        def refuse_inexact(self) -> str:
+            return "its shuffle buffer is filled anew"
+
+    def data_of(size: int) -> tuple[Inexact, bcp.DataLoaderState]:
+        streams = Inexact({each: [f"{each}{number}" for number in range(3)] for each in "abcd"}, rank=0, size=size)
+        next(iter(streams))
+        return streams, bcp.DataLoaderState(streams, rank=0, size=size, elastic="restart")
+
+    bcp.save(tmp_path, {"data": data_of(1)[1]})
+    streams, state = data_of(2)
+    with pytest.warns(UserWarning, match="starts anew, from its first sample"):
+        bcp.load(tmp_path, {"data": state})
+    assert list(streams) == ["a0", "c0", "a1", "c1", "a2", "c2"]
+
+
+def test_a_loader_that_was_saved_and_cannot_go_back_is_not_restarted(tmp_path: Path) -> None:
+    class Opaque:
+        def state_dict(self) -> dict[str, Any]:
+            return {"cursor": "x"}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            assert state == {"cursor": "x"}
+
+    bcp.save(tmp_path / "1", {"data": bcp.DataLoaderState(Opaque(), rank=0, size=1, elastic="restart")})
+    used = bcp.DataLoaderState(Opaque(), rank=0, size=1, elastic="restart")
+    bcp.save(tmp_path / "2", {"data": used})
+    used.size = 2
+    with pytest.raises(bcp.CheckpointMismatchError, match="make the loader and its DataLoaderState anew"):
+        bcp.load(tmp_path / "1", {"data": used})
+    new = bcp.DataLoaderState(Opaque(), rank=0, size=2, elastic="restart")
+    with pytest.warns(UserWarning, match="starts anew, and must not have been read"):
+        bcp.load(tmp_path / "1", {"data": new})
 
 
 def test_streams_are_exact_whatever_is_allowed(tmp_path: Path) -> None:
@@ -187,13 +235,13 @@ class Loader:
 
 
 def test_the_state_of_torchdatas_loader_is_cut_to_whole_batches() -> None:
-    states = [torchdata_state(12, 3), torchdata_state(9, 3)]
+    states, start = [torchdata_state(12, 3), torchdata_state(9, 3)], torchdata_state(0, 1)
     found = consumed_prefix(states, Loader(4, 3), size=3)
     assert found == (torchdata_state(4, 4), 21 - 12)
-    assert consumed_prefix(states, Loader(5, 5), size=5) == (None, 21)
-    assert consumed_prefix([torchdata_state(60, 4)] * 2, Loader(4, 3), size=3) == (None, 0)  # an end nobody has seen
+    assert consumed_prefix(states, Loader(5, 5), size=5) == (start, 21)
+    assert consumed_prefix([torchdata_state(60, 4)] * 2, Loader(4, 3), size=3) == (start, 0)  # an end nobody has seen
     finished = torchdata_state(50, 3, _iterator_finished=True)
-    assert consumed_prefix([finished, finished], Loader(4, 3), size=3) == (None, 0)
+    assert consumed_prefix([finished, finished], Loader(4, 3), size=3) == (start, 0)
     assert consumed_prefix([finished, torchdata_state(48, 3)], Loader(4, 1), size=1) == (torchdata_state(96, 4), 2)
 
 
