@@ -29,6 +29,7 @@ BENCHMARKS = {
     "data_state": "the state of data loaders: many streams, and token buffers beside weights",
     "data_prefetch": "the stall of a save with data loaders whose state takes seconds to gather",
     "foreign": "opening checkpoints of other programs",
+    "in_trainers": "saves of a framework's own job, by itself and through the integration for it",
     "dcp_drop_in": "saves of a training job through DCP and through the drop-in for it",
 }
 

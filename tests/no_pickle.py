@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[1]
 LIBRARY = (f"{ROOT / 'bytecheckpoint'}/", f"{ROOT / 'tools'}/")
 OTHERS = (
     *(f"{ROOT / name}/" for name in ("tests", "benchmarks", "examples")),
-    *(f"/site-packages/{name}/" for name in ("deepspeed", "megatron", "transformer_engine")),
-    *(f"/site-packages/{name}/" for name in ("torch/utils/data", "torchdata")),
+    *(f"/site-packages/{name}/" for name in ("deepspeed", "megatron", "transformer_engine", "lightning")),
+    *(f"/site-packages/{name}/" for name in ("torch/utils/data", "torchdata", "transformers")),
 )
 """Whose own business it is, also where the library called them: a test's object, a framework's module, batches that a
 data loader's own workers send."""

@@ -1,1 +1,3 @@
-"""The library behind the calls of training frameworks, one module for each, which alone imports its framework."""
+"""The library behind the calls of training frameworks, a module or a package for each, which alone imports its
+framework; `shared/` has what several of them use.
+"""

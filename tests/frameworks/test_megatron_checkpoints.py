@@ -5,6 +5,8 @@ the model put together from its older format is the same.
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from migration_pages import assert_doctor_prints, blocks_of, run
 
 import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
@@ -149,6 +152,30 @@ def test_a_model_of_megatron_is_filled_from_it(workers: WorkerPool, saved: dict[
     path = str(saved["tp2_pp2"][0] / "dist")
     for wrong in workers.run(load, Layout(), path, world_size=1, timeout_s=300):
         assert wrong == []
+
+
+def test_weights_load_by_the_lines_of_the_page_about_moving_over(
+    workers: WorkerPool, saved: dict[str, tuple[Path, list[Held]]], tmp_path: Path
+) -> None:
+    shutil.copytree(saved["tp2_pp2"][0] / "dist", tmp_path / "old" / "iter_0000010")
+    assert workers.run(load_as_documented, str(tmp_path), world_size=1, timeout_s=300) == [[]]
+
+
+def load_as_documented(rank: int, world_size: int, folder: str) -> list[str]:
+    """What differs after a load by the page, into parameters in the precision of the checkpoint."""
+    from frameworks.real_megatron import sharded_parameters, true_part
+
+    os.chdir(folder)
+    *_, block = blocks_of("from-megatron.md")
+    with on_host(Layout()):
+        built = build(Layout())
+        run(block, {"bcp": bcp, "model": built.chunks})
+        assert_doctor_prints("old/iter_0000010", block)
+        return [
+            sharded.key
+            for parameter, sharded in sharded_parameters(built)
+            if not torch.equal(parameter, true_part(sharded, "{}").to(parameter.dtype))
+        ]
 
 
 def load(rank: int, world_size: int, layout: Layout, path: str) -> list[str]:

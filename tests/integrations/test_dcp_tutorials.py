@@ -73,8 +73,9 @@ def train_with_saves_in_the_background(rank: int, world_size: int, module: str, 
     dcp = import_module(module)
     model, optimizer = sharded(world_size, 0)
     group = dist.new_group()  # training goes on beside the save, with collectives of its own
-    can_pin = module == OURS or torch.cuda.is_available()  # torch raises where there is no device
-    writer = getattr(dcp, WRITERS[module])(cache_staged_state_dict=can_pin, path=str(path))
+    # Staging memory that is pinned and kept is an option of torch's, which raises where there is no device.
+    keeps = {"cache_staged_state_dict": torch.cuda.is_available()} if module == TORCH else {}
+    writer = getattr(dcp, WRITERS[module])(path=str(path), **keeps)
     checkpoint_future, digests = None, []
     for number in range(3):
         step(model, optimizer, torch.full((8, 10), number / 3))

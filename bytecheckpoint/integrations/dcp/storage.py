@@ -24,7 +24,7 @@ from bytecheckpoint import api
 from bytecheckpoint.adapters.shards import LocalShard, dtype_name
 from bytecheckpoint.conversion.dcp import planned_by_torch
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.integrations.dcp_conflicts import OnConflict, mark_differing
+from bytecheckpoint.integrations.dcp.conflicts import OnConflict, mark_differing
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone
 from bytecheckpoint.loading.plain_trees import PlainData, TensorStub
 from bytecheckpoint.loading.read import Source
@@ -107,18 +107,12 @@ class BcpStorageWriter(StorageWriter):
         options: SaveOptions | None = None,
         storage_options: Mapping[str, Any] | None = None,
         process_group: dist.ProcessGroup | None = None,
-        cache_staged_state_dict: bool = False,
     ) -> None:
-        """`process_group` is the one that dcp.save is called with, which DCP does not tell its writers.
-
-        `cache_staged_state_dict` is there because FileSystemWriter has it, and stays without effect here: with
-        `bytecheckpoint.integrations.dcp` staging memory is pinned and kept in any case.
-        """
+        """`process_group` is the one that dcp.save is called with, which DCP does not tell its writers."""
         self.path = path
         self.options = replace(options or SaveOptions(), overwrite=True)
         self.storage_options = storage_options
         self.process_group = process_group
-        self.cache_staged_state_dict = cache_staged_state_dict
         self._uses_collectives = True
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:

@@ -1,10 +1,4 @@
-"""torch.distributed.checkpoint's `save`, `async_save` and `load`, with this library behind them: change the import.
-
-    from bytecheckpoint.integrations import dcp    # was: import torch.distributed.checkpoint as dcp
-
-Modules and optimizers are saved from live memory; the state_dict() of every other Stateful value is called, as DCP
-does, and saved under the same names.
-"""
+"""`save`, `async_save` and `load` of the drop-in for torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -33,8 +27,8 @@ from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.distributed.ranks import Subject, join_ranks, together
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.info import CheckpointInfo
-from bytecheckpoint.integrations.dcp_conflicts import OnConflict
-from bytecheckpoint.integrations.dcp_storage import (
+from bytecheckpoint.integrations.dcp.conflicts import OnConflict
+from bytecheckpoint.integrations.dcp.storage import (
     LOAD_PLANNER_ADVICE,
     SAVE_PLANNER_ADVICE,
     BcpStorageReader,
@@ -48,8 +42,6 @@ from bytecheckpoint.integrations.dcp_storage import (
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.saving.handle import SaveHandle
-
-__all__ = ["BcpStorageReader", "BcpStorageWriter", "async_save", "load", "save"]
 
 
 def save(

@@ -1,0 +1,1 @@
+"""Training jobs of other frameworks, for benchmarks/in_trainers.py: a module for each, which has `train`."""

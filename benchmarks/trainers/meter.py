@@ -1,0 +1,93 @@
+"""Times the saves of a training loop that somebody else runs: the calls, the steps beside them, the files."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+TAIL_STEPS = 2
+"""Steps after a checkpoint is durable that still count: memory is freed then."""
+
+
+class SaveTiming(NamedTuple):
+    """Seconds of one save on one rank."""
+
+    stall: float
+    """Seconds until the call returned."""
+    durable: float
+    """Seconds from the call until the last file was there."""
+    lost: float
+    """Stall, and what the steps until durable took longer than as many undisturbed ones."""
+
+
+class Meter:
+    """Counts the steps of an optimizer and the calls of a save."""
+
+    def __init__(self) -> None:
+        self._steps: list[float] = []
+        self._calls: list[tuple[float, float]] = []
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Counts each step of this optimizer."""
+        optimizer.register_step_post_hook(lambda *_: self._steps.append(time.time()))
+
+    def step(self) -> None:
+        """Counts a step, for frameworks whose optimizer has no hooks."""
+        self._steps.append(time.time())
+
+    def timed(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `save` with its calls timed."""
+
+        @wraps(save)
+        def call(*arguments: Any, **named: Any) -> Any:
+            started = time.time()  # not perf_counter: it is compared with times of files
+            try:
+                return save(*arguments, **named)
+            finally:
+                self._calls.append((started, time.time()))
+
+        return call
+
+    def timings(self, checkpoints: Sequence[Path]) -> list[SaveTiming]:
+        """Returns one for each call; `checkpoints` are the files or folders that they wrote, in order."""
+        if len(checkpoints) != len(self._calls):
+            raise ValueError(f"{len(self._calls)} saves wrote {[path.name for path in checkpoints]}")
+        whole = list(zip(self._calls, map(newest_file, checkpoints), strict=True))
+        step = statistics.median(self._undisturbed([(start, max(end, last)) for (start, end), last in whole]))
+        return [self._timing(start, end, max(end, last), step) for (start, end), last in whole]
+
+    def _undisturbed(self, spans: Sequence[tuple[float, float]]) -> list[float]:
+        steps = zip(self._steps, self._steps[1:], strict=False)
+        return [after - before for before, after in steps if all(after < start or before > end for start, end in spans)]
+
+    def _timing(self, start: float, end: float, durable: float, step: float) -> SaveTiming:
+        begun = max((at for at in self._steps if at <= start), default=start)
+        later = [at for at in self._steps if at > start]
+        counted = sum(at <= durable for at in later) + TAIL_STEPS
+        window = later[: min(counted, len(later))]
+        lost = window[-1] - begun - len(window) * step if window else end - start
+        return SaveTiming(end - start, durable - start, lost)
+
+
+def newest_file(path: Path) -> float:
+    """Returns when the last file below `path` was written."""
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return max(file.stat().st_mtime for file in files)
+
+
+def num_bytes(path: Path) -> int:
+    """Returns bytes of all files at or below `path`."""
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
+def by_age(folder: Path) -> list[Path]:
+    """Returns what lies in `folder`, the oldest first, without links and hidden files."""
+    found = [path for path in folder.iterdir() if not path.is_symlink() and not path.name.startswith(".")]
+    return sorted(found, key=newest_file)

@@ -1,0 +1,96 @@
+"""What a loader of accelerate says about itself: samplers, generators, the size of its batches, and its state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import BatchSampler, IterableDataset
+
+from bytecheckpoint.adapters.rank_values.rng_state import RngState
+
+
+def order_of(loader: Any) -> dict[str, Any]:
+    """Returns what the order of a pass that begins now follows from."""
+    sampler, generator = sampler_of(loader), generator_of(loader)
+    return {
+        "rng": RngState().state_dict(),
+        "generator": None if generator is None else generator.get_state(),
+        "seed": sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
+    }
+
+
+def set_order(loader: Any, order: Mapping[str, Any]) -> None:
+    sampler, generator = sampler_of(loader), generator_of(loader)
+    if isinstance(sampler, SeedableRandomSampler):
+        if order.get("seed") is not None:
+            sampler.initial_seed = order["seed"]
+    elif order.get("generator") is not None:
+        if generator is None and hasattr(sampler, "generator"):  # on one process accelerate makes none
+            generator = sampler.generator = torch.Generator()
+        if generator is not None:
+            generator.set_state(order["generator"])
+
+
+def generator_of(loader: Any) -> torch.Generator | None:
+    found = getattr(loader, "synchronized_generator", None)
+    return found if found is not None else getattr(sampler_of(loader), "generator", None)
+
+
+def core_of(loader: Any) -> Any:
+    """Returns the innermost batch sampler, of an iterable dataset the dataset."""
+    return loader.dataset if isinstance(loader.dataset, IterableDataset) else _batch_samplers(loader)[-1]
+
+
+def _batch_samplers(loader: Any) -> list[Any]:
+    found = [loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler]
+    while hasattr(found[-1], "batch_sampler"):
+        found.append(found[-1].batch_sampler)
+    return found
+
+
+def sampler_of(loader: Any) -> Any:
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    return None if is_iterable else getattr(_batch_samplers(loader)[-1], "sampler", None)
+
+
+def is_stateful(loader: Any) -> bool:
+    return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+def has_first_iterator(loader: Any) -> bool:
+    """Returns True if torchdata's loader has its first iterator already: accelerate asks each for a state at once."""
+    return bool(getattr(loader.base_dataloader, "_initial_iter_for_state_dict", False))
+
+
+def holds_dataset(state: Any) -> bool:
+    """Returns True if the state of torchdata's loader holds that of a dataset."""
+    if not isinstance(state, Mapping):
+        return False
+    own = any(state.get(key) is not None for key in ("dataset_state", "dataset_iter_state"))
+    return own or any(map(holds_dataset, state.values()))
+
+
+def global_batch(loader: Any, num_ranks: int) -> int | None:
+    """Returns the samples of one batch of all ranks; None if that is not known."""
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    dealers = [loader, loader.dataset] if is_iterable else [loader, *_batch_samplers(loader)]
+    size = getattr(loader.dataset, "batch_size", None) if is_iterable else getattr(dealers[-1], "batch_size", None)
+    size = size if size is not None else loader.batch_size
+    counts = [each.num_processes for each in dealers if isinstance(getattr(each, "num_processes", None), int)]
+    if any(getattr(each, "split_batches", False) for each in dealers):
+        return None if size is None else int(size)
+    count = counts[0] if counts else num_ranks
+    return None if size is None else int(size) * count
+
+
+def batches_now(loader: Any, shared: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
+    """Returns the batches of each rank that are as many samples as were taken, and the samples that come again."""
+    if shared["num_ranks"] == num_ranks or not shared["batches"]:
+        return int(shared["batches"]), 0
+    now, then = global_batch(loader, num_ranks), shared["global_batch"]
+    if not now or not then:
+        return 0, 0
+    return divmod(int(shared["batches"]) * int(then), now)

@@ -1,0 +1,228 @@
+"""Accelerate's data loaders as a checkpoint sees them: what the trainer took of a pass, the order of that pass, and the
+random numbers that return once the first batch after a load is there.
+
+Importing this wraps `__iter__` of accelerate's loader classes, for the whole process: nothing else tells when a pass
+begins, and its order follows from the generators of that moment. Batches and draws stay what they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate.data_loader import (
+    DataLoaderAdapter,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    SeedableRandomSampler,
+    SkipDataLoader,
+)
+from torch.utils.data import BatchSampler, RandomSampler
+
+from bytecheckpoint.adapters.rank_values.rng_state import RngState
+from bytecheckpoint.data.known_loaders import elastic_loader_of
+from bytecheckpoint.integrations.accelerate.loader_facts import (
+    core_of,
+    generator_of,
+    has_first_iterator,
+    is_stateful,
+    order_of,
+    sampler_of,
+)
+
+_LOADERS = (DataLoaderShard, DataLoaderDispatcher, SkipDataLoader)
+_turns = itertools.count()
+
+
+@dataclass
+class LoaderPass:
+    """A pass over a prepared loader, or over one that `skip_first_batches` has made of it."""
+
+    loader: Callable[[], Any]
+    """Weak reference to the loader that is iterated over."""
+    epoch: int
+    order: dict[str, Any]
+    """Generators as they were when it began."""
+    num_taken: int = 0
+    """Batches that the trainer took, those that were skipped included."""
+    turn: int = 0
+    """Rises with every batch of any loader."""
+    is_over: bool = False
+    is_left: bool = False
+    """True if the trainer left the loop before its end."""
+
+    def has_ended(self) -> bool:
+        """Returns True if no batch will follow; in the loop too, as accelerate reads one batch ahead."""
+        return self.is_over or bool(getattr(self.loader(), "end_of_dataloader", False))
+
+
+@dataclass
+class ResumedPass:
+    """What a load has left for the next pass over a loader."""
+
+    prepared: Callable[[], Any]
+    """Weak reference to the prepared loader."""
+    shared: Mapping[str, Any]
+    stream: Mapping[str, Any] | None
+    """State of this rank; None if the checkpoint is of another number of ranks."""
+    order: dict[str, Any] | None
+    """Generators as they were when the pass that goes on began; None where none goes on."""
+    num_to_skip: int
+    """Batches that the loader itself is to leave out."""
+    restore_rng: Callable[[], object] | None
+    """For the loader that was read when the save was made."""
+
+
+PASSES: MutableMapping[Any, LoaderPass] = weakref.WeakKeyDictionary()
+RESUMES: MutableMapping[Any, ResumedPass] = weakref.WeakKeyDictionary()
+"""Both by what a loader shares with the one that `skip_first_batches` makes of it."""
+
+
+class _SamplingNoted:
+    """Stands in for a sampler while a pass begins, where the order is drawn from the generators of the process. Notes
+    these, or sets them as they were for the pass that goes on.
+
+    The begin of the pass is not exact enough: torchdata's loader makes its first iterator, which draws too, earlier.
+    """
+
+    def __init__(self, loader: Any, order: dict[str, Any], *, replays: bool) -> None:
+        self._order, self._replays = order, replays
+        self._sampler, self._generator, self._batches = sampler_of(loader), generator_of(loader), None
+        is_drawn = not isinstance(self._sampler, SeedableRandomSampler) or (replays and "sampler_rng" in order)
+        if self._sampler is not None and is_drawn and type(core_of(loader)) is BatchSampler:
+            self._batches = core_of(loader)
+            self._batches.sampler = self
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)  # such as set_epoch, which accelerate calls meanwhile
+
+    def __iter__(self) -> Iterator[Any]:
+        order, generator, now = self._order, self._generator, RngState().state_dict()
+        if not self._replays:
+            order |= {"sampler_rng": now, "generator": None if generator is None else generator.get_state()}
+            yield from self._sampler
+            return
+        RngState().load_state_dict(order.get("sampler_rng", now))
+        if generator is not None and order["generator"] is not None:
+            generator.set_state(order["generator"])
+        samples = iter(self._replayed())
+        first = list(itertools.islice(samples, 1))
+        RngState().load_state_dict(now)
+        yield from itertools.chain(first, samples)
+
+    def _replayed(self) -> Any:
+        """Returns the sampler that the pass had. Accelerate sets a seedable one after the workers of torchdata's loader
+        have begun the first pass with another.
+        """
+        sampler = self._sampler
+        if not isinstance(sampler, SeedableRandomSampler):
+            return sampler
+        generator = None
+        if self._order["generator"] is not None:
+            generator = torch.Generator().set_state(self._order["generator"])
+        return RandomSampler(sampler.data_source, sampler.replacement, sampler._num_samples, generator)
+
+    def close(self) -> None:
+        """Puts the sampler back."""
+        if self._batches is not None:
+            self._batches.sampler = self._sampler
+            self._batches = None
+
+
+def _wrap_init(cls: Any) -> None:
+    original = cls.__init__
+
+    def note_order(loader: Any, dataset: Any, *arguments: Any, batch_sampler: Any = None, **keywords: Any) -> None:
+        given = SimpleNamespace(dataset=dataset, sampler=None, batch_sampler=batch_sampler)
+        if batch_sampler is None or not keywords.get("num_workers") or type(core_of(given)) is not BatchSampler:
+            original(loader, dataset, *arguments, batch_sampler=batch_sampler, **keywords)
+            return
+        order = order_of(given)
+        sampling = _SamplingNoted(given, order, replays=False)
+        try:
+            original(loader, dataset, *arguments, batch_sampler=batch_sampler, **keywords)
+        finally:
+            sampling.close()
+        if has_first_iterator(loader):
+            loader.order_of_first_pass = order
+
+    cls.__init__ = note_order
+
+
+def _wrap(cls: Any) -> None:
+    original = cls.__iter__
+
+    def begin_pass(loader: Any) -> Iterator[Any]:
+        kind = type(loader)
+        elastic_loader_of(loader)  # one of bcp.data.Streams counts from its first pass on, by a class of its own
+        return _iterated(loader, original) if type(loader) is kind else iter(loader)
+
+    cls.__iter__ = begin_pass
+
+
+def _iterated(loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+    core = core_of(loader)
+    resume = RESUMES.pop(core, None)
+    restore = _begin_resumed(loader, resume) if resume is not None else None
+    prepared = resume.prepared() if resume is not None else None
+    skipped = max(int(getattr(loader, "skip_batches", 0)), int(getattr(loader.batch_sampler, "skip_batches", 0)))
+    if resume is not None and resume.stream is not None and prepared is loader and is_stateful(loader):
+        skipped = resume.shared["batches"]
+    going_on = resume.order if resume is not None else None
+    order = going_on or order_of(loader)
+    if has_first_iterator(loader) and "order_of_first_pass" in vars(loader):
+        order = {**loader.order_of_first_pass, "seed": order["seed"]}  # its workers have begun it already
+    this = LoaderPass(weakref.ref(loader), int(getattr(loader, "iteration", 0)), order, skipped)
+    PASSES[core] = this
+    sampling = _SamplingNoted(loader, order, replays=going_on is not None)
+    try:
+        for batch in original(loader):
+            sampling.close()
+            if restore is not None:
+                restore()
+                restore = None
+            this.num_taken, this.turn = this.num_taken + 1, next(_turns)
+            yield batch
+    except GeneratorExit:
+        this.is_left = True
+        raise
+    finally:
+        sampling.close()
+    this.is_over = True
+    if prepared is not None and prepared is not loader:  # accelerate counts the epochs of each by itself
+        prepared.iteration = this.epoch + 1
+
+
+def _begin_resumed(loader: Any, resume: ResumedPass) -> Callable[[], None]:
+    """Lets the next pass begin as the one that was saved did. Returns what is to be called when its first batch is
+    there.
+    """
+    is_own = resume.prepared() is loader
+    before = RngState().state_dict()
+    if resume.order is not None:
+        RngState().load_state_dict(resume.order.get("rng", before))
+    if is_own and resume.num_to_skip:
+        loader.skip_batches = resume.num_to_skip
+
+    def on_first_batch() -> None:
+        if is_own and resume.num_to_skip:
+            loader.skip_batches = 0
+        if resume.restore_rng is not None:
+            resume.restore_rng()
+        elif resume.order is not None:
+            RngState().load_state_dict(before)
+
+    return on_first_batch
+
+
+_wrap_init(DataLoaderAdapter)
+for _cls in _LOADERS:
+    _wrap(_cls)

@@ -1,0 +1,158 @@
+"""The state of the loaders that `Accelerator.prepare` returned, for a save and a load."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+
+from bytecheckpoint.adapters.data.loader_state import DataLoaderState
+from bytecheckpoint.data.known_loaders import elastic_loader_of
+from bytecheckpoint.integrations.accelerate.loader_facts import (
+    batches_now,
+    core_of,
+    global_batch,
+    has_first_iterator,
+    holds_dataset,
+    is_stateful,
+    order_of,
+    set_order,
+)
+from bytecheckpoint.integrations.accelerate.passes import PASSES, RESUMES, ResumedPass
+
+logger = logging.getLogger("bytecheckpoint")
+
+
+class PreparedLoader:
+    """The elastic loader of a loader that `Accelerator.prepare` returned: one position for all ranks, and for each rank
+    what only as many ranks can go on with.
+    """
+
+    def __init__(self, accelerator: Any, loader: Any, *, is_current: bool, loads: bool) -> None:
+        self._accelerator, self._loader, self._is_current, self._loads = accelerator, loader, is_current, loads
+        self._pass = PASSES.get(core_of(loader))
+        self._resume = RESUMES.get(core_of(loader))
+        self._taken: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
+
+    def stream_ids(self) -> Sequence[str]:
+        """Returns the id of this rank's state; none in a load, so that any number of ranks fits."""
+        return [] if self._loads else [_id_of(self._accelerator.process_index)]
+
+    def stream_state(self, _stream_id: str) -> Mapping[str, Any]:
+        """Returns what this rank goes on with on as many ranks."""
+        if self._resume is not None and self._resume.stream is not None:
+            return self._resume.stream
+        loader, in_pass = self._loader, self._is_in_pass()
+        order = self._pass.order if self._pass is not None and in_pass else order_of(loader)
+        state = loader.state_dict() if is_stateful(loader) else None
+        # Torchdata draws twice for a pass that has ended, so such a state is left out, but for that of a dataset.
+        is_needed = in_pass or holds_dataset(state)
+        return {"order": order, "loader": state if is_needed else None, "is_new": has_first_iterator(loader)}
+
+    def shared_state(self) -> Mapping[str, Any]:
+        """Returns the position: the epoch, and the batches of each rank in it."""
+        if self._resume is not None:
+            return self._resume.shared
+        begun, epoch, num_taken = self._pass, int(getattr(self._loader, "iteration", 0)), 0
+        if begun is not None and self._is_in_pass():
+            epoch, num_taken = begun.epoch, begun.num_taken
+        elif begun is not None and begun.has_ended():
+            epoch = max(epoch, begun.epoch + 1)
+        return {
+            "epoch": epoch,
+            "batches": num_taken,
+            "global_batch": global_batch(self._loader, self._accelerator.num_processes),
+            "num_ranks": self._accelerator.num_processes,
+        }
+
+    def _is_in_pass(self) -> bool:
+        begun = self._pass
+        is_begun = begun is not None and begun.num_taken > 0 and not begun.has_ended()
+        return is_begun and (self._is_current or not begun.is_left)  # type: ignore[union-attr]
+
+    def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
+        """Keeps the state for `go_on`."""
+        self._taken = streams, shared
+
+    def go_on(self, name: str, restore_rng: Callable[[], object] | None) -> None:
+        """Brings the loader to the position that was loaded. What has to wait for its next pass is done there:
+        `restore_rng` too, once its first batch is there.
+        """
+        if self._taken is None:  # left out by `include` or `exclude`
+            return
+        streams, shared = self._taken
+        loader, num_ranks, rank = self._loader, self._accelerator.num_processes, self._accelerator.process_index
+        stream = streams.get(_id_of(rank)) if shared["num_ranks"] == num_ranks else None
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(shared["epoch"])
+        order = stream["order"] if stream is not None else self._order_of_first_rank(streams)
+        set_order(loader, order)
+        num_batches, num_again = batches_now(loader, shared, num_ranks)
+        num_to_skip = 0
+        if stream is not None and is_stateful(loader):
+            if stream["loader"] is not None or not stream["is_new"]:
+                loader.load_state_dict(stream["loader"] or {})
+        elif is_stateful(loader):
+            num_to_skip = num_batches
+        elif num_batches and self._accelerator.is_main_process:
+            logger.warning(
+                "%s: the checkpoint was saved after %d batches of epoch %d, and this loader has no state: it begins "
+                "that epoch anew. Iterate over accelerator.skip_first_batches(loader, %d) first, or prepare it with "
+                "DataLoaderConfiguration(use_stateful_dataloader=True)",
+                name,
+                num_batches,
+                shared["epoch"],
+                num_batches,
+            )
+        if num_again and self._accelerator.is_main_process:
+            text = "%s: %d samples come again: %d ranks had taken a number that %d ranks cannot share evenly"
+            logger.warning(text, name, num_again, shared["num_ranks"], num_ranks)
+        core = core_of(loader)
+        PASSES.pop(core, None)
+        RESUMES[core] = ResumedPass(
+            weakref.ref(loader), shared, stream, order if shared["batches"] else None, num_to_skip, restore_rng
+        )
+
+    def _order_of_first_rank(self, streams: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the order of the pass on all ranks of another number, from the state that rank 0 got."""
+        saved = streams.get(_id_of(0), {}).get("order", {})
+        found = [{name: saved.get(name) for name in ("generator", "seed")}]
+        broadcast_object_list(found)
+        return found[0]
+
+
+def data_state(accelerator: Any, current: Any, *, loads: bool) -> list[DataLoaderState]:
+    """Returns the state of each prepared loader, in their order. `current` is the one that the trainer reads."""
+    loaders = accelerator._dataloaders
+    states = []
+    for loader in loaders:
+        elastic = elastic_loader_of(loader)
+        if elastic is None:
+            elastic = PreparedLoader(accelerator, loader, is_current=loader is current, loads=loads)
+        rank, size = accelerator.process_index, accelerator.num_processes
+        states.append(DataLoaderState(elastic, rank=rank, size=size))
+    return states
+
+
+def current_loader(accelerator: Any) -> Any:
+    """Returns the loader that the trainer reads, or None: of those in a pass the one whose batch came last. A loop that
+    was left counts if there is no other, but for one of an evaluation.
+    """
+    cores = [(PASSES.get(core_of(loader)), loader) for loader in accelerator._dataloaders]
+    begun = [(each, loader) for each, loader in cores if each is not None and each.num_taken and not each.has_ended()]
+    candidates = [(each.turn, loader) for each, loader in begun if not each.is_left]
+    if not candidates and any(model.training for model in accelerator._models):
+        candidates = [(each.turn, loader) for each, loader in begun]
+    return max(candidates, key=lambda item: item[0])[1] if candidates else None
+
+
+def restore_after_first_batch(loader: Any, restore_rng: Callable[[], object]) -> None:
+    """Calls `restore_rng` when the next pass over a loader of `bcp.data.Streams` has given its first batch."""
+    RESUMES[core_of(loader)] = ResumedPass(weakref.ref(loader), {"batches": 0}, None, None, 0, restore_rng)
+
+
+def _id_of(rank: int) -> str:
+    return f"rank_{rank:06d}"

@@ -1,0 +1,271 @@
+"""Saves and loads the state of an `Accelerator`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import weakref
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from bytecheckpoint import api
+from bytecheckpoint.adapters.rank_values.rng_state import RngState
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
+from bytecheckpoint.info import LoadReport
+from bytecheckpoint.integrations.shared.missing_framework import missing_framework
+from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolders
+from bytecheckpoint.manager.agreement.decisions import Decisions
+from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.saving.handle import SaveHandle
+from bytecheckpoint.storage.credentials import showable_url
+from bytecheckpoint.storage.open_store import expand_home, is_local
+from bytecheckpoint.storage.paths import join_name
+
+try:
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.utils import DistributedType, broadcast_object_list
+
+    from bytecheckpoint.integrations.accelerate.prepared_loader import (
+        PreparedLoader,
+        current_loader,
+        data_state,
+        restore_after_first_batch,
+    )
+except ImportError as error:
+    raise missing_framework("accelerate", "accelerate >= 1.0") from error
+
+logger = logging.getLogger("bytecheckpoint")
+
+_REFUSED = {
+    DistributedType.DEEPSPEED: "call bytecheckpoint.integrations.deepspeed with the engine that prepare() returned",
+    DistributedType.MEGATRON_LM: "call bytecheckpoint.integrations.megatron",
+    DistributedType.XLA: "call accelerator.save_state",
+}
+_PREFIX = "checkpoint_"
+_NAME = re.compile(rf"{_PREFIX}(\d+)\Z")
+_FOLDERS: MutableMapping[Any, NumberedFolders] = weakref.WeakKeyDictionary()
+"""The checkpoints of each Accelerator's project that this process has saved into, on rank 0."""
+
+
+def save_state(
+    accelerator: Any, path: str | os.PathLike[str] | None = None, *, async_save: bool = True, **arguments: Any
+) -> SaveHandle:
+    """Saves what `accelerator.save_state` saves: models, optimizers, schedulers, loaders, random numbers, the scaler,
+    registered objects and the step of gradient accumulation. All ranks call it.
+
+    Args:
+        accelerator: The Accelerator that has prepared and registered it all.
+        path: As for `bytecheckpoint.save`. None takes `checkpoints/checkpoint_<iteration>` of the project, and keeps
+            `total_limit` checkpoints there: older ones are deleted once this one is committed.
+        async_save: Return as soon as the state may change, and write in the background.
+        arguments: The other arguments of `bytecheckpoint.save`: `step`, `metadata`, `options`, `storage_options`, ...
+
+    Raises:
+        ValueError: There is no path, and the project has no automatic names; or the backend has an integration of its
+            own.
+        The errors of `bytecheckpoint.save`. Those of the background are raised by the handle that is returned.
+    """
+    _refuse_backend(accelerator)
+    project = accelerator.project_configuration
+    root = _project_root(accelerator) if path is None else ""
+    place = join_name(root, f"{_PREFIX}{project.iteration}") if path is None else os.fspath(path)
+    if root and arguments.get("step") is not None:
+        raise ValueError("step= needs a path: the project names its checkpoints by iteration; nothing was saved")
+    if not accelerator.sync_gradients:
+        logger.warning(
+            "the checkpoint is between two steps of the optimizer: gradients accumulated so far are not part of it. "
+            "Save when accelerator.sync_gradients is True"
+        )
+    if root:
+        record = _decide(
+            root, arguments, SaveOptions(), lambda: _folders_of(accelerator, root, arguments).record(), FolderRecord
+        )
+        arguments["metadata"] = {**(arguments.get("metadata") or {}), **record.as_metadata()}
+    state = _state_of(accelerator, _saved_models(accelerator, place), loads=False)
+    handle = api.save(place, state, async_save=async_save, **arguments)
+    if root:
+        project.iteration += 1
+        if project.total_limit is not None and accelerator.is_main_process:
+            folders, limit = _FOLDERS[accelerator], project.total_limit
+            handle.add_done_callback(lambda _: _delete_old(folders, limit))
+    return handle
+
+
+def load_state(accelerator: Any, path: str | os.PathLike[str] | None = None, **arguments: Any) -> LoadReport:
+    """Loads what `save_state` saved, on any number of ranks, after `prepare` and before the first batch.
+
+    Loaders go on in the middle of their pass if they are stateful; of others a warning says how many batches to skip.
+    If the save was made in a loop over a loader, random numbers return when its next pass has given its first batch.
+
+    Args:
+        accelerator: As for `save_state`.
+        path: As for `bytecheckpoint.load`. None takes the checkpoint of the project that was committed last; the next
+            one is named after it.
+        arguments: The other arguments of `bytecheckpoint.load`: `strict`, `include`, `exclude`, `options`, ...
+
+    Raises:
+        ValueError: As for `save_state`.
+        The errors of `bytecheckpoint.load`.
+    """
+    _refuse_backend(accelerator)
+    place = os.fspath(path) if path is not None else _newest(_project_root(accelerator), arguments)
+    models = _loaded_models(accelerator, place)
+    state = _state_of(accelerator, models, loads=True)
+    report = api.load(place, state, **arguments)
+    accelerator.step = state["extra_state"]["step"]
+    name = _NAME.search(place.rstrip("/"))
+    if name is not None and accelerator.project_configuration.automatic_checkpoint_naming:
+        accelerator.project_configuration.iteration = int(name[1]) + 1
+    for number, loader in enumerate(accelerator._dataloaders):
+        key = _numbered("data", number)
+        restore_rng = report.restore_rng if state["extra_state"]["current_loader"] == key else None
+        if isinstance(state[key].streams, PreparedLoader):
+            state[key].streams.go_on(key, restore_rng)
+        elif restore_rng is not None:
+            restore_after_first_batch(loader, restore_rng)
+    report.restore_rng()
+    return report
+
+
+def _state_of(accelerator: Any, models: Mapping[int, Any], *, loads: bool) -> dict[str, Any]:
+    """Returns the live state under names that are the same for all integrations; a second model is `model_1`."""
+    optimizers = [_unwrapped(each, AcceleratedOptimizer, "optimizer") for each in accelerator._optimizers]
+    schedulers = [_unwrapped(each, AcceleratedScheduler, "scheduler") for each in accelerator._schedulers]
+    current = None if loads else current_loader(accelerator)
+    data = data_state(accelerator, current, loads=loads)
+    names = (_numbered("data", number) for number, each in enumerate(accelerator._dataloaders) if each is current)
+    extra: dict[str, Any] = {"step": accelerator.step, "current_loader": next(names, None)}
+    extra |= {f"object_{number}": each for number, each in enumerate(accelerator._custom_objects)}
+    if accelerator.scaler is not None:
+        extra["scaler"] = accelerator.scaler
+    return {
+        **{_numbered("model", number): model for number, model in models.items()},
+        **{_numbered("optimizer", number): each for number, each in enumerate(optimizers)},
+        **{_numbered("scheduler", number): each for number, each in enumerate(schedulers)},
+        **{_numbered("data", number): each for number, each in enumerate(data)},
+        "extra_state": extra,
+        "rng": RngState(elastic="keep"),
+    }
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}_{number}" if number else name
+
+
+def _unwrapped(value: Any, wrapper: type, name: str) -> Any:
+    return getattr(value, name) if isinstance(value, wrapper) else value
+
+
+def _saved_models(accelerator: Any, path: str) -> dict[int, Any]:
+    """Runs the hooks that accelerate runs before a save. A model whose weights a hook takes away is saved by that hook,
+    and not here; rank 0 decides, because hooks of most programs do this there alone.
+    """
+    models = dict(enumerate(accelerator._models))
+    hooks = accelerator._save_model_state_pre_hook
+    if not hooks:
+        return models
+    if is_local(path):
+        Path(path).expanduser().mkdir(parents=True, exist_ok=True)
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    weights = [] if sharded else [model.state_dict() for model in models.values()]
+    left = list(weights)
+    for hook in hooks.values():
+        hook(accelerator._models, left, path)
+    kept = [number for number, each in enumerate(weights) if any(each is other for other in left)]
+    agreed = [list(models) if sharded else kept]
+    broadcast_object_list(agreed)
+    return {number: models[number] for number in agreed[0]}
+
+
+def _loaded_models(accelerator: Any, path: str) -> dict[int, Any]:
+    """Runs the hooks that accelerate runs before a load. A model that a hook takes away is loaded by that hook."""
+    models = dict(enumerate(accelerator._models))
+    left = [] if accelerator.distributed_type == DistributedType.FSDP else list(models.values())
+    is_asked = bool(left)
+    for hook in accelerator._load_model_state_pre_hook.values():
+        hook(left, path)
+    return {number: each for number, each in models.items() if not is_asked or any(each is other for other in left)}
+
+
+def _refuse_backend(accelerator: Any) -> None:
+    advice = _REFUSED.get(accelerator.distributed_type)
+    if advice is not None:
+        kind = accelerator.distributed_type.value
+        raise ValueError(
+            f"accelerate runs {kind}, which this function does not save or load; nothing was done: {advice}"
+        )
+
+
+def _project_root(accelerator: Any) -> str:
+    project = accelerator.project_configuration
+    if not project.automatic_checkpoint_naming or project.project_dir is None:
+        raise ValueError(
+            "there is no path, and the project has no automatic names; nothing was done: pass path=, or "
+            "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
+        )
+    return join_name(os.fspath(project.project_dir), "checkpoints")
+
+
+def _decide(root: str, arguments: Mapping[str, Any], default: SaveOptions | LoadOptions, decide: Any, kind: Any) -> Any:
+    """Returns on all ranks what rank 0 finds in the project; an error of it is raised by all."""
+    timeout_s = (arguments.get("options") or default).timeout_s
+    decisions = Decisions(arguments.get("process_group"), root, timeout_s=timeout_s)
+    return decisions.hear(f"looking at the checkpoints in {showable_url(root)}", decide, kind)
+
+
+def _folders_in(root: str, arguments: Mapping[str, Any]) -> NumberedFolders:
+    def remove_rest(path: str) -> None:
+        with suppress(FileNotFoundError):  # stores may remove the folder with the last file
+            shutil.rmtree(path)  # as accelerate does: hooks have put their files there
+
+    return NumberedFolders(root, _PREFIX, storage_options=arguments.get("storage_options"), on_deleted=remove_rest)
+
+
+def _folders_of(accelerator: Any, root: str, arguments: Mapping[str, Any]) -> NumberedFolders:
+    """Returns the checkpoints that this process has saved into, which count their commits."""
+    known = _FOLDERS.get(accelerator)
+    if known is None or known.root != expand_home(root):
+        known = _folders_in(root, arguments)
+        known.begin()
+        _FOLDERS[accelerator] = known
+    return known
+
+
+def _newest(root: str, arguments: Mapping[str, Any]) -> str:
+    """Returns the checkpoint that was committed last, which is not the highest number where training has gone back."""
+
+    def find() -> str:
+        committed = _folders_in(root, arguments).committed()
+        return committed[-1].path if committed else ""
+
+    found: str = _decide(root, arguments, LoadOptions(), find, str)
+    if not found:
+        raise _nothing_in(root)
+    return found
+
+
+def _nothing_in(root: str) -> CheckpointNotFoundError:
+    return CheckpointNotFoundError(
+        f"{showable_url(root)} holds no committed checkpoint_<number> that save_state has written; nothing was loaded. "
+        "Folders that accelerator.save_state wrote are loaded by accelerator.load_state",
+        kind="not_found",
+        path=showable_url(root),
+    )
+
+
+def _delete_old(folders: NumberedFolders, limit: int) -> None:
+    """Deletes the checkpoints beyond the limit that were committed first, whole folders as accelerate does. Runs after
+    a commit: one that failed deletes nothing that the limit allows.
+    """
+    try:
+        folders.delete_oldest(max(limit, 1))
+    except (CheckpointError, OSError):
+        logger.exception(
+            "checkpoints of %s beyond total_limit were not all deleted; the next save tries again",
+            showable_url(folders.root),
+        )

@@ -1,0 +1,296 @@
+"""The calls of DeepSpeed's engines, `engine.save_checkpoint` and `engine.load_checkpoint`, as functions that take the
+engine first. Tags, the file `latest` and client state are as DeepSpeed has them; what is in memory is saved as it lies
+there, so any number of ranks and any stage of ZeRO resume from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from bytecheckpoint import api
+from bytecheckpoint.adapters.data.loader_state import DataLoaderState
+from bytecheckpoint.adapters.frameworks.deepspeed import COUNTERS
+from bytecheckpoint.adapters.rank_values.rng_state import RngState
+from bytecheckpoint.checkpoint import Checkpoint
+from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError
+from bytecheckpoint.integrations.shared.missing_framework import missing_framework
+from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder, folder_at
+from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.saving.handle import SaveHandle
+
+try:
+    from deepspeed import DeepSpeedEngine
+except ImportError as error:
+    raise missing_framework("deepspeed", "deepspeed") from error
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+logger = logging.getLogger("bytecheckpoint")
+
+LATEST = "latest"
+_REPORT = "bcp_load_report"
+"""Attribute of an engine: the report of its last load."""
+_STATES, _GROUPS, _SCHEDULER = "optimizer.state.*", "optimizer.groups*", "optimizer.facts.lr_scheduler.*"
+_OF_DEEPSPEED = "deepspeed"
+"""Format of DeepSpeed's own checkpoints."""
+_OF_ENGINE = {
+    *("model", "module", "optimizer", "engine", "lr_scheduler", "mixed_precision", "dp_world_size", "mp_world_size"),
+    *("data_sampler", "random_ltd"),
+}
+"""Top-level names in them that are no client state."""
+
+
+def save_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
+    engine: DeepSpeedEngine,
+    save_dir: str | os.PathLike[str],
+    tag: str | int | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    save_latest: bool = True,  # noqa: FBT001, FBT002 - DeepSpeed's signature
+    exclude_frozen_parameters: bool = False,  # noqa: FBT001, FBT002 - DeepSpeed's signature
+    *,
+    data: DataLoaderState | None = None,
+    async_save: bool = True,
+    options: SaveOptions | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> SaveHandle:
+    """Saves an engine, with all ranks together, at `save_dir/tag`; a checkpoint of this tag is replaced in one step.
+
+    Args:
+        engine: Of `deepspeed.initialize`.
+        save_dir: A folder or any fsspec URL.
+        tag: `global_step<n>` if None. The same on all ranks.
+        client_state: Your own plain data and tensors, which `load_checkpoint` gives back. What differs between ranks is
+            kept for each of them.
+        save_latest: Write the tag into the file `latest`, when the checkpoint is committed.
+        exclude_frozen_parameters: Leave out parameters that do not require gradients; load with
+            `load_module_strict=False` then.
+        data: The state of the loader.
+        async_save: Return as soon as training may go on, and write in the background.
+        options: See SaveOptions; a checkpoint of this tag is overwritten whatever they say.
+        storage_options: For the fsspec backend; never stored.
+
+    Returns:
+        The handle of the save, which is true as DeepSpeed's answer is.
+
+    Raises:
+        ValueError: `save_dir` is empty.
+        StorageError: The checkpoint is committed, and `latest` could not be written; and other errors of the store.
+        The errors of `bytecheckpoint.save`.
+    """
+    if not os.fspath(save_dir):
+        raise ValueError(f"save_dir takes a folder or a URL, not {save_dir!r}")
+    options = options or SaveOptions()
+    name = str(tag) if tag is not None else f"global_step{engine.global_steps}"
+    state: dict[str, Any] = {"model": _TrainedEngine(engine) if exclude_frozen_parameters else engine}
+    if _has_optimizer(engine):
+        state["optimizer"] = engine.optimizer
+    state |= {"rng": RngState(elastic="keep"), "extra_state": {"client_state": dict(client_state or {}), "tag": name}}
+    if data is not None:
+        state["data"] = data
+    folder = folder_at(save_dir, LATEST, storage_options=storage_options, timeout_s=options.timeout_s)
+    return folder.save(
+        name,
+        state,
+        tracked_as=name if save_latest else None,
+        async_save=async_save,
+        metadata={"deepspeed_tag": name},
+        options=options,
+        on_tracked=lambda _: None,
+    )
+
+
+def load_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
+    engine: DeepSpeedEngine,
+    load_dir: str | os.PathLike[str],
+    tag: str | int | None = None,
+    load_module_strict: bool = True,  # noqa: FBT001, FBT002 - DeepSpeed's signature
+    load_optimizer_states: bool = True,  # noqa: FBT001, FBT002 - DeepSpeed's signature
+    load_lr_scheduler_states: bool = True,  # noqa: FBT001, FBT002 - DeepSpeed's signature
+    load_module_only: bool = False,  # noqa: FBT001, FBT002 - DeepSpeed's signature
+    custom_load_fn: None = None,
+    *,
+    data: DataLoaderState | None = None,
+    options: LoadOptions | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Fills an engine, in place and with all ranks together, from what `save_checkpoint` or DeepSpeed has saved.
+
+    Any number of ranks, any stage of ZeRO and any precision load what any other saved. Generators of random numbers are
+    set too; `engine.bcp_load_report.restore_rng()` sets them once more, when the loader has given its first batch.
+
+    Args:
+        engine: Of `deepspeed.initialize`.
+        load_dir: As `save_dir` was.
+        tag: That of `latest` if None.
+        load_module_strict: Raise for keys that are missing on either side; otherwise load what fits.
+        load_optimizer_states: Load the optimizer, not only counters and the scheduler.
+        load_lr_scheduler_states: Load the scheduler.
+        load_module_only: Load weights alone.
+        custom_load_fn: Not supported: use `bytecheckpoint.load` with `key_map`.
+        data: The state of the loader, as it was saved.
+        options: See LoadOptions.
+        storage_options: For the fsspec backend.
+
+    Returns:
+        The path and the client state; (None, None) without `tag` where there is no `latest`, with a warning.
+
+    Raises:
+        CheckpointNotFoundError: No committed checkpoint has this tag.
+        CheckpointMismatchError: It does not fit, or `custom_load_fn` was given; the engine is unchanged.
+        The other errors of `bytecheckpoint.load`.
+    """
+    if custom_load_fn is not None:
+        raise CheckpointMismatchError(
+            "custom_load_fn is not supported, because no rank has the whole state dict that it takes; nothing was "
+            "loaded: use bytecheckpoint.load with key_map, or include and exclude",
+            kind="conflict",
+        )
+    options = options or LoadOptions()
+    folder = folder_at(load_dir, LATEST, storage_options=storage_options, timeout_s=options.timeout_s)
+    found = folder.hear(lambda: _find(folder, tag), _Found)
+    if not found.name:
+        return None, None
+    path, client, excluded = folder.path_of(found.name), ClientState(), list[str]()
+    state: dict[str, Any] = {"model": engine}
+    if not load_module_only:
+        if _has_optimizer(engine) and (load_optimizer_states or found.has_facts):
+            state["optimizer"] = engine.optimizer
+        if found.has_rng:
+            state["rng"] = RngState(elastic="keep")
+        if data is not None:
+            state["data"] = data
+        excluded += [] if load_optimizer_states else found.globs_of_states
+        excluded += [] if load_lr_scheduler_states else found.globs_of_scheduler
+    if found.has_shared_client_state:
+        state["extra_state"] = client
+    report = api.load(
+        path,
+        state,
+        strict=load_module_strict,
+        exclude=excluded or None,
+        storage_options=storage_options,
+        options=options,
+    )
+    setattr(engine, _REPORT, report)
+    if not found.has_shared_client_state:
+        client.take_own(path, storage_options)
+    return path, client.given
+
+
+class ClientState:
+    """Takes what the checkpoint has of a client state, whatever it is."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns nothing: the checkpoint says what there is."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what there is."""
+        self.given = state_dict.get("client_state", {})
+
+    def take_own(self, path: str, storage_options: Mapping[str, Any] | None) -> None:
+        """Takes what this rank has saved, or rank 0 where this rank is new; of DeepSpeed's own checkpoint, what it has
+        at the top beside the engine's state, where DeepSpeed puts it.
+        """
+        with api.open(path, storage_options=storage_options) as checkpoint:
+            if checkpoint.info.format == _OF_DEEPSPEED:
+                self.given = {key: value for key, value in checkpoint.objects.items() if key not in _OF_ENGINE}
+            elif "extra_state" in checkpoint.manifest.rank_objects:
+                by_rank = checkpoint.rank_values("extra_state")
+                self.load_state_dict(by_rank.get(dist.get_rank(), by_rank[min(by_rank)]))
+
+
+class _Found(msgspec.Struct):
+    """Message of rank 0 about the checkpoint that is to be loaded."""
+
+    name: str = ""
+    """Empty if there is none."""
+    has_rng: bool = False
+    has_shared_client_state: bool = False
+    """True if all ranks have the same client state, in a checkpoint of this library."""
+    has_facts: bool = False
+    """True if it has counters or a scheduler."""
+    globs_of_states: list[str] = []
+    """Patterns of what it has for the optimizer besides these."""
+    globs_of_scheduler: list[str] = []
+
+
+def _find(folder: TrackedFolder, tag: str | int | None) -> _Found:
+    name = str(tag) if tag is not None else folder.read()
+    if name is None:
+        logger.warning(
+            "there is no file %s, so no checkpoint was loaded and training begins anew. Committed checkpoints beside "
+            "it: %s. To load one of them, pass its tag",
+            folder.shown(LATEST),
+            ", ".join(folder.committed()) or "none",
+        )
+        return _Found()
+    try:
+        checkpoint = api.open(folder.path_of(name), storage_options=folder.storage_options)
+    except CheckpointNotFoundError as error:
+        source = "the tag that was asked for" if tag is not None else f"the tag in {folder.shown(LATEST)}"
+        raise CheckpointNotFoundError(
+            f"{name!r}, {source}, is no committed checkpoint: {error.message}. Nothing was loaded; committed are: "
+            f"{', '.join(folder.committed()) or 'none'}",
+            kind=error.kind,
+            path=error.path,
+        ) from error
+    with checkpoint:
+        return _described(name, checkpoint)
+
+
+def _described(name: str, checkpoint: Checkpoint) -> _Found:
+    objects = checkpoint.objects
+    of_optimizer = objects.get("optimizer", {})
+    facts = of_optimizer.get("facts", {})
+    has_states = any(fqn.startswith("optimizer.state.") for fqn in checkpoint)
+    return _Found(
+        name=name,
+        has_rng="rng" in checkpoint.manifest.rank_objects,
+        has_shared_client_state="extra_state" in checkpoint.manifest.objects,
+        has_facts=bool(facts),
+        globs_of_states=[_STATES] * has_states + [_GROUPS] * ("param_groups" in of_optimizer),
+        globs_of_scheduler=[_SCHEDULER] * ("lr_scheduler" in facts),
+    )
+
+
+def _has_optimizer(engine: DeepSpeedEngine) -> bool:
+    """Returns True unless it was made without an optimizer, for which DeepSpeed has stand-ins."""
+    optimizer = engine.optimizer
+    return isinstance(optimizer, torch.optim.Optimizer) or isinstance(
+        getattr(optimizer, "optimizer", None), torch.optim.Optimizer
+    )
+
+
+class _TrainedEngine(nn.Module):
+    """An engine without its frozen parameters, to save."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        super().__init__()
+        self.module = _trained(engine.module)
+        self.__dict__ |= {name: getattr(engine, name) for name in ("optimizer", "lr_scheduler", *COUNTERS)}
+
+
+def _trained(module: nn.Module) -> nn.Module:
+    """Returns a tree of modules with the same names and tensors, but for frozen parameters."""
+    tree = nn.Module()
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.requires_grad:
+            tree.register_parameter(name, parameter)
+    for name, buffer in module._buffers.items():
+        tree.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
+    for name, child in module._modules.items():
+        if child is not None:
+            tree.add_module(name, _trained(child))
+    return tree

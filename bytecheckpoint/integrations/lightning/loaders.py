@@ -1,0 +1,104 @@
+"""The train loaders of a Trainer: their state in a checkpoint, and its load before the first pass over them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from bytecheckpoint import api
+from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
+from bytecheckpoint.data.known_loaders import elastic_loader_of
+from bytecheckpoint.data.streams import Streams
+from bytecheckpoint.data.tracked_loader import TrackedLoader
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.integrations.lightning.paths import ChosenCheckpoint
+from bytecheckpoint.options import LoadOptions
+
+logger = logging.getLogger("bytecheckpoint")
+
+
+class LoadLater(NamedTuple):
+    """A checkpoint whose loaders wait for the loaders of this run."""
+
+    path: str
+    num_loaders: int
+    storage_options: Mapping[str, Any] | None
+    timeout_s: float
+
+
+class TrainLoaders:
+    """The train loaders of one strategy, in the order in which Lightning sets them up."""
+
+    def __init__(self, elastic: Elastic) -> None:
+        self._elastic = elastic
+        self._waiting: LoadLater | None = None
+        self._round: object = None
+        self.states: list[DataLoaderState] = []
+
+    def load_later(
+        self, found: ChosenCheckpoint, storage_options: Mapping[str, Any] | None, *, timeout_s: float
+    ) -> None:
+        """Loads the loaders of this checkpoint when Lightning has made those of the run."""
+        num_loaders = int(found.metadata.get("num_loaders", 0))
+        self._waiting = LoadLater(found.path, num_loaders, storage_options, timeout_s) if num_loaders else None
+
+    def add(self, loader: object, *, round_of: object, rank: int, size: int) -> None:
+        """Takes a train loader, and loads its state if one waits for it. Loaders without a state are left to Lightning.
+
+        `round_of` is the object that Lightning makes anew whenever it sets up all of its train loaders.
+        """
+        if round_of is not self._round:
+            self._round, self.states = round_of, []
+        has_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+        if elastic_loader_of(loader) is None and not has_state:
+            return
+        state = DataLoaderState(loader, rank=rank, size=size, elastic=self._elastic)
+        self.states.append(state)
+        if self._waiting is None:
+            return
+        path, num_loaders, storage_options, timeout_s = self._waiting
+        name = "data" if num_loaders == 1 else str(len(self.states) - 1)
+        entries = {"data": state} if num_loaders == 1 else {"data": {name: state}}
+        api.load(
+            path,
+            entries,
+            step=None,
+            strict=num_loaders == 1,  # the other loaders of the checkpoint come after this one
+            storage_options=storage_options,
+            options=LoadOptions(timeout_s=timeout_s),
+        )
+        if len(self.states) == num_loaders:
+            self._waiting = None
+
+    def entries(self, fetcher: Any) -> dict[str, Any]:
+        """Returns the entries of a state to save, with what Lightning's `fetcher` has given to training."""
+        if fetcher is not None and fetcher.done:  # all that was read ahead is trained on: the next epoch comes
+            for state in self.states:
+                if isinstance(state.streams, TrackedLoader):
+                    state.streams._settle()
+        if len(self.states) == 1:
+            return {"data": self.states[0]}
+        return {"data": {str(number): state for number, state in enumerate(self.states)}} if self.states else {}
+
+    def check_read_ahead(self, fetcher: Any) -> None:
+        """Raises CheckpointMismatchError (conflict) if Lightning takes another number of batches ahead of the step than
+        the streams count on; warns of loaders of the checkpoint for which there is none.
+        """
+        if self._waiting is not None:
+            num_found, self._waiting = len(self.states), None
+            logger.warning("the checkpoint has more train loaders than this run with a state (%d)", num_found)
+        ahead = getattr(fetcher, "prefetch_batches", 0) if fetcher.length is None else 0
+        for state in self.states:
+            streams = getattr(state.loader, "dataset", None)
+            if isinstance(streams, Streams) and streams.read_ahead != ahead:
+                raise CheckpointMismatchError(
+                    f"Lightning takes {ahead} batches of this loader ahead of the step, and its Streams count on "
+                    f"{streams.read_ahead}, so a resumed run would lose or repeat samples; nothing was trained: pass "
+                    f"Streams(..., read_ahead={ahead})",
+                    kind="conflict",
+                )
+
+    def clear(self) -> None:
+        """Forgets the loaders, when training has ended."""
+        self._waiting, self._round, self.states = None, None, []

@@ -1,0 +1,40 @@
+"""What of a module is saved, where a hook of Lightning has changed the state_dict that it was shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+
+def module_or_part(module: nn.Module, shown: Mapping[str, Any], left: Mapping[str, Any]) -> nn.Module | dict[str, Any]:
+    """Returns the module itself if hooks have left its state_dict as it was, a module with a part of its parameters and
+    buffers if they took some out, else the tensors that they have put there.
+    """
+    if any(value is not shown.get(name) for name, value in left.items()):
+        return dict(left)
+    return module if left.keys() == shown.keys() else _part_of(module, left)
+
+
+def _part_of(module: nn.Module, names: Mapping[str, Any]) -> nn.Module:
+    """Returns a module that holds these parameters and buffers, under the same names, and nothing else."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    part = nn.Module()
+    for name, value in names.items():
+        folder, _, last = name.rpartition(".")
+        inner = part
+        for step in filter(None, folder.split(".")):
+            if step not in inner._modules:
+                inner.add_module(step, nn.Module())
+            inner = inner.get_submodule(step)
+        if name in parameters:
+            inner.register_parameter(last, parameters[name])
+        else:
+            inner.register_buffer(last, value)
+    return part
+
+
+def is_same(value: Any, shown: Mapping[str, Any]) -> bool:
+    """Returns True for the state_dict that a hook was shown and has put into another place."""
+    return isinstance(value, dict) and value.keys() == shown.keys() and all(value[key] is shown[key] for key in shown)

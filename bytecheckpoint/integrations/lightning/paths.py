@@ -1,0 +1,177 @@
+"""Paths of checkpoints as Lightning's callbacks hold them: the checkpoint that a path stands for, and the paths in a
+callback's state that still open. Asked on rank 0, which tells the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from bytecheckpoint import api
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.credentials import showable_url
+from bytecheckpoint.storage.open_store import is_plain_path, open_store
+
+logger = logging.getLogger("bytecheckpoint")
+
+_CHOSEN_BY_LIGHTNING = (None, "last", "hpc")
+GLOBAL_STEP = "global_step"
+"""Name of the step in the metadata of a checkpoint."""
+
+
+class ChosenCheckpoint(NamedTuple):
+    """The checkpoint to load."""
+
+    path: str
+    is_own: bool
+    """False for a file or folder that Lightning itself has written."""
+    names: list[str]
+    """Top-level names of its state."""
+    metadata: dict[str, Any]
+
+
+def find_checkpoint(path: str, storage_options: Mapping[str, Any] | None, *, is_chosen: bool) -> ChosenCheckpoint:
+    """Returns the checkpoint at a path. Where Lightning has chosen the path and nothing was committed there, the
+    committed one beside it with the highest global step is taken, with a warning.
+
+    Raises CheckpointNotFoundError if nothing is committed there, or beside it.
+    """
+    if is_committed(path, storage_options):
+        return _opened(path, storage_options)
+    if _is_lightnings(path):
+        return ChosenCheckpoint(path, False, [], {})
+    newest = _newest_beside(path, storage_options) if is_chosen else None
+    if newest is None:
+        return _opened(path, storage_options)  # which says what is missing
+    logger.warning(
+        "%s was never committed: %s is the newest checkpoint beside it, and is loaded instead",
+        showable_url(path),
+        showable_url(newest),
+    )
+    return _opened(newest, storage_options)
+
+
+def _opened(path: str, storage_options: Mapping[str, Any] | None) -> ChosenCheckpoint:
+    found = api.open(path, step=None, storage_options=storage_options)
+    fqns = (*found, *found.manifest.objects, *found.manifest.rank_objects)
+    return ChosenCheckpoint(path, True, sorted({fqn.partition(".")[0] for fqn in fqns}), dict(found.metadata))
+
+
+def is_committed(path: str, storage_options: Mapping[str, Any] | None) -> bool:
+    """Returns True if a checkpoint of this library is committed at the path."""
+    if is_plain_path(path) and not os.path.isdir(path):  # noqa: PTH112
+        return False
+    store = open_store(path, storage_options=storage_options, writer_threads=1)
+    return layout.has_manifest(store.list(""))
+
+
+def _is_lightnings(path: str) -> bool:
+    """Returns True for a file of torch.save or a folder of torch.distributed.checkpoint."""
+    if not is_plain_path(path):
+        return False
+    folder_marks = (os.path.join(path, name) for name in (".metadata", "meta.pt"))  # noqa: PTH118
+    return os.path.isfile(path) or any(map(os.path.isfile, folder_marks))  # noqa: PTH113
+
+
+def _newest_beside(path: str, storage_options: Mapping[str, Any] | None) -> str | None:
+    folder, separator, _ = path.rstrip("/").rpartition("/")
+    store = open_store(folder, storage_options=storage_options, writer_threads=1)
+    committed: list[tuple[int, str]] = []
+    for name, num_bytes in store.list("").items():
+        if num_bytes is None and layout.has_manifest(store.list(name)):
+            metadata = layout.read_manifest(store, name).metadata
+            committed.append((int(metadata.get(GLOBAL_STEP, -1)), name))
+    return folder + separator + max(committed)[1] if committed else None
+
+
+def chosen_by_lightning(trainer: Trainer) -> bool:
+    """Returns True if the user gave no path of a checkpoint, but `ckpt_path="last"`, or none at all.
+
+    The Trainer does not keep what it was given, and strategies only hear what it made of that: so this looks at the
+    call. Where that is in another process, the answer is False, and a path that was never committed raises.
+    """
+    if trainer._checkpoint_connector._user_managed:  # by `trainer.ckpt_path = ...`
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        values = frame.f_locals
+        if values.get("self") is trainer and frame.f_code.co_name in {"fit", "validate", "test", "predict"}:
+            return values.get("ckpt_path") in _CHOSEN_BY_LIGHTNING
+        frame = frame.f_back
+    return False
+
+
+def lasting_paths(
+    trainer: Trainer, callbacks: Mapping[str, Any], path: str, storage_options: Mapping[str, Any] | None
+) -> list[str]:
+    """Returns the paths in the states of callbacks that open now, and the one that was loaded. Asked on rank 0."""
+    held = {path}
+    for callback in _model_checkpoints(trainer):
+        state = callbacks.get(callback.state_key, {})
+        named = [state.get(name) for name in ("best_model_path", "kth_best_model_path", "last_model_path")]
+        held.update(map(str, filter(None, [*named, *state.get("best_k_models", {})])))
+    return [each for each in sorted(held) if _opens(each, storage_options)]
+
+
+def _opens(path: str, storage_options: Mapping[str, Any] | None) -> bool:
+    try:
+        return is_committed(path, storage_options) or _is_lightnings(path)
+    except CheckpointError:
+        return False
+
+
+def drop_gone_paths(trainer: Trainer, callbacks: dict[str, Any], loaded: str, lasting: list[str]) -> None:
+    """Takes paths that do not open any more out of the states of callbacks, and puts in that of a last checkpoint that
+    was saved as a copy of another one.
+    """
+    for callback in _model_checkpoints(trainer):
+        state = callbacks.get(callback.state_key)
+        if not isinstance(state, dict) or "best_k_models" not in state:
+            continue
+        scores = {path: score for path, score in state["best_k_models"].items() if path in lasting}
+        if scores != state["best_k_models"]:
+            _rank_again(callback, state, scores)
+        for name in ("best_model_path", "last_model_path"):
+            if state.get(name) and state[name] not in lasting:
+                state[name] = ""
+        folder, _, last = loaded.rpartition("/")
+        is_last = last.startswith(callback.CHECKPOINT_NAME_LAST) and last.endswith(callback.FILE_EXTENSION)
+        if is_last and callback.save_last and folder == str(state.get("dirpath")):
+            state["last_model_path"] = loaded
+
+
+def _rank_again(callback: ModelCheckpoint, state: dict[str, Any], scores: dict[str, Any]) -> None:
+    """Makes the scores of a state those of its checkpoints that are still there."""
+    best, worst = (min, max) if callback.mode == "min" else (max, min)
+    state["best_k_models"] = scores
+    if state.get("best_model_path") not in scores:
+        state["best_model_path"] = best(scores, key=scores.__getitem__) if scores else ""
+        state["best_model_score"] = scores.get(state["best_model_path"])
+    is_full = bool(scores) and len(scores) == callback.save_top_k
+    state["kth_best_model_path"] = worst(scores, key=scores.__getitem__) if is_full else ""
+    unbounded = torch.tensor(float("inf" if callback.mode == "min" else "-inf"))
+    state["kth_value"] = scores[state["kth_best_model_path"]] if is_full else unbounded
+
+
+def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+
+
+def saved_just_before(trainer: Trainer, path: str) -> str:
+    """Returns the path at which a ModelCheckpoint has saved this very state, if `path` is that of its last checkpoint;
+    else an empty text. Between the two saves no other code runs.
+    """
+    for callback in _model_checkpoints(trainer):
+        is_same = callback._last_global_step_saved == trainer.global_step
+        if callback.last_model_path == path and is_same and callback._last_checkpoint_saved != path:
+            return str(callback._last_checkpoint_saved)
+    return ""

@@ -1,0 +1,42 @@
+"""The plain data of a checkpoint of Lightning, as this library takes it: loops, callbacks, hyperparameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
+_HPARAMS_TYPES = ("hparams_type", "hyper_parameters_type")
+
+
+def as_plain(rest: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a checkpoint of Lightning has beside tensors, with hyperparameters as JSON text. Positions of
+    loaders are left out: they have an entry of their own.
+    """
+    plain = {key: value for key, value in rest.items() if key not in _HPARAMS_TYPES}
+    for name in _HPARAMS:
+        if name in plain:
+            plain[name] = json.dumps(_json_ready(plain[name]), default=str)
+    loops = plain.get("loops", {})
+    fit_loop = {key: value for key, value in loops.get("fit_loop", {}).items() if key != "combined_loader"}
+    if fit_loop:
+        plain["loops"] = {**loops, "fit_loop": fit_loop}
+    return plain
+
+
+def _json_ready(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _json_ready(item) for key, item in value.items()}
+    return value
+
+
+def from_plain(extra: dict[str, Any]) -> dict[str, Any]:
+    """Returns the plain data as Lightning and its hooks expect it, with hyperparameters as JSON has them."""
+    return {key: json.loads(value) if key in _HPARAMS else value for key, value in extra.items()}
+
+
+def is_mid_epoch(checkpoint: Mapping[str, Any]) -> bool:
+    """Returns True if training has taken some batches of an epoch and not its last one."""
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+    return bool(progress.get("current", {}).get("ready", 0)) and not progress.get("is_last_batch", False)

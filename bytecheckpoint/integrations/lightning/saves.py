@@ -1,0 +1,166 @@
+"""The save in flight of a strategy, and what rank 0 does once it is committed: copies and removals. Knows nothing of
+Lightning.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import fsspec
+
+from bytecheckpoint import api
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
+from bytecheckpoint.manager.agreement.decisions import Decisions
+from bytecheckpoint.manager.agreement.stopping import rank_in
+from bytecheckpoint.manager.cool_down import copy_step
+from bytecheckpoint.saving.handle import SaveHandle
+from bytecheckpoint.storage import garbage, layout
+from bytecheckpoint.storage.credentials import showable_url
+from bytecheckpoint.storage.open_store import is_plain_path, open_store
+from bytecheckpoint.storage.paths import join_name
+
+logger = logging.getLogger("bytecheckpoint")
+
+
+class SaveInFlight:
+    """The save of a strategy that may be under way, on one rank."""
+
+    def __init__(self) -> None:
+        self._handle: SaveHandle | None = None
+        self._worker: ThreadPoolExecutor | None = None
+        self._work: list[Future[None]] = []
+        self._copied_to = ""
+
+    def begin(self, handle: SaveHandle) -> None:
+        """Takes a save that has begun. `settle` comes before."""
+        self._handle = handle
+
+    def copy(self, source: str, target: str, storage_options: Mapping[str, Any] | None) -> None:
+        """Lets rank 0 copy the checkpoint in flight to another path, once it is committed. All ranks call it."""
+        self._copied_to = target
+        if rank_in(None) == 0:
+            self._after_commit(lambda: copy_checkpoint(source, target, storage_options))
+
+    def remove(self, path: str, storage_options: Mapping[str, Any] | None) -> None:
+        """Removes a checkpoint once the save in flight is committed, and not at all if that fails. Rank 0 calls it."""
+
+        def remove() -> None:
+            try:
+                remove_checkpoint(path, storage_options)
+            except (CheckpointError, OSError) as error:
+                logger.warning("%s could not be removed, and stays: %s", showable_url(path), error)
+
+        self._after_commit(remove)
+
+    def settle(self, *, timeout_s: float, wait_s: float | None = None) -> None:
+        """Returns when the save in flight is committed, and its copies and removals are done. All ranks call it.
+
+        Args:
+            timeout_s: Seconds to wait for other ranks.
+            wait_s: Seconds to wait for the save; for as long as its own limits are if None.
+
+        Raises the error of the save or of a copy, on all ranks; TimeoutError.
+        """
+        handle, self._handle = self._handle, None
+        work, self._work = self._work, []
+        copied_to, self._copied_to = self._copied_to, ""
+        if handle is not None:
+            try:
+                handle.result(wait_s)
+            except TimeoutError:
+                if not handle.done():  # whoever waits longer, such as teardown, is to find it
+                    self._handle, self._work, self._copied_to = handle, work, copied_to
+                raise
+
+        def finish() -> None:
+            for done in work:
+                done.result()
+
+        if copied_to:
+            Decisions(None, copied_to, timeout_s=timeout_s).do(
+                f"copying a checkpoint to {showable_url(copied_to)}", finish
+            )
+        else:
+            finish()
+
+    def close(self) -> None:
+        """Ends the worker thread, after what it has to do."""
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None
+
+    def _after_commit(self, act: Callable[[], None]) -> None:
+        handle = self._handle
+        if handle is None or (handle.done() and not self._work):
+            if handle is None or not has_failed(handle):
+                act()
+            return
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="bcp-after-commit")
+
+        def run() -> None:
+            if not has_failed(handle):
+                act()
+
+        self._work.append(self._worker.submit(run))
+
+
+def has_failed(handle: SaveHandle) -> bool:
+    """Returns True if a save has failed, once it has ended. Its error does not count as seen by that."""
+    return handle._progress.outcome.exception() is not None
+
+
+def copy_checkpoint(source: str, target: str, storage_options: Mapping[str, Any] | None) -> None:
+    """Puts a committed checkpoint at a second path, in place of one that stands there, by links or copies inside the
+    storage where it has them.
+
+    Raises like `copy_step`.
+    """
+    of_source = open_store(source, storage_options=storage_options, writer_threads=1)
+    of_target = open_store(target, storage_options=storage_options, writer_threads=1)
+    found = layout.committed_save_id(of_target, "")
+    manifest = layout.read_manifest(of_source, "")
+    if found != manifest.save_id:
+        _link_files(source, target, [file.name for file in manifest.files], storage_options)
+    copy_step(of_source, "", of_target, "", may_replace={found} if found else ())
+
+
+def _link_files(source: str, target: str, names: Iterable[str], storage_options: Mapping[str, Any] | None) -> None:
+    """Creates the data files at the target. What cannot be created so is left to `copy_step`, which copies it."""
+    if is_plain_path(source):
+        for name in names:
+            linked = os.path.join(target, name)  # noqa: PTH118 - a URL's rules do not apply
+            with suppress(OSError):
+                os.makedirs(os.path.dirname(linked), exist_ok=True)  # noqa: PTH103, PTH120
+                os.link(os.path.join(source, name), linked)  # noqa: PTH118
+        return
+    with suppress(OSError, NotImplementedError, ImportError, ValueError):
+        files, root = fsspec.core.url_to_fs(source, **(storage_options or {}))
+        _, target_root = fsspec.core.url_to_fs(target, **(storage_options or {}))
+        for name in names:
+            files.cp_file(join_name(root, name), join_name(target_root, name))
+
+
+def remove_checkpoint(path: str, storage_options: Mapping[str, Any] | None) -> None:
+    """Deletes the checkpoint at a path, what dead saves have left there, and its folder if nothing else is in it. A
+    link goes alone. A path where nothing is passes.
+
+    Raises CheckpointCorruptError if a manifest cannot be read, and StorageError.
+    """
+    if is_plain_path(path) and os.path.islink(path):  # noqa: PTH114
+        os.unlink(path)  # noqa: PTH108
+        return
+    with suppress(CheckpointNotFoundError):
+        api.delete(path, storage_options=storage_options)
+    store = open_store(path, storage_options=storage_options, writer_threads=1)
+    for leftover in garbage.find_leftovers(store, "").found:
+        garbage.remove(store, leftover)
+    if is_plain_path(path):
+        for folder, _, _ in os.walk(path, topdown=False):
+            with suppress(OSError):  # of a folder that is not empty
+                os.rmdir(folder)  # noqa: PTH106

@@ -1,0 +1,394 @@
+"""Strategies of Lightning's Trainer whose checkpoints are this library's: what a strategy is asked to save and to load,
+from the live module, optimizers and loaders.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from bytecheckpoint import api
+from bytecheckpoint.adapters.data.loader_state import Elastic
+from bytecheckpoint.adapters.rank_values.rng_state import RngState
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
+from bytecheckpoint.info import LoadReport
+from bytecheckpoint.integrations.lightning.loaders import TrainLoaders
+from bytecheckpoint.integrations.lightning.model_state import is_same, module_or_part
+from bytecheckpoint.integrations.lightning.paths import (
+    GLOBAL_STEP,
+    ChosenCheckpoint,
+    chosen_by_lightning,
+    drop_gone_paths,
+    find_checkpoint,
+    lasting_paths,
+    saved_just_before,
+)
+from bytecheckpoint.integrations.lightning.plain_state import as_plain, from_plain, is_mid_epoch
+from bytecheckpoint.integrations.lightning.saves import SaveInFlight
+from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
+from bytecheckpoint.manager.agreement.decisions import Decisions
+from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.storage.credentials import showable_url
+
+
+class BcpStrategyMixin(Strategy):
+    """Makes a strategy of Lightning's Trainer save and load with this library: `class Mine(BcpStrategyMixin, Theirs)`.
+
+    Args:
+        async_save: Write in the background. The strategy waits before its next save, load and teardown.
+        options: See SaveOptions. A checkpoint that is at the path already is replaced, whatever they say.
+        storage_options: For the fsspec backend; those of a call of `Trainer.save_checkpoint` count more.
+        elastic: For train loaders that are not exact on another number of ranks: see DataLoaderState.
+        signals: Names of signals after which all ranks stop at the end of the same batch with Lightning's
+            SIGTERMException; () leaves them to Lightning.
+        exception_timeout_s: Seconds in which all ranks have to save after an exception, or none does.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        async_save: bool = True,
+        options: SaveOptions | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        elastic: Elastic = "at_least_once",
+        signals: tuple[str, ...] = ("SIGTERM",),
+        exception_timeout_s: float = 30.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.bcp_async_save = async_save
+        self.bcp_options = replace(options or SaveOptions(), overwrite=True)
+        self.bcp_storage_options = storage_options
+        self.bcp_exception_timeout_s = exception_timeout_s
+        self._bcp_saves = SaveInFlight()
+        self._bcp_loaders = TrainLoaders(elastic)
+        self._bcp_signals = signals
+        self._bcp_stop: AgreedStop | None = None
+        self._bcp_shown: dict[str, Any] = {}
+        self._bcp_random: LoadReport | None = None
+        self._bcp_is_foreign = False
+
+    # What `Trainer.save_checkpoint` asks for.
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the live tensors, for hooks to look at and to choose from; none of an FSDP model, which would have to
+        gather them.
+        """
+        is_gathered = isinstance(self.model, FullyShardedDataParallel)
+        self._bcp_shown = {} if is_gathered else dict(self._bcp_module().state_dict())
+        return dict(self._bcp_shown)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Returns nothing: optimizers are saved as they are."""
+        del optimizer
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Saves the module, optimizers, loaders and random state of all ranks, and what rank 0 has in `checkpoint`."""
+        given = os.fspath(filepath)
+        original = sys.exception() if self._bcp_trainer().state.status == TrainerStatus.INTERRUPTED else None
+        if original is None:
+            # After training, whoever saves may read at once: nothing would wait for that.
+            is_async = self.bcp_async_save and self._bcp_trainer().state.status == TrainerStatus.RUNNING
+            self._bcp_saves.settle(timeout_s=self.bcp_options.timeout_s)
+            self._bcp_save(checkpoint, given, storage_options or self.bcp_storage_options, is_async=is_async)
+            return
+        try:
+            wait_s = self.bcp_exception_timeout_s
+            Decisions(None, given, timeout_s=wait_s).do("saving after an exception", bool)
+            self._bcp_saves.settle(timeout_s=wait_s, wait_s=wait_s)
+            self._bcp_save(checkpoint, given, storage_options or self.bcp_storage_options, is_async=False)
+        except (CheckpointError, TimeoutError) as error:
+            # Lightning would go on with collectives, for which the other ranks may not come.
+            why = str(error) or f"an earlier save was still under way after {self.bcp_exception_timeout_s:g} s"
+            original.add_note(f"No checkpoint was saved at {showable_url(given)}: {why}")
+            self._bcp_end_stop()  # raised from here, Lightning tears nothing down
+            raise original from None
+
+    def _bcp_save(
+        self, checkpoint: dict[str, Any], given: str, storage_options: Mapping[str, Any] | None, *, is_async: bool
+    ) -> None:
+        path, source = self._bcp_decide("naming a checkpoint", lambda: self._bcp_place(given), tuple[str, str])
+        if source:
+            self._bcp_saves.copy(source, path, storage_options)
+            if not is_async:
+                self._bcp_saves.settle(timeout_s=self.bcp_options.timeout_s)
+            return
+        metadata = {
+            GLOBAL_STEP: int(checkpoint["global_step"]),
+            "epoch": int(checkpoint["epoch"]),
+            "weights_only": "optimizer_states" not in checkpoint,
+            "num_loaders": len(self._bcp_loaders.states),
+        }
+        handle = api.save(
+            path,
+            self._bcp_state(checkpoint),
+            async_save=is_async,
+            metadata=metadata,
+            storage_options=storage_options,
+            options=self.bcp_options,
+        )
+        self._bcp_saves.begin(handle)
+
+    def _bcp_place(self, given: str) -> tuple[str, str]:
+        """Returns the path of a save, and that of the checkpoint that is copied there instead."""
+        if os.path.islink(given):  # noqa: PTH114
+            os.unlink(given)  # noqa: PTH108 - else the save would replace what it points to
+        return given, saved_just_before(self._bcp_trainer(), given)
+
+    def _bcp_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Returns the state to save: live objects of all ranks, and plain data of rank 0."""
+        rest = dict(checkpoint)
+        is_whole = "optimizer_states" in rest
+        rest.pop("optimizer_states", None)
+        module = self._bcp_module()
+        shown, self._bcp_shown = self._bcp_shown, {}
+        left = rest.pop("state_dict", {})
+        state: dict[str, Any] = {"model": module_or_part(module, shown, left)}
+        if isinstance(state["model"], dict):
+            rest = {key: value for key, value in rest.items() if not is_same(value, shown)}
+            state["current_model"] = module
+        if is_whole and self.optimizers:
+            state["optimizer"] = _one_or_all(self.optimizers)
+        if is_whole:
+            state["rng"] = RngState(elastic="keep")
+            state.update(self._bcp_loaders.entries(self._bcp_trainer().fit_loop._data_fetcher))
+        schedulers = rest.pop("lr_schedulers", [])
+        if self.is_global_zero:
+            if schedulers:
+                state["scheduler"] = _one_or_all(schedulers)
+            state["extra_state"] = as_plain(rest)
+        return state
+
+    # What `_CheckpointConnector` asks for when it loads.
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return self._bcp_is_foreign and bool(super().lightning_restore_optimizer)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:  # noqa: FBT001 - Lightning's signature
+        """Loads into the live module and optimizers, and returns what Lightning restores by itself.
+
+        Raises CheckpointMismatchError (missing_key) for a checkpoint of weights alone that training is to go on from.
+        """
+        trainer = self._bcp_trainer()
+        self._bcp_saves.settle(timeout_s=self.bcp_options.timeout_s)
+        given, options = os.fspath(checkpoint_path), self.bcp_storage_options
+        is_chosen = chosen_by_lightning(trainer)
+        found = self._bcp_decide(
+            "choosing a checkpoint",
+            lambda: find_checkpoint(given, options, is_chosen=is_chosen),
+            ChosenCheckpoint,
+        )
+        self._bcp_is_foreign = not found.is_own
+        if self._bcp_is_foreign:
+            loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+            return loaded
+        if found.path != given:  # for messages, and because the one that was resumed from is not removed
+            trainer._checkpoint_connector._ckpt_path = found.path
+        checkpoint = self._bcp_load(found, is_fitting=trainer.state.fn == TrainerFn.FITTING)
+        callbacks = checkpoint.get("callbacks", {})
+        lasting = self._bcp_decide(
+            "looking for checkpoints",
+            lambda: lasting_paths(trainer, callbacks, found.path, options),
+            list[str],
+        )
+        drop_gone_paths(trainer, callbacks, found.path, lasting)
+        return checkpoint
+
+    def _bcp_load(self, found: ChosenCheckpoint, *, is_fitting: bool) -> dict[str, Any]:
+        module = self._bcp_module()
+        extra: dict[str, Any] = {}
+        state: dict[str, Any] = {"model": module}
+        if is_fitting:
+            _refuse_weights_only(found)
+            state |= {"optimizer": _one_or_all(self.optimizers)} if self.optimizers else {}
+            state |= {name: {} for name in ("scheduler",) if name in found.names}
+            state |= {"rng": RngState(elastic="keep")} if "rng" in found.names else {}
+        if "extra_state" in found.names:
+            state["extra_state"] = extra
+        shown_by_hooks = is_fitting and "current_model" in found.names
+        averaged = None
+        if shown_by_hooks:  # the hooks that have replaced the weights expect both
+            averaged = state["model"] = {name: value.clone() for name, value in module.state_dict().items()}
+            state["current_model"] = module
+        report = api.load(
+            found.path,
+            state,
+            step=None,
+            strict=module_of(self).strict_loading,
+            storage_options=self.bcp_storage_options,
+            options=LoadOptions(timeout_s=self.bcp_options.timeout_s),
+        )
+        checkpoint = {"pytorch-lightning_version": pl.__version__, **from_plain(extra)}
+        current = {} if isinstance(self.model, FullyShardedDataParallel) else dict(module.state_dict())
+        checkpoint["state_dict"] = averaged if averaged is not None else current
+        if averaged is not None:
+            checkpoint["current_model_state"] = current
+        if is_fitting:
+            scheduler = state.get("scheduler", [])
+            checkpoint["lr_schedulers"] = scheduler if isinstance(scheduler, list) else [scheduler]
+            # A new epoch draws its order from the random state as it was loaded: it is not put back there.
+            self._bcp_random = report if "rng" in state and is_mid_epoch(checkpoint) else None
+            self._bcp_loaders.load_later(found, self.bcp_storage_options, timeout_s=self.bcp_options.timeout_s)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - Lightning's signature
+        """Does nothing: the module is loaded, unless the file was Lightning's own."""
+        if self._bcp_is_foreign:
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Does nothing: the optimizers are loaded, unless the file was Lightning's own."""
+        if self._bcp_is_foreign:
+            super().load_optimizer_state_dict(checkpoint)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Removes a checkpoint, on rank 0, once the save in flight is committed. One that is gone passes."""
+        if not self.is_global_zero:
+            return
+        path = os.fspath(filepath)
+        if os.path.isfile(path) and not os.path.islink(path):  # noqa: PTH113, PTH114 - one of Lightning's own
+            super().remove_checkpoint(filepath)
+        else:
+            self._bcp_saves.remove(path, self.bcp_storage_options)
+
+    # The course of training.
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Notes a train loader that has a state, and loads the state that was saved."""
+        loader: object = super().process_dataloader(dataloader)
+        trainer = self._bcp_trainer()
+        if trainer.training:
+            sharing = getattr(self, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+            self._bcp_loaders.add(
+                loader, round_of=trainer.fit_loop._data_fetcher, rank=sharing["rank"], size=sharing["num_replicas"]
+            )
+        return loader
+
+    def on_train_start(self) -> None:
+        """Begins to listen for signals. Raises CheckpointMismatchError (conflict) if a loader is read ahead otherwise
+        than its streams were told.
+        """
+        super().on_train_start()
+        trainer = self._bcp_trainer()
+        self._bcp_loaders.check_read_ahead(trainer.fit_loop._data_fetcher)
+        self._bcp_end_stop()
+        if self._bcp_signals:
+            root, timeout_s = trainer.default_root_dir, self.bcp_options.timeout_s
+            self._bcp_stop = AgreedStop(root, signals=self._bcp_signals, timeout_s=timeout_s)
+
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Puts the random state of a load back once the first batch is there: loaders draw from it when they begin."""
+        if self._bcp_random is not None and self._bcp_trainer().training:
+            self._bcp_restore_random()
+        return super().batch_to_device(batch, *args, **kwargs)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Lets all ranks stop after this batch if one was told to."""
+        super().on_train_batch_start(batch, batch_idx)
+        self._bcp_restore_random()  # where training_step(dataloader_iter) takes the batches
+        if self._bcp_stop is not None and self._bcp_stop.end_step():
+            self._bcp_trainer()._signal_connector.received_sigterm = True  # Lightning raises at the end of the batch
+
+    def _bcp_restore_random(self) -> None:
+        report, self._bcp_random = self._bcp_random, None
+        if report is not None:
+            report.restore_rng()
+
+    def _bcp_end_stop(self) -> None:
+        if self._bcp_stop is not None:
+            self._bcp_stop.close()
+            self._bcp_stop = None
+
+    def teardown(self) -> None:
+        """Waits for the save in flight. Raises its error, unless another exception ends training."""
+        self._bcp_end_stop()
+        try:
+            self._bcp_saves.settle(timeout_s=self.bcp_options.timeout_s)
+        except CheckpointError as error:
+            original = error.__context__ if self._bcp_is_interrupted() else None
+            if original is None:
+                raise
+            original.add_note(str(error))
+        finally:
+            self._bcp_saves.close()
+            self._bcp_loaders.clear()
+            super().teardown()
+
+    def _bcp_is_interrupted(self) -> bool:
+        module = self.lightning_module
+        trainer = module._trainer if module is not None else None
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
+    def _bcp_trainer(self) -> pl.Trainer:
+        return module_of(self).trainer
+
+    def _bcp_module(self) -> nn.Module:
+        """Returns the module to save: that of the user, or with FSDP its wrapper, which knows what is where."""
+        model: nn.Module = self.model if isinstance(self.model, FullyShardedDataParallel) else module_of(self)
+        return model
+
+    def _bcp_decide(self, doing: str, decide: Any, kind: Any) -> Any:
+        return Decisions(None, "", timeout_s=self.bcp_options.timeout_s).hear(doing, decide, kind)
+
+
+def module_of(strategy: Strategy) -> pl.LightningModule:
+    """Returns the user's module. Raises RuntimeError outside of a run."""
+    module = strategy.lightning_module
+    if module is None:
+        raise RuntimeError("the strategy has no LightningModule: it saves and loads within Trainer.fit, test, ...")
+    return module
+
+
+class BcpDDPStrategy(BcpStrategyMixin, DDPStrategy):
+    """Lightning's DDPStrategy, saving with this library."""
+
+
+class BcpFSDPStrategy(BcpStrategyMixin, FSDPStrategy):
+    """Lightning's FSDPStrategy, saving with this library. `state_dict_type` has no effect: shards are saved as they
+    are, and any layout loads them.
+    """
+
+
+class BcpModelParallelStrategy(BcpStrategyMixin, ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy, saving with this library. `save_distributed_checkpoint` has no effect: shards
+    are saved as they are, and any layout loads them.
+    """
+
+
+class BcpSingleDeviceStrategy(BcpStrategyMixin, SingleDeviceStrategy):
+    """Lightning's SingleDeviceStrategy, saving with this library: for training in one process."""
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else list(values)
+
+
+def _refuse_weights_only(found: ChosenCheckpoint) -> None:
+    if found.metadata.get("weights_only"):
+        raise CheckpointMismatchError(
+            f"{found.path} holds the model alone (save_weights_only), and training cannot go on from it; nothing was "
+            'changed: load it with bcp.load(path, {"model": model}), and call fit without ckpt_path',
+            kind="missing_key",
+            path=found.path,
+        )

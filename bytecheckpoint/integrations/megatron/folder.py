@@ -1,0 +1,144 @@
+"""The folders of Megatron-LM: names of checkpoints, the tracker file, which checkpoint a load takes, and which one is
+deleted after a save. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from bytecheckpoint import api
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
+from bytecheckpoint.info import OWN_FORMAT
+from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder
+from bytecheckpoint.storage.paths import join_name
+
+logger = logging.getLogger("bytecheckpoint")
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+METADATA = "megatron"
+"""Key of what is saved with a checkpoint besides the state: the fields of `FoundIteration` from `iteration` on."""
+VERSION = 3.0
+"""Version of Megatron's checkpoints whose conventions about weights hold."""
+_NON_PERSISTENT = "non_persistent"
+
+
+class FoundIteration(msgspec.Struct):
+    """Message of rank 0 about the checkpoint that is to be loaded."""
+
+    path: str = ""
+    """Empty if there is none."""
+    name: str = ""
+    is_of_megatron: bool = False
+    """True if Megatron itself wrote it."""
+    is_pretrained: bool = False
+    """True if it is that of `--pretrained-checkpoint`, to begin a new run from."""
+    has_rng: bool = False
+    has_rerun: bool = False
+    iteration: int = 0
+    num_floating_point_operations_so_far: float = 0
+    checkpoint_version: float = VERSION
+    args: dict[str, Any] = {}
+
+
+def find(args: Namespace, root: str | None, reach: TrackedFolder) -> FoundIteration:
+    """Chooses the checkpoint, on rank 0. `reach` says how folders are reached."""
+    wanted = getattr(args, "ckpt_step", None)
+    if wanted and root is not None:
+        return _described(reach._replace(root=root), name_of(wanted))
+    found = [(folder, text) for folder in _folders(args, root, reach) if (text := folder.read()) is not None]
+    pretrained: str | None = getattr(args, "pretrained_checkpoint", None)
+    is_pretrained = not found and pretrained is not None
+    if not found and pretrained is not None:
+        folder = reach._replace(root=pretrained)
+        found = [(folder, text) for text in [folder.read()] if text is not None]
+    if found:
+        # The newest, and of two the one that is not persistent, as Megatron has it.
+        folder, text = max(found, key=lambda each: _iteration_in(each[1]))
+        name = RELEASE if text == RELEASE else name_of(_iteration_in(text))
+        described = _described(folder, name)
+        described.is_pretrained = is_pretrained
+        return described
+    places = [reach._replace(root=each).shown() for each in (root, pretrained) if each is not None]
+    message = f"there is no {TRACKER} in {' or '.join(places) or 'any folder, because none was given'}"
+    if getattr(args, "exit_on_missing_checkpoint", False) or pretrained is not None:
+        raise CheckpointNotFoundError(
+            f"{message}; nothing was loaded", kind="not_found", path=places[0] if places else ""
+        )
+    committed = ", ".join(reach._replace(root=root).committed()) if root is not None else ""
+    logger.warning(
+        "%s, so no checkpoint was loaded and training begins anew. Committed checkpoints beside it: %s. To load one of "
+        "them, pass --ckpt-step",
+        message,
+        committed or "none",
+    )
+    return FoundIteration()
+
+
+def _folders(args: Namespace, root: str | None, reach: TrackedFolder) -> list[TrackedFolder]:
+    roots = [] if root is None else [root]
+    if args.non_persistent_ckpt_type == "global" and (root is not None or args.non_persistent_global_ckpt_dir):
+        roots.insert(0, non_persistent_root(args, root or ""))
+    return [reach._replace(root=each) for each in roots]
+
+
+def _described(folder: TrackedFolder, name: str) -> FoundIteration:
+    path = folder.path_of(name)
+    try:
+        checkpoint = api.open(path, storage_options=folder.storage_options)
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"{folder.shown(name)} is no committed checkpoint: {error.message}. Nothing was loaded; committed are: "
+            f"{', '.join(folder.committed()) or 'none'}. Choose one of them with --ckpt-step",
+            kind=error.kind,
+            path=folder.shown(name),
+        ) from error
+    except CheckpointError:  # a folder of Megatron's that is not read here, which Megatron may read
+        if name in folder.committed():
+            raise
+        return FoundIteration(path=path, name=name, is_of_megatron=True)
+    with checkpoint:
+        if checkpoint.info.format != OWN_FORMAT:
+            return FoundIteration(path=path, name=name, is_of_megatron=True)
+        entries = checkpoint.manifest.rank_objects.keys()
+        fields = checkpoint.metadata.get(METADATA, {})
+        return FoundIteration(path=path, name=name, has_rng="rng" in entries, has_rerun="rerun" in entries, **fields)
+
+
+def retire(folder: TrackedFolder, before: Sequence[str | None], iteration: int, interval: int) -> None:
+    """Deletes the checkpoint that was the newest `before`, unless it is one of every `interval` iterations; with 0, it
+    is deleted in any case. Nothing was the newest if the save has failed, and on ranks other than rank 0.
+    """
+    for text in before:
+        replaced = _iteration_in(text) if text and text.isdecimal() else 0
+        if replaced > 0 and replaced != iteration and (not interval or replaced % interval):
+            folder.delete(name_of(replaced))
+
+
+def name_of(iteration: int) -> str:
+    """Returns the name of a checkpoint's folder."""
+    return f"iter_{iteration:07d}"
+
+
+def _iteration_in(text: str) -> int:
+    """Returns the iteration that a tracker file names; 0 for a release. Raises CheckpointNotFoundError for others."""
+    if text == RELEASE:
+        return 0
+    if not text.isdecimal():
+        raise CheckpointNotFoundError(
+            f"{TRACKER} holds {text!r:.100}, and not an iteration; nothing was loaded: write one into it, or pass "
+            "--ckpt-step",
+            kind="not_found",
+        )
+    return int(text)
+
+
+def non_persistent_root(args: Namespace, root: str) -> str:
+    """Returns the folder of checkpoints of which only the newest is kept."""
+    given: str | None = args.non_persistent_global_ckpt_dir
+    return given or join_name(root, _NON_PERSISTENT)

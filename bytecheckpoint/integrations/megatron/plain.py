@@ -1,0 +1,53 @@
+"""Arguments and the rerun state of Megatron-LM as plain data, and back: no enums, no named tuples, no pickles."""
+
+from __future__ import annotations
+
+import enum
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+_PLAIN = (bool, int, float, str, type(None))
+_CLASS, _ITEMS = "class", "items"
+"""Keys of a dict that stands for an object of a class that `restored` is given."""
+
+
+def plain_arguments(args: Namespace) -> dict[str, Any]:
+    """Returns Megatron's arguments by name. Values that are no plain data, such as dtypes and functions, are text."""
+    return {name: _plain_argument(value) for name, value in sorted(vars(args).items())}
+
+
+def _plain_argument(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return str(value)
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain_argument(each) for each in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain_argument(each) for key, each in value.items()}
+    return str(value)
+
+
+def without_classes(value: Any) -> Any:
+    """Returns a tree of dicts, lists, tuples, tensors and plain data; enums and named tuples become dicts."""
+    if isinstance(value, enum.Enum):
+        return {_CLASS: type(value).__name__, _ITEMS: [value.value]}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {_CLASS: type(value).__name__, _ITEMS: [without_classes(each) for each in value]}
+    if isinstance(value, Mapping):
+        return {key: without_classes(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(without_classes(each) for each in value)
+    return value
+
+
+def with_classes(value: Any, module: Any) -> Any:
+    """Returns what `without_classes` was given, with enums and named tuples of this module."""
+    if isinstance(value, Mapping) and value.keys() == {_CLASS, _ITEMS}:
+        return getattr(module, value[_CLASS])(*[with_classes(each, module) for each in value[_ITEMS]])
+    if isinstance(value, Mapping):
+        return {key: with_classes(each, module) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(with_classes(each, module) for each in value)
+    return value

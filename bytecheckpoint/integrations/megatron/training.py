@@ -1,0 +1,302 @@
+"""`save_checkpoint` and `load_checkpoint` with the signatures of megatron.training."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import distributed as dist
+from torch import nn
+
+from bytecheckpoint import api
+from bytecheckpoint.adapters.rank_values.rank_local import RankLocal
+from bytecheckpoint.adapters.rank_values.rng_state import RngState
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.integrations.megatron.folder import (
+    METADATA,
+    RELEASE,
+    TRACKER,
+    VERSION,
+    FoundIteration,
+    find,
+    name_of,
+    non_persistent_root,
+    retire,
+)
+from bytecheckpoint.integrations.megatron.plain import plain_arguments, with_classes, without_classes
+from bytecheckpoint.integrations.shared.missing_framework import missing_framework
+from bytecheckpoint.integrations.shared.tracked_folder import folder_at
+from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.saving.handle import SaveHandle
+from bytecheckpoint.storage.credentials import showable_url
+
+try:
+    from megatron.core import parallel_state, rerun_state_machine
+    from megatron.core.num_microbatches_calculator import update_num_microbatches
+    from megatron.training import checkpointing, ft_integration, training
+    from megatron.training.checkpointing import load_checkpoint as load_megatrons_own
+    from megatron.training.global_vars import get_args
+except ImportError as error:
+    missing = missing_framework("megatron", "megatron-core")
+    missing.add_note("It needs megatron.training too, which no wheel has: put a checkout of Megatron-LM on PYTHONPATH.")
+    raise missing from error
+
+logger = logging.getLogger("bytecheckpoint")
+
+_COUNTS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+"""Arguments that are positions of training, which a resumed run takes from the checkpoint."""
+
+
+def install(*, options: SaveOptions | None = None, storage_options: dict[str, Any] | None = None) -> None:
+    """Lets Megatron-LM's training loop save and load by this library. Call it before `pretrain`.
+
+    Args:
+        options: Of all saves: see SaveOptions.
+        storage_options: For the fsspec backend, where `--save` and `--load` are URLs; never stored.
+    """
+    save = partial(save_checkpoint, options=options, storage_options=storage_options)
+    load = partial(load_checkpoint, storage_options=storage_options)
+    for module in (checkpointing, training):  # training.py has imported both by name
+        module.save_checkpoint, module.load_checkpoint = save, load
+
+
+def save_checkpoint(  # noqa: PLR0917 - Megatron's signature
+    iteration: int,
+    model: Sequence[nn.Module],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    num_floating_point_operations_so_far: float,
+    checkpointing_context: dict[str, Any] | None = None,
+    *,
+    non_persistent_ckpt: bool = False,
+    train_data_iterator: Any = None,
+    release: bool = False,
+    options: SaveOptions | None = None,
+    storage_options: dict[str, Any] | None = None,
+    **others: Any,
+) -> SaveHandle:
+    """Saves what training goes on from, with all ranks together, at `iter_<iteration>` in the folder of `--save`.
+
+    With `--async-save` it returns as soon as training may go on. The tracker file is written when the checkpoint is
+    committed; `--save-retain-interval` then deletes the one before.
+
+    Args:
+        iteration: Of the step that ended.
+        model: The chunks of this rank, in their wrappers or not.
+        optimizer: Of `get_megatron_optimizer`, or None.
+        opt_param_scheduler: Megatron's scheduler, or None.
+        num_floating_point_operations_so_far: As Megatron counts them.
+        checkpointing_context: Not needed.
+        non_persistent_ckpt: Save to the folder of checkpoints of which only the newest is kept.
+        train_data_iterator: That of training, for the rerun state, and for loaders that save themselves.
+        release: Save as the model that is released, without an iteration.
+        options: See SaveOptions; a checkpoint of this iteration is overwritten whatever they say.
+        storage_options: For the fsspec backend; never stored.
+        others: Megatron's other arguments. Groups are not needed.
+
+    Raises:
+        CheckpointMismatchError: An argument of Megatron asks for what is not supported (`conflict`).
+        StorageError: The checkpoint is committed, and the tracker file could not be written; and others of the store.
+        The other errors of `bytecheckpoint.save`.
+    """
+    del checkpointing_context
+    args, options = get_args(), options or SaveOptions()
+    _refuse_unsupported(args, others, kind=args.non_persistent_ckpt_type if non_persistent_ckpt else None)
+    root = non_persistent_root(args, args.save) if non_persistent_ckpt else args.save
+    folder = folder_at(root, TRACKER, storage_options=storage_options, timeout_s=options.timeout_s)
+    ft_integration.on_checkpointing_start()
+    rerun = rerun_state_machine.get_rerun_state_machine().state_dict(
+        data_iterator=train_data_iterator, ckpt_format="torch_dist"
+    )
+    checkpointing.maybe_save_dataloader_state(train_data_iterator, iteration, getattr(args, "dataloader_save", None))
+    state: dict[str, Any] = {"model": model}
+    if not args.no_save_optim:
+        state |= optimizer_state(optimizer, opt_param_scheduler)
+    if not args.no_save_rng:
+        state["rng"] = _random_numbers(args)
+    if rerun:
+        rerun["sharded"] = rerun["sharded"].data
+        state["rerun"] = RankLocal(without_classes(rerun))
+    described = {
+        "iteration": iteration,
+        "num_floating_point_operations_so_far": num_floating_point_operations_so_far,
+        "checkpoint_version": VERSION,
+        "args": plain_arguments(args),
+    }
+    before: list[str | None] = []
+    handle = folder.save(
+        RELEASE if release else name_of(iteration),
+        state,
+        tracked_as=RELEASE if release else str(iteration),
+        async_save=args.async_save,
+        metadata={METADATA: described},
+        options=options,
+        on_tracked=before.append,
+    )
+    interval = 0 if non_persistent_ckpt else getattr(args, "save_retain_interval", None)
+    if interval is not None:
+        handle.add_done_callback(lambda _: retire(folder, before, iteration, interval))
+    ft_integration.on_checkpointing_end(is_async_finalization=False)
+    return handle
+
+
+def load_checkpoint(  # noqa: PLR0917 - Megatron's signature
+    ddp_model: Sequence[nn.Module],
+    optimizer: Any,
+    opt_param_scheduler: Any,
+    load_arg: str = "load",
+    strict: bool = True,  # noqa: FBT001, FBT002 - Megatron's signature
+    checkpointing_context: dict[str, Any] | None = None,
+    *,
+    options: LoadOptions | None = None,
+    storage_options: dict[str, Any] | None = None,
+    **others: Any,
+) -> tuple[int, float]:
+    """Fills what training goes on from, in place and with all ranks together, from the folder of `--load`.
+
+    Any number of ranks along any dimension loads what any other saved. Where Megatron itself wrote the checkpoint that
+    is to be loaded, Megatron's own function loads it.
+
+    Args:
+        ddp_model: The chunks of this rank, in their wrappers or not.
+        optimizer: Of `get_megatron_optimizer`, or None.
+        opt_param_scheduler: Megatron's scheduler, or None.
+        load_arg: The argument of Megatron that has the folder.
+        strict: Raise for keys that are missing on either side.
+        checkpointing_context: Not needed.
+        options: See LoadOptions.
+        storage_options: For the fsspec backend.
+        others: Megatron's other arguments. Groups are not needed.
+
+    Returns:
+        The iteration, and the number of floating-point operations so far; (0, 0) where there is nothing to load.
+
+    Raises:
+        CheckpointNotFoundError: The tracker file or `--ckpt-step` names what is not committed, or nothing is there and
+            `--exit-on-missing-checkpoint` was given.
+        CheckpointMismatchError: It does not fit; model and optimizer are unchanged.
+        The other errors of `bytecheckpoint.load`, and AssertionError for arguments of another model.
+    """
+    args, options = get_args(), options or LoadOptions()
+    _refuse_unsupported(args, others, kind=args.non_persistent_ckpt_type)
+    first = folder_at("", TRACKER, storage_options=storage_options, timeout_s=options.timeout_s)
+    found = first.hear(lambda: find(args, getattr(args, load_arg), first), FoundIteration)
+    if found.is_of_megatron:
+        own = {"load_arg": load_arg, "strict": strict, "checkpointing_context": checkpointing_context, **others}
+        iteration, num_operations = load_megatrons_own(ddp_model, optimizer, opt_param_scheduler, **own)
+        return iteration, num_operations
+    if not found.path:
+        return 0, 0
+    args.finetune = args.finetune or found.is_pretrained
+    is_resumed = not (args.finetune or found.name == RELEASE)
+    state: dict[str, Any] = {"model": ddp_model}
+    with_optimizer = is_resumed and not args.no_load_optim
+    if with_optimizer:
+        state |= optimizer_state(optimizer, opt_param_scheduler)
+    if is_resumed and not args.no_load_rng and found.has_rng:
+        state["rng"] = _random_numbers(args)
+    if is_resumed and found.has_rerun and _has_places_of(args, found.args):
+        state["rerun"] = _RerunState()
+    # Weights that an optimizer was saved with are in fp32, and a model alone may have them in another precision.
+    api.load(
+        found.path, state, strict=strict, cast=not with_optimizer, storage_options=storage_options, options=options
+    )
+    if not with_optimizer and is_optimizer(optimizer) and (args.fp16 or args.bf16):
+        optimizer.reload_model_params()
+    checkpointing.set_checkpoint_version(found.checkpoint_version)
+    iteration = found.iteration if is_resumed else 0
+    if found.args and not args.finetune:
+        _take_arguments(args, found.args)
+    if getattr(args, "override_ckpt_iteration", None) is not None:
+        iteration = args.override_ckpt_iteration
+        args.consumed_train_samples, args.skipped_train_samples = iteration * args.global_batch_size, 0
+        update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=True)
+    if with_optimizer and getattr(args, "override_opt_param_scheduler", False):
+        _override_rates(args, optimizer, opt_param_scheduler)
+    if hasattr(checkpointing, "set_loaded_iteration"):  # not in releases of 2025
+        checkpointing.set_loaded_iteration(found.iteration)
+    if iteration > 0:
+        ft_integration.on_checkpoint_loaded(is_local_chkpt=False)
+    logger.info("loaded %s at iteration %d", showable_url(found.path), iteration)
+    return iteration, found.num_floating_point_operations_so_far
+
+
+class _RerunState:
+    """The state machine by which Megatron repeats a step that looked wrong; only to load."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        machine = rerun_state_machine.get_rerun_state_machine()
+        machine.load_state_dict(with_classes(state_dict, rerun_state_machine))
+
+
+def optimizer_state(optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """Returns those of both that the run has, under their names in a checkpoint."""
+    state = {"optimizer": optimizer} if is_optimizer(optimizer) else {}
+    return state | ({"scheduler": scheduler} if scheduler is not None else {})
+
+
+def is_optimizer(optimizer: Any) -> bool:
+    """Returns False for None and for the optimizer of a rank without parameters."""
+    return optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False)
+
+
+def _random_numbers(args: Namespace) -> RngState:
+    """Returns the generators. Those outside of Megatron's tracker are alike in all ranks of a pipeline stage, unless
+    `--data-parallel-random-init` was given.
+    """
+    at = {"pp": parallel_state.get_pipeline_model_parallel_rank()}
+    if args.data_parallel_random_init:
+        at["dp"] = parallel_state.get_data_parallel_rank()
+    return RngState(elastic="keep", at=at)
+
+
+def _has_places_of(args: Namespace, saved: dict[str, Any]) -> bool:
+    """Returns True if as many ranks as saved the checkpoint stand at the same places."""
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+    return saved.get("world_size") == dist.get_world_size() and all(
+        saved.get(name) == getattr(args, name, None) for name in sizes
+    )
+
+
+def _take_arguments(args: Namespace, saved: dict[str, Any]) -> None:
+    """Compares the model's arguments with those of the checkpoint, and takes the positions of training."""
+    checkpointing.check_checkpoint_args(Namespace(**saved))
+    for name in _COUNTS:
+        setattr(args, name, saved.get(name, 0))
+    update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=True)
+
+
+def _override_rates(args: Namespace, optimizer: Any, scheduler: Any) -> None:
+    """Puts the run's own bounds of learning rates in the place of the loaded ones."""
+    for group in optimizer.param_groups if is_optimizer(optimizer) and scheduler is not None else []:
+        prefix = "decoupled_" if group.get("is_decoupled_lr", False) else ""
+        bounds = {"max_lr": f"{prefix}lr", "min_lr": f"{prefix}min_lr"}
+        group.update({key: rate for key, name in bounds.items() if (rate := getattr(args, name, None)) is not None})
+    if scheduler is not None:
+        scheduler.num_steps = args.consumed_train_samples
+        scheduler.step(increment=0)
+
+
+def _refuse_unsupported(args: Namespace, others: dict[str, Any], *, kind: str | None) -> None:
+    """Raises CheckpointMismatchError (conflict) for what would be another checkpoint than Megatron's own."""
+    ranks = [name for name in ("pipeline_rank", "expert_rank", "tensor_rank") if others.get(name) is not None]
+    reasons = {
+        f"--non-persistent-ckpt-type {kind}": (
+            kind not in {None, "global"},
+            "use SaveOptions(local_stage=...) with install",
+        ),
+        "--freeze-all-layers": (getattr(args, "freeze_all_layers", False), "leave install out"),
+        "rng_state_key_prefix": (bool(others.get("rng_state_key_prefix")), "leave install out of runs on many grids"),
+        ", ".join(ranks): (bool(ranks), "convert checkpoints with `bcp convert`"),
+    }
+    for name, (is_given, advice) in reasons.items():
+        if is_given:
+            raise CheckpointMismatchError(
+                f"{name} is not supported; nothing was saved or loaded: {advice}", kind="conflict"
+            )

@@ -1,0 +1,160 @@
+"""The checkpoint manager that Megatron-Bridge takes by name, as `CheckpointConfig.custom_manager_class`. Folders, names
+and the choice of a checkpoint are those of Megatron-LM, whose fields the configuration has under the same names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bytecheckpoint import api
+from bytecheckpoint.adapters.rank_values.rng_state import RngState
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.integrations.megatron.folder import (
+    METADATA,
+    TRACKER,
+    VERSION,
+    FoundIteration,
+    find,
+    name_of,
+    non_persistent_root,
+)
+from bytecheckpoint.integrations.shared.missing_framework import missing_framework
+from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder, folder_at
+from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.saving.in_flight import process_state
+
+try:
+    from megatron.bridge.training.checkpointing import DefaultCheckpointManager
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import update_num_microbatches
+
+    from bytecheckpoint.integrations.megatron.training import is_optimizer, optimizer_state
+except ImportError as error:
+    raise missing_framework("megatron_bridge", "megatron-bridge") from error
+
+__all__ = ["BcpBridgeManager"]
+
+_ITERATION = re.compile(r"iter_([0-9]{7,})").fullmatch
+
+
+class BcpBridgeManager:
+    """Saves and loads the training of Megatron-Bridge. Its constructor takes the CheckpointConfig, as Bridge calls it.
+
+    A subclass may set `bcp_options` and `bcp_storage_options`.
+    """
+
+    bcp_options = SaveOptions()
+    bcp_storage_options: dict[str, Any] | None = None
+
+    def __init__(self, checkpoint_config: Any) -> None:
+        self.config = checkpoint_config
+
+    def save(self, ctx: Any, callback_manager: Any | None = None) -> None:
+        """Saves at `iter_<step>`, with all ranks together; in the background if the configuration has `async_save`.
+
+        `callback_manager` is not needed. Raises CheckpointMismatchError (conflict) for checkpoints that are not
+        persistent and not global, and the errors of `bytecheckpoint.save`.
+        """
+        del callback_manager
+        config, train_state = self.config, ctx.state.train_state
+        if ctx.non_persistent_ckpt and config.non_persistent_ckpt_type != "global":
+            raise CheckpointMismatchError(
+                f"non_persistent_ckpt_type={config.non_persistent_ckpt_type!r} is not supported; nothing was saved: "
+                "use bcp_options = SaveOptions(local_stage=...)",
+                kind="conflict",
+            )
+        folder = self._folder(non_persistent_root(config, config.save) if ctx.non_persistent_ckpt else config.save)
+        state: dict[str, Any] = {"model": ctx.model}
+        state |= optimizer_state(ctx.optimizer, ctx.opt_param_scheduler) if config.save_optim else {}
+        state |= {"rng": _random_numbers(ctx)} if config.save_rng else {}
+        described = {
+            "iteration": train_state.step,
+            "num_floating_point_operations_so_far": ctx.num_floating_point_operations_so_far,
+            "checkpoint_version": VERSION,
+            "args": {name: value.item() for name, value in train_state.state_dict().items()},
+        }
+        before: list[str | None] = []
+        handle = folder.save(
+            name_of(train_state.step),
+            state,
+            tracked_as=str(train_state.step),
+            async_save=config.async_save,
+            metadata={METADATA: described},
+            options=self.bcp_options,
+            on_tracked=before.append,
+        )
+        num_kept = 1 if ctx.non_persistent_ckpt else config.most_recent_k
+        if num_kept is not None and num_kept > 0:
+            step = train_state.step
+            handle.add_done_callback(lambda _: _keep_newest(folder, before, step, num_kept))
+
+    def load(self, ctx: Any) -> tuple[int, float]:
+        """Fills model, optimizer, scheduler and the state of training. Returns the step and the number of operations.
+
+        What Megatron-Bridge itself has saved, its own manager loads. Raises the errors of `bytecheckpoint.load`.
+        """
+        config, train_state = self.config, ctx.state.train_state
+        folder = self._folder("")
+        found = folder.hear(lambda: find(config, config.load, folder), FoundIteration)
+        if found.is_of_megatron or not found.path:
+            step, num_operations = DefaultCheckpointManager(config).load(ctx)
+            return step, num_operations
+        is_resumed = not (config.finetune or found.is_pretrained)
+        with_optimizer = is_resumed and config.load_optim
+        state: dict[str, Any] = {"model": ctx.model}
+        state |= optimizer_state(ctx.optimizer, ctx.opt_param_scheduler) if with_optimizer else {}
+        state |= {"rng": _random_numbers(ctx)} if is_resumed and config.load_rng and found.has_rng else {}
+        # Weights that an optimizer was saved with are in fp32, and a model alone may have them in another precision.
+        api.load(
+            found.path,
+            state,
+            strict=ctx.strict,
+            cast=not with_optimizer,
+            storage_options=self.bcp_storage_options,
+            options=LoadOptions(timeout_s=self.bcp_options.timeout_s),
+        )
+        if not with_optimizer and is_optimizer(ctx.optimizer):
+            ctx.optimizer.reload_model_params()
+        train_state.load_state_dict({name: torch.tensor(value) for name, value in found.args.items()})
+        if is_resumed:
+            update_num_microbatches(consumed_samples=train_state.consumed_train_samples, verbose=True)
+        else:
+            train_state.step = 0
+        return train_state.step, train_state.floating_point_operations_so_far
+
+    def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:  # noqa: FBT001, FBT002 - Bridge's signature
+        """Waits for saves in the background if `blocking` or `terminate`. The error of one is raised by the next save,
+        or ends the process.
+        """
+        del state
+        if blocking or terminate:
+            process_state().saves.wait_until_ended()
+
+    def _folder(self, root: str) -> TrackedFolder:
+        timeout_s = self.bcp_options.timeout_s
+        return folder_at(root, TRACKER, storage_options=self.bcp_storage_options, timeout_s=timeout_s)
+
+
+def _random_numbers(ctx: Any) -> RngState:
+    """Returns the generators: those outside of Megatron's tracker are alike in all ranks of a pipeline stage, unless
+    the configuration says otherwise.
+    """
+    at = {"pp": parallel_state.get_pipeline_model_parallel_rank()}
+    if ctx.state.cfg.rng.data_parallel_random_init:
+        at["dp"] = parallel_state.get_data_parallel_rank()
+    return RngState(elastic="keep", at=at)
+
+
+def _keep_newest(folder: TrackedFolder, before: Sequence[str | None], step: int, num_kept: int) -> None:
+    """Deletes the checkpoints before this step, but for as many as are kept. `before` is empty if the save has failed,
+    and on ranks other than rank 0: then nothing is deleted.
+    """
+    # Checkpoints of later steps, which training has left or has saved meanwhile, do not count: they would push out the
+    # newest one.
+    steps = sorted(int(match[1]) for match in map(_ITERATION, folder.committed()) if match) if before else []
+    for each in [each for each in steps if each <= step][:-num_kept]:
+        folder.delete(name_of(each))

@@ -1,0 +1,101 @@
+"""Checkpoints of `bytecheckpoint.save` in a run of Ray Train: reported once they are committed, kept and deleted by
+Ray's `CheckpointConfig`, and found by `ray.train.get_checkpoint()` after a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from bytecheckpoint.integrations.shared.missing_framework import missing_framework
+from bytecheckpoint.saving.handle import SaveHandle
+
+try:
+    import ray.train
+    from ray.train import CheckpointUploadMode
+except ImportError as error:
+    raise missing_framework("ray", "ray[train] >= 2.51") from error
+
+_SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://", "abfs": "abfs://", "hdfs": "hdfs://"}
+_SCHEME = re.compile(r"\A[a-z0-9+]+://")
+
+
+def report(metrics: dict[str, Any], handle: SaveHandle | None = None, **report_arguments: Any) -> None:
+    """Reports metrics, and with a handle the checkpoint that it saves, as `ray.train.report` does.
+
+    Returns at once. Ray hears of the checkpoint when it is committed on all ranks, in the order of the reports; a save
+    that fails fails the run there, as `FailureConfig` says. All workers report equally often; rank 0's metrics count.
+
+    Args:
+        metrics: As for `ray.train.report`.
+        handle: What `bytecheckpoint.save` returned on this worker, for a path below `run_path()`; None for metrics
+            alone.
+        report_arguments: Other arguments of `ray.train.report`, such as `validation`.
+
+    Raises:
+        ValueError: The checkpoint is not below the folder of the run, where Ray could not find it again; or an argument
+            says how to upload it.
+    """
+    if handle is None:
+        ray.train.report(metrics, **report_arguments)
+        return
+    given = [name for name in report_arguments if name.startswith(("checkpoint", "delete_local"))]
+    if given:
+        raise ValueError(f"nothing was reported: leave out {', '.join(given)}: the checkpoint is in its place already")
+    found = _checkpoint_at(handle._progress.path)
+
+    def wait_until_committed(_: ray.train.Checkpoint, _name: str) -> ray.train.Checkpoint:
+        # Ray calls this in a thread, and again if it failed: waiting is the same each time, and takes no other rank.
+        handle.result()
+        return found
+
+    ray.train.report(
+        metrics,
+        checkpoint=found,
+        checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+        checkpoint_upload_fn=wait_until_committed,
+        delete_local_checkpoint_after_upload=False,
+        **report_arguments,
+    )
+
+
+def run_path() -> str:
+    """Returns the folder of this run in the storage of Ray, as `bytecheckpoint.save` takes it. Called by a worker.
+
+    Raises ValueError for a filesystem that has no URL.
+    """
+    storage = ray.train.get_context().get_storage()
+    return _url(storage.storage_filesystem, storage.experiment_fs_path)
+
+
+def checkpoint_path(checkpoint: ray.train.Checkpoint) -> str:
+    """Returns where a checkpoint of Ray is, as `bytecheckpoint.load` takes it. Raises like `run_path`."""
+    return _url(checkpoint.filesystem, checkpoint.path)
+
+
+def _url(filesystem: Any, path: str) -> str:
+    kind = getattr(filesystem, "type_name", "")
+    if kind not in _SCHEMES:
+        raise ValueError(
+            f"the storage of this run is a {kind or type(filesystem).__name__} filesystem, whose URL is not known: "
+            "save to a URL of your own, and give it to bytecheckpoint.load"
+        )
+    return _SCHEMES[kind] + path
+
+
+def _checkpoint_at(path: str) -> ray.train.Checkpoint:
+    """Returns Ray's object for a checkpoint in the run's own storage. Raises ValueError for any other place."""
+    storage = ray.train.get_context().get_storage()
+    in_storage = _SCHEME.sub("", path)
+    root = storage.experiment_fs_path
+    if os.path.isabs(root):  # noqa: PTH117 - a path of pyarrow's filesystem
+        in_storage, root = str(Path(in_storage).resolve()), str(Path(root).resolve())
+    if not in_storage.startswith(f"{root}/"):
+        raise ValueError(
+            f"{path} is not below {storage.experiment_fs_path}, the folder of this run, so that Ray could not find it "
+            "again; nothing was reported: save to bytecheckpoint.integrations.ray.run_path()"
+        )
+    inside = in_storage.removeprefix(f"{root}/")
+    return ray.train.Checkpoint(f"{storage.experiment_fs_path}/{inside}", storage.storage_filesystem)

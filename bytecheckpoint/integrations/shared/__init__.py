@@ -1,0 +1,1 @@
+"""Parts that several integrations use: agreed stops, retention in folders of a framework, weights by name."""

@@ -1,0 +1,64 @@
+"""The part of a model that its adapters train: a module with the live parameters of the adapters alone, under their own
+names. Knows PEFT's names and nothing of PEFT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.modules.batchnorm import _NormBase
+
+from bytecheckpoint.errors import CheckpointMismatchError
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Returns True for a PEFT model, and for a model of transformers with adapters."""
+    return bool(_adapter_names(model))
+
+
+def _adapter_names(model: nn.Module) -> Collection[str]:
+    found = getattr(model, "peft_config", None)
+    return found.keys() if isinstance(found, dict) else ()
+
+
+def adapters_of(model: nn.Module) -> nn.Module:
+    """Returns a module that holds what training changes in a model with adapters: all trainable parameters, those of
+    adapters that are not active, and running statistics. They are the live ones, under the names of the model.
+
+    Raises CheckpointMismatchError (conflict) under FSDP1, whose flat parameters mix adapters with what is frozen.
+    """
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise CheckpointMismatchError(
+            "the adapters of a model under FSDP1 cannot be told from its frozen weights, which lie in the same flat "
+            "parameters; nothing was saved or loaded: use FSDP2 (fsdp_version: 2), or set bcp_save_base = True to save "
+            "the whole model",
+            kind="conflict",
+        )
+    adapters = _adapter_names(model)
+    part = nn.Module()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad or not set(name.split(".")).isdisjoint(adapters):
+            owner, last = _owner_of(part, name)
+            owner.register_parameter(last, parameter)
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            owner, last = _owner_of(part, name)
+            is_ours = isinstance(module, _NormBase) or not set(name.split(".")).isdisjoint(adapters)
+            if is_ours and last not in module._non_persistent_buffers_set:
+                owner.register_buffer(last, buffer)
+    return part
+
+
+def _owner_of(part: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Returns the module that holds the tensor of this name, made with those above it if need be, and its last name."""
+    *above, last = name.split(".")
+    owner = part
+    for each in above:
+        child = owner._modules.get(each)
+        if child is None:
+            child = nn.Module()
+            owner.add_module(each, child)
+        owner = child
+    return owner, last

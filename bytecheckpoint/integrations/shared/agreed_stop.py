@@ -1,0 +1,51 @@
+"""Stops of a training loop that a framework drives: signals and requests of any rank, agreed on by all at the end of a
+step. The manager's own agreement, for runs without a manager.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from functools import partial
+
+from bytecheckpoint.manager.agreement.decisions import Decisions
+from bytecheckpoint.manager.agreement.stopping import StopRequests, join_stop
+
+
+class AgreedStop:
+    """A stop that all ranks make after the same step. All ranks make it together, in their main threads, and all close
+    it.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, signals: Sequence[str], timeout_s: float) -> None:
+        """Handles the signals until `close`. `root` is the run as errors name it."""
+        decisions = Decisions(None, os.fspath(root), timeout_s=timeout_s)
+        token = decisions.hear(f"beginning to train in {os.fspath(root)}", partial(secrets.token_hex, 8), str)
+        self._requests = StopRequests(signals, deadlines=(), needed_s=float)
+        try:
+            self._agreement = join_stop(self._requests, None, token=token, timeout_s=timeout_s)
+        except BaseException:
+            self._requests.close()  # else the process would go on without an end, deaf to these signals
+            raise
+
+    @property
+    def reason(self) -> str:
+        """The reason of the stop, such as `SIGTERM`; empty before there is one."""
+        return self._agreement.reason
+
+    def request(self, reason: str) -> None:
+        """Requests a stop of all ranks. One rank may call it, from any thread."""
+        self._requests.request(reason, deadline_s=None)
+
+    def end_step(self) -> bool:
+        """Returns True, on all ranks after the same step, if training is to stop. All ranks call it after each step.
+
+        Raises CheckpointError (rank_missing) if a stop was requested and some ranks do not say where they are.
+        """
+        return self._agreement.pass_boundary()
+
+    def close(self) -> None:
+        """Puts the old signal handlers back and ends the agreement."""
+        self._requests.close()
+        self._agreement.close()

@@ -1,0 +1,84 @@
+"""Weights alone: saved in Hugging Face's format, and loaded from any format, by all ranks together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bytecheckpoint import api
+from bytecheckpoint.conversion.convert import ConvertLimits, ConvertRequest, convert
+from bytecheckpoint.distributed.ranks import Subject, join_ranks
+from bytecheckpoint.errors import and_more
+from bytecheckpoint.loading.open_checkpoint import LoadTarget
+from bytecheckpoint.loading.select import SelectionRequest
+from bytecheckpoint.manager.agreement.stopping import rank_in
+from bytecheckpoint.options import LoadOptions, SaveOptions
+
+logger = logging.getLogger("bytecheckpoint")
+
+_MAX_NAMED = 10
+_MEMORY_BYTES = 2 << 30
+_MAX_FILE_BYTES = 5_000_000_000
+"""Length of a file, as `save_pretrained` cuts them."""
+
+
+def save_weights(path: str, weights: Mapping[str, torch.Tensor], *, options: SaveOptions) -> None:
+    """Writes a local folder of safetensors files with these names, and replaces one that is there.
+
+    The weights pass through a checkpoint beside it, which is deleted in the end. Raises the errors of a save and of a
+    load.
+    """
+    between = f"{path}.weights"
+    overwriting = SaveOptions(overwrite=True, timeout_s=options.timeout_s, writer_threads=options.writer_threads)
+    api.save(between, {"model": weights}, options=overwriting)
+    request = ConvertRequest(
+        source=LoadTarget(between, None, None),
+        target=path,
+        target_options={},
+        selection=SelectionRequest(to="hf"),
+        limits=ConvertLimits(_MEMORY_BYTES, _MAX_FILE_BYTES),
+        overwrite=True,
+        is_link=False,
+        follow_links=False,
+    )
+    about = Subject(path, None, is_save=True)
+    convert(request, join_ranks(None, options.timeout_s, about=about), progress=lambda _: nullcontext(_count))
+    if rank_in(None) == 0:
+        api.delete(between)
+        with suppress(OSError):  # others have put files there
+            Path(between).rmdir()
+
+
+def load_weights(
+    path: str, weights: Any, *, options: LoadOptions, storage_options: Mapping[str, Any] | None = None
+) -> None:
+    """Fills modules, or tensors by their names, in place, and converts their dtypes. What else the checkpoint holds is
+    named in the log. Raises the errors of a load.
+    """
+    report = api.run_load(
+        path,
+        {"model": weights},
+        "auto",
+        step=None,
+        strict=True,
+        key_map=None,
+        include=None,
+        exclude=None,
+        cast=True,
+        process_group=None,
+        role=None,
+        storage_options=storage_options,
+        options=options,
+        ignored={"unexpected_key"},
+    )
+    if report.unexpected and rank_in(None) == 0:
+        logger.warning("%s: %s are not part of the model", path, and_more(report.unexpected, _MAX_NAMED))
+
+
+def _count(num_bytes: int) -> None:
+    """Nobody looks at the progress."""

@@ -1,0 +1,164 @@
+"""A folder of checkpoints under names of a framework, with a file that says which is the newest: `latest` of DeepSpeed,
+`latest_checkpointed_iteration.txt` of Megatron-LM. It is written when the manifest exists, and before any rank hears
+that its save is committed: so it never names an incomplete checkpoint, and is never behind a save that has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from bytecheckpoint import api
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from bytecheckpoint.manager.agreement.decisions import Decisions
+from bytecheckpoint.manager.retention import protection_of
+from bytecheckpoint.manifest.validation import UNSAFE_NAME
+from bytecheckpoint.options import SaveOptions
+from bytecheckpoint.saving.handle import SaveHandle
+from bytecheckpoint.saving.in_flight import process_state
+from bytecheckpoint.saving.target import SaveOwner
+from bytecheckpoint.storage import deletion, layout
+from bytecheckpoint.storage.credentials import showable_url
+from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store, one_block, read_whole
+
+logger = logging.getLogger("bytecheckpoint")
+
+T = TypeVar("T")
+_MAX_BYTES = 4096
+"""Length of a name in the file."""
+
+
+class TrackedFolder(NamedTuple):
+    """The folder, as the ranks of a group reach it."""
+
+    root: str
+    """Path or URL."""
+    tracker: str
+    """Name of the file."""
+    process_group: dist.ProcessGroup | None
+    storage_options: Mapping[str, Any] | None
+    timeout_s: float
+
+    def path_of(self, name: str) -> str:
+        """Returns the path or URL of one checkpoint."""
+        return join_name(self.root, name)
+
+    def shown(self, name: str = "") -> str:
+        """Returns the path or URL, of one checkpoint or of the folder, for messages: without credentials."""
+        return showable_url(self.path_of(name))
+
+    def save(
+        self,
+        name: str,
+        state: Mapping[str, Any],
+        *,
+        tracked_as: str | None,
+        async_save: bool,
+        metadata: Mapping[str, Any],
+        options: SaveOptions,
+        on_tracked: Callable[[str | None], object],
+    ) -> SaveHandle:
+        """Saves one checkpoint, and replaces one of this name in one step. The file then holds `tracked_as`, or is left
+        as it is if that is None; `on_tracked` is called on rank 0 with what it held before.
+
+        Raises the errors of `bytecheckpoint.save`, and StorageError for a file that cannot be written.
+        """
+        check = _nothing if tracked_as is None else partial(self._track, name, tracked_as, on_tracked)
+        return api.run_save(
+            self.path_of(name),
+            state,
+            "auto",
+            step=None,
+            async_save=async_save,
+            process_group=self.process_group,
+            role=None,
+            make_metadata=lambda: metadata,
+            storage_options=self.storage_options,
+            options=replace(options, overwrite=True),
+            owner=SaveOwner("", may_replace=lambda: True, before_commit=_nothing, check=check),
+        )
+
+    def hear(self, decide: Callable[[], T], kind: type[T]) -> T:
+        """Returns on every rank what `decide` returns on rank 0, whose error all raise. All ranks call it together, and
+        what this process saves is committed before.
+        """
+        process_state().saves.wait_until_ended()
+        decisions = Decisions(self.process_group, self.shown(), timeout_s=self.timeout_s)
+        return decisions.hear(f"looking for a checkpoint in {self.shown()}", decide, kind)
+
+    def read(self) -> str | None:
+        """Returns what the file holds; None if there is none. Raises CheckpointNotFoundError for an empty one."""
+        text = self._content(self._store())
+        if text == "":
+            raise CheckpointNotFoundError(
+                f"{self.shown(self.tracker)} is empty, as a write that was cut short leaves it; nothing was loaded: "
+                f"write the name of a checkpoint into it, one of {self.committed()}, or delete it to begin anew",
+                kind="not_found",
+                path=self.shown(),
+            )
+        return text
+
+    def committed(self) -> list[str]:
+        """Returns the names of the checkpoints of this library in the folder, sorted."""
+        store = self._store()
+        folders = [name for name, size in store.list("").items() if size is None and not UNSAFE_NAME.search(name)]
+        return sorted(name for name in folders if layout.has_manifest(store.list(name)))
+
+    def delete(self, name: str) -> None:
+        """Deletes a checkpoint of this library, and its folder if that is empty then. What is none, or is pinned or
+        leased, stays; what cannot be deleted does, with a line in the log.
+        """
+        store = self._store()
+        try:
+            if layout.has_manifest(store.list(name)) and not protection_of(store, name, now=time.time()):
+                deletion.delete_checkpoint(store, name)
+        except CheckpointError as error:
+            logger.warning("%s was not deleted: %s", self.shown(name), error.message)
+
+    def _track(self, name: str, content: str, on_tracked: Callable[[str | None], object]) -> None:
+        store = self._store()
+        try:
+            before = self._content(store)
+            store.write(self.tracker, one_block(content.encode()), replace=True)
+            on_tracked(before)  # not earlier: callers delete what the file no longer names
+        except CheckpointError as error:
+            path = self.shown(name)
+            raise StorageError(
+                f"{path} is committed and complete, but {self.tracker} beside it, by which a restart would find it, "
+                f"could not be written: {error.message}. Until the next save a restart finds the one before: write "
+                f"{content!r} into it, or load {path} by its name",
+                kind=error.kind,
+                path=path,
+            ) from error
+
+    def _content(self, store: Store) -> str | None:
+        if store.list("").get(self.tracker) is None:
+            return None
+        return read_whole(store, self.tracker, max_bytes=_MAX_BYTES).decode(errors="replace").strip()
+
+    def _store(self) -> Store:
+        return open_store(self.root, storage_options=self.storage_options, writer_threads=1, timeout_s=self.timeout_s)
+
+
+def folder_at(
+    root: str | os.PathLike[str],
+    tracker: str,
+    *,
+    storage_options: Mapping[str, Any] | None,
+    timeout_s: float,
+) -> TrackedFolder:
+    """Returns a folder that all ranks of the default group share."""
+    return TrackedFolder(os.fspath(root), tracker, None, storage_options, timeout_s)
+
+
+def _nothing(*_: object) -> None:
+    """Stands for a call that is not needed."""

@@ -1,0 +1,314 @@
+"""The checkpoint manager that torchtitan calls."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import signal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as torch_load
+
+from bytecheckpoint import api
+from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
+from bytecheckpoint.adapters.rank_values.rng_state import RngState
+from bytecheckpoint.integrations.dcp.calls import SaveFuture
+from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
+from bytecheckpoint.integrations.shared.missing_framework import missing_framework
+from bytecheckpoint.integrations.shared.model_weights import load_weights, save_weights
+from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolders
+from bytecheckpoint.integrations.torchtitan.resume import LoadChoice, choose
+from bytecheckpoint.manager.agreement.decisions import Decisions
+from bytecheckpoint.manager.agreement.stopping import rank_in, size_of
+from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.saving.handle import SaveHandle
+
+try:
+    import tyro
+    from torchtitan.components.checkpointer import BaseCheckpointManager
+    from torchtitan.config import TORCH_DTYPE_MAP
+    from torchtitan.tools import filesystem
+except ImportError as error:
+    raise missing_framework("torchtitan", "torchtitan >= 0.3") from error
+
+logger = logging.getLogger("bytecheckpoint")
+
+_ENTRIES = {"optimizer": "optimizer", "lr_scheduler": "scheduler", "dataloader": "data"}
+"""Names in the checkpoint of what torchtitan calls otherwise; its other states are in `extra_state`."""
+
+
+class BcpCheckpointManager(BaseCheckpointManager):
+    """The `checkpointer` of torchtitan's Trainer.
+
+    A save runs beside the next forward and backward pass; the Trainer waits for its staging before each step of the
+    optimizers. A SIGTERM on any rank saves after the current step, on all ranks, and ends the process with exit code
+    143.
+
+    Args:
+        config: See Config.
+        dataloader, model_parts, optimizers, lr_schedulers, states, sd_adapter, base_folder: As the Trainer passes them.
+
+    Raises:
+        ValueError: `last_save_in_hf` needs an `sd_adapter`.
+        TypeError: The loader has no state.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):
+        """torchtitan's options, and these."""
+
+        async_save: bool = True
+        """Write in the background. The last checkpoint is written at once in any case."""
+        elastic: Literal["exact", "same", "at_least_once", "restart"] | None = None
+        """Treatment of the data loader on another number of data-parallel ranks, see bytecheckpoint.DataLoaderState.
+        None is `exact` for loaders of streams, and `same`, which refuses another number, for all others."""
+        stop_signals: list[str] = field(default_factory=lambda: ["SIGTERM"])
+        """Signals that save and end the run."""
+        options: Annotated[SaveOptions, tyro.conf.Suppress] = field(default_factory=SaveOptions)
+        """See bytecheckpoint.SaveOptions. With snapshot="auto" staging is lazy."""
+        load_options: Annotated[LoadOptions, tyro.conf.Suppress] = field(default_factory=LoadOptions)
+        """See bytecheckpoint.LoadOptions."""
+        storage_options: Annotated[dict[str, Any] | None, tyro.conf.Suppress] = field(default=None, repr=False)
+        """For the fsspec backend of `folder` and of `initial_load_path`; never stored."""
+
+        def to_dict(self) -> dict[str, Any]:
+            """Returns the options without credentials: torchtitan logs and stores them."""
+            fields: dict[str, Any] = BaseCheckpointManager.Config.to_dict(replace(self, storage_options=None))
+            return fields
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any,
+        base_folder: str = "",
+    ) -> None:
+        self.enable = config.enable
+        if not self.enable:
+            return
+        if config.last_save_in_hf and sd_adapter is None:
+            raise ValueError("checkpoint.last_save_in_hf needs an sd_adapter, and the model_spec has none")
+        self.config = config
+        self.folder = filesystem.join(base_folder, config.folder)
+        self.keep_latest_k = config.keep_latest_k
+        self.states = states
+        self.save_future: SaveFuture | None = None
+        self._model_parts = model_parts
+        self._sd_adapter = sd_adapter
+        self._entries: dict[str, Any] = {
+            # The inner optimizers: the state of the container is gathered under names of its own.
+            "optimizer": list(optimizers) if optimizers is not None else None,
+            "scheduler": lr_schedulers,
+            "data": _data_state(dataloader, config.elastic),
+        }
+        self._handle: SaveHandle | None = None
+        self._replaceable: set[int] = set()
+        self._decisions = Decisions(None, self.folder, timeout_s=config.options.timeout_s)
+        self._folders: NumberedFolders | None = None
+        """On rank 0."""
+        if rank_in(None) == 0:
+            self._folders = NumberedFolders(self.folder, "step-", storage_options=config.storage_options)
+        self._decisions.hear(f"looking at the checkpoints in {self.folder}", self._begin, bool)
+        signals = () if config.load_only else config.stop_signals
+        self._stop = AgreedStop(self.folder, signals=signals, timeout_s=config.options.timeout_s)
+
+    def _begin(self) -> bool:
+        if self._folders is not None and not self.config.load_only:
+            self._folders.begin()
+        return True
+
+    # Saving
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - torchtitan's signature
+        is_stop = self._stop.end_step()
+        if self.config.load_only:
+            return False
+        is_first = curr_step == 1 and self.config.enable_first_step_checkpoint
+        is_due = is_stop or is_first or last_step or curr_step % self.config.interval == 0
+        if is_due:
+            self.maybe_wait_for_saving()
+            if last_step and self.config.last_save_model_only:
+                self._save_model(curr_step)
+            else:
+                self._begin_save(curr_step, self._state(), async_save=self.config.async_save and not last_step)
+        if is_stop and not last_step:
+            self._end_run(curr_step)
+        return is_due
+
+    def _begin_save(self, step: int, state: Mapping[str, Any], *, async_save: bool, model_only: bool = False) -> None:
+        options = self.config.options
+        if options.snapshot == "auto" and async_save:
+            options = replace(options, snapshot="lazy")
+        if step in self._replaceable:
+            options = replace(options, overwrite=True)
+        record = self._folders.record(model_only=model_only) if self._folders is not None else None
+        handle = api.save(
+            filesystem.join(self.folder, f"step-{step}"),
+            state,
+            async_save=async_save,
+            metadata=record.as_metadata() if record is not None else None,
+            storage_options=self.config.storage_options,
+            options=options,
+        )
+        self._replaceable.discard(step)
+        if self._folders is not None:
+            self._folders.keep_newest(handle, self.keep_latest_k)
+        if async_save:
+            self._handle, self.save_future = handle, SaveFuture(handle)
+        else:
+            handle.result()
+
+    def _save_model(self, step: int) -> None:
+        """Saves the weights alone in the dtype of the export, which may be that of Hugging Face's formats."""
+        dtype = TORCH_DTYPE_MAP[self.config.export_dtype]
+        weights = {name: _in_dtype(tensor, dtype) for name, tensor in self._weights().items()}
+        if self.config.last_save_in_hf:
+            path = filesystem.join(self.folder, f"step-{step}")
+            save_weights(path, self._sd_adapter.to_hf(weights), options=self.config.options)
+        else:
+            self._begin_save(step, {"model": weights}, async_save=False, model_only=True)
+
+    def _state(self) -> dict[str, Any]:
+        others = {name: value for name, value in self.states.items() if name not in {"model", *_ENTRIES}}
+        state = {"model": self._model_parts, **self._entries, "extra_state": others, "rng": RngState(elastic="keep")}
+        return {name: value for name, value in state.items() if value is not None}
+
+    def _weights(self) -> dict[str, Any]:
+        return {name: value for part in self._model_parts for name, value in part.state_dict().items()}
+
+    def _end_run(self, step: int) -> None:
+        """Ends the process with what was trained durable, as the signal would have done without."""
+        self.maybe_wait_for_saving()
+        logger.warning("%s: step %d is saved in %s, and the run ends", self._stop.reason, step, self.folder)
+        number = signal.Signals[self._stop.reason]
+        self.close()
+        raise SystemExit(128 + number)
+
+    # Waiting
+
+    def _maybe_wait_for_staging(self) -> None:
+        if self._handle is not None:
+            self._handle.staged()
+            self._handle = None
+
+    def _wait_for_saving(self) -> None:
+        future, self.save_future, self._handle = self.save_future, None, None
+        if future is not None:
+            future.result()
+
+    def _close(self) -> None:
+        self.enable = False  # torchtitan closes again when it ends
+        try:
+            self._wait_for_saving()
+        finally:
+            self._stop.close()
+            if self._folders is not None:
+                self._folders.close(self.config.options.timeout_s)
+
+    # Loading
+
+    def _load(self, step: int = -1) -> bool:
+        unknown = set(self.config.exclude_from_loading) - set(self.states) - set(_ENTRIES)
+        if unknown:
+            raise ValueError(f"checkpoint.exclude_from_loading: {sorted(unknown)} are no states of this run")
+        choice = self._decisions.hear(
+            f"looking for a checkpoint in {self.folder}", partial(self._choose, step), LoadChoice
+        )
+        if not choice.path:
+            return False
+        self._replaceable = set(choice.replaceable)
+        if choice.is_initial and self.config.initial_load_in_hf:
+            self._load_for_adapter(choice.path)
+        elif choice.model_only:
+            self._load_weights(choice.path, self._model_parts)
+        else:
+            self._load_state(choice.path)
+        return True
+
+    def _choose(self, step: int) -> LoadChoice:
+        """Returns what to load. Rank 0 calls it."""
+        if self._folders is None:
+            raise RuntimeError("rank 0 decides")
+        return choose(self._folders, step, self.config, assets=getattr(self._sd_adapter, "hf_assets_path", None))
+
+    def _load_state(self, path: str) -> None:
+        left_out = set(self.config.exclude_from_loading)
+        state = self._state()
+        for name in left_out & set(_ENTRIES):
+            state.pop(_ENTRIES[name], None)
+        state["extra_state"] = {name: each for name, each in state["extra_state"].items() if name not in left_out}
+        with api.open(path, storage_options=self.config.storage_options) as checkpoint:
+            stored = {name.split(".")[1] for name in checkpoint if name.startswith("extra_state.")}
+            stored |= set(checkpoint.objects.get("extra_state", ()))
+        excluded = [_glob_of(name, others=state["extra_state"]) for name in sorted(stored - set(state["extra_state"]))]
+        report = api.load(
+            path,
+            state,
+            exclude=excluded or None,
+            storage_options=self.config.storage_options,
+            options=self.config.load_options,
+        )
+        _restore_at_first_forward(self._model_parts, report.restore_rng)
+
+    def _load_weights(self, path: str, weights: Any) -> None:
+        storage_options = self.config.storage_options if filesystem.is_remote(path) else None
+        load_weights(path, weights, options=self.config.load_options, storage_options=storage_options)
+
+    def _load_for_adapter(self, path: str) -> None:
+        """Loads weights of Hugging Face under the names, and with the order of rows, that the adapter gives them."""
+        if self._sd_adapter is None:
+            raise ValueError("checkpoint.initial_load_in_hf needs an sd_adapter, and the model_spec has none")
+        weights = self._sd_adapter.to_hf(self._weights())
+        if self.config.initial_load_in_hf_quantized:  # in a format that torchtitan knows
+            torch_load(weights, storage_reader=self._sd_adapter.get_hf_storage_reader(path, True))
+        else:
+            self._load_weights(path, weights)
+        own = self._sd_adapter.from_hf(weights)
+        for part in self._model_parts:
+            part.load_state_dict(own, strict=False)
+
+
+def _data_state(dataloader: Any, elastic: Elastic | None) -> DataLoaderState | None:
+    if dataloader is None:
+        return None
+    rank = getattr(dataloader, "dp_rank", rank_in(None))
+    size = getattr(dataloader, "dp_world_size", size_of(None))
+    state = DataLoaderState(dataloader, rank=rank, size=size, elastic=elastic or "exact")
+    if elastic is None and state.keyed_by == "rank":
+        state = DataLoaderState(dataloader, rank=rank, size=size, elastic="same")
+    return state
+
+
+def _glob_of(name: str, *, others: Collection[str]) -> str:
+    """Returns a glob for one of torchtitan's states that takes none of the others."""
+    is_start = any(other.startswith(name) for other in others)
+    return f"extra_state.{glob.escape(name)}{'.*' if is_start else '*'}"
+
+
+def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
+    is_other = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype
+    return value.to(dtype) if is_other else value
+
+
+def _restore_at_first_forward(model_parts: Sequence[nn.Module], restore: Any) -> None:
+    """Sets random numbers once more after the first batch: loaders draw from them when they are first read."""
+
+    def hook(*_: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        if not done:
+            done.append(True)
+            restore()
+
+    done: list[bool] = []
+    handles = [part.register_forward_pre_hook(hook) for part in model_parts]

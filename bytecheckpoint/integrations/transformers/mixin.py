@@ -1,0 +1,313 @@
+"""The mixin for the Trainer of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bytecheckpoint import api
+from bytecheckpoint.adapters.rank_values.rng_state import RngState
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.info import LoadReport
+from bytecheckpoint.integrations.shared.adapter_parts import adapters_of, has_adapters
+from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
+from bytecheckpoint.integrations.shared.missing_framework import missing_framework
+from bytecheckpoint.integrations.transformers.folders import (
+    Resume,
+    TrainerRecord,
+    find_given,
+    find_newest,
+    is_committed,
+    put_trainer_state,
+    read_folder,
+)
+from bytecheckpoint.integrations.transformers.saves import BesideFiles, Limit, TrainerSaves
+from bytecheckpoint.manager.agreement.decisions import Decisions
+from bytecheckpoint.options import SaveOptions
+
+try:
+    from transformers import Trainer
+    from transformers.trainer_callback import ExportableState
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+except ImportError as error:
+    raise missing_framework("transformers", "transformers[torch] >= 5.23") from error
+
+logger = logging.getLogger("bytecheckpoint")
+
+
+def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+    """Returns the checkpoint of a run that was committed last, for `resume_from_checkpoint`; None if there is none.
+
+    Raises what `bytecheckpoint.open` raises for a damaged one.
+    """
+    return find_newest(os.fspath(output_dir)).path or None
+
+
+class BcpTrainerMixin(Trainer):
+    """A Trainer whose checkpoints are this library's. Mix it into any subclass of the Trainer, before that."""
+
+    bcp_async_save: bool = True
+    """Training goes on while a checkpoint is written."""
+    bcp_options: SaveOptions = SaveOptions()
+    """Options of each save; an existing checkpoint of the same step is replaced whatever they say."""
+    bcp_save_base: bool = False
+    """With PEFT, the frozen base model is saved as well."""
+    bcp_signals: Sequence[str] = ("SIGTERM",)
+    """Signals on which training saves and ends, on any rank."""
+    bcp_stop_reason: str = ""
+    """The signal that ended the newest `train`, or the reason given to `bcp_request_stop`; empty if none did."""
+
+    _bcp_stop: AgreedStop | None = None
+    """None outside of `train`."""
+    _bcp_saves: TrainerSaves | None = None
+    _bcp_resume = Resume()
+    _bcp_report: LoadReport | None = None
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,  # noqa: FBT001  as the Trainer has it
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Trains as the Trainer does. Returns once all checkpoints are committed, and raises the error of one that
+        failed.
+
+        Args:
+            resume_from_checkpoint: True for the checkpoint in `output_dir` that was committed last, or the path of one.
+            args: As for the Trainer.
+            kwargs: As for the Trainer.
+
+        Raises:
+            ValueError: `True`, and nothing is committed there.
+            CheckpointNotFoundError: The path holds no complete checkpoint; no other one is taken.
+            And what `bytecheckpoint.save` and `bytecheckpoint.load` raise.
+        """
+        timeout_s = self.bcp_options.timeout_s
+        self._bcp_end_earlier()
+        self._bcp_resume = self._bcp_find(resume_from_checkpoint)
+        self._bcp_report, self.bcp_stop_reason = None, ""
+        self._bcp_stop = AgreedStop(self.args.output_dir, signals=self.bcp_signals, timeout_s=timeout_s)
+        try:
+            output = super().train(self._bcp_resume.path or None, *args, **kwargs)
+        finally:
+            self._bcp_stop.close()
+            self._bcp_stop = None
+        return output
+
+    def bcp_request_stop(self, reason: str) -> None:
+        """Requests that training saves and ends after the step that all ranks agree on. One rank may call it.
+
+        Raises RuntimeError outside of `train`.
+        """
+        if self._bcp_stop is None:
+            raise RuntimeError("bcp_request_stop is for a callback or a thread while train() runs; it does not run")
+        self._bcp_stop.request(reason)
+
+    def _bcp_end_earlier(self) -> None:
+        """Waits for a save that an exception in an earlier `train` has left in flight. Its commit changes what there is
+        to go on from, and the deletions that follow it must not take what this run goes on from.
+        """
+        saves, self._bcp_saves = self._bcp_saves, None
+        if saves is not None:
+            try:
+                saves.finish()
+            except CheckpointError:
+                logger.exception("the last save of the training before failed")
+
+    def _bcp_find(self, wanted: str | bool | None) -> Resume:  # noqa: FBT001  as for train
+        """Finds the checkpoint to go on from, on rank 0."""
+
+        def find() -> Resume:
+            if wanted is None or wanted is False:
+                return Resume()
+            found = find_newest(self.args.output_dir) if wanted is True else find_given(os.fspath(wanted))
+            if found.record is None:
+                return found
+            put_trainer_state(found.path, found.record)
+            return Resume(found.path, found.record.without_state())
+
+        doing = f"looking for a checkpoint in {self.args.output_dir}"
+        decisions = Decisions(None, self.args.output_dir, timeout_s=self.bcp_options.timeout_s)
+        found = decisions.hear(doing, find, Resume)
+        if found.refusal:
+            raise ValueError(found.refusal)
+        return found
+
+    def _validate_args(self) -> None:
+        super()._validate_args()
+        if self.args.push_to_hub:
+            raise ValueError(
+                "push_to_hub=True uploads each checkpoint as the Trainer writes it, which BcpTrainerMixin does not: "
+                "leave it out, and call trainer.push_to_hub() after train(), which uploads the final model"
+            )
+        if self.is_deepspeed_enabled:
+            raise ValueError(
+                "BcpTrainerMixin does not take DeepSpeed under the Trainer: use FSDP2, or train with DeepSpeed's own "
+                "loop and bytecheckpoint.integrations.deepspeed"
+            )
+        # Its handler would save on the rank that got the signal, without the others. Ours does what it is for.
+        self.args.enable_jit_checkpoint = False
+
+    # ---- Saving
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        stop = self._bcp_stop
+        is_first = not self.bcp_stop_reason
+        if stop is not None and stop.end_step():
+            self.bcp_stop_reason = stop.reason
+            if is_first:
+                logger.info("training stops after step %d: %s", self.state.global_step, stop.reason)
+            if self.control.should_evaluate:
+                logger.warning("step %d is not evaluated, because training stops", self.state.global_step)
+            self.control.should_evaluate, self.control.should_training_stop = False, True
+            self.control.should_save = is_first and not self._bcp_is_saved()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _bcp_is_saved(self) -> bool:
+        """Returns True if the newest save is that of the current step."""
+        newest = self._bcp_saves.newest_path if self._bcp_saves is not None else ""
+        return Path(newest).name == f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        del model  # self.model is the one whose names are those of a model that is not wrapped
+        run_dir = self._get_output_dir(trial=trial)
+        saves = self._bcp_saves_in(run_dir)
+        try:
+            saves.settle()
+        except CheckpointError:
+            if not self.bcp_stop_reason:
+                raise
+            logger.exception("an earlier save failed; the one before the stop is made all the same")
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        self._bcp_note_best(saves, run_dir)
+        adapters_only = self._bcp_saves_adapters_only()
+        saves.begin(
+            str(Path(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")),
+            self._bcp_state(adapters_only=adapters_only, model_only=self.args.save_only_model),
+            files=self._bcp_files,
+            adapters_only=adapters_only,
+            limit=Limit(self.args.save_total_limit, self.state.best_model_checkpoint),
+            async_save=self.bcp_async_save and not self.bcp_stop_reason,
+            options=self.bcp_options,
+        )
+
+    def _bcp_saves_in(self, run_dir: str) -> TrainerSaves:
+        if self._bcp_saves is None:
+            resumed, timeout_s = self._bcp_resume.path, self.bcp_options.timeout_s
+            self._bcp_saves = TrainerSaves(run_dir, resumed=resumed, timeout_s=timeout_s)
+        return self._bcp_saves
+
+    def _bcp_saves_adapters_only(self) -> bool:
+        if self.bcp_save_base or not has_adapters(self.model):
+            return False
+        named = set(map(id, adapters_of(self.model).parameters()))
+        in_optimizer = (each for group in self.optimizer.param_groups for each in group["params"])
+        if self.args.save_only_model or all(id(each) in named for each in in_optimizer):
+            return True
+        logger.warning(
+            "the whole model is saved, because its optimizer also has frozen parameters: make it of those that require "
+            "gradients to save adapters alone"
+        )
+        return False
+
+    def _bcp_state(self, *, adapters_only: bool, model_only: bool) -> dict[str, Any]:
+        state: dict[str, Any] = {"model": adapters_of(self.model) if adapters_only else self.model}
+        if not model_only:
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # inside of accelerate's
+            state |= {"optimizer": optimizer, "scheduler": self.lr_scheduler, "rng": RngState(elastic="keep")}
+            scaler = getattr(self.accelerator, "scaler", None)
+            if scaler is not None:
+                state["extra_state"] = {"scaler": scaler}
+        return state
+
+    def _bcp_note_best(self, saves: TrainerSaves, run_dir: str) -> None:
+        """Names the best checkpoint in the Trainer's state: this one, or an earlier one that was evaluated since."""
+        step = self.state.best_global_step
+        if not step:
+            return
+        path = str(Path(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}"))
+        is_new = path != self.state.best_model_checkpoint
+        if step == self.state.global_step or (is_new and saves.is_committed(path)):
+            self.state.best_model_checkpoint = path
+
+    def _bcp_files(self) -> BesideFiles:
+        exported: dict[str, list[Any]] = {}
+        for callback in (*self.callback_handler.callbacks, self.control):
+            if isinstance(callback, ExportableState):
+                exported.setdefault(type(callback).__name__, []).append(callback.state())
+        self.state.stateful_callbacks = {
+            name: states[0] if len(states) == 1 else states for name, states in exported.items()
+        }
+        text = json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
+        config = getattr(self.model, "config", None)
+        as_json = getattr(config, "to_json_string", None)
+        return BesideFiles(text, as_json() if as_json is not None else "")
+
+    # ---- Loading
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Loads the model; in `train`, nothing: the optimizer is loaded with the model, once there is one."""
+        if self._bcp_stop is not None and self._bcp_resume.record is not None:
+            return
+        if is_committed(resume_from_checkpoint):
+            self._bcp_load_model(resume_from_checkpoint, model)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if not is_committed(best):
+            super()._load_best_model()  # of steps before the mixin came in
+            return
+        self._bcp_load_model(best, None)
+
+    def _bcp_load_model(self, path: str, model: nn.Module | None) -> None:
+        model = self.model if model is None else model
+        part = adapters_of(model) if read_folder(path).record.adapters_only else model
+        api.load(path, {"model": part}, step=None)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Loads all that is in the checkpoint: model, optimizer and scheduler are ready here in every setting."""
+        record = self._bcp_resume.record
+        if checkpoint is None or record is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        wanted = _present(self._bcp_state(adapters_only=record.adapters_only, model_only=False), record)
+        self._bcp_report = api.load(checkpoint, wanted, step=None)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Sets random numbers as the load has set them: the first batch is there, whose loader drew some."""
+        if self._bcp_report is None:
+            super()._load_rng_state(checkpoint)
+        elif self._bcp_resume.record is not None and "rng" in self._bcp_resume.record.entries:
+            self._bcp_report.restore_rng()
+
+    def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._bcp_saves is not None:
+            self._bcp_saves.finish()
+        # The Trainer's own deletion leaves half a checkpoint when it is killed, and deletes that of a stop.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            output = super()._finalize_training(trial, *args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+        best = self.state.best_model_checkpoint
+        if limit == 1 and best is not None and not self.bcp_stop_reason:
+            self._bcp_saves_in(self._get_output_dir(trial)).keep_only(best)
+        return output
+
+
+def _present(state: Mapping[str, Any], record: TrainerRecord) -> dict[str, Any]:
+    """Returns the part of the state that the checkpoint has."""
+    absent = [name for name in state if name not in record.entries]
+    if absent:
+        logger.warning("the checkpoint has no %s, as with save_only_model=True: they begin anew", ", ".join(absent))
+    return {name: value for name, value in state.items() if name in record.entries}

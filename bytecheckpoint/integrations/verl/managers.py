@@ -1,0 +1,177 @@
+"""The checkpoint manager of verl's FSDP workers, and `install`."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from bytecheckpoint.adapters.rank_values.rng_state import RngState
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.integrations.shared.adapter_parts import adapters_of
+from bytecheckpoint.integrations.shared.missing_framework import missing_framework
+from bytecheckpoint.integrations.shared.model_weights import save_weights
+from bytecheckpoint.integrations.verl.steps import RoleSaves, check_committed, metadata_of
+from bytecheckpoint.options import LoadOptions, SaveOptions
+
+try:
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+    from verl.workers.engine.fsdp import transformer_impl as fsdp_engine
+except ImportError as error:
+    raise missing_framework("verl", "verl >= 0.8") from error
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+_LORA_ONLY = "lora_only"
+
+
+class BcpFSDPCheckpointManager(FSDPCheckpointManager):
+    """The checkpoint manager of verl's FSDP workers, FSDP1 or FSDP2, on any number of ranks.
+
+    Saves return when the checkpoint is committed, and with `checkpoint.async_save` when the model may be changed and
+    moved. `save_contents`, `load_contents`, `save_lora_only` and `max_ckpt_to_keep` count as ever.
+    """
+
+    bcp_options: ClassVar[SaveOptions] = SaveOptions()
+    """Options of all saves. `staging_bytes` bounds the host memory of a save."""
+    bcp_load_options: ClassVar[LoadOptions] = LoadOptions()
+    checkpoint_save_contents: list[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._saves = RoleSaves(self.bcp_options, self.bcp_load_options)
+
+    def save_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        """Saves what `save_contents` names, with all ranks together.
+
+        Args:
+            local_path: The folder of the role, `global_step_100/actor`.
+            hdfs_path: Without effect, as for verl's own manager.
+            global_step: The step.
+            max_ckpt_to_keep: Number of committed checkpoints of this role to keep; None for all.
+
+        Raises:
+            CheckpointMismatchError: `hf_model` with adapters (`conflict`).
+            The errors of `bytecheckpoint.save`, also that of the save before.
+        """
+        if local_path is None:
+            return
+        if self.should_save_hf_model and self._has_lora():
+            raise CheckpointMismatchError(
+                "save_contents has hf_model, and the model has adapters, which are no weights of their own there; "
+                "nothing was saved: leave hf_model out, and merge them after training",
+                kind="conflict",
+                path=local_path,
+            )
+        self._saves.wait()
+        is_lora_only = bool(self.should_save_lora_only and self._has_lora())
+        state = self._state(
+            is_model=self.should_save_model,
+            is_optimizer=self.should_save_optimizer,
+            is_extra=self.should_save_extra,
+            is_lora_only=is_lora_only,
+        )
+        with self._saving_nothing():
+            super().save_checkpoint(local_path, hdfs_path, global_step)
+        if self.should_save_hf_model:
+            weights = self.model.state_dict()
+            save_weights(str(Path(local_path, "huggingface")), weights, options=self.bcp_options)
+        self._saves.save(
+            local_path,
+            state,
+            global_step=global_step,
+            num_kept=max_ckpt_to_keep,
+            async_save=bool(self.checkpoint_config and self.checkpoint_config.get("async_save", False)),
+            metadata={_LORA_ONLY: is_lora_only},
+        )
+
+    def load_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = False,  # noqa: FBT001, FBT002 - verl's signature
+    ) -> None:
+        """Loads what `load_contents` names, with all ranks together; see `save_checkpoint` for the arguments.
+
+        A checkpoint that holds adapters alone fills these.
+
+        Raises:
+            CheckpointNotFoundError: There is no committed checkpoint (`not_committed`, `not_found`).
+            CheckpointMismatchError: verl itself has written it (`conflict`).
+            The errors of `bytecheckpoint.load`.
+        """
+        if local_path is None:
+            return
+        del hdfs_path, del_local_after_load  # for copies, which are not made here
+        check_committed(local_path)
+        state = self._state(
+            is_model=self.should_load_model,
+            is_optimizer=self.should_load_optimizer,
+            is_extra=self.should_load_extra,
+            is_lora_only=bool(metadata_of(local_path).get(_LORA_ONLY, False)),
+        )
+        self._saves.load(local_path, state)
+
+    def wait(self) -> None:
+        """Returns when the save in the background is committed, and raises its error."""
+        self._saves.wait()
+
+    def _state(self, *, is_model: bool, is_optimizer: bool, is_extra: bool, is_lora_only: bool) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        if is_model:
+            state["model"] = adapters_of(self.model) if is_lora_only else self.model
+        if is_optimizer:
+            if is_lora_only or not is_model:
+                self._name_parameters()
+            state["optimizer"] = self.optimizer
+        if is_extra:
+            state["rng"] = RngState(elastic="keep")
+            if self.lr_scheduler is not None:
+                state["scheduler"] = self.lr_scheduler
+        return state
+
+    def _name_parameters(self) -> None:
+        """Names the parameters of the optimizer, which are else named after the modules in the state."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for group in self.optimizer.param_groups:
+            group.setdefault("param_names", [names[id(parameter)] for parameter in group["params"]])
+
+    @contextmanager
+    def _saving_nothing(self) -> Iterator[None]:
+        """Lets verl write the files of tokenizer and configuration alone."""
+        contents, self.checkpoint_save_contents = self.checkpoint_save_contents, []
+        try:
+            yield
+        finally:
+            self.checkpoint_save_contents = contents
+
+
+def install(*, options: SaveOptions | None = None, load_options: LoadOptions | None = None) -> None:
+    """Lets the workers of this process use these managers. Call it before they are initialized: from the module that
+    `model.external_lib` names.
+
+    Args:
+        options: Of all saves: see SaveOptions.
+        load_options: Of all loads: see LoadOptions.
+    """
+    managers: list[Any] = [BcpFSDPCheckpointManager]
+    fsdp_engine.FSDPCheckpointManager = BcpFSDPCheckpointManager
+    try:
+        megatron_engine = import_module("verl.workers.engine.megatron.transformer_impl")
+    except ImportError:
+        megatron_engine = None  # a job without Megatron
+    if megatron_engine is not None:
+        managers.append(import_module("bytecheckpoint.integrations.verl.megatron_parts").BcpMegatronCheckpointManager)
+        vars(megatron_engine)["MegatronCheckpointManager"] = managers[-1]
+    for manager in managers:
+        manager.bcp_options = options or SaveOptions()
+        manager.bcp_load_options = load_options or LoadOptions()

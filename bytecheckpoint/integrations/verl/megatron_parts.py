@@ -1,0 +1,108 @@
+"""The checkpoint manager for the Megatron workers of verl: see verl.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from bytecheckpoint.adapters.rank_values.rng_state import RngState
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.integrations.shared.missing_framework import missing_framework
+from bytecheckpoint.integrations.verl.steps import RoleSaves, check_committed
+from bytecheckpoint.options import LoadOptions, SaveOptions
+
+try:
+    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
+    from verl.utils.megatron_utils import get_hf_model_checkpoint_path
+except ImportError as error:
+    raise missing_framework("verl_megatron", "verl >= 0.8' 'megatron-core") from error
+
+
+class BcpMegatronCheckpointManager(MegatronCheckpointManager):
+    """The checkpoint manager of verl's Megatron workers, for any number of ranks along any dimension.
+
+    The distributed optimizer is saved in its shards: nothing is gathered on a data-parallel rank. With adapters, the
+    whole model is saved. `hf_model` is written by the bridge, as ever.
+    """
+
+    bcp_options: ClassVar[SaveOptions] = SaveOptions()
+    """Options of all saves. `staging_bytes` bounds the host memory of a save."""
+    bcp_load_options: ClassVar[LoadOptions] = LoadOptions()
+    checkpoint_save_contents: list[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.use_megatron_fsdp:
+            raise CheckpointMismatchError(
+                "Megatron-FSDP's optimizer is not supported; nothing was done: set use_megatron_fsdp=False, or use "
+                "verl's MegatronCheckpointManager",
+                kind="conflict",
+            )
+        self._saves = RoleSaves(self.bcp_options, self.bcp_load_options)
+
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        """Saves as BcpFSDPCheckpointManager does."""
+        del hdfs_path  # for copies, which are not made here
+        self._saves.wait()
+        self.previous_global_step = global_step
+        Path(local_path).mkdir(parents=True, exist_ok=True)
+        if "hf_model" in self.checkpoint_save_contents:
+            self._save_hf_config_and_tokenizer(local_path)
+            self._save_model_as_hf_via_bridge(get_hf_model_checkpoint_path(local_path))
+        if self.should_save_extra:
+            self._save_transformer_config(local_path)
+        state = self._state(
+            is_model=self.should_save_model,
+            is_optimizer=self.should_save_optimizer,
+            is_extra=self.should_save_extra,
+            has_scheduler=self.should_save_optimizer,
+        )
+        self._saves.save(
+            local_path,
+            state,
+            global_step=global_step,
+            num_kept=max_ckpt_to_keep,
+            async_save=bool(self.checkpoint_config.async_save),
+            metadata={},
+        )
+
+    def load_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = False,  # noqa: FBT001, FBT002 - verl's signature
+    ) -> None:
+        """Loads as BcpFSDPCheckpointManager does."""
+        if local_path is None:
+            return
+        del hdfs_path, del_local_after_load  # for copies, which are not made here
+        check_committed(local_path)
+        state = self._state(
+            is_model=self.should_load_model,
+            is_optimizer=self.should_load_optimizer,
+            is_extra=self.should_load_extra,
+            has_scheduler=self.should_load_optimizer and self.use_checkpoint_opt_param_scheduler,
+        )
+        self._saves.load(local_path, state)
+
+    def wait(self) -> None:
+        """Returns when the save in the background is committed, and raises its error."""
+        self._saves.wait()
+
+    def _state(self, *, is_model: bool, is_optimizer: bool, is_extra: bool, has_scheduler: bool) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        if is_model:
+            state["model"] = list(self.model)
+        if is_optimizer:
+            state["optimizer"] = self.optimizer
+        if has_scheduler and self.lr_scheduler is not None:
+            state["scheduler"] = self.lr_scheduler
+        if is_extra:
+            state["rng"] = RngState(elastic="keep")
+        return state

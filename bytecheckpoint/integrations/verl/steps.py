@@ -1,0 +1,245 @@
+"""The saves of one role of a verl job, such as `global_step_100/actor`: one after the other, the tracker file once the
+step is whole, and the deletion of old ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bytecheckpoint import api
+from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError
+from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolders
+from bytecheckpoint.manager.agreement.decisions import Decisions
+from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.saving.handle import SaveHandle
+from bytecheckpoint.storage.layout import MANIFEST_NAME
+
+logger = logging.getLogger("bytecheckpoint")
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_PREFIX = "global_step_"
+_STEP = re.compile(rf"{_PREFIX}[0-9]+")
+_LOADER = "data.pt"
+"""State of the driver's loader, which verl writes last."""
+_FOLDERS_OF_VERL = ("huggingface", "model", "optimizer", "extra")
+_FILES_OF_VERL = ("fsdp_config.json", "lora_train_meta.json", "transformer_config.json", "ckpt_contents.json")
+_LOOK_S = 0.1
+_COARSE_S = 2.0
+"""Precision of the times that file systems keep."""
+
+
+class RoleSaves:
+    """The saves of one manager of verl. All ranks make the same calls in the same order."""
+
+    def __init__(self, options: SaveOptions, load_options: LoadOptions) -> None:
+        self._options = options
+        self._load_options = load_options
+        self._handle: SaveHandle | None = None
+        self._root = ""
+        """Folder of the steps, once a path is known."""
+        self._folders: NumberedFolders | None = None
+        """On rank 0, once a path is known."""
+        self._path = ""
+        """Of the newest save."""
+        self._to_track: Path | None = None
+        """Step whose name the tracker file is to get, on rank 0."""
+        self._tracking = threading.Lock()
+        """Guards `_to_track`: no name is written twice, or after a newer one."""
+        self._began = time.time()
+
+    def save(
+        self,
+        local_path: str,
+        state: Mapping[str, Any],
+        *,
+        global_step: int,
+        num_kept: int | None,
+        async_save: bool,
+        metadata: Mapping[str, Any],
+    ) -> None:
+        """Saves the state, and returns when it may change and be moved. A checkpoint that is there is replaced.
+
+        With `async_save`, in the layout of a job with roles, the background writes, and the tracker file names the step
+        once all its roles and the driver's loader are there. Otherwise it returns when the checkpoint is committed.
+        Raises the errors of `bytecheckpoint.save`, also that of the save before.
+        """
+        self.wait()
+        place = Path(local_path)
+        is_role = _STEP.fullmatch(place.parent.name) is not None
+        folders = self._find_folders(place)
+        record = folders.record() if folders is not None else FolderRecord(sequence=0)
+        self._path = str(place)
+        handle = api.save(
+            place,
+            state,
+            async_save=async_save and is_role,
+            metadata={**record.as_metadata(), "global_step": global_step, **metadata},
+            options=replace(self._options, overwrite=True),
+        )
+        if folders is not None:
+            folders.keep_newest(handle, num_kept or 0)
+            if async_save and is_role:
+                with self._tracking:
+                    self._to_track = place.parent
+                threading.Thread(target=self._track, args=(handle, place), name="bcp-tracker", daemon=True).start()
+        handle.staged()
+        self._handle = handle
+
+    def wait(self) -> None:
+        """Returns when the save in flight is committed, the tracker file names its step if that is whole, and old
+        checkpoints are deleted; raises the error of the save.
+        """
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.result()
+        step = self._to_track
+        if step is not None and is_whole(step, since=self._began):
+            self._write_tracker(step)
+        if self._folders is not None:
+            self._folders.wait(self._options.timeout_s)
+
+    def load(self, local_path: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Loads the state, and returns the metadata of the checkpoint. Raises the errors of `bytecheckpoint.load`."""
+        self.wait()
+        report = api.load(local_path, state, step=None, options=self._load_options)
+        self._find_folders(Path(local_path), resumed=report.save_id)
+        return metadata_of(local_path)
+
+    def _find_folders(self, place: Path, *, resumed: str = "") -> NumberedFolders | None:
+        """Returns the folders of the role on rank 0, where the path is one of verl's layouts. `resumed` is the save id
+        of a checkpoint that was loaded. Raises on all ranks what rank 0 raises.
+        """
+        is_role = _STEP.fullmatch(place.parent.name) is not None
+        if not (is_role or _STEP.fullmatch(place.name)):
+            return None
+        root, below = (place.parent.parent, place.name) if is_role else (place.parent, "")
+        if self._root != str(root) or resumed:
+            decisions = Decisions(None, str(root), timeout_s=self._options.timeout_s)
+            begin = partial(self._begin, root, below, resumed)
+            decisions.hear(f"looking at the checkpoints in {root}", begin, bool)
+            self._root = str(root)
+        return self._folders
+
+    def _begin(self, root: Path, below: str, resumed: str) -> bool:
+        """Looks at the folders, on rank 0."""
+        if self._folders is None or self._folders.root != str(root):
+            self._folders = NumberedFolders(
+                root,
+                _PREFIX,
+                below=below,
+                storage_options=None,
+                on_deleted=_remove_files_of_verl,
+                resumed_next=partial(tracked_step, root / TRACKER),
+            )
+        self._folders.begin(resumed=resumed)
+        return True
+
+    def _track(self, handle: SaveHandle, place: Path) -> None:
+        """Writes the tracker file once the step of a role is whole, unless another step of it has begun meanwhile."""
+        # Not by the handle's methods: these would note that the caller has seen the error.
+        if handle._progress.outcome.exception() is not None:
+            return
+        while not is_whole(place.parent, since=self._began):
+            if self._path != str(place):
+                return
+            time.sleep(_LOOK_S)
+        self._write_tracker(place.parent)
+
+    def _write_tracker(self, step: Path) -> None:
+        with self._tracking:
+            if self._to_track != step:
+                return
+            try:
+                write_tracker(step.parent / TRACKER, int(step.name.removeprefix(_PREFIX)))
+            except OSError as error:
+                logger.warning("%s could not be written, so a restart takes the step before: %s", TRACKER, error)
+                return
+            self._to_track = None
+        if self._folders is not None:
+            self._folders.delete_again()
+
+
+def is_whole(step: Path, *, since: float) -> bool:
+    """Returns True if all roles of a step are committed, and the driver has written the state of its loader, all of it
+    since this time: an earlier run, whose steps are replaced, may have left the same.
+    """
+    roles = [path for path in step.iterdir() if path.is_dir()] if step.is_dir() else []
+    try:
+        written = [path.stat().st_mtime for path in (step / _LOADER, *(role / MANIFEST_NAME for role in roles))]
+    except FileNotFoundError:
+        return False
+    return min(written) >= since - _COARSE_S
+
+
+def tracked_step(tracker: Path) -> int | None:
+    """Returns the step that the tracker file names; None if it names none."""
+    try:
+        return int(tracker.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def write_tracker(tracker: Path, step: int) -> None:
+    """Writes the number of a step into the tracker file, in one step."""
+    unfinished = tracker.with_name(f".{tracker.name}.{threading.get_native_id()}")
+    unfinished.write_text(str(step))
+    unfinished.replace(tracker)
+    logger.info("%s names step %d", tracker, step)
+
+
+def metadata_of(local_path: str) -> Mapping[str, Any]:
+    """Returns the metadata of a committed checkpoint."""
+    with api.open(local_path, step=None) as checkpoint:
+        return checkpoint.metadata
+
+
+def check_committed(local_path: str) -> None:
+    """Raises CheckpointNotFoundError (not_committed, not_found) where there is no committed checkpoint: verl must not
+    begin anew; and CheckpointMismatchError (conflict) for a checkpoint of verl itself.
+    """
+    place = Path(local_path)
+    if (place / MANIFEST_NAME).exists():
+        return
+    names = {path.name for path in place.iterdir()} if place.is_dir() else set()
+    if "ckpt_contents.json" in names or any(name.endswith(".pt") for name in names if name != _LOADER):
+        raise CheckpointMismatchError(
+            f"{local_path} is a checkpoint of verl itself, in pickles, which this library does not read; nothing was "
+            "loaded: give a manager with verl's own load_checkpoint to the first run, see docs/integrations/verl.md",
+            kind="conflict",
+            path=local_path,
+        )
+    found = sorted(place.parent.parent.glob(f"{_PREFIX}*/{place.name}/{MANIFEST_NAME}"))
+    raise CheckpointNotFoundError(
+        f"{local_path} holds no committed checkpoint; nothing was loaded. Committed are "
+        f"{[path.parent.parent.name for path in found] or 'none'}: write the number of one of these into {TRACKER}, or "
+        "give its path as trainer.resume_from_path",
+        kind="not_committed" if names else "not_found",
+        path=local_path,
+    )
+
+
+def _remove_files_of_verl(path: str) -> None:
+    """Removes what verl has put beside a checkpoint that is gone, with the state of the loader after the last role."""
+    place = Path(path)
+    if (place / MANIFEST_NAME).exists():
+        return
+    for name in _FOLDERS_OF_VERL:
+        shutil.rmtree(place / name, ignore_errors=True)
+    for name in _FILES_OF_VERL:
+        (place / name).unlink(missing_ok=True)
+    step = place if _STEP.fullmatch(place.name) else place.parent
+    with suppress(FileNotFoundError):
+        rest = [each for each in step.iterdir() if each != place]
+        if all(each.name.startswith("data") and each.suffix == ".pt" for each in rest):
+            for each in rest:
+                each.unlink()

@@ -1,0 +1,80 @@
+"""Trains on workers of Ray Train, saves in the background, and goes on from the newest checkpoint when a worker dies.
+
+python examples/ray_train.py --storage /tmp/ray_results --kill-at 7   # kills a worker once
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import torch
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer, prepare_model
+from torch import nn
+
+import bytecheckpoint as bcp
+from bytecheckpoint.integrations.ray import checkpoint_path, report, run_path
+
+
+def train(config: dict[str, Any]) -> None:
+    rank = ray.train.get_context().get_world_rank()
+    torch.manual_seed(rank)
+    model = prepare_model(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 8)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    progress: dict[str, Any] = {"next_step": 0, "losses": [], "starts": []}
+    state = {"model": model, "optimizer": optimizer, "rng": bcp.RngState(), "extra_state": progress}
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is not None:
+        bcp.load(checkpoint_path(checkpoint), state)
+    progress["starts"].append(progress["next_step"])
+    for step in range(progress["next_step"], config["steps"]):
+        batch = torch.randn(4, 8)
+        loss = (model(batch) - batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        progress["losses"].append(loss.item())
+        if step == config["kill_at"] and rank == 1:
+            die_once(Path(run_path()))
+        if (step + 1) % 2 == 0:
+            progress["next_step"] = step + 1
+            options = bcp.SaveOptions(overwrite=True)  # of a save that Ray had not heard of before a failure
+            handle = bcp.save(run_path(), state, step=step, async_save=True, options=options)
+            report({"step": step, "loss": loss.item()}, handle)
+
+
+def die_once(run: Path) -> None:
+    if not (run / "died").exists():
+        while not (run / "checkpoint_manager_snapshot.json").exists():  # Ray knows a checkpoint
+            time.sleep(0.1)
+        (run / "died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(given: Sequence[str] | None = None) -> ray.train.Result:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--storage", required=True)
+    parser.add_argument("--name", default="example")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--kill-at", type=int)
+    arguments = parser.parse_args(given)
+    run_config = RunConfig(
+        name=arguments.name,
+        storage_path=arguments.storage,
+        checkpoint_config=CheckpointConfig(num_to_keep=2),
+        failure_config=FailureConfig(max_failures=3),
+    )
+    config = {"steps": arguments.steps, "kill_at": arguments.kill_at}
+    workers = ScalingConfig(num_workers=2)
+    return TorchTrainer(train, train_loop_config=config, scaling_config=workers, run_config=run_config).fit()
+
+
+if __name__ == "__main__":
+    print(main().checkpoint)

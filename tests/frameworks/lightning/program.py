@@ -1,0 +1,66 @@
+"""A run of Lightning's Trainer on several ranks, as tests start it: arguments are one JSON object."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
+from lightning_runs import Regression, kill, train_loader, trainer_of
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+from bytecheckpoint.integrations.lightning import BcpDDPStrategy, BcpFSDPStrategy, BcpModelParallelStrategy
+
+
+class FSDPOnCPU(BcpFSDPStrategy):
+    """torch takes the CPU for FSDP only if it is named; Lightning names the index of a GPU, or nothing."""
+
+    def _setup_model(self, model: torch.nn.Module) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+class FullyShardedRegression(Regression):
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for module in (self.net[0], self.net[3], self.net):
+            fully_shard(module, mesh=mesh)
+
+
+def fail(_: object) -> None:
+    raise ValueError("a bad batch")
+
+
+ACTS = {"kill": kill, "fail": fail, "signal": lambda _: os.kill(os.getpid(), signal.SIGTERM)}
+
+
+def main(folder: str, strategy: str = "ddp", steps: int = 20, act: Any = None, **options: Any) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    shared = {"process_group_backend": "gloo", **options.get("strategy_options", {})}
+    sharded = {"data_parallel_size": size, "tensor_parallel_size": 1}
+    used = {
+        "ddp": lambda: BcpDDPStrategy(**shared),
+        "fsdp": lambda: FSDPOnCPU(**shared),
+        "model_parallel": lambda: BcpModelParallelStrategy(**sharded, **shared),
+    }[strategy]()
+    torch.manual_seed(5)
+    kind = FullyShardedRegression if strategy == "model_parallel" else Regression
+    at = {act["step"]: ACTS[act["what"]]} if act and rank in act["ranks"] else {}
+    module = kind(at)
+    saves = ModelCheckpoint(folder, save_last=True, **{"every_n_train_steps": 3, **options.get("saves", {})})
+    trainer = trainer_of(used, [saves, Timer()], max_steps=steps, devices=size)
+    try:
+        trainer.fit(module, train_loader(rank, size), ckpt_path=options.get("ckpt_path"))
+    finally:
+        paths = [saves.best_model_path, saves.last_model_path, *saves.best_k_models]
+        sys.stdout.write(
+            json.dumps({"losses": module.losses, "rows": module.rows, "paths": list(filter(None, paths))}) + "\n"
+        )
+    if strategy == "ddp":
+        torch.save(module.state_dict(), Path(folder) / f"end-{rank}.pt")
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

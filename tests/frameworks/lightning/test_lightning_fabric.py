@@ -1,0 +1,107 @@
+"""Fabric, saving and loading with this library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import SingleDeviceStrategy
+from torch import nn
+
+import bytecheckpoint as bcp
+from bytecheckpoint.integrations.lightning import BcpFabricDDPStrategy, BcpFabricFSDPStrategy, BcpFabricMixin
+
+pytestmark = [
+    pytest.mark.frameworks,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+
+class OneProcess(BcpFabricMixin, SingleDeviceStrategy):
+    """A strategy of a user's own."""
+
+
+def started(seed: int, **options: Any) -> tuple[Fabric, dict[str, Any]]:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=OneProcess(**options))
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+    return fabric, {"model": model, "optimizer": optimizer, "step": 0, "rng": bcp.RngState()}
+
+
+def train(fabric: Fabric, state: dict[str, Any], num_steps: int) -> list[float]:
+    losses = []
+    for _ in range(num_steps):
+        loss = state["model"](torch.full((2, 4), 0.1 * state["step"])).square().sum()
+        fabric.backward(loss)
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+        state["step"] += 1
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_loop_of_fabric_goes_on_bit_for_bit(tmp_path: Path, *, async_save: bool) -> None:
+    fabric, state = started(1, async_save=async_save)
+    train(fabric, state, 3)
+    fabric.save(tmp_path / "three", state)
+    expected = train(fabric, state, 3)
+    _settled(fabric, tmp_path / "three")
+    other, fresh = started(2)
+    assert other.load(tmp_path / "three", fresh) == {}
+    assert fresh["step"] == 3
+    assert train(other, fresh, 3) == expected
+    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    bcp.load(tmp_path / "three", {"model": net})
+
+
+def test_a_save_at_the_same_path_replaces_what_is_there(tmp_path: Path) -> None:
+    fabric, state = started(1)
+    for step in (1, 2):
+        state["step"] = step
+        fabric.save(tmp_path / "x", state)
+    _, fresh = started(1)
+    fabric.load(tmp_path / "x", fresh)
+    assert fresh["step"] == 2
+
+
+def test_a_load_returns_plain_data_that_was_not_asked_for(tmp_path: Path) -> None:
+    fabric, state = started(1)
+    fabric.save(tmp_path / "x", state)
+    rest = fabric.load(tmp_path / "x", {"model": state["model"]})
+    assert rest["step"] == 0
+    whole = fabric.load(tmp_path / "x")
+    assert torch.equal(whole["model"]["0.weight"], state["model"].module[0].weight)
+
+
+def test_a_filter_leaves_tensors_out(tmp_path: Path) -> None:
+    fabric, state = started(1)
+    fabric.save(tmp_path / "x", {"model": state["model"]}, filter={"model": lambda name, _: "bias" not in name})
+    assert list(_settled(fabric, tmp_path / "x")) == ["model.0.weight", "model.2.weight"]
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"model.0.bias"):
+        fabric.load(tmp_path / "x", {"model": state["model"]})
+    fabric.load(tmp_path / "x", {"model": state["model"]}, strict=False)
+    with pytest.raises(bcp.CheckpointMismatchError, match="filter"):
+        fabric.save(tmp_path / "y", state, filter={"optimizer": lambda *_: True})
+
+
+def _settled(fabric: Fabric, path: Path) -> bcp.Checkpoint:
+    fabric.strategy._bcp_saves.settle(timeout_s=60)
+    return bcp.open(path)
+
+
+def test_a_single_object_has_no_name(tmp_path: Path) -> None:
+    fabric, state = started(1)
+    fabric.save(tmp_path / "x", state)
+    with pytest.raises(bcp.CheckpointMismatchError, match="has no name"):
+        fabric.load_raw(tmp_path / "x", state["model"])
+
+
+def test_ready_strategies_are_fabrics_own() -> None:
+    for strategy in (BcpFabricDDPStrategy(async_save=False), BcpFabricFSDPStrategy(state_dict_type="full")):
+        assert isinstance(strategy, BcpFabricMixin)
+        assert strategy.bcp_options.overwrite

@@ -1,0 +1,371 @@
+"""Lightning's Trainer in one process, saving with this library: what its users do with checkpoints."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
+from torch.utils.data import DataLoader
+
+import bytecheckpoint as bcp
+from bytecheckpoint.integrations.lightning import BcpDDPStrategy, BcpSingleDeviceStrategy
+from bytecheckpoint.integrations.lightning import saves as saves_in_flight
+from bytecheckpoint.storage import layout
+from frameworks.lightning.lightning_runs import Regression, committed, samples, train_loader, trainer_of
+
+pytestmark = [
+    pytest.mark.frameworks,
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+
+def fit(
+    folder: Path,
+    callbacks: list[Any],
+    *,
+    module: Regression | None = None,
+    ckpt_path: Any = None,
+    validates: bool = False,
+    strategy: Any = None,
+    loader: Any = None,
+    **options: Any,
+) -> tuple[Regression, pl.Trainer]:
+    pl.seed_everything(5, verbose=False)
+    module = module or Regression()
+    trainer = trainer_of(strategy or BcpSingleDeviceStrategy(), callbacks, default_root_dir=folder, **options)
+    held_out = DataLoader(samples()[:16], batch_size=8)
+    trainer.fit(
+        module, train_loader() if loader is None else loader, held_out if validates else None, ckpt_path=ckpt_path
+    )
+    return module, trainer
+
+
+def same_weights(left: torch.nn.Module, right: torch.nn.Module) -> bool:
+    ours, theirs = left.state_dict(), right.state_dict()
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def each_few_steps(folder: Path, steps: int = 3, **options: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, every_n_train_steps=steps, **options)
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("at", [11, 16])
+def test_a_run_that_stopped_goes_on_bit_for_bit(tmp_path: Path, at: int, *, async_save: bool) -> None:
+    strategy = BcpSingleDeviceStrategy(async_save=async_save)
+    whole, _ = fit(tmp_path, [])
+    fit(tmp_path, [each_few_steps(tmp_path, at)], max_steps=at, strategy=strategy)
+    (path,) = tmp_path.glob("*.ckpt")
+    resumed, _ = fit(tmp_path, [], ckpt_path=path)
+    assert resumed.losses == {step: loss for step, loss in whole.losses.items() if step >= at}
+    assert same_weights(resumed, whole)
+
+
+def test_the_end_of_an_epoch_resumes_with_the_order_of_the_next(tmp_path: Path) -> None:
+    loader = DataLoader(samples(), batch_size=8, shuffle=True)  # whose order follows from the random state alone
+    epochs = {"loader": loader, "max_steps": -1, "max_epochs": 3}
+    whole, _ = fit(tmp_path, [ModelCheckpoint(tmp_path, save_top_k=-1)], **epochs)
+    resumed, _ = fit(tmp_path, [], ckpt_path=tmp_path / "epoch=1-step=16.ckpt", **epochs)
+    assert resumed.rows == whole.rows[128:]
+    assert resumed.losses == {step: loss for step, loss in whole.losses.items() if step >= 16}
+
+
+def test_top_k_and_last_are_as_with_lightnings_own_saves(tmp_path: Path) -> None:
+    folders = {}
+    for name, strategy in {"own": "auto", "ours": BcpSingleDeviceStrategy()}.items():
+        folder = tmp_path / name
+        saves = ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, save_last=True)
+        fit(folder, [saves], validates=True, strategy=strategy, max_steps=40, check_val_every_n_epoch=1)
+        folders[name] = sorted(path.name for path in folder.glob("*.ckpt"))
+        named = [saves.best_model_path, saves.kth_best_model_path, saves.last_model_path, *saves.best_k_models]
+        assert all(map(os.path.exists, named))
+    assert folders["ours"] == folders["own"]
+    assert len(folders["ours"]) == 3
+    assert all(map(bcp.open, named))
+
+
+def test_the_last_checkpoint_is_not_written_a_second_time(tmp_path: Path) -> None:
+    fit(tmp_path, [each_few_steps(tmp_path, save_last=True)], max_steps=3)
+    last, other = (bcp.open(tmp_path / name) for name in ("last.ckpt", "epoch=0-step=3.ckpt"))
+    assert last.info.save_id == other.info.save_id
+    (data,) = (tmp_path / "last.ckpt" / "data").iterdir()
+    assert data.stat().st_nlink == 2
+    shutil.rmtree(tmp_path / "epoch=0-step=3.ckpt")
+    assert torch.equal(
+        torch.as_tensor(last["model.net.0.weight"]), bcp.load_tree(last.info.path)["model"]["net.0.weight"]
+    )
+
+
+def test_where_files_cannot_be_linked_they_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def refuse(source: str, target: str, **options: Any) -> None:
+        if "last.ckpt" in str(target) and "step=" in str(source):
+            raise OSError("no links here")
+        link(source, target, **options)
+
+    monkeypatch.setattr(os, "link", refuse)
+    fit(tmp_path, [each_few_steps(tmp_path, save_last=True)], max_steps=6)
+    assert committed(tmp_path) == {"epoch=0-step=6.ckpt": 6, "last.ckpt": 6}
+
+
+def test_a_resumed_run_goes_on_with_the_same_last_checkpoint(tmp_path: Path) -> None:
+    fit(tmp_path, [each_few_steps(tmp_path, save_last=True)], max_steps=3)
+    fit(tmp_path, [each_few_steps(tmp_path, save_last=True)], max_steps=9, ckpt_path="last")
+    assert committed(tmp_path) == {"epoch=1-step=9.ckpt": 9, "last.ckpt": 9}
+
+
+def test_a_last_checkpoint_may_be_a_link(tmp_path: Path) -> None:
+    fit(tmp_path, [each_few_steps(tmp_path, save_last="link")], max_steps=6)
+    assert (tmp_path / "last.ckpt").is_symlink()
+    assert committed(tmp_path) == {"epoch=0-step=6.ckpt": 6, "last.ckpt": 6}
+    again = each_few_steps(tmp_path, save_last=True, save_top_k=0, enable_version_counter=False)
+    resumed, _ = fit(tmp_path, [again], max_steps=9, ckpt_path="last")
+    assert min(resumed.losses) == 6
+    assert committed(tmp_path) == {"epoch=0-step=6.ckpt": 6, "last.ckpt": 9}  # the link alone was replaced
+
+
+def make_uncommitted(path: Path) -> None:
+    (path / "data").mkdir(parents=True)
+    (path / "data" / "0123456789abcdef-00000-000.safetensors").write_bytes(b"a part")
+
+
+def test_last_passes_over_what_was_never_committed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, [each_few_steps(tmp_path, save_top_k=-1)], max_steps=6)
+    make_uncommitted(tmp_path / "last.ckpt")
+    with caplog.at_level(logging.WARNING, "bytecheckpoint"):
+        resumed, trainer = fit(tmp_path, [each_few_steps(tmp_path, save_last=True)], max_steps=9, ckpt_path="last")
+    assert min(resumed.losses) == 6
+    assert "epoch=0-step=6.ckpt is the newest checkpoint beside it" in caplog.text
+    assert trainer.ckpt_path == str(tmp_path / "epoch=0-step=6.ckpt")
+
+
+def test_an_explicit_path_that_was_never_committed_raises(tmp_path: Path) -> None:
+    fit(tmp_path, [each_few_steps(tmp_path)], max_steps=6)
+    make_uncommitted(tmp_path / "last.ckpt")
+    with pytest.raises(bcp.CheckpointNotFoundError, match="not committed"):
+        fit(tmp_path, [], ckpt_path=tmp_path / "last.ckpt")
+    with pytest.raises(bcp.CheckpointNotFoundError):
+        fit(tmp_path, [], ckpt_path=tmp_path / "nothing.ckpt")
+
+
+def test_after_a_resume_callbacks_hold_no_path_that_is_gone(tmp_path: Path) -> None:
+    saves = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=2)
+    _, trainer = fit(tmp_path, [saves], validates=True, max_steps=40)
+    keep = tmp_path / "kept" / "x.ckpt"
+    trainer.save_checkpoint(keep)
+    assert committed(keep.parent) == {"x.ckpt": 40}
+    shutil.rmtree(saves.best_model_path)
+    (left,) = set(saves.best_k_models) - {saves.best_model_path}
+    again = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=2)
+    fit(tmp_path, [again], validates=True, max_steps=40, ckpt_path=keep)
+    assert again.best_k_models.keys() == {left}
+    assert again.best_model_path == left
+    assert again.best_model_score == again.best_k_models[left]
+
+
+def test_a_test_loads_the_module_alone(tmp_path: Path) -> None:
+    saves = ModelCheckpoint(tmp_path, monitor="val_loss")
+    _, trainer = fit(tmp_path, [saves], validates=True, max_steps=40)
+    held_out = DataLoader(samples()[:16], batch_size=8)
+    fresh = Regression()
+    other = trainer_of(BcpSingleDeviceStrategy(), [])
+    (found,) = other.test(fresh, held_out, ckpt_path=saves.best_model_path)
+    assert found["val_loss"] == pytest.approx(float(saves.best_model_score))
+    (best,) = trainer.test(dataloaders=held_out, ckpt_path="best")
+    assert best == found
+    other.validate(fresh, held_out, ckpt_path=saves.best_model_path)
+
+
+def test_weights_alone_load_and_do_not_resume(tmp_path: Path) -> None:
+    trained, _ = fit(tmp_path, [each_few_steps(tmp_path, save_weights_only=True)], max_steps=3)
+    (path,) = tmp_path.glob("*.ckpt")
+    assert not any(name.startswith("optimizer") for name in bcp.open(path))
+    fresh = Regression()
+    bcp.load(path, {"model": fresh})
+    assert same_weights(fresh, trained)
+    with pytest.raises(bcp.CheckpointMismatchError, match="save_weights_only"):
+        fit(tmp_path, [], ckpt_path=path)
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+def test_hyperparameters_of_any_type_are_saved_as_text(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Configured(Regression):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters(settings)
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            seen.append(checkpoint["hyper_parameters"])
+
+    settings = {"color": Color.RED, "folder": Path("x"), "of": {"lr": 0.1, 5: {1, 2}}}
+    fit(tmp_path, [each_few_steps(tmp_path)], module=Configured(**settings), max_steps=3)
+    (path,) = tmp_path.glob("*.ckpt")
+    fit(tmp_path, [], module=Configured(**settings), max_steps=6, ckpt_path=path)
+    assert seen[0]["color"] == "Color.RED"
+    assert seen[0]["of"]["lr"] == 0.1
+
+
+def test_objects_that_a_hook_adds_are_refused_by_name(tmp_path: Path) -> None:
+    class Adding(Regression):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["mine"] = {"color": Color.RED}
+
+    with pytest.raises(bcp.CheckpointSaveError, match=r"extra_state.mine.color"):
+        fit(tmp_path, [each_few_steps(tmp_path)], module=Adding(), max_steps=3)
+
+
+def test_a_hook_that_takes_weights_out_makes_the_checkpoint_smaller(tmp_path: Path) -> None:
+    class HeadOnly(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.strict_loading = False
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.net[3].parameters())
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            for name in [name for name in checkpoint["state_dict"] if not name.startswith("net.3.")]:
+                del checkpoint["state_dict"][name]
+
+    fit(tmp_path, [each_few_steps(tmp_path)], module=HeadOnly(), max_steps=3)
+    (path,) = tmp_path.glob("*.ckpt")
+    weights = [name for name in bcp.open(path) if name.startswith("model.")]
+    assert weights == ["model.net.3.weight", "model.net.3.bias"]
+    resumed, _ = fit(tmp_path, [], module=HeadOnly(), max_steps=4, ckpt_path=path)
+    assert min(resumed.losses) == 3
+
+
+@pytest.mark.parametrize("make", [lambda: EMAWeightAveraging(decay=0.5), lambda: EarlyStopping("val_loss")])
+def test_callbacks_with_a_state_go_on_bit_for_bit(tmp_path: Path, make: Callable[[], Any]) -> None:
+    whole, _ = fit(tmp_path, [make()], validates=True)
+    fit(tmp_path, [make(), each_few_steps(tmp_path, 11)], validates=True, max_steps=11)
+    (path,) = tmp_path.glob("*.ckpt")
+    resumed, _ = fit(tmp_path, [make()], validates=True, ckpt_path=path)
+    assert resumed.losses == {step: loss for step, loss in whole.losses.items() if step >= 11}
+    assert same_weights(resumed, whole)
+
+
+def test_a_checkpoint_of_averaged_weights_tests_with_the_averaged_ones(tmp_path: Path) -> None:
+    saves = each_few_steps(tmp_path, 11)
+    fit(tmp_path, [EMAWeightAveraging(decay=0.5), saves], max_steps=11)
+    found = bcp.load_tree(saves.best_model_path)
+    assert not torch.equal(found["model"]["net.0.weight"], found["current_model"]["net.0.weight"])
+    fresh = Regression()
+    trainer_of(BcpSingleDeviceStrategy(), []).test(fresh, DataLoader(samples()), ckpt_path=saves.best_model_path)
+    assert torch.equal(fresh.net[0].weight, found["model"]["net.0.weight"])
+
+
+def resume_from_lightnings_file(tmp_path: Path) -> None:
+    fit(tmp_path, [each_few_steps(tmp_path, 8, save_last=True)], max_steps=8, strategy="auto")
+    assert (tmp_path / "last.ckpt").is_file()
+    resumed, _ = fit(tmp_path, [each_few_steps(tmp_path, 8)], max_steps=16, ckpt_path=tmp_path / "last.ckpt")
+    theirs, _ = fit(tmp_path / "own", [], max_steps=16, ckpt_path=tmp_path / "last.ckpt", strategy="auto")
+    assert resumed.losses == theirs.losses
+
+
+def test_files_of_lightning_itself_resume(tmp_path: Path) -> None:
+    # In a process of its own, because Lightning unpickles them, which other tests here refuse.
+    name = resume_from_lightnings_file.__name__
+    program = f"import sys, pathlib; import {__name__} as tests; tests.{name}(pathlib.Path(sys.argv[1]))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=True, capture_output=True)
+
+
+def test_what_is_gone_may_be_removed(tmp_path: Path) -> None:
+    _, trainer = fit(tmp_path, [each_few_steps(tmp_path)], max_steps=3)
+    (path,) = tmp_path.glob("*.ckpt")
+    (path / "notes.txt").write_text("mine")
+    trainer.strategy.remove_checkpoint(path)
+    assert [each.name for each in path.iterdir()] == ["notes.txt"]
+    trainer.strategy.remove_checkpoint(path)
+    trainer.strategy.remove_checkpoint(tmp_path / "never.ckpt")
+    make_uncommitted(tmp_path / "half.ckpt")
+    trainer.strategy.remove_checkpoint(tmp_path / "half.ckpt")
+    assert not (tmp_path / "half.ckpt").exists()
+
+
+def test_a_save_that_fails_in_the_background_ends_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> bool:
+        raise bcp.StorageError("the disk is gone", kind="unavailable")
+
+    monkeypatch.setattr(saves_in_flight, "copy_step", refuse)
+    with pytest.raises(bcp.CheckpointError, match="the disk is gone"):
+        fit(tmp_path, [each_few_steps(tmp_path, save_last=True)], max_steps=9)
+    assert committed(tmp_path) == {"epoch=0-step=3.ckpt": 3}
+
+
+def test_an_exception_saves_and_the_older_checkpoint_stays(tmp_path: Path) -> None:
+    def fail(_: object) -> None:
+        raise ValueError("a bad batch")
+
+    with pytest.raises(ValueError, match="a bad batch"):
+        fit(tmp_path, [OnExceptionCheckpoint(tmp_path), each_few_steps(tmp_path)], module=Regression({5: fail}))
+    assert committed(tmp_path) == {"epoch=0-step=3.ckpt": 3, "on_exception.ckpt": 5}
+
+
+def test_an_exception_is_raised_as_it_is_where_an_earlier_save_takes_longer_than_its_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_commit, commit = threading.Event(), layout.commit
+
+    def commit_when_told(*given: Any, **named: Any) -> Any:
+        assert may_commit.wait(60)
+        return commit(*given, **named)
+
+    def fail(_: object) -> None:
+        raise ValueError("a bad batch")
+
+    monkeypatch.setattr(layout, "commit", commit_when_told)
+    callbacks = [OnExceptionCheckpoint(tmp_path), each_few_steps(tmp_path)]
+    strategy = BcpSingleDeviceStrategy(exception_timeout_s=0.1)
+    with pytest.raises(ValueError, match="a bad batch") as raised:
+        fit(tmp_path, callbacks, module=Regression({5: fail}), strategy=strategy)
+    may_commit.set()
+    strategy._bcp_saves.settle(timeout_s=10.0)
+    assert "still under way after 0.1 s" in raised.value.__notes__[0]
+    assert committed(tmp_path) == {"epoch=0-step=3.ckpt": 3}
+
+
+def test_streams_that_lightning_reads_ahead_of_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(bcp.CheckpointMismatchError, match="read_ahead=1"):
+        fit(tmp_path, [], loader=train_loader(read_ahead=0))
+    fit(tmp_path, [], loader=train_loader(read_ahead=0), limit_train_batches=4, max_steps=4)  # of known length
+
+
+def test_one_process_may_use_ddp(tmp_path: Path) -> None:
+    strategy = BcpDDPStrategy(process_group_backend="gloo")
+    fit(tmp_path, [each_few_steps(tmp_path, save_last=True)], strategy=strategy, max_steps=3)
+    assert committed(tmp_path) == {"epoch=0-step=3.ckpt": 3, "last.ckpt": 3}
+
+
+def test_urls_work_as_folders_do(tmp_path: Path) -> None:
+    url = "memory://runs/a"
+    saves = ModelCheckpoint(url, every_n_train_steps=3, save_last=True)
+    fit(tmp_path, [saves], max_steps=9)
+    assert bcp.open(saves.best_model_path).metadata["global_step"] == 9
+    assert bcp.open(f"{url}/last.ckpt").info.save_id == bcp.open(saves.best_model_path).info.save_id
+    resumed, _ = fit(tmp_path, [], max_steps=10, ckpt_path=f"{url}/last.ckpt")
+    assert min(resumed.losses) == 9

@@ -1,0 +1,1 @@
+"""Tests against Megatron itself."""

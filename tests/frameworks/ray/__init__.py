@@ -1,0 +1,1 @@
+"""Ray Train itself: two workers on this machine."""

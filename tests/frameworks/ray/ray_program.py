@@ -1,0 +1,69 @@
+"""Runs examples/ray_train.py in a cluster of Ray's on this machine: undisturbed, and with a worker that is killed. Ends
+every process of the cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+import psutil
+import ray
+import ray.cloudpickle
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "ray_train.py"
+
+
+def the_example() -> Any:
+    spec = spec_from_file_location("ray_train", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["ray_train"] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ray.cloudpickle.register_pickle_by_value(module)  # workers cannot import it
+    return module
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--storage", type=Path, required=True)
+    parser.add_argument("--report", type=Path, required=True)
+    arguments = parser.parse_args()
+    folder = tempfile.mkdtemp(prefix="bcp-ray-", dir="/tmp")  # the names of Ray's sockets must be short
+    try:
+        ray.init(
+            num_cpus=4,
+            object_store_memory=200 << 20,
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=folder,
+            _node_ip_address="127.0.0.1",
+        )
+        example = the_example()
+        results = {}
+        for name, more in {"whole": [], "killed": ["--kill-at", "7"]}.items():
+            result = example.main(["--storage", str(arguments.storage), "--name", name, *more])
+            results[name] = {"checkpoint": result.checkpoint.path, "metrics": result.metrics}
+        arguments.report.write_text(json.dumps(results))
+    finally:
+        begun = psutil.Process().children(recursive=True)
+        ray.shutdown()
+        _, alive = psutil.wait_procs(begun, timeout=20)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=20)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

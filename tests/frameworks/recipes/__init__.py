@@ -1,0 +1,1 @@
+"""Tests of what docs/integrations/recipes.md shows."""

@@ -1,0 +1,1 @@
+"""Tests against Hugging Face's Trainer itself."""

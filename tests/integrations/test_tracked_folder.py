@@ -1,0 +1,47 @@
+"""Checkpoints in a folder with a file that names the newest one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint.errors import StorageError
+from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder, folder_at
+from bytecheckpoint.storage.backends.local_store import LocalStore
+
+
+def save(folder: TrackedFolder, name: str, before: list[str | None]) -> None:
+    """Saves, and adds what the file held before."""
+    folder.save(
+        name,
+        {"model": {"w": torch.ones(4)}},
+        tracked_as=name,
+        async_save=False,
+        metadata={},
+        options=bcp.SaveOptions(),
+        on_tracked=before.append,
+    ).result()
+
+
+def test_nothing_counts_as_replaced_where_the_file_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_at(tmp_path, "latest", storage_options=None, timeout_s=60)
+    before: list[str | None] = []
+    save(folder, "a", before)
+    save(folder, "b", before)
+    write = LocalStore.write
+
+    def refuse(self: LocalStore, name: str, *arguments: Any, **others: Any) -> Any:
+        if name == "latest":
+            raise StorageError("the disk is full", kind="storage", path=name)
+        return write(self, name, *arguments, **others)
+
+    monkeypatch.setattr(LocalStore, "write", refuse)
+    with pytest.raises(StorageError, match="could not be written"):
+        save(folder, "c", before)
+    assert (before, folder.read()) == ([None, "a"], "b")
