@@ -3,7 +3,8 @@
 #   make test     the tests, some 12 minutes on 2 cores
 #   make test-faults       the long tests of faults, for an hour or two
 #   make fault-table       break it on purpose, thousands of times, and write docs/faults.md; some 50 minutes on 2 cores
-#   make test-frameworks   the tests against DeepSpeed and Megatron themselves, in a virtual environment of its own
+#   make test-frameworks   the tests against DeepSpeed, Megatron and all other frameworks themselves, in environments of their own
+#   make test-framework-accelerate    the integration of one framework; its environment lies over that of the tests
 #   make lint     ruff and mypy
 #   make demo     train a small GPT, kill it and stop it, resume it on other layouts
 #   make bench    how long things take, beside what others take
@@ -27,9 +28,10 @@ BENCH_LOAD_ARGS ?= --size 0.1
 BENCH_RANKS_ARGS ?= --ranks 8 32 --rounds 2 --assign 1024
 BENCH_COLD_ARGS ?= --size 0.1 --rounds 3
 BENCH_OBJECTS_ARGS ?= --size 0.25
+FRAMEWORKS := $(patsubst tests/frameworks/requirements-%.txt,%,$(wildcard tests/frameworks/requirements-*.txt))
 
 .DELETE_ON_ERROR:
-.PHONY: test test-faults fault-table test-frameworks lint demo bench bench-load bench-objects cli-doc clean
+.PHONY: test test-faults fault-table test-frameworks $(FRAMEWORKS:%=test-framework-%) lint demo bench bench-load bench-objects cli-doc clean
 
 # Two processes share the files: tests wait more than they compute. `make test PYTEST_ARGS="-n 0 -k name"` uses one.
 test: $(VENV)/.installed-test
@@ -43,12 +45,29 @@ fault-table: $(VENV)/.installed-test
 	$(BIN)/python tests/faults/fault_table.py $(FAULT_ARGS)
 
 # Frameworks pin what they need, so they get an environment of their own: the same rules, under another name.
-test-frameworks:
+test-frameworks: $(FRAMEWORKS:%=test-framework-%)
 	@$(MAKE) VENV=.venv-frameworks run-test-frameworks
 
 .PHONY: run-test-frameworks
 run-test-frameworks: $(VENV)/.installed-frameworks
-	$(BIN)/python -m pytest -m frameworks tests/frameworks $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m frameworks tests/frameworks/*.py $(PYTEST_ARGS)
+
+$(FRAMEWORKS:%=test-framework-%): test-framework-%: .venv-%/.installed
+	.venv-$*/bin/python -m pytest -m frameworks tests/frameworks/$* $(PYTEST_ARGS)
+
+# Saves of a framework's own job, by itself and through its integration.
+bench-framework-%: .venv-%/.installed $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/run.py in_trainers --framework $* $(BENCH_FRAMEWORK_ARGS)
+
+# Over the environment of the tests: torch and the test tools are there already. alone-NAME.txt lists what is installed
+# without what it asks for.
+.venv-%/.installed: tests/frameworks/requirements-%.txt $(VENV)/.installed-test
+	@echo "installing $*"
+	@$(PYTHON) -m venv --clear --without-pip .venv-$*
+	@.venv-$*/bin/python -c 'import sysconfig, pathlib; pathlib.Path(sysconfig.get_path("purelib"), "tests.pth").write_text("import site; site.addsitedir(\"%s\")\n" % pathlib.Path("$(VENV)").absolute().joinpath(*pathlib.Path(sysconfig.get_path("purelib")).parts[-3:]))'
+	@DS_BUILD_OPS=0 $(PIP) --python .venv-$*/bin/python install --requirement $<
+	@if [ -e tests/frameworks/alone-$*.txt ]; then $(PIP) --python .venv-$*/bin/python install --no-deps --requirement tests/frameworks/alone-$*.txt; fi
+	@touch $@
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/python -m ruff check .
@@ -77,7 +96,7 @@ cli-doc: $(VENV)/.installed-test
 	$(BIN)/python tests/tools/cli_page.py
 
 clean:
-	rm -rf $(VENV) .venv-frameworks build dist $(DEMO_FOLDER) *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-* build dist $(DEMO_FOLDER) *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: one for the venv, one for torch, one for each set of extras; only the last kind is redone when

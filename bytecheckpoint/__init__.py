@@ -23,8 +23,6 @@ from bytecheckpoint.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
-from bytecheckpoint.info import CheckpointInfo, DataReport, LoadReport, LocalInfo, LoggedData, RecoveredSave
-from bytecheckpoint.options import LoadOptions, NameMap, SaveOptions
 
 if sys.byteorder != "little":
     raise ImportError(
@@ -47,10 +45,12 @@ if TYPE_CHECKING:
         warm_up,
     )
     from bytecheckpoint.checkpoint import Checkpoint
+    from bytecheckpoint.info import CheckpointInfo, DataReport, LoadReport, LocalInfo, LoggedData, RecoveredSave
     from bytecheckpoint.manager import keep_policies, save_policies
     from bytecheckpoint.manager.checkpoint_manager import CheckpointManager
     from bytecheckpoint.manager.options import ManagerOptions
     from bytecheckpoint.manager.stats import ManagerStats
+    from bytecheckpoint.options import LoadOptions, NameMap, SaveOptions
     from bytecheckpoint.saving.handle import SaveHandle
     from bytecheckpoint.saving.recover import recover
     from bytecheckpoint.state_tree import load_tree
@@ -98,7 +98,8 @@ __all__ = [
     "warm_up",
 ]
 
-# Most of these need torch, which takes seconds to import; the command line looks into checkpoints without it.
+# Most of these need torch, which takes seconds to import, or numpy; the command line looks into checkpoints without
+# the first and prints its help without both.
 _LAZY = {
     "Checkpoint": "bytecheckpoint.checkpoint",
     "CheckpointManager": "bytecheckpoint.manager.checkpoint_manager",
@@ -110,6 +111,11 @@ _LAZY = {
     "SaveHandle": "bytecheckpoint.saving.handle",
     "recover": "bytecheckpoint.saving.recover",
     "load_tree": "bytecheckpoint.state_tree",
+    **dict.fromkeys(
+        ("CheckpointInfo", "DataReport", "LoadReport", "LocalInfo", "LoggedData", "RecoveredSave"),
+        "bytecheckpoint.info",
+    ),
+    **dict.fromkeys(("LoadOptions", "NameMap", "SaveOptions"), "bytecheckpoint.options"),
     **dict.fromkeys(("delete", "latest", "load", "open", "save", "steps", "warm_up"), "bytecheckpoint.api"),
 }
 _LAZY_MODULES = {

@@ -79,7 +79,7 @@ def test_the_example_of_the_page_about_data_loaders_runs(tmp_path: Path) -> None
 
 
 def test_a_loop_over_streams_goes_on_where_it_was_as_the_page_about_data_loaders_says(tmp_path: Path) -> None:
-    _, loop, sources = blocks_of(ROOT / "docs" / "data.md")
+    _, loop, _, sources = blocks_of(ROOT / "docs" / "data.md")
     texts = [Path(name) for name in "abcd"]
     read = run(sources, {"bcp": bcp, "tokens_of": lambda path: [[ord(path.name)] * 2048 for _ in range(20)]})["read"]
     numbers = {"batch_size": 4, "dp_rank": 0, "dp_size": 1}
@@ -238,14 +238,30 @@ def test_there_is_no_block_of_python_that_no_test_knows() -> None:
         "README.md": 4,
         "CONTRIBUTING.md": 1,
         "placements.md": 1,
+        "accelerate.md": 2,  # tests/frameworks/accelerate/test_accelerate_page.py runs them
         "dcp.md": 4,  # tests/integrations/test_dcp_page.py runs them
+        "transformers.md": 2,  # tests/frameworks/transformers/test_transformers_page.py runs them
+        "lightning.md": 3,  # tests/frameworks/lightning/test_lightning_page.py runs them
+        "recipes.md": 3,  # tests/frameworks/recipes/test_recipes_page.py runs them
+        "megatron.md": 3,  # tests/frameworks/megatron/test_megatron_page.py runs them
+        "deepspeed.md": 3,  # tests/frameworks/deepspeed/test_deepspeed_page.py runs them
+        "ray.md": 1,  # tests/frameworks/ray/test_ray_train.py runs it
+        "torchtitan.md": 2,  # tests/frameworks/torchtitan runs them
+        "verl.md": 3,  # tests/frameworks/verl runs them
         "format.md": 2,
         "frameworks.md": 4,
         "local_stage.md": 1,
-        "data.md": 3,
+        "data.md": 4,  # tests/frameworks/test_data_streams.py runs the one for accelerate
         "manager.md": 1,
         "random_numbers.md": 3,
         "foreign.md": 3,
+        "from-torch-save.md": 3,  # tests/test_migration_pages.py runs these three
+        "from-dcp.md": 3,
+        "from-open-source.md": 3,  # and tests/formats/test_dcp_nested.py the last of these
+        "from-lightning.md": 4,  # tests/frameworks/lightning/test_lightning_migration.py, and so on
+        "from-trainer.md": 4,
+        "from-deepspeed.md": 4,
+        "from-megatron.md": 3,  # the last in tests/frameworks/test_megatron_checkpoints.py
         "name_maps.md": 1,
     }
 
@@ -282,6 +298,8 @@ def test_scripts_and_their_options_that_are_named_exist(page: Path) -> None:
 @pages
 def test_targets_of_make_that_are_named_exist(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    requirements = (ROOT / "tests" / "frameworks").glob("requirements-*.txt")
+    targets |= {f"test-framework-{file.stem.removeprefix('requirements-')}" for file in requirements}
     assert set(re.findall(r"(?:`|^    )make ([\w-]+)", page.read_text(), re.MULTILINE)) <= targets
 
 

@@ -126,6 +126,23 @@ def test_torch_is_imported_by_the_first_name_that_needs_it() -> None:
     assert run_python(code).split() == ["False", "True"]
 
 
+def test_importing_and_the_commands_help_wait_for_no_array_library_and_no_command() -> None:
+    code = "import sys, bytecheckpoint; print(*sys.modules)"
+    assert {"numpy", "msgspec"} & set(run_python(code).split()) == set()
+    code = """
+import sys
+from bytecheckpoint.tools.main import main
+sys.argv = ["bcp", "--help"]
+try:
+    main()
+finally:
+    print("MODULES", *sys.modules)
+"""
+    text, _, modules = run_python(code).partition("MODULES")
+    assert "verify" in text
+    assert {"numpy", "msgspec", "fsspec", "bytecheckpoint.tools.verify"} & set(modules.split()) == set()
+
+
 def test_importing_starts_nothing() -> None:
     code = """
 import logging, signal, sys, threading

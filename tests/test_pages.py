@@ -45,6 +45,25 @@ ABOUT_OTHERS = {
     "faults.md": "a table of faults: reads and writes there are those that were made to fail",
 }
 OPTIONS_OF_OTHERS = {
+    "--async-save",
+    "--ckpt-step",
+    "--dataloader-save",
+    "--dist-ckpt-optim-fully-reshardable",
+    "--exit-on-missing-checkpoint",
+    "--finetune",
+    "--freeze-all-layers",
+    "--load",
+    "--no-load-optim",
+    "--no-load-rng",
+    "--no-save-optim",
+    "--no-save-rng",
+    "--non-persistent-ckpt-type",
+    "--override-ckpt-iteration",
+    "--override-opt-param-scheduler",
+    "--pretrained-checkpoint",
+    "--save",
+    "--save-retain-interval",
+    "--use-checkpoint-args",
     "--ckpt-format",
     "--dataloader-type",
     "--no-data-sharding",
@@ -178,7 +197,7 @@ def test_options_that_are_named_alone_exist(page: Path) -> None:
 
 def test_readme_lists_every_command() -> None:
     block = README.read_text().split("## On the command line", 1)[1].split("```", 2)[1]
-    assert sorted(re.findall(r"^bcp (\w+)", block, re.MULTILINE)) == sorted(cli.commands)
+    assert set(re.findall(r"^bcp (\w+)", block, re.MULTILINE)) == set(cli.commands)
 
 
 def test_the_limits_say_of_megatrons_ranks_what_the_page_says() -> None:

@@ -34,7 +34,7 @@ Example:
 """
 
 
-@click.command(short_help="Write a checkpoint in another format.", epilog=_EXAMPLE)
+@click.command(epilog=_EXAMPLE)
 @click.argument("src")
 @click.argument("dst")
 @click.option(

@@ -39,7 +39,7 @@ Example:
 """
 
 
-@click.command(short_help="What differs between two checkpoints.", epilog=_EXAMPLE)
+@click.command(epilog=_EXAMPLE)
 @click.argument("a")
 @click.argument("b")
 @with_step_option("both roots")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from bytecheckpoint.diagnostics.filesystem_features import FilesystemFeatures, probe_filesystem
 from bytecheckpoint.diagnostics.store_guarantees import GuaranteeCheck, ProbeStore, check_guarantees
@@ -20,10 +21,12 @@ from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
 from bytecheckpoint.storage.store import Store
 
 from . import exit_codes
+from .analysis.diagnosis.checkpoint_diagnosis import CheckpointDiagnosis, diagnose
 from .analysis.recommend import CompressionSpeed, Recommendation, measure_compression, recommend
 from .arguments import AccessOptions, at_home_folder, finite, with_output_options
+from .render.diagnosis_text import print_diagnosis
 from .render.number_format import size_text
-from .render.terminal import Column, Screen, print_json
+from .render.terminal import Column, Screen, print_json, without
 
 _MiB = 1 << 20
 _COMPRESSING_THREADS = 3
@@ -32,6 +35,7 @@ _EXAMPLE = """\b
 Example:
   bcp doctor s3://bucket/run
   bcp doctor s3://bucket/run --local-stage /nvme/stage --seconds 3
+  bcp doctor --checkpoint runs/epoch=3.ckpt
 """
 
 
@@ -55,8 +59,14 @@ class Diagnosis:
         return all(check.is_kept is not False for check in self.checks if check.is_needed)
 
 
-@click.command(short_help="What a storage can do, and which options suit it.", epilog=_EXAMPLE)
-@click.argument("url")
+@click.command(epilog=_EXAMPLE)
+@click.argument("url", required=False)
+@click.option(
+    "--checkpoint",
+    metavar="PATH",
+    help="Instead of a storage, examine this folder or file, of whatever origin: what it is, what of it loads into "
+    "what, and the lines of Python that do it. It is only read, and no pickle in it is run.",
+)
 @click.option(
     "--local-stage",
     "stage",
@@ -82,9 +92,13 @@ class Diagnosis:
     help="No object that is written to measure is larger.",
 )
 @with_output_options
+@click.pass_context
 def doctor(
+    context: click.Context,
+    /,
     *,
-    url: str,
+    url: str | None,
+    checkpoint: str | None,
     stage: str | None,
     seconds: float,
     max_mib: int,
@@ -96,13 +110,49 @@ def doctor(
 
     All that it writes is under one name, .tmp-doctor-..., and removed in the end. Exit code 1 if a promise that
     checkpoints need is broken, 4 if the storage cannot be written to.
+
+    With --checkpoint PATH in place of URL, nothing is written. Exit code 0 if something of it loads.
     """
+    _check_usage(context, url, checkpoint)
+    if url is None:
+        return _examine_checkpoint(checkpoint or "", access, as_json=as_json)
     diagnosis = _examine(url, stage, access.storage_options, seconds=seconds, max_bytes=max_mib * _MiB)
     if as_json:
         print_json(_as_json(diagnosis))
     else:
         _print(diagnosis)
     return exit_codes.FINE if diagnosis.is_fine else exit_codes.CORRUPT
+
+
+def _check_usage(context: click.Context, url: str | None, checkpoint: str | None) -> None:
+    if (url is None) == (checkpoint is None):
+        raise click.UsageError("give the URL of a storage, or --checkpoint PATH, one of the two", ctx=context)
+    of_storage = ("stage", "seconds", "max_mib")
+    given = [name for name in of_storage if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if checkpoint is not None and given:
+        raise click.UsageError("a checkpoint is not measured: leave out the options for a storage", ctx=context)
+
+
+def _examine_checkpoint(path: str, access: AccessOptions, *, as_json: bool) -> int:
+    diagnosis = diagnose(path, access.storage_options)
+    if as_json:
+        print_json(_checkpoint_json(diagnosis))
+    else:
+        print_diagnosis(diagnosis)
+    return exit_codes.FINE if diagnosis.error is None else exit_codes.code_of(diagnosis.error)
+
+
+def _checkpoint_json(diagnosis: CheckpointDiagnosis) -> dict[str, Any]:
+    shown = ("name", "kind", "holds", "into", "hint", "num_tensors", "num_elements", "num_bytes")
+    error, origin = diagnosis.error, diagnosis.origin
+    return {
+        **without(diagnosis, "origin", "parts", "code", "error"),
+        "writer": origin and origin.writer,
+        "told_by": origin and origin.told_by,
+        "parts": [{name: getattr(part, name) for name in shown} for part in diagnosis.parts],
+        "code": diagnosis.code,
+        "error": error and {"kind": error.kind, "message": error.message, "path": error.path},
+    }
 
 
 def _examine(url: str, stage: str | None, options: Mapping[str, Any], *, seconds: float, max_bytes: int) -> Diagnosis:

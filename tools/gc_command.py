@@ -51,7 +51,7 @@ class GarbageRow:
     """None for the files in a local stage."""
 
 
-@click.command(name="gc", short_help="Lists what dead saves left; removes it with --delete.", epilog=_EXAMPLE)
+@click.command(name="gc", epilog=_EXAMPLE)
 @click.argument("root")
 @click.option("--delete", "is_real", is_flag=True, help="Remove what is dead. Without it, nothing is changed.")
 @click.option(

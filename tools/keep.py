@@ -82,7 +82,7 @@ class Deletions(NamedTuple):
         return sum(row.num_bytes for row in self.rows if row.is_deleted)
 
 
-@click.command(short_help="Which checkpoints policies keep; deletes the others with --delete.", epilog=_EXAMPLE)
+@click.command(epilog=_EXAMPLE)
 @click.argument("root")
 @click.option("--latest", type=click.IntRange(min=1), metavar="N", help="Keep the newest N.")
 @click.option("--every", type=click.IntRange(min=1), metavar="N", help="Keep the steps that N divides.")
@@ -188,7 +188,7 @@ def _delete(store: Store, rows: Sequence[KeptRow], *, now: float) -> Deletions:
     """Deletes every checkpoint that is not kept, even if another deletion fails."""
     done, failures, num_finished = list(rows), list[str](), 0
     try:
-        num_finished = retention.finish_deletions(store)
+        num_finished = retention.finish_deletions(store, now=now)
     except CheckpointError as error:
         failures.append(error.message)
     try:

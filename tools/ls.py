@@ -43,7 +43,7 @@ Example:
 """
 
 
-@click.command(short_help="The checkpoints under a root.", epilog=_EXAMPLE)
+@click.command(epilog=_EXAMPLE)
 @click.argument("root")
 @with_output_options
 def ls(*, root: str, access: AccessOptions, as_json: bool) -> int:

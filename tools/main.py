@@ -6,32 +6,70 @@ import io
 import json
 import os
 import sys
-from collections.abc import Sequence
-from importlib.metadata import version
-from typing import Any, NoReturn
+from collections.abc import Iterator, MutableMapping, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple, NoReturn
 
 import click
 
 from bytecheckpoint.errors import CheckpointError
 
 from . import exit_codes
-from .convert import convert
-from .diff import diff
-from .doctor import doctor
-from .gc_command import gc
-from .keep import keep
-from .ls import ls
-from .pin import pin, rm, unpin
 from .render.terminal import printable
-from .show import show
-from .timeline import timeline
-from .verify import verify
 
 _EXAMPLE = """\b
 Example:
   bcp ls s3://bucket/run
   bcp show s3://bucket/run --tree
 """
+
+
+class _Place(NamedTuple):
+    module: str
+    short_help: str
+
+
+_COMMANDS = {
+    "convert": _Place("convert", "Write a checkpoint in another format."),
+    "diff": _Place("diff", "Compare two checkpoints."),
+    "doctor": _Place("doctor", "Measure a storage, or tell what a folder of unknown origin is."),
+    "gc": _Place("gc_command", "List what dead saves left; remove it with --delete."),
+    "keep": _Place("keep", "List which checkpoints policies keep; delete the others with --delete."),
+    "ls": _Place("ls", "List the checkpoints under a root."),
+    "pin": _Place("pin", "Protect one checkpoint from retention."),
+    "rm": _Place("pin", "Delete one checkpoint."),
+    "show": _Place("show", "Show what is in a checkpoint."),
+    "timeline": _Place("timeline", "Show how a save went: phases by rank."),
+    "unpin": _Place("pin", "Take the pin of a checkpoint away."),
+    "verify": _Place("verify", "Read and check every byte of a checkpoint."),
+}
+
+
+class _Commands(MutableMapping[str, click.Command]):
+    """Commands by name. A module is imported when its command is asked for: some take half a second."""
+
+    def __init__(self) -> None:
+        self._added: dict[str, click.Command] = {}
+
+    def __getitem__(self, name: str) -> click.Command:
+        if name not in self._added:
+            place = _COMMANDS[name]
+            command: click.Command = getattr(import_module(f".{place.module}", __package__), name)
+            command.short_help = place.short_help
+            self._added[name] = command
+        return self._added[name]
+
+    def __setitem__(self, name: str, command: click.Command) -> None:
+        self._added[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._added[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**_COMMANDS, **self._added})
+
+    def __len__(self) -> int:
+        return len({**_COMMANDS, **self._added})
 
 
 class Program(click.Group):
@@ -58,6 +96,11 @@ class Program(click.Group):
             code = exit_codes.code_of(error)
         sys.exit(code if isinstance(code, int) else exit_codes.FINE)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, place.short_help) for name, place in _COMMANDS.items()])
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             result = super().invoke(ctx)
@@ -82,11 +125,12 @@ def _report(kind: str, message: str, path: str | None, *, as_json: bool) -> int:
 
 @click.group(
     cls=Program,
+    commands=_Commands(),
     epilog=_EXAMPLE,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.version_option(version("bytecheckpoint"), "--version", prog_name="bcp", message="%(prog)s %(version)s")
+@click.version_option(None, "--version", package_name="bytecheckpoint", prog_name="bcp", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
     """Look into checkpoints, check, compare and convert them, and look after the storage that they are in.
@@ -97,10 +141,6 @@ def cli(ctx: click.Context) -> None:
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
-
-
-for command in (doctor, gc, ls, show, verify, diff, convert, timeline, keep, rm, pin, unpin):
-    cli.add_command(command)
 
 
 def main() -> NoReturn:

@@ -52,7 +52,7 @@ class NamedCheckpoint(NamedTuple):
         return layout.parse_step(self.folder)
 
 
-@click.command(short_help="Deletes one checkpoint.", epilog=_RM_EXAMPLE)
+@click.command(epilog=_RM_EXAMPLE)
 @click.argument("checkpoint")
 @with_step_option()
 @click.option("--force", is_flag=True, help="Delete it even if it is pinned, leased, or the newest under its root.")
@@ -81,7 +81,7 @@ def rm(*, checkpoint: str, force: bool, access: AccessOptions, as_json: bool) ->
     return exit_codes.FINE
 
 
-@click.command(short_help="Protects one checkpoint from retention.", epilog=_PIN_EXAMPLE)
+@click.command(epilog=_PIN_EXAMPLE)
 @click.argument("checkpoint")
 @with_step_option()
 @with_output_options
@@ -94,7 +94,7 @@ def pin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
     return _tell(found, is_pinned=True, was_pinned=was_pinned, as_json=as_json)
 
 
-@click.command(short_help="Takes the pin of a checkpoint away.", epilog=_UNPIN_EXAMPLE)
+@click.command(epilog=_UNPIN_EXAMPLE)
 @click.argument("checkpoint")
 @with_step_option()
 @with_output_options

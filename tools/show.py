@@ -51,7 +51,7 @@ Example:
 """
 
 
-@click.command(short_help="What is in a checkpoint.", epilog=_EXAMPLE)
+@click.command(epilog=_EXAMPLE)
 @click.argument("ckpt")
 @with_step_option()
 @click.option(

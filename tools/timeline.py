@@ -46,7 +46,7 @@ Example:
 """
 
 
-@click.command(short_help="How a save went: phases by rank.", epilog=_EXAMPLE)
+@click.command(epilog=_EXAMPLE)
 @click.argument("ckpt")
 @with_step_option()
 @click.option(

@@ -34,7 +34,7 @@ Example:
 """
 
 
-@click.command(short_help="Read and check every byte of a checkpoint.", epilog=_EXAMPLE)
+@click.command(epilog=_EXAMPLE)
 @click.argument("ckpt")
 @with_step_option()
 @click.option(

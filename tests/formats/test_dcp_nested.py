@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from foreign_files import Touch, assert_same
+from migration_pages import assert_doctor_prints, assert_trained_alike, blocks_of, run
 from plain_leaves import plain_leaves
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -83,6 +84,20 @@ def test_the_open_source_bytecheckpoint_is_read(tmp_path: Path, by_name: bool) -
     assert plain_leaves(checkpoint)["extra_state.rank_1.rank"] == 1
     assert checkpoint["extra_state.rank_1.rng"][0] == 1
     assert_same(bcp.open(tmp_path / "global_step_3" / "model").state_dict(), wanted[0].state_dict())
+
+
+def test_an_old_folder_loads_as_the_page_about_moving_over_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    *_, load = blocks_of("from-open-source.md")
+    saved = write_oss(tmp_path / "old" / "global_step_3")
+    (tmp_path / "old" / "latest_checkpointed_iteration.txt").write_text("3")
+    names: dict[str, Any] = {"bcp": bcp, **dict(zip(("model", "optimizer"), trained(1, 0), strict=True))}
+    run(load, names)
+    assert_trained_alike(names, {"model": saved[0], "optimizer": saved[1]})
+    assert names["extra_state"]["step"] == 3
+    assert_doctor_prints("old", load)
 
 
 def test_accelerates_folders_are_read(tmp_path: Path) -> None:

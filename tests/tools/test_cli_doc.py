@@ -175,6 +175,18 @@ def test_json_of_doctor(call, root, tmp_path, sections) -> None:
     assert_documented([full, call("doctor", root, *QUICK, "--json").json], sections["doctor"])
 
 
+def test_json_of_doctor_of_a_checkpoint(call, root, tmp_path, sections) -> None:
+    (tmp_path / "text").write_text("no checkpoint")
+    torch.save({"epoch": 3, "model": torch.nn.Linear(2, 2)}, tmp_path / "refused.pt")
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "m.gguf").write_text("-")
+    torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
+    bcp.save(tmp_path / "run", {"w": torch.zeros(3)}, step=7)
+    paths = [root, tmp_path / "text", tmp_path / "refused.pt", tmp_path / "gguf", tmp_path / "m.pt", tmp_path]
+    results = [call("doctor", "--checkpoint", path, "--json").json for path in paths]
+    assert_documented(results, sections["doctor"].split("### A checkpoint of unknown origin")[1])
+
+
 def test_json_of_diff(call, root, sections, tmp_path) -> None:
     ranked = bcp.RankLocal({"seed": 1})
     bcp.save(tmp_path / "a", {"w": torch.zeros(3), "v": torch.zeros(2), "lr": 1.0, "rng": ranked, "x": 1})

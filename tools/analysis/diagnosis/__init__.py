@@ -1,0 +1,1 @@
+"""Finds out what a folder or file of unknown origin is, and which calls load it."""

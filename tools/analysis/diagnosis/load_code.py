@@ -1,0 +1,237 @@
+"""Writes the lines of Python that load the parts of a checkpoint, with the names that it has there."""
+
+from __future__ import annotations
+
+import glob
+import keyword
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ...render.number_format import some_of
+from .entries import Kind, Part
+
+_MAX_LINE = 100
+_NUM_READ = 3
+_READ_FIRST = ("global_step", "step", "iteration", "epoch")
+_VARIABLES: Mapping[Kind, str] = {
+    "model": "model",
+    "optimizer": "optimizer",
+    "scheduler": "scheduler",
+    "grad scaler": "scaler",
+    "data": "loader",
+}
+_ONLY_READ: frozenset[Kind] = frozenset({"tensors", "values", "values of ranks"})
+
+
+class LoadCode(NamedTuple):
+    """Lines of Python that can be run as they stand."""
+
+    does: str
+    needs: Sequence[str]
+    """Names that must have a value: live objects and, for data, numbers of ranks."""
+    lines: Sequence[str]
+    imports: Sequence[str] = ("import bytecheckpoint as bcp",)
+
+
+class LoadCall(NamedTuple):
+    """The path of all calls, and the arguments that each of them takes beside its own."""
+
+    path: str
+    arguments: Sequence[str]
+
+    def lines(self, start: str, *arguments: str, end: str = ")") -> list[str]:
+        """Returns a call that begins with `start`, in one line or with a line for each argument."""
+        texts = [_quoted(self.path), *arguments, *self.arguments]
+        line = f"{start}({', '.join(texts)}{end}"
+        return [line] if len(line) <= _MAX_LINE else [f"{start}(", *(f"    {text}," for text in texts), end]
+
+
+class _StateEntry(NamedTuple):
+    """A part as an entry of the state of a load."""
+
+    part: Part
+    keys: Sequence[str]
+    value: str
+    """Expression of the live object."""
+    needs: Sequence[str]
+
+
+def load_codes(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
+    """Returns the code for all that goes into live objects, for each model alone, and for what is only read."""
+    items = _items([part for part in parts if part.into and part.kind not in _ONLY_READ])
+    together = [item for item in items if not item.part.is_copy]
+    models = [item for item in items if item.part.kind == "model"]
+    is_all = all(part.into for part in parts if part.kind == "optimizer")
+    does = "go on with the training" if is_all else "load all that loads"
+    codes = [_load(does, together, call)] if models and len(together) > 1 else []
+    codes += [_load(_what(item) if len(items) > 1 else "load it", [item], call) for item in models]
+    if together and not models:
+        codes.append(_without_a_model(together, call))
+    codes += [_attribute(item.part, call) for item in models if item.part.attribute]
+    codes += [_inside(item.part, call) for item in together if item.part.model_inside]
+    codes += [*_set_generators(parts, call), *_read_values(parts, call), *_read_trees(parts, call)]
+    codes += _read_values_of_ranks(parts, call)
+    return codes
+
+
+def _what(item: _StateEntry) -> str:
+    name = item.part.name
+    return "load the model alone" if name in {"", "model"} else f"load {name!r} alone"
+
+
+def _items(parts: Sequence[Part]) -> list[_StateEntry]:
+    """Returns the parts under their keys in a state, each with a live object of a name of its own."""
+    num_of_kind = Counter(part.kind for part in parts if not part.is_copy)
+    num_in_list = Counter(_list_of(part.name) for part in parts)
+    items: list[_StateEntry] = []
+    for part in parts:
+        usual = _VARIABLES.get(part.kind)
+        is_usual = usual and (num_of_kind[part.kind] == 1 or part.is_copy or not part.name)
+        variable = usual if usual and is_usual else _identifier(part.name, usual or "value")
+        while not part.is_copy and any(variable in item.needs for item in items):
+            variable += "_2"
+        name = part.name or variable
+        stem = _list_of(name)
+        keys = [name] if not stem else [stem, name.removeprefix(f"{stem}.")][: num_in_list[stem]]
+        match part.kind:
+            case "random numbers":
+                items.append(_StateEntry(part, keys, "bcp.RngState()", []))
+            case "data":
+                value = f"bcp.DataLoaderState({variable}, rank=dp_rank, size=dp_size)"
+                items.append(_StateEntry(part, keys, value, [variable, "dp_rank", "dp_size"]))
+            case _:
+                items.append(_StateEntry(part, keys, variable, [variable]))
+    return items
+
+
+def _list_of(name: str) -> str:
+    """Returns the name of the list that an entry is an item of; "" for none."""
+    stem, _, number = name.rpartition(".")
+    return stem if number.isdecimal() else ""
+
+
+def _identifier(name: str, otherwise: str) -> str:
+    found = re.sub(r"\W+", "_", name).strip("_")
+    return found if found.isidentifier() and not keyword.iskeyword(found) else f"{otherwise}_{found}"
+
+
+def _load(does: str, items: Sequence[_StateEntry], call: LoadCall, *more: str) -> LoadCode:
+    rules = [rule for item in items if (rule := _rule(item.part))]
+    arguments = [f"key_map=[{', '.join(rules)}]"] if rules else []
+    arguments += [f"exclude={_quoted(item.part.excluded)}" for item in items if item.part.excluded][:1]
+    arguments += ["cast=True"] if any(item.part.needs_cast for item in items) else []
+    needs = [name for item in items for name in item.needs]
+    entries = _entries(items)
+    state = f"{{{', '.join(entries)}}}"
+    if len(entries) == 1:
+        return LoadCode(does, needs, call.lines("bcp.load", state, *arguments, *more))
+    lines = [f"state = {state}"]
+    if len(lines[0]) > _MAX_LINE:
+        lines = ["state = {", *(f"    {entry}," for entry in entries), "}"]
+    return LoadCode(does, needs, [*lines, *call.lines("bcp.load", "state", *arguments, *more)])
+
+
+def _entries(items: Sequence[_StateEntry]) -> list[str]:
+    """Returns the entries of a state, items of one list in a dict."""
+    entries: dict[str, str] = {}
+    inside: dict[str, list[str]] = {}
+    for item in items:
+        first, *rest = item.keys
+        if rest:
+            inside.setdefault(first, []).append(f"{_quoted(rest[0])}: {item.value}")
+        entries[first] = f"{{{', '.join(inside[first])}}}" if rest else item.value
+    return [f"{_quoted(key)}: {value}" for key, value in entries.items()]
+
+
+def _quoted(text: str) -> str:
+    """Returns a text as a literal in the quotes that formatters choose."""
+    return f'"{text}"' if repr(text) == f"'{text}'" and '"' not in text else repr(text)
+
+
+def _rule(part: Part) -> str:
+    """Returns the rule of key_map that gives the tensors of a model the names of its module; "" if they have them."""
+    new = f"{part.name or 'model'}."
+    if part.top_names:
+        return _renaming(f"^{re.escape(part.wrapper)}(?={'|'.join(part.top_names)})", new)
+    prefix = f"{part.name}." if part.name else ""
+    return _renaming(f"^{re.escape(prefix + part.wrapper)}", new) if part.wrapper else ""
+
+
+def _renaming(pattern: str, new: str) -> str:
+    """Returns a rule of key_map. Hazard: both are made of names that may have any character."""
+    is_raw = pattern.isprintable() and '"' not in pattern and not pattern.endswith("\\")
+    old = f'r"{pattern}"' if is_raw else repr(pattern)
+    new = new.replace("\\", r"\\")
+    return f"({old}, {_quoted(new)})"
+
+
+def _without_a_model(items: Sequence[_StateEntry], call: LoadCall) -> LoadCode:
+    """Returns the code for a checkpoint without a model. An optimizer needs one, for the names of its parameters."""
+    optimizers = [item.part for item in items if item.part.kind == "optimizer"]
+    if not optimizers:
+        return _load("load it", items, call)
+    model = _StateEntry(Part(name="", kind="model", holds="", into="a module"), ["model"], "model", ["model"])
+    rule = [] if optimizers[0].name else ['key_map=[("^", "optimizer.")]']
+    return _load("load it, beside the model that it belongs to", [model, *items], call, *rule, "strict=False")
+
+
+def _attribute(part: Part, call: LoadCall) -> LoadCode:
+    rule = _renaming(f"^{re.escape(f'{part.name}.{part.attribute}.')}", "model.")
+    lines = call.lines("bcp.load", '{"model": model}', f"key_map=[{rule}]")
+    return LoadCode(f"load the module that it has as {part.attribute!r} alone", ["model"], lines)
+
+
+def _inside(part: Part, call: LoadCall) -> LoadCode:
+    state = f"{{{_quoted(part.name)}: {{{_quoted(part.model_inside or '')}: model}}}}"
+    lines = call.lines("bcp.load", state, "strict=False")
+    return LoadCode(f"load the model in {part.name!r} alone", ["model"], lines)
+
+
+def _read_values(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
+    names = [part.name for part in parts if part.kind == "values" and "." not in part.name]
+    names.sort(key=lambda name: _READ_FIRST.index(name) if name in _READ_FIRST else len(_READ_FIRST))
+    lines = [f"{_identifier(name, 'value')} = values[{_quoted(name)}]" for name in names[:_NUM_READ]]
+    opened = call.lines("values = bcp.open", end=").objects")
+    return [LoadCode("read plain values", [], [*opened, *lines])] if names else []
+
+
+def _set_generators(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
+    """Returns the code for the states of torch's generator on the host that stand alone."""
+    return [
+        LoadCode(
+            f"set torch's generator to {part.name!r}",
+            [],
+            [
+                *call.lines("state = bcp.open", end=f")[{_quoted(part.name)}]"),
+                "torch.set_rng_state(torch.as_tensor(state))",
+            ],
+            ["import torch", "", "import bytecheckpoint as bcp"],
+        )
+        for part in parts
+        if part.is_generator
+    ]
+
+
+def _read_trees(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
+    kinds: set[Kind] = {"random numbers", "tensors", "values of ranks"}
+    read = [part for part in parts if part.kind in kinds and not (part.is_generator or part.is_by_rank)]
+    globs = [
+        _quoted(glob.escape(part.name) + ("" if list(part.tensors) == [part.name] else ".*"))
+        for part in read
+        if part.into is None or part.kind == "tensors"
+    ]
+    include = globs[0] if len(globs) == 1 else f"[{', '.join(globs)}]"
+    lines = call.lines("tree = bcp.load_tree", f"include={include}")
+    names = [part.name for part in read if part.into is None or part.kind == "tensors"]
+    return [LoadCode(f"read {some_of(names, _NUM_READ)}", [], lines)] if names else []
+
+
+def _read_values_of_ranks(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
+    codes = []
+    for part in parts:
+        if part.is_by_rank and part.into is None:
+            lines = call.lines("by_rank = bcp.open", end=f").rank_values({_quoted(part.name)})")
+            codes.append(LoadCode(f"read {part.name} of each rank", [], lines))
+    return codes

@@ -1,0 +1,184 @@
+"""Divides a checkpoint into parts: its entries, and the models whose tensors stand outside of entries. It reads only
+the manifest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, get_args
+
+from bytecheckpoint.info import OWN_FORMAT
+from bytecheckpoint.manifest import Manifest
+
+from ...render.number_format import some_of
+from ..summary import ManifestSummary, TensorEntry
+from .entries import (
+    EXTRA_STATE,
+    MODEL_NAMES,
+    RANDOM,
+    USUAL_NAMES,
+    Kind,
+    Part,
+    entry_part,
+    is_extra_state,
+    is_model_state,
+    is_optimizer,
+    is_scheduler,
+    rank_part,
+    scheduler_text,
+    wrapper_of,
+)
+
+_NAMED_BY_READER = frozenset({OWN_FORMAT, "deepspeed", "megatron"})
+"""Formats in which a model always has a name."""
+_GENERATOR_BYTES = 5056
+"""Length of the state of torch's generator on the host."""
+
+
+def find_parts(manifest: Manifest) -> list[Part]:
+    """Returns the parts of a checkpoint, models first, plain values last. Raises what decoding plain data raises."""
+    from bytecheckpoint.adapters.plain.plain_data import decode_plain  # noqa: PLC0415 - it needs torch
+
+    trees = {fqn: decode_plain(data) for fqn, data in manifest.objects.items() if not is_extra_state(fqn)}
+    below: dict[str, list[TensorEntry]] = {fqn: [] for fqn in trees}
+    bare: list[TensorEntry] = []
+    for tensor in ManifestSummary(manifest).tensors:
+        tree = _tree_of(tensor.fqn, trees)
+        (bare if tree is None else below[tree]).append(tensor)
+    if is_scheduler(trees) and not bare:
+        return [Part(name="", kind="scheduler", holds=scheduler_text(trees), into="the scheduler")]
+    found = _bare_parts(bare, manifest, trees)
+    found += [_with_tensors(entry_part(fqn, tree, manifest), below[fqn]) for fqn, tree in trees.items()]
+    found += [rank_part(fqn, decode_plain(next(iter(data.values())))) for fqn, data in manifest.rank_objects.items()]
+    order = get_args(Kind)
+    return sorted(found, key=lambda part: order.index(part.kind))
+
+
+def _tree_of(fqn: str, trees: Mapping[str, Any]) -> str | None:
+    """Returns the tree that a tensor belongs to."""
+    name = fqn
+    while name and name not in trees:
+        name = name.rpartition(".")[0]
+    return name if name in trees else None
+
+
+def _with_tensors(part: Part, tensors: Sequence[TensorEntry]) -> Part:
+    dtypes = sorted({tensor.dtype for tensor in tensors})
+    return replace(
+        part,
+        holds=f"weights in {some_of(dtypes, 3)}" if part.kind == "model" else part.holds,
+        dtypes=dtypes,
+        tensors=[tensor.fqn for tensor in tensors],
+        num_tensors=len(tensors),
+        num_elements=sum(tensor.num_elements for tensor in tensors),
+        num_bytes=sum(tensor.num_bytes for tensor in tensors),
+    )
+
+
+def _bare_parts(tensors: Sequence[TensorEntry], manifest: Manifest, trees: Mapping[str, Any]) -> list[Part]:
+    """Returns the parts that tensors outside of trees are: models, with a name or without."""
+    groups: dict[str, list[TensorEntry]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.fqn.partition(".")[0], []).append(tensor)
+    states = [groups.pop(name) for name in list(groups) if all(_is_state(each.fqn) for each in groups[name])]
+    has_modules = any("." in tensor.fqn or tensor.fqn in USUAL_NAMES for of in groups.values() for tensor in of)
+    top = [tensor for of in groups.values() for tensor in of if "." not in tensor.fqn]
+    is_named = (manifest.foreign_format or OWN_FORMAT) in _NAMED_BY_READER and _are_named(groups, trees)
+    lone = [tensor for tensor in top if is_named or not has_modules or _is_lone(tensor, trees)]
+    groups = {name: rest for name, of in groups.items() if (rest := [tensor for tensor in of if tensor not in lone])}
+    parts = [_lone_part(tensor) for tensor in lone]
+    parts += [_with_tensors(_unknown_optimizer(of[0].fqn), of) for of in states]
+    if is_named:
+        models = [_with_tensors(_model(name, of), of) for name, of in groups.items()]
+    else:
+        unnamed = [tensor for of in groups.values() for tensor in of]
+        models = [_with_tensors(_model("", unnamed), unnamed)] if unnamed else []
+        is_mixed = bool(states) or not all(isinstance(tree, dict) for tree in trees.values())
+        models = [replace(part, top_names=_top_names(part) if is_mixed else ()) for part in models]
+    if _has_extra_state_of_megatron(manifest):
+        models = [replace(part, excluded=f"*{EXTRA_STATE}*") for part in models]
+    return [*(_in_two_precisions(models) if manifest.foreign_format == "deepspeed" else models), *parts]
+
+
+def _top_names(part: Part) -> list[str]:
+    """Returns the starts of the names of a model's tensors below its wrapper, as regular expressions."""
+    starts = (fqn.removeprefix(part.wrapper).partition(".") for fqn in part.tensors)
+    return list(dict.fromkeys(re.escape(name) + (r"\." if dot else "$") for name, dot, _ in starts))
+
+
+def _has_extra_state_of_megatron(manifest: Manifest) -> bool:
+    """Returns True if there is extra state as only Megatron's modules have it; Megatron's own loads may ignore it."""
+    names = [fqn for fqn in manifest.objects if is_extra_state(fqn)]
+    return bool(names) if manifest.foreign_format == "megatron" else any("/shard_" in fqn for fqn in names)
+
+
+def _in_two_precisions(parts: Sequence[Part]) -> list[Part]:
+    """Returns the models of DeepSpeed with ZeRO, which has `module` in the precision of training beside `model`."""
+    if {part.name for part in parts} != {"model", "module"}:
+        return list(parts)
+    hints = {"model": "a module in lower precision takes cast=True", "module": "`model` in the precision of training"}
+    return [
+        replace(
+            part,
+            hint=hints[part.name],
+            is_copy=part.name == "module",
+            needs_cast=part.name == "model" and len(part.dtypes) > 1,
+        )
+        for part in parts
+    ]
+
+
+def _is_state(fqn: str) -> bool:
+    return fqn.startswith("optimizer.state.")
+
+
+def _is_lone(tensor: TensorEntry, trees: Mapping[str, Any]) -> bool:
+    """Returns True for a tensor that is no part of a model: the state of a generator, or one beside a model."""
+    return _is_generator(tensor) or any(is_model_state(tree) for tree in trees.values())
+
+
+def _is_generator(tensor: TensorEntry) -> bool:
+    return tensor.dtype == "uint8" and len(tensor.shape) == 1 and bool(RANDOM.search(tensor.fqn))
+
+
+def _lone_part(tensor: TensorEntry) -> Part:
+    part = Part(name=tensor.fqn, kind="tensors", holds="a tensor", into="a tensor of its shape and dtype")
+    if _is_generator(tensor):
+        holds, is_on_host = "the state of a generator of torch", tensor.shape == (_GENERATOR_BYTES,)
+        part = replace(part, kind="random numbers", holds=holds, into=None, is_generator=is_on_host)
+    return _with_tensors(part, [tensor])
+
+
+def _unknown_optimizer(fqn: str) -> Part:
+    return Part(
+        name=fqn.partition(".")[0],
+        kind="optimizer",
+        holds="optimizer state of Megatron",
+        into=None,
+        hint="it has no groups of parameters that torch would know: load it with Megatron, and save it again",
+    )
+
+
+def _are_named(groups: Mapping[str, Sequence[TensorEntry]], trees: Mapping[str, Any]) -> bool:
+    """Returns True if the first parts of these names are those of models, and not of a model's modules. The optimizer
+    tells, which knows the names of its parameters; else the words do.
+    """
+    names = {tensor.fqn for of in groups.values() for tensor in of}
+    for tree in trees.values():
+        if is_optimizer(tree) and not tree.get("by_position"):
+            trained = [name for group in tree["groups"].values() for name in group["params"]]
+            if trained and any(f"{group}.{trained[0]}" in names for group in groups):
+                return True
+            if trained and trained[0] in names:
+                return False
+    if any(map(MODEL_NAMES.match, groups)):
+        return True
+    modules = [name for name, of in groups.items() if any("." in tensor.fqn for tensor in of)]
+    return len(modules) == 1 and not modules[0].isdecimal() and not groups.keys() & USUAL_NAMES
+
+
+def _model(name: str, tensors: Iterable[TensorEntry]) -> Part:
+    names = [tensor.fqn.removeprefix(f"{name}.") if name else tensor.fqn for tensor in tensors]
+    return Part(name=name, kind="model", holds="", into="a module", wrapper=wrapper_of(names))
