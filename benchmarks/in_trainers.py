@@ -13,6 +13,7 @@ take at the peak while they only train.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import importlib.metadata
 import os
@@ -112,12 +113,15 @@ def measure_times(pools: dict[str, ProcessPool], rounds: int, folder: Path) -> d
 
 
 def measure_memory(new_pool: Any, name: str, folder: Path) -> int:
-    """Returns bytes beyond those of training alone; memory that is kept from save to save counts too."""
-    with new_pool() as pool:
-        train_once(pool, name, folder, saves=0)
-        peaks = []
-        for saves in (0, SAVES):
-            with PeakMemory(lambda: memory_of(pool.sessions)) as peak:
+    """Returns bytes at the peak beyond that of training alone; memory that is kept from save to save counts too.
+
+    Each is the second run of new processes: what an earlier run has left would hide memory, or be taken for it.
+    """
+    peaks = []
+    for saves in (0, SAVES):
+        with new_pool() as pool:
+            train_once(pool, name, folder, saves=saves)
+            with PeakMemory(lambda: memory_of(pool.sessions)) as peak:  # noqa: B023 - read within the loop
                 before = memory_of(pool.sessions)
                 train_once(pool, name, folder, saves=saves)
             peaks.append(before + peak.bytes)
@@ -173,6 +177,7 @@ def begin(rank: int, port: int, *, num_ranks: int, framework: str, mb: float) ->
     def obey(command: dict[str, Any]) -> dict[str, Any]:
         folder, saves, meter = Path(command["folder"]), int(command["saves"]), Meter()
         num_steps, save_every = (saves or SAVES) * STEPS_BETWEEN + STEPS_BETWEEN // 2, STEPS_BETWEEN if saves else 0
+        gc.collect()  # frameworks keep the models of earlier runs in circles
         module.train(command["candidate"], folder, meter, mb=mb, num_steps=num_steps, save_every=save_every)
         checkpoints = module.checkpoints(folder) if saves else []
         timings = meter.timings(checkpoints)

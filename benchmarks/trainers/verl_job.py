@@ -17,7 +17,11 @@ from bytecheckpoint.integrations.verl import BcpFSDPCheckpointManager
 from trainers.meter import Meter, newest_file
 
 OWN = ("own",)
-CANDIDATES = {"own": "verl, FSDPCheckpointManager", "bcp": "bytecheckpoint, BcpFSDPCheckpointManager"}
+CANDIDATES = {
+    "own": "verl, FSDPCheckpointManager",
+    "bcp": "bytecheckpoint, BcpFSDPCheckpointManager",
+    "bcp-async": "bytecheckpoint, BcpFSDPCheckpointManager, async",
+}
 BYTES_A_LAYER = 4 * (4 * 512 * 512 + 3 * 512 * 1024)
 
 
@@ -32,8 +36,9 @@ def train(candidate: str, folder: Path, meter: Meter, *, mb: float, num_steps: i
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     meter.watch(optimizer)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    kind = {"own": FSDPCheckpointManager, "bcp": BcpFSDPCheckpointManager}[candidate]
-    manager = kind(model=model, optimizer=optimizer, lr_scheduler=scheduler, checkpoint_config=CheckpointConfig())
+    kind = FSDPCheckpointManager if candidate == "own" else BcpFSDPCheckpointManager
+    config = CheckpointConfig(async_save=candidate == "bcp-async")
+    manager = kind(model=model, optimizer=optimizer, lr_scheduler=scheduler, checkpoint_config=config)
     save = meter.timed(manager.save_checkpoint)
     for step in range(1, num_steps + 1):
         tokens = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(step))
@@ -41,7 +46,11 @@ def train(candidate: str, folder: Path, meter: Meter, *, mb: float, num_steps: i
         optimizer.step()
         optimizer.zero_grad()
         if save_every and step % save_every == 0:
-            save(str(folder / f"global_step_{step}"), global_step=step)
+            save(str(folder / f"global_step_{step}" / "actor"), global_step=step)
+            if dist.get_rank() == 0:
+                torch.save({}, folder / f"global_step_{step}" / "data.pt")  # as the driver does
+    if isinstance(manager, BcpFSDPCheckpointManager):
+        manager.wait()
     dist.barrier()
 
 
