@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from stream_loaders import StreamLoader, state_of
+from test_site import RUN_HERE
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -233,7 +234,8 @@ def test_the_map_that_the_page_shows_is_one() -> None:
 
 
 def test_there_is_no_block_of_python_that_no_test_knows() -> None:
-    numbers = {page.name: len(blocks_of(page)) for page in PAGES if blocks_of(page)}
+    """tests/test_site.py runs those of RUN_HERE."""
+    numbers = {page.name: len(blocks_of(page)) for page in PAGES if page not in RUN_HERE and blocks_of(page)}
     assert numbers == {
         "README.md": 4,
         "CONTRIBUTING.md": 1,
