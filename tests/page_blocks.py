@@ -1,11 +1,14 @@
 """Runs the blocks of a page of docs/ in the order of the page, in a folder of its own.
 
 A block with a title is a file and is written. A `python` block runs in this process, after those above it; a `sh` block
-runs in a shell whose `python`, `bcp` and `torchrun` are those of this environment.
+runs in a shell whose `python`, `bcp` and `torchrun` are those of this environment. Where the text behind a block says
+"It prints `...`", the block has to.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -16,6 +19,7 @@ from typing import Any, NamedTuple
 
 LANGUAGES = {"python", "sh"}
 FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PRINTED = re.compile(r"\bIt prints `([^`]+)`")
 PROGRAMS = {
     "python": 'exec {python} "$@"',
     "bcp": 'exec {python} -m bytecheckpoint.tools "$@"',
@@ -31,10 +35,14 @@ class Block(NamedTuple):
     title: str
     """Name of the file that the block is; "" for one that runs."""
     text: str
+    printed: list[str]
+    """What the text behind it says that it prints."""
 
 
 def blocks_of(page: Path) -> list[Block]:
-    return [Block(*found) for found in FENCE.findall(page.read_text(encoding="utf-8"))]
+    _, *parts = FENCE.split(page.read_text(encoding="utf-8"))
+    fours = zip(parts[::4], parts[1::4], parts[2::4], parts[3::4], strict=True)
+    return [Block(language, title or "", text, PRINTED.findall(after)) for language, title, text, after in fours]
 
 
 def run_page(page: Path, folder: Path, replaced: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, Any]:
@@ -46,12 +54,14 @@ def run_page(page: Path, folder: Path, replaced: Mapping[str, str], environment:
         text = block.text
         for shown, here in replaced.items():
             text = text.replace(shown, here)
+        which, output = f"block {number} of {page.name}", ""
         if block.title:
             (folder / block.title).write_text(text)
         elif block.language == "python":
-            exec(compile(text, f"block {number} of {page.name}", "exec"), names)
+            output = _run_python(text, names, which)
         elif block.language == "sh":
-            _run_shell(text, folder, environment, f"block {number} of {page.name}")
+            output = _run_shell(text, folder, environment, which)
+        assert [line for line in block.printed if line not in output] == [], f"{which} printed\n{output}"
     return names
 
 
@@ -64,7 +74,15 @@ def _programs(folder: Path) -> Path:
     return folder
 
 
-def _run_shell(text: str, folder: Path, environment: Mapping[str, str], which: str) -> None:
+def _run_python(text: str, names: dict[str, Any], which: str) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(text, which, "exec"), names)
+    return printed.getvalue()
+
+
+def _run_shell(text: str, folder: Path, environment: Mapping[str, str], which: str) -> str:
     command = ["bash", "-euo", "pipefail", "-c", text]
     ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, f"{which}:\n{text}\n{ended.stdout}\n{ended.stderr}"
+    return ended.stdout

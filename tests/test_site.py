@@ -8,18 +8,23 @@ import os
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from page_blocks import LANGUAGES, blocks_of, run_page
+from storage.s3_service import S3Service
 
 import bytecheckpoint as bcp
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 API = sorted((DOCS / "api").glob("*.md"))
-RUN_HERE = [DOCS / "index.md", *API]
+HOW_TO = sorted({*(DOCS / "how-to").glob("*.md")} - {DOCS / "how-to" / "index.md"})
+RUN_HERE = [DOCS / "index.md", DOCS / "tutorial.md", DOCS / "concepts.md", *HOW_TO, *API]
 """Pages whose blocks run here, in the order of the page; tests/test_docs.py names those that run elsewhere."""
+MAX_README_WORDS, MAX_WORDS = 1_100, 40_000
 INTEGRATIONS = ROOT / "bytecheckpoint" / "integrations"
 
 
@@ -70,16 +75,58 @@ def public_names(module: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.stem)
-def test_the_blocks_of_a_page_run_in_its_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_a_page_run_in_its_order(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    run_page(page, folder, {}, {})
+    replaced, environment = {"/nvme/stage": str(tmp_path / "nvme")}, {"SLURM_JOB_END_TIME": str(time.time() + 3600)}
+    if "s3://bucket" in page.read_text():
+        replaced["s3://bucket"] = request.getfixturevalue("s3_folder")
+        environment |= request.getfixturevalue("s3_environment")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    run_page(page, folder, replaced, environment)
+
+
+@pytest.fixture
+def s3_folder(s3: S3Service) -> Iterator[str]:
+    with s3.new_prefix() as prefix:
+        yield f"s3://{s3.bucket}/{prefix}"
+
+
+@pytest.fixture
+def s3_environment(s3: S3Service) -> dict[str, str]:
+    secrets = {"AWS_ACCESS_KEY_ID": s3.key, "AWS_SECRET_ACCESS_KEY": s3.secret}
+    return {**secrets, "AWS_ENDPOINT_URL": s3.url, "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 @pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.stem)
 def test_a_page_that_runs_has_something_to_run(page: Path) -> None:
     assert LANGUAGES & {block.language for block in blocks_of(page)}
+
+
+def words_of(page: Path) -> int:
+    """How many words there are, in code and tables too: what begins with a letter, not the numbers of measurements."""
+    return len(re.findall(r"(?<!\S)[^\w\s]*[^\W\d_]", page.read_text(encoding="utf-8")))
+
+
+def test_the_readme_is_read_in_minutes() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= MAX_README_WORDS
+
+
+def test_the_pages_that_people_write_are_no_book() -> None:
+    """Programs write the API reference, the command reference and the table of faults, which count apart."""
+    written_by_programs = {*API, DOCS / "cli.md", DOCS / "faults.md"}
+    pages = {ROOT / "README.md", *DOCS.rglob("*.md")} - written_by_programs
+    assert sum(map(words_of, pages)) <= MAX_WORDS
+
+
+@pytest.mark.parametrize("page", HOW_TO, ids=lambda page: page.stem)
+def test_a_how_to_page_is_short_and_listed(page: Path) -> None:
+    assert 80 <= words_of(page) <= 250
+    assert f"({page.name})" in (DOCS / "how-to" / "index.md").read_text()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is in the extra docs: `make docs`")
