@@ -10,6 +10,7 @@
 #   make bench    how long things take, beside what others take
 #   make bench-load    the same of loading
 #   make bench-objects    the same with an object store
+#   make docs     the site of docs/, into site/; it needs no network when it is read
 #   make cli-doc  write what the commands say about their options into docs/cli.md
 #   make clean    remove what the above have made
 
@@ -31,7 +32,8 @@ BENCH_OBJECTS_ARGS ?= --size 0.25
 FRAMEWORKS := $(patsubst tests/frameworks/requirements-%.txt,%,$(wildcard tests/frameworks/requirements-*.txt))
 
 .DELETE_ON_ERROR:
-.PHONY: test test-faults fault-table test-frameworks $(FRAMEWORKS:%=test-framework-%) lint demo bench bench-load bench-objects cli-doc clean
+.PHONY: test test-faults fault-table test-frameworks $(FRAMEWORKS:%=test-framework-%) lint docs demo bench bench-load bench-objects \
+  cli-doc clean
 
 # Two processes share the files: tests wait more than they compute. `make test PYTEST_ARGS="-n 0 -k name"` uses one.
 test: $(VENV)/.installed-test
@@ -74,6 +76,11 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
+# A dead link, a page outside the navigation or a name that is gone fails it. `make docs` and then
+# `python -m http.server --directory site` shows it with its search.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/demo.py --out $(DEMO_FOLDER)
 
@@ -96,7 +103,7 @@ cli-doc: $(VENV)/.installed-test
 	$(BIN)/python tests/tools/cli_page.py
 
 clean:
-	rm -rf $(VENV) .venv-* build dist $(DEMO_FOLDER) *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-* build dist site $(DEMO_FOLDER) *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: one for the venv, one for torch, one for each set of extras; only the last kind is redone when

@@ -88,7 +88,8 @@ def save(
         CheckpointSaveError: A value cannot be saved, or a rank failed or is missing. Every rank raises it, and nothing
             was committed unless the message says so.
         StorageError: The store refused or could not be reached.
-        With `snapshot="lazy"` and a cached plan, the handle raises the errors that ranks find together.
+
+    With `snapshot="lazy"` and a cached plan, the handle raises the errors that ranks find together.
     """
     return run_save(
         path,

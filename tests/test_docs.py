@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from stream_loaders import StreamLoader, state_of
+from test_site import RUN_HERE
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -32,6 +33,7 @@ from bytecheckpoint.name_maps.schema import parse_map
 from bytecheckpoint.region import Region, find_tiling_fault
 
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -46,22 +48,30 @@ def run(block: str, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-def test_the_first_example_runs_and_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The names of two runs of the README's first block, in one folder."""
     monkeypatch.chdir(tmp_path)
+    return [run_printing(blocks_of(README)[0], {}) for _ in range(2)]
+
+
+def run_printing(block: str, names: dict[str, Any]) -> dict[str, Any]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        run(blocks_of(README)[0], {})
-    assert printed.getvalue().startswith("{'epoch': 3} 1000\ntensor([[")
-    assert (tmp_path / "ckpt" / "step_00001000" / "manifest.bcp").is_file()
+        names = run(block, names)
+    return {**names, "printed": printed.getvalue()}
 
 
-def test_the_training_loop_runs(tmp_path: Path) -> None:
-    trained: list[int] = []
-    for num_steps in (1001, 1501):
-        names = {"root": tmp_path, "state": {"model": mlp()}, "num_steps": num_steps, "train": trained.append}
-        run(blocks_of(README)[1], {"bcp": bcp, **names})
-    assert trained == list(range(1501))
-    assert bcp.steps(tmp_path) == [500, 1000, 1500]
+def test_the_first_example_resumes_when_it_is_run_again(twice: list[dict[str, Any]]) -> None:
+    assert [names["printed"] for names in twice] == ["first step: 0\n", "first step: 51\n"]
+    assert [names["step"] for names in twice] == [99, 150]
+    assert bcp.steps("run") == [50, 100, 150]
+
+
+def test_the_calls_without_a_manager_save_load_and_read_rows(twice: list[dict[str, Any]]) -> None:
+    names = run_printing(blocks_of(README)[1], twice[1])
+    assert names["printed"].startswith("tensor([[")
+    assert Path("ckpt/step_00001000/manifest.bcp").is_file()
 
 
 def test_the_loop_of_the_page_about_the_manager_runs(tmp_path: Path) -> None:
@@ -90,27 +100,18 @@ def test_a_loop_over_streams_goes_on_where_it_was_as_the_page_about_data_loaders
     assert sorted(trained) == sorted("abcd" * 20)
 
 
-def test_all_ways_to_load_a_part_run_on_the_checkpoint_of_the_first_example(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ways_to_load_a_part_fill_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with contextlib.redirect_stdout(io.StringIO()):
-        names = run(blocks_of(README)[0], {})
-    for line in blocks_of(README)[2].splitlines():
+    (block,) = blocks_of(DOCS / "how-to" / "load-part.md")
+    saved = run_printing(block, {})
+    lines = [line for line in block.splitlines() if re.match(r"(report = )?bcp\.load\(", line)]
+    assert len(lines) == 4
+    for line in lines:
         model = torch.nn.Linear(16, 4)
         state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
-        run(line, {"bcp": bcp, "root": "ckpt", "model": model, "state": state})
-        assert torch.equal(model.weight, names["model"].weight), line
-
-
-def test_a_checkpoint_is_looked_at_without_a_model(tmp_path: Path) -> None:
-    model = torch.nn.Linear(16, 4)
-    bcp.save(tmp_path, {"model": model, "epoch": 3}, step=5)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        names = run(blocks_of(README)[3], {"bcp": bcp, "root": tmp_path})
-    assert printed.getvalue().startswith("5 {} {'epoch': 3}")
-    assert torch.equal(names["tree"]["model"]["weight"], model.weight)
+        run(line, {"bcp": bcp, "torch": torch, "model": model, "state": state})
+        assert torch.equal(model.weight, saved["model"].weight), line
+    assert torch.equal(saved["tree"]["model"]["weight"], saved["model"].weight)
 
 
 def documented_placement() -> Any:
@@ -233,9 +234,10 @@ def test_the_map_that_the_page_shows_is_one() -> None:
 
 
 def test_there_is_no_block_of_python_that_no_test_knows() -> None:
-    numbers = {page.name: len(blocks_of(page)) for page in PAGES if blocks_of(page)}
+    """tests/test_site.py runs those of RUN_HERE."""
+    numbers = {page.name: len(blocks_of(page)) for page in PAGES if page not in RUN_HERE and blocks_of(page)}
     assert numbers == {
-        "README.md": 4,
+        "README.md": 2,
         "CONTRIBUTING.md": 1,
         "placements.md": 1,
         "accelerate.md": 2,  # tests/frameworks/accelerate/test_accelerate_page.py runs them
@@ -280,8 +282,20 @@ def is_there(page: Path, link: str) -> bool:
 
 def anchors_of(page: Path) -> set[str]:
     """Of the headings, as they are shown on the web."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return set(map(anchor_of, re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)))
+
+
+def anchor_of(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_the_numbers_of_the_readme_stand_in_the_sections_that_they_link_to() -> None:
+    rows = re.findall(r"^\| \[[^\]]+\]\(docs/benchmarks\.md#([\w-]+)\) \|(.*)\|$", README.read_text(), re.MULTILINE)
+    assert len(rows) == 6
+    sections = re.split(r"^#+ (.*)$", (DOCS / "benchmarks.md").read_text(), flags=re.MULTILINE)
+    by_anchor = dict(zip(map(anchor_of, sections[1::2]), sections[2::2], strict=True))
+    for anchor, cells in rows:
+        assert [number for number in re.findall(r"\d+\.\d+", cells) if f"| {number} (" not in by_anchor[anchor]] == []
 
 
 @pages

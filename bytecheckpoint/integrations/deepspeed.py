@@ -83,7 +83,7 @@ def save_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
     Raises:
         ValueError: `save_dir` is empty.
         StorageError: The checkpoint is committed, and `latest` could not be written; and other errors of the store.
-        The errors of `bytecheckpoint.save`.
+        CheckpointError: As `bytecheckpoint.save` raises it.
     """
     if not os.fspath(save_dir):
         raise ValueError(f"save_dir takes a folder or a URL, not {save_dir!r}")
@@ -145,7 +145,7 @@ def load_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
     Raises:
         CheckpointNotFoundError: No committed checkpoint has this tag.
         CheckpointMismatchError: It does not fit, or `custom_load_fn` was given; the engine is unchanged.
-        The other errors of `bytecheckpoint.load`.
+        CheckpointError: As `bytecheckpoint.load` raises it.
     """
     if custom_load_fn is not None:
         raise CheckpointMismatchError(

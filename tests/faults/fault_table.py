@@ -175,7 +175,7 @@ so it is the same every time but for the moment at which a timer strikes. After 
 - what can be seen (`steps`, `latest`) loads, bit by bit;
 - the next save at the same place works, and `bcp gc` leaves nothing of what died.
 
-Whatever does not hold counts as broken. How each fault is made is told in [tests/faults](../tests/faults); rights to
+Whatever does not hold counts as broken. How each fault is made is told in `tests/faults`; rights to
 trace or to mount are needed for some, and a row that could not be run says so.
 """
 _COMPARISON = """\

@@ -68,7 +68,7 @@ def save_state(
     Raises:
         ValueError: There is no path, and the project has no automatic names; or the backend has an integration of its
             own.
-        The errors of `bytecheckpoint.save`. Those of the background are raised by the handle that is returned.
+        CheckpointError: As `bytecheckpoint.save` raises it. The handle raises the errors of the background.
     """
     _refuse_backend(accelerator)
     project = accelerator.project_configuration
@@ -110,7 +110,7 @@ def load_state(accelerator: Any, path: str | os.PathLike[str] | None = None, **a
 
     Raises:
         ValueError: As for `save_state`.
-        The errors of `bytecheckpoint.load`.
+        CheckpointError: As `bytecheckpoint.load` raises it.
     """
     _refuse_backend(accelerator)
     place = os.fspath(path) if path is not None else _newest(_project_root(accelerator), arguments)

@@ -100,7 +100,7 @@ def save_checkpoint(  # noqa: PLR0917 - Megatron's signature
     Raises:
         CheckpointMismatchError: An argument of Megatron asks for what is not supported (`conflict`).
         StorageError: The checkpoint is committed, and the tracker file could not be written; and others of the store.
-        The other errors of `bytecheckpoint.save`.
+        CheckpointError: As `bytecheckpoint.save` raises it.
     """
     del checkpointing_context
     args, options = get_args(), options or SaveOptions()
@@ -178,7 +178,8 @@ def load_checkpoint(  # noqa: PLR0917 - Megatron's signature
         CheckpointNotFoundError: The tracker file or `--ckpt-step` names what is not committed, or nothing is there and
             `--exit-on-missing-checkpoint` was given.
         CheckpointMismatchError: It does not fit; model and optimizer are unchanged.
-        The other errors of `bytecheckpoint.load`, and AssertionError for arguments of another model.
+        CheckpointError: As `bytecheckpoint.load` raises it.
+        AssertionError: The arguments are those of another model.
     """
     args, options = get_args(), options or LoadOptions()
     _refuse_unsupported(args, others, kind=args.non_persistent_ckpt_type)

@@ -49,9 +49,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
     optimizers. A SIGTERM on any rank saves after the current step, on all ranks, and ends the process with exit code
     143.
 
-    Args:
-        config: See Config.
-        dataloader, model_parts, optimizers, lr_schedulers, states, sd_adapter, base_folder: As the Trainer passes them.
+    torchtitan's Trainer passes the arguments; see Config for `config`.
 
     Raises:
         ValueError: `last_save_in_hf` needs an `sd_adapter`.

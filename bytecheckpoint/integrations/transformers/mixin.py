@@ -87,7 +87,7 @@ class BcpTrainerMixin(Trainer):
         Raises:
             ValueError: `True`, and nothing is committed there.
             CheckpointNotFoundError: The path holds no complete checkpoint; no other one is taken.
-            And what `bytecheckpoint.save` and `bytecheckpoint.load` raise.
+            CheckpointError: As `bytecheckpoint.save` and `bytecheckpoint.load` raise it.
         """
         timeout_s = self.bcp_options.timeout_s
         self._bcp_end_earlier()

@@ -61,7 +61,7 @@ class BcpFSDPCheckpointManager(FSDPCheckpointManager):
 
         Raises:
             CheckpointMismatchError: `hf_model` with adapters (`conflict`).
-            The errors of `bytecheckpoint.save`, also that of the save before.
+            CheckpointError: As `bytecheckpoint.save` raises it, for this save or the one before.
         """
         if local_path is None:
             return
@@ -107,7 +107,7 @@ class BcpFSDPCheckpointManager(FSDPCheckpointManager):
         Raises:
             CheckpointNotFoundError: There is no committed checkpoint (`not_committed`, `not_found`).
             CheckpointMismatchError: verl itself has written it (`conflict`).
-            The errors of `bytecheckpoint.load`.
+            CheckpointError: As `bytecheckpoint.load` raises it.
         """
         if local_path is None:
             return
