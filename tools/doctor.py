@@ -26,7 +26,7 @@ from .analysis.recommend import CompressionSpeed, Recommendation, measure_compre
 from .arguments import AccessOptions, at_home_folder, finite, with_output_options
 from .render.diagnosis_text import print_diagnosis
 from .render.number_format import size_text
-from .render.terminal import Column, Screen, print_json, without
+from .render.terminal import LAST_DROP, Column, Screen, print_json, without
 
 _MiB = 1 << 20
 _COMPRESSING_THREADS = 3
@@ -256,7 +256,7 @@ def _print(diagnosis: Diagnosis) -> None:
     else:
         screen.line(f"{diagnosis.url}: good for checkpoints", style="bold green")
     screen.line()
-    columns = [Column("promise", style="bold cyan", is_whole=True), Column("kept", is_whole=True), Column("seen")]
+    columns = [Column("promise", style="bold cyan"), Column("kept", is_whole=True), Column("seen")]
     screen.table(columns, [(check.name, _kept_text(check), check.what) for check in diagnosis.checks])
     if diagnosis.folder is not None:
         screen.line()
@@ -298,7 +298,11 @@ def _folder_rows(features: FilesystemFeatures) -> list[tuple[str, str]]:
 def _print_speeds(screen: Screen, title: str, speeds: Sequence[Speed]) -> None:
     threads = sorted({speed.threads for speed in speeds})
     columns = [Column(f"{title}, parts of", is_right=True)]
-    columns += [Column(f"{count} in flight", is_right=True) for count in threads]
+    # The ends of the range say most: what is between them leaves a narrow window first.
+    drops = [LAST_DROP, *range(1, len(threads) - 1), 0][-len(threads) :]
+    columns += [
+        Column(f"{count} in flight", is_right=True, drop=drop) for count, drop in zip(threads, drops, strict=True)
+    ]
     rows = []
     for part_bytes in sorted({speed.part_bytes for speed in speeds}):
         by_threads = {speed.threads: speed for speed in speeds if speed.part_bytes == part_bytes}

@@ -21,7 +21,7 @@ from bytecheckpoint.storage.store import Store, endpoint_of
 from . import exit_codes
 from .arguments import AccessOptions, Age, at_home_folder, with_output_options
 from .render.number_format import age_text, count_text, size_text, some_of
-from .render.terminal import Column, Screen, TableShape, print_json, without
+from .render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, without
 
 _EXAMPLE = """\b
 Example:
@@ -219,7 +219,7 @@ def _table(root: str, *, is_real: bool) -> TableShape:
         Column("files", is_right=True, drop=2),
         Column("uploads", is_right=True, drop=1),
         Column("last change", is_whole=True, drop=3),
-        Column("folder", style="dim"),
+        Column("folder", style="dim", drop=LAST_DROP),
         Column("state"),
     ]
 

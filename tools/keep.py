@@ -28,7 +28,7 @@ from . import exit_codes
 from .arguments import AccessOptions, Age, with_output_options
 from .render.metric_columns import MetricColumns
 from .render.number_format import age_text, count_text, size_text, some_of, time_text
-from .render.terminal import Column, Screen, TableShape, print_json, without
+from .render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, without
 
 _BEST = re.compile(r"(?P<metric>[^:]+|.+(?=:(?:min|max)(?::\d+)?\Z))(?::(?P<mode>min|max)(?::(?P<n>\d{1,9}))?)?")
 _EXAMPLE = """\b
@@ -257,7 +257,7 @@ def _table(metrics: MetricColumns, *, is_real: bool) -> TableShape:
         Column("step", is_right=True, style="bold cyan"),
         Column("saved", is_whole=True, drop=1),
         Column("age", is_whole=True, drop=2),
-        Column("size", is_right=True),
+        Column("size", is_right=True, drop=LAST_DROP),
         *metrics.columns,
         Column("", is_whole=True),
         Column("why"),

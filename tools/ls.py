@@ -20,7 +20,7 @@ from .analysis.checkpoint_list import CheckpointList, ListedCheckpoint, list_che
 from .arguments import AccessOptions, with_output_options
 from .render.metric_columns import MetricColumns
 from .render.number_format import age_text, count_text, size_text, some_of, time_text
-from .render.terminal import Column, Screen, print_json, without
+from .render.terminal import LAST_DROP, Column, Screen, print_json, without
 
 _NOT_COMMITTED = "not committed"
 _COLUMNS_BEFORE_METRICS = [
@@ -32,7 +32,7 @@ _COLUMNS_BEFORE_METRICS = [
     Column("ranks", is_right=True, drop=3),
 ]
 _COLUMNS_AFTER_METRICS = [
-    Column("folder", style="dim"),
+    Column("folder", style="dim", drop=LAST_DROP),
     Column("state", is_whole=True),
 ]
 
