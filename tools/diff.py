@@ -55,21 +55,25 @@ Example:
     type=click.FloatRange(min=0),
     callback=finite,
     metavar="X",
-    help="Numbers are the same where |a - b| <= atol + rtol * max(|a|, |b|). 0 where only --rtol is given.",
+    help="Take numbers as the same where |a - b| <= atol + rtol * max(|a|, |b|). 0 where only --rtol is given.",
 )
-@click.option("--rtol", type=click.FloatRange(min=0), callback=finite, metavar="X", help="See --atol.")
-@click.option("--ignore-dtype", is_flag=True, help="Another dtype is no difference; values are compared as numbers.")
-@click.option("--include", multiple=True, metavar="GLOB", help="Only names that match; may be repeated.")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="No names that match; may be repeated.")
+@click.option(
+    "--rtol", type=click.FloatRange(min=0), callback=finite, metavar="X", help="Set the relative part of --atol."
+)
+@click.option(
+    "--ignore-dtype", is_flag=True, help="Take another dtype for no difference, and compare values as numbers."
+)
+@click.option("--include", multiple=True, metavar="GLOB", help="Compare only names that match; may be repeated.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Compare no names that match; may be repeated.")
 @click.option(
     "--threads",
     type=click.IntRange(1, 1024),
     default=LoadOptions().reader_threads,
     show_default=True,
     metavar="N",
-    help="Regions compared at once; each takes up to 150 MiB of memory.",
+    help="Compare so many regions at once; each takes up to 150 MiB of memory.",
 )
-@with_limit_option(_DEFAULT_ROWS, "Rows of a table; 0 for all.")
+@with_limit_option(_DEFAULT_ROWS, "Print at most this many rows of a table; 0 for all.")
 @with_link_option
 @with_output_options
 def diff(
@@ -88,7 +92,7 @@ def diff(
     access: AccessOptions,
     as_json: bool,
 ) -> int:
-    """Compares the checkpoints A and B, whatever their layouts: names, shapes, dtypes, values and plain data.
+    """Compare the checkpoints A and B, whatever their layouts: names, shapes, dtypes, values and plain data.
 
     Without --atol and --rtol every bit counts: 0.0 and -0.0 differ, and a NaN is the same as one with the same bits.
     With one of them numbers are compared: NaN is the same as NaN, an infinity as one of its sign. Steps and metadata

@@ -81,7 +81,7 @@ class Diagnosis:
     default=1.0,
     show_default=True,
     metavar="S",
-    help="About how long each of some twenty measurements takes.",
+    help="Measure for about so long, some twenty times.",
 )
 @click.option(
     "--max-mib",
@@ -89,7 +89,7 @@ class Diagnosis:
     default=256,
     show_default=True,
     metavar="MIB",
-    help="No object that is written to measure is larger.",
+    help="Write no larger object to measure.",
 )
 @with_output_options
 @click.pass_context
@@ -105,7 +105,7 @@ def doctor(
     access: AccessOptions,
     as_json: bool,
 ) -> int:
-    """Writes, reads and deletes objects of its own below URL, and reports which promises the storage keeps, how fast
+    """Write, read and delete objects of its own below URL, and report which promises the storage keeps, how fast
     it is by the length of a part and by the number in flight, and which options suit it.
 
     All that it writes is under one name, .tmp-doctor-..., and removed in the end. Exit code 1 if a promise that

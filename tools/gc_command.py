@@ -67,7 +67,7 @@ class GarbageRow:
     "save_ids",
     multiple=True,
     metavar="ID",
-    help="Only what this save has left, whatever its age: you know that it is dead. May be repeated.",
+    help="Remove or list only what this save has left, whatever its age: you know that it is dead. May be repeated.",
 )
 @click.option(
     "--local-stage",
@@ -87,8 +87,8 @@ def gc(
     access: AccessOptions,
     as_json: bool,
 ) -> int:
-    """Lists data files, temporaries and unfinished uploads under ROOT of saves that never committed, and with --delete
-    removes what dead saves left.
+    """List data files, temporaries and unfinished uploads under ROOT of saves that never committed, and with --delete
+    remove what dead saves left.
 
     A save is taken for dead when nothing that it wrote has changed for --older-than. Committed checkpoints are never
     touched, nor is anything that no save of this library has written.

@@ -108,7 +108,7 @@ def keep(
     access: AccessOptions,
     as_json: bool,
 ) -> int:
-    """Shows which steps under ROOT stay, and why, by the policies of the options; with --delete deletes the others.
+    """Show which steps under ROOT stay, and why, by the policies of the options; with --delete delete the others.
 
     A step stays if one of the options keeps it. The newest, pinned and leased ones always stay, and so does whatever
     no save of this library has written.

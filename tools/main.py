@@ -30,18 +30,21 @@ class _Place(NamedTuple):
 
 
 _COMMANDS = {
+    "cat": _Place("cat", "Print the values of a tensor, or of a part of it."),
     "convert": _Place("convert", "Write a checkpoint in another format."),
     "diff": _Place("diff", "Compare two checkpoints."),
     "doctor": _Place("doctor", "Measure a storage, or tell what a folder of unknown origin is."),
+    "du": _Place("listing.du", "Add up the bytes that checkpoints take."),
     "gc": _Place("gc_command", "List what dead saves left; remove it with --delete."),
     "keep": _Place("keep", "List which checkpoints policies keep; delete the others with --delete."),
-    "ls": _Place("ls", "List the checkpoints under a root."),
+    "ls": _Place("listing.ls", "List the checkpoints under a root."),
     "pin": _Place("pin", "Protect one checkpoint from retention."),
     "rm": _Place("pin", "Delete one checkpoint."),
     "show": _Place("show", "Show what is in a checkpoint."),
     "timeline": _Place("timeline", "Show how a save went: phases by rank."),
     "unpin": _Place("pin", "Take the pin of a checkpoint away."),
     "verify": _Place("verify", "Read and check every byte of a checkpoint."),
+    "watch": _Place("listing.watch", "Print checkpoints as they commit, with their timings."),
 }
 
 
@@ -137,7 +140,8 @@ def cli(ctx: click.Context) -> None:
 
     Paths are folders or any URL that fsspec knows (s3://bucket/run).
 
-    Exit codes: 0 fine, 1 corrupt or different, 2 usage, 3 not found, 4 storage, 130 Ctrl-C, 141 closed pipe.
+    Exit codes: 0 fine, 1 corrupt or different, 2 usage, 3 not found, 4 storage, 5 no checksums, 130 Ctrl-C, 141 closed
+    pipe.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

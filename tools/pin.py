@@ -58,7 +58,7 @@ class NamedCheckpoint(NamedTuple):
 @click.option("--force", is_flag=True, help="Delete it even if it is pinned, leased, or the newest under its root.")
 @with_output_options
 def rm(*, checkpoint: str, force: bool, access: AccessOptions, as_json: bool) -> int:
-    """Deletes CHECKPOINT, and asks nothing. Its manifest goes first: no reader finds a part of it.
+    """Delete CHECKPOINT without a question. Its manifest goes first: no reader finds a part of it.
 
     A pinned or leased one, and the newest step of a root, is refused without --force. What its save has not written
     stays.
@@ -86,7 +86,7 @@ def rm(*, checkpoint: str, force: bool, access: AccessOptions, as_json: bool) ->
 @with_step_option()
 @with_output_options
 def pin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
-    """Pins CHECKPOINT: no policy, no `bcp keep` and no `bcp rm` without --force deletes it until it is unpinned."""
+    """Pin CHECKPOINT: no policy, no `bcp keep` and no `bcp rm` without --force deletes it until it is unpinned."""
     found = _find(checkpoint, access)
     was_pinned = step_records.is_pinned(found.store, found.folder)
     if not was_pinned:
@@ -99,7 +99,7 @@ def pin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
 @with_step_option()
 @with_output_options
 def unpin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
-    """Takes the pin of CHECKPOINT away. One that is not pinned stays as it is."""
+    """Take the pin of CHECKPOINT away. One that is not pinned stays as it is."""
     found = _find(checkpoint, access)
     was_pinned = step_records.is_pinned(found.store, found.folder)
     if was_pinned:

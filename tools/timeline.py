@@ -58,8 +58,8 @@ Example:
 )
 @with_limit_option(
     _DEFAULT_ROWS,
-    "Rows of the heat map, 0 for one a rank. Where there are more ranks, neighbours share a row, which shows the "
-    "slowest of them.",
+    "Print at most this many rows of the heat map, 0 for one a rank. Where there are more ranks, neighbours "
+    "share a row, which shows the slowest of them.",
 )
 @with_output_options
 def timeline(
@@ -70,7 +70,7 @@ def timeline(
     access: AccessOptions,
     as_json: bool,
 ) -> int:
-    """Shows the save of the checkpoint CKPT: the phases of each rank, and the ranks that the others waited for.
+    """Show the save of the checkpoint CKPT: the phases of each rank, and the ranks that the others waited for.
 
     The source is small files beside the data, which a checkpoint may lack: exit code 3 if there are none, 1 if one
     cannot be decoded. Starts of ranks on several machines are as exact as their clocks.

@@ -149,13 +149,14 @@ class Screen:
                 width=width,
             )
         for row in rows:
+            cells = [(row[number], number, width) for number, width in zip(fitted.numbers, fitted.widths, strict=True)]
             table.add_row(
                 *(
                     Text(
-                        _fitted_text(printable(row[number]), width, is_folded=number in {0, len(columns) - 1}),
-                        row[number].style if isinstance(row[number], StyledCell) else "",
+                        _fitted_text(printable(cell), width, is_folded=number in {0, len(columns) - 1}),
+                        cell.style if isinstance(cell, StyledCell) else "",
                     )
-                    for number, width in zip(fitted.numbers, fitted.widths, strict=True)
+                    for cell, number, width in cells
                 )
             )
         # Where even the numbers do not fit, the window folds the lines: nothing of a number is lost.
