@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint, manifest_of
@@ -23,6 +24,7 @@ from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.open_store import expand_home
 from bytecheckpoint.storage.store import Store
 
+from .completion.param_types import steps_below
 from .exit_codes import UnfollowedLinkError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -90,6 +92,10 @@ class StepParam(click.ParamType[AnyStep]):
         if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < 1 << 63):
             self.fail(f"{text!r} is no step: 0, 1, 2, ..., latest or none", param, ctx)
         return int(text)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        del param
+        return steps_below(ctx, incomplete)
 
 
 def with_output_options(command: _Command) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from . import exit_codes
 from .analysis.element_values import has_values
 from .analysis.summary import PlainSummary, no_such_tensor, plain_objects
 from .arguments import AccessOptions, Opened, with_limit_option, with_link_option, with_output_options, with_step_option
+from .completion.param_types import StoredPath, TensorName
 from .render.number_format import shape_text
 from .render.terminal import Screen, print_json
 
@@ -45,8 +46,8 @@ class PrintedPart(NamedTuple):
 
 
 @click.command(epilog=_EXAMPLE)
-@click.argument("ckpt")
-@click.argument("name", metavar="FQN[SLICE]")
+@click.argument("ckpt", type=StoredPath())
+@click.argument("name", type=TensorName(), metavar="FQN[SLICE]")
 @with_step_option()
 @with_limit_option(
     _DEFAULT_VALUES, "Print only the first and last values of each dimension if there are more; 0 for all."

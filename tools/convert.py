@@ -14,6 +14,7 @@ from bytecheckpoint.storage.open_store import is_local
 
 from . import exit_codes
 from .arguments import AccessOptions, ByteSize, with_link_option, with_output_options, with_step_option
+from .completion.param_types import StoredPath
 from .name_options import FORMATS, NameOptions, with_name_options
 from .render.number_format import count_text, left_out_text, size_text
 from .render.terminal import Screen, byte_progress, print_json, without
@@ -35,8 +36,8 @@ Example:
 
 
 @click.command(epilog=_EXAMPLE)
-@click.argument("src")
-@click.argument("dst")
+@click.argument("src", type=StoredPath())
+@click.argument("dst", type=StoredPath())
 @click.option(
     "--to",
     type=click.Choice(FORMATS),

@@ -21,6 +21,7 @@ from .arguments import (
     with_output_options,
     with_step_option,
 )
+from .completion.param_types import StoredPath
 from .name_options import FORMATS, NameOptions, with_name_options
 from .render.data_text import print_data_differences
 from .render.diff_text import print_diff, print_left_out
@@ -40,8 +41,8 @@ Example:
 
 
 @click.command(epilog=_EXAMPLE)
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", type=StoredPath())
+@click.argument("b", type=StoredPath())
 @with_step_option("both roots")
 @click.option(
     "--to",

@@ -24,6 +24,7 @@ from . import exit_codes
 from .analysis.diagnosis.checkpoint_diagnosis import CheckpointDiagnosis, diagnose
 from .analysis.recommend import CompressionSpeed, Recommendation, measure_compression, recommend
 from .arguments import AccessOptions, at_home_folder, finite, with_output_options
+from .completion.param_types import StoredPath
 from .render.diagnosis_text import print_diagnosis
 from .render.number_format import size_text
 from .render.terminal import LAST_DROP, Column, Screen, print_json, without
@@ -60,9 +61,10 @@ class Diagnosis:
 
 
 @click.command(epilog=_EXAMPLE)
-@click.argument("url", required=False)
+@click.argument("url", required=False, type=StoredPath())
 @click.option(
     "--checkpoint",
+    type=StoredPath(),
     metavar="PATH",
     help="Instead of a storage, examine this folder or file, of whatever origin: what it is, what of it loads into "
     "what, and the lines of Python that do it. It is only read, and no pickle in it is run.",

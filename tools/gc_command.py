@@ -20,6 +20,7 @@ from bytecheckpoint.storage.store import Store, endpoint_of
 
 from . import exit_codes
 from .arguments import AccessOptions, Age, at_home_folder, with_output_options
+from .completion.param_types import StoredPath
 from .render.number_format import age_text, count_text, size_text, some_of
 from .render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, without
 
@@ -52,7 +53,7 @@ class GarbageRow:
 
 
 @click.command(name="gc", epilog=_EXAMPLE)
-@click.argument("root")
+@click.argument("root", type=StoredPath())
 @click.option("--delete", "is_real", is_flag=True, help="Remove what is dead. Without it, nothing is changed.")
 @click.option(
     "--older-than",

@@ -26,6 +26,7 @@ from bytecheckpoint.storage.store import Store
 
 from . import exit_codes
 from .arguments import AccessOptions, Age, with_output_options
+from .completion.param_types import StoredPath
 from .render.metric_columns import MetricColumns
 from .render.number_format import age_text, count_text, size_text, some_of, time_text
 from .render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, without
@@ -83,7 +84,7 @@ class Deletions(NamedTuple):
 
 
 @click.command(epilog=_EXAMPLE)
-@click.argument("root")
+@click.argument("root", type=StoredPath())
 @click.option("--latest", type=click.IntRange(min=1), metavar="N", help="Keep the newest N.")
 @click.option("--every", type=click.IntRange(min=1), metavar="N", help="Keep the steps that N divides.")
 @click.option(

@@ -15,6 +15,7 @@ import click
 from bytecheckpoint.errors import CheckpointError
 
 from . import exit_codes
+from .completion.scripts import ASK
 from .render.terminal import printable
 
 _EXAMPLE = """\b
@@ -31,6 +32,7 @@ class _Place(NamedTuple):
 
 _COMMANDS = {
     "cat": _Place("cat", "Print the values of a tensor, or of a part of it."),
+    "completion": _Place("completion.command", "Print a script that completes commands in a shell."),
     "convert": _Place("convert", "Write a checkpoint in another format."),
     "diff": _Place("diff", "Compare two checkpoints."),
     "doctor": _Place("doctor", "Measure a storage, or tell what a folder of unknown origin is."),
@@ -80,6 +82,8 @@ class Program(click.Group):
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **extra: Any) -> NoReturn:
         given = list(sys.argv[1:] if args is None else args)
+        if given[:1] == [ASK]:
+            _complete(given[1:])
         as_json = "--json" in given
         extra["standalone_mode"] = False
         for stream in (sys.stdout, sys.stderr):
@@ -115,6 +119,15 @@ class Program(click.Group):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return exit_codes.BROKEN_PIPE
         return result
+
+
+def _complete(words: Sequence[str]) -> NoReturn:
+    """Answers the script of a shell, and ends."""
+    from .completion.command import answer  # noqa: PLC0415 - no other call needs it
+
+    for line in answer(cli, _COMMANDS, words):
+        click.echo(line)
+    sys.exit(exit_codes.FINE)
 
 
 def _report(kind: str, message: str, path: str | None, *, as_json: bool) -> int:

@@ -20,6 +20,7 @@ from bytecheckpoint.storage.store import Store
 
 from . import exit_codes
 from .arguments import AccessOptions, with_output_options, with_step_option
+from .completion.param_types import StoredPath
 from .render.number_format import size_text
 from .render.terminal import Screen, print_json
 
@@ -53,7 +54,7 @@ class NamedCheckpoint(NamedTuple):
 
 
 @click.command(epilog=_RM_EXAMPLE)
-@click.argument("checkpoint")
+@click.argument("checkpoint", type=StoredPath())
 @with_step_option()
 @click.option("--force", is_flag=True, help="Delete it even if it is pinned, leased, or the newest under its root.")
 @with_output_options
@@ -82,7 +83,7 @@ def rm(*, checkpoint: str, force: bool, access: AccessOptions, as_json: bool) ->
 
 
 @click.command(epilog=_PIN_EXAMPLE)
-@click.argument("checkpoint")
+@click.argument("checkpoint", type=StoredPath())
 @with_step_option()
 @with_output_options
 def pin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
@@ -95,7 +96,7 @@ def pin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
 
 
 @click.command(epilog=_UNPIN_EXAMPLE)
-@click.argument("checkpoint")
+@click.argument("checkpoint", type=StoredPath())
 @with_step_option()
 @with_output_options
 def unpin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:

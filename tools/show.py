@@ -27,6 +27,7 @@ from .arguments import (
     with_step_option,
     write_text,
 )
+from .completion.param_types import StoredPath, TensorName
 from .render.data_text import print_data
 from .render.html_report import ReportContents, html_report
 from .render.show_text import (
@@ -52,7 +53,7 @@ Example:
 
 
 @click.command(epilog=_EXAMPLE)
-@click.argument("ckpt")
+@click.argument("ckpt", type=StoredPath())
 @with_step_option()
 @click.option(
     "--tree",
@@ -64,6 +65,7 @@ Example:
 @click.option(
     "--tensor",
     "patterns",
+    type=TensorName(),
     multiple=True,
     metavar="FQN",
     help="Print these tensors in depth: chunks, where they lie, and a map of the files. A name or a glob; may be "

@@ -33,6 +33,7 @@ from .arguments import (
     with_step_option,
     write_text,
 )
+from .completion.param_types import StoredPath
 from .render.terminal import Screen, print_json, without
 from .render.timeline_text import chrome_trace, print_timeline
 
@@ -47,7 +48,7 @@ Example:
 
 
 @click.command(epilog=_EXAMPLE)
-@click.argument("ckpt")
+@click.argument("ckpt", type=StoredPath())
 @with_step_option()
 @click.option(
     "--trace",

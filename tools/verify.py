@@ -22,6 +22,7 @@ from .arguments import (
     with_output_options,
     with_step_option,
 )
+from .completion.param_types import StoredPath
 from .render.number_format import count_text, size_text, some_of
 from .render.terminal import Column, Screen, byte_progress, print_json
 
@@ -35,7 +36,7 @@ Example:
 
 
 @click.command(epilog=_EXAMPLE)
-@click.argument("ckpt")
+@click.argument("ckpt", type=StoredPath())
 @with_step_option()
 @click.option(
     "--sample",

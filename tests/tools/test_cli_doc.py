@@ -153,6 +153,10 @@ def test_json_of_verify(call, root, sections) -> None:
     assert_documented([*results, call("verify", root, "--json").json], sections["verify"])
 
 
+def test_json_of_completion(call, sections) -> None:
+    assert_documented([call("completion", "bash", "--json").json], sections["completion"])
+
+
 def test_json_of_cat(call, root, sections) -> None:
     names = ["large[:2]", "epoch", "large[0]", "rng"]
     assert_documented([call("cat", root, name, "--json").json for name in names], sections["cat"])

@@ -17,7 +17,8 @@ from bytecheckpoint.storage.backends import local_store
 from bytecheckpoint.tools.arguments import _parse_storage_options
 from bytecheckpoint.tools.main import cli
 
-COMMANDS = sorted(cli.commands)
+COMMANDS = sorted(set(cli.commands) - {"completion"})
+"""Commands about storages and checkpoints."""
 ABOUT_STORAGE = {"doctor", "gc"}
 """They look at what is not committed, or at no checkpoint at all."""
 ABOUT_ONE = sorted(set(COMMANDS) - {"du", "keep", "ls", "watch"} - ABOUT_STORAGE)

@@ -14,6 +14,7 @@ from bytecheckpoint.storage.open_store import open_store
 from .. import exit_codes
 from ..analysis.checkpoint_list import list_checkpoints, read_checkpoint
 from ..arguments import AccessOptions, with_limit_option, with_output_options
+from ..completion.param_types import StoredPath
 from ..render.number_format import count_text, size_text
 from ..render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, to_json
 from .space import CheckpointSpace, EntrySpace, space_of, spaces_of, sum_entries
@@ -59,7 +60,7 @@ _ENTRIES = TableShape(
 
 
 @click.command(epilog=_EXAMPLE)
-@click.argument("path")
+@click.argument("path", type=StoredPath())
 @with_limit_option(_DEFAULT_ROWS, "Print at most this many rows of a table; 0 for all.")
 @with_output_options
 def du(*, path: str, limit: int, access: AccessOptions, as_json: bool) -> int:

@@ -18,6 +18,7 @@ from bytecheckpoint.storage.paths import join_name
 from .. import exit_codes
 from ..analysis.checkpoint_list import CheckpointList, ListedCheckpoint, list_checkpoints, read_checkpoint
 from ..arguments import AccessOptions, with_limit_option, with_output_options
+from ..completion.param_types import StoredPath
 from ..render.number_format import count_text, size_text, some_of
 from ..render.terminal import Screen, print_json, without
 from .ls_table import COLUMN_NAMES, ListTable, sort_rows
@@ -31,7 +32,7 @@ Example:
 
 
 @click.command(epilog=_EXAMPLE)
-@click.argument("root")
+@click.argument("root", type=StoredPath())
 @click.option(
     "--columns",
     callback=lambda _, __, text: [name.strip() for name in text.split(",")] if text else [],

@@ -22,6 +22,7 @@ from bytecheckpoint.storage.store import Store
 from .. import exit_codes
 from ..analysis.checkpoint_list import ListedCheckpoint, read_checkpoint
 from ..arguments import AccessOptions, finite, with_output_options
+from ..completion.param_types import StoredPath
 from ..render.number_format import count_text, size_text, time_text
 from ..render.terminal import Screen, print_json, to_json
 from ..render.timeline_text import seconds_text
@@ -75,7 +76,7 @@ class WatchedCheckpoint:
 
 
 @click.command(epilog=_EXAMPLE)
-@click.argument("root")
+@click.argument("root", type=StoredPath())
 @click.option(
     "--interval",
     "interval_s",
