@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint, manifest_of
@@ -23,6 +24,7 @@ from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.open_store import expand_home
 from bytecheckpoint.storage.store import Store
 
+from .completion.param_types import steps_below
 from .exit_codes import UnfollowedLinkError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -91,14 +93,19 @@ class StepParam(click.ParamType[AnyStep]):
             self.fail(f"{text!r} is no step: 0, 1, 2, ..., latest or none", param, ctx)
         return int(text)
 
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        del param
+        return steps_below(ctx, incomplete)
+
 
 def with_output_options(command: _Command) -> Callable[..., Any]:
-    """Adds `--json` and `--storage-option`, which every command takes; passes the latter as part of `access`."""
+    """Adds `--json` and the options of storages, which every command takes; passes the latter as part of `access`."""
 
     @wraps(command)
     def run(*, storage_options: Mapping[str, Any], **given: Any) -> Any:
         step, follow_links = given.pop("step", "latest"), given.pop("follow_links", False)
-        return command(access=AccessOptions(storage_options, step, follow_links), **given)
+        of_s3 = {name: given.pop(name) for name in ("endpoint_url", "profile")}
+        return command(access=AccessOptions(_with_s3_options(storage_options, of_s3), step, follow_links), **given)
 
     run = click.option(
         "--storage-option",
@@ -106,12 +113,26 @@ def with_output_options(command: _Command) -> Callable[..., Any]:
         multiple=True,
         metavar="KEY=VALUE",
         callback=_parse_storage_options,
-        help="For the fsspec backend of a URL; may be repeated. A value that is JSON is taken as such, so: "
+        help="Pass this to the fsspec backend of a URL; may be repeated. A value that is JSON is taken as such, so: "
         "anon=true, or key='\"123\"' for text that looks like a number.",
     )(run)
-    return click.option(
-        "--json", "as_json", is_flag=True, help="One JSON object on standard output, and nothing else there."
+    run = click.option(
+        "--profile", metavar="NAME", help="Take credentials and region of s3:// URLs from this profile."
     )(run)
+    run = click.option("--endpoint-url", metavar="URL", help="Send requests for s3:// URLs to this service.")(run)
+    return click.option(
+        "--json", "as_json", is_flag=True, help="Print one JSON object on standard output, and nothing else there."
+    )(run)
+
+
+def _with_s3_options(options: Mapping[str, Any], given: Mapping[str, str | None]) -> dict[str, Any]:
+    """Returns the storage options with those of S3 that have an option of their own."""
+    named = {name: value for name, value in given.items() if value is not None}
+    twice = sorted(named.keys() & options.keys())
+    if twice:
+        option = twice[0].replace("_", "-")
+        raise click.UsageError(f"--{option} and --storage-option {twice[0]}=... are the same: give one of them")
+    return {**options, **named}
 
 
 def _parse_storage_options(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> dict[str, Any]:
@@ -135,7 +156,7 @@ def with_step_option(under: str = "a root") -> Callable[[_Command], _Command]:
         type=StepParam(),
         default="latest",
         metavar="N",
-        help=f"This step under {under}. Without it, or with latest: the checkpoint at the path, or the newest "
+        help=f"Take this step under {under}. Without it, or with latest: the checkpoint at the path, or the newest "
         "committed step under it. none: the checkpoint at the path, where an earlier version left steps below it.",
     )
 

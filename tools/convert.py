@@ -14,6 +14,7 @@ from bytecheckpoint.storage.open_store import is_local
 
 from . import exit_codes
 from .arguments import AccessOptions, ByteSize, with_link_option, with_output_options, with_step_option
+from .completion.param_types import StoredPath
 from .name_options import FORMATS, NameOptions, with_name_options
 from .render.number_format import count_text, left_out_text, size_text
 from .render.terminal import Screen, byte_progress, print_json, without
@@ -35,26 +36,26 @@ Example:
 
 
 @click.command(epilog=_EXAMPLE)
-@click.argument("src")
-@click.argument("dst")
+@click.argument("src", type=StoredPath())
+@click.argument("dst", type=StoredPath())
 @click.option(
     "--to",
     type=click.Choice(FORMATS),
     required=True,
     metavar="FORMAT",
-    help="bcp: this library's own. hf: safetensors of one model, in a folder. dcp: a folder of "
+    help="Write this format. bcp: this library's own. hf: safetensors of one model, in a folder. dcp: a folder of "
     "torch.distributed.checkpoint. torch: a file of torch.save.",
 )
 @with_step_option("the root SRC")
-@click.option("--link", is_flag=True, help="Only with --to bcp: write a manifest that points into the files of SRC.")
+@click.option("--link", is_flag=True, help="With --to bcp: write a manifest that points into the files of SRC.")
 @click.option(
     "--dtype",
     type=click.Choice(_DTYPES),
     metavar="DTYPE",
     help=f"Convert tensors of {', '.join(_DTYPES)} to one of these; all others stay as they are.",
 )
-@click.option("--include", multiple=True, metavar="GLOB", help="Only names of SRC that match; may be repeated.")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="No names of SRC that match; may be repeated.")
+@click.option("--include", multiple=True, metavar="GLOB", help="Write only names of SRC that match; may be repeated.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Write no names of SRC that match; may be repeated.")
 @with_name_options
 @click.option(
     "--flatten-optimizer",
@@ -75,7 +76,7 @@ Example:
     default="2GB",
     show_default=True,
     metavar="SIZE",
-    help="For tensors on their way, in each process.",
+    help="Take so much memory for tensors on their way, in each process.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint of the same format at DST.")
 @with_link_option
@@ -97,7 +98,7 @@ def convert(
     access: AccessOptions,
     as_json: bool,
 ) -> int:
-    """Writes the checkpoint SRC, of any format that can be read, as DST, in the format --to.
+    """Write the checkpoint SRC, of any format that can be read, as DST, in the format --to.
 
     Tensors are streamed: memory stays bounded, whatever their size. DST is there whole or not at all. Parts that
     have no place in the target are listed. Under torchrun the ranks share the work.

@@ -21,6 +21,7 @@ from .arguments import (
     with_output_options,
     with_step_option,
 )
+from .completion.param_types import StoredPath
 from .name_options import FORMATS, NameOptions, with_name_options
 from .render.data_text import print_data_differences
 from .render.diff_text import print_diff, print_left_out
@@ -40,8 +41,8 @@ Example:
 
 
 @click.command(epilog=_EXAMPLE)
-@click.argument("a")
-@click.argument("b")
+@click.argument("a", type=StoredPath())
+@click.argument("b", type=StoredPath())
 @with_step_option("both roots")
 @click.option(
     "--to",
@@ -55,21 +56,25 @@ Example:
     type=click.FloatRange(min=0),
     callback=finite,
     metavar="X",
-    help="Numbers are the same where |a - b| <= atol + rtol * max(|a|, |b|). 0 where only --rtol is given.",
+    help="Take numbers as the same where |a - b| <= atol + rtol * max(|a|, |b|). 0 where only --rtol is given.",
 )
-@click.option("--rtol", type=click.FloatRange(min=0), callback=finite, metavar="X", help="See --atol.")
-@click.option("--ignore-dtype", is_flag=True, help="Another dtype is no difference; values are compared as numbers.")
-@click.option("--include", multiple=True, metavar="GLOB", help="Only names that match; may be repeated.")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="No names that match; may be repeated.")
+@click.option(
+    "--rtol", type=click.FloatRange(min=0), callback=finite, metavar="X", help="Set the relative part of --atol."
+)
+@click.option(
+    "--ignore-dtype", is_flag=True, help="Take another dtype for no difference, and compare values as numbers."
+)
+@click.option("--include", multiple=True, metavar="GLOB", help="Compare only names that match; may be repeated.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Compare no names that match; may be repeated.")
 @click.option(
     "--threads",
     type=click.IntRange(1, 1024),
     default=LoadOptions().reader_threads,
     show_default=True,
     metavar="N",
-    help="Regions compared at once; each takes up to 150 MiB of memory.",
+    help="Compare so many regions at once; each takes up to 150 MiB of memory.",
 )
-@with_limit_option(_DEFAULT_ROWS, "Rows of a table; 0 for all.")
+@with_limit_option(_DEFAULT_ROWS, "Print at most this many rows of a table; 0 for all.")
 @with_link_option
 @with_output_options
 def diff(
@@ -88,7 +93,7 @@ def diff(
     access: AccessOptions,
     as_json: bool,
 ) -> int:
-    """Compares the checkpoints A and B, whatever their layouts: names, shapes, dtypes, values and plain data.
+    """Compare the checkpoints A and B, whatever their layouts: names, shapes, dtypes, values and plain data.
 
     Without --atol and --rtol every bit counts: 0.0 and -0.0 differ, and a NaN is the same as one with the same bits.
     With one of them numbers are compared: NaN is the same as NaN, an infinity as one of its sign. Steps and metadata

@@ -24,9 +24,10 @@ from . import exit_codes
 from .analysis.diagnosis.checkpoint_diagnosis import CheckpointDiagnosis, diagnose
 from .analysis.recommend import CompressionSpeed, Recommendation, measure_compression, recommend
 from .arguments import AccessOptions, at_home_folder, finite, with_output_options
+from .completion.param_types import StoredPath
 from .render.diagnosis_text import print_diagnosis
 from .render.number_format import size_text
-from .render.terminal import Column, Screen, print_json, without
+from .render.terminal import LAST_DROP, Column, Screen, print_json, without
 
 _MiB = 1 << 20
 _COMPRESSING_THREADS = 3
@@ -60,9 +61,10 @@ class Diagnosis:
 
 
 @click.command(epilog=_EXAMPLE)
-@click.argument("url", required=False)
+@click.argument("url", required=False, type=StoredPath())
 @click.option(
     "--checkpoint",
+    type=StoredPath(),
     metavar="PATH",
     help="Instead of a storage, examine this folder or file, of whatever origin: what it is, what of it loads into "
     "what, and the lines of Python that do it. It is only read, and no pickle in it is run.",
@@ -81,7 +83,7 @@ class Diagnosis:
     default=1.0,
     show_default=True,
     metavar="S",
-    help="About how long each of some twenty measurements takes.",
+    help="Measure for about so long, some twenty times.",
 )
 @click.option(
     "--max-mib",
@@ -89,7 +91,7 @@ class Diagnosis:
     default=256,
     show_default=True,
     metavar="MIB",
-    help="No object that is written to measure is larger.",
+    help="Write no larger object to measure.",
 )
 @with_output_options
 @click.pass_context
@@ -105,7 +107,7 @@ def doctor(
     access: AccessOptions,
     as_json: bool,
 ) -> int:
-    """Writes, reads and deletes objects of its own below URL, and reports which promises the storage keeps, how fast
+    """Write, read and delete objects of its own below URL, and report which promises the storage keeps, how fast
     it is by the length of a part and by the number in flight, and which options suit it.
 
     All that it writes is under one name, .tmp-doctor-..., and removed in the end. Exit code 1 if a promise that
@@ -256,7 +258,7 @@ def _print(diagnosis: Diagnosis) -> None:
     else:
         screen.line(f"{diagnosis.url}: good for checkpoints", style="bold green")
     screen.line()
-    columns = [Column("promise", style="bold cyan", is_whole=True), Column("kept", is_whole=True), Column("seen")]
+    columns = [Column("promise", style="bold cyan"), Column("kept", is_whole=True), Column("seen")]
     screen.table(columns, [(check.name, _kept_text(check), check.what) for check in diagnosis.checks])
     if diagnosis.folder is not None:
         screen.line()
@@ -298,7 +300,11 @@ def _folder_rows(features: FilesystemFeatures) -> list[tuple[str, str]]:
 def _print_speeds(screen: Screen, title: str, speeds: Sequence[Speed]) -> None:
     threads = sorted({speed.threads for speed in speeds})
     columns = [Column(f"{title}, parts of", is_right=True)]
-    columns += [Column(f"{count} in flight", is_right=True) for count in threads]
+    # The ends of the range say most: what is between them leaves a narrow window first.
+    drops = [LAST_DROP, *range(1, len(threads) - 1), 0][-len(threads) :]
+    columns += [
+        Column(f"{count} in flight", is_right=True, drop=drop) for count, drop in zip(threads, drops, strict=True)
+    ]
     rows = []
     for part_bytes in sorted({speed.part_bytes for speed in speeds}):
         by_threads = {speed.threads: speed for speed in speeds if speed.part_bytes == part_bytes}

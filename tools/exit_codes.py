@@ -20,6 +20,8 @@ CORRUPT = 1
 USAGE = 2
 NOT_FOUND = 3
 STORAGE = 4
+UNVERIFIED = 5
+"""All is there, but nothing says what its bytes were: the format has no checksums."""
 INTERRUPTED = 130
 """128 + SIGINT, as shells have it."""
 BROKEN_PIPE = 141

@@ -20,8 +20,9 @@ from bytecheckpoint.storage.store import Store, endpoint_of
 
 from . import exit_codes
 from .arguments import AccessOptions, Age, at_home_folder, with_output_options
+from .completion.param_types import StoredPath
 from .render.number_format import age_text, count_text, size_text, some_of
-from .render.terminal import Column, Screen, TableShape, print_json, without
+from .render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, without
 
 _EXAMPLE = """\b
 Example:
@@ -52,7 +53,7 @@ class GarbageRow:
 
 
 @click.command(name="gc", epilog=_EXAMPLE)
-@click.argument("root")
+@click.argument("root", type=StoredPath())
 @click.option("--delete", "is_real", is_flag=True, help="Remove what is dead. Without it, nothing is changed.")
 @click.option(
     "--older-than",
@@ -67,7 +68,7 @@ class GarbageRow:
     "save_ids",
     multiple=True,
     metavar="ID",
-    help="Only what this save has left, whatever its age: you know that it is dead. May be repeated.",
+    help="Remove or list only what this save has left, whatever its age: you know that it is dead. May be repeated.",
 )
 @click.option(
     "--local-stage",
@@ -87,8 +88,8 @@ def gc(
     access: AccessOptions,
     as_json: bool,
 ) -> int:
-    """Lists data files, temporaries and unfinished uploads under ROOT of saves that never committed, and with --delete
-    removes what dead saves left.
+    """List data files, temporaries and unfinished uploads under ROOT of saves that never committed, and with --delete
+    remove what dead saves left.
 
     A save is taken for dead when nothing that it wrote has changed for --older-than. Committed checkpoints are never
     touched, nor is anything that no save of this library has written.
@@ -219,7 +220,7 @@ def _table(root: str, *, is_real: bool) -> TableShape:
         Column("files", is_right=True, drop=2),
         Column("uploads", is_right=True, drop=1),
         Column("last change", is_whole=True, drop=3),
-        Column("folder", style="dim"),
+        Column("folder", style="dim", drop=LAST_DROP),
         Column("state"),
     ]
 

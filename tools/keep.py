@@ -26,9 +26,10 @@ from bytecheckpoint.storage.store import Store
 
 from . import exit_codes
 from .arguments import AccessOptions, Age, with_output_options
+from .completion.param_types import StoredPath
 from .render.metric_columns import MetricColumns
 from .render.number_format import age_text, count_text, size_text, some_of, time_text
-from .render.terminal import Column, Screen, TableShape, print_json, without
+from .render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, without
 
 _BEST = re.compile(r"(?P<metric>[^:]+|.+(?=:(?:min|max)(?::\d+)?\Z))(?::(?P<mode>min|max)(?::(?P<n>\d{1,9}))?)?")
 _EXAMPLE = """\b
@@ -83,7 +84,7 @@ class Deletions(NamedTuple):
 
 
 @click.command(epilog=_EXAMPLE)
-@click.argument("root")
+@click.argument("root", type=StoredPath())
 @click.option("--latest", type=click.IntRange(min=1), metavar="N", help="Keep the newest N.")
 @click.option("--every", type=click.IntRange(min=1), metavar="N", help="Keep the steps that N divides.")
 @click.option(
@@ -108,7 +109,7 @@ def keep(
     access: AccessOptions,
     as_json: bool,
 ) -> int:
-    """Shows which steps under ROOT stay, and why, by the policies of the options; with --delete deletes the others.
+    """Show which steps under ROOT stay, and why, by the policies of the options; with --delete delete the others.
 
     A step stays if one of the options keeps it. The newest, pinned and leased ones always stay, and so does whatever
     no save of this library has written.
@@ -257,7 +258,7 @@ def _table(metrics: MetricColumns, *, is_real: bool) -> TableShape:
         Column("step", is_right=True, style="bold cyan"),
         Column("saved", is_whole=True, drop=1),
         Column("age", is_whole=True, drop=2),
-        Column("size", is_right=True),
+        Column("size", is_right=True, drop=LAST_DROP),
         *metrics.columns,
         Column("", is_whole=True),
         Column("why"),

@@ -15,6 +15,7 @@ import click
 from bytecheckpoint.errors import CheckpointError
 
 from . import exit_codes
+from .completion.scripts import ASK
 from .render.terminal import printable
 
 _EXAMPLE = """\b
@@ -30,18 +31,22 @@ class _Place(NamedTuple):
 
 
 _COMMANDS = {
+    "cat": _Place("cat", "Print the values of a tensor, or of a part of it."),
+    "completion": _Place("completion.command", "Print a script that completes commands in a shell."),
     "convert": _Place("convert", "Write a checkpoint in another format."),
     "diff": _Place("diff", "Compare two checkpoints."),
     "doctor": _Place("doctor", "Measure a storage, or tell what a folder of unknown origin is."),
+    "du": _Place("listing.du", "Add up the bytes that checkpoints take."),
     "gc": _Place("gc_command", "List what dead saves left; remove it with --delete."),
     "keep": _Place("keep", "List which checkpoints policies keep; delete the others with --delete."),
-    "ls": _Place("ls", "List the checkpoints under a root."),
+    "ls": _Place("listing.ls", "List the checkpoints under a root."),
     "pin": _Place("pin", "Protect one checkpoint from retention."),
     "rm": _Place("pin", "Delete one checkpoint."),
     "show": _Place("show", "Show what is in a checkpoint."),
     "timeline": _Place("timeline", "Show how a save went: phases by rank."),
     "unpin": _Place("pin", "Take the pin of a checkpoint away."),
     "verify": _Place("verify", "Read and check every byte of a checkpoint."),
+    "watch": _Place("listing.watch", "Print checkpoints as they commit, with their timings."),
 }
 
 
@@ -77,6 +82,8 @@ class Program(click.Group):
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **extra: Any) -> NoReturn:
         given = list(sys.argv[1:] if args is None else args)
+        if given[:1] == [ASK]:
+            _complete(given[1:])
         as_json = "--json" in given
         extra["standalone_mode"] = False
         for stream in (sys.stdout, sys.stderr):
@@ -114,6 +121,15 @@ class Program(click.Group):
         return result
 
 
+def _complete(words: Sequence[str]) -> NoReturn:
+    """Answers the script of a shell, and ends."""
+    from .completion.command import answer  # noqa: PLC0415 - no other call needs it
+
+    for line in answer(cli, _COMMANDS, words):
+        click.echo(line)
+    sys.exit(exit_codes.FINE)
+
+
 def _report(kind: str, message: str, path: str | None, *, as_json: bool) -> int:
     """Prints an error; returns the exit code of the two kinds that are no CheckpointError."""
     if as_json:
@@ -137,7 +153,8 @@ def cli(ctx: click.Context) -> None:
 
     Paths are folders or any URL that fsspec knows (s3://bucket/run).
 
-    Exit codes: 0 fine, 1 corrupt or different, 2 usage, 3 not found, 4 storage, 130 Ctrl-C, 141 closed pipe.
+    Exit codes: 0 fine, 1 corrupt or different, 2 usage, 3 not found, 4 storage, 5 no checksums, 130 Ctrl-C, 141 closed
+    pipe.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

@@ -71,22 +71,22 @@ _OPTIONS = (
         multiple=True,
         metavar="OLD=NEW",
         callback=_parse_rules,
-        help="A pattern and a replacement for Python's re.sub, divided at the last =, as the rules of key_map in "
-        "bcp.load: --rename '^model\\.=net.'. May be repeated; applied in order.",
+        help="Rename by a pattern and a replacement for Python's re.sub, divided at the last =, as the rules of "
+        "key_map in bcp.load: --rename '^model\\.=net.'. May be repeated; applied in order.",
     ),
     click.option(
         "--map",
         "map_name",
         metavar="NAME|FILE",
-        help="Names and shapes of another framework: megatron-gpt-to-hf-llama, hf-llama-to-megatron-gpt, or a file of "
-        "your own (docs/name_maps.md). The options above get the names that come of it.",
+        help="Take names and shapes of another framework: megatron-gpt-to-hf-llama, hf-llama-to-megatron-gpt, or a "
+        "file of your own (docs/name_maps.md). The options above get the names that come of it.",
     ),
     click.option(
         "--map-option",
         multiple=True,
         metavar="NAME=VALUE",
         callback=_parse_map_options,
-        help="What the map needs and the checkpoint does not say: --map-option heads=32. May be repeated.",
+        help="Give what the map needs and the checkpoint does not say: --map-option heads=32. May be repeated.",
     ),
     click.option(
         "--keep-unmapped",
@@ -98,9 +98,9 @@ _OPTIONS = (
         "--experts",
         type=click.Choice((*EXPERT_NAMES, FUSED)),
         metavar="NAMES",
-        help="With --to hf: names for experts that transformers 5 holds in one tensor. qwen2_moe: gate_proj, up_proj "
-        "and down_proj of each. mixtral: w1, w3 and w2 below block_sparse_moe. fused: as they are. Without it: what "
-        "model_type in a config.json at the target or beside the source asks for, else qwen2_moe.",
+        help="With --to hf: choose names for experts that transformers 5 holds in one tensor. qwen2_moe: gate_proj, "
+        "up_proj and down_proj of each. mixtral: w1, w3 and w2 below block_sparse_moe. fused: as they are. Without it: "
+        "what model_type in a config.json at the target or beside the source asks for, else qwen2_moe.",
     ),
 )
 

@@ -20,6 +20,7 @@ from bytecheckpoint.storage.store import Store
 
 from . import exit_codes
 from .arguments import AccessOptions, with_output_options, with_step_option
+from .completion.param_types import StoredPath
 from .render.number_format import size_text
 from .render.terminal import Screen, print_json
 
@@ -53,12 +54,12 @@ class NamedCheckpoint(NamedTuple):
 
 
 @click.command(epilog=_RM_EXAMPLE)
-@click.argument("checkpoint")
+@click.argument("checkpoint", type=StoredPath())
 @with_step_option()
 @click.option("--force", is_flag=True, help="Delete it even if it is pinned, leased, or the newest under its root.")
 @with_output_options
 def rm(*, checkpoint: str, force: bool, access: AccessOptions, as_json: bool) -> int:
-    """Deletes CHECKPOINT, and asks nothing. Its manifest goes first: no reader finds a part of it.
+    """Delete CHECKPOINT without a question. Its manifest goes first: no reader finds a part of it.
 
     A pinned or leased one, and the newest step of a root, is refused without --force. What its save has not written
     stays.
@@ -82,11 +83,11 @@ def rm(*, checkpoint: str, force: bool, access: AccessOptions, as_json: bool) ->
 
 
 @click.command(epilog=_PIN_EXAMPLE)
-@click.argument("checkpoint")
+@click.argument("checkpoint", type=StoredPath())
 @with_step_option()
 @with_output_options
 def pin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
-    """Pins CHECKPOINT: no policy, no `bcp keep` and no `bcp rm` without --force deletes it until it is unpinned."""
+    """Pin CHECKPOINT: no policy, no `bcp keep` and no `bcp rm` without --force deletes it until it is unpinned."""
     found = _find(checkpoint, access)
     was_pinned = step_records.is_pinned(found.store, found.folder)
     if not was_pinned:
@@ -95,11 +96,11 @@ def pin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
 
 
 @click.command(epilog=_UNPIN_EXAMPLE)
-@click.argument("checkpoint")
+@click.argument("checkpoint", type=StoredPath())
 @with_step_option()
 @with_output_options
 def unpin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
-    """Takes the pin of CHECKPOINT away. One that is not pinned stays as it is."""
+    """Take the pin of CHECKPOINT away. One that is not pinned stays as it is."""
     found = _find(checkpoint, access)
     was_pinned = step_records.is_pinned(found.store, found.folder)
     if was_pinned:

@@ -27,6 +27,7 @@ from .arguments import (
     with_step_option,
     write_text,
 )
+from .completion.param_types import StoredPath, TensorName
 from .render.data_text import print_data
 from .render.html_report import ReportContents, html_report
 from .render.show_text import (
@@ -52,29 +53,34 @@ Example:
 
 
 @click.command(epilog=_EXAMPLE)
-@click.argument("ckpt")
+@click.argument("ckpt", type=StoredPath())
 @with_step_option()
 @click.option(
     "--tree",
     "with_tree",
     is_flag=True,
-    help="Tensors as a tree of modules. Numbered siblings with the same names, shapes and dtypes are one, "
+    help="Print the tensors as a tree of modules. Numbered siblings with the same names, shapes and dtypes are one, "
     "`layers.0-31`; counts and sizes are those of all that a row stands for.",
 )
 @click.option(
     "--tensor",
     "patterns",
+    type=TensorName(),
     multiple=True,
     metavar="FQN",
-    help="These tensors in depth: chunks, where they lie, and a map of the files. A name or a glob; may be repeated.",
+    help="Print these tensors in depth: chunks, where they lie, and a map of the files. A name or a glob; may be "
+    "repeated.",
 )
-@click.option("--files", "with_files", is_flag=True, help="The data files.")
-@click.option("--objects", "with_objects", is_flag=True, help="The plain values; those of single ranks with the rank.")
+@click.option("--files", "with_files", is_flag=True, help="Print the data files.")
+@click.option(
+    "--objects", "with_objects", is_flag=True, help="Print the plain values; those of single ranks with the rank."
+)
 @click.option(
     "--data",
     "with_data",
     is_flag=True,
-    help="The state of data loaders: epoch, position and samples by source and by stream, as the last save has them.",
+    help="Print the state of data loaders: epoch, position and samples by source and by stream, as the last save has "
+    "them.",
 )
 @click.option(
     "--stats",
@@ -92,7 +98,7 @@ Example:
     help="Also write a report with pictures to this local file, in place of one there: sizes of modules, dtypes, where "
     "tensors lie (those of --tensor, or the largest), how the save went. One page that needs nothing but itself.",
 )
-@with_limit_option(_DEFAULT_ROWS, "Rows of a table; 0 for all.")
+@with_limit_option(_DEFAULT_ROWS, "Print at most this many rows of a table; 0 for all.")
 @with_link_option
 @with_output_options
 def show(
@@ -109,7 +115,7 @@ def show(
     access: AccessOptions,
     as_json: bool,
 ) -> int:
-    """Shows the contents of the checkpoint CKPT: a summary, then its tensors.
+    """Show the contents of the checkpoint CKPT: a summary, then its tensors.
 
     Only the manifest is read, unless --stats asks for values, --objects for tensors of single ranks, or --html for the
     telemetry of the save.

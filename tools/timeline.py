@@ -33,6 +33,7 @@ from .arguments import (
     with_step_option,
     write_text,
 )
+from .completion.param_types import StoredPath
 from .render.terminal import Screen, print_json, without
 from .render.timeline_text import chrome_trace, print_timeline
 
@@ -47,7 +48,7 @@ Example:
 
 
 @click.command(epilog=_EXAMPLE)
-@click.argument("ckpt")
+@click.argument("ckpt", type=StoredPath())
 @with_step_option()
 @click.option(
     "--trace",
@@ -58,8 +59,8 @@ Example:
 )
 @with_limit_option(
     _DEFAULT_ROWS,
-    "Rows of the heat map, 0 for one a rank. Where there are more ranks, neighbours share a row, which shows the "
-    "slowest of them.",
+    "Print at most this many rows of the heat map, 0 for one a rank. Where there are more ranks, neighbours "
+    "share a row, which shows the slowest of them.",
 )
 @with_output_options
 def timeline(
@@ -70,7 +71,7 @@ def timeline(
     access: AccessOptions,
     as_json: bool,
 ) -> int:
-    """Shows the save of the checkpoint CKPT: the phases of each rank, and the ranks that the others waited for.
+    """Show the save of the checkpoint CKPT: the phases of each rank, and the ranks that the others waited for.
 
     The source is small files beside the data, which a checkpoint may lack: exit code 3 if there are none, 1 if one
     cannot be decoded. Starts of ranks on several machines are as exact as their clocks.

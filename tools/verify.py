@@ -22,6 +22,7 @@ from .arguments import (
     with_output_options,
     with_step_option,
 )
+from .completion.param_types import StoredPath
 from .render.number_format import count_text, size_text, some_of
 from .render.terminal import Column, Screen, byte_progress, print_json
 
@@ -35,7 +36,7 @@ Example:
 
 
 @click.command(epilog=_EXAMPLE)
-@click.argument("ckpt")
+@click.argument("ckpt", type=StoredPath())
 @with_step_option()
 @click.option(
     "--sample",
@@ -52,9 +53,9 @@ Example:
     default=LoadOptions().reader_threads,
     show_default=True,
     metavar="N",
-    help="Reads in flight; each takes 8 MiB of memory.",
+    help="Keep so many reads in flight; each takes 8 MiB of memory.",
 )
-@with_limit_option(_DEFAULT_ROWS, "Faults, and names of tensors in each; 0 for all.")
+@with_limit_option(_DEFAULT_ROWS, "Print at most this many faults, and names of tensors in each; 0 for all.")
 @with_link_option
 @with_output_options
 def verify(
@@ -66,11 +67,12 @@ def verify(
     access: AccessOptions,
     as_json: bool,
 ) -> int:
-    """Checks the checkpoint CKPT and lists all damage.
+    """Check the checkpoint CKPT and list all damage.
 
     The manifest must be valid, every data file must have its size, every byte match its checksum, every file's header
     match the manifest, and the chunks of every tensor cover it exactly once. Exit code 1 if something is damaged, 4 if
-    the storage could not be read.
+    the storage could not be read, 5 if nothing is damaged as far as one can tell, but files have no checksums: those
+    of other formats are only looked for, with their sizes.
     """
     opened = access.find_files(access.open_manifest(ckpt))
     started = time.monotonic()
@@ -89,6 +91,8 @@ def verify(
         print_json(_as_json(opened, result, sample_percent=sample_percent, seconds=seconds))
     else:
         _print(opened, result, sample_percent=sample_percent, seconds=seconds, limit=limit)
+    if result.unchecked_files and not result.damage:
+        return exit_codes.UNVERIFIED
     return exit_codes.code_of_findings(item.kind for item in result.damage)
 
 
@@ -117,9 +121,10 @@ def _print(opened: Opened, result: Verification, *, sample_percent: float, secon
     manifest = opened.manifest
     looked_at = (
         f"{count_text(len(manifest.tensors), 'tensor')} in {count_text(len(manifest.files), 'file')}, "
-        f"{size_text(result.num_bytes_checked)} compared with their checksums in {seconds:.1f} s "
-        f"({size_text(result.num_bytes_checked / max(seconds, 1e-9))}/s)"
+        f"{size_text(result.num_bytes_checked)} compared with their checksums"
     )
+    if result.num_bytes_checked:
+        looked_at += f" in {seconds:.1f} s ({size_text(result.num_bytes_checked / max(seconds, 1e-9))}/s)"
     if result.damage:
         files = {item.file for item in result.damage if item.file}
         screen.line(
@@ -136,7 +141,8 @@ def _print(opened: Opened, result: Verification, *, sample_percent: float, secon
     else:
         sampled = "" if sample_percent >= 100 else f", as far as the {sample_percent:g} % that were read can tell"
         unsure = "" if not result.unchecked_files else ", but for files without checksums"
-        screen.line(f"{opened.path}: all is as it was written{sampled}{unsure}", style="bold green")
+        style = "bold yellow" if result.unchecked_files else "bold green"
+        screen.line(f"{opened.path}: all is as it was written{sampled}{unsure}", style=style)
     screen.line(f"  {looked_at}")
     for item in result.damage[: limit or None]:
         _print_damage(screen, item, limit)

@@ -12,7 +12,7 @@ import click
 from bytecheckpoint.tools.main import cli
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
-COMMON = {"--json", "--storage-option", "--help"}
+COMMON = {"--json", "--endpoint-url", "--profile", "--storage-option", "--help"}
 """Options of every command, which the page describes once, in words of its own."""
 HEAD = "| option | does |\n| --- | --- |\n"
 

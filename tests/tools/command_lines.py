@@ -14,6 +14,10 @@ def paths_of(command: str, path: object) -> list[object]:
             return [path, f"memory://converted/{uuid.uuid4().hex}", "--to", "hf"]
         case "keep":
             return [path, "--latest", "1"]
+        case "cat":
+            return [path, "large[:2]"]
+        case "watch":
+            return [path, "--once"]
         case "rm":
             return [path, "--force"]
     return [path]

@@ -29,6 +29,7 @@ FREE = {
     "checkpoints[].metrics",
     "provenance",
     "objects[].value",
+    "values",
     "objects[].a",
     "objects[].b",
     "data[].shared",
@@ -150,6 +151,28 @@ def test_json_of_verify(call, root, sections) -> None:
     (path,) = (root / "step_00001000" / "data").iterdir()
     flip(path, 0)
     assert_documented([*results, call("verify", root, "--json").json], sections["verify"])
+
+
+def test_json_of_completion(call, sections) -> None:
+    assert_documented([call("completion", "bash", "--json").json], sections["completion"])
+
+
+def test_json_of_cat(call, root, sections) -> None:
+    names = ["large[:2]", "epoch", "large[0]", "rng"]
+    assert_documented([call("cat", root, name, "--json").json for name in names], sections["cat"])
+
+
+def test_json_of_du(call, root, sections) -> None:
+    results = [call("du", root, "--json").json]
+    flip(root / "step_00001000" / "manifest.bcp", 50)
+    assert_documented([*results, call("du", root, "--json").json], sections["du"])
+
+
+def test_json_of_watch(call, root, sections) -> None:
+    results = [call("watch", path, "--once", "--json").json for path in (root, root.parent)]
+    shutil.rmtree(root / "step_00000005" / "telemetry")
+    flip(root / "step_00001000" / "manifest.bcp", 50)
+    assert_documented([*results, call("watch", root, "--once", "--json").json], sections["watch"])
 
 
 def test_json_of_gc(call, root, sections) -> None:

@@ -17,10 +17,11 @@ from bytecheckpoint.storage.backends import local_store
 from bytecheckpoint.tools.arguments import _parse_storage_options
 from bytecheckpoint.tools.main import cli
 
-COMMANDS = sorted(cli.commands)
+COMMANDS = sorted(set(cli.commands) - {"completion"})
+"""Commands about storages and checkpoints."""
 ABOUT_STORAGE = {"doctor", "gc"}
 """They look at what is not committed, or at no checkpoint at all."""
-ABOUT_ONE = sorted(set(COMMANDS) - {"ls", "keep"} - ABOUT_STORAGE)
+ABOUT_ONE = sorted(set(COMMANDS) - {"du", "keep", "ls", "watch"} - ABOUT_STORAGE)
 TAKE_ANY = {"nowhere": {"doctor"}, "empty": {"doctor"}, "noise": ABOUT_STORAGE}
 """Commands that succeed on a path without a checkpoint."""
 
@@ -44,6 +45,20 @@ def test_every_command_has_help_with_an_example(call, command: str) -> None:
     assert f"Example:\n    bcp {command} " in ended.out.replace("  Example", "Example")
     assert "--json" in ended.out
     assert "--storage-option" in ended.out
+
+
+_IMPERATIVES = {
+    *("Add", "Also", "Begin", "Check", "Choose", "Compare", "Convert", "Delete", "Give", "Keep", "Instead", "List"),
+    *("Look", "Measure", "Pass", "Pin", "Print", "Read", "Remove", "Rename", "Replace", "Send", "Set", "Show", "Sort"),
+    *("Start", "Take", "With", "Write"),
+}
+"""First words of help: verbs, and words before which a verb would only be put off, as in `With --to hf: drop ...`."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_tells_what_to_do(command: str) -> None:
+    helps = [cli.commands[command].help, *(getattr(param, "help", None) for param in cli.commands[command].params)]
+    assert {text.split()[0].rstrip(",") for text in helps if text} <= _IMPERATIVES
 
 
 @pytest.mark.parametrize("command", COMMANDS)

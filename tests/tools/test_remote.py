@@ -65,9 +65,32 @@ def test_keep_pin_and_rm(call, saved_root) -> None:
         assert call("gc", root, "--json", *options).code == 3
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify", "timeline", "diff", "rm", "pin", "unpin"])
+def test_du_watch_and_cat(call, bucket) -> None:
+    root = "s3://bucket/run"
+    assert [item["step"] for item in call("watch", root, "--once", "--json", *bucket).json["checkpoints"]] == [5, 1000]
+    assert len(call("du", root, "--json", *bucket).json["checkpoints"]) == 2
+    assert call("cat", root, "large[2:4]", "--json", *bucket).json["values"] == [2.0, 3.0]
+
+
+def test_endpoint_and_profile_have_options_of_their_own(call, saved_root, tmp_path, monkeypatch) -> None:
+    config = tmp_path / "config"
+    config.write_text("[profile lab]\nregion = us-east-1\naws_access_key_id = access\naws_secret_access_key = s3cr3t\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    with filled_bucket(saved_root) as options:
+        url = next(part.removeprefix("endpoint_url=") for part in options if part.startswith("endpoint_url="))
+        mine = ["--endpoint-url", url, "--profile", "lab"]
+        listed = call("ls", "s3://bucket/run", "--json", *mine)
+        assert [item["step"] for item in listed.json["checkpoints"]] == [5, 1000]
+        assert call("diff", "s3://bucket/run", saved_root, "--json", "--include", "epoch", *mine).json["same"]
+        ended = call("ls", "s3://bucket/run", *options, "--endpoint-url", url)
+        assert (ended.code, ended.out) == (2, "")
+        assert "--endpoint-url and --storage-option endpoint_url" in ended.err
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "timeline", "diff", "du", "watch", "rm", "pin", "unpin"])
 def test_what_is_not_there_is_exit_code_3_and_keeps_secrets(call, bucket, command) -> None:
     url = "s3://bucket/nowhere"
-    ended = call(command, *([url] * (1 + (command == "diff"))), *bucket)
+    ended = call(command, *([url] * (1 + (command == "diff"))), *(["--once"] * (command == "watch")), *bucket)
     assert (ended.code, ended.err.count("\n")) == (3, 1)
     assert "s3cr3t" not in ended.out + ended.err

@@ -159,7 +159,7 @@ class ManifestSummary:
         for pattern in patterns:
             found = {pattern} & names or {name for name in names if fnmatchcase(name, pattern)}
             if not found:
-                raise CheckpointNotFoundError(_no_such_tensor(path, pattern, names), kind="not_found", path=path)
+                raise no_such_tensor(path, pattern, names)
             wanted |= found
         return [tensor for tensor in self.tensors if tensor.fqn in wanted]
 
@@ -171,12 +171,14 @@ def natural_order(fqn: str) -> list[str | tuple[int, str]]:
     return parts
 
 
-def _no_such_tensor(path: str, pattern: str, names: Iterable[str]) -> str:
+def no_such_tensor(path: str, pattern: str, names: Iterable[str]) -> CheckpointNotFoundError:
+    """Returns the error, with near names, about a name or a glob that no tensor has."""
     last = pattern.rsplit(".", 1)[-1]
     near = sorted((name for name in names if pattern in name), key=natural_order)
     near = near or sorted((name for name in names if name.endswith(last)), key=natural_order)
     hint = f"near matches: {some_of(near, 5)}" if near else "`bcp show CKPT --limit 0` lists all"
-    return f"no tensor of {path} is named or matches {pattern!r}; {hint}"
+    what = f"no tensor of {path} is named or matches {pattern!r}; {hint}"
+    return CheckpointNotFoundError(what, kind="not_found", path=path)
 
 
 def file_rows(manifest: Manifest) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..analysis.data_streams import DataDifference, DataRecord
 from .number_format import count_text
-from .terminal import Column, Screen, TableShape
+from .terminal import LAST_DROP, Column, Screen, TableShape
 
 _NAME = "bold cyan"
 
@@ -57,9 +57,9 @@ def _range(values: tuple[int, int] | None) -> str:
 _SOURCE_TABLE = TableShape(
     [
         Column("source", style=_NAME),
-        Column("streams", is_right=True),
-        Column("epoch", is_right=True),
-        Column("position", is_right=True),
+        Column("streams", is_right=True, drop=1),
+        Column("epoch", is_right=True, drop=2),
+        Column("position", is_right=True, drop=LAST_DROP),
         Column("samples", is_right=True),
     ],
     lambda total: [
@@ -75,8 +75,8 @@ _STREAM_TABLE = TableShape(
         Column("stream", style=_NAME),
         Column("source", drop=2),
         Column("rank", is_right=True, drop=1),
-        Column("epoch", is_right=True),
-        Column("position", is_right=True),
+        Column("epoch", is_right=True, drop=3),
+        Column("position", is_right=True, drop=LAST_DROP),
         Column("samples", is_right=True),
     ],
     lambda row: [

@@ -8,16 +8,16 @@ from ..analysis.diagnosis.checkpoint_diagnosis import CheckpointDiagnosis, Neigh
 from ..analysis.diagnosis.entries import Part
 from ..analysis.diagnosis.load_code import LoadCode
 from .number_format import count_text, size_text, some_of
-from .terminal import Column, Screen, TableShape
+from .terminal import LAST_DROP, Column, Screen, TableShape
 
 _MAX_NEIGHBOURS = 20
 _NUM_NAMED = 3
 _PARTS = TableShape(
     [
-        Column("part", style="bold cyan", is_whole=True),
+        Column("part", style="bold cyan"),
         Column("tensors", is_right=True, drop=2),
         Column("size", is_right=True, drop=1),
-        Column("holds"),
+        Column("holds", drop=LAST_DROP),
         Column("loads into"),
     ],
     list,
@@ -25,7 +25,7 @@ _PARTS = TableShape(
 _NEIGHBOURS = TableShape(
     [
         Column("checkpoint", style="bold cyan"),
-        Column("step", is_right=True),
+        Column("step", is_right=True, drop=1),
         Column("format", is_whole=True),
         Column(""),
     ],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..analysis.value_difference import larger
 from .number_format import count_text, left_out_text, number_text, shape_text, shortened, size_text
-from .terminal import Column, Screen, TableShape
+from .terminal import LAST_DROP, Column, Screen, TableShape
 
 if TYPE_CHECKING:
     from bytecheckpoint.loading.select import LeftOut
@@ -92,7 +92,10 @@ def _print_names(screen: Screen, title: str, names: Sequence[str], limit: int) -
 _KIND_TABLE = TableShape(
     [
         Column("tensor", style=_NAME),
-        *(Column(name, is_whole=True) for name in ("dtype A", "dtype B", "shape A", "shape B")),
+        *(
+            Column(name, is_whole=True, drop=LAST_DROP + order)
+            for order, name in enumerate(("dtype A", "dtype B", "shape A", "shape B"))
+        ),
     ],
     lambda tensor: [tensor.fqn, *tensor.dtypes, *map(shape_text, tensor.shapes)],
 )
@@ -132,8 +135,8 @@ _VALUE_TABLE = TableShape(
         Column("max rel", is_right=True, drop=3),
         Column("NaN/Inf", is_right=True, drop=1),
         Column("first at", is_whole=True, drop=4),
-        Column("A", is_right=True),
-        Column("B", is_right=True),
+        Column("A", is_right=True, drop=LAST_DROP + 1),
+        Column("B", is_right=True, drop=LAST_DROP),
     ],
     _value_cells,
 )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
 from .number_format import shortened, some_of
-from .terminal import Column, Screen, printable
+from .terminal import LAST_DROP, Column, Screen, printable
 
 _MAX_COLUMNS = 6
 _MAX_TITLE = 24
@@ -24,12 +24,16 @@ class MetricColumns(NamedTuple):
 
     @classmethod
     def of(cls, metrics: Sequence[Mapping[str, float]], *, first: Sequence[str] = ()) -> Self:
-        """Chooses columns for checkpoints with these metrics. Those of `first` stay in any window."""
+        """Chooses columns for checkpoints with these metrics. Those of `first` leave a narrow window last."""
         others = {name for item in metrics for name in item} - set(first)
         names = [*dict.fromkeys(first), *sorted(others)]
         num_shown = max(_MAX_COLUMNS, len(set(first)))
         columns = [
-            Column(shortened(printable(name), _MAX_TITLE), is_right=True, drop=0 if name in first else _drop(number))
+            Column(
+                shortened(printable(name), _MAX_TITLE),
+                is_right=True,
+                drop=_last_drop(number) if name in first else _drop(number),
+            )
             for number, name in enumerate(names[:num_shown])
         ]
         return cls(names[:num_shown], names[num_shown:], columns)
@@ -46,6 +50,10 @@ class MetricColumns(NamedTuple):
 
 def _drop(number: int) -> int:
     return _FIRST_DROP + _MAX_COLUMNS - number  # the last goes first
+
+
+def _last_drop(number: int) -> int:
+    return LAST_DROP + _MAX_COLUMNS - min(number, _MAX_COLUMNS - 1)
 
 
 def metric_text(value: float | None) -> str:

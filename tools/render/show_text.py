@@ -27,13 +27,14 @@ from .number_format import (
     some_of,
     time_text,
 )
-from .terminal import Column, Screen, TableShape
+from .terminal import LAST_DROP, Column, Screen, TableShape
 
 _NAME = "bold cyan"
 _MAX_VALUE_TEXT = 100
 _MAX_SUMMARY_ROWS = 20
-_STATS = ("min", "max", "mean", "std")
-_COUNTS = ("NaN", "Inf", "zeros")
+_STATS_DROP = {"min": 0, "max": 0, "mean": 6, "std": 4, "NaN": 0, "Inf": 5, "zeros": 3}
+"""Statistics, with the order in which they leave a narrow window."""
+_STATS_COLUMNS = [Column(name, is_right=True, drop=drop) for name, drop in _STATS_DROP.items()]
 TREE_TABLE = TableShape(
     [
         Column("module", style=_NAME),
@@ -133,7 +134,10 @@ def tables_of_totals(summary: ManifestSummary) -> list[tuple[TableShape, Sequenc
     """Returns the tables that sum tensors up, with their items: by entry, by dtype, by the way they are cut."""
 
     def shape(titles: Sequence[str], count_of: str) -> TableShape:
-        columns = [Column(titles[0], style=_NAME), *(Column(title, is_right=True) for title in titles[1:])]
+        columns = [
+            Column(titles[0], style=_NAME),
+            *(Column(title, is_right=True, drop=drop) for title, drop in zip(titles[1:], (1, 2, 0), strict=True)),
+        ]
         return TableShape(
             columns,
             lambda item: [
@@ -153,12 +157,12 @@ def tables_of_totals(summary: ManifestSummary) -> list[tuple[TableShape, Sequenc
 
 
 def tensor_table(stats: Mapping[str, TensorStats] | None) -> TableShape:
-    numbers = (*_STATS, *_COUNTS) if stats is not None else ("size",)
+    numbers = [Column("size", is_right=True)] if stats is None else _STATS_COLUMNS
     columns = [
         Column("tensor", style=_NAME),
         Column("dtype", is_whole=True, drop=1),
         Column("shape", is_whole=True, drop=2),
-        *(Column(name, is_right=True) for name in numbers),
+        *numbers,
     ]
 
     def cells(tensor: TensorEntry) -> list[str]:
@@ -172,7 +176,7 @@ def tensor_table(stats: Mapping[str, TensorStats] | None) -> TableShape:
 
 def stats_cells(stats: TensorStats | None) -> list[str]:
     if stats is None:
-        return ["-"] * (len(_STATS) + len(_COUNTS))
+        return ["-"] * len(_STATS_COLUMNS)
     numbers = [number_text(value) for value in (stats.min, stats.max, stats.mean, stats.std)]
     return [*numbers, *(f"{count:,}" for count in (stats.num_nan, stats.num_inf, stats.num_zeros))]
 
@@ -239,7 +243,7 @@ def _print_tensor(
     if stats is not None:
         screen.line()
         found = stats_cells(stats.get(tensor.stored_fqn))
-        screen.table([Column(name, is_right=True) for name in (*_STATS, *_COUNTS)], [found], indent=4)
+        screen.table(_STATS_COLUMNS, [found], indent=4)
 
 
 def _print_chunks(screen: Screen, manifest: Manifest, record: TensorRecord, limit: int) -> None:
@@ -248,7 +252,7 @@ def _print_chunks(screen: Screen, manifest: Manifest, record: TensorRecord, limi
         Column(""),
         Column("region", is_whole=True),
         Column("first byte", is_right=True, drop=1),
-        Column("size", is_right=True),
+        Column("size", is_right=True, drop=LAST_DROP),
         Column("file", style="dim"),
     ]
     rows = [

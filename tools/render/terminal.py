@@ -18,8 +18,10 @@ import click
 
 GAP = "  "
 _FULL_TEXT = 24
-"""Width of a text column for which no other column is dropped."""
+"""Width of a text column for which other columns are dropped."""
 _LEAST_TEXT = 8
+LAST_DROP = 100
+"""Columns with this order or a later one are dropped only if texts at their least width leave no room for them."""
 
 
 class Column(NamedTuple):
@@ -136,20 +138,26 @@ class Screen:
         table = Table(box=None, pad_edge=False, padding=(0, len(GAP), 0, 0), show_header=has_titles, header_style="dim")
         for number, width in zip(fitted.numbers, fitted.widths, strict=True):
             column = columns[number]
-            # Names stand first and explanations last: both go on in the next line. Other texts end with an ellipsis.
+            # Names stand first and explanations last: both go on in the next line. Other texts are cut in the middle.
             is_folded = column.is_text and number in {0, len(columns) - 1}
             table.add_column(
                 Text(column.title),
                 justify="right" if column.is_right else "left",
                 style=column.style,
                 no_wrap=not is_folded,
-                overflow="fold" if is_folded else "ellipsis",
+                overflow="fold" if is_folded else "crop",
                 width=width,
             )
         for row in rows:
-            cells = [row[number] for number in fitted.numbers]
+            cells = [(row[number], number, width) for number, width in zip(fitted.numbers, fitted.widths, strict=True)]
             table.add_row(
-                *(Text(printable(cell), cell.style if isinstance(cell, StyledCell) else "") for cell in cells)
+                *(
+                    Text(
+                        _fitted_text(printable(cell), width, is_folded=number in {0, len(columns) - 1}),
+                        cell.style if isinstance(cell, StyledCell) else "",
+                    )
+                    for cell, number, width in cells
+                )
             )
         # Where even the numbers do not fit, the window folds the lines: nothing of a number is lost.
         needed = indent + sum(fitted.widths) + len(GAP) * max(len(fitted.widths) - 1, 0)
@@ -210,8 +218,9 @@ def fit_columns(columns: Sequence[Column], lengths: Sequence[int], room: int) ->
     """
     shown = list(range(len(columns)))
     for number in sorted((n for n in shown if columns[n].drop), key=lambda n: columns[n].drop):
-        if _total([_wanted(columns[n], lengths[n], _FULL_TEXT) for n in shown]) <= room:
-            break
+        text_limit = _FULL_TEXT if columns[number].drop < LAST_DROP else _LEAST_TEXT
+        if _total([_wanted(columns[n], lengths[n], text_limit) for n in shown]) <= room:
+            continue
         shown.remove(number)
     spare = room - _total([_wanted(columns[n], lengths[n], 0) for n in shown])
     texts = [n for n in shown if columns[n].is_text]
@@ -237,6 +246,19 @@ def _share(room: int, lengths: Sequence[int]) -> list[int]:
         shares[number] = min(lengths[number], fair)
         room -= shares[number]
     return shares
+
+
+def _fitted_text(text: str, width: int, *, is_folded: bool) -> str:
+    """Cuts what neither fits nor goes on in the next line in its middle: names of neighbours differ at their ends."""
+    from rich.cells import cell_len, set_cell_size  # noqa: PLC0415 - a pipe does not wait for rich
+
+    if is_folded or cell_len(text) <= width:
+        return text
+    num_end = (width - 1) * 2 // 3
+    end = text
+    while cell_len(end) > num_end:
+        end = end[1:]
+    return f"{set_cell_size(text, width - 1 - cell_len(end)).rstrip()}…{end}"
 
 
 @contextmanager

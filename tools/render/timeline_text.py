@@ -25,7 +25,7 @@ from bytecheckpoint.info import describe_checkpoint
 
 from ..arguments import Opened
 from .number_format import count_text, shortened, size_text, some_of, time_text
-from .terminal import Column, Screen, StyledCell, TableShape
+from .terminal import LAST_DROP, Column, Screen, StyledCell, TableShape
 
 _NAME = "bold cyan"
 _SHADES = " ░▒▓█"
@@ -91,7 +91,10 @@ def seconds_text(seconds: float) -> str:
 PHASE_TABLE = TableShape(
     [
         Column("phase", style=_NAME),
-        *(Column(name, is_right=True) for name in ("fastest", "median", "slowest", "on rank")),
+        Column("fastest", is_right=True, drop=1),
+        Column("median", is_right=True, drop=2),
+        Column("slowest", is_right=True),
+        Column("on rank", is_right=True),
     ],
     lambda phase: [
         shortened(phase.name, _MAX_NAME),
@@ -102,11 +105,11 @@ PHASE_TABLE = TableShape(
 SLOW_TABLE = TableShape(
     [
         Column("last ranks", is_right=True, style=_NAME),
-        Column("through after", is_right=True),
-        Column("slow in", is_whole=True),
+        Column("through after", is_right=True, drop=2),
+        Column("slow in"),
         Column("for", is_right=True),
         Column("median", is_right=True, drop=1),
-        Column("host"),
+        Column("host", drop=LAST_DROP),
     ],
     lambda slow: [
         str(slow.rank),
@@ -120,10 +123,19 @@ SLOW_TABLE = TableShape(
 
 
 def _print_heat_map(screen: Screen, rows: Sequence[RankRow], phases: Sequence[Phase], num_ranks: int) -> None:
+    rising = sorted(range(len(phases)), key=lambda number: phases[number].max_s)
     columns = [
         Column("rank", is_right=True, style=_NAME),
-        *(Column(shortened(phase.name, _MAX_NAME), is_whole=True) for phase in phases),
-        Column("host"),
+        *(
+            # The shortest phase is the least important one, and the longest stays.
+            Column(
+                shortened(phase.name, _MAX_NAME),
+                is_whole=True,
+                drop=0 if number == rising[-1] else 2 + rising.index(number),
+            )
+            for number, phase in enumerate(phases)
+        ),
+        Column("host", drop=1),
     ]
     longest = max((phase.max_s for phase in phases), default=0.0)
 

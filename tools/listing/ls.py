@@ -15,45 +15,53 @@ from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
 
-from . import exit_codes
-from .analysis.checkpoint_list import CheckpointList, ListedCheckpoint, list_checkpoints, read_checkpoint
-from .arguments import AccessOptions, with_output_options
-from .render.metric_columns import MetricColumns
-from .render.number_format import age_text, count_text, size_text, some_of, time_text
-from .render.terminal import Column, Screen, print_json, without
-
-_NOT_COMMITTED = "not committed"
-_COLUMNS_BEFORE_METRICS = [
-    Column("step", is_right=True, style="bold cyan"),
-    Column("size", is_right=True),
-    Column("saved", is_whole=True, drop=4),
-    Column("age", is_whole=True, drop=1),
-    Column("tensors", is_right=True, drop=2),
-    Column("ranks", is_right=True, drop=3),
-]
-_COLUMNS_AFTER_METRICS = [
-    Column("folder", style="dim"),
-    Column("state", is_whole=True),
-]
+from .. import exit_codes
+from ..analysis.checkpoint_list import CheckpointList, ListedCheckpoint, list_checkpoints, read_checkpoint
+from ..arguments import AccessOptions, with_limit_option, with_output_options
+from ..completion.param_types import StoredPath
+from ..render.number_format import count_text, size_text, some_of
+from ..render.terminal import Screen, print_json, without
+from .ls_table import COLUMN_NAMES, ListTable, sort_rows
 
 _EXAMPLE = """\b
 Example:
   bcp ls s3://bucket/run
-  bcp ls /data/run --json
+  bcp ls /data/runs --sort size --reverse --limit 10
+  bcp ls /data/run --columns step,val_loss,saved
 """
 
 
 @click.command(epilog=_EXAMPLE)
-@click.argument("root")
+@click.argument("root", type=StoredPath())
+@click.option(
+    "--columns",
+    callback=lambda _, __, text: [name.strip() for name in text.split(",")] if text else [],
+    metavar="NAME,...",
+    help=f"Show these columns, in this order: {', '.join(COLUMN_NAMES)}, or names of metrics.",
+)
+@click.option("--sort", metavar="NAME", help="Sort each table by this column or metric; rows without a value are last.")
+@click.option("--reverse", is_flag=True, help="With --sort: begin with the largest, or the newest.")
+@with_limit_option(0, "Print at most this many rows of each table; 0 for all.")
 @with_output_options
-def ls(*, root: str, access: AccessOptions, as_json: bool) -> int:
-    """Lists the checkpoints under ROOT, or the one that ROOT is: step, size, age, tensors, number of ranks,
+def ls(
+    *,
+    root: str,
+    columns: Sequence[str],
+    sort: str | None,
+    reverse: bool,
+    limit: int,
+    access: AccessOptions,
+    as_json: bool,
+) -> int:
+    """List the checkpoints under ROOT, or the one that ROOT is: step, size, age, tensors, number of ranks,
     metrics, pins.
 
     ROOT may also be a folder of runs: folders that are not checkpoints are listed, and no deeper. Folders of saves that
     did not finish, or are still being written, are listed as not committed. Only manifests are read, and
     the small objects beside them. Exit code 1 if a manifest is damaged.
     """
+    if reverse and not sort:
+        raise click.UsageError("--reverse is for --sort NAME")
     store = open_store(root, storage_options=access.storage_options, writer_threads=1)
     listing = CheckpointList([], [])
     with suppress(CheckpointNotFoundError):  # a file may be a checkpoint too
@@ -61,6 +69,10 @@ def ls(*, root: str, access: AccessOptions, as_json: bool) -> int:
     if not listing.checkpoints:
         alone = find_checkpoint(root, "latest", Opening(access.storage_options))  # or raises with what is there instead
         listing = CheckpointList([read_checkpoint(alone, None) or _gone(alone)], listing.not_listed)
+    if sort:
+        runs = _runs(listing.checkpoints)
+        in_order = sort_rows(listing.checkpoints, sort, is_reversed=reverse)
+        listing = listing._replace(checkpoints=sorted(in_order, key=lambda item: runs.index(item.run)))
     found = listing.checkpoints
     if as_json:
         print_json(
@@ -72,7 +84,7 @@ def ls(*, root: str, access: AccessOptions, as_json: bool) -> int:
             }
         )
     else:
-        _print(str(store), listing)
+        _print(str(store), listing, columns, limit=limit)
     is_damaged = any(item.problem and not item.is_refused for item in found)
     return exit_codes.CORRUPT if is_damaged else exit_codes.FINE
 
@@ -97,20 +109,18 @@ def _gone(found: FoundCheckpoint) -> ListedCheckpoint:
     )
 
 
-def _print(root: str, listing: CheckpointList) -> None:
+def _print(root: str, listing: CheckpointList, columns: Sequence[str], *, limit: int) -> None:
     screen = Screen()
     found = listing.checkpoints
+    tables = {run: ListTable.of(found, columns, run=run) for run in _runs(found)}
     screen.line(f"{root}: {_totals(found)}", style="bold")
     now = datetime.now(UTC)
-    for run in dict.fromkeys(item.run for item in found):
+    for run, table in tables.items():
         of_run = [item for item in found if item.run == run]
         screen.line()
         if run:
             screen.line(f"{run}: {_totals(of_run)}")
-        metrics = MetricColumns.of([item.metrics for item in of_run])
-        columns = [*_COLUMNS_BEFORE_METRICS, *metrics.columns, *_COLUMNS_AFTER_METRICS]
-        screen.table(columns, [_row(item, metrics, now) for item in of_run])
-        metrics.print_rest(screen)
+        table.print(screen, of_run, now, limit=limit)
     for item in found:
         if item.problem:
             screen.paragraph(item.problem, style="yellow" if item.is_refused else "red")
@@ -122,31 +132,12 @@ def _print(root: str, listing: CheckpointList) -> None:
         screen.paragraph(f"not looked into: {shown}: give one of them as ROOT", style="yellow")
 
 
+def _runs(found: Sequence[ListedCheckpoint]) -> list[str]:
+    return list(dict.fromkeys(item.run for item in found))
+
+
 def _totals(found: Sequence[ListedCheckpoint]) -> str:
     committed = [item for item in found if item.committed]
     rest = f", {len(found) - len(committed)} not committed" if len(committed) < len(found) else ""
     total = size_text(sum(item.num_bytes for item in found))
     return f"{count_text(len(committed), 'checkpoint')}{rest}, {total}"
-
-
-def _state(item: ListedCheckpoint) -> str:
-    if not item.committed:
-        return _NOT_COMMITTED
-    if item.is_pinned or item.leased_until:
-        return "pinned" if item.is_pinned else "leased"
-    return "committed" if item.format == OWN_FORMAT else item.format
-
-
-def _row(item: ListedCheckpoint, metrics: MetricColumns, now: datetime) -> list[str]:
-    state = "refused" if item.is_refused else "damaged" if item.problem else _state(item)
-    return [
-        "-" if item.step is None else str(item.step),
-        "-" if item.problem else size_text(item.num_bytes),
-        time_text(item.created_at),
-        age_text(item.created_at, now),
-        "-" if item.num_tensors is None else count_text(item.num_tensors),
-        "-" if item.world_size is None else count_text(item.world_size),
-        *metrics.cells(item.metrics),
-        item.name or ".",
-        state,
-    ]

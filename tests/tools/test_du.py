@@ -1,0 +1,85 @@
+"""`bcp du`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpoint_files import flip
+
+import bytecheckpoint as bcp
+
+
+def bytes_of(folder) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_all_bytes_of_a_root_are_counted_once(call, root) -> None:
+    dead = root / "step_00000005" / "data" / "00000000deadbeef-00000-0.safetensors"
+    dead.write_bytes(b"1" * 1000)
+    found = call("du", root, "--json").json
+    assert found["num_bytes"] + found["other_num_bytes"] == bytes_of(root)
+    by_step = {item["step"]: item for item in found["checkpoints"]}
+    for step in (5, 1000):
+        item = by_step[step]
+        assert item["num_bytes"] == bcp.open(root, step=step).info.num_bytes
+        assert item["num_bytes"] + item["other_num_bytes"] == bytes_of(root / f"step_{step:08d}")
+    assert by_step[5]["other_num_bytes"] - by_step[1000]["other_num_bytes"] >= 900
+    assert [item["step"] for item in found["checkpoints"]] == [5, 1000]
+
+
+def test_entries_add_up_and_tied_names_take_nothing(call, saved_root) -> None:
+    found = call("du", saved_root / "step_00001000", "--json").json
+    entries = {entry["name"]: entry for entry in found["entries"]}
+    assert entries["large"]["num_bytes"] == 4 << 20
+    assert entries["model"]["tied_num_bytes"] == 16 * 8 * 4
+    assert found["checkpoints"][0]["folder"] == "."
+    twice = call("du", saved_root, "--json").json["entries"]
+    assert {entry["name"]: entry["num_bytes"] for entry in twice} == {
+        name: 2 * entry["num_bytes"] for name, entry in entries.items()
+    }
+
+
+def test_what_a_link_reads_counts_where_it_lies(call, root, tmp_path) -> None:
+    assert call("convert", root / "step_00001000", tmp_path / "link", "--to", "bcp", "--link").code == 0
+    (item,) = call("du", tmp_path / "link", "--json").json["checkpoints"]
+    assert item["num_bytes"] == 0
+    assert item["shared_num_bytes"] == bcp.open(root).info.num_bytes
+    assert item["other_num_bytes"] == bytes_of(tmp_path / "link")
+    assert "more are read through links" in call("du", tmp_path / "link").out
+
+
+def test_a_step_that_did_not_commit_is_counted_and_marked(call, root) -> None:
+    (root / "step_00001000" / "manifest.bcp").unlink()
+    found = call("du", root, "--json").json
+    assert found["num_bytes"] + found["other_num_bytes"] == bytes_of(root)
+    assert "step_00001000 (not committed)" in call("du", root).out
+
+
+def test_a_damaged_manifest_does_not_hide_the_others(call, root) -> None:
+    flip(root / "step_00001000" / "manifest.bcp", 50)
+    ended = call("du", root, "--json")
+    assert ended.code == 1
+    assert ended.json["num_bytes"] + ended.json["other_num_bytes"] == bytes_of(root)
+    assert [item["problem"] is None for item in sorted(ended.json["checkpoints"], key=lambda item: item["step"])] == [
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize("where", ["file", "folder"])
+def test_a_file_of_another_format(call, tmp_path, where) -> None:
+    torch.save({"w": torch.ones(50)}, tmp_path / "w.pt")
+    found = call("du", tmp_path / "w.pt" if where == "file" else tmp_path, "--json").json
+    assert found["num_bytes"] == (tmp_path / "w.pt").stat().st_size
+    assert found["entries"] == [{"name": "w", "num_bytes": 200, "tied_num_bytes": 0}]
+
+
+def test_the_table_has_the_largest_first_and_shares(call, saved_root) -> None:
+    lines = call("du", saved_root, "--limit", 1).out.splitlines()
+    assert lines[2].split() == ["checkpoint", "data", "other", "shared", "stored"]
+    assert lines[4] == "  ... and 1 more: --limit 0 shows all"
+    assert lines[7].split()[0] == "large"
+
+
+def test_what_is_not_there_is_exit_code_3(call, tmp_path) -> None:
+    assert call("du", tmp_path / "nowhere").code == 3

@@ -1,0 +1,78 @@
+"""`bcp watch`."""
+
+from __future__ import annotations
+
+import json
+import select
+import signal
+import subprocess
+import sys
+
+from checkpoint_files import flip
+
+import bytecheckpoint as bcp
+
+PROGRAM = [sys.executable, "-m", "bytecheckpoint.tools", "watch"]
+
+
+def test_once_lists_what_is_there_with_timings_and_ends_with_0(call, saved_root) -> None:
+    ended = call("watch", saved_root, "--once")
+    assert ended.code == 0
+    lines = ended.out.splitlines()
+    assert [line.split("  ")[1] for line in lines] == ["step 5", "step 1000"]
+    assert all("by 1 rank  in " in line and "/s, " in line for line in lines)
+    items = call("watch", saved_root, "--once", "--json").json["checkpoints"]
+    assert [(item["step"], item["run"], item["slowest_rank"]) for item in items] == [(5, None, 0), (1000, None, 0)]
+    assert all(item["seconds"] > 0 for item in items)
+
+
+def test_checkpoints_of_runs_and_with_names_are_told_apart(call, tmp_path) -> None:
+    bcp.save(tmp_path / "a", {"x": 1}, step=5)
+    bcp.save(tmp_path / "b", {"x": 1}, step=5)
+    bcp.save(tmp_path / "best", {"x": 1})
+    (tmp_path / "c" / "step_00000001" / "data").mkdir(parents=True)  # not committed
+    names = [line.split("  ")[1] for line in call("watch", tmp_path, "--once").out.splitlines()]
+    assert sorted(names) == ["a: step 5", "b: step 5", "best"]
+
+
+def test_a_checkpoint_without_telemetry_has_no_timings(call, root) -> None:
+    for path in (root / "step_00000005" / "telemetry").iterdir():
+        path.unlink()
+    first = call("watch", root, "--once").out.splitlines()[0]
+    assert first.endswith("(no timings)")
+
+
+def test_a_damaged_manifest_does_not_hide_the_others(call, root) -> None:
+    flip(root / "step_00001000" / "manifest.bcp", 50)
+    ended = call("watch", root, "--once")
+    assert ended.code == 1
+    assert [" DAMAGED: " in line for line in ended.out.splitlines()] == [True, False]
+
+
+def test_each_new_checkpoint_is_a_line_until_ctrl_c(tmp_path) -> None:
+    bcp.save(tmp_path / "run", {"x": 1}, step=1)
+    command = [*PROGRAM, str(tmp_path / "run"), "--interval", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "1 checkpoint so far" in process.stdout.readline()
+        bcp.save(tmp_path / "run", {"x": 1}, step=2)
+        assert "  step 2  " in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    assert (process.returncode, rest, errors) == (130, "", "")
+
+
+def test_json_is_an_object_a_line(tmp_path) -> None:
+    command = [*PROGRAM, str(tmp_path / "run"), "--interval", "0.1", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        seen = []
+        for step in range(1, 1000):  # those that are there when it begins to watch are not printed
+            bcp.save(tmp_path / "run", {"x": 1}, step=step)
+            if select.select([process.stdout], [], [], 0.2)[0]:
+                seen.append(json.loads(process.stdout.readline()))
+                break
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert seen[0]["path"] == str(tmp_path / "run" / f"step_{seen[0]['step']:08d}")

@@ -1,0 +1,166 @@
+"""`bcp cat`: prints the values of a tensor, or of a part of it, or a plain value."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.options import LoadOptions
+
+from . import exit_codes
+from .analysis.element_values import has_values
+from .analysis.summary import PlainSummary, no_such_tensor, plain_objects
+from .arguments import AccessOptions, Opened, with_limit_option, with_link_option, with_output_options, with_step_option
+from .completion.param_types import StoredPath, TensorName
+from .render.number_format import shape_text
+from .render.terminal import Screen, print_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_DEFAULT_VALUES = 1000
+_ALL_COLUMNS = 120
+"""Width of lines that go to a file or a pipe."""
+_INDEX = re.compile(r"(?P<fqn>.+)\[(?P<index>[^\[\]]*)\]", re.DOTALL)
+_ITEM = re.compile(r"(-?\d{1,18})?(?:(:)(-?\d{1,18})?(?::(\d{1,18})?)?)?")
+
+_EXAMPLE = """\b
+Example:
+  bcp cat s3://bucket/run 'model.embed.weight[:2, -4:]'
+  bcp cat /data/run epoch --step 1000
+"""
+
+
+class PrintedPart(NamedTuple):
+    """A tensor, or a part of it, that was read."""
+
+    fqn: str
+    dtype: str
+    part: str
+    values: Tensor
+
+
+@click.command(epilog=_EXAMPLE)
+@click.argument("ckpt", type=StoredPath())
+@click.argument("name", type=TensorName(), metavar="FQN[SLICE]")
+@with_step_option()
+@with_limit_option(
+    _DEFAULT_VALUES, "Print only the first and last values of each dimension if there are more; 0 for all."
+)
+@with_link_option
+@with_output_options
+def cat(*, ckpt: str, name: str, limit: int, access: AccessOptions, as_json: bool) -> int:
+    """Print the values of one tensor of the checkpoint CKPT, of a part of it, or a plain value.
+
+    SLICE is as in Python: integers, slices with a step of 1 or more, and '...', divided by commas. Only the bytes that
+    the part needs are read, and verified. Quote it, so that the shell leaves the brackets alone.
+    """
+    opened = access.find_files(access.open_manifest(ckpt))
+    plain = [item for item in plain_objects(opened) if item.fqn == name]
+    if plain:
+        _print_plain(opened, plain, as_json=as_json)
+        return exit_codes.FINE
+    part = _read(opened, name, LoadOptions(follow_links=access.follow_links))
+    if as_json:
+        print_json(
+            {
+                "path": opened.path,
+                "step": opened.manifest.step,
+                "fqn": part.fqn,
+                "slice": part.part or None,
+                "dtype": part.dtype,
+                "shape": list(part.values.shape),
+                "values": _numpy(part.values).tolist(),
+                "objects": None,
+            }
+        )
+    else:
+        _print(part, limit)
+    return exit_codes.FINE
+
+
+def _read(opened: Opened, name: str, options: LoadOptions) -> PrintedPart:
+    """Reads a part of a tensor. Raises click.UsageError for an index that the tensor does not have."""
+    from bytecheckpoint.checkpoint import Checkpoint  # noqa: PLC0415 - torch takes seconds to import
+    from bytecheckpoint.loading.read import Source  # noqa: PLC0415
+
+    source = Source(opened.store, opened.folder, opened.manifest, options, is_exchanged=False, path=opened.path)
+    checkpoint = Checkpoint(source, opened.path)
+    fqn, index = name, ""
+    if name not in checkpoint and (found := _INDEX.fullmatch(name)):
+        fqn, index = found["fqn"], found["index"]
+    if fqn not in checkpoint:
+        raise no_such_tensor(opened.path, fqn, checkpoint)
+    view = checkpoint[fqn]
+    dtype = str(view.dtype).removeprefix("torch.")
+    if not has_values(dtype):
+        what = f"{fqn} is of {dtype}, whose elements are no single numbers; `bcp show --tensor` shows where it lies"
+        raise CheckpointMismatchError(what, kind="conflict", path=opened.path)
+    try:
+        return PrintedPart(fqn, dtype, index, view[_parse_index(index)])
+    except IndexError as error:
+        raise click.UsageError(f"{name}: {error}; the shape is {shape_text(view.shape)}") from error
+
+
+def _parse_index(text: str) -> tuple[Any, ...]:
+    """Returns the index that a text means in Python; "" is all. Raises IndexError for anything else."""
+    if not text.strip():
+        return (...,)
+    return tuple(_parse_item(item.strip()) for item in text.rstrip().removesuffix(",").split(","))
+
+
+def _parse_item(text: str) -> Any:
+    if text == "...":
+        return ...
+    found = _ITEM.fullmatch(text)
+    if found is None or not text:
+        raise IndexError(f"{text!r} is no integer, slice or '...'")
+    start, colon, stop, step = found.groups()
+    if colon is None:
+        return int(start)
+    if step is not None and not int(step):
+        raise IndexError("the step of a slice is 1 or more")
+    return slice(*(None if value is None else int(value) for value in (start, stop, step)))
+
+
+def _numpy(values: Tensor) -> Any:
+    """Returns the numbers; those that numpy has no dtype for, as one that holds each of them exactly."""
+    import torch  # noqa: PLC0415
+
+    if values.dtype == torch.complex32:
+        return values.to(torch.complex64).numpy()
+    is_wider = values.dtype.is_floating_point and values.dtype.itemsize < 4 and values.dtype != torch.float16
+    return (values.float() if is_wider else values).numpy()
+
+
+def _print(part: PrintedPart, limit: int) -> None:
+    import numpy as np  # noqa: PLC0415
+
+    screen = Screen()
+    index = f"[{part.part}]" if part.part else ""
+    screen.line(f"{part.fqn}{index}: {part.dtype}, {shape_text(part.values.shape)}", style="bold")
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _ALL_COLUMNS
+    threshold = limit or sys.maxsize
+    text = np.array2string(
+        _numpy(part.values), max_line_width=width, threshold=threshold, separator=", ", floatmode="unique"
+    )
+    for line in text.splitlines():
+        screen.line(line)
+
+
+def _print_plain(opened: Opened, plain: list[PlainSummary], *, as_json: bool) -> None:
+    if as_json:
+        objects = [{"rank": item.rank, "type": item.type, "value": item.value} for item in plain]
+        of_tensor = dict.fromkeys(("slice", "dtype", "shape", "values"))
+        about = {"path": opened.path, "step": opened.manifest.step, "fqn": plain[0].fqn}
+        print_json({**about, **of_tensor, "objects": objects})
+        return
+    screen = Screen()
+    for item in plain:
+        text = item.text if isinstance(item.value, str) and item.type != "str" else repr(item.value)
+        screen.line(text if item.rank is None else f"rank {item.rank}: {text}")

@@ -1,0 +1,1 @@
+"""Completion of commands, options, paths, steps and names of tensors in bash, zsh and fish."""

@@ -1,0 +1,92 @@
+"""Types of arguments that complete themselves: paths, steps and names of tensors. A path or a name is taken as it is:
+what is wrong with it the command says, in words that fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from bytecheckpoint.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from bytecheckpoint.manifest import Manifest
+
+_MAX_WHOLE = 40
+"""Most names that are offered whole; of more, the parts up to the next dot are offered first."""
+_PATHS = ("ckpt", "checkpoint", "root", "a", "src", "path")
+"""Names of arguments that say which checkpoint the others are about."""
+
+
+class StoredPath(click.ParamType[str]):
+    """A folder, a file or a URL. Only local ones are completed: listing a bucket at each key costs requests."""
+
+    name = "path"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        del ctx, param
+        return [] if "://" in incomplete else [CompletionItem(incomplete, type="file")]
+
+
+class TensorName(click.ParamType[str]):
+    """A name of a tensor of the checkpoint that an earlier argument names."""
+
+    name = "fqn"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        del param
+        try:
+            manifest = _manifest_of(ctx)
+        except (CheckpointError, OSError, ValueError):  # nothing to offer; the command will say why
+            return []
+        names = sorted([*manifest.tensors, *manifest.aliases]) if manifest else []
+        return [CompletionItem(name) for name in next_parts(names, incomplete)]
+
+
+def path_in(ctx: click.Context) -> str | None:
+    """Returns the checkpoint or root on the unfinished line, or None; only a local one, as of `StoredPath`."""
+    path = next((ctx.params[name] for name in _PATHS if ctx.params.get(name)), None)
+    return None if path is None or "://" in path else path
+
+
+def _manifest_of(ctx: click.Context) -> Manifest | None:
+    # A shell waits for each completion: only one of a name imports what reads checkpoints.
+    from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint, manifest_of  # noqa: PLC0415
+
+    path, step = path_in(ctx), ctx.params.get("step")
+    if path is None:
+        return None
+    return manifest_of(find_checkpoint(path, "latest" if step is None else step, Opening(None)))
+
+
+def steps_below(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+    """Returns the committed steps of the root on the line that begin with these digits, the newest first."""
+    from bytecheckpoint.storage import layout  # noqa: PLC0415 - as above
+    from bytecheckpoint.storage.open_store import open_store  # noqa: PLC0415
+
+    path = path_in(ctx)
+    if path is None:
+        return []
+    try:
+        steps = layout.committed_steps(open_store(path, storage_options=None, writer_threads=1))
+    except (CheckpointError, OSError, ValueError):
+        return []
+    words = [*map(str, reversed(steps)), "latest", "none"]
+    return [CompletionItem(word) for word in words if word.startswith(incomplete)]
+
+
+def next_parts(names: Iterable[str], incomplete: str) -> Sequence[str]:
+    """Returns the names that begin with a text; where there are many, only their parts up to the next dot."""
+    found = [name for name in names if name.startswith(incomplete)]
+    if len(found) <= _MAX_WHOLE:
+        return found
+    parts: dict[str, Any] = {}
+    for name in found:
+        dot = name.find(".", len(incomplete))
+        parts[name if dot < 0 else name[: dot + 1]] = None
+    only = list(parts)
+    # A shell would otherwise ask once more for each dot.
+    return next_parts(found, only[0]) if len(only) == 1 and only[0].endswith(".") else only

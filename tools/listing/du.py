@@ -1,0 +1,120 @@
+"""`bcp du`: adds up the bytes that checkpoints take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import click
+
+from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint
+from bytecheckpoint.storage.open_store import open_store
+
+from .. import exit_codes
+from ..analysis.checkpoint_list import list_checkpoints, read_checkpoint
+from ..arguments import AccessOptions, with_limit_option, with_output_options
+from ..completion.param_types import StoredPath
+from ..render.number_format import count_text, size_text
+from ..render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, to_json
+from .space import CheckpointSpace, EntrySpace, space_of, spaces_of, sum_entries
+
+_DEFAULT_ROWS = 40
+_NAME = "bold cyan"
+_EXAMPLE = """\b
+Example:
+  bcp du s3://bucket/run
+  bcp du /data/run/step_00001000
+"""
+
+
+def _size_or_dash(num_bytes: int) -> str:
+    return size_text(num_bytes) if num_bytes else "-"
+
+
+_CHECKPOINTS = TableShape(
+    [
+        Column("checkpoint", style=_NAME),
+        Column("data", is_right=True, drop=1),
+        Column("other", is_right=True, drop=2),
+        Column("shared", is_right=True, drop=LAST_DROP),
+        Column("stored", is_right=True),
+    ],
+    lambda space: [
+        (space.folder or ".") + ("" if space.committed else " (not committed)"),
+        size_text(space.num_bytes),
+        size_text(space.other_num_bytes),
+        _size_or_dash(space.shared_num_bytes),
+        size_text(space.stored_num_bytes),
+    ],
+)
+_ENTRIES = TableShape(
+    [
+        Column("entry", style=_NAME),
+        Column("size", is_right=True),
+        Column("share", is_right=True, drop=1),
+        Column("tied", is_right=True, drop=2),
+    ],
+    list,
+)
+
+
+@click.command(epilog=_EXAMPLE)
+@click.argument("path", type=StoredPath())
+@with_limit_option(_DEFAULT_ROWS, "Print at most this many rows of a table; 0 for all.")
+@with_output_options
+def du(*, path: str, limit: int, access: AccessOptions, as_json: bool) -> int:
+    """Add up the bytes of the checkpoints under PATH, or of the one that PATH is: by checkpoint, by top-level entry of
+    the state, and those that are shared.
+
+    data: files that the checkpoint reads. other: its manifest, telemetry and marks, and what dead saves have left
+    there. shared: files that a link reads and another checkpoint stores; they are counted there. tied: what further
+    names of tied tensors would take. Only manifests are read, and folders listed. Exit code 1 if a manifest is
+    damaged.
+    """
+    store = open_store(path, storage_options=access.storage_options, writer_threads=1)
+    spaces: list[CheckpointSpace] = []
+    with suppress(CheckpointNotFoundError):  # a file may be a checkpoint too
+        spaces = spaces_of(store, list_checkpoints(store).checkpoints)
+    if not spaces:
+        alone = find_checkpoint(path, "latest", Opening(access.storage_options))  # or raises with what is there instead
+        item = read_checkpoint(alone, None)
+        spaces = [space_of(alone, item)] if item else []
+    spaces.sort(key=lambda space: -space.stored_num_bytes)
+    entries = sum_entries(spaces)
+    if as_json:
+        totals = {
+            "num_bytes": sum(space.num_bytes for space in spaces),
+            "other_num_bytes": sum(space.other_num_bytes for space in spaces),
+            "shared_num_bytes": sum(space.shared_num_bytes for space in spaces),
+        }
+        checkpoints = [{**to_json(space), "folder": space.folder or "."} for space in spaces]
+        print_json({"path": str(store), **totals, "checkpoints": checkpoints, "entries": entries})
+    else:
+        _print(Screen(), str(store), spaces, entries, limit=limit)
+    return exit_codes.CORRUPT if any(space.problem for space in spaces) else exit_codes.FINE
+
+
+def _print(
+    screen: Screen, path: str, spaces: Sequence[CheckpointSpace], entries: Sequence[EntrySpace], *, limit: int
+) -> None:
+    stored = sum(space.stored_num_bytes for space in spaces)
+    shared = sum(space.shared_num_bytes for space in spaces)
+    of_links = f"; {size_text(shared)} more are read through links" if shared else ""
+    screen.line(f"{path}: {size_text(stored)} in {count_text(len(spaces), 'checkpoint')}{of_links}", style="bold")
+    screen.section(_CHECKPOINTS, spaces, limit=limit, rest="more: --limit 0 shows all")
+    whole = sum(entry.num_bytes for entry in entries)
+    rows = [
+        [
+            entry.name,
+            size_text(entry.num_bytes),
+            f"{entry.num_bytes / whole:.1%}" if whole else "-",
+            _size_or_dash(entry.tied_num_bytes),
+        ]
+        for entry in entries
+    ]
+    if rows:
+        screen.section(_ENTRIES, rows, limit=limit, rest="more: --limit 0 shows all")
+    for space in spaces:
+        if space.problem:
+            screen.paragraph(space.problem, style="red")

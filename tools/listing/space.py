@@ -1,0 +1,140 @@
+"""Adds up the bytes of checkpoints for `bcp du`: by checkpoint, by entry of the state, and those that several share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bytecheckpoint.formats.detect import find_file, find_folder
+from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, manifest_of
+from bytecheckpoint.info import OWN_FORMAT
+from bytecheckpoint.runtime.threads import map_jobs
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store
+
+from ..analysis.checkpoint_list import ListedCheckpoint
+from ..analysis.summary import ManifestSummary
+
+_LOOKS_IN_FLIGHT = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntrySpace:
+    """A top-level entry of one checkpoint's state."""
+
+    name: str
+    num_bytes: int
+    """Bytes of its tensors, before compression."""
+    tied_num_bytes: int
+    """Bytes that further names of its tied tensors would take if they were stored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSpace:
+    """A checkpoint, and the bytes that it takes."""
+
+    path: str
+    folder: str
+    step: int | None
+    committed: bool
+    num_bytes: int
+    """Bytes of the data files that it reads and that lie in its own folder."""
+    shared_num_bytes: int
+    """Bytes of data files that it reads and that lie elsewhere: a link to another checkpoint."""
+    other_num_bytes: int
+    """Bytes of everything else in its folder: manifest, telemetry, marks, leftovers of dead saves."""
+    entries: Sequence[EntrySpace]
+    """Empty if the manifest cannot be read."""
+    problem: str | None
+    """Error of reading the manifest."""
+
+    @property
+    def stored_num_bytes(self) -> int:
+        return self.num_bytes + self.other_num_bytes
+
+
+def spaces_of(store: Store, listed: Sequence[ListedCheckpoint]) -> list[CheckpointSpace]:
+    """Returns the space of each of the checkpoints that `list_checkpoints` has found in the store.
+
+    Raises StorageError for a store that cannot be listed, and CheckpointError for one that was deleted meanwhile.
+    """
+    return map_jobs(lambda item: space_of(_found(store, item), item), listed, num_threads=_LOOKS_IN_FLIGHT)
+
+
+def space_of(found: FoundCheckpoint, item: ListedCheckpoint) -> CheckpointSpace:
+    """Returns the space of one checkpoint. Raises as `spaces_of` does."""
+    files, linked, entries = 0, 0, list[EntrySpace]()
+    if item.committed and not item.problem:
+        manifest = manifest_of(found)
+        files, linked = sum(file.byte_length for file in manifest.files), 0
+        if manifest.linked_to:
+            files, linked = 0, files
+        entries = _entries(ManifestSummary(manifest))
+    elif not item.committed:
+        files = item.num_bytes
+    other = max(_bytes_below(found.store, item.folder) - files, 0) if item.format == OWN_FORMAT else 0
+    return CheckpointSpace(
+        path=item.path,
+        folder=item.folder,
+        step=item.step,
+        committed=item.committed,
+        num_bytes=files,
+        shared_num_bytes=linked,
+        other_num_bytes=other,
+        entries=entries,
+        problem=item.problem,
+    )
+
+
+def _found(store: Store, item: ListedCheckpoint) -> FoundCheckpoint:
+    if item.format == OWN_FORMAT:
+        return FoundCheckpoint(store, 0, item.folder, None)
+    folder, _, name = item.folder.rpartition("/")
+    size = store.list(folder).get(name) if name else None
+    if size is not None:
+        return FoundCheckpoint(store, 0, folder, find_file(store, folder, name, size))
+    return FoundCheckpoint(store, 0, item.folder, find_folder(store, item.folder, store.list(item.folder)))
+
+
+def _bytes_below(store: Store, folder: str) -> int:
+    """Returns the bytes of a checkpoint's folder, without those of other checkpoints in it."""
+    entries = store.list(folder)
+    own = [name for name, size in entries.items() if size is None and layout.parse_step(name) is None]
+    below = sum(_all_bytes(store, join_name(folder, name)) for name in own if not _is_checkpoint(store, folder, name))
+    return below + sum(size or 0 for size in entries.values())
+
+
+def _is_checkpoint(store: Store, folder: str, name: str) -> bool:
+    return name != layout.DATA_FOLDER and layout.has_manifest(store.list(join_name(folder, name)))
+
+
+def _all_bytes(store: Store, folder: str) -> int:
+    entries: Mapping[str, int | None] = store.list(folder)
+    inside = [join_name(folder, name) for name, size in entries.items() if size is None]
+    return sum(size or 0 for size in entries.values()) + sum(_all_bytes(store, name) for name in inside)
+
+
+def _entries(summary: ManifestSummary) -> list[EntrySpace]:
+    tied: dict[str, int] = {}
+    for tensor in summary.tensors:
+        if tensor.alias_of:
+            name = tensor.fqn.split(".", 1)[0]
+            tied[name] = tied.get(name, 0) + tensor._replace(alias_of=None).num_bytes
+    totals = {total.name: total.num_bytes for total in summary.entries}
+    return [
+        EntrySpace(name=name, num_bytes=totals.get(name, 0), tied_num_bytes=tied.get(name, 0))
+        for name in dict.fromkeys([*totals, *tied])
+    ]
+
+
+def sum_entries(spaces: Sequence[CheckpointSpace]) -> list[EntrySpace]:
+    """Returns each entry, summed over checkpoints, the largest first."""
+    sums: dict[str, list[int]] = {}
+    for space in spaces:
+        for entry in space.entries:
+            total = sums.setdefault(entry.name, [0, 0])
+            total[0] += entry.num_bytes
+            total[1] += entry.tied_num_bytes
+    rows = [EntrySpace(name=name, num_bytes=own, tied_num_bytes=tied) for name, (own, tied) in sums.items()]
+    return sorted(rows, key=lambda entry: -entry.num_bytes)
