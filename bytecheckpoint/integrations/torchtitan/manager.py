@@ -151,7 +151,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
             options = replace(options, snapshot="lazy")
         if step in self._replaceable:
             options = replace(options, overwrite=True)
-        record = self._folders.record(model_only=model_only) if self._folders is not None else None
+        record = self._folders.record(step, model_only=model_only) if self._folders is not None else None
         handle = api.save(
             filesystem.join(self.folder, f"step-{step}"),
             state,
@@ -162,7 +162,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
         )
         self._replaceable.discard(step)
         if self._folders is not None:
-            self._folders.keep_newest(handle, self.keep_latest_k)
+            self._folders.keep_newest(handle, step, self.keep_latest_k)
         if async_save:
             self._handle, self.save_future = handle, SaveFuture(handle)
         else:

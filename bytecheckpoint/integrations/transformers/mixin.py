@@ -6,7 +6,8 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,8 @@ from bytecheckpoint.integrations.transformers.folders import (
     TrainerRecord,
     find_given,
     find_newest,
-    is_committed,
+    find_record,
     put_trainer_state,
-    read_folder,
 )
 from bytecheckpoint.integrations.transformers.saves import BesideFiles, Limit, TrainerSaves
 from bytecheckpoint.manager.agreement.decisions import Decisions
@@ -120,6 +120,8 @@ class BcpTrainerMixin(Trainer):
                 saves.finish()
             except CheckpointError:
                 logger.exception("the last save of the training before failed")
+            finally:
+                saves.close()
 
     def _bcp_find(self, wanted: str | bool | None) -> Resume:  # noqa: FBT001  as for train
         """Finds the checkpoint to go on from, on rank 0."""
@@ -133,12 +135,15 @@ class BcpTrainerMixin(Trainer):
             put_trainer_state(found.path, found.record)
             return Resume(found.path, found.record.without_state())
 
-        doing = f"looking for a checkpoint in {self.args.output_dir}"
-        decisions = Decisions(None, self.args.output_dir, timeout_s=self.bcp_options.timeout_s)
-        found = decisions.hear(doing, find, Resume)
+        found = self._bcp_hear(f"looking for a checkpoint in {self.args.output_dir}", find)
         if found.refusal:
             raise ValueError(found.refusal)
         return found
+
+    def _bcp_hear(self, doing: str, find: Callable[[], Resume]) -> Resume:
+        """Returns on all ranks what rank 0 finds."""
+        decisions = Decisions(None, self.args.output_dir, timeout_s=self.bcp_options.timeout_s)
+        return decisions.hear(doing, find, Resume)
 
     def _validate_args(self) -> None:
         super()._validate_args()
@@ -257,22 +262,21 @@ class BcpTrainerMixin(Trainer):
         """Loads the model; in `train`, nothing: the optimizer is loaded with the model, once there is one."""
         if self._bcp_stop is not None and self._bcp_resume.record is not None:
             return
-        if is_committed(resume_from_checkpoint):
-            self._bcp_load_model(resume_from_checkpoint, model)
-        else:
+        if not self._bcp_load_model(resume_from_checkpoint, model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        if not is_committed(best):
+        if not self._bcp_load_model(self.state.best_model_checkpoint, None):
             super()._load_best_model()  # of steps before the mixin came in
-            return
-        self._bcp_load_model(best, None)
 
-    def _bcp_load_model(self, path: str, model: nn.Module | None) -> None:
+    def _bcp_load_model(self, path: str, model: nn.Module | None) -> bool:
+        """Loads the model, on all ranks; returns False if the mixin has saved no checkpoint there."""
+        record = self._bcp_hear(f"looking at {path}", partial(find_record, path)).record
+        if record is None:
+            return False
         model = self.model if model is None else model
-        part = adapters_of(model) if read_folder(path).record.adapters_only else model
-        api.load(path, {"model": part}, step=None)
+        api.load(path, {"model": adapters_of(model) if record.adapters_only else model}, step=None)
+        return True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads all that is in the checkpoint: model, optimizer and scheduler are ready here in every setting."""
