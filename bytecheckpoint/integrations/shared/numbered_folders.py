@@ -100,7 +100,8 @@ class NumberedFolders:
         self._first_to_go: set[str] = set()
         """Save ids of checkpoints that training has left by going back to an earlier one."""
         self._next_sequence = 0
-        self._damaged: dict[int, CheckpointError] = {}
+        self.damaged: dict[int, CheckpointError] = {}
+        """Errors of damaged checkpoints by number, as `committed` has found them last."""
         self._changed = threading.Condition()
         self._saving: set[int] = set()
         self._num_awaited = 0
@@ -139,14 +140,14 @@ class NumberedFolders:
             except CheckpointNotFoundError:  # deleted meanwhile
                 continue
             except _DAMAGED as error:
-                if number not in self._damaged:
+                if number not in self.damaged:
                     logger.warning("%s is passed over, and stays as it is: %s", self.path_of(number), error.message)
-                self._damaged[number] = error
+                self.damaged[number] = error
                 continue
-            self._damaged.pop(number, None)
+            self.damaged.pop(number, None)
             found += [] if folder is None else [folder]
-        if to_load and not found and self._damaged:
-            raise self._damaged[max(self._damaged)]
+        if to_load and not found and self.damaged:
+            raise self.damaged[max(self.damaged)]
         return sorted(
             found, key=lambda each: (each.save_id not in self._first_to_go, each.record.sequence, each.number)
         )

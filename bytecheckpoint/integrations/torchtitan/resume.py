@@ -67,7 +67,8 @@ def _resume(
         )
     if not read_only:
         folders.begin(resumed=folder.save_id)
-    steps = sorted(each.number for each in found if each.number > folder.number)
+    there = (*(each.number for each in found), *folders.damaged)
+    steps = sorted(number for number in there if number > folder.number)
     return LoadChoice(path=folder.path, model_only=is_seed, replaceable=steps)
 
 
