@@ -19,6 +19,7 @@ from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.integrations.dcp.calls import SaveFuture
 from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
+from bytecheckpoint.integrations.shared.loader_state import loader_state
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.model_weights import load_weights, save_weights
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolders
@@ -283,10 +284,7 @@ def _data_state(dataloader: Any, elastic: Elastic | None) -> DataLoaderState | N
         return None
     rank = getattr(dataloader, "dp_rank", rank_in(None))
     size = getattr(dataloader, "dp_world_size", size_of(None))
-    state = DataLoaderState(dataloader, rank=rank, size=size, elastic=elastic or "exact")
-    if elastic is None and state.keyed_by == "rank":
-        state = DataLoaderState(dataloader, rank=rank, size=size, elastic="same")
-    return state
+    return loader_state(dataloader, rank=rank, size=size, elastic=elastic)
 
 
 def _glob_of(name: str, *, others: Collection[str]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from bytecheckpoint import api
+from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import LoadReport
@@ -36,6 +37,8 @@ try:
     from transformers import Trainer
     from transformers.trainer_callback import ExportableState
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+    from bytecheckpoint.integrations.transformers.train_loader import RestOfPass, train_loader_state
 except ImportError as error:
     raise missing_framework("transformers", "transformers[torch] >= 5.23") from error
 
@@ -59,6 +62,9 @@ class BcpTrainerMixin(Trainer):
     """Options of each save; an existing checkpoint of the same step is replaced whatever they say."""
     bcp_save_base: bool = False
     """With PEFT, the frozen base model is saved as well."""
+    bcp_elastic: Elastic | None = None
+    """Treatment of a train loader that has a state on another number of ranks, see DataLoaderState. None is `exact` for
+    loaders of streams, and `same`, which refuses another number, for others."""
     bcp_signals: Sequence[str] = ("SIGTERM",)
     """Signals on which training saves and ends, on any rank."""
     bcp_stop_reason: str = ""
@@ -67,8 +73,13 @@ class BcpTrainerMixin(Trainer):
     _bcp_stop: AgreedStop | None = None
     """None outside of `train`."""
     _bcp_saves: TrainerSaves | None = None
+    _bcp_rest: RestOfPass | None = None
+    _bcp_is_in_place = False
+    """True until the first pass over a train loader that was loaded."""
     _bcp_resume = Resume()
     _bcp_report: LoadReport | None = None
+    _bcp_data: DataLoaderState | None = None
+    """Of the train loader, if that has a state."""
 
     def train(
         self,
@@ -92,7 +103,7 @@ class BcpTrainerMixin(Trainer):
         timeout_s = self.bcp_options.timeout_s
         self._bcp_end_earlier()
         self._bcp_resume = self._bcp_find(resume_from_checkpoint)
-        self._bcp_report, self.bcp_stop_reason = None, ""
+        self._bcp_report, self._bcp_rest, self._bcp_is_in_place, self.bcp_stop_reason = None, None, False, ""
         self._bcp_stop = AgreedStop(self.args.output_dir, signals=self.bcp_signals, timeout_s=timeout_s)
         try:
             output = super().train(self._bcp_resume.path or None, *args, **kwargs)
@@ -231,6 +242,8 @@ class BcpTrainerMixin(Trainer):
             scaler = getattr(self.accelerator, "scaler", None)
             if scaler is not None:
                 state["extra_state"] = {"scaler": scaler}
+            if self._bcp_data is not None:
+                state["data"] = self._bcp_data
         return state
 
     def _bcp_note_best(self, saves: TrainerSaves, run_dir: str) -> None:
@@ -286,6 +299,28 @@ class BcpTrainerMixin(Trainer):
             return
         wanted = _present(self._bcp_state(adapters_only=record.adapters_only, model_only=False), record)
         self._bcp_report = api.load(checkpoint, wanted, step=None)
+        self._bcp_is_in_place = "data" in wanted
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepares as the Trainer does. What it loads has the position of a train loader with a state of its own."""
+        self._bcp_data = train_loader_state(
+            train_dataloader, rank=self.args.process_index, size=self.args.world_size, elastic=self.bcp_elastic
+        )
+        return super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
+
+    def _run_epoch(self, *, train_dataloader: Any, steps_trained_in_current_epoch: int, **kwargs: Any) -> None:
+        if self._bcp_data is not None and self._bcp_is_in_place:
+            self._bcp_is_in_place = False
+            if hasattr(train_dataloader, "set_epoch"):
+                train_dataloader.set_epoch(kwargs["epoch"])
+            num_to_skip = 0 if self.args.ignore_data_skip else steps_trained_in_current_epoch
+            self._bcp_rest = RestOfPass(self._bcp_data, num_to_skip=num_to_skip)
+            train_dataloader = self._bcp_rest.as_loader()
+        super()._run_epoch(
+            train_dataloader=train_dataloader,
+            steps_trained_in_current_epoch=steps_trained_in_current_epoch,
+            **kwargs,
+        )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Sets random numbers as the load has set them: the first batch is there, whose loader drew some."""
@@ -293,6 +328,8 @@ class BcpTrainerMixin(Trainer):
             super()._load_rng_state(checkpoint)
         elif self._bcp_resume.record is not None and "rng" in self._bcp_resume.record.entries:
             self._bcp_report.restore_rng()
+            if self._bcp_rest is not None:
+                self._bcp_rest.draw_as_begun()
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         if self._bcp_saves is not None:
@@ -311,7 +348,7 @@ class BcpTrainerMixin(Trainer):
 
 def _present(state: Mapping[str, Any], record: TrainerRecord) -> dict[str, Any]:
     """Returns the part of the state that the checkpoint has."""
-    absent = [name for name in state if name not in record.entries]
+    absent = [name for name in state if name not in record.entries and name != "data"]  # in which batches are skipped
     if absent:
         logger.warning("the checkpoint has no %s, as with save_only_model=True: they begin anew", ", ".join(absent))
     return {name: value for name, value in state.items() if name in record.entries}
