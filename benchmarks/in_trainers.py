@@ -121,7 +121,7 @@ def measure_memory(new_pool: Any, name: str, folder: Path) -> int:
     for saves in (0, SAVES):
         with new_pool() as pool:
             train_once(pool, name, folder, saves=saves)
-            with PeakMemory(lambda: memory_of(pool.sessions)) as peak:  # noqa: B023 - read within the loop
+            with PeakMemory(lambda: memory_of(pool.sessions)) as peak:
                 before = memory_of(pool.sessions)
                 train_once(pool, name, folder, saves=saves)
             peaks.append(before + peak.bytes)

@@ -4,11 +4,10 @@ and the choice of a checkpoint are those of Megatron-LM, whose fields the config
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import distributed as dist
 
 from bytecheckpoint import api
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
@@ -21,8 +20,10 @@ from bytecheckpoint.integrations.megatron.folder import (
     find,
     name_of,
     non_persistent_root,
+    numbered_folders,
 )
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
+from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolder, NumberedFolders
 from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder, folder_at
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.saving.in_flight import process_state
@@ -38,8 +39,6 @@ except ImportError as error:
 
 __all__ = ["BcpBridgeManager"]
 
-_ITERATION = re.compile(r"iter_([0-9]{7,})").fullmatch
-
 
 class BcpBridgeManager:
     """Saves and loads the training of Megatron-Bridge. Its constructor takes the CheckpointConfig, as Bridge calls it.
@@ -52,6 +51,7 @@ class BcpBridgeManager:
 
     def __init__(self, checkpoint_config: Any) -> None:
         self.config = checkpoint_config
+        self._folders: dict[str, NumberedFolders] = {}
 
     def save(self, ctx: Any, callback_manager: Any | None = None) -> None:
         """Saves at `iter_<step>`, with all ranks together; in the background if the configuration has `async_save`.
@@ -77,7 +77,10 @@ class BcpBridgeManager:
             "checkpoint_version": VERSION,
             "args": {name: value.item() for name, value in train_state.state_dict().items()},
         }
-        before: list[str | None] = []
+        num_kept = 1 if ctx.non_persistent_ckpt else config.most_recent_k
+        folders = self._numbered(folder) if num_kept is not None and num_kept > 0 and dist.get_rank() == 0 else None
+        if folders is not None:
+            folders.record(train_state.step)
         handle = folder.save(
             name_of(train_state.step),
             state,
@@ -85,12 +88,11 @@ class BcpBridgeManager:
             async_save=config.async_save,
             metadata={METADATA: described},
             options=self.bcp_options,
-            on_tracked=before.append,
+            on_tracked=bool,
         )
-        num_kept = 1 if ctx.non_persistent_ckpt else config.most_recent_k
-        if num_kept is not None and num_kept > 0:
+        if folders is not None:
             step = train_state.step
-            handle.add_done_callback(lambda _: _keep_newest(folder, before, step, num_kept))
+            folders.retire_after(handle, step, lambda: _before(folders, step, num_kept))
 
     def load(self, ctx: Any) -> tuple[int, float]:
         """Fills model, optimizer, scheduler and the state of training. Returns the step and the number of operations.
@@ -128,11 +130,19 @@ class BcpBridgeManager:
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:  # noqa: FBT001, FBT002 - Bridge's signature
         """Waits for saves in the background if `blocking` or `terminate`. The error of one is raised by the next save,
-        or ends the process.
+        or ends the process. Waits for deletions too if `terminate`.
         """
         del state
         if blocking or terminate:
             process_state().saves.wait_until_ended()
+        for folders in self._folders.values() if terminate else ():
+            folders.wait(self.bcp_options.timeout_s)
+
+    def _numbered(self, folder: TrackedFolder) -> NumberedFolders:
+        """Returns the checkpoints of a folder, on rank 0, the same ones for all saves of the run."""
+        if folder.root not in self._folders:
+            self._folders[folder.root] = numbered_folders(folder)
+        return self._folders[folder.root]
 
     def _folder(self, root: str) -> TrackedFolder:
         timeout_s = self.bcp_options.timeout_s
@@ -149,12 +159,8 @@ def _random_numbers(ctx: Any) -> RngState:
     return RngState(elastic="keep", at=at)
 
 
-def _keep_newest(folder: TrackedFolder, before: Sequence[str | None], step: int, num_kept: int) -> None:
-    """Deletes the checkpoints before this step, but for as many as are kept. `before` is empty if the save has failed,
-    and on ranks other than rank 0: then nothing is deleted.
-    """
-    # Checkpoints of later steps, which training has left or has saved meanwhile, do not count: they would push out the
-    # newest one.
-    steps = sorted(int(match[1]) for match in map(_ITERATION, folder.committed()) if match) if before else []
-    for each in [each for each in steps if each <= step][:-num_kept]:
-        folder.delete(name_of(each))
+def _before(folders: NumberedFolders, step: int, num_kept: int) -> list[NumberedFolder]:
+    """Returns the checkpoints up to this step but for as many as are kept."""
+    # Those of later steps, which training has left or has saved meanwhile, do not count: they would push out the newest
+    # one.
+    return [folder for folder in folders.committed() if folder.number <= step][:-num_kept]

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import bytecheckpoint as bcp
+from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolders
 from bytecheckpoint.manager import retention
 
 
 def save(folders: NumberedFolders, number: int, *, num_kept: int = 0) -> bcp.SaveHandle:
-    metadata = folders.record().as_metadata()
+    metadata = folders.record(number).as_metadata()
     options = bcp.SaveOptions(overwrite=True)
     handle = bcp.save(folders.path_of(number), {"model": {"w": torch.ones(4)}}, metadata=metadata, options=options)
-    folders.keep_newest(handle, num_kept)
+    folders.keep_newest(handle, number, num_kept)
     return handle
 
 
@@ -60,13 +62,93 @@ def test_a_killed_deletion_is_finished_by_the_next_run(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(retention, "_delete_all", killed)
         save(folders, 2)
-        folders._num_kept = 1
+        folders._choose = lambda: folders.committed()[:-1]
         with pytest.raises(KeyboardInterrupt):
-            folders._delete_old()
+            folders._delete_due()
     assert numbers(folders) == [2]
     assert (tmp_path / "step-1/data").is_dir()
-    NumberedFolders(tmp_path, "step-", storage_options=None).begin()
+    again = NumberedFolders(tmp_path, "step-", storage_options=None)
+    again.begin()
+    again.close(60)
     assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
+def test_a_deletion_that_failed_in_the_middle_is_finished_by_the_next_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = NumberedFolders(tmp_path, "step-", storage_options=None)
+    folders.begin()
+    save(folders, 1)
+    delete_all, failures = retention._delete_all, [OSError("the disk is gone")]
+
+    def fail_once(*arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+        delete_all(*arguments)
+
+    monkeypatch.setattr(retention, "_delete_all", fail_once)
+    save(folders, 2, num_kept=1)
+    folders.close(60)
+    assert not failures
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
+def test_what_is_being_saved_again_is_not_deleted_meanwhile(tmp_path: Path) -> None:
+    folders = NumberedFolders(tmp_path, "step-", storage_options=None)
+    folders.begin()
+    for number in (1, 2):
+        save(folders, number)
+    folders.record(1)
+    folders.retire(lambda: folders.committed()[:-1])
+    folders.close(60)
+    assert numbers(folders) == [1, 2]
+
+
+def test_files_of_others_stay_with_their_folder(tmp_path: Path) -> None:
+    removed: list[str] = []
+    folders = NumberedFolders(tmp_path, "step-", storage_options=None, remove_beside=removed.append)
+    folders.begin()
+    save(folders, 1)
+    (tmp_path / "step-1/note").write_text("mine")
+    (tmp_path / "step-1/data/note").write_text("mine")
+    save(folders, 2, num_kept=1)
+    folders.close(60)
+    left = sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / "step-1").rglob("*"))
+    assert left == ["step-1/data", "step-1/data/note", "step-1/note"]
+    assert removed == [str(tmp_path / "step-1")]
+
+
+@pytest.mark.parametrize("damaged", [1, 3], ids=["the oldest", "the newest"])
+def test_a_damaged_one_is_named_and_neither_counts_nor_goes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: int
+) -> None:
+    folders = NumberedFolders(tmp_path, "step-", storage_options=None)
+    folders.begin()
+    for number in (1, 2, 3):
+        save(folders, number)
+    (tmp_path / f"step-{damaged}/manifest.bcp").write_bytes(b"damaged")
+    others = [number for number in (1, 2, 3) if number != damaged]
+    again = NumberedFolders(tmp_path, "step-", storage_options=None)
+    again.begin()
+    assert [folder.number for folder in again.committed(to_load=True)] == others
+    assert caplog.text.count("is passed over") == 1
+    assert f"step-{damaged}" in caplog.text
+    save(again, 4, num_kept=2)
+    again.close(60)
+    assert numbers(again) == [others[-1], 4]
+    assert (tmp_path / f"step-{damaged}/manifest.bcp").exists()
+    with pytest.raises(CheckpointCorruptError):
+        again.read(damaged)
+
+
+def test_a_damaged_one_without_another_is_an_error_where_one_is_to_be_loaded(tmp_path: Path) -> None:
+    folders = NumberedFolders(tmp_path, "step-", storage_options=None)
+    folders.begin()
+    save(folders, 1)
+    (tmp_path / "step-1/manifest.bcp").write_bytes(b"damaged")
+    assert folders.committed() == []
+    with pytest.raises(CheckpointCorruptError):
+        folders.committed(to_load=True)
 
 
 def test_other_folders_and_unfinished_saves_stay_and_do_not_count(tmp_path: Path) -> None:
@@ -85,13 +167,14 @@ def test_other_folders_and_unfinished_saves_stay_and_do_not_count(tmp_path: Path
 
 def test_the_one_that_a_restart_goes_on_from_stays(tmp_path: Path) -> None:
     named = [1]
-    folders = NumberedFolders(tmp_path, "step-", storage_options=None, resumed_next=lambda: named[0])
+    folders = NumberedFolders(tmp_path, "step-", storage_options=None)
     folders.begin()
     for number in (1, 2, 3):
-        save(folders, number, num_kept=1)
+        handle = save(folders, number)
+    folders.retire_after(handle, 3, lambda: [each for each in folders.committed()[:-1] if each.number != named[0]])
     folders.wait(60)
     assert numbers(folders) == [1, 3]
     named[0] = 3
-    folders.delete_again()
+    folders.retire_again()
     folders.close(60)
     assert numbers(folders) == [3]

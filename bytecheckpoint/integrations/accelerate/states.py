@@ -14,7 +14,7 @@ from typing import Any
 
 from bytecheckpoint import api
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
-from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
+from bytecheckpoint.errors import CheckpointNotFoundError
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolders
@@ -48,6 +48,13 @@ _REFUSED = {
 }
 _PREFIX = "checkpoint_"
 _NAME = re.compile(rf"{_PREFIX}(\d+)\Z")
+_FILE_OF_ACCELERATE = re.compile(
+    r"(?:pytorch_)?model(?:_\d+|-\d{5}-of-\d{5}|_fsdp(?:_\d+)?(?:_rank\d+)?)?\.(?:bin|safetensors)(?:\.index\.json)?"
+    r"|(?:optimizer|scheduler|sampler|dl_state_dict)(?:_\d+)?\.bin"
+    r"|scaler\.pt|(?:random_states|custom_checkpoint)_\d+\.pkl"
+)
+_FOLDER_OF_ACCELERATE = re.compile(r"(?:pytorch_model_fsdp|optimizer)_\d+")
+"""Names of what `Accelerator.save_state` writes."""
 _FOLDERS: MutableMapping[Any, NumberedFolders] = weakref.WeakKeyDictionary()
 """The checkpoints of each Accelerator's project that this process has saved into, on rank 0."""
 
@@ -61,7 +68,8 @@ def save_state(
     Args:
         accelerator: The Accelerator that has prepared and registered it all.
         path: As for `bytecheckpoint.save`. None takes `checkpoints/checkpoint_<iteration>` of the project, and keeps
-            `total_limit` checkpoints there: older ones are deleted once this one is committed.
+            `total_limit` checkpoints there: older ones are deleted in the background once this one is committed, with
+            the files of accelerate beside them. Files of others stay.
         async_save: Return as soon as the state may change, and write in the background.
         arguments: The other arguments of `bytecheckpoint.save`: `step`, `metadata`, `options`, `storage_options`, ...
 
@@ -83,16 +91,20 @@ def save_state(
         )
     if root:
         record = _decide(
-            root, arguments, SaveOptions(), lambda: _folders_of(accelerator, root, arguments).record(), FolderRecord
+            root,
+            arguments,
+            SaveOptions(),
+            lambda: _folders_of(accelerator, root, arguments).record(project.iteration),
+            FolderRecord,
         )
         arguments["metadata"] = {**(arguments.get("metadata") or {}), **record.as_metadata()}
     state = _state_of(accelerator, _saved_models(accelerator, place), loads=False)
     handle = api.save(place, state, async_save=async_save, **arguments)
     if root:
+        if accelerator.is_main_process:
+            limit = 0 if project.total_limit is None else max(project.total_limit, 1)
+            _FOLDERS[accelerator].keep_newest(handle, project.iteration, limit)
         project.iteration += 1
-        if project.total_limit is not None and accelerator.is_main_process:
-            folders, limit = _FOLDERS[accelerator], project.total_limit
-            handle.add_done_callback(lambda _: _delete_old(folders, limit))
     return handle
 
 
@@ -219,11 +231,8 @@ def _decide(root: str, arguments: Mapping[str, Any], default: SaveOptions | Load
 
 
 def _folders_in(root: str, arguments: Mapping[str, Any]) -> NumberedFolders:
-    def remove_rest(path: str) -> None:
-        with suppress(FileNotFoundError):  # stores may remove the folder with the last file
-            shutil.rmtree(path)  # as accelerate does: hooks have put their files there
-
-    return NumberedFolders(root, _PREFIX, storage_options=arguments.get("storage_options"), on_deleted=remove_rest)
+    options = arguments.get("storage_options")
+    return NumberedFolders(root, _PREFIX, storage_options=options, remove_beside=_remove_files_of_accelerate)
 
 
 def _folders_of(accelerator: Any, root: str, arguments: Mapping[str, Any]) -> NumberedFolders:
@@ -237,10 +246,12 @@ def _folders_of(accelerator: Any, root: str, arguments: Mapping[str, Any]) -> Nu
 
 
 def _newest(root: str, arguments: Mapping[str, Any]) -> str:
-    """Returns the checkpoint that was committed last, which is not the highest number where training has gone back."""
+    """Returns the checkpoint that was committed last, which is not the highest number where training has gone back.
+    A damaged one is passed over where another is there.
+    """
 
     def find() -> str:
-        committed = _folders_in(root, arguments).committed()
+        committed = _folders_in(root, arguments).committed(to_load=True)
         return committed[-1].path if committed else ""
 
     found: str = _decide(root, arguments, LoadOptions(), find, str)
@@ -258,14 +269,12 @@ def _nothing_in(root: str) -> CheckpointNotFoundError:
     )
 
 
-def _delete_old(folders: NumberedFolders, limit: int) -> None:
-    """Deletes the checkpoints beyond the limit that were committed first, whole folders as accelerate does. Runs after
-    a commit: one that failed deletes nothing that the limit allows.
-    """
-    try:
-        folders.delete_oldest(max(limit, 1))
-    except (CheckpointError, OSError):
-        logger.exception(
-            "checkpoints of %s beyond total_limit were not all deleted; the next save tries again",
-            showable_url(folders.root),
-        )
+def _remove_files_of_accelerate(path: str) -> None:
+    """Removes the files that accelerate itself writes, beside a checkpoint that is gone."""
+    with suppress(FileNotFoundError):  # stores may remove the folder with the last file
+        for each in list(Path(path).iterdir()):
+            if each.is_dir() and not each.is_symlink():
+                if _FOLDER_OF_ACCELERATE.fullmatch(each.name) and (each / ".metadata").is_file():
+                    shutil.rmtree(each)
+            elif _FILE_OF_ACCELERATE.fullmatch(each.name):
+                each.unlink()

@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from bytecheckpoint import api
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, UnsafeCheckpointError
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.open_store import is_plain_path, open_store
@@ -41,7 +41,7 @@ class ChosenCheckpoint(NamedTuple):
 
 def find_checkpoint(path: str, storage_options: Mapping[str, Any] | None, *, is_chosen: bool) -> ChosenCheckpoint:
     """Returns the checkpoint at a path. Where Lightning has chosen the path and nothing was committed there, the
-    committed one beside it with the highest global step is taken, with a warning.
+    committed one beside it with the highest global step is taken, with a warning; a damaged one is passed over.
 
     Raises CheckpointNotFoundError if nothing is committed there, or beside it.
     """
@@ -87,9 +87,14 @@ def _newest_beside(path: str, storage_options: Mapping[str, Any] | None) -> str 
     store = open_store(folder, storage_options=storage_options, writer_threads=1)
     committed: list[tuple[int, str]] = []
     for name, num_bytes in store.list("").items():
-        if num_bytes is None and layout.has_manifest(store.list(name)):
+        if num_bytes is not None or not layout.has_manifest(store.list(name)):
+            continue
+        try:
             metadata = layout.read_manifest(store, name).metadata
-            committed.append((int(metadata.get(GLOBAL_STEP, -1)), name))
+        except (CheckpointCorruptError, UnsafeCheckpointError) as error:
+            logger.warning("%s is passed over: %s", showable_url(folder + separator + name), error.message)
+            continue
+        committed.append((int(metadata.get(GLOBAL_STEP, -1)), name))
     return folder + separator + max(committed)[1] if committed else None
 
 

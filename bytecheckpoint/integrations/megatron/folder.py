@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +13,9 @@ import msgspec
 from bytecheckpoint import api
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
 from bytecheckpoint.info import OWN_FORMAT
+from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolder, NumberedFolders
 from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder
+from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.storage.paths import join_name
 
 logger = logging.getLogger("bytecheckpoint")
@@ -26,6 +27,7 @@ METADATA = "megatron"
 VERSION = 3.0
 """Version of Megatron's checkpoints whose conventions about weights hold."""
 _NON_PERSISTENT = "non_persistent"
+_PREFIX, _WIDTH = "iter_", 7
 
 
 class FoundIteration(msgspec.Struct):
@@ -110,19 +112,44 @@ def _described(folder: TrackedFolder, name: str) -> FoundIteration:
         return FoundIteration(path=path, name=name, has_rng="rng" in entries, has_rerun="rerun" in entries, **fields)
 
 
-def retire(folder: TrackedFolder, before: Sequence[str | None], iteration: int, interval: int) -> None:
-    """Deletes the checkpoint that was the newest `before`, unless it is one of every `interval` iterations; with 0, it
-    is deleted in any case. Nothing was the newest if the save has failed, and on ranks other than rank 0.
-    """
-    for text in before:
-        replaced = _iteration_in(text) if text and text.isdecimal() else 0
-        if replaced > 0 and replaced != iteration and (not interval or replaced % interval):
-            folder.delete(name_of(replaced))
+class ReplacedCheckpoints:
+    """The checkpoints of one folder that are to go once another is the newest. Rank 0 has it, for the whole run."""
+
+    def __init__(self, folder: TrackedFolder) -> None:
+        self.folders = numbered_folders(folder)
+        self._replaced: set[int] = set()
+
+    def note(self, text: str | None) -> None:
+        """Takes what the tracker file held before a save."""
+        if text and text.isdecimal():
+            self._replaced.add(int(text))
+
+    def going(self, iteration: int, interval: int) -> list[NumberedFolder]:
+        """Returns those before this iteration but for one of every `interval`; with 0, all of them."""
+        going = []
+        for number in sorted(self._replaced - {0, iteration}):
+            folder = self.folders.read(number) if not interval or number % interval else None
+            if folder is None:
+                self._replaced.discard(number)
+            else:  # until it is gone: a deletion may fail
+                going.append(folder)
+        return going
+
+    def close(self, _: SaveHandle, *, timeout_s: float) -> None:
+        """Waits for the deletions."""
+        self.folders.close(timeout_s)
+
+
+def numbered_folders(folder: TrackedFolder) -> NumberedFolders:
+    """Returns the checkpoints of a folder by number, for their deletion."""
+    folders = NumberedFolders(folder.root, _PREFIX, width=_WIDTH, storage_options=folder.storage_options)
+    folders.finish_begun()
+    return folders
 
 
 def name_of(iteration: int) -> str:
     """Returns the name of a checkpoint's folder."""
-    return f"iter_{iteration:07d}"
+    return f"{_PREFIX}{iteration:0{_WIDTH}}"
 
 
 def _iteration_in(text: str) -> int:

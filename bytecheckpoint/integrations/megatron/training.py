@@ -21,10 +21,10 @@ from bytecheckpoint.integrations.megatron.folder import (
     TRACKER,
     VERSION,
     FoundIteration,
+    ReplacedCheckpoints,
     find,
     name_of,
     non_persistent_root,
-    retire,
 )
 from bytecheckpoint.integrations.megatron.plain import plain_arguments, with_classes, without_classes
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
@@ -48,6 +48,8 @@ logger = logging.getLogger("bytecheckpoint")
 
 _COUNTS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 """Arguments that are positions of training, which a resumed run takes from the checkpoint."""
+_OF_RUN = "bytecheckpoint "
+"""Begin of a key in Megatron's context, before the folder."""
 
 
 def install(*, options: SaveOptions | None = None, storage_options: dict[str, Any] | None = None) -> None:
@@ -89,7 +91,8 @@ def save_checkpoint(  # noqa: PLR0917 - Megatron's signature
         optimizer: Of `get_megatron_optimizer`, or None.
         opt_param_scheduler: Megatron's scheduler, or None.
         num_floating_point_operations_so_far: As Megatron counts them.
-        checkpointing_context: Not needed.
+        checkpointing_context: That of the run, which keeps what deletes old checkpoints in the background. Without one,
+            a save ends after the deletion.
         non_persistent_ckpt: Save to the folder of checkpoints of which only the newest is kept.
         train_data_iterator: That of training, for the rerun state, and for loaders that save themselves.
         release: Save as the model that is released, without an iteration.
@@ -102,7 +105,6 @@ def save_checkpoint(  # noqa: PLR0917 - Megatron's signature
         StorageError: The checkpoint is committed, and the tracker file could not be written; and others of the store.
         CheckpointError: As `bytecheckpoint.save` raises it.
     """
-    del checkpointing_context
     args, options = get_args(), options or SaveOptions()
     _refuse_unsupported(args, others, kind=args.non_persistent_ckpt_type if non_persistent_ckpt else None)
     root = non_persistent_root(args, args.save) if non_persistent_ckpt else args.save
@@ -126,7 +128,13 @@ def save_checkpoint(  # noqa: PLR0917 - Megatron's signature
         "checkpoint_version": VERSION,
         "args": plain_arguments(args),
     }
-    before: list[str | None] = []
+    interval = 0 if non_persistent_ckpt else getattr(args, "save_retain_interval", None)
+    replaced = None
+    if interval is not None and dist.get_rank() == 0:
+        known = checkpointing_context if checkpointing_context is not None else {}
+        replaced = known.get(_OF_RUN + root) or ReplacedCheckpoints(folder)
+        known[_OF_RUN + root] = replaced
+        replaced.folders.record(iteration)
     handle = folder.save(
         RELEASE if release else name_of(iteration),
         state,
@@ -134,11 +142,12 @@ def save_checkpoint(  # noqa: PLR0917 - Megatron's signature
         async_save=args.async_save,
         metadata={METADATA: described},
         options=options,
-        on_tracked=before.append,
+        on_tracked=bool if replaced is None else replaced.note,
     )
-    interval = 0 if non_persistent_ckpt else getattr(args, "save_retain_interval", None)
-    if interval is not None:
-        handle.add_done_callback(lambda _: retire(folder, before, iteration, interval))
+    if replaced is not None:
+        replaced.folders.retire_after(handle, iteration, partial(replaced.going, iteration, interval or 0))
+        if checkpointing_context is None:
+            handle.add_done_callback(partial(replaced.close, timeout_s=options.timeout_s))
     ft_integration.on_checkpointing_end(is_async_finalization=False)
     return handle
 

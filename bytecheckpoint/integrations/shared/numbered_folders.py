@@ -1,25 +1,34 @@
 """The checkpoints of a run in folders that a framework names by number, such as `step-1000`: which are committed, in
-the order of their commits, and the deletion of the oldest in the background of rank 0.
+the order of their commits, and the deletion of old ones in the background of one rank.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
+import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from bytecheckpoint import api
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    UnsafeCheckpointError,
+)
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
 from bytecheckpoint.manager.retention import JOURNAL_FOLDER, delete_one, finish_deletions
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.deletion import LEASES_FOLDER, METRICS_FOLDER
 from bytecheckpoint.storage.inventory import clock_of
 from bytecheckpoint.storage.open_store import expand_home, is_plain_path, open_store
 from bytecheckpoint.storage.paths import join_name
@@ -29,8 +38,12 @@ logger = logging.getLogger("bytecheckpoint")
 
 _RECORD = "numbered_folder"
 """Key of the record in the metadata of a checkpoint."""
+_JOURNALS = JOURNAL_FOLDER.partition("/")[0]
+_OWN_FOLDERS = (layout.DATA_FOLDER, layout.TELEMETRY_FOLDER, METRICS_FOLDER, LEASES_FOLDER, JOURNAL_FOLDER, _JOURNALS)
 _FAILING_S = 30.0
 """Time that `wait` gives deletions that fail; those that have begun are finished by the next run."""
+_HANGING_AT_EXIT_S = 60.0
+_DAMAGED = (CheckpointCorruptError, UnsafeCheckpointError)
 _NEVER_SAVED = -1
 
 
@@ -55,6 +68,10 @@ class NumberedFolder(msgspec.Struct, frozen=True, kw_only=True):
     record: FolderRecord
 
 
+Choose = Callable[[], Iterable[NumberedFolder]]
+"""Returns the checkpoints that are to go. The background calls it."""
+
+
 class NumberedFolders:
     """The folders of one run. One rank has it, which looks after them; methods may be called from any thread."""
 
@@ -64,30 +81,41 @@ class NumberedFolders:
         prefix: str,
         *,
         below: str = "",
+        width: int = 0,
+        own_key: str = "",
         storage_options: Mapping[str, Any] | None,
-        on_deleted: Callable[[str], object] = bool,
-        resumed_next: Callable[[], int | None] = lambda: None,
+        remove_beside: Callable[[str], object] = bool,
     ) -> None:
-        """A checkpoint is at `root/<prefix><number>/<below>`. `on_deleted` is called with the path of one that is
-        deleted, before its empty folders are removed. `resumed_next` returns the number that a restart would go on
-        from, if others decide that: this one stays.
+        """A checkpoint is at `root/<prefix><number>/<below>`, its number with at least `width` digits.
+
+        `remove_beside` is called with the path of one that is deleted, before its empty folders are removed. With
+        `own_key`, records are in the metadata under that key, and checkpoints without one are others'; without it, they
+        count as older than those of the run.
         """
-        self._on_deleted = on_deleted
-        self._resumed_next = resumed_next
         self.root = expand_home(os.fspath(root))
-        self._prefix = prefix
-        self._below = below
+        self._prefix, self._below, self._width, self._own_key = prefix, below, width, own_key
         self._storage_options = storage_options
+        self._remove_beside = remove_beside
         self._is_named = re.compile(rf"{re.escape(prefix)}([0-9]+)").fullmatch
         self._first_to_go: set[str] = set()
         """Save ids of checkpoints that training has left by going back to an earlier one."""
         self._next_sequence = 0
-        self._num_kept = 0
-        self._work = RetriedWork("bcp-retention", self._delete_old, what=f"the deletion of checkpoints in {self.root}")
+        self.damaged: dict[int, CheckpointError] = {}
+        """Errors of damaged checkpoints by number, as `committed` has found them last."""
+        self._changed = threading.Condition()
+        self._saving: set[int] = set()
+        self._num_awaited = 0
+        """Saves whose end has not been noted; whoever waits for a save may go on before that."""
+        self._deleting: int | None = None
+        self._unfinished: set[int] = set()
+        """Numbers of deletions that have begun and did not end."""
+        self._has_looked = True
+        self._choose: Choose | None = None
+        self._work = RetriedWork("bcp-retention", self._delete_due, what=f"the deletion of checkpoints in {self.root}")
 
     def path_of(self, number: int) -> str:
         """Returns the path or URL of a checkpoint."""
-        return join_name(self.root, f"{self._prefix}{number}", self._below)
+        return join_name(self.root, f"{self._prefix}{number:0{self._width}}", self._below)
 
     def numbers(self) -> list[int]:
         """Returns the numbers of all folders with such a name, rising, whatever is in them."""
@@ -99,106 +127,183 @@ class NumberedFolders:
         """Returns the names in one of the folders, and lengths of files."""
         return open_store(path, storage_options=self._storage_options, writer_threads=1).list("")
 
-    def committed(self) -> list[NumberedFolder]:
-        """Returns the checkpoints that are committed, those that are to go first at the start, else as committed.
+    def committed(self, *, to_load: bool = False) -> list[NumberedFolder]:
+        """Returns the checkpoints that are committed, those that are to go first at the start, else as committed. A
+        damaged one is left out, so that it does not count and stays; a warning names it.
 
-        Raises the errors of `bytecheckpoint.open` for a damaged one: it could be the newest.
+        Raises, with `to_load`, the error of a damaged one where there is no other.
         """
-        found = [folder for number in self.numbers() if (folder := self._read(number)) is not None]
+        found = []
+        for number in self.numbers():
+            try:
+                folder = self.read(number)
+            except CheckpointNotFoundError:  # deleted meanwhile
+                continue
+            except _DAMAGED as error:
+                if number not in self.damaged:
+                    logger.warning("%s is passed over, and stays as it is: %s", self.path_of(number), error.message)
+                self.damaged[number] = error
+                continue
+            self.damaged.pop(number, None)
+            found += [] if folder is None else [folder]
+        if to_load and not found and self.damaged:
+            raise self.damaged[max(self.damaged)]
         return sorted(
             found, key=lambda each: (each.save_id not in self._first_to_go, each.record.sequence, each.number)
         )
 
+    def read(self, number: int) -> NumberedFolder | None:
+        """Returns a checkpoint; None if none of the run is committed there. Raises the errors of `bytecheckpoint.open`
+        for a damaged one.
+        """
+        path = self.path_of(number)
+        if not layout.has_manifest(self.names_in(path)):
+            return None
+        checkpoint = api.open(path, step=None, storage_options=self._storage_options)
+        record = checkpoint.metadata.get(self._own_key or _RECORD)
+        if record is None and self._own_key:
+            return None
+        known = msgspec.convert(record, FolderRecord) if record else FolderRecord(sequence=_NEVER_SAVED)
+        return NumberedFolder(number=number, path=path, save_id=checkpoint.info.save_id, record=known)
+
     def begin(self, *, resumed: str = "") -> None:
-        """Finishes deletions that killed processes have begun, and looks at what is there. `resumed` is the save id of
+        """Looks at what is there, and finishes in the background what `finish_begun` says. `resumed` is the save id of
         the checkpoint that training goes on from: those that were committed after it are the first to go.
         """
-        found = self.committed()
-        for number in set(self.numbers()) - {folder.number for folder in found}:
-            store = self._store(number)
-            if JOURNAL_FOLDER.partition("/")[0] in store.list(""):
-                finish_deletions(store, now=time.time())
-                self._remove_empty(number)
-        sequences = {folder.save_id: folder.record.sequence for folder in found}
+        sequences = {folder.save_id: folder.record.sequence for folder in self.committed()}
         self._next_sequence = max(sequences.values(), default=_NEVER_SAVED) + 1
         last = sequences.get(resumed, self._next_sequence)
         self._first_to_go = {save_id for save_id, sequence in sequences.items() if sequence > last}
+        self.finish_begun()
 
-    def record(self, *, model_only: bool = False) -> FolderRecord:
-        """Returns the record for the next save."""
+    def finish_begun(self) -> None:
+        """Lets the background finish the deletions that killed processes have begun."""
+        self._has_looked = False
+        self._ask()
+
+    def record(self, number: int, *, model_only: bool = False) -> FolderRecord:
+        """Returns the record for the next save, which is at this number. It is not deleted until `retire_after`."""
+        with self._changed:
+            self._saving.add(number)
+            # Hazard: a deletion under way could take the new manifest for the one that it is to delete.
+            self._changed.wait_for(lambda: self._deleting != number)
         record = FolderRecord(sequence=self._next_sequence, model_only=model_only)
         self._next_sequence += 1
         return record
 
-    def keep_newest(self, handle: SaveHandle, num_kept: int) -> None:
-        """Deletes all but so many committed checkpoints once this save is committed, in the background."""
-        self._num_kept = num_kept
+    def retire_after(self, handle: SaveHandle, number: int, choose: Choose | None) -> None:
+        """Deletes what `choose` returns once this save is committed, in the background; None deletes nothing. Those
+        that are pinned or leased stay.
+        """
 
         def after(ended: SaveHandle) -> None:
-            if ended._progress.error is None:  # not by the handle's methods: these note that the caller has seen it
-                self._work.ask()
+            with self._changed:
+                self._saving.discard(number)
+            # Not by the handle's methods: these note that the caller has seen the error.
+            if choose is not None and ended._progress.error is None:
+                self.retire(choose)
+            with self._changed:
+                self._num_awaited -= 1
+                self._changed.notify_all()
 
-        if num_kept > 0:
-            handle.add_done_callback(after)
+        with self._changed:
+            self._num_awaited += 1
+        handle.add_done_callback(after)
 
-    def delete_again(self) -> None:
-        """Deletes, in the background, what has stayed because a restart would have gone on from it."""
-        if self._num_kept > 0:
-            self._work.ask()
+    def keep_newest(self, handle: SaveHandle, number: int, num_kept: int) -> None:
+        """Deletes all but so many committed checkpoints once this save is committed; 0 keeps all."""
+        self.retire_after(handle, number, (lambda: self.committed()[:-num_kept]) if num_kept > 0 else None)
+
+    def retire(self, choose: Choose) -> None:
+        """Deletes what `choose` returns, in the background."""
+        self._choose = choose
+        self._ask()
+
+    def retire_again(self) -> None:
+        """Deletes, in the background, what the newest choice has left out because of something that has changed."""
+        if self._choose is not None:
+            self._ask()
 
     def close(self, hanging_s: float) -> None:
-        """Does what `wait` does, and ends the thread."""
+        """Does what `wait` does, and ends the thread. Called at the exit of the process if nobody calls it before."""
+        atexit.unregister(self.close)
         self.wait(hanging_s)
         self._work.close()
 
     def wait(self, hanging_s: float) -> None:
-        """Waits until what is due is deleted. Deletions that fail, or hang for so long, are named in a warning."""
+        """Waits until saves have ended and what is due is deleted. Deletions that fail, or hang for so long, are named
+        in a warning.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_awaited, hanging_s)
         failure = self._work.wait(began=time.monotonic(), failing_s=min(_FAILING_S, hanging_s), hanging_s=hanging_s)
         if failure is not None:
             logger.warning("deletions in %s are not finished (%s): the next run finishes them", self.root, failure)
 
-    def _delete_old(self) -> None:
-        self.delete_oldest(self._num_kept)
+    def _ask(self) -> None:
+        atexit.unregister(self.close)
+        atexit.register(self.close, _HANGING_AT_EXIT_S)
+        self._work.ask()
 
-    def delete_oldest(self, num_kept: int) -> None:
-        """Deletes all but so many committed checkpoints now, at least 1. Those that are pinned or leased stay.
-
-        Raises what the store raises, and for a damaged checkpoint the errors of `bytecheckpoint.open`.
-        """
-        old = self.committed()[:-num_kept]
-        needed = self._resumed_next() if old else None
-        for folder in old:
-            if folder.number == needed:
-                continue
-            store = self._store(folder.number)
-            now = clock_of(store) or time.time()
-            why = delete_one(store, "", save_id=folder.save_id, now=now, force=False)
+    def _delete_due(self) -> None:
+        if not self._has_looked:
+            self._unfinished.update(filter(self._is_half_deleted, self.numbers()))
+            self._has_looked = True
+        for number in sorted(self._unfinished):
+            with self._deletion_of(number) as store:
+                if store is not None:
+                    finish_deletions(store, now=clock_of(store) or time.time())
+        for folder in self._choose() if self._choose is not None else ():
+            with self._deletion_of(folder.number) as store:
+                if store is not None:
+                    _delete(store, folder)
             self._work.note_progress()
-            if why:
-                logger.info("%s stays: %s", folder.path, why)
-            else:
-                self._remove_empty(folder.number)
 
-    def _remove_empty(self, number: int) -> None:
-        """Removes the local folders of a checkpoint that is gone, as far as they are empty."""
-        if is_plain_path(self.root):
+    def _is_half_deleted(self, number: int) -> bool:
+        listing = self.names_in(self.path_of(number))
+        return _JOURNALS in listing and not layout.has_manifest(listing)
+
+    @contextmanager
+    def _deletion_of(self, number: int) -> Iterator[Store | None]:
+        """Yields the folder that is to be deleted, None if it is being saved. Afterwards it removes what is beside a
+        checkpoint that is gone. A deletion that raises is finished by the next attempt.
+        """
+        with self._changed:
+            self._deleting = None if number in self._saving else number
+        if self._deleting is None:
+            yield None
+            return
+        try:
+            self._unfinished.add(number)
             path = self.path_of(number)
-            self._on_deleted(path)
-            with suppress(OSError):  # files of others are in it
-                while path != self.root:
-                    Path(path).rmdir()
-                    path = str(Path(path).parent)
+            yield open_store(path, storage_options=self._storage_options, writer_threads=1)
+            if is_plain_path(path) and not layout.has_manifest(self.names_in(path)):
+                self._remove_beside(path)
+                _remove_empty(path, below=self.root)
+            self._unfinished.discard(number)
+        finally:
+            with self._changed:
+                self._deleting = None
+                self._changed.notify_all()
 
-    def _store(self, number: int) -> Store:
-        return open_store(self.path_of(number), storage_options=self._storage_options, writer_threads=1)
 
-    def _read(self, number: int) -> NumberedFolder | None:
-        store = self._store(number)
-        if not layout.has_manifest(store.list("")):
-            return None
-        path = self.path_of(number)
-        checkpoint = api.open(path, step=None, storage_options=self._storage_options)
-        record = checkpoint.metadata.get(_RECORD)
-        # Another program's checkpoint at this place counts as older than those of the run.
-        known = msgspec.convert(record, FolderRecord) if record else FolderRecord(sequence=_NEVER_SAVED)
-        return NumberedFolder(number=number, path=path, save_id=checkpoint.info.save_id, record=known)
+def _delete(store: Store, folder: NumberedFolder) -> None:
+    now = clock_of(store) or time.time()
+    try:
+        why = delete_one(store, "", save_id=folder.save_id, now=now, force=False)
+    except _DAMAGED as error:  # which files are its own is not known
+        why = error.message
+    if why:
+        logger.info("%s stays: %s", folder.path, why)
+
+
+def _remove_empty(path: str, *, below: str) -> None:
+    """Removes the local folders of a checkpoint that is gone, as far as they are empty."""
+    for name in _OWN_FOLDERS:
+        with suppress(OSError):  # files of others are in it, or it is gone
+            Path(path, name).rmdir()
+    with suppress(OSError):
+        while path != below:
+            with suppress(FileNotFoundError):  # the store removes empty folders too
+                Path(path).rmdir()
+            path = str(Path(path).parent)

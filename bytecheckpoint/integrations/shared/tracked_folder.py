@@ -5,9 +5,7 @@ that its save is committed: so it never names an incomplete checkpoint, and is n
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -18,19 +16,16 @@ import torch.distributed as dist
 from bytecheckpoint import api
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from bytecheckpoint.manager.agreement.decisions import Decisions
-from bytecheckpoint.manager.retention import protection_of
 from bytecheckpoint.manifest.validation import UNSAFE_NAME
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.saving.target import SaveOwner
-from bytecheckpoint.storage import deletion, layout
+from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, one_block, read_whole
-
-logger = logging.getLogger("bytecheckpoint")
 
 T = TypeVar("T")
 _MAX_BYTES = 4096
@@ -112,17 +107,6 @@ class TrackedFolder(NamedTuple):
         store = self._store()
         folders = [name for name, size in store.list("").items() if size is None and not UNSAFE_NAME.search(name)]
         return sorted(name for name in folders if layout.has_manifest(store.list(name)))
-
-    def delete(self, name: str) -> None:
-        """Deletes a checkpoint of this library, and its folder if that is empty then. What is none, or is pinned or
-        leased, stays; what cannot be deleted does, with a line in the log.
-        """
-        store = self._store()
-        try:
-            if layout.has_manifest(store.list(name)) and not protection_of(store, name, now=time.time()):
-                deletion.delete_checkpoint(store, name)
-        except CheckpointError as error:
-            logger.warning("%s was not deleted: %s", self.shown(name), error.message)
 
     def _track(self, name: str, content: str, on_tracked: Callable[[str | None], object]) -> None:
         store = self._store()

@@ -19,6 +19,7 @@ from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.integrations.dcp.calls import SaveFuture
 from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
+from bytecheckpoint.integrations.shared.loader_state import loader_state
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.model_weights import load_weights, save_weights
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolders
@@ -149,7 +150,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
             options = replace(options, snapshot="lazy")
         if step in self._replaceable:
             options = replace(options, overwrite=True)
-        record = self._folders.record(model_only=model_only) if self._folders is not None else None
+        record = self._folders.record(step, model_only=model_only) if self._folders is not None else None
         handle = api.save(
             filesystem.join(self.folder, f"step-{step}"),
             state,
@@ -160,7 +161,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
         )
         self._replaceable.discard(step)
         if self._folders is not None:
-            self._folders.keep_newest(handle, self.keep_latest_k)
+            self._folders.keep_newest(handle, step, self.keep_latest_k)
         if async_save:
             self._handle, self.save_future = handle, SaveFuture(handle)
         else:
@@ -281,10 +282,7 @@ def _data_state(dataloader: Any, elastic: Elastic | None) -> DataLoaderState | N
         return None
     rank = getattr(dataloader, "dp_rank", rank_in(None))
     size = getattr(dataloader, "dp_world_size", size_of(None))
-    state = DataLoaderState(dataloader, rank=rank, size=size, elastic=elastic or "exact")
-    if elastic is None and state.keyed_by == "rank":
-        state = DataLoaderState(dataloader, rank=rank, size=size, elastic="same")
-    return state
+    return loader_state(dataloader, rank=rank, size=size, elastic=elastic)
 
 
 def _glob_of(name: str, *, others: Collection[str]) -> str:

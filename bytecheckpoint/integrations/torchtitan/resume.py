@@ -29,17 +29,19 @@ class LoadChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 def choose(folders: NumberedFolders, step: int, config: Any, *, assets: str | None) -> LoadChoice:
     """Returns the checkpoint of a step, for -1 the one that was committed last, and in an empty folder the initial one.
+    A damaged one is passed over where another is there.
 
     `config` has torchtitan's options, `assets` is the folder with the weights of Hugging Face.
     Raises CheckpointNotFoundError for a step that is not there, and CheckpointMismatchError (conflict) where training
-    cannot go on from what is there: it never begins anew beside checkpoints.
+    cannot go on from what is there: it never begins anew beside checkpoints. The errors of `bytecheckpoint.open` for a
+    damaged one that was asked for, or beside which there is no other.
     """
-    found = folders.committed()
     if step != -1:
-        named = [folder for folder in found if folder.number == step]
-        if not named:
+        named, found = folders.read(step), folders.committed()
+        if named is None:
             raise _not_there(folders, step, found)
-        return _resume(folders, named[0], found, read_only=config.load_only)
+        return _resume(folders, named, found, read_only=config.load_only)
+    found = folders.committed(to_load=True)
     full = [folder for folder in found if not folder.record.model_only]
     if full:
         if full[-1] is not found[-1]:
@@ -65,7 +67,8 @@ def _resume(
         )
     if not read_only:
         folders.begin(resumed=folder.save_id)
-    steps = sorted(each.number for each in found if each.number > folder.number)
+    there = (*(each.number for each in found), *folders.damaged)
+    steps = sorted(number for number in there if number > folder.number)
     return LoadChoice(path=folder.path, model_only=is_seed, replaceable=steps)
 
 

@@ -1,14 +1,10 @@
-"""The `checkpoint-N` folders of Hugging Face's Trainer, on the rank that looks after them: which are committed and in
-which order, which one a run goes on from, their deletion. A manifest makes one committed, as everywhere.
+"""The `checkpoint-N` folders of Hugging Face's Trainer, on the rank that looks after them: the record of the mixin in
+each, and which one a run goes on from. A manifest makes one committed, as everywhere.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import re
-import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,23 +12,16 @@ from typing import Any
 import msgspec
 
 from bytecheckpoint import api
-from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, and_more
-from bytecheckpoint.manager.retention import JOURNAL_FOLDER, delete_one, finish_deletions
-from bytecheckpoint.storage.deletion import LEASES_FOLDER, METRICS_FOLDER
-from bytecheckpoint.storage.layout import DATA_FOLDER, MANIFEST_NAME, TELEMETRY_FOLDER
-from bytecheckpoint.storage.open_store import open_store
-
-logger = logging.getLogger("bytecheckpoint")
+from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError, and_more
+from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolders
+from bytecheckpoint.manager.retention import JOURNAL_FOLDER
+from bytecheckpoint.storage.layout import DATA_FOLDER, MANIFEST_NAME
 
 TRAINER_STATE = "trainer_state.json"
 CONFIG = "config.json"
 _RECORD = "trainer"
 """Key of the record in the metadata of a checkpoint."""
-_FOLDER = re.compile(r"checkpoint-([0-9]+)")
-_OWN_FOLDERS = (
-    *(DATA_FOLDER, TELEMETRY_FOLDER, METRICS_FOLDER, LEASES_FOLDER),
-    *(JOURNAL_FOLDER, JOURNAL_FOLDER.partition("/")[0], "."),
-)
+_PREFIX = "checkpoint-"
 _MAX_NAMED = 10
 
 
@@ -56,14 +45,6 @@ class TrainerRecord(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, trainer_state="")
 
 
-class CommittedFolder(msgspec.Struct, frozen=True):
-    """A folder with a committed checkpoint of the mixin."""
-
-    path: str
-    save_id: str
-    record: TrainerRecord
-
-
 class Resume(msgspec.Struct, frozen=True):
     """The checkpoint that a run goes on from, or the reason why it cannot."""
 
@@ -78,7 +59,15 @@ def is_committed(path: str | os.PathLike[str]) -> bool:
     return Path(path, MANIFEST_NAME).is_file()
 
 
-def read_folder(path: str | os.PathLike[str]) -> CommittedFolder:
+def find_record(path: str | os.PathLike[str]) -> Resume:
+    """Returns the path with the record of the checkpoint that is committed there, if one is. Raises like
+    `read_record`.
+    """
+    record = read_record(path).without_state() if is_committed(path) else None
+    return Resume(os.fspath(path), record)
+
+
+def read_record(path: str | os.PathLike[str]) -> TrainerRecord:
     """Reads the record of a committed checkpoint.
 
     Raises CheckpointMismatchError (conflict) for one that the mixin did not save, and what `bytecheckpoint.open`
@@ -86,7 +75,7 @@ def read_folder(path: str | os.PathLike[str]) -> CommittedFolder:
     """
     checkpoint = api.open(path, step=None)
     try:
-        record = msgspec.convert(checkpoint.metadata.get(_RECORD), TrainerRecord)
+        return msgspec.convert(checkpoint.metadata.get(_RECORD), TrainerRecord)
     except msgspec.ValidationError as error:
         raise CheckpointMismatchError(
             f"{os.fspath(path)} is a checkpoint that no BcpTrainerMixin saved, so the state of the Trainer is not in "
@@ -95,36 +84,11 @@ def read_folder(path: str | os.PathLike[str]) -> CommittedFolder:
             kind="conflict",
             path=os.fspath(path),
         ) from error
-    return CommittedFolder(os.fspath(path), checkpoint.info.save_id, record)
 
 
-def committed_folders(run_dir: str | os.PathLike[str], *, passes_damaged: bool) -> list[CommittedFolder]:
-    """Returns the checkpoints of a run, in the order of their commits and without the Trainer's states. Those that the
-    mixin did not save are left out.
-
-    Raises what `bytecheckpoint.open` raises for a damaged one, which could be the newest, unless `passes_damaged`: then
-    a warning names it.
-    """
-    found = []
-    for path in filter(is_committed, _folders(run_dir)):
-        try:
-            folder = read_folder(path)
-        except CheckpointMismatchError:
-            continue
-        except CheckpointError as error:
-            if not passes_damaged:
-                raise
-            logger.warning("%s is left alone: %s", path, error.message)
-        else:
-            found.append(msgspec.structs.replace(folder, record=folder.record.without_state()))
-    return sorted(found, key=lambda folder: folder.record.sequence)
-
-
-def _folders(run_dir: str | os.PathLike[str]) -> Iterator[str]:
-    """Yields the paths of the folders with the names of checkpoints, by number."""
-    with suppress(FileNotFoundError):
-        paths = [path for path in Path(run_dir).iterdir() if _FOLDER.fullmatch(path.name) and path.is_dir()]
-        yield from map(str, sorted(paths, key=lambda path: int(path.name.rpartition("-")[2])))
+def folders_of(run_dir: str | os.PathLike[str]) -> NumberedFolders:
+    """Returns the checkpoints of a run; those that the mixin did not save are left out."""
+    return NumberedFolders(Path(run_dir), _PREFIX, own_key=_RECORD, storage_options=None, remove_beside=_remove_beside)
 
 
 def _is_of_trainer(path: str) -> bool:
@@ -133,12 +97,16 @@ def _is_of_trainer(path: str) -> bool:
 
 
 def find_newest(run_dir: str) -> Resume:
-    """Returns the checkpoint of a run that was committed last, whatever the numbers of its folders."""
-    committed = committed_folders(run_dir, passes_damaged=False)
+    """Returns the checkpoint of a run that was committed last, whatever the numbers of its folders. A damaged one is
+    passed over, with a warning, where another is there; its error is raised where none is.
+    """
+    folders = folders_of(run_dir)
+    committed = folders.committed(to_load=True)
     if committed:
         return find_given(committed[-1].path)
-    foreign = [path for path in _folders(run_dir) if not is_committed(path) and _is_of_trainer(path)]
-    unfinished = [path for path in _folders(run_dir) if not is_committed(path) and not _is_of_trainer(path)]
+    others = [path for path in map(folders.path_of, folders.numbers()) if not is_committed(path)]
+    foreign = [path for path in others if _is_of_trainer(path)]
+    unfinished = [path for path in others if not _is_of_trainer(path)]
     told = [f"No valid checkpoint found in output directory ({run_dir})"]
     if unfinished:
         told.append(f"incomplete, because their saves did not finish, are: {and_more(unfinished, _MAX_NAMED)}")
@@ -153,13 +121,13 @@ def find_given(path: str) -> Resume:
     Raises CheckpointNotFoundError (not_committed, not_found) if none is complete there; another one is never taken.
     """
     if is_committed(path):
-        return Resume(path, read_folder(path).record)
+        return Resume(path, read_record(path))
     if not Path(path).is_dir():
         message = f"there is no folder {path}; nothing was loaded: check the path"
         raise CheckpointNotFoundError(message, kind="not_found", path=path)
     if not (Path(path, DATA_FOLDER).is_dir() or Path(path, JOURNAL_FOLDER).is_dir()):
         return Resume(path)
-    beside = committed_folders(Path(path).absolute().parent, passes_damaged=True)
+    beside = folders_of(Path(path).absolute().parent).committed()
     committed = [folder.path for folder in reversed(beside)]
     safe = f"committed, newest first, are {and_more(committed, _MAX_NAMED)}" if committed else "none beside it is"
     raise CheckpointNotFoundError(
@@ -188,33 +156,7 @@ def write_text(target: Path, content: str) -> None:
     unfinished.replace(target)
 
 
-def delete_folder(folder: CommittedFolder) -> str:
-    """Deletes a checkpoint, its manifest first, and its folder unless others have put files there. Returns the reason
-    if it stays: it is pinned or leased, or was saved again meanwhile.
-
-    Raises what the store raises.
-    """
-    store = open_store(folder.path, storage_options=None, writer_threads=1)
-    why = delete_one(store, "", save_id=folder.save_id, now=time.time(), force=False)
-    if not why:
-        _remove_rest(folder.path)
-    return why
-
-
-def finish_folders(run_dir: str) -> None:
-    """Finishes the deletions that killed processes have begun."""
-    for path in _folders(run_dir):
-        if not is_committed(path) and Path(path, JOURNAL_FOLDER).is_dir():
-            with suppress(CheckpointError, OSError):  # what is left is not committed, and the next run tries again
-                finish_deletions(open_store(path, storage_options=None, writer_threads=1), now=time.time())
-                _remove_rest(path)
-
-
-def _remove_rest(path: str) -> None:
-    """Removes what the mixin has put beside a checkpoint that is gone, and the folders that are empty then."""
+def _remove_beside(path: str) -> None:
+    """Removes what the mixin has put beside a checkpoint that is gone."""
     for name in (TRAINER_STATE, CONFIG):
-        with suppress(FileNotFoundError):
-            Path(path, name).unlink()
-    for name in _OWN_FOLDERS:
-        with suppress(OSError):  # files of others are in it, or it is gone
-            Path(path, name).rmdir()
+        Path(path, name).unlink(missing_ok=True)

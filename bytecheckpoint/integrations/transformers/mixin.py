@@ -6,13 +6,15 @@ import dataclasses
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from bytecheckpoint import api
+from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import LoadReport
@@ -24,9 +26,8 @@ from bytecheckpoint.integrations.transformers.folders import (
     TrainerRecord,
     find_given,
     find_newest,
-    is_committed,
+    find_record,
     put_trainer_state,
-    read_folder,
 )
 from bytecheckpoint.integrations.transformers.saves import BesideFiles, Limit, TrainerSaves
 from bytecheckpoint.manager.agreement.decisions import Decisions
@@ -36,6 +37,8 @@ try:
     from transformers import Trainer
     from transformers.trainer_callback import ExportableState
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+    from bytecheckpoint.integrations.transformers.train_loader import RestOfPass, train_loader_state
 except ImportError as error:
     raise missing_framework("transformers", "transformers[torch] >= 5.23") from error
 
@@ -59,6 +62,9 @@ class BcpTrainerMixin(Trainer):
     """Options of each save; an existing checkpoint of the same step is replaced whatever they say."""
     bcp_save_base: bool = False
     """With PEFT, the frozen base model is saved as well."""
+    bcp_elastic: Elastic | None = None
+    """Treatment of a train loader that has a state on another number of ranks, see DataLoaderState. None is `exact` for
+    loaders of streams, and `same`, which refuses another number, for others."""
     bcp_signals: Sequence[str] = ("SIGTERM",)
     """Signals on which training saves and ends, on any rank."""
     bcp_stop_reason: str = ""
@@ -67,8 +73,13 @@ class BcpTrainerMixin(Trainer):
     _bcp_stop: AgreedStop | None = None
     """None outside of `train`."""
     _bcp_saves: TrainerSaves | None = None
+    _bcp_rest: RestOfPass | None = None
+    _bcp_is_in_place = False
+    """True until the first pass over a train loader that was loaded."""
     _bcp_resume = Resume()
     _bcp_report: LoadReport | None = None
+    _bcp_data: DataLoaderState | None = None
+    """Of the train loader, if that has a state."""
 
     def train(
         self,
@@ -92,7 +103,7 @@ class BcpTrainerMixin(Trainer):
         timeout_s = self.bcp_options.timeout_s
         self._bcp_end_earlier()
         self._bcp_resume = self._bcp_find(resume_from_checkpoint)
-        self._bcp_report, self.bcp_stop_reason = None, ""
+        self._bcp_report, self._bcp_rest, self._bcp_is_in_place, self.bcp_stop_reason = None, None, False, ""
         self._bcp_stop = AgreedStop(self.args.output_dir, signals=self.bcp_signals, timeout_s=timeout_s)
         try:
             output = super().train(self._bcp_resume.path or None, *args, **kwargs)
@@ -120,6 +131,8 @@ class BcpTrainerMixin(Trainer):
                 saves.finish()
             except CheckpointError:
                 logger.exception("the last save of the training before failed")
+            finally:
+                saves.close()
 
     def _bcp_find(self, wanted: str | bool | None) -> Resume:  # noqa: FBT001  as for train
         """Finds the checkpoint to go on from, on rank 0."""
@@ -133,12 +146,15 @@ class BcpTrainerMixin(Trainer):
             put_trainer_state(found.path, found.record)
             return Resume(found.path, found.record.without_state())
 
-        doing = f"looking for a checkpoint in {self.args.output_dir}"
-        decisions = Decisions(None, self.args.output_dir, timeout_s=self.bcp_options.timeout_s)
-        found = decisions.hear(doing, find, Resume)
+        found = self._bcp_hear(f"looking for a checkpoint in {self.args.output_dir}", find)
         if found.refusal:
             raise ValueError(found.refusal)
         return found
+
+    def _bcp_hear(self, doing: str, find: Callable[[], Resume]) -> Resume:
+        """Returns on all ranks what rank 0 finds."""
+        decisions = Decisions(None, self.args.output_dir, timeout_s=self.bcp_options.timeout_s)
+        return decisions.hear(doing, find, Resume)
 
     def _validate_args(self) -> None:
         super()._validate_args()
@@ -226,6 +242,8 @@ class BcpTrainerMixin(Trainer):
             scaler = getattr(self.accelerator, "scaler", None)
             if scaler is not None:
                 state["extra_state"] = {"scaler": scaler}
+            if self._bcp_data is not None:
+                state["data"] = self._bcp_data
         return state
 
     def _bcp_note_best(self, saves: TrainerSaves, run_dir: str) -> None:
@@ -257,22 +275,21 @@ class BcpTrainerMixin(Trainer):
         """Loads the model; in `train`, nothing: the optimizer is loaded with the model, once there is one."""
         if self._bcp_stop is not None and self._bcp_resume.record is not None:
             return
-        if is_committed(resume_from_checkpoint):
-            self._bcp_load_model(resume_from_checkpoint, model)
-        else:
+        if not self._bcp_load_model(resume_from_checkpoint, model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        if not is_committed(best):
+        if not self._bcp_load_model(self.state.best_model_checkpoint, None):
             super()._load_best_model()  # of steps before the mixin came in
-            return
-        self._bcp_load_model(best, None)
 
-    def _bcp_load_model(self, path: str, model: nn.Module | None) -> None:
+    def _bcp_load_model(self, path: str, model: nn.Module | None) -> bool:
+        """Loads the model, on all ranks; returns False if the mixin has saved no checkpoint there."""
+        record = self._bcp_hear(f"looking at {path}", partial(find_record, path)).record
+        if record is None:
+            return False
         model = self.model if model is None else model
-        part = adapters_of(model) if read_folder(path).record.adapters_only else model
-        api.load(path, {"model": part}, step=None)
+        api.load(path, {"model": adapters_of(model) if record.adapters_only else model}, step=None)
+        return True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads all that is in the checkpoint: model, optimizer and scheduler are ready here in every setting."""
@@ -282,6 +299,28 @@ class BcpTrainerMixin(Trainer):
             return
         wanted = _present(self._bcp_state(adapters_only=record.adapters_only, model_only=False), record)
         self._bcp_report = api.load(checkpoint, wanted, step=None)
+        self._bcp_is_in_place = "data" in wanted
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepares as the Trainer does. What it loads has the position of a train loader with a state of its own."""
+        self._bcp_data = train_loader_state(
+            train_dataloader, rank=self.args.process_index, size=self.args.world_size, elastic=self.bcp_elastic
+        )
+        return super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
+
+    def _run_epoch(self, *, train_dataloader: Any, steps_trained_in_current_epoch: int, **kwargs: Any) -> None:
+        if self._bcp_data is not None and self._bcp_is_in_place:
+            self._bcp_is_in_place = False
+            if hasattr(train_dataloader, "set_epoch"):
+                train_dataloader.set_epoch(kwargs["epoch"])
+            num_to_skip = 0 if self.args.ignore_data_skip else steps_trained_in_current_epoch
+            self._bcp_rest = RestOfPass(self._bcp_data, num_to_skip=num_to_skip)
+            train_dataloader = self._bcp_rest.as_loader()
+        super()._run_epoch(
+            train_dataloader=train_dataloader,
+            steps_trained_in_current_epoch=steps_trained_in_current_epoch,
+            **kwargs,
+        )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Sets random numbers as the load has set them: the first batch is there, whose loader drew some."""
@@ -289,6 +328,8 @@ class BcpTrainerMixin(Trainer):
             super()._load_rng_state(checkpoint)
         elif self._bcp_resume.record is not None and "rng" in self._bcp_resume.record.entries:
             self._bcp_report.restore_rng()
+            if self._bcp_rest is not None:
+                self._bcp_rest.draw_as_begun()
 
     def _finalize_training(self, trial: Any, *args: Any, **kwargs: Any) -> Any:
         if self._bcp_saves is not None:
@@ -307,7 +348,7 @@ class BcpTrainerMixin(Trainer):
 
 def _present(state: Mapping[str, Any], record: TrainerRecord) -> dict[str, Any]:
     """Returns the part of the state that the checkpoint has."""
-    absent = [name for name in state if name not in record.entries]
+    absent = [name for name in state if name not in record.entries and name != "data"]  # in which batches are skipped
     if absent:
         logger.warning("the checkpoint has no %s, as with save_only_model=True: they begin anew", ", ".join(absent))
     return {name: value for name, value in state.items() if name in record.entries}

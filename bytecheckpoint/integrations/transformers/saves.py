@@ -7,22 +7,19 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bytecheckpoint import api
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolder, NumberedFolders
 from bytecheckpoint.integrations.transformers.folders import (
     CONFIG,
     TRAINER_STATE,
-    CommittedFolder,
     TrainerRecord,
-    committed_folders,
-    delete_folder,
-    finish_folders,
+    folders_of,
     is_committed,
     put_trainer_state,
     write_text,
@@ -62,25 +59,16 @@ class TrainerSaves:
         self.newest_path = ""
         """The folder that was saved last, committed or not."""
         self._decisions = Decisions(None, run_dir, timeout_s=timeout_s)
-        self._is_first_rank = rank_in(None) == 0
+        self._timeout_s = timeout_s
         self._handle: SaveHandle | None = None
-        self._committed: list[CommittedFolder] = []
-        """On rank 0: the checkpoints in the order in which they are to go."""
-        self._next_sequence = 0
-        self._cleaner: ThreadPoolExecutor | None = None
-        self._cleanings: list[Future[None]] = []
-        self._decisions.hear(f"looking at the checkpoints in {run_dir}", lambda: self._look(run_dir, resumed), bool)
+        self._folders: NumberedFolders | None = folders_of(run_dir) if rank_in(None) == 0 else None
+        """On rank 0."""
+        self._decisions.hear(f"looking at the checkpoints in {run_dir}", partial(self._look, resumed), bool)
 
-    def _look(self, run_dir: str, resumed: str) -> bool:
-        finish_folders(run_dir)
-        found = committed_folders(run_dir, passes_damaged=True)
-        self._next_sequence = max((folder.record.sequence for folder in found), default=-1) + 1
-        resumed = os.path.realpath(resumed) if resumed else ""
-        paths = [os.path.realpath(folder.path) for folder in found]
-        if resumed in paths:
-            kept = paths.index(resumed) + 1
-            found = [*found[kept:], *found[:kept]]
-        self._committed = found
+    def _look(self, resumed: str) -> bool:
+        if self._folders is not None:
+            is_ours = bool(resumed) and is_committed(resumed)
+            self._folders.begin(resumed=api.open(resumed, step=None).info.save_id if is_ours else "")
         return True
 
     def is_committed(self, path: str) -> bool:
@@ -100,12 +88,13 @@ class TrainerSaves:
         try:
             self.settle()
         finally:
-            for cleaning in self._cleanings:
-                cleaning.result()
-            self._cleanings.clear()
-            if self._cleaner is not None:
-                self._cleaner.shutdown()
-                self._cleaner = None
+            if self._folders is not None:
+                self._folders.wait(self._timeout_s)
+
+    def close(self) -> None:
+        """Ends the deletions, after `finish`."""
+        if self._folders is not None:
+            self._folders.close(self._timeout_s)
 
     def begin(
         self,
@@ -124,10 +113,12 @@ class TrainerSaves:
         Raises what `bytecheckpoint.save` raises.
         """
         self.newest_path = path
-        records: list[TrainerRecord] = []
+        number, records = int(Path(path).name.rpartition("-")[2]), list[TrainerRecord]()
 
         def write_beside() -> bool:
-            self._wait_for_cleaning(path)
+            if self._folders is None:
+                raise RuntimeError("rank 0 writes")
+            sequence = self._folders.record(number).sequence
             beside = files()
             Path(path).mkdir(parents=True, exist_ok=True)
             if beside.config:
@@ -136,15 +127,10 @@ class TrainerSaves:
                 logger.info("%s is saved again, and replaces the checkpoint that is there", path)
             else:  # one that is replaced keeps its own until the commit
                 write_text(Path(path, TRAINER_STATE), beside.trainer_state)
+            text, entries = beside.trainer_state, sorted(state)
             records.append(
-                TrainerRecord(
-                    sequence=self._next_sequence,
-                    entries=sorted(state),
-                    trainer_state=beside.trainer_state,
-                    adapters_only=adapters_only,
-                )
+                TrainerRecord(sequence=sequence, entries=entries, trainer_state=text, adapters_only=adapters_only)
             )
-            self._next_sequence += 1
             return True
 
         self._decisions.hear(f"preparing {path}", write_beside, bool)
@@ -152,58 +138,38 @@ class TrainerSaves:
         options = replace(options, overwrite=True)
         handle = api.save(path, state, async_save=async_save, metadata=metadata, options=options)
         self._handle = handle
-        if records:
-            self._cleaner = self._cleaner or ThreadPoolExecutor(1, "bcp-trainer")
-            self._cleanings.append(self._cleaner.submit(self._clean_after, handle, path, records[0], limit))
+        if records and self._folders is not None:
+            handle.add_done_callback(lambda ended: _put_beside(ended, path, records[0]))
+            is_limited = limit.num_kept is not None and limit.num_kept > 0
+            self._folders.retire_after(handle, number, partial(self._beyond, limit, path) if is_limited else None)
 
-    def _clean_after(self, handle: SaveHandle, path: str, record: TrainerRecord, limit: Limit) -> None:
-        # Not by the handle's methods: these would note that the caller has seen the error.
-        outcome = handle._progress.outcome
-        if outcome.exception() is None:
-            with suppress(OSError):  # resuming puts it there as well
-                put_trainer_state(path, record)
-            self._clean(CommittedFolder(path, outcome.result().save_id, record.without_state()), limit)
-
-    def _wait_for_cleaning(self, path: str) -> None:
-        """Waits until no checkpoint at this path may be under deletion: its manifest could be mistaken for the new."""
-        if any(old.path == path for old in tuple(self._committed)):
-            for cleaning in self._cleanings:
-                cleaning.result()
-        self._cleanings = [cleaning for cleaning in self._cleanings if not cleaning.done()]
-
-    def _clean(self, folder: CommittedFolder, limit: Limit) -> None:
-        self._committed = [other for other in self._committed if other.path != folder.path] + [folder]
-        if limit.num_kept is None or limit.num_kept <= 0:
-            return
-        held = {os.path.realpath(path) for path in (folder.path, limit.best) if path}
-        num_kept = max(limit.num_kept, len(held))
-        for old in self._committed[:]:
-            if len(self._committed) <= num_kept:
-                break
-            if os.path.realpath(old.path) not in held:
-                self._delete(old)
+    def _beyond(self, limit: Limit, path: str) -> list[NumberedFolder]:
+        """Returns the checkpoints beyond the limit, on rank 0."""
+        committed = self._folders.committed() if self._folders is not None else []
+        held = {os.path.realpath(each) for each in (path, limit.best) if each}
+        num_too_many = len(committed) - max(limit.num_kept or 0, len(held))
+        others = [folder for folder in committed if os.path.realpath(folder.path) not in held]
+        return others[: max(num_too_many, 0)]
 
     def keep_only(self, path: str) -> None:
         """Deletes every checkpoint of the run but this one, after `finish`; none if this one is not of the run, as
         where its folder was copied with the Trainer's state that names it.
         """
-        if not self._is_first_rank:
-            return
-        others = [old for old in self._committed if os.path.realpath(old.path) != os.path.realpath(path)]
-        if len(others) == len(self._committed):
-            logger.warning("no checkpoint is deleted, because the best one, %s, is not committed in this run", path)
-            return
-        for old in others:
-            self._delete(old)
+        if self._folders is not None:
+            self._folders.retire(partial(self._all_but, path))
+            self._folders.wait(self._timeout_s)
 
-    def _delete(self, old: CommittedFolder) -> None:
-        """Deletes a checkpoint. One that cannot be deleted is named and tried again after the next commit."""
-        try:
-            why = delete_folder(old)
-        except (CheckpointError, OSError) as error:
-            logger.warning("%s could not be deleted, and is tried again after the next commit: %s", old.path, error)
-            return
-        if why:
-            logger.info("%s stays: %s", old.path, why)
-        else:
-            self._committed.remove(old)
+    def _all_but(self, path: str) -> list[NumberedFolder]:
+        committed = self._folders.committed() if self._folders is not None else []
+        others = [folder for folder in committed if os.path.realpath(folder.path) != os.path.realpath(path)]
+        if len(others) == len(committed):
+            logger.warning("no checkpoint is deleted, because the best one, %s, is not committed in this run", path)
+            return []
+        return others
+
+
+def _put_beside(ended: SaveHandle, path: str, record: TrainerRecord) -> None:
+    # Not by the handle's methods: these would note that the caller has seen the error.
+    if ended._progress.error is None:
+        with suppress(OSError):  # resuming puts it there as well
+            put_trainer_state(path, record)

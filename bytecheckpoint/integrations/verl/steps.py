@@ -18,7 +18,7 @@ from typing import Any
 
 from bytecheckpoint import api
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError
-from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolders
+from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolder, NumberedFolders
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.saving.handle import SaveHandle
@@ -77,7 +77,9 @@ class RoleSaves:
         place = Path(local_path)
         is_role = _STEP.fullmatch(place.parent.name) is not None
         folders = self._find_folders(place)
-        record = folders.record() if folders is not None else FolderRecord(sequence=0)
+        step = place.parent if is_role else place
+        number = int(step.name.removeprefix(_PREFIX)) if folders is not None else 0
+        record = folders.record(number) if folders is not None else FolderRecord(sequence=0)
         self._path = str(place)
         handle = api.save(
             place,
@@ -87,10 +89,10 @@ class RoleSaves:
             options=replace(self._options, overwrite=True),
         )
         if folders is not None:
-            folders.keep_newest(handle, num_kept or 0)
+            folders.retire_after(handle, number, partial(_beyond, folders, num_kept) if num_kept else None)
             if async_save and is_role:
                 with self._tracking:
-                    self._to_track = place.parent
+                    self._to_track = step
                 threading.Thread(target=self._track, args=(handle, place), name="bcp-tracker", daemon=True).start()
         handle.staged()
         self._handle = handle
@@ -138,8 +140,7 @@ class RoleSaves:
                 _PREFIX,
                 below=below,
                 storage_options=None,
-                on_deleted=_remove_files_of_verl,
-                resumed_next=partial(tracked_step, root / TRACKER),
+                remove_beside=_remove_files_of_verl,
             )
         self._folders.begin(resumed=resumed)
         return True
@@ -166,7 +167,13 @@ class RoleSaves:
                 return
             self._to_track = None
         if self._folders is not None:
-            self._folders.delete_again()
+            self._folders.retire_again()
+
+
+def _beyond(folders: NumberedFolders, num_kept: int) -> list[NumberedFolder]:
+    """Returns the checkpoints of a role beyond so many, but for that of the step that a restart would go on from."""
+    tracked = tracked_step(Path(folders.root, TRACKER))
+    return [folder for folder in folders.committed()[:-num_kept] if folder.number != tracked]
 
 
 def is_whole(step: Path, *, since: float) -> bool:
@@ -231,8 +238,6 @@ def check_committed(local_path: str) -> None:
 def _remove_files_of_verl(path: str) -> None:
     """Removes what verl has put beside a checkpoint that is gone, with the state of the loader after the last role."""
     place = Path(path)
-    if (place / MANIFEST_NAME).exists():
-        return
     for name in _FOLDERS_OF_VERL:
         shutil.rmtree(place / name, ignore_errors=True)
     for name in _FILES_OF_VERL:

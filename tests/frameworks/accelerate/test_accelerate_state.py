@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 import bytecheckpoint as bcp
-from bytecheckpoint.integrations.accelerate import load_state, save_state
+from bytecheckpoint.integrations.accelerate import load_state, save_state, states
 from frameworks.accelerate.accelerate_program import told
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("default")]
@@ -98,21 +97,24 @@ def test_another_number_of_registered_objects_is_refused(tmp_path: Path) -> None
         load_state(accelerator(), tmp_path)
 
 
+def left(of_all: Any, folder: Path) -> list[str]:
+    """The checkpoints that are there once all that is due is deleted."""
+    states._FOLDERS[of_all].wait(60)
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
 def test_the_project_names_checkpoints_and_keeps_as_many_as_it_says(tmp_path: Path) -> None:
     first = accelerator(**project(tmp_path, total_limit=2))
     first.prepare(nn.Linear(4, 4))
     folder = tmp_path / "checkpoints"
     for _ in range(4):
         save_state(first, async_save=False)
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_2", "checkpoint_3"]
+    assert left(first, tmp_path) == ["checkpoint_2", "checkpoint_3"]
     second = accelerator(**project(tmp_path, total_limit=2))
     second.prepare(nn.Linear(4, 4))
     assert load_state(second).path == str(folder / "checkpoint_3")
-    done = threading.Event()
-    handle = save_state(second)
-    handle.add_done_callback(lambda _: done.set())  # after what the save does
-    assert done.wait(60)
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_3", "checkpoint_4"]
+    save_state(second).result()
+    assert left(second, tmp_path) == ["checkpoint_3", "checkpoint_4"]
 
 
 def test_going_back_to_an_earlier_checkpoint_keeps_what_is_committed_since_and_goes_on_from_it(tmp_path: Path) -> None:
@@ -125,7 +127,7 @@ def test_going_back_to_an_earlier_checkpoint_keeps_what_is_committed_since_and_g
     second.prepare(nn.Linear(4, 4))
     load_state(second, folder / "checkpoint_0")
     save_state(second, async_save=False, options=bcp.SaveOptions(overwrite=True))
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_1", "checkpoint_3"]
+    assert left(second, tmp_path) == ["checkpoint_1", "checkpoint_3"]
     assert load_state(second).path == str(folder / "checkpoint_1")
 
 
@@ -137,7 +139,41 @@ def test_a_pinned_checkpoint_of_a_project_stays(tmp_path: Path) -> None:
     (folder / "checkpoint_0" / "pin.json").write_text("{}")
     for _ in range(2):
         save_state(first, async_save=False)
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_0", "checkpoint_2"]
+    assert left(first, tmp_path) == ["checkpoint_0", "checkpoint_2"]
+
+
+def test_a_deletion_leaves_files_of_others_and_takes_those_of_accelerate(tmp_path: Path) -> None:
+    first = accelerator(**project(tmp_path, total_limit=1))
+    optimizer = torch.optim.AdamW(first.prepare(nn.Linear(4, 4)).parameters())
+    first.prepare(optimizer)
+    first.register_for_checkpointing(Counter(3))
+    names = first.project_configuration
+    first.register_save_state_pre_hook(lambda _models, _weights, folder: Path(folder, "adapter.pt").write_text("mine"))
+    save_state(first, async_save=False)
+    folder = tmp_path / "checkpoints" / "checkpoint_0"
+    names.automatic_checkpoint_naming = False
+    first.save_state(str(folder))
+    names.automatic_checkpoint_naming = True
+    assert len({each.name for each in folder.iterdir()} - {"adapter.pt", "data", "telemetry", "manifest.bcp"}) >= 4
+    save_state(first, async_save=False)
+    assert left(first, tmp_path) == ["checkpoint_0", "checkpoint_2"]  # accelerate has counted its own save
+    assert [each.name for each in folder.iterdir()] == ["adapter.pt"]
+
+
+def test_a_damaged_checkpoint_of_a_project_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = accelerator(**project(tmp_path))
+    first.prepare(nn.Linear(4, 4))
+    for _ in range(2):
+        save_state(first, async_save=False)
+    folder = tmp_path / "checkpoints"
+    (folder / "checkpoint_1" / "manifest.bcp").write_bytes(b"damaged")
+    second = accelerator(**project(tmp_path))
+    second.prepare(nn.Linear(4, 4))
+    assert load_state(second).path == str(folder / "checkpoint_0")
+    assert "checkpoint_1 is passed over" in caplog.text
+    (folder / "checkpoint_0" / "manifest.bcp").write_bytes(b"damaged")
+    with pytest.raises(bcp.CheckpointCorruptError):
+        load_state(second)
 
 
 def test_a_save_that_failed_deletes_nothing_and_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

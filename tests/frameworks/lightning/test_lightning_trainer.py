@@ -157,6 +157,27 @@ def test_last_passes_over_what_was_never_committed(tmp_path: Path, caplog: pytes
     assert trainer.ckpt_path == str(tmp_path / "epoch=0-step=6.ckpt")
 
 
+def test_last_passes_over_a_damaged_one_beside_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(tmp_path, [each_few_steps(tmp_path, save_top_k=-1)], max_steps=6)
+    make_uncommitted(tmp_path / "last.ckpt")
+    damaged = tmp_path / "epoch=0-step=6.ckpt"
+    (damaged / "manifest.bcp").write_bytes(b"damaged")
+    resumed, trainer = fit(tmp_path, [each_few_steps(tmp_path, save_last=True)], max_steps=9, ckpt_path="last")
+    assert min(resumed.losses) == 3
+    assert f"{damaged} is passed over" in caplog.text
+    assert trainer.ckpt_path == str(tmp_path / "epoch=0-step=3.ckpt")
+    with pytest.raises(bcp.CheckpointCorruptError):
+        fit(tmp_path, [], ckpt_path=damaged)
+
+
+def test_before_the_first_last_checkpoint_lightning_warns_and_begins_anew(tmp_path: Path) -> None:
+    for strategy in ("auto", BcpSingleDeviceStrategy()):
+        with pytest.warns(UserWarning, match="there is no last checkpoint available"):
+            begun, _ = fit(tmp_path, [each_few_steps(tmp_path)], max_steps=3, ckpt_path="last", strategy=strategy)
+        assert min(begun.losses) == 0
+        assert [path.name for path in tmp_path.glob("last*")] == []
+
+
 def test_an_explicit_path_that_was_never_committed_raises(tmp_path: Path) -> None:
     fit(tmp_path, [each_few_steps(tmp_path)], max_steps=6)
     make_uncommitted(tmp_path / "last.ckpt")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 
 import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
@@ -106,6 +107,8 @@ def go_back(rank: int, world_size: int, folder: str) -> list[str]:
         assert manager.load(ctx)[0] == 20
         ctx.state.train_state.step = 21
         manager.save(ctx)
+        manager.finalize_async_saves(ctx.state, blocking=True, terminate=True)
+        dist.barrier()
         return sorted(path.name for path in Path(folder).iterdir())
 
 

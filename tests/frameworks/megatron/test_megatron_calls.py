@@ -196,6 +196,27 @@ def test_folders_are_chosen_as_megatron_chooses_them(workers: WorkerPool, tmp_pa
     workers.run(choose_folders, str(tmp_path), world_size=2, timeout_s=280)
 
 
+def retain(rank: int, world_size: int, folder: str) -> None:
+    context: dict[str, Any] = {}
+    with training(folder, save_retain_interval=20) as (_, built, save, _):
+        for iteration in (10, 20, 30, 40):
+            save(iteration, built.chunks, built.optimizer, None, 1, context)
+            if rank == 0 and iteration == 30:
+                Path(folder, "iter_0000030", "pin.json").write_text("{}")
+        for replaced in context.values():
+            replaced.folders.close(60)
+        save(50, built.chunks, built.optimizer, None, 1)  # by a loop that has no context
+
+
+def test_replaced_checkpoints_go_but_for_those_of_the_interval_and_pinned_ones(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    workers.run(retain, str(tmp_path), world_size=2, timeout_s=280)
+    assert [path.name for path in sorted(tmp_path.glob("iter_*"))] == [
+        f"iter_{iteration:07d}" for iteration in (20, 30, 40, 50)
+    ]
+
+
 def refuse(rank: int, world_size: int, folder: str) -> None:
     with training(folder, non_persistent_ckpt_type="local") as (_, built, save, load):
         for call in (

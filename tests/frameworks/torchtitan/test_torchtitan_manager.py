@@ -300,6 +300,35 @@ def test_an_unfinished_save_is_passed_over(run: Run, tmp_path: Path) -> None:
     again.manager.close()
 
 
+def test_a_damaged_checkpoint_is_passed_over_stays_and_does_not_count(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        run.step()
+    run.manager.close()
+    (tmp_path / "checkpoint/step-3/manifest.bcp").write_bytes(b"damaged")
+    again = Run(tmp_path, keep_latest_k=2)
+    with pytest.raises(bcp.CheckpointCorruptError):
+        again.manager.load(step=3)
+    assert again.manager.load()
+    assert again.trained.value == 2
+    assert "step-3 is passed over" in caplog.text
+    for _ in range(3):  # also over the step that is damaged
+        again.step()
+    again.manager.close()
+    assert steps_in(tmp_path) == ["step-4", "step-5"]
+
+
+def test_a_damaged_checkpoint_alone_is_no_fresh_start(run: Run, tmp_path: Path) -> None:
+    run.step()
+    run.manager.close()
+    (tmp_path / "checkpoint/step-1/manifest.bcp").write_bytes(b"damaged")
+    again = Run(tmp_path)
+    with pytest.raises(bcp.CheckpointCorruptError):
+        again.manager.load()
+    again.manager.close()
+
+
 def test_a_folder_of_torchtitans_own_manager_is_no_fresh_start(tmp_path: Path) -> None:
     (tmp_path / "checkpoint/step-4").mkdir(parents=True)
     (tmp_path / "checkpoint/step-4/.metadata").write_bytes(b"")

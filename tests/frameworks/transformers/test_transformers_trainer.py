@@ -403,11 +403,16 @@ def test_the_scale_of_gradients_goes_on(tmp_path: Path) -> None:
     assert resumed.accelerator.scaler.get_scale() == first.accelerator.scaler.get_scale() == 16.0
 
 
-def test_a_damaged_neighbour_does_not_stop_a_run_that_goes_on_from_a_given_path(tmp_path: Path) -> None:
-    trainer(tmp_path, max_steps=4).train()
-    (tmp_path / "checkpoint-2" / "manifest.bcp").write_bytes(b"damaged")
-    run = trainer(tmp_path, max_steps=6, save_total_limit=1)
+@pytest.mark.parametrize("wanted", ["newest", "given"])
+def test_a_damaged_neighbour_does_not_stop_a_run_and_stays(
+    tmp_path: Path, wanted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(tmp_path, max_steps=6).train()
+    (tmp_path / "checkpoint-6" / "manifest.bcp").write_bytes(b"damaged")
+    run = trainer(tmp_path, max_steps=8, save_steps=4, save_total_limit=1)
     with pytest.raises(bcp.CheckpointCorruptError):
-        run.train(resume_from_checkpoint=True)
-    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert folders(tmp_path) == ["checkpoint-2", "checkpoint-6"]
+        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    run.train(resume_from_checkpoint=True if wanted == "newest" else str(tmp_path / "checkpoint-4"))
+    assert run._bcp_resume.path == str(tmp_path / "checkpoint-4")
+    assert folders(tmp_path) == ["checkpoint-6", "checkpoint-8"]
+    assert "checkpoint-6 is passed over" in caplog.text

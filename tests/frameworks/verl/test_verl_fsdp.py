@@ -217,6 +217,30 @@ def test_old_steps_go_with_all_that_verl_wrote_also_after_a_restart(tmp_path: Pa
     assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_3", "global_step_4"]
 
 
+def test_a_damaged_step_stops_no_run_that_goes_on_from_another_and_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(tmp_path, seed=0, async_save=False, k=2)
+    for step in (1, 2):
+        job.train(step)
+        job.save()
+    job.wait()
+    damaged = tmp_path / "global_step_1/actor/manifest.bcp"
+    damaged.write_bytes(b"damaged")
+    again = Job(tmp_path, seed=0, async_save=False, k=1)
+    again.load()
+    assert again.driver.global_steps == 2
+    assert "global_step_1/actor is passed over" in caplog.text
+    for step in (3, 4):
+        again.train(step)
+        again.save()
+        again.wait()
+    assert damaged.exists()
+    assert not (tmp_path / "global_step_2/actor").exists()
+    with pytest.raises(bcp.CheckpointCorruptError):
+        again.actor.load_checkpoint(str(damaged.parent))
+
+
 def save_actor(job: Job, root: Path, step: int) -> None:
     job.train(step)
     job.actor.save_checkpoint(str(root / f"global_step_{step}/actor"), None, step, 1)

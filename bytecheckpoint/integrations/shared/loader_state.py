@@ -1,0 +1,19 @@
+"""The state of the loader that a framework's trainer reads, for a save and a load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
+
+
+def loader_state(loader: Any, *, rank: int, size: int, elastic: Elastic | None) -> DataLoaderState:
+    """Returns the state of a loader. With `elastic` None it is exact for loaders of streams, and refuses another number
+    of data-parallel ranks for all others.
+
+    Raises like `DataLoaderState`.
+    """
+    state = DataLoaderState(loader, rank=rank, size=size, elastic=elastic or "exact")
+    if elastic is None and state.keyed_by == "rank":
+        return DataLoaderState(loader, rank=rank, size=size, elastic="same")
+    return state

@@ -1,0 +1,75 @@
+"""The train loader of a user, whose position is saved, in the Trainer: its state, and its first pass after a load, from
+which the Trainer is not to skip batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from accelerate.data_loader import DataLoaderAdapter
+from torch.utils.data import DataLoader, IterableDataset
+
+from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
+from bytecheckpoint.data.known_loaders import elastic_loader_of
+from bytecheckpoint.data.tracked_loader import TrackedLoader
+from bytecheckpoint.integrations.shared.loader_state import loader_state
+
+_NO_BATCH = object()
+
+
+def train_loader_state(loader: Any, *, rank: int, size: int, elastic: Elastic | None) -> DataLoaderState | None:
+    """Returns the state of a loader that has one of its own; None for others, in which the Trainer skips batches.
+
+    Raises like `DataLoaderState`.
+    """
+    has_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+    is_known = elastic_loader_of(loader) is not None
+    # Those that accelerate has made have the methods in any case, and the Trainer makes them by itself.
+    if not is_known and (not has_state or isinstance(loader, DataLoaderAdapter)):
+        return None
+    return loader_state(loader, rank=rank, size=size, elastic=elastic)
+
+
+class RestOfPass(IterableDataset[Any]):
+    """The rest of the pass over a loader that is in its place already, from which the Trainer would skip batches. It is
+    the dataset of what accelerate's `skip_first_batches` takes for a loader: batches to skip, and then the loader's.
+    """
+
+    def __init__(self, state: DataLoaderState, *, num_to_skip: int) -> None:
+        self._state = state
+        self._num_to_skip = num_to_skip
+        self._has_begun_next = False
+
+    def as_loader(self) -> Any:
+        """Returns what the Trainer is to read."""
+        if self._num_to_skip:
+            options = {"batch_size": None, "drop_last": False, "collate_fn": _as_it_is, "prefetch_factor": None}
+            return SimpleNamespace(dataset=self, **options)
+        if self._state.keyed_by == "stream":  # one whose pass has ended goes on with the next
+            return self._state.loader
+        rest = iter(self._state.loader)
+        first = next(rest, _NO_BATCH)
+        # After the last batch of a pass, a state says that none is left: the next pass is the one to read.
+        return self._state.loader if first is _NO_BATCH else itertools.chain([first], rest)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from itertools.repeat(None, self._num_to_skip)
+        streams = self._state.streams
+        rest = iter(self._state.loader)
+        num_passes = streams._num_passes if isinstance(streams, TrackedLoader) else 0
+        first = list(itertools.islice(rest, 1))
+        self._has_begun_next = isinstance(streams, TrackedLoader) and streams._num_passes != num_passes
+        yield from itertools.chain(first, rest)
+
+    def draw_as_begun(self) -> None:
+        """Draws the random numbers that the begin of a pass draws, where nothing was left of the one that was saved."""
+        if self._has_begun_next:
+            samples: Any = [0]
+            iter(DataLoader(samples, generator=self._state.loader.generator))
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
