@@ -273,8 +273,12 @@ def _remove_files_of_accelerate(path: str) -> None:
     """Removes the files that accelerate itself writes, beside a checkpoint that is gone."""
     with suppress(FileNotFoundError):  # stores may remove the folder with the last file
         for each in list(Path(path).iterdir()):
-            if each.is_dir() and not each.is_symlink():
-                if _FOLDER_OF_ACCELERATE.fullmatch(each.name) and (each / ".metadata").is_file():
-                    shutil.rmtree(each)
-            elif _FILE_OF_ACCELERATE.fullmatch(each.name):
+            if _FILE_OF_ACCELERATE.fullmatch(each.name) and not each.is_dir():
                 each.unlink()
+            elif _is_folder_of_accelerate(each):
+                shutil.rmtree(each)
+
+
+def _is_folder_of_accelerate(path: Path) -> bool:
+    is_named_so = _FOLDER_OF_ACCELERATE.fullmatch(path.name) is not None
+    return is_named_so and not path.is_symlink() and (path / ".metadata").is_file()
