@@ -167,16 +167,17 @@ def _write(path: Path, text: str) -> None:
 _INTRODUCTION = """\
 # What was broken on purpose, and what became of it
 
-Printed by `make fault-table`, which runs everything below and writes this page; `make fault-table
-FAULT_ARGS="kill-times-copy --trials 17"` repeats one trial of one row. A trial is drawn from the seed and its number,
-so it is the same every time but for the moment at which a timer strikes. After each fault a reader checks that
+Here you see which faults were caused on purpose, how often, and what they broke. `make fault-table` runs them all and
+writes this page; `make fault-table FAULT_ARGS="kill-times-copy --trials 17"` repeats one trial of one row. A trial is
+drawn from the seed and its number, so it is the same every time but for the moment at which a timer strikes. After each
+fault a reader checks that
 
 - what was acknowledged (`save` or `result()` had returned) loads, bit by bit;
 - what can be seen (`steps`, `latest`) loads, bit by bit;
 - the next save at the same place works, and `bcp gc` leaves nothing of what died.
 
-Whatever does not hold counts as broken. How each fault is made is told in `tests/faults`; rights to
-trace or to mount are needed for some, and a row that could not be run says so.
+Whatever does not hold counts as broken. `tests/faults` has the code. Some faults need rights to trace or to mount; a
+row that could not be run says so.
 """
 _COMPARISON = """\
 ## The same harness on torch.distributed.checkpoint
