@@ -45,12 +45,14 @@ if TYPE_CHECKING:
         warm_up,
     )
     from bytecheckpoint.checkpoint import Checkpoint
+    from bytecheckpoint.diagnostics.progress_bar import progress_bar
     from bytecheckpoint.info import CheckpointInfo, DataReport, LoadReport, LocalInfo, LoggedData, RecoveredSave
     from bytecheckpoint.manager import keep_policies, save_policies
     from bytecheckpoint.manager.checkpoint_manager import CheckpointManager
     from bytecheckpoint.manager.options import ManagerOptions
     from bytecheckpoint.manager.stats import ManagerStats
     from bytecheckpoint.options import LoadOptions, NameMap, SaveOptions
+    from bytecheckpoint.runtime.progress import Progress
     from bytecheckpoint.saving.handle import SaveHandle
     from bytecheckpoint.saving.recover import recover
     from bytecheckpoint.state_tree import load_tree
@@ -76,6 +78,7 @@ __all__ = [
     "ManagerOptions",
     "ManagerStats",
     "NameMap",
+    "Progress",
     "RankLocal",
     "RecoveredSave",
     "RngState",
@@ -91,6 +94,7 @@ __all__ = [
     "load",
     "load_tree",
     "open",
+    "progress_bar",
     "recover",
     "save",
     "save_policies",
@@ -106,11 +110,13 @@ _LAZY = {
     "DataLoaderState": "bytecheckpoint.adapters.data.loader_state",
     "ManagerOptions": "bytecheckpoint.manager.options",
     "ManagerStats": "bytecheckpoint.manager.stats",
+    "Progress": "bytecheckpoint.runtime.progress",
     "RankLocal": "bytecheckpoint.adapters.rank_values.rank_local",
     "RngState": "bytecheckpoint.adapters.rank_values.rng_state",
     "SaveHandle": "bytecheckpoint.saving.handle",
     "recover": "bytecheckpoint.saving.recover",
     "load_tree": "bytecheckpoint.state_tree",
+    "progress_bar": "bytecheckpoint.diagnostics.progress_bar",
     **dict.fromkeys(
         ("CheckpointInfo", "DataReport", "LoadReport", "LocalInfo", "LoggedData", "RecoveredSave"),
         "bytecheckpoint.info",

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from bytecheckpoint.adapters.collect import collect_all, data_reports, entries_of, finish_all, random_restores
+from bytecheckpoint.adapters.finite_check import check_finite
 from bytecheckpoint.adapters.frameworks.detect import Framework
 from bytecheckpoint.adapters.key_map import KeyMap, listed_globs
 from bytecheckpoint.checkpoint import Checkpoint
@@ -145,13 +146,13 @@ def run_save(
             )
             process.check_writable(target.store, ranks)
             entries = entries_of(state, framework)
+            contents = collect_all(entries)
+            check_finite(contents, check=options.check_finite, path=about.path, rank=ranks.global_ranks[ranks.rank])
             prefix = owner.save_id_prefix if owner is not None else ""
-            local_plan = make_local_plan(
-                ranks, target, collect_all(entries), options, plans=process.plans, save_id_prefix=prefix
-            )
+            local_plan = make_local_plan(ranks, target, contents, options, plans=process.plans, save_id_prefix=prefix)
 
         call = call._replace(about=about._replace(step=step))
-        prepared = PreparedSave(call, target, local_plan, kind=kind, options=options, buffers=process.buffers)
+        prepared = PreparedSave(call, target, local_plan, kind=kind, options=options, kept=process.kept)
         slot.callback(prepared.close)
         prepared.take_snapshot(entries)
 

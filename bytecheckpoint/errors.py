@@ -8,7 +8,7 @@ react to what happened without reading messages; it knows nothing of how the fai
     ├── CheckpointCorruptError    (ValueError)          checksum, truncated, bad_manifest, unsupported_version
     ├── CheckpointMismatchError   (ValueError)          missing_key, unexpected_key, shape, dtype, coverage, conflict
     ├── CheckpointSaveError       (RuntimeError)        no_space, storage, writer_died, rank_failed, rank_missing,
-    │                                                   unsupported_value, superseded
+    │                                                   unsupported_value, superseded, not_finite
     ├── StorageError              (OSError)             permission, unavailable, unsupported
     └── UnsafeCheckpointError     (ValueError)          pickle_refused, path_escape, limits_exceeded
 """

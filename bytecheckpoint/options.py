@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from bytecheckpoint.manifest.frames import CODECS
+from bytecheckpoint.runtime.progress import Progress
 
 _MiB = 1 << 20
 
 SNAPSHOTS = ("auto", "copy", "lazy")
 EXCHANGES = ("auto", "on", "off")
+FINITE_CHECKS = ("off", "warn", "refuse")
 MIN_SCRATCH_BYTES = 8 * _MiB
 MIN_STAGING_BYTES = 32 * _MiB
 """Two blocks: one is written while the next is staged. Tensors may be larger: they are staged block by block."""
@@ -71,9 +73,19 @@ class SaveOptions:
 
     A failed request to S3 is retried for half of this time.
     """
+    on_progress: Callable[[Progress], object] | None = None
+    """Called with the Progress of this rank: when a phase begins, and at most ten times a second while bytes are
+    written; from any thread, one call at a time. It should return at once. If it raises, that is logged and it is not
+    called again. `bcp.progress_bar()` returns one."""
+    check_finite: Literal["off", "warn", "refuse"] = "off"
+    """Look for NaN and infinite values in floating-point and complex tensors before anything is written. `warn` logs
+    their names; `refuse` raises CheckpointSaveError (`not_finite`) on every rank. It reads each tensor once in the
+    call; tensors on a device make it wait for them."""
 
     def __post_init__(self) -> None:
         _check_bool("SaveOptions", "overwrite", self.overwrite)
+        _check_callable("SaveOptions", "on_progress", self.on_progress)
+        _check_choice("SaveOptions", "check_finite", self.check_finite, FINITE_CHECKS)
         _check_snapshot(self.snapshot)
         if self.staging_bytes is not None:
             _check_at_least("SaveOptions", "staging_bytes", self.staging_bytes, MIN_STAGING_BYTES)
@@ -145,8 +157,12 @@ class LoadOptions:
     """Read the checkpoint as another framework would have saved it: the name or path of a map, or a NameMap. `key_map`,
     `include` and `exclude` get the mapped names. The same on all ranks. Stored as a NameMap.
     """
+    on_progress: Callable[[Progress], object] | None = None
+    """Called with the Progress of this rank, as for SaveOptions. Bytes are counted by ranges that were read; those that
+    other ranks pass on do not count."""
 
     def __post_init__(self) -> None:
+        _check_callable("LoadOptions", "on_progress", self.on_progress)
         if self.name_map is not None and not isinstance(self.name_map, NameMap):
             object.__setattr__(self, "name_map", NameMap(self.name_map))
         _check_bool("LoadOptions", "verify", self.verify)
@@ -157,6 +173,11 @@ class LoadOptions:
         _check_bool("LoadOptions", "follow_links", self.follow_links)
         _check_at_least("LoadOptions", "scratch_bytes", self.scratch_bytes, MIN_SCRATCH_BYTES)
         _check_positive("LoadOptions", "timeout_s", self.timeout_s)
+
+
+def _check_callable(owner: str, name: str, value: object) -> None:
+    if value is not None and not callable(value):
+        raise ValueError(f"{owner}.{name} takes a function, or None, not {value!r}")
 
 
 def _check_choice(owner: str, name: str, value: object, choices: Sequence[str]) -> None:

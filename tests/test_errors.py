@@ -29,7 +29,8 @@ KINDS = {
     "CheckpointExistsError": "exists",
     "CheckpointCorruptError": "checksum, truncated, bad_manifest, unsupported_version",
     "CheckpointMismatchError": "missing_key, unexpected_key, shape, dtype, coverage, conflict",
-    "CheckpointSaveError": "no_space, storage, writer_died, rank_failed, rank_missing, unsupported_value, superseded",
+    "CheckpointSaveError": "no_space, storage, writer_died, rank_failed, rank_missing, unsupported_value, superseded, "
+    "not_finite",
     "StorageError": "permission, unavailable, unsupported",
     "UnsafeCheckpointError": "pickle_refused, path_escape, limits_exceeded",
 }

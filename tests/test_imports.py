@@ -33,6 +33,7 @@ PUBLIC_NAMES = {
     "ManagerOptions",
     "ManagerStats",
     "NameMap",
+    "Progress",
     "RankLocal",
     "RecoveredSave",
     "RngState",
@@ -48,6 +49,7 @@ PUBLIC_NAMES = {
     "load",
     "load_tree",
     "open",
+    "progress_bar",
     "recover",
     "save",
     "save_policies",
@@ -91,7 +93,7 @@ def test_a_public_class_shows_nothing_that_is_not_documented(name: str) -> None:
 
 
 def test_a_handle_offers_what_is_promised_of_it() -> None:
-    promised = {"staged", "local", "result", "done", "exception", "add_done_callback"}
+    promised = {"progress", "staged", "local", "result", "done", "exception", "add_done_callback"}
     assert {key for key in dir(bcp.SaveHandle) if not key.startswith("_")} == promised
 
 

@@ -50,6 +50,7 @@ MAY_CATCH_ALL = {
     "bytecheckpoint/manager/data/prepared_state.py",  # a user's loader: the save on all ranks raises it
     "bytecheckpoint/distributed/ranks.py",  # a phase that fails on one rank fails on all
     "bytecheckpoint/saving/handle.py",  # what fails in the background is raised by the handle
+    "bytecheckpoint/runtime/progress.py",  # a user's callback must not stop a save
     "bytecheckpoint/runtime/threads.py",  # what fails on a thread is reported or kept, and the thread goes on
     # what a tensor subclass raises while it is built is why it is refused
     "bytecheckpoint/adapters/native/subclass_flatten.py",

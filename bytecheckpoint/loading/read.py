@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -9,6 +10,7 @@ from functools import partial
 import torch
 
 from bytecheckpoint.adapters.shards import NEW_TUPLE, LocalShard
+from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.loading.links import check_samples
 from bytecheckpoint.loading.overwrite_state import StateChanges
 from bytecheckpoint.loading.replacement import detect_replacement
@@ -22,10 +24,13 @@ from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.planner.byte_ranges import names_in
 from bytecheckpoint.planner.load_plan import Want, plan_load, wanted_files, zeros_in
 from bytecheckpoint.region import relative
+from bytecheckpoint.runtime.progress import ProgressMeter
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.range_reader import ALIGNMENT, max_bytes_at_once, run_fetches
 from bytecheckpoint.storage.store import Store, SupportsReadBytes
+
+logger = logging.getLogger("bytecheckpoint")
 
 _EXTENT_BYTES = 1 << 20
 """Longest extent of an ordinary file."""
@@ -54,8 +59,21 @@ class Source:
         self.is_exchanged = is_exchanged
         self.path = join_name(str(store), folder) if path is None else path
         self.changes = StateChanges()
+        self.meter: ProgressMeter | None = None
+        """Counts the bytes that are read, if somebody watches."""
         self._sampled: set[int] = set()
         """Files that were compared with the samples of their link."""
+
+    @contextmanager
+    def counting(self, ranks: Ranks) -> Iterator[None]:
+        """Surrounds a load: counts its bytes for `on_progress` and for the log, if there is either."""
+        on_progress = self.options.on_progress
+        if on_progress is None and not logger.isEnabledFor(logging.DEBUG):
+            yield
+            return
+        self.meter = ProgressMeter(self.path, ranks.global_ranks[ranks.rank], "load", on_progress)
+        with self.meter.until_end():
+            yield
 
     @property
     def _scratch_bytes(self) -> int:
@@ -72,7 +90,9 @@ class Source:
         if manifest is self.manifest:
             return self
         options, is_exchanged = self.options, self.is_exchanged
-        return Source(self.store, self.folder, manifest, options, is_exchanged=is_exchanged, path=self.path)
+        shown = Source(self.store, self.folder, manifest, options, is_exchanged=is_exchanged, path=self.path)
+        shown.meter = self.meter
+        return shown
 
     def unit_bytes(self, fetches: Sequence[Fetch]) -> int:
         """Returns the longest fetch of what other ranks want too, unless an extent is longer."""
@@ -137,6 +157,9 @@ class Source:
 
     def run(self, fetches: Sequence[Fetch], lanes: CopyStreams) -> None:
         """Carries out fetches with targets; copies into devices may still be under way until the lanes are closed."""
+        meter = self.meter
+        if meter is not None:
+            fetches = [fetch._replace(place=partial(_counted, fetch.place, meter)) for fetch in fetches]
         with detect_replacement(self.store, self.folder, self.manifest):
             run_fetches(
                 self.store,
@@ -191,6 +214,11 @@ def _fitting(num_bytes: int) -> int:
     """
     block_bytes = 1 << (num_bytes.bit_length() - 1)
     return block_bytes - ALIGNMENT - 2 * min(_EXTENT_BYTES, block_bytes // 4)
+
+
+def _counted(place: Callable[[memoryview], None], meter: ProgressMeter, content: memoryview) -> None:
+    place(content)
+    meter.add(content.nbytes)
 
 
 @contextmanager

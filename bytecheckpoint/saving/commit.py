@@ -27,12 +27,14 @@ from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.manifest import DataFile, open_manifest
 from bytecheckpoint.saving.prepare import PreparedSave
 from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report, write_telemetry
+from bytecheckpoint.saving.slow_phases import TimedReport, slow_text
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.saving.write import SaveFiles, write_files
 from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.garbage import MIN_AGE_S, sweep
 from bytecheckpoint.storage.open_store import is_remote
 from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import full_location
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -58,20 +60,40 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
                 files,
                 snapshot,
                 timer,
+                prepared.meter,
                 writer_threads=prepared.options.writer_threads,
                 scratch=prepared.buffers.scratch,
             )
-        report = encode_report(agreed, written)
+        report = msgspec.msgpack.encode(TimedReport(encode_report(agreed, written), timer.seconds))
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit it, even if this rank fails
         with report_straggler_rate(ranks, agreed.rank_plan.global_plan, timer.seconds["write"]):
-            reports = ranks.gather(report)
+            reports = [msgspec.msgpack.decode(each, type=TimedReport) for each in ranks.gather(report)]
         write_telemetry(call, target, agreed.save_id, [file for file, _ in written])
         content = info = b""
         if ranks.rank == COORDINATOR:
-            content, info = encode_manifest_and_info(agreed, reports, call, target, metadata=metadata)
+            content, info = encode_manifest_and_info(
+                agreed, [each.report for each in reports], call, target, metadata=metadata
+            )
         undo.pop_all()
-    return commit_together(call, files, content, info)
+    prepared.meter.begin("commit")
+    committed = commit_together(call, files, content, info)
+    warn_of_slow_phases(prepared, reports, committed)
+    return committed
+
+
+def warn_of_slow_phases(prepared: PreparedSave, reports: Sequence[TimedReport], committed: CheckpointInfo) -> None:
+    """Warns, on the coordinator, of phases that took much longer than in earlier saves. It has the times of its own
+    upload and commit, and the reports of all ranks have those of the phases before.
+    """
+    ranks, store = prepared.call.ranks, prepared.target.store
+    if ranks.rank != COORDINATOR:
+        return
+    by_rank = [
+        {**each.seconds, **(committed.seconds if rank == COORDINATOR else {})} for rank, each in enumerate(reports)
+    ]
+    for slow in prepared.history.add(full_location(store, ""), committed.num_bytes, by_rank):
+        logger.warning("%s", slow_text(slow, prepared.target.path, ranks.global_ranks))
 
 
 def commit_together(call: SaveCall, files: SaveFiles, content: bytes, info: bytes) -> CheckpointInfo:

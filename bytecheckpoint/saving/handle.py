@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.info import CheckpointInfo, LocalInfo
+from bytecheckpoint.runtime.progress import Progress, ProgressMeter
 from bytecheckpoint.runtime.reentrancy import awaited_threads, is_refusal
 from bytecheckpoint.staging.snapshots import Snapshot
 
@@ -32,6 +33,10 @@ class SaveHandle:
         self._progress.wait_until_staged()
         if self._progress.error is not None:
             self.result()
+
+    def progress(self) -> Progress:
+        """Returns how far this rank is: phase, bytes done, bytes in all and rate. Does not block."""
+        return self._progress.meter.now()
 
     def local(self, timeout: float | None = None) -> LocalInfo:
         """Blocks until every rank's data is durable in the local stage, so that `bcp.recover` could commit it after a
@@ -87,8 +92,9 @@ class SaveHandle:
 class SaveProgress:
     """Progress and outcome of one save, for its handle and for the threads that work on it."""
 
-    def __init__(self, path: str, *, is_staged: bool) -> None:
+    def __init__(self, path: str, meter: ProgressMeter, *, is_staged: bool) -> None:
         self.path = path
+        self.meter = meter
         self.is_numbered = threading.Event()
         """Set when all ranks know which call this is, so that other calls may begin."""
         self.local: Future[LocalInfo] | None = Future() if is_staged else None
@@ -168,8 +174,10 @@ class SaveProgress:
         info = None
         try:
             info = finish()
+            self.meter.begin("done")
         except BaseException as error:  # noqa: BLE001  a lost error would be a lost checkpoint
             self.error = error
+            self.meter.begin("failed")
             _clear_frames(error)
         del finish  # the error keeps this frame, which is running and was not cleared
         # Before the outcome: threads that wait for it, and its callbacks, may save again.

@@ -27,7 +27,8 @@ from bytecheckpoint.runtime.thread_priority import lower_priority
 from bytecheckpoint.runtime.threads import background_threads
 from bytecheckpoint.saving.global_plan import PlanCache
 from bytecheckpoint.saving.handle import SaveProgress
-from bytecheckpoint.saving.prepare import PreparedSave
+from bytecheckpoint.saving.prepare import KeptBetweenSaves, PreparedSave
+from bytecheckpoint.saving.slow_phases import PhaseHistory
 from bytecheckpoint.staging.host_buffers import HostBuffers
 from bytecheckpoint.staging.snapshots import ProposedState, StagedState
 from bytecheckpoint.storage.store import RemoteStore, Store, full_location
@@ -295,8 +296,12 @@ class SavesInFlight:
         for path in under_way:
             _print(f"the program ends while the save to {path} is under way: {_ALL_OR_NOTHING}")
         for path, error in errors:
-            _print(f"the save to {path} failed and was not committed:")
-            traceback.print_exception(error, file=sys.stderr)
+            if isinstance(error, CheckpointError):  # whose message says all that a user can do about it
+                _print(f"the save to {path} failed and was not committed: {error.message}")
+                logger.debug("the save to %s failed", path, exc_info=error)
+            else:
+                _print(f"the save to {path} failed and was not committed:")
+                traceback.print_exception(error, file=sys.stderr)
         atexit.unregister(self._report_at_exit)
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -317,9 +322,15 @@ class ProcessState:
         self.saves = SavesInFlight()
         self.buffers = HostBuffers()
         self.plans = PlanCache()
+        self.history = PhaseHistory()
         self._writable: set[str] = set()
         """Stores that were found to be writable."""
         self._of_parent: list[HostBuffers] = []
+
+    @property
+    def kept(self) -> KeptBetweenSaves:
+        """What a save takes from earlier ones."""
+        return KeptBetweenSaves(self.buffers, self.history)
 
     def check_writable(self, store: Store, ranks: Ranks) -> None:
         """Raises what a write to the store would raise, so that a save fails before anything is staged.
@@ -337,6 +348,7 @@ class ProcessState:
         # The memory is not the child's, but freeing it here could free what has come to lie in the same place.
         self._of_parent.append(self.buffers)
         self.buffers, self.plans, self._writable = HostBuffers(), PlanCache(), set()
+        self.history = PhaseHistory()
 
 
 _STATE: dict[str, ProcessState] = {}

@@ -124,11 +124,19 @@ class LocalStage:
             return False
         return True
 
-    def upload(self, store: Store, folder: str) -> None:
-        """Copies this rank's files to the checkpoint's folder in the store."""
-        files = [file for file in self.files if file.name not in self._direct]
+    @property
+    def num_upload_bytes(self) -> int:
+        """Bytes of the files that `upload` copies."""
+        return sum(file.byte_length for file in self._to_upload())
+
+    def _to_upload(self) -> list[DataFile]:
+        return [file for file in self.files if file.name not in self._direct] if self._folder is not None else []
+
+    def upload(self, store: Store, folder: str, on_bytes: Callable[[int], None]) -> None:
+        """Copies this rank's files to the checkpoint's folder in the store. `on_bytes` gets the length of each one."""
         if self._folder is not None:
-            upload_files(self._folder, store, folder, files, writer_threads=self._writer_threads)
+            files = self._to_upload()
+            upload_files(self._folder, store, folder, files, writer_threads=self._writer_threads, on_bytes=on_bytes)
 
     def remove(self) -> None:
         """Deletes the folder."""
@@ -148,13 +156,20 @@ class LocalStage:
 
 
 def upload_files(
-    staged: StagedFolder, store: Store, folder: str, files: Sequence[DataFile], *, writer_threads: int
+    staged: StagedFolder,
+    store: Store,
+    folder: str,
+    files: Sequence[DataFile],
+    *,
+    writer_threads: int,
+    on_bytes: Callable[[int], None],
 ) -> None:
     """Copies files from a local stage to a folder of the store, one after the other, through its own buffers."""
     num_blocks = -(-max((file.byte_length for file in files), default=0) // BLOCK_BYTES)
     scratch = BufferPool(BLOCK_BYTES, min(num_blocks, max(_BLOCKS_IN_FLIGHT, writer_threads)))
     for file in files:
         copy_file(staged.store, store, folder, file, scratch)
+        on_bytes(file.byte_length)
 
 
 def remove_superseded(root: str, committed: Journal) -> None:

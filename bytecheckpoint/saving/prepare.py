@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -17,8 +17,10 @@ from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.memory.tensor_bytes import to_host
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.runtime.gc_pause import gc_paused
+from bytecheckpoint.runtime.progress import ProgressMeter
 from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan, RankPlan, exchange_plans
 from bytecheckpoint.saving.handle import SaveProgress
+from bytecheckpoint.saving.slow_phases import PhaseHistory
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.staging.file_image import LiveFile, PlannedFile
 from bytecheckpoint.staging.host_buffers import HostBuffers
@@ -61,6 +63,13 @@ def allocate(planned: Sequence[PlannedFile], buffers: HostBuffers, *, staging_by
     buffers.staging.take(num_bytes if staging_bytes is None else min(num_bytes, staging_bytes))
 
 
+class KeptBetweenSaves(NamedTuple):
+    """What a process keeps from one save for the next."""
+
+    buffers: HostBuffers
+    history: PhaseHistory
+
+
 class PreparedSave:
     """A local plan and its snapshot. `agree` makes the plan global, in the call or later in the background."""
 
@@ -72,12 +81,17 @@ class PreparedSave:
         *,
         kind: SnapshotKind,
         options: SaveOptions,
-        buffers: HostBuffers,
+        kept: KeptBetweenSaves,
     ) -> None:
-        self.progress = SaveProgress(target.path, is_staged=target.stage is not None)
+        ranks = call.ranks
+        if ranks.rank == COORDINATOR:
+            logger.info("saving %s from %d ranks", target.path, ranks.num_ranks)
+        self.meter = ProgressMeter(target.path, ranks.global_ranks[ranks.rank], "save", options.on_progress)
+        self.progress = SaveProgress(target.path, self.meter, is_staged=target.stage is not None)
+        self.history = kept.history
         self.call = call
         self.target = target
-        self.buffers = buffers
+        self.buffers = kept.buffers
         self.options = options
         self._kind = kind
         self._local_plan = local_plan
@@ -151,6 +165,7 @@ class PreparedSave:
 
     def stage(self) -> None:
         """Stages the snapshot. From then on the training state may change."""
+        self.meter.begin("stage")
         with self.call.timer.phase("stage"):
             self.progress.stage(self.snapshot)
         if self.call.ranks.rank == COORDINATOR:

@@ -239,7 +239,9 @@ def _upload_all(
         try:
             journal = stage_folder.read_journal(folder.store)
             files = [file for file in (journal.files if journal else None) or () if file.name in task.uploads]
-            upload_files(folder, store, task.folder, files, writer_threads=options.writer_threads)
+            upload_files(
+                folder, store, task.folder, files, writer_threads=options.writer_threads, on_bytes=lambda _: None
+            )
         except CheckpointError as error:
             is_here = error.path is not None and error.path.startswith(os.path.realpath(folder.path))
             if not isinstance(error, CheckpointCorruptError) and not is_here:

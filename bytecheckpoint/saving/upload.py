@@ -18,10 +18,12 @@ from bytecheckpoint.distributed.stragglers import report_straggler_rate
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import CheckpointInfo, LocalInfo
 from bytecheckpoint.planner.save_plan import SavePlan
-from bytecheckpoint.saving.commit import broadcast_or_discard, commit_together, discard
+from bytecheckpoint.runtime.progress import ProgressMeter
+from bytecheckpoint.saving.commit import broadcast_or_discard, commit_together, discard, warn_of_slow_phases
 from bytecheckpoint.saving.local_stage import LocalStage
 from bytecheckpoint.saving.prepare import PreparedSave
 from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report, write_telemetry
+from bytecheckpoint.saving.slow_phases import TimedReport
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.saving.write import SaveFiles, write_files
 from bytecheckpoint.storage import layout, stage_folder
@@ -63,7 +65,7 @@ def write_upload_and_commit(
     call, plan = prepared.call, agreed.rank_plan.global_plan
     files = SaveFiles(target, agreed.save_id, call.ranks.rank, agreed.rank_plan.files)
     with closing(stage):
-        staged, content = _write_to_stage(prepared, files, stage, metadata)
+        staged, content, reports = _write_to_stage(prepared, files, stage, metadata)
         local = LocalInfo(
             path=target.path,
             step=target.step,
@@ -77,8 +79,10 @@ def write_upload_and_commit(
         with uploading:
             after = call.about._replace(aftermath=_IS_RECOVERABLE if staged.is_recoverable else "")
             call = call._replace(about=after)
-            _upload(call, files, stage, plan)
+            _upload(call, files, stage, plan, prepared.meter)
+            prepared.meter.begin("commit")
             info = commit_together(call, files, content, staged.info)
+            warn_of_slow_phases(prepared, reports, info)
         if not staged.is_recoverable:
             prepared.progress.reach_local(local)
         stage.remove()
@@ -88,8 +92,8 @@ def write_upload_and_commit(
 
 def _write_to_stage(
     prepared: PreparedSave, files: SaveFiles, stage: LocalStage, metadata: Mapping[str, Any]
-) -> tuple[_StagedSave, bytes]:
-    """Returns the staged files, and on the coordinator the manifest."""
+) -> tuple[_StagedSave, bytes, list[TimedReport]]:
+    """Returns the staged files, and on the coordinator the manifest and the reports of all ranks."""
     agreed, call, target = prepared.agree(), prepared.call, files.target
     ranks, about, timer = call
     doing = f"writing {target.path} to the local stage"
@@ -101,22 +105,23 @@ def _write_to_stage(
                 files,
                 snapshot,
                 timer,
+                prepared.meter,
                 writer_threads=prepared.options.writer_threads,
                 scratch=prepared.buffers.scratch,
             )
             stage.complete([file for file, _ in written])
-        report = msgspec.msgpack.encode((encode_report(agreed, written), stage.is_direct))
+        report = msgspec.msgpack.encode(TimedReport(encode_report(agreed, written), timer.seconds, stage.is_direct))
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may keep it, even if this rank fails
         with report_straggler_rate(ranks, agreed.rank_plan.global_plan, timer.seconds["write"]):
             gathered = ranks.gather(report)
-        reports = [msgspec.msgpack.decode(payload, type=tuple[bytes, bool]) for payload in gathered]
+        reports = [msgspec.msgpack.decode(payload, type=TimedReport) for payload in gathered]
         payload, content = b"", b""
         if ranks.rank == COORDINATOR:
-            encoded = [report for report, _ in reports]
+            encoded = [each.report for each in reports]
             content, info = encode_manifest_and_info(agreed, encoded, call, target, metadata=metadata)
             is_recoverable = stage.write_manifest(content)
-            direct_ranks = tuple(ranks.global_ranks[rank] for rank, (_, is_direct) in enumerate(reports) if is_direct)
+            direct_ranks = tuple(ranks.global_ranks[rank] for rank, each in enumerate(reports) if each.is_direct)
             num_bytes = msgspec.msgpack.decode(info, type=CheckpointInfo).num_bytes
             payload = msgspec.msgpack.encode(_StagedSave(is_recoverable, num_bytes, direct_ranks, info))
         undo.pop_all()
@@ -126,16 +131,17 @@ def _write_to_stage(
     stage.is_recoverable = staged.is_recoverable
     if ranks.rank == COORDINATOR:
         logger.info("data of %s is durable on the local disks after %.2f s", target.path, timer.total)
-    return staged, content
+    return staged, content, reports
 
 
-def _upload(call: SaveCall, files: SaveFiles, stage: LocalStage, plan: SavePlan | None) -> None:
+def _upload(call: SaveCall, files: SaveFiles, stage: LocalStage, plan: SavePlan | None, meter: ProgressMeter) -> None:
     ranks, about, timer = call
     target = files.target
     with ExitStack() as undo, together(ranks, f"uploading {target.path}", about=about):
         undo.callback(discard, files)
+        meter.begin("upload", stage.num_upload_bytes)
         with timer.phase("upload"):
-            stage.upload(target.store, target.folder)
+            stage.upload(target.store, target.folder, meter.add)
         write_telemetry(call, target, files.save_id, stage.files)
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit it, even if this rank fails

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
+from bytecheckpoint.runtime.progress import ProgressMeter
 from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.saving.report import WrittenFile
 from bytecheckpoint.saving.target import SaveTarget
@@ -36,11 +38,18 @@ class SaveFiles(NamedTuple):
 
 
 def write_files(
-    files: SaveFiles, snapshot: Snapshot, timer: PhaseTimer, *, writer_threads: int, scratch: BufferPool
+    files: SaveFiles,
+    snapshot: Snapshot,
+    timer: PhaseTimer,
+    meter: ProgressMeter,
+    *,
+    writer_threads: int,
+    scratch: BufferPool,
 ) -> list[WrittenFile]:
     """Writes all files of this rank durably. Compressed ones are put together in `scratch`."""
+    meter.begin("write", sum(planned.byte_length for planned in files.planned))
     num_raw = sum(not planned.codecs for planned in files.planned)  # they come first
-    written = [_write_raw(files, number, snapshot, timer) for number in range(num_raw)]
+    written = [_write_raw(files, number, snapshot, timer, meter) for number in range(num_raw)]
     if num_raw == len(files.planned):
         return written
     numbers = range(num_raw, len(files.planned))
@@ -51,7 +60,7 @@ def write_files(
     def compress(number: int) -> None:
         compressed[number] = compress_file(
             files.planned[number],
-            _with_content(files.planned[number], snapshot),
+            _with_content(files.planned[number], snapshot, meter),
             buffers[number % 2],
             threads=writer_threads,
             second_block=scratch.second_block,
@@ -71,14 +80,24 @@ def write_files(
     return written
 
 
-def _write_raw(files: SaveFiles, number: int, snapshot: Snapshot, timer: PhaseTimer) -> WrittenFile:
+def _write_raw(
+    files: SaveFiles, number: int, snapshot: Snapshot, timer: PhaseTimer, meter: ProgressMeter
+) -> WrittenFile:
     planned = files.planned[number]
-    image = FileImage(files.name(number), planned.extent_lengths, _with_content(planned, snapshot))
+    image = FileImage(files.name(number), planned.extent_lengths, _with_content(planned, snapshot, meter))
     return WrittenFile(_write_image(files.target, image, timer), None)
 
 
-def _with_content(planned: PlannedFile, snapshot: Snapshot) -> list[Block]:
-    return [block._replace(content=partial(snapshot.content, block)) for block in planned.blocks]
+def _with_content(planned: PlannedFile, snapshot: Snapshot, meter: ProgressMeter) -> list[Block]:
+    return [block._replace(content=partial(_counted_content, snapshot, block, meter)) for block in planned.blocks]
+
+
+@contextmanager
+def _counted_content(snapshot: Snapshot, block: Block, meter: ProgressMeter) -> Iterator[memoryview]:
+    """Counts the bytes of a block when they are no longer needed: they were written, or compressed."""
+    with snapshot.content(block) as content:
+        yield content
+    meter.add(block.byte_length)
 
 
 def _write_image(target: SaveTarget, image: FileImage, timer: PhaseTimer) -> DataFile:

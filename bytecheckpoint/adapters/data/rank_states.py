@@ -43,7 +43,7 @@ class RankStates:
     def start_states(self) -> dict[str, Any] | None:
         """Returns this rank's state before its first sample, or None if the state is more than a count of samples."""
         state = self._loader.state_dict()
-        is_counted = isinstance(_progress_of(state), _Progress)
+        is_counted = isinstance(_progress_of(state), _RankPosition)
         return {rank_id(self._rank): _state_after(state, 0, 1)} if is_counted else None
 
     def load_streams(self, streams: Mapping[str, Any], _shared: Any) -> None:
@@ -60,7 +60,7 @@ class ConsumedPrefix(NamedTuple):
     """Samples, over all ranks, that were taken and are taken again."""
 
 
-class _Progress(NamedTuple):
+class _RankPosition(NamedTuple):
     """The samples that a rank has taken of its part of an epoch."""
 
     epoch: int
@@ -83,7 +83,7 @@ def consumed_prefix(states: Sequence[Any], loader: Any, *, size: int) -> Consume
     unknown = next((each for each in found if isinstance(each, str)), None)
     if unknown is not None:
         return unknown
-    progress = [each for each in found if isinstance(each, _Progress)]
+    progress = [each for each in found if isinstance(each, _RankPosition)]
     if len({each.epoch for each in progress}) > 1:
         return f"its ranks are in different epochs, {sorted({each.epoch for each in progress})}"
     batch_size = getattr(loader, "batch_size", None) or 1
@@ -98,11 +98,11 @@ def consumed_prefix(states: Sequence[Any], loader: Any, *, size: int) -> Consume
     return ConsumedPrefix(_state_after(states[0], 0 if is_at_end else num_batches, batch_size), repeated)
 
 
-def _progress_of(state: Any) -> _Progress | str:
+def _progress_of(state: Any) -> _RankPosition | str:
     if not isinstance(state, dict):
         return f"its state is a {type(state).__name__}, which does not count samples"
     if "yielded" in state and state.keys() <= _SAMPLER_KEYS:
-        return _Progress(state.get("epoch", 0), state["yielded"], is_finished=False)
+        return _RankPosition(state.get("epoch", 0), state["yielded"], is_finished=False)
     if "_snapshot" in state:
         return "its state is that of a number of workers; take num_workers=0, or bcp.data.Streams"
     sampler_state = state.get("_sampler_iter_state")
@@ -112,7 +112,9 @@ def _progress_of(state: Any) -> _Progress | str:
     is_counted = sampler_state.keys() <= {"samples_yielded", "sampler_state"} and set(inside) <= _SAMPLER_KEYS
     if not is_counted or any(state.get(key) is not None for key in _ONLY_NONE):
         return "its state is more than a number of samples: that of a dataset or of random numbers"
-    return _Progress(inside.get("epoch", 0), sampler_state["samples_yielded"], bool(state.get("_iterator_finished")))
+    return _RankPosition(
+        inside.get("epoch", 0), sampler_state["samples_yielded"], bool(state.get("_iterator_finished"))
+    )
 
 
 def _state_after(state: Mapping[str, Any], num_batches: int, batch_size: int) -> dict[str, Any]:

@@ -1,0 +1,55 @@
+"""Finds tensors with NaN or infinite values before they are saved. It looks at the shards of this rank only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from bytecheckpoint.adapters.expectation import EntryContents
+from bytecheckpoint.adapters.shards import LocalShard
+from bytecheckpoint.errors import CheckpointSaveError, and_more
+
+logger = logging.getLogger("bytecheckpoint")
+
+FiniteCheck = Literal["off", "warn", "refuse"]
+_NUM_SHOWN = 10
+_PART_ELEMENTS = 1 << 24
+"""Elements looked at at once: the check takes a byte for each."""
+
+
+def check_finite(contents: Sequence[EntryContents], *, check: FiniteCheck, path: str, rank: int) -> None:
+    """Warns of values that are not finite, or raises CheckpointSaveError (not_finite); names the tensors."""
+    if check == "off":
+        return
+    found = [text for entry in contents for shard in entry.shards if (text := _describe(shard))]
+    if not found:
+        return
+    what = f"values that are not finite: {and_more(found, _NUM_SHOWN)}, on rank {rank}"
+    if check == "refuse":
+        raise CheckpointSaveError(
+            f"the state has {what}; nothing was written: go back to an earlier checkpoint, or save it all the same "
+            "with check_finite='warn'",
+            kind="not_finite",
+        )
+    logger.warning("the save to %s has %s", path, what)
+
+
+def _describe(shard: LocalShard) -> str:
+    """Returns the name of a tensor with the numbers of such values, "" without any."""
+    tensor = shard.tensor.detach()
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
+        return ""
+    num_nan = num_inf = 0
+    flat = tensor.reshape(-1)
+    for start in range(0, flat.numel(), _PART_ELEMENTS):
+        part = flat[start : start + _PART_ELEMENTS]
+        values = part if part.dtype.itemsize >= 2 else part.float()  # torch has no such check for 8 bits
+        if bool(torch.isfinite(values).all()):
+            continue
+        num_nan += int(torch.isnan(values).sum())
+        num_inf += int(torch.isinf(values).sum())
+    counts = [f"{count:,} {name}" for count, name in ((num_nan, "NaN"), (num_inf, "infinite")) if count]
+    return f"{shard.fqn} ({', '.join(counts)})" if counts else ""

@@ -1,0 +1,117 @@
+"""Counts the bytes of a save or a load on one rank, and tells whoever watches. It knows no file and no store."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+logger = logging.getLogger("bytecheckpoint")
+
+_REPORT_S = 0.1
+"""Least time between two reports of bytes; the begin and the end of a phase are always reported."""
+_ORDER = ("plan", "stage", "write", "upload", "read", "commit", "done", "failed")
+"""Phases overlap: one that begins late does not hide a later one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """State of a save or a load on one rank."""
+
+    path: str
+    """Path or URL of the checkpoint."""
+    rank: int
+    """Global rank of this process."""
+    phase: str
+    """`plan`, `stage`, `write`, `upload` (with a local stage), `commit`; of a load `plan` and `read`. At the end `done`
+    or `failed`."""
+    bytes_done: int = 0
+    """Bytes that this rank has written, uploaded or read in this phase; before compression."""
+    bytes_total: int = 0
+    """Bytes of this rank in this phase; 0 in phases that count none. Bytes that other ranks pass on do not count."""
+    seconds: float = 0.0
+    """Seconds since this phase began."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes per second in this phase; 0.0 before the first ones."""
+        return self.bytes_done / self.seconds if self.seconds else 0.0
+
+    @property
+    def is_finished(self) -> bool:
+        """True at the end, with or without an error."""
+        return self.phase in {"done", "failed"}
+
+
+OnProgress = Callable[[Progress], object]
+
+
+class ProgressMeter:
+    """The progress of one save or load on this rank. Methods may be called from any thread."""
+
+    def __init__(self, path: str, rank: int, doing: str, on_progress: OnProgress | None) -> None:
+        """`doing` is `save` or `load`, for the log. `on_progress` gets one report at a time."""
+        self._on_progress = on_progress
+        self._doing = doing
+        self._state = threading.Lock()
+        self._reporting = threading.Lock()
+        self._started = self._phase_started = time.monotonic()
+        self._reported_at = 0.0
+        self._now = Progress(path=path, rank=rank, phase="plan")
+        self._report(is_due=True)
+
+    @property
+    def is_watched(self) -> bool:
+        """True if somebody gets reports."""
+        return self._on_progress is not None
+
+    def now(self) -> Progress:
+        """Returns the state of this moment. Seconds stand still at the end."""
+        with self._state:
+            seconds = 0.0 if self._now.is_finished else time.monotonic() - self._phase_started
+            return replace(self._now, seconds=seconds)
+
+    def begin(self, phase: str, bytes_total: int = 0) -> None:
+        """Begins a phase, unless a later one has begun."""
+        with self._state:
+            if _ORDER.index(phase) <= _ORDER.index(self._now.phase):
+                return
+            earlier, started = self._now, time.monotonic()
+            seconds, self._phase_started = started - self._phase_started, started
+            self._now = replace(self._now, phase=phase, bytes_done=0, bytes_total=bytes_total)
+        about = (self._doing, earlier.path, earlier.rank, earlier.phase, seconds, phase, bytes_total)
+        logger.debug("%s of %s on rank %d: %s took %.3f s, then %s (%d bytes)", *about)
+        self._report(is_due=True)
+
+    @contextmanager
+    def until_end(self) -> Iterator[None]:
+        """Surrounds all of it, and reports how it ends."""
+        try:
+            yield
+        except BaseException:
+            self.begin("failed")
+            raise
+        self.begin("done")
+
+    def add(self, num_bytes: int) -> None:
+        """Counts bytes of the phase that is under way."""
+        with self._state:
+            self._now = replace(self._now, bytes_done=self._now.bytes_done + num_bytes)
+        self._report(is_due=False)
+
+    def _report(self, *, is_due: bool) -> None:
+        """Calls the watcher. Reports of bytes are left out while another one is under way or was made just now."""
+        if self._on_progress is None or not self._reporting.acquire(blocking=is_due):
+            return
+        try:
+            if is_due or time.monotonic() - self._reported_at >= _REPORT_S:
+                self._reported_at = time.monotonic()
+                self._on_progress(self.now())
+        except Exception:
+            self._on_progress = None
+            logger.exception("on_progress failed, and is not called again; the %s goes on", self._doing)
+        finally:
+            self._reporting.release()

@@ -1,0 +1,257 @@
+"""Progress of saves and loads, what the log tells, and warnings about slow phases and values that are not finite."""
+
+from __future__ import annotations
+
+import logging
+import math
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.saving.slow_phases import PhaseHistory, slow_text
+
+
+def state_of(num_bytes: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.zeros(num_bytes // 4), "v": torch.zeros(1000)}
+
+
+def phases_of(seen: list[bcp.Progress]) -> list[str]:
+    return list(dict.fromkeys(item.phase for item in seen))
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_save_reports_its_phases_and_all_of_its_bytes(tmp_path, codec, async_save) -> None:
+    seen: list[bcp.Progress] = []
+    options = bcp.SaveOptions(on_progress=seen.append, codec=codec)
+    handle = bcp.save(tmp_path / "c", state_of(40 << 20), async_save=async_save, options=options)
+    info = handle.result()
+    assert phases_of(seen) == [*(["plan", "stage"] if async_save else ["plan"]), "write", "commit", "done"] or (
+        async_save and phases_of(seen) == ["plan", "write", "commit", "done"]  # the writer began before staging did
+    )
+    written = [item for item in seen if item.phase == "write"]
+    assert written[0].bytes_done == 0
+    assert written[0].bytes_total >= 40 << 20
+    assert [item.bytes_done for item in written] == sorted(item.bytes_done for item in written)
+    assert all(item.bytes_done <= item.bytes_total for item in written)
+    assert {(item.path, item.rank) for item in seen} == {(info.path, 0)}
+    assert [item.is_finished for item in seen] == [False] * (len(seen) - 1) + [True]
+    if codec == "none":
+        assert written[0].bytes_total == info.num_bytes
+
+
+def test_a_handle_tells_where_its_save_is(tmp_path) -> None:
+    held, go = threading.Event(), threading.Event()
+
+    def hold(progress: bcp.Progress) -> None:
+        if progress.phase == "commit":
+            held.set()
+            go.wait(60)
+
+    handle = bcp.save(tmp_path / "c", state_of(1 << 20), async_save=True, options=bcp.SaveOptions(on_progress=hold))
+    assert held.wait(60)
+    assert handle.progress().phase == "commit"
+    assert not handle.progress().is_finished
+    go.set()
+    handle.result()
+    assert handle.progress().phase == "done"
+    assert handle.progress().seconds == 0.0
+
+
+def test_a_rate_is_bytes_by_seconds_and_none_before_the_first() -> None:
+    progress = bcp.Progress(path="p", rank=0, phase="write", bytes_done=100, bytes_total=200, seconds=4.0)
+    assert progress.bytes_per_s == 25.0
+    assert bcp.Progress(path="p", rank=0, phase="write").bytes_per_s == 0.0
+
+
+def test_a_save_that_fails_reports_that(tmp_path) -> None:
+    seen: list[bcp.Progress] = []
+    (tmp_path / "file").write_text("x")
+    bcp.save(tmp_path / "c", {"x": 1})
+    with pytest.raises(bcp.CheckpointExistsError):
+        bcp.save(tmp_path / "c", {"x": 1}, options=bcp.SaveOptions(on_progress=seen.append))
+    assert "done" not in phases_of(seen)
+
+
+def test_what_on_progress_raises_is_logged_once_and_the_save_goes_on(tmp_path, caplog) -> None:
+    calls = []
+
+    def fail(progress: bcp.Progress) -> None:
+        calls.append(progress)
+        raise RuntimeError("a bug of the user")
+
+    info = bcp.save(tmp_path / "c", state_of(1 << 20), options=bcp.SaveOptions(on_progress=fail)).result()
+    assert bcp.latest(tmp_path) is None
+    assert bcp.open(tmp_path / "c").info.save_id == info.save_id
+    assert len(calls) == 1
+    assert caplog.text.count("on_progress failed") == 1
+
+
+def test_a_local_stage_uploads_after_it_has_written(tmp_path) -> None:
+    seen: list[bcp.Progress] = []
+    options = bcp.SaveOptions(on_progress=seen.append, local_stage=tmp_path / "stage")
+    info = bcp.save(tmp_path / "c", state_of(1 << 20), options=options).result()
+    assert phases_of(seen) == ["plan", "write", "upload", "commit", "done"]
+    assert {item.bytes_total for item in seen if item.phase == "upload"} == {info.num_bytes}
+
+
+def test_a_load_reports_the_bytes_that_it_reads(tmp_path) -> None:
+    bcp.save(tmp_path / "c", state_of(40 << 20))
+    seen: list[bcp.Progress] = []
+    report = bcp.load(tmp_path / "c", state_of(40 << 20), options=bcp.LoadOptions(on_progress=seen.append))
+    assert phases_of(seen) == ["plan", "read", "done"]
+    assert seen[-1].bytes_done == 0
+    assert {item.bytes_total for item in seen if item.phase == "read"} == {report.num_bytes_read}
+
+
+def test_a_load_that_fails_reports_that(tmp_path) -> None:
+    bcp.save(tmp_path / "c", state_of(1 << 20))
+    path = next((tmp_path / "c" / "data").iterdir())
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    seen: list[bcp.Progress] = []
+    with pytest.raises(bcp.CheckpointCorruptError):
+        bcp.load(tmp_path / "c", state_of(1 << 20), options=bcp.LoadOptions(on_progress=seen.append))
+    assert seen[-1].phase == "failed"
+
+
+@pytest.mark.parametrize("kind", [bcp.SaveOptions, bcp.LoadOptions])
+def test_what_cannot_be_called_is_refused(kind: type[Any]) -> None:
+    with pytest.raises(ValueError, match=r"on_progress takes a function, or None, not 'x'"):
+        kind(on_progress="x")
+
+
+def test_the_log_tells_begin_staging_commit_and_with_debug_all_phases(tmp_path, caplog) -> None:
+    caplog.set_level(logging.INFO, "bytecheckpoint")
+    bcp.save(tmp_path / "c", state_of(1 << 20), async_save=True).result()
+    assert [record.message.split()[0] for record in caplog.records] == ["saving", "staged", "committed"]
+    caplog.clear()
+    caplog.set_level(logging.DEBUG, "bytecheckpoint")
+    bcp.save(tmp_path / "d", state_of(1 << 20))
+    bcp.load(tmp_path / "d", state_of(1 << 20))
+    told = [record.message for record in caplog.records if record.levelno == logging.DEBUG]
+    begun = [text.partition(", then ")[2].split()[0] for text in told if ", then " in text]
+    assert begun == ["write", "commit", "done", "read", "done"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_bar_draws_on_a_terminal_only(tmp_path, terminal) -> None:
+    code = f"""
+import sys, torch, bytecheckpoint as bcp
+sys.stderr.isatty = lambda: {terminal}
+bar = bcp.progress_bar()
+bcp.save({str(tmp_path / "c")!r}, {{"w": torch.zeros(1 << 22)}}, options=bcp.SaveOptions(on_progress=bar))
+bcp.load({str(tmp_path / "c")!r}, {{"w": torch.ones(1 << 22)}}, options=bcp.LoadOptions(on_progress=bar))
+for rank in (1, 2):
+    bar(bcp.Progress(path="other", rank=rank, phase="write", bytes_total=1))
+"""
+    environment = {"TERM": "xterm", "FORCE_COLOR": "1", "PATH": "/usr/bin:/bin"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+        env=environment,
+    )
+    assert ("writing" in ended.stderr) == terminal
+    assert "other" not in ended.stderr
+    assert ended.stdout == ""
+
+
+def seconds(**phases: float) -> dict[str, float]:
+    return phases
+
+
+def test_a_phase_that_takes_three_times_as_long_is_found_with_its_slowest_rank() -> None:
+    history = PhaseHistory()
+    for _ in range(3):
+        assert history.add("r", 1000, [seconds(write=1.0, stage=0.1), seconds(write=1.2, stage=0.1)]) == []
+    (slow,) = history.add("r", 1000, [seconds(write=1.0, stage=0.9), seconds(write=6.0, stage=0.1)])
+    assert (slow.phase, slow.seconds, slow.usual_s, slow.num_earlier, slow.slowest) == ("write", 6.0, 1.2, 3, 1)
+    text = slow_text(slow, "s3://b/r/step_00000004", [8, 12])
+    assert "took 6.0 s to write, 5.0 times as long as usual (1.2 s, the median of 3 earlier saves)" in text
+    assert text.endswith("rank 12 took longest")
+
+
+@pytest.mark.parametrize("other", [("q", 1000, 1), ("r", 3000, 1), ("r", 1000, 2)])
+def test_only_saves_to_the_same_root_of_the_same_size_and_ranks_are_compared(other) -> None:
+    root, num_bytes, num_ranks = other
+    history = PhaseHistory()
+    for _ in range(5):
+        history.add("r", 1000, [seconds(write=1.0)])
+    assert history.add(root, num_bytes, [seconds(write=9.0)] * num_ranks) == []
+    assert len(history.add("r", 1000, [seconds(write=9.0)])) == 1
+
+
+def test_the_coordinator_warns_of_a_slow_phase(tmp_path, caplog, monkeypatch) -> None:
+    from bytecheckpoint.saving import slow_phases
+
+    monkeypatch.setattr(slow_phases, "_MIN_EXTRA_S", -1e9)
+    monkeypatch.setattr(slow_phases, "_FACTOR", 0.0)
+    for step in range(4):
+        bcp.save(tmp_path / "r", state_of(1 << 20), step=step)
+    told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert any(f"the save to {tmp_path / 'r' / 'step_00000003'} took" in text and "to write" in text for text in told)
+    assert all("rank 0 took longest" in text for text in told)
+
+
+NOT_FINITE = {
+    "good": torch.ones(5),
+    "model": {"w": torch.tensor([1.0, math.nan, math.inf, -math.inf]), "half": torch.tensor([math.nan]).bfloat16()},
+    "tiny": torch.tensor([math.nan]).to(torch.float8_e5m2),
+    "complex": torch.tensor([complex(0, math.inf)]),
+    "count": torch.tensor([1, 2]),
+}
+NAMED = ("model.w (1 NaN, 2 infinite)", "model.half (1 NaN)", "tiny (1 NaN)", "complex (1 infinite)")
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_values_that_are_not_finite_are_refused_by_name(tmp_path, async_save) -> None:
+    options = bcp.SaveOptions(check_finite="refuse")
+    with pytest.raises(CheckpointSaveError) as raised:
+        bcp.save(tmp_path / "c", NOT_FINITE, async_save=async_save, options=options)
+    assert raised.value.kind == "not_finite"
+    assert all(text in raised.value.message for text in NAMED)
+    assert "good" not in raised.value.message
+    assert not (tmp_path / "c").exists()
+    bcp.save(tmp_path / "c", {"good": NOT_FINITE["good"]}, async_save=async_save, options=options).result()
+
+
+def test_values_that_are_not_finite_are_warned_of_and_saved(tmp_path, caplog) -> None:
+    bcp.save(tmp_path / "c", NOT_FINITE, options=bcp.SaveOptions(check_finite="warn"))
+    (text,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert all(name in text for name in NAMED)
+    assert math.isnan(bcp.open(tmp_path / "c")["model.w"][1].item())
+
+
+def test_by_default_nobody_looks_at_values(tmp_path, caplog) -> None:
+    bcp.save(tmp_path / "c", NOT_FINITE)
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_an_asynchronous_save_that_fails_unseen_is_one_line_at_the_end(tmp_path) -> None:
+    code = f"""
+import torch, bytecheckpoint as bcp
+from bytecheckpoint.errors import StorageError
+from bytecheckpoint.storage.backends.local_store import LocalStore
+def refuse(*_, **__):
+    raise StorageError("the disk fell off", kind="unavailable")
+LocalStore.write = refuse
+bcp.save({str(tmp_path / "c")!r}, {{"w": torch.zeros(5)}}, async_save=True)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith(f"bytecheckpoint: the save to {tmp_path / 'c'} failed and was not committed: ")
+    assert "the disk fell off" in ended.stderr
