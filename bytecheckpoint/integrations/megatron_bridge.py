@@ -4,6 +4,7 @@ and the choice of a checkpoint are those of Megatron-LM, whose fields the config
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -97,7 +98,8 @@ class BcpBridgeManager:
     def load(self, ctx: Any) -> tuple[int, float]:
         """Fills model, optimizer, scheduler and the state of training. Returns the step and the number of operations.
 
-        What Megatron-Bridge itself has saved, its own manager loads. Raises the errors of `bytecheckpoint.load`.
+        What Megatron-Bridge itself has saved, its own manager loads. What `bytecheckpoint.integrations.megatron` has
+        saved is loaded too. Raises the errors of `bytecheckpoint.load`.
         """
         config, train_state = self.config, ctx.state.train_state
         folder = self._folder("")
@@ -105,6 +107,7 @@ class BcpBridgeManager:
         if found.is_of_megatron or not found.path:
             step, num_operations = DefaultCheckpointManager(config).load(ctx)
             return step, num_operations
+        reached = _reached(found, train_state.state_dict())
         is_resumed = not (config.finetune or found.is_pretrained)
         with_optimizer = is_resumed and config.load_optim
         state: dict[str, Any] = {"model": ctx.model}
@@ -121,7 +124,7 @@ class BcpBridgeManager:
         )
         if not with_optimizer and is_optimizer(ctx.optimizer):
             ctx.optimizer.reload_model_params()
-        train_state.load_state_dict({name: torch.tensor(value) for name, value in found.args.items()})
+        train_state.load_state_dict(reached)
         if is_resumed:
             update_num_microbatches(consumed_samples=train_state.consumed_train_samples, verbose=True)
         else:
@@ -157,6 +160,15 @@ def _random_numbers(ctx: Any) -> RngState:
     if ctx.state.cfg.rng.data_parallel_random_init:
         at["dp"] = parallel_state.get_data_parallel_rank()
     return RngState(elastic="keep", at=at)
+
+
+def _reached(found: FoundIteration, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the state of training that a checkpoint has, in the place of this one. Where Megatron-LM's loop has saved
+    it, arguments have the counts under the same names.
+    """
+    counts = {"step": found.iteration, "floating_point_operations_so_far": found.num_floating_point_operations_so_far}
+    saved = counts | found.args
+    return {name: torch.tensor(saved.get(name, now.item()), dtype=now.dtype) for name, now in state.items()}
 
 
 def _before(folders: NumberedFolders, step: int, num_kept: int) -> list[NumberedFolder]:

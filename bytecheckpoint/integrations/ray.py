@@ -18,6 +18,8 @@ try:
 except ImportError as error:
     raise missing_framework("ray", "ray[train] >= 2.51") from error
 
+__all__ = ["checkpoint_path", "report", "run_path"]
+
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://", "abfs": "abfs://", "hdfs": "hdfs://"}
 _SCHEME = re.compile(r"\A[a-z0-9+]+://")
 

@@ -28,7 +28,7 @@ from bytecheckpoint.storage.paths import join_name
 try:
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
-    from accelerate.utils import DistributedType, broadcast_object_list
+    from accelerate.utils import DistributedType
 
     from bytecheckpoint.integrations.accelerate.prepared_loader import (
         PreparedLoader,
@@ -76,7 +76,8 @@ def save_state(
     Raises:
         ValueError: There is no path, and the project has no automatic names; or the backend has an integration of its
             own.
-        CheckpointError: As `bytecheckpoint.save` raises it. The handle raises the errors of the background.
+        CheckpointError: A hook raised on some rank: all ranks raise this; or as `bytecheckpoint.save` raises it. The
+            handle raises the errors of the background.
     """
     _refuse_backend(accelerator)
     project = accelerator.project_configuration
@@ -98,7 +99,8 @@ def save_state(
             FolderRecord,
         )
         arguments["metadata"] = {**(arguments.get("metadata") or {}), **record.as_metadata()}
-    state = _state_of(accelerator, _saved_models(accelerator, place), loads=False)
+    models = _saved_models(accelerator, place, _decisions(place, arguments, SaveOptions()))
+    state = _state_of(accelerator, models, loads=False)
     handle = api.save(place, state, async_save=async_save, **arguments)
     if root:
         if accelerator.is_main_process:
@@ -126,7 +128,7 @@ def load_state(accelerator: Any, path: str | os.PathLike[str] | None = None, **a
     """
     _refuse_backend(accelerator)
     place = os.fspath(path) if path is not None else _newest(_project_root(accelerator), arguments)
-    models = _loaded_models(accelerator, place)
+    models = _loaded_models(accelerator, place, _decisions(place, arguments, LoadOptions()))
     state = _state_of(accelerator, models, loads=True)
     report = api.load(place, state, **arguments)
     accelerator.step = state["extra_state"]["step"]
@@ -173,34 +175,45 @@ def _unwrapped(value: Any, wrapper: type, name: str) -> Any:
     return getattr(value, name) if isinstance(value, wrapper) else value
 
 
-def _saved_models(accelerator: Any, path: str) -> dict[int, Any]:
-    """Runs the hooks that accelerate runs before a save. A model whose weights a hook takes away is saved by that hook,
-    and not here; rank 0 decides, because hooks of most programs do this there alone.
+def _saved_models(accelerator: Any, path: str, decisions: Decisions) -> dict[int, Any]:
+    """Runs the hooks that accelerate runs before a save; an error of one on any rank is raised by all. A model whose
+    weights a hook takes away is saved by that hook, and not here; rank 0 decides, because hooks of most programs do
+    this there alone.
     """
     models = dict(enumerate(accelerator._models))
     hooks = accelerator._save_model_state_pre_hook
     if not hooks:
         return models
-    if is_local(path):
-        Path(path).expanduser().mkdir(parents=True, exist_ok=True)
     sharded = accelerator.distributed_type == DistributedType.FSDP
-    weights = [] if sharded else [model.state_dict() for model in models.values()]
-    left = list(weights)
-    for hook in hooks.values():
-        hook(accelerator._models, left, path)
-    kept = [number for number, each in enumerate(weights) if any(each is other for other in left)]
-    agreed = [list(models) if sharded else kept]
-    broadcast_object_list(agreed)
-    return {number: models[number] for number in agreed[0]}
+
+    def run_hooks() -> list[int]:
+        if is_local(path):
+            Path(path).expanduser().mkdir(parents=True, exist_ok=True)
+        weights = [] if sharded else [model.state_dict() for model in models.values()]
+        left = list(weights)
+        for hook in hooks.values():
+            hook(accelerator._models, left, path)
+        kept = [number for number, each in enumerate(weights) if any(each is other for other in left)]
+        return list(models) if sharded else kept
+
+    agreed = decisions.agree(f"running the hooks before the save to {showable_url(path)}", run_hooks, list[int])
+    return {number: models[number] for number in agreed}
 
 
-def _loaded_models(accelerator: Any, path: str) -> dict[int, Any]:
-    """Runs the hooks that accelerate runs before a load. A model that a hook takes away is loaded by that hook."""
+def _loaded_models(accelerator: Any, path: str, decisions: Decisions) -> dict[int, Any]:
+    """Runs the hooks that accelerate runs before a load; an error of one on any rank is raised by all. A model that a
+    hook takes away is loaded by that hook.
+    """
     models = dict(enumerate(accelerator._models))
     left = [] if accelerator.distributed_type == DistributedType.FSDP else list(models.values())
-    is_asked = bool(left)
-    for hook in accelerator._load_model_state_pre_hook.values():
-        hook(left, path)
+    hooks, is_asked = accelerator._load_model_state_pre_hook, bool(left)
+
+    def run_hooks() -> None:
+        for hook in hooks.values():
+            hook(left, path)
+
+    if hooks:
+        decisions.do(f"running the hooks before the load from {showable_url(path)}", run_hooks)
     return {number: each for number, each in models.items() if not is_asked or any(each is other for other in left)}
 
 
@@ -225,9 +238,13 @@ def _project_root(accelerator: Any) -> str:
 
 def _decide(root: str, arguments: Mapping[str, Any], default: SaveOptions | LoadOptions, decide: Any, kind: Any) -> Any:
     """Returns on all ranks what rank 0 finds in the project; an error of it is raised by all."""
+    doing = f"looking at the checkpoints in {showable_url(root)}"
+    return _decisions(root, arguments, default).hear(doing, decide, kind)
+
+
+def _decisions(path: str, arguments: Mapping[str, Any], default: SaveOptions | LoadOptions) -> Decisions:
     timeout_s = (arguments.get("options") or default).timeout_s
-    decisions = Decisions(arguments.get("process_group"), root, timeout_s=timeout_s)
-    return decisions.hear(f"looking at the checkpoints in {showable_url(root)}", decide, kind)
+    return Decisions(arguments.get("process_group"), path, timeout_s=timeout_s)
 
 
 def _folders_in(root: str, arguments: Mapping[str, Any]) -> NumberedFolders:

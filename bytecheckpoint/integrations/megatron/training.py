@@ -48,6 +48,8 @@ logger = logging.getLogger("bytecheckpoint")
 
 _COUNTS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 """Arguments that are positions of training, which a resumed run takes from the checkpoint."""
+_OF_BRIDGE = {"step", "floating_point_operations_so_far"}
+"""Names in what Megatron-Bridge has in the place of arguments, the state of its training."""
 _OF_RUN = "bytecheckpoint "
 """Begin of a key in Megatron's context, before the folder."""
 
@@ -276,7 +278,8 @@ def _has_places_of(args: Namespace, saved: dict[str, Any]) -> bool:
 
 def _take_arguments(args: Namespace, saved: dict[str, Any]) -> None:
     """Compares the model's arguments with those of the checkpoint, and takes the positions of training."""
-    checkpointing.check_checkpoint_args(Namespace(**saved))
+    if not saved.keys() >= _OF_BRIDGE:  # which has no arguments of Megatron
+        checkpointing.check_checkpoint_args(Namespace(**saved))
     for name in _COUNTS:
         setattr(args, name, saved.get(name, 0))
     update_num_microbatches(consumed_samples=args.consumed_train_samples, verbose=True)

@@ -18,6 +18,7 @@ from bytecheckpoint.loading.open_checkpoint import LoadTarget
 from bytecheckpoint.loading.select import SelectionRequest
 from bytecheckpoint.manager.agreement.stopping import rank_in
 from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.storage.open_store import is_plain_path
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -27,19 +28,25 @@ _MAX_FILE_BYTES = 5_000_000_000
 """Length of a file, as `save_pretrained` cuts them."""
 
 
-def save_weights(path: str, weights: Mapping[str, torch.Tensor], *, options: SaveOptions) -> None:
-    """Writes a local folder of safetensors files with these names, and replaces one that is there.
+def save_weights(
+    path: str,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    options: SaveOptions,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a folder of safetensors files with these names, local or of a store, and replaces one that is there.
 
     The weights pass through a checkpoint beside it, which is deleted in the end. Raises the errors of a save and of a
     load.
     """
     between = f"{path}.weights"
     overwriting = SaveOptions(overwrite=True, timeout_s=options.timeout_s, writer_threads=options.writer_threads)
-    api.save(between, {"model": weights}, options=overwriting)
+    api.save(between, {"model": weights}, storage_options=storage_options, options=overwriting)
     request = ConvertRequest(
-        source=LoadTarget(between, None, None),
+        source=LoadTarget(between, None, storage_options),
         target=path,
-        target_options={},
+        target_options=storage_options or {},
         selection=SelectionRequest(to="hf"),
         limits=ConvertLimits(_MEMORY_BYTES, _MAX_FILE_BYTES),
         overwrite=True,
@@ -49,9 +56,10 @@ def save_weights(path: str, weights: Mapping[str, torch.Tensor], *, options: Sav
     about = Subject(path, None, is_save=True)
     convert(request, join_ranks(None, options.timeout_s, about=about), progress=lambda _: nullcontext(_count))
     if rank_in(None) == 0:
-        api.delete(between)
-        with suppress(OSError):  # others have put files there
-            Path(between).rmdir()
+        api.delete(between, storage_options=storage_options)
+        if is_plain_path(between):
+            with suppress(OSError):  # others have put files there
+                Path(between).rmdir()
 
 
 def load_weights(

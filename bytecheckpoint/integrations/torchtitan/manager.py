@@ -173,7 +173,12 @@ class BcpCheckpointManager(BaseCheckpointManager):
         weights = {name: _in_dtype(tensor, dtype) for name, tensor in self._weights().items()}
         if self.config.last_save_in_hf:
             path = filesystem.join(self.folder, f"step-{step}")
-            save_weights(path, self._sd_adapter.to_hf(weights), options=self.config.options)
+            save_weights(
+                path,
+                self._sd_adapter.to_hf(weights),
+                options=self.config.options,
+                storage_options=self.config.storage_options,
+            )
         else:
             self._begin_save(step, {"model": weights}, async_save=False, model_only=True)
 

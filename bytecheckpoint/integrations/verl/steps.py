@@ -9,6 +9,7 @@ import re
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -33,7 +34,7 @@ _LOADER = "data.pt"
 """State of the driver's loader, which verl writes last."""
 _FOLDERS_OF_VERL = ("huggingface", "model", "optimizer", "extra")
 _FILES_OF_VERL = ("fsdp_config.json", "lora_train_meta.json", "transformer_config.json", "ckpt_contents.json")
-_LOOK_S = 0.1
+_LOOK_S, _LONGEST_LOOK_S = 0.1, 5.0
 _COARSE_S = 2.0
 """Precision of the times that file systems keep."""
 
@@ -93,7 +94,8 @@ class RoleSaves:
             if async_save and is_role:
                 with self._tracking:
                     self._to_track = step
-                threading.Thread(target=self._track, args=(handle, place), name="bcp-tracker", daemon=True).start()
+                given = (weakref.ref(self), handle, place)
+                threading.Thread(target=self._track, args=given, name="bcp-tracker", daemon=True).start()
         handle.staged()
         self._handle = handle
 
@@ -145,16 +147,26 @@ class RoleSaves:
         self._folders.begin(resumed=resumed)
         return True
 
-    def _track(self, handle: SaveHandle, place: Path) -> None:
-        """Writes the tracker file once the step of a role is whole, unless another step of it has begun meanwhile."""
+    @staticmethod
+    def _track(owner: weakref.ref[RoleSaves], handle: SaveHandle, place: Path) -> None:
+        """Writes the tracker file once the step of a role is whole, unless another step of it has begun meanwhile, or
+        the manager is gone. Gives up, with a warning, after as long as ranks wait for one another.
+        """
         # Not by the handle's methods: these would note that the caller has seen the error.
         if handle._progress.outcome.exception() is not None:
             return
-        while not is_whole(place.parent, since=self._began):
-            if self._path != str(place):
+        began, pause_s = time.monotonic(), _LOOK_S
+        while (saves := owner()) is not None and saves._path == str(place):
+            if is_whole(place.parent, since=saves._began):
+                saves._write_tracker(place.parent)
                 return
-            time.sleep(_LOOK_S)
-        self._write_tracker(place.parent)
+            if time.monotonic() - began > saves._options.timeout_s:
+                text = "%s does not name %s, so a restart takes the step before: %s or a role was not there after %g s"
+                logger.warning(text, TRACKER, place.parent.name, _LOADER, saves._options.timeout_s)
+                return
+            del saves  # else the manager would never be gone
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
 
     def _write_tracker(self, step: Path) -> None:
         with self._tracking:

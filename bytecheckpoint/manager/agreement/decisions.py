@@ -37,6 +37,19 @@ class Decisions:
         ranks.close()
         return answer
 
+    def agree(self, doing: str, act: Callable[[], T], kind: type[T]) -> T:
+        """Calls `act` on every rank, and returns on all of them what it returns on rank 0; an error of one is raised by
+        all. All ranks call it together.
+        """
+        wait_until_numbered()
+        ranks = join_ranks(self._group, self._timeout_s, about=self._about)
+        with together(ranks, doing, about=self._about):
+            own = msgspec.msgpack.encode(act())
+            answer = ranks.reduce_scatter(own, lambda of_all: [of_all[COORDINATOR]] * len(of_all))
+            agreed = msgspec.msgpack.decode(answer, type=kind)
+        ranks.close()
+        return agreed
+
     def do(self, doing: str, act: Callable[[], object]) -> None:
         """Calls `act` on every rank; an error of one is raised by all. All ranks call it together."""
         wait_until_numbered()

@@ -93,6 +93,12 @@ def prepared(arguments: argparse.Namespace) -> tuple[Any, ...]:
 
 def train(arguments: argparse.Namespace, tell: Callable[[str], object]) -> None:
     accelerator, model, optimizer, loader, scheduler = prepared(arguments)
+    if arguments.hook_fails and not accelerator.is_main_process:
+        of = {"save": "register_save_state_pre_hook", "load": "register_load_state_pre_hook"}[arguments.hook_fails]
+        getattr(accelerator, of)(fail)
+    elif arguments.hook_fails:
+        accelerator.register_save_state_pre_hook(nothing)
+        accelerator.register_load_state_pre_hook(nothing)
     noted = Noted()
     accelerator.register_for_checkpointing(noted)
     if arguments.resume:
@@ -148,11 +154,20 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     for name, default in {"seed": 1, "batch": 3, "accumulate": 1, "workers": 0, "skip": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--hook-fails", choices=["save", "load"])
     for name in ("save-at", "stop-at", "die-at", "signal-at"):
         parser.add_argument(f"--{name}", type=int)
     for name in ("stateful", "seedable", "generator", "split", "dispatch", "fsdp", "resume", "named"):
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args(given)
+
+
+def nothing(*_: object) -> None:
+    pass
+
+
+def fail(*_: object) -> None:
+    raise OSError("the hook failed")
 
 
 def write(line: str) -> None:

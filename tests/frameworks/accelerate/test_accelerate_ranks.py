@@ -64,6 +64,17 @@ def test_another_number_of_ranks_takes_the_samples_that_are_left(tmp_path: Path)
     assert len(taken_again) == 2
 
 
+@pytest.mark.parametrize("doing", ["save", "load"])
+def test_a_hook_that_fails_on_one_rank_is_raised_by_all(tmp_path: Path, doing: str) -> None:
+    given = ["--out", tmp_path, "--hook-fails", doing]
+    if doing == "load":
+        told(["--out", tmp_path, "--save-at", 1, "--stop-at", 1])
+        given.append("--resume")
+    ranks = run_ranks(PROGRAM, [*given, "--save-at", 1], world_size=2, exit_codes=[1, 1])
+    assert all(f"running the hooks before the {doing}" in each.errors for each in ranks)
+    assert all("OSError: the hook failed" in each.errors for each in ranks)
+
+
 def test_a_signal_on_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
     ranks = run_ranks(PROGRAM, ["--out", tmp_path, "--stateful", "--signal-at", 3], world_size=2)
     assert [each.output.splitlines()[-1] for each in ranks] == ["stopped 3", "stopped 3"]

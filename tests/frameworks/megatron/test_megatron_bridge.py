@@ -95,6 +95,35 @@ def test_the_manager_of_bridge_saves_keeps_and_resumes(workers: WorkerPool, tmp_
     assert [path.name for path in sorted(tmp_path.glob("iter_*"))] == ["iter_0000002", "iter_0000003"]
 
 
+def load_across(rank: int, world_size: int, folder: str) -> list[str]:
+    """Loads by Bridge what Megatron-LM's loop has saved, and the other way round."""
+    with training(folder) as (_, built, save, _):
+        fill(built)
+        scheduler = Counting()
+        scheduler.num_steps = 7
+        save(7, built.chunks, built.optimizer, scheduler, 3.0)
+    with training(folder) as (_, built, _, _):
+        from bytecheckpoint.integrations.megatron_bridge import BcpBridgeManager
+
+        ctx = context_of(built, TrainState())
+        assert BcpBridgeManager(config_of(folder)).load(ctx) == (7, 3.0)
+        state = ctx.state.train_state
+        assert (state.consumed_train_samples, ctx.opt_param_scheduler.num_steps) == (800, 7)
+        wrong = differences(built)
+        state.step, state.consumed_train_samples = 9, 72
+        manager = BcpBridgeManager(config_of(folder, async_save=False))
+        manager.save(ctx)
+        manager.finalize_async_saves(ctx.state, blocking=True, terminate=True)
+    with training(folder, consumed_train_samples=0) as (args, built, _, load):
+        assert load(built.chunks, built.optimizer, Counting()) == (9, 5.0)
+        assert args.consumed_train_samples == 72
+        return wrong + differences(built)
+
+
+def test_bridge_and_megatrons_loop_load_from_one_another(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers.run(load_across, str(tmp_path), world_size=2, timeout_s=280) == [[], []]
+
+
 def go_back(rank: int, world_size: int, folder: str) -> list[str]:
     with training(folder) as (_, built, _, _):
         from bytecheckpoint.integrations.megatron_bridge import BcpBridgeManager
