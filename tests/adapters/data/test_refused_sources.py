@@ -54,6 +54,13 @@ def state_of(sources: Mapping[str, Any], num_workers: int = 0) -> tuple[dict[str
     return {"model": torch.nn.Linear(3, 3), "data": bcp.DataLoaderState(loader, rank=0, size=1)}, loader
 
 
+def take(loader: DataLoader[Any], num_batches: int) -> None:
+    """Ends the workers here: where the collector of cycles ends them, torch waits for 5 s."""
+    batches = iter(loader)
+    for _ in range(num_batches):
+        next(batches)
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("case", CHANGED)
 def test_sources_that_changed_are_refused_before_weights_are_filled(
@@ -61,9 +68,7 @@ def test_sources_that_changed_are_refused_before_weights_are_filled(
 ) -> None:
     before, after, message = CHANGED[case]
     saved, loader = state_of(before, num_workers)
-    batches = iter(loader)
-    for _ in range(3):
-        next(batches)
+    take(loader, 3)
     bcp.save(tmp_path, saved)
     state, other = state_of(after)
     next(iter(other))
