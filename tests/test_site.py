@@ -74,6 +74,8 @@ def public_names(module: Path) -> list[str]:
     return []
 
 
+@pytest.mark.timeout(600)  # the tutorial starts processes that import torch, which takes minutes on a busy machine
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run_in_its_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
