@@ -1,8 +1,8 @@
 """Runs the blocks of a page of docs/ in the order of the page, in a folder of its own.
 
 A block with a title is a file and is written. A `python` block runs in this process, after those above it; so does a
-`sh` block of `bcp` commands alone. Any other runs in a shell with the programs of this environment. Where the text behind
-a block says "It prints `...`", the block has to.
+`sh` block of `bcp` commands alone. Any other runs in a shell with the programs of this environment. Where the text
+behind a block says "It prints `...`", the block has to.
 """
 
 from __future__ import annotations
