@@ -1,8 +1,8 @@
 """Runs the blocks of a page of docs/ in the order of the page, in a folder of its own.
 
-A block with a title is a file and is written. A `python` block runs in this process, after those above it; a `sh` block
-runs in a shell whose `python`, `bcp` and `torchrun` are those of this environment. Where the text behind a block says
-"It prints `...`", the block has to.
+A block with a title is a file and is written. A `python` block runs in this process, after those above it; so does a
+`sh` block of `bcp` commands alone. Any other runs in a shell with the programs of this environment. Where the text
+behind a block says "It prints `...`", the block has to.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from click.testing import CliRunner
+
+from bytecheckpoint.tools.main import cli
 
 LANGUAGES = {"python", "sh"}
 FENCE = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -59,6 +64,8 @@ def run_page(page: Path, folder: Path, replaced: Mapping[str, str], environment:
             (folder / block.title).write_text(text)
         elif block.language == "python":
             output = _run_python(text, names, which)
+        elif block.language == "sh" and all(line.startswith("bcp ") for line in text.splitlines()):
+            output = "".join(_run_command(line) for line in text.splitlines())
         elif block.language == "sh":
             output = _run_shell(text, folder, environment, which)
         assert [line for line in block.printed if line not in output] == [], f"{which} printed\n{output}"
@@ -79,6 +86,13 @@ def _run_python(text: str, names: dict[str, Any], which: str) -> str:
     with contextlib.redirect_stdout(printed):
         exec(compile(text, which, "exec"), names)
     return printed.getvalue()
+
+
+def _run_command(line: str) -> str:
+    """Without a process of its own, which would import torch for each line."""
+    ended = CliRunner().invoke(cli, shlex.split(line, comments=True)[1:])
+    assert ended.exit_code == 0, f"{line}\n{ended.output}"
+    return ended.stdout
 
 
 def _run_shell(text: str, folder: Path, environment: Mapping[str, str], which: str) -> str:

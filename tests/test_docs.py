@@ -8,6 +8,7 @@ import contextlib
 import io
 import random
 import re
+import shlex
 import textwrap
 import uuid
 from collections.abc import Iterator
@@ -20,17 +21,28 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from stream_loaders import StreamLoader, state_of
 from test_site import RUN_HERE
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from training import mlp
-from two_llamas import GROUPS, HEADS, Llama, Megatron, llama_configuration, megatron_arguments, write_safetensors
+from two_llamas import (
+    GROUPS,
+    HEADS,
+    VOCABULARY,
+    Llama,
+    Megatron,
+    llama_configuration,
+    megatron_arguments,
+    write_safetensors,
+)
 
 import bytecheckpoint as bcp
 from bytecheckpoint.name_maps.schema import parse_map
 from bytecheckpoint.region import Region, find_tiling_fault
+from bytecheckpoint.tools.main import cli
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -219,6 +231,11 @@ def test_checkpoints_are_seen_through_maps_as_the_page_says(tmp_path: Path, monk
     (block,) = blocks_of(ROOT / "docs" / "name_maps.md")
     sizes = f'{{"heads": {HEADS}, "groups": {GROUPS}, "stacked": "no"}}'  # the small one has its layers apart
     run(block.replace('{"heads": 32, "groups": 8}', sizes), {"bcp": bcp, "gpt": gpt, "llama": llama})
+    text = (ROOT / "docs" / "name_maps.md").read_text()
+    (commands,) = re.findall(r"```console\n(.*?)```", text, re.DOTALL)
+    for line in commands.replace("128256", str(VOCABULARY)).replace("128512", str(VOCABULARY + 5)).splitlines():
+        ended = CliRunner().invoke(cli, shlex.split(line)[2:])
+        assert ended.exit_code == 0, ended.output
 
 
 def test_the_map_that_the_page_shows_is_one() -> None:

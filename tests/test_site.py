@@ -74,6 +74,8 @@ def public_names(module: Path) -> list[str]:
     return []
 
 
+@pytest.mark.timeout(600)  # the tutorial starts processes that import torch, which takes minutes on a busy machine
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run_in_its_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
@@ -105,6 +107,18 @@ def s3_environment(s3: S3Service) -> dict[str, str]:
 @pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.stem)
 def test_a_page_that_runs_has_something_to_run(page: Path) -> None:
     assert LANGUAGES & {block.language for block in blocks_of(page)}
+
+
+def test_there_is_no_shell_block_that_no_test_knows() -> None:
+    """Commands stand in `sh` blocks on the pages that run here. `console` shows a command's output, or one that the
+    page's own test runs.
+    """
+    elsewhere = [page for page in [ROOT / "README.md", *DOCS.rglob("*.md")] if page not in RUN_HERE]
+    languages = {page.relative_to(DOCS.parent).as_posix(): {b.language for b in blocks_of(page)} for page in elsewhere}
+    assert [name for name, found in languages.items() if found & {"sh", "bash", "shell"}] == []
+    migration = {name for name in languages if name.startswith("docs/migrate/from-")}
+    with_commands = {name for name, found in languages.items() if "console" in found}
+    assert with_commands == {"docs/cli.md", "docs/name_maps.md", *migration}
 
 
 def words_of(page: Path) -> int:
