@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from bytecheckpoint.diagnostics.telemetry import read_save_records
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.info import describe_checkpoint
 
@@ -15,8 +14,7 @@ from . import exit_codes
 from .analysis.data_streams import data_records
 from .analysis.module_tree import ModuleNode, build_tree
 from .analysis.save_layout import compressed, writers_of
-from .analysis.summary import ManifestSummary, TensorEntry, file_rows, plain_objects
-from .analysis.tensor_stats import TensorStats, tensor_stats
+from .analysis.summary import ManifestSummary, PlainSummary, TensorEntry, file_rows, plain_objects
 from .arguments import (
     AccessOptions,
     LocalFile,
@@ -29,7 +27,6 @@ from .arguments import (
 )
 from .completion.param_types import StoredPath, TensorName
 from .render.data_text import print_data
-from .render.html_report import ReportContents, html_report
 from .render.show_text import (
     FILE_TABLE,
     OBJECT_TABLE,
@@ -40,6 +37,9 @@ from .render.show_text import (
     tree_rows,
 )
 from .render.terminal import Screen, byte_progress, print_json, without
+
+if TYPE_CHECKING:
+    from .analysis.tensor_stats import TensorStats
 
 _DEFAULT_ROWS = 40
 
@@ -131,9 +131,9 @@ def show(
     objects = plain_objects(opened) if with_objects else None
     data = data_records(opened.manifest) if with_data else None
     if html_path is not None:
-        records = read_save_records(opened.store, opened.folder, opened.manifest.save_id)
-        report = ReportContents(tensors, bool(patterns), stats, objects, records)
-        write_text(html_path, html_report(opened, summary, report))
+        _write_report(
+            html_path, opened, summary, tensors=tensors, stats=stats, objects=objects, is_selected=bool(patterns)
+        )
     if as_json:
         sections = {
             "tensors": [_tensor_json(summary, tensor, stats, in_depth=bool(patterns)) for tensor in tensors],
@@ -169,7 +169,29 @@ def show(
     return exit_codes.FINE
 
 
+def _write_report(
+    path: str,
+    opened: Opened,
+    summary: ManifestSummary,
+    *,
+    tensors: Sequence[TensorEntry],
+    stats: Mapping[str, TensorStats] | None,
+    objects: Sequence[PlainSummary] | None,
+    is_selected: bool,
+) -> None:
+    # What a summary does not need takes as long to import as all that it does.
+    from bytecheckpoint.diagnostics.telemetry import read_save_records  # noqa: PLC0415
+
+    from .render.html_report import ReportContents, html_report  # noqa: PLC0415
+
+    records = read_save_records(opened.store, opened.folder, opened.manifest.save_id)
+    report = ReportContents(tensors, is_selected, stats, objects, records)
+    write_text(path, html_report(opened, summary, report))
+
+
 def _read_stats(opened: Opened, tensors: Sequence[TensorEntry]) -> dict[str, TensorStats]:
+    from .analysis.tensor_stats import tensor_stats  # noqa: PLC0415 - as above
+
     stored = list(dict.fromkeys(tensor.stored_fqn for tensor in tensors))
     num_bytes = sum({tensor.stored_fqn: tensor.num_elements * itemsize(tensor.dtype) for tensor in tensors}.values())
     with byte_progress("reading", num_bytes) as on_progress:

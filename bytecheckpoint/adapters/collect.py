@@ -26,7 +26,7 @@ from bytecheckpoint.adapters.native.module_walk import Stage, stages_of
 from bytecheckpoint.adapters.native.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
 from bytecheckpoint.adapters.optimizers.wrapper_entries import OptimizerWrapper, OptimizerWrapperEntry, wrapper_of
-from bytecheckpoint.adapters.plain.plain_tree import ATOMS, leaves
+from bytecheckpoint.adapters.plain.plain_tree import atoms, leaves
 from bytecheckpoint.adapters.rank_values.rank_local import RankLocal, RankLocalEntry
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.adapters.shards import LocalShards, check_has_memory
@@ -131,7 +131,7 @@ and content of each item); or None for tensors and plain data."""
 
 
 def _content_of(value: Any, fqn: str, depth: int) -> _Content:
-    if type(value) in ATOMS:
+    if type(value) in atoms():
         return None
     if not isinstance(value, dict):
         for kind, predicate in _KINDS.items():
@@ -144,7 +144,7 @@ def _content_of(value: Any, fqn: str, depth: int) -> _Content:
         raise too_deep(fqn)
     if not isinstance(value, dict) and type(value) not in (list, tuple):
         return None
-    if ATOMS.issuperset(map(type, value.values() if isinstance(value, dict) else value)):
+    if atoms().issuperset(map(type, value.values() if isinstance(value, dict) else value)):
         return None
     items = value.items() if isinstance(value, dict) else enumerate(value)
     contents = [(key, item, _content_of(item, join_fqn(fqn, key), depth - 1)) for key, item in items]

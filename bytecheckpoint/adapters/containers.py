@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.adapters.checkpoint_view import PER_RANK_NAME, CheckpointView, StoredTree
 from bytecheckpoint.adapters.expectation import (
@@ -25,6 +24,7 @@ from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
 from bytecheckpoint.adapters.plain.plain_data import encode_refs
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShards, dtype_name
+from bytecheckpoint.adapters.torch_types import loaded_dtensor
 from bytecheckpoint.adapters.tree_loader import TreeTarget, contents_of, missing_in
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
 
@@ -134,7 +134,7 @@ def _holds_tensors_only(value: Any) -> bool:
     if type(value) is not dict or not value or set(map(type, value)) != {str}:
         return False
     others = set(map(type, value.values())) - PLAIN_TENSORS
-    return not others or (others == {DTensor} and not any(map(is_subclass, value.values())))
+    return not others or (others == {loaded_dtensor()} and not any(map(is_subclass, value.values())))
 
 
 def _adopted(value: Any, fqn: str, checkpoint: CheckpointView) -> StoredTree | None:

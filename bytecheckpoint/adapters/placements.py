@@ -14,18 +14,14 @@ from operator import index
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard  # what fully_shard makes of tensor parallel
 
+from bytecheckpoint.adapters.torch_types import Replicate, Shard, StridedShard, placement_types
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.region import Region, split_flat_range, whole
 
 _RegionsOf = Callable[[tuple[int, ...], int, int], Sequence[tuple[Sequence[int], Sequence[int]]]]
 """Takes a shape, the number of ranks along the mesh axis, and which of them this is; gives offsets and lengths of each
 region that this rank holds, in the order in which they lie in its memory."""
-
-
-_OF_TORCH = frozenset({Replicate, Shard, _StridedShard})
 
 
 Interval = tuple[int, int]
@@ -64,7 +60,7 @@ class LocalPart(NamedTuple):
 
 def is_known(placement: Any) -> bool:
     """Returns True if a placement says where its parts lie."""
-    return isinstance(placement, Replicate | Shard | _StridedShard) or _regions_of(placement) is not None
+    return isinstance(placement, Replicate | Shard | StridedShard) or _regions_of(placement) is not None
 
 
 def held_parts(
@@ -75,13 +71,13 @@ def held_parts(
 
     Raises CheckpointMismatchError (conflict) where the local tensor does not fit the placements.
     """
-    if not _OF_TORCH.issuperset(type(axis.placement) for axis in mesh_axes):
+    if not placement_types().issuperset(type(axis.placement) for axis in mesh_axes):
         by_regions = [axis for axis in mesh_axes if _regions_of(axis.placement) is not None]
         if by_regions:
             others = [axis for axis in mesh_axes if _regions_of(axis.placement) is None]
             return _parts_by_regions(fqn, shape, local, by_regions, others)
     local_shape, kinds = tuple(local.shape), tuple(type(axis.placement) for axis in mesh_axes)
-    find = _find_parts_once if _OF_TORCH.issuperset(kinds) else _find_parts
+    find = _find_parts_once if placement_types().issuperset(kinds) else _find_parts
     parts = find(shape, local_shape, tuple(mesh_axes), kinds)
     if parts is None:
         raise _misfit(fqn, shape, local_shape, mesh_axes)
@@ -107,7 +103,7 @@ _find_parts_once = lru_cache(maxsize=1024)(_find_parts)
 
 def _regions_of(placement: Any) -> _RegionsOf | None:
     """Returns how a placement that is none of torch's cuts a tensor."""
-    if isinstance(placement, Replicate | Shard | _StridedShard):
+    if isinstance(placement, Replicate | Shard | StridedShard):
         return None
     own: _RegionsOf | None = getattr(placement, "checkpoint_regions", None)
     if own is not None:
@@ -222,7 +218,7 @@ def lengths_of(intervals: Sequence[Sequence[Interval]]) -> tuple[int, ...]:
 
 def _may_be_fully_sharded(mesh_axes: Sequence[MeshAxis]) -> bool:
     """Returns True if fully_shard makes such placements: one strided axis, by as much as later axes cut its dim."""
-    strided = [index for index, axis in enumerate(mesh_axes) if isinstance(axis[0], _StridedShard)]
+    strided = [index for index, axis in enumerate(mesh_axes) if isinstance(axis[0], StridedShard)]
     if len(strided) != 1:
         return False
     placement = mesh_axes[strided[0]][0]
@@ -231,13 +227,13 @@ def _may_be_fully_sharded(mesh_axes: Sequence[MeshAxis]) -> bool:
 
 
 def _shards(placement: Any, dim: int) -> bool:
-    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
+    return isinstance(placement, Shard | StridedShard) and placement.dim == dim
 
 
 def right_to_left(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[Interval]:
     """Cuts as fully_shard does for what is sharded already: its own axis, the strided one, cuts last."""
     held: list[Interval] = [(0, length)]
-    for placement, num_parts, coordinate in sorted(mesh_axes, key=lambda axis: isinstance(axis[0], _StridedShard)):
+    for placement, num_parts, coordinate in sorted(mesh_axes, key=lambda axis: isinstance(axis[0], StridedShard)):
         if _shards(placement, dim):
             held = _nth_chunk(held, num_parts, coordinate)
     return held
@@ -247,7 +243,7 @@ def left_to_right(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[
     """Cuts as distribute_tensor does: each axis cuts what those before it left."""
     held: list[Interval] = [(0, length)]
     for placement, num_parts, coordinate in mesh_axes:
-        if isinstance(placement, _StridedShard) and placement.dim == dim:
+        if isinstance(placement, StridedShard) and placement.dim == dim:
             factor = int(placement.split_factor)
             pieces = [_nth_chunk(held, factor, number) for number in range(factor)]
             held = _joined([part for piece in pieces for part in _nth_chunk(piece, num_parts, coordinate)])

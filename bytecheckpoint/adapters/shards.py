@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from bytecheckpoint.adapters.placements import LocalPart, MeshAxis, held_parts, is_known
+from bytecheckpoint.adapters.torch_types import DTensor
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.manifest.plain_wire import unsupported
 from bytecheckpoint.region import Region, whole
@@ -125,7 +125,7 @@ class LocalShards:
         return kind
 
     def _add_other(self, fqn: str, tensor: torch.Tensor) -> None:
-        if type(tensor) is DTensor or isinstance(tensor, DTensor):
+        if isinstance(tensor, DTensor):
             self._add_dtensor(fqn, tensor)
         elif isinstance(tensor, ShardedTensor):
             self.found += _of_sharded_tensor(fqn, tensor)

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS
+from bytecheckpoint.adapters.torch_types import DTensor
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.manifest.plain_wire import unsupported
 

@@ -8,7 +8,6 @@ from typing import Any, TypeGuard
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, StoredTree, placeholder
 from bytecheckpoint.adapters.expectation import (
@@ -25,6 +24,7 @@ from bytecheckpoint.adapters.native.subclass_metadata import FACTS
 from bytecheckpoint.adapters.plain.plain_data import content_fqn, encode_plain, fits_inline
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards, dtype_name, shares_elements
+from bytecheckpoint.adapters.torch_types import DTensor
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
 

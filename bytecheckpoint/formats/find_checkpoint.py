@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError, StorageError
-from bytecheckpoint.formats.detect import ForeignPlace, find_file, find_folder, find_step, read_manifest
-from bytecheckpoint.formats.file_reader import damaged
 from bytecheckpoint.manifest import Manifest, encode_manifest
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.open_store import expand_home, is_plain_path, open_store
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
+
+if TYPE_CHECKING:
+    from bytecheckpoint.formats.detect import ForeignPlace
 
 _HUB_LEVELS = 2
 """A snapshot of the Hugging Face cache is `<model>/snapshots/<revision>`, of links into `<model>/blobs`."""
@@ -87,6 +88,9 @@ def open_folder(path: str, opening: Opening) -> tuple[Store, str]:
 def _find_foreign(
     path: str, store: Store, step: int | Literal["latest"] | None, opening: Opening
 ) -> FoundCheckpoint | None:
+    # A checkpoint of this library does not wait for the readers of all other formats.
+    from bytecheckpoint.formats.detect import find_file, find_folder, find_step  # noqa: PLC0415
+
     try:
         listing = store.list("")
     except CheckpointNotFoundError:  # a file
@@ -151,6 +155,9 @@ def manifest_bytes(found: FoundCheckpoint) -> bytes:
     """
     if found.foreign is None:
         return layout.read_manifest_bytes(found.store, found.folder)
+    from bytecheckpoint.formats.detect import read_manifest  # noqa: PLC0415 - as in `_find_foreign`
+    from bytecheckpoint.formats.file_reader import damaged  # noqa: PLC0415
+
     try:
         content = encode_manifest(read_manifest(found.store, found.foreign))
     except CheckpointSaveError as error:

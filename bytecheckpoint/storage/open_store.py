@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 from bytecheckpoint.errors import CheckpointMismatchError, StorageError
 from bytecheckpoint.options import LoadOptions
-from bytecheckpoint.storage.backends.fsspec_store import FsspecStore, is_known_protocol
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.paths import join_name
@@ -43,8 +42,7 @@ def open_store(
     local = _LOCAL_URL.sub("", location)
     if local == location and ("://" in location or "::" in location):
         return _open_url(location, storage_options, writer_threads=writer_threads, timeout_s=timeout_s)
-    collapsed = _COLLAPSED_URL.match(local)
-    if collapsed and is_known_protocol(collapsed.group(1)):
+    if _is_collapsed_url(local):
         shown = showable_url(local)
         raise StorageError(
             f"{shown!r} looks like a URL that lost a slash, as pathlib makes them; nothing was read or written: pass "
@@ -76,9 +74,16 @@ def is_plain_path(path: str) -> bool:
     """Returns True for a path, not for a URL, even one that lost a slash: a URL has credentials, and they are not part
     of a path.
     """
+    return bool(path) and "://" not in path and "::" not in path and not _is_collapsed_url(path)
+
+
+def _is_collapsed_url(path: str) -> bool:
     collapsed = _COLLAPSED_URL.match(path)
-    is_collapsed = collapsed is not None and is_known_protocol(collapsed.group(1))
-    return bool(path) and "://" not in path and "::" not in path and not is_collapsed
+    if collapsed is None:
+        return False
+    from bytecheckpoint.storage.backends.fsspec_store import is_known_protocol  # noqa: PLC0415 - as in _open_url
+
+    return is_known_protocol(collapsed.group(1))
 
 
 def _open_url(
@@ -91,10 +96,13 @@ def _open_url(
             kind="unsupported",
             path=showable_url(url),
         )
+    # Local folders wait for neither fsspec nor botocore.
+    from bytecheckpoint.storage.backends.fsspec_store import FsspecStore  # noqa: PLC0415
+
     # A session of aiobotocore, which is an option of s3fs, only works with s3fs.
     if not _S3_URL.match(url) or "session" in (storage_options or {}):
         return FsspecStore(url, storage_options)
-    from bytecheckpoint.storage.backends.s3_store import S3Store  # noqa: PLC0415 - local folders do not wait for botocore
+    from bytecheckpoint.storage.backends.s3_store import S3Store  # noqa: PLC0415
 
     timeout_s = LoadOptions().timeout_s if timeout_s is None else timeout_s
     return S3Store(url, storage_options, writer_threads=writer_threads, timeout_s=timeout_s)

@@ -118,14 +118,29 @@ class ManifestSummary:
 
     def _totals(self, name_of: Callable[[TensorEntry], str]) -> list[TensorTotals]:
         totals: dict[str, TensorTotals] = {}
-        for tensor in self.tensors:
-            total = totals.setdefault(name_of(tensor), TensorTotals(name_of(tensor)))
+        for tensor, num_elements, num_chunks, num_bytes in self._counted:
+            name = name_of(tensor)
+            total = totals.get(name)
+            if total is None:
+                total = totals[name] = TensorTotals(name)
             if tensor.alias_of is None:
                 total.num_tensors += 1
-                total.num_elements += tensor.num_elements
-                total.num_chunks += self.num_chunks_of(tensor)
-                total.num_bytes += tensor.num_bytes
+                total.num_elements += num_elements
+                total.num_chunks += num_chunks
+                total.num_bytes += num_bytes
         return list(totals.values())
+
+    @cached_property
+    def _counted(self) -> list[tuple[TensorEntry, int, int, int]]:
+        """Each tensor with its elements, chunks and bytes, found once for all totals."""
+        chunks = self._num_chunks
+        itemsizes = {dtype: itemsize(dtype) for dtype in {tensor.dtype for tensor in self.tensors}}
+        counted = []
+        for tensor in self.tensors:
+            fqn, dtype, shape, alias_of = tensor
+            num_elements = prod(shape)
+            counted.append((tensor, num_elements, chunks[alias_of or fqn], num_elements * itemsizes[dtype]))
+        return counted
 
     def record(self, tensor: TensorEntry) -> TensorRecord:
         return self._manifest.tensors[tensor.stored_fqn]

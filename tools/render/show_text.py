@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bytecheckpoint.info import describe_checkpoint
 from bytecheckpoint.manifest import Manifest, TensorRecord
@@ -13,7 +13,6 @@ from bytecheckpoint.region import describe
 from ..analysis.module_tree import ModuleNode
 from ..analysis.save_layout import compressed, first_chunks, writers_of
 from ..analysis.summary import ManifestSummary, TensorEntry
-from ..analysis.tensor_stats import TensorStats
 from ..arguments import Opened
 from .chunk_map import MAX_COLUMNS, MAX_ROWS, NUM_LETTERS, axes_text, letter_of, lines_of, map_chunks
 from .number_format import (
@@ -28,6 +27,9 @@ from .number_format import (
     time_text,
 )
 from .terminal import LAST_DROP, Column, Screen, TableShape
+
+if TYPE_CHECKING:
+    from ..analysis.tensor_stats import TensorStats
 
 _NAME = "bold cyan"
 _MAX_VALUE_TEXT = 100

@@ -8,13 +8,11 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp._flat_param import FlatParameter
-from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.adapters.native.module_walk import stages_of
 from bytecheckpoint.adapters.rank_values.rank_local import RankLocal
 from bytecheckpoint.adapters.stateful import is_stateful
+from bytecheckpoint.adapters.torch_types import DTensor, FlatParameter, FSDPModule, FullyShardedDataParallel
 from bytecheckpoint.errors import CheckpointMismatchError
 
 Framework = Literal["auto", "ddp", "fsdp", "fsdp2", "dtensor", "megatron", "deepspeed", "vescale"]

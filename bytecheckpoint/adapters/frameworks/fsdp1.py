@@ -15,9 +15,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState, _no_dispatch_record_stream
-from torch.distributed.utils import _free_storage
 
 from bytecheckpoint.adapters.frameworks.flat_parameters import (
     FlatModule,
@@ -27,6 +24,7 @@ from bytecheckpoint.adapters.frameworks.flat_parameters import (
     part_of_whole,
 )
 from bytecheckpoint.adapters.native.module_walk import ModuleTree
+from bytecheckpoint.adapters.torch_types import FullyShardedDataParallel
 from bytecheckpoint.manifest.plain_wire import join_fqn, unsupported
 from bytecheckpoint.region import whole
 
@@ -34,7 +32,9 @@ WRAPPED = "_fsdp_wrapped_module"
 """The name of a wrapped module in its wrapper, which stands in the names of all in it."""
 _HOOKS = "torch.distributed.fsdp."
 """Prefix of the modules with the hooks by which the wrapper gathers parameters for a state_dict."""
-_MIDDLE_OF_BACKWARD = {HandleTrainingState.BACKWARD_PRE, HandleTrainingState.BACKWARD_POST}
+
+_MIDDLE_OF_BACKWARD = {"BACKWARD_PRE", "BACKWARD_POST"}
+"""Names of torch's states of a unit."""
 
 # torch has no public way to a unit's flat parameter and local shard; its own state_dict code goes this one.
 
@@ -140,8 +140,8 @@ def flat_module(fqn: str, tree: ModuleTree, plain_name: Callable[[str], str]) ->
 
 
 def _refuse_summoned(fqn: str, wrapper: Any) -> None:
-    states = {wrapper.training_state, None if wrapper._handle is None else wrapper._handle._training_state}
-    if states & {TrainingState.SUMMON_FULL_PARAMS, HandleTrainingState.SUMMON_FULL_PARAMS}:
+    states = [wrapper.training_state, *([] if wrapper._handle is None else [wrapper._handle._training_state])]
+    if any(state.name == "SUMMON_FULL_PARAMS" for state in states):
         advice = "call save and load outside of it: they need no gathered parameters"
         raise unsupported(fqn, "an FSDP1 model within summon_full_params", advice)
 
@@ -152,7 +152,7 @@ def _unit(fqn: str, wrapper: Any) -> _FsdpUnit:
     # The first forward pass names the local shard, and may put it into pinned memory; until then there is only one.
     memory: torch.Tensor = flat.data if wrapper._is_root is None else flat._local_shard
     if not handle._use_orig_params and flat.shape != memory.shape:
-        if handle._training_state in _MIDDLE_OF_BACKWARD:
+        if handle._training_state.name in _MIDDLE_OF_BACKWARD:
             advice = "call save or load after backward(), or set use_orig_params=True"
             raise unsupported(fqn, "an FSDP1 model in the middle of a backward pass", advice)
         handle._use_sharded_flat_param()  # as after each forward pass; autograd needs it whole only in a backward one
@@ -162,7 +162,7 @@ def _unit(fqn: str, wrapper: Any) -> _FsdpUnit:
 def _take_over(fqn: str, handle: Any) -> None:
     """Takes over memory that was put in place of a parameter's, as FSDP1 itself does at the next forward pass."""
     flat = handle.flat_param
-    is_idle = handle._training_state is HandleTrainingState.IDLE
+    is_idle = handle._training_state.name == "IDLE"
     if not (handle._use_orig_params and is_idle) or handle._skip_writeback_check or handle._skipped_use_sharded_views:
         return
     if handle.uses_sharded_strategy and not handle.is_sharded(flat):
@@ -263,6 +263,10 @@ def _finish(units: Sequence[_FsdpUnit], lowered: Sequence[_Lowered]) -> None:
 
 
 def _reshard(unit: _FsdpUnit) -> None:
+    # Only a model of FSDP1 comes here, which has imported both.
+    from torch.distributed.fsdp._common_utils import _no_dispatch_record_stream  # noqa: PLC0415
+    from torch.distributed.utils import _free_storage  # noqa: PLC0415
+
     flat = unit.handle.flat_param
     unit.handle._use_sharded_flat_param()
     for name in ("_full_param_padded", "_full_prec_full_param_padded"):

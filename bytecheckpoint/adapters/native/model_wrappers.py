@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView
 from bytecheckpoint.adapters.expectation import EntryContents, Expectation
@@ -18,6 +16,7 @@ from bytecheckpoint.adapters.frameworks.megatron import is_megatron_module
 from bytecheckpoint.adapters.native.module_parts import part_of, plain_name
 from bytecheckpoint.adapters.native.module_walk import Stage
 from bytecheckpoint.adapters.stateful import Stateful
+from bytecheckpoint.adapters.torch_types import DTensor, FullyShardedDataParallel
 
 
 class WrappedModules(NamedTuple):

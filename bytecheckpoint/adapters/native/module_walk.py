@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.adapters.native.subclass_flatten import is_subclass, with_new_memory
 from bytecheckpoint.adapters.plain.plain_tree import has_attributes
+from bytecheckpoint.adapters.torch_types import DTensor
 
 _WALKING = ("parameters", "named_parameters", "buffers", "named_buffers", "named_modules", "_named_members")
 _SAVING = ("state_dict", "_save_to_state_dict", "get_extra_state")

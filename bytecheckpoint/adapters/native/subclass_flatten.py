@@ -14,9 +14,6 @@ from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bytecheckpoint.adapters.native.subclass_metadata import (
@@ -29,6 +26,7 @@ from bytecheckpoint.adapters.native.subclass_metadata import (
     facts_of,
 )
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS
+from bytecheckpoint.adapters.torch_types import DTensor, DTensorSpec, Replicate, Shard, StridedShard, TensorMeta
 from bytecheckpoint.manifest.plain_wire import unsupported
 
 _TABLES = frozenset({"qmap"})
@@ -281,8 +279,8 @@ def dtensor_of_part(fqn: str, inner: torch.Tensor, outer: DTensor) -> DTensor | 
 def _sharded_dims(outer: DTensor) -> set[int] | None:
     """Returns the dimensions along which it is cut; None where that is not how it is cut."""
     cuts = [placement for placement in outer.placements if not isinstance(placement, Replicate)]
-    dims = {placement.dim for placement in cuts if isinstance(placement, Shard | _StridedShard)}
-    return dims if all(isinstance(placement, Shard | _StridedShard) for placement in cuts) else None
+    dims = {placement.dim for placement in cuts if isinstance(placement, Shard | StridedShard)}
+    return dims if all(isinstance(placement, Shard | StridedShard) for placement in cuts) else None
 
 
 def _can_follow(num_dims: int, outer: DTensor, sharded: set[int]) -> bool:

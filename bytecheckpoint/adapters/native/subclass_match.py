@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, placeholder
 from bytecheckpoint.adapters.expectation import Problem, not_stored, rank_missing
@@ -27,6 +26,7 @@ from bytecheckpoint.adapters.native.subclass_flatten import (
 from bytecheckpoint.adapters.native.subclass_metadata import FACTS, are_facts, difference
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shards import dtype_name, has_all_memory, shares_elements, torch_dtype
+from bytecheckpoint.adapters.torch_types import DTensor
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
 

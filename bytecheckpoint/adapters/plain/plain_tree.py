@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.adapters.native.subclass_flatten import is_subclass, parts_of
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS
+from bytecheckpoint.adapters.torch_types import loaded_dtensor
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, TensorRef, too_deep, unsupported
 
-ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, DTensor, TensorRef, *PLAIN_TENSORS})
-"""Types of values that are not entries of their own and hold none: most of a state."""
+_LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, TensorRef, *PLAIN_TENSORS})
+"""Without DTensor: one of a tensor subclass has the parts of that below it."""
 
-_LEAVES = ATOMS - {DTensor}  # one of a tensor subclass has the parts of that below it
+
+def atoms() -> frozenset[type | None]:
+    """Returns the types of values that are not entries of their own and hold none: most of a state."""
+    return _with_type(loaded_dtensor())
+
+
+@cache
+def _with_type(kind: type | None) -> frozenset[type | None]:
+    return _LEAVES | {kind}
 
 
 def leaves(value: Any, fqn: str) -> dict[str, Any]:

@@ -1,0 +1,79 @@
+"""Types of torch's distributed tensors and wrappers, without importing them: `torch.distributed.tensor` takes half a
+second, most of it for sympy, and a state that has none of them must not wait for it.
+
+A type here stands for one of torch. Nothing is an instance of it as long as nobody has imported that; calling it makes
+the real thing.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.fsdp._flat_param import FlatParameter
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+__all__ = [
+    "DTensor",
+    "DTensorSpec",
+    "FSDPModule",
+    "FlatParameter",
+    "FullyShardedDataParallel",
+    "Replicate",
+    "Shard",
+    "StridedShard",
+    "TensorMeta",
+    "loaded_dtensor",
+    "placement_types",
+]
+
+
+class _StandIn(type):
+    """Class of the types that stand for one of torch."""
+
+    module: str
+    name: str
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        loaded = sys.modules.get(cls.module)
+        real = getattr(loaded, cls.name, None)
+        return real is not None and isinstance(instance, real)
+
+    def __call__(cls, *arguments: Any, **options: Any) -> Any:
+        return getattr(import_module(cls.module), cls.name)(*arguments, **options)
+
+
+def _stand_in(module: str, name: str) -> Any:
+    return _StandIn(name.lstrip("_"), (), {"module": f"torch.distributed.{module}", "name": name})
+
+
+if not TYPE_CHECKING:
+    DTensor = _stand_in("tensor", "DTensor")
+    Replicate = _stand_in("tensor", "Replicate")
+    Shard = _stand_in("tensor", "Shard")
+    StridedShard = _stand_in("tensor.placement_types", "_StridedShard")  # what fully_shard makes of tensor parallel
+    DTensorSpec = _stand_in("tensor._dtensor_spec", "DTensorSpec")
+    TensorMeta = _stand_in("tensor._dtensor_spec", "TensorMeta")
+    FSDPModule = _stand_in("fsdp", "FSDPModule")
+    FullyShardedDataParallel = _stand_in("fsdp", "FullyShardedDataParallel")
+    FlatParameter = _stand_in("fsdp._flat_param", "FlatParameter")
+
+
+def loaded_dtensor() -> type | None:
+    """Returns torch's class of DTensors, or None as long as nobody has imported it: then there is no instance."""
+    return cast("type | None", getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None))
+
+
+@cache
+def placement_types() -> frozenset[type]:
+    """Returns torch's placements. Imports them: only a state that has some asks for them."""
+    from torch.distributed import tensor  # noqa: PLC0415
+    from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
+
+    return frozenset({tensor.Replicate, tensor.Shard, _StridedShard})
