@@ -288,10 +288,12 @@ def _nothing_in(root: str) -> CheckpointNotFoundError:
 
 def _remove_files_of_accelerate(path: str) -> None:
     """Removes the files that accelerate itself writes, beside a checkpoint that is gone."""
+    found: list[Path] = []
     with suppress(FileNotFoundError):  # stores may remove the folder with the last file
-        for each in list(Path(path).iterdir()):
-            if each.is_dir() and not each.is_symlink():
-                if _FOLDER_OF_ACCELERATE.fullmatch(each.name) and (each / ".metadata").is_file():
-                    shutil.rmtree(each)
-            elif _FILE_OF_ACCELERATE.fullmatch(each.name):
-                each.unlink()
+        found += Path(path).iterdir()
+    for each in found:
+        is_sharded = _FOLDER_OF_ACCELERATE.fullmatch(each.name) is not None and (each / ".metadata").is_file()
+        if is_sharded and not each.is_symlink():
+            shutil.rmtree(each)
+        elif _FILE_OF_ACCELERATE.fullmatch(each.name) and each.is_file():
+            each.unlink()
