@@ -176,6 +176,8 @@ def write(line: str) -> None:
 
 
 if __name__ == "__main__":
-    train(parsed(), write)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    try:
+        train(parsed(), write)
+    finally:  # else torch may hang when it takes its group down, after an error too
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
