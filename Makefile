@@ -85,6 +85,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/demo.py --out $(DEMO_FOLDER)
 
 bench: $(VENV)/.installed-bench
+	$(BIN)/python benchmarks/run.py startup
 	$(BIN)/python benchmarks/run.py manifest
 	$(BIN)/python benchmarks/run.py codec
 	$(BIN)/python benchmarks/run.py plan_cache

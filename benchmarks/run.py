@@ -30,6 +30,7 @@ BENCHMARKS = {
     "data_prefetch": "the stall of a save with data loaders whose state takes seconds to gather",
     "foreign": "opening checkpoints of other programs",
     "in_trainers": "saves of a framework's own job, by itself and through the integration for it",
+    "startup": "processor time of commands, imports and the first save, beside DCP and safetensors",
     "dcp_drop_in": "saves of a training job through DCP and through the drop-in for it",
 }
 

@@ -42,6 +42,12 @@ QUICK = {
         rf"\n\| {loader} \| [\d.]+ \| [\d.]+ \([\d.]+, [\d.]+\) \|"
         for loader in ("none", "workers, not prepared", "workers, prepared", "a thread, prepared")
     ],
+    "startup --tensors 10 --rounds 1": [
+        r"\n\| bcp --help \| [\d.]+ \([\d.]+ - [\d.]+\) \| 0.15 \|",
+        r"\n\| bcp show of 10 tensors \| [\d.]+ \(",
+        r"\n\| the first bcp.save, beyond torch \| [\d.]+ \(.*\) \| 0.3 \|",
+        r"\n\| the first dcp.save, beyond torch \| [\d.]+ \(",
+    ],
     "codec --mib 1 --rounds 1": [r"\| bfloat16 \| zstd \| \d", r"\| float32 \| zstd \| \d"],
     # Two blocks of ranks, so that the leader of one forwards messages.
     "planning --ranks 66 --tensors 7 --dcp-up-to 66": [r"\n\| 66 \| 462 \| [\d.]+ \| \d.*\| 1/\d+ \| 1/\d+ \|\n"],

@@ -145,6 +145,37 @@ finally:
     assert {"numpy", "msgspec", "fsspec", "bytecheckpoint.tools.verify"} & set(modules.split()) == set()
 
 
+def test_showing_a_local_checkpoint_waits_for_no_torch_no_fsspec_and_no_report(tmp_path: Path) -> None:
+    bcp.save(tmp_path / "c", {"x": 1})
+    code = f"""
+import sys
+from bytecheckpoint.tools.main import main
+sys.argv = ["bcp", "show", {str(tmp_path / "c")!r}]
+try:
+    main()
+finally:
+    print("MODULES", *sys.modules)
+"""
+    modules = set(run_python(code).partition("MODULES")[2].split())
+    unwanted = {"torch", "fsspec", "rich", "numpy.ma", "asyncio", "bytecheckpoint.tools.render.html_report"}
+    assert unwanted & modules == set()
+    assert "numpy" in modules
+
+
+def test_a_first_save_of_plain_tensors_imports_no_distributed_tensors(tmp_path: Path) -> None:
+    """`torch.distributed.tensor` takes half a second, most of it for sympy. An optimizer of torch imports it itself."""
+    code = f"""
+import sys, torch
+import bytecheckpoint as bcp
+model = torch.nn.Linear(3, 3)
+bcp.save({str(tmp_path / "c")!r}, {{"model": model, "lr": 0.1}})
+bcp.load({str(tmp_path / "c")!r}, {{"model": model}})
+print(*sys.modules)
+"""
+    modules = set(run_python(code).split())
+    assert {"sympy", "torch.distributed.tensor", "torch.distributed.fsdp", "fsspec", "botocore"} & modules == set()
+
+
 def test_importing_starts_nothing() -> None:
     code = """
 import logging, signal, sys, threading

@@ -9,6 +9,7 @@ import click
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.info import describe_checkpoint
+from bytecheckpoint.runtime.gc_pause import gc_paused
 
 from . import exit_codes
 from .analysis.data_streams import data_records
@@ -101,6 +102,7 @@ Example:
 @with_limit_option(_DEFAULT_ROWS, "Print at most this many rows of a table; 0 for all.")
 @with_link_option
 @with_output_options
+@gc_paused()  # the names of 20,000 tensors are many objects, and none of them is freed before the end
 def show(
     *,
     ckpt: str,

@@ -83,6 +83,8 @@ def compressed(manifest: Manifest) -> CompressedBytes | None:
     """Returns None if no chunk is compressed."""
     columns = manifest.table.columns
     packed = [index for index, name in enumerate(columns.codec_names) if name != "none"]
+    if not packed:  # numpy compares with an empty list at the cost of another import
+        return None
     num_chunks = int(np.isin(columns.codecs, packed).sum())
     num_bytes = int(columns.byte_lengths.sum())
     described = manifest.describe_all().values()
