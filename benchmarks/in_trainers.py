@@ -6,8 +6,8 @@
 The framework's own loop trains and saves; processes live on from round to round, one set for each candidate, and run in
 the environment that `make test-framework-NAME` makes. The first run of each does not count. `stall` is the time of the
 call that saves, `durable` until the last file is written, `lost` what the steps meanwhile took longer than undisturbed
-ones, stall included; of all ranks the slowest. Memory is that of all ranks while they train and save, beyond what they
-take at the peak while they only train.
+ones, stall included; of all ranks the slowest. Memory is what the first save of a process takes at its peak during the
+call, beyond what the process has then, of the rank that takes most; beside it that rank's part of what is written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from typing import Any, Protocol
 import torch
 
 from shared.machine import facts_line, machine_facts
-from shared.memory import PeakMemory, memory_of
 from shared.process_pool import PoolError, ProcessPool
 from shared.rank_process import Obey
 from trainers.meter import Meter, num_bytes
@@ -53,7 +52,7 @@ class TrainerModule(Protocol):
     """Names of those that are the framework's own."""
 
     def train(self, candidate: str, folder: Path, meter: Meter, *, mb: float, num_steps: int, save_every: int) -> None:
-        """Trains with the framework's loop, and saves below `folder` after each `save_every` steps but at 0; 0: never.
+        """Trains with the framework's loop, and saves below `folder` after each `save_every` steps.
 
         Each optimizer is given to `meter.watch`, the framework's function that saves to `meter.timed`. On return all is
         durable. Called several times in a process.
@@ -94,14 +93,14 @@ def run(arguments: argparse.Namespace) -> None:
             f"and optimizer, {arguments.rounds} rounds of {SAVES} saves\n"
         )
         pools = {name: stack.enter_context(new_pool()) for name in names}
-        found = measure_times(pools, arguments.rounds, folder)
-        memory = {name: measure_memory(new_pool, name, folder) for name in names}
-    print(table(facts, names, found, memory))
+        found = measure(pools, arguments.rounds, folder)
+    print(table(facts, names, found, num_ranks=arguments.ranks))
 
 
-def measure_times(pools: dict[str, ProcessPool], rounds: int, folder: Path) -> dict[str, list[dict[str, float]]]:
-    """Returns the slowest rank's seconds, and the bytes, of each save by candidate."""
+def measure(pools: dict[str, ProcessPool], rounds: int, folder: Path) -> dict[str, list[dict[str, float]]]:
+    """Returns the slowest rank's seconds, and the bytes, of each save by candidate; the memory of the first one."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in pools}
+    memory: dict[str, float] = {}
     rng = random.Random(0)
     for number in range(rounds + 1):
         for name in rng.sample(list(pools), len(pools)):
@@ -109,30 +108,19 @@ def measure_times(pools: dict[str, ProcessPool], rounds: int, folder: Path) -> d
             print(f"  {name}: {saves}", file=sys.stderr, flush=True)
             if number:
                 found[name] += saves
+            else:
+                memory[name] = saves[0]["memory"]
+    for name, saves in found.items():
+        for save in saves:
+            save["memory"] = memory[name]
     return found
 
 
-def measure_memory(new_pool: Any, name: str, folder: Path) -> int:
-    """Returns bytes at the peak beyond that of training alone; memory that is kept from save to save counts too.
-
-    Each is the second run of new processes: what an earlier run has left would hide memory, or be taken for it.
-    """
-    peaks = []
-    for saves in (0, SAVES):
-        with new_pool() as pool:
-            train_once(pool, name, folder, saves=saves)
-            with PeakMemory(lambda: memory_of(pool.sessions)) as peak:
-                before = memory_of(pool.sessions)
-                train_once(pool, name, folder, saves=saves)
-            peaks.append(before + peak.bytes)
-    return peaks[1] - peaks[0]
-
-
-def train_once(pool: ProcessPool, name: str, folder: Path, *, saves: int = SAVES) -> list[dict[str, float]]:
+def train_once(pool: ProcessPool, name: str, folder: Path) -> list[dict[str, float]]:
     target = folder / name
     target.mkdir()
     try:
-        answers = pool.run(candidate=name, folder=str(target), saves=saves)
+        answers = pool.run(candidate=name, folder=str(target))
     except PoolError:
         print(pool.log_tail(), file=sys.stderr)
         raise
@@ -147,17 +135,22 @@ def table(
     facts: dict[str, Any],
     names: list[str],
     found: dict[str, list[dict[str, float]]],
-    memory: dict[str, int],
+    *,
+    num_ranks: int,
 ) -> str:
     stalls = {name: statistics.median(save["stall"] for save in found[name]) for name in names}
     own = [stalls[name] for name in names if name in facts["own"]]
     heads = " | ".join(f"{measure}, s" for measure in MEASURES)
-    lines = [f"| saved by | {heads} | stall beside its own | written, MB | memory, MB |", f"{'| --- ' * 7}|"]
+    lines = [
+        f"| saved by | {heads} | stall beside its own | written, MB | memory, MB (of a part) |",
+        f"{'| --- ' * 7}|",
+    ]
     for name in names:
         cells = [spread([save[measure] for save in found[name]]) for measure in MEASURES]
         written = statistics.median(save["bytes"] for save in found[name]) / 1e6
         ratio = f"{stalls[name] / min(own):.2f}x" if own else "-"
-        cells += [ratio, f"{written:.1f}", f"{memory[name] / 1e6:.0f}"]
+        memory = found[name][0]["memory"] / 1e6
+        cells += [ratio, f"{written:.1f}", f"{memory:.0f} ({memory * num_ranks / written:.2f})"]
         lines.append(f"| {facts['candidates'][name]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -174,16 +167,21 @@ def begin(rank: int, port: int, *, num_ranks: int, framework: str, mb: float) ->
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "CUDA_VISIBLE_DEVICES": ""}
     module: TrainerModule = importlib.import_module(f"trainers.{framework}_job")  # type: ignore[assignment]
 
+    is_first = True
+
     def obey(command: dict[str, Any]) -> dict[str, Any]:
-        folder, saves, meter = Path(command["folder"]), int(command["saves"]), Meter()
-        num_steps, save_every = (saves or SAVES) * STEPS_BETWEEN + STEPS_BETWEEN // 2, STEPS_BETWEEN if saves else 0
+        nonlocal is_first
+        folder, meter = Path(command["folder"]), Meter(is_first=is_first)
+        is_first = False
+        num_steps = SAVES * STEPS_BETWEEN + STEPS_BETWEEN // 2
         gc.collect()  # frameworks keep the models of earlier runs in circles
-        module.train(command["candidate"], folder, meter, mb=mb, num_steps=num_steps, save_every=save_every)
-        checkpoints = module.checkpoints(folder) if saves else []
+        module.train(command["candidate"], folder, meter, mb=mb, num_steps=num_steps, save_every=STEPS_BETWEEN)
+        checkpoints = module.checkpoints(folder)
         timings = meter.timings(checkpoints)
         return {
             "saves": [
-                timing._asdict() | {"bytes": num_bytes(path)} for timing, path in zip(timings, checkpoints, strict=True)
+                timing._asdict() | {"bytes": num_bytes(path), "memory": meter.memory}
+                for timing, path in zip(timings, checkpoints, strict=True)
             ]
         }
 

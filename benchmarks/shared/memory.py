@@ -15,8 +15,9 @@ PROC = Path("/proc")
 class PeakMemory:
     """Samples `memory` within its block; `bytes` is the most there was at one time, beyond what there was before."""
 
-    def __init__(self, memory: Callable[[], int]) -> None:
+    def __init__(self, memory: Callable[[], int], *, period_s: float = PERIOD_S) -> None:
         self.bytes = 0
+        self._period_s = period_s
         self._memory = memory
         self._before = memory()
         self._stop = threading.Event()
@@ -35,7 +36,7 @@ class PeakMemory:
     def _watch(self) -> None:
         while True:
             self.bytes = max(self.bytes, self._memory() - self._before)
-            if self._stop.wait(PERIOD_S):
+            if self._stop.wait(self._period_s):
                 return
 
 

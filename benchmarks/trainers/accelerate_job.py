@@ -40,7 +40,7 @@ def train(candidate: str, folder: Path, meter: Meter, *, mb: float, num_steps: i
         accelerator.backward(model(**batch)["loss"])
         optimizer.step()
         optimizer.zero_grad()
-        if save_every and step % save_every == 0:
+        if step % save_every == 0:
             handle = save(str(folder / f"step_{step}"))
     if candidate == "bcp-async" and handle is not None:
         handle.result()

@@ -59,7 +59,7 @@ def train(candidate: str, folder: Path, meter: Meter, *, mb: float, num_steps: i
         engine.backward(engine(**batch)["loss"])
         engine.step()
         meter.step()
-        if save_every and step % save_every == 0:
+        if step % save_every == 0:
             handle = save(str(folder))
     if candidate == "bcp-async" and handle is not None:
         handle.result()

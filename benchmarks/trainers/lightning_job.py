@@ -55,14 +55,13 @@ def train(candidate: str, folder: Path, meter: Meter, *, mb: float, num_steps: i
         "bcp": lambda: BcpDDPStrategy(process_group_backend="gloo", async_save=False),
         "bcp-async": lambda: BcpDDPStrategy(process_group_backend="gloo", async_save=True),
     }[candidate]()
-    saver = ModelCheckpoint(folder, every_n_train_steps=save_every, save_top_k=-1) if save_every else None
+    saver = ModelCheckpoint(folder, every_n_train_steps=save_every, save_top_k=-1)
     trainer = Trainer(
         accelerator="cpu",
         devices=num_ranks,
         strategy=strategy,
         max_steps=num_steps,
         callbacks=saver,
-        enable_checkpointing=saver is not None,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from shared.memory import PeakMemory, own_memory
+
 TAIL_STEPS = 2
 """Steps after a checkpoint is durable that still count: memory is freed then."""
+MEMORY_PERIOD_S = 0.004
 
 
 class SaveTiming(NamedTuple):
@@ -29,9 +33,12 @@ class SaveTiming(NamedTuple):
 class Meter:
     """Counts the steps of an optimizer and the calls of a save."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_first: bool = False) -> None:
+        """`is_first`: no process of this rank has saved before, so the memory of the first save shows."""
         self._steps: list[float] = []
         self._calls: list[tuple[float, float]] = []
+        self._peak: PeakMemory | None = None
+        self._is_first = is_first
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Counts each step of this optimizer."""
@@ -46,13 +53,28 @@ class Meter:
 
         @wraps(save)
         def call(*arguments: Any, **named: Any) -> Any:
-            started = time.time()  # not perf_counter: it is compared with times of files
-            try:
-                return save(*arguments, **named)
-            finally:
-                self._calls.append((started, time.time()))
+            with self._memory_of_first():
+                started = time.time()  # not perf_counter: it is compared with times of files
+                try:
+                    return save(*arguments, **named)
+                finally:
+                    self._calls.append((started, time.time()))
 
         return call
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the first save took at its peak beyond what the process had before it; 0 if nobody asked."""
+        return self._peak.bytes if self._peak is not None else 0
+
+    @contextmanager
+    def _memory_of_first(self) -> Iterator[None]:
+        if not self._is_first or self._calls:
+            yield
+            return
+        self._peak = PeakMemory(own_memory, period_s=MEMORY_PERIOD_S)
+        with self._peak:
+            yield
 
     def timings(self, checkpoints: Sequence[Path]) -> list[SaveTiming]:
         """Returns one for each call; `checkpoints` are the files or folders that they wrote, in order."""

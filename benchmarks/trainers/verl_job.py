@@ -45,7 +45,7 @@ def train(candidate: str, folder: Path, meter: Meter, *, mb: float, num_steps: i
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if save_every and step % save_every == 0:
+        if step % save_every == 0:
             save(str(folder / f"global_step_{step}" / "actor"), global_step=step)
             if dist.get_rank() == 0:
                 torch.save({}, folder / f"global_step_{step}" / "data.pt")  # as the driver does
