@@ -91,4 +91,4 @@ def test_a_slow_bucket_takes_more_parts_at_once_than_memory_holds(call, s3, s3_f
     ended = call("convert", source, target, "--to", "hf", "--memory", "64MiB", "--json", *options)
     assert ended.code == 0, ended.err
     assert len(begun) == 9
-    assert call("verify", target, *options).code == 0
+    assert call("verify", target, *options).code == 5  # without checksums

@@ -46,7 +46,7 @@ OPTIONS = {
     "pin": ("--step=?",),
     "unpin": ("--step=?",),
 }
-EXIT_CODES = range(5)
+EXIT_CODES = range(6)
 _MANIFEST = "manifest.bcp"
 
 

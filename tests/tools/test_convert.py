@@ -101,7 +101,7 @@ def test_every_format_in_every_other(call, sources, tmp_path, source, to) -> Non
     assert result.json["num_tensors"] == len(expected)
     if to != "hf" and source != "hf":
         assert bcp.open(tmp_path / "target").objects["epoch"] == 3
-    assert call("verify", tmp_path / "target").code == 0
+    assert call("verify", tmp_path / "target").code == (0 if to == "bcp" else 5)  # without checksums
 
 
 class Tied(torch.nn.Module):
