@@ -42,9 +42,9 @@ def data_file(saved: Path) -> Path:
 
 
 def damage(file: Path, position: int) -> None:
-    with file.open("r+b") as opened:
-        opened.seek(position, 0 if position >= 0 else 2)
-        opened.write(b"\xff")
+    content = bytearray(file.read_bytes())
+    content[position] ^= 0xFF
+    file.write_bytes(content)
 
 
 @contextmanager
