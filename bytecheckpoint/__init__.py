@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from bytecheckpoint.saving.recover import recover
     from bytecheckpoint.state_tree import load_tree
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Checkpoint",
