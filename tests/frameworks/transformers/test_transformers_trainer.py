@@ -18,7 +18,7 @@ import bytecheckpoint as bcp
 transformers = pytest.importorskip("transformers")
 
 from bytecheckpoint.integrations.transformers import last_checkpoint  # noqa: E402
-from bytecheckpoint.integrations.transformers.saves import TrainerSaves  # noqa: E402
+from bytecheckpoint.integrations.transformers.saves import Limit, TrainerSaves  # noqa: E402
 from bytecheckpoint.storage import layout  # noqa: E402
 from frameworks.transformers.trainer_runs import (  # noqa: E402
     AtStep,
@@ -273,6 +273,15 @@ def test_checkpoints_that_training_left_go_first(tmp_path: Path) -> None:
     again = trainer(tmp_path, max_steps=4, save_total_limit=3)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert folders(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-8"]
+
+
+def test_the_newest_stays_where_deletions_after_an_earlier_save_are_late(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=6, save_steps=2).train()
+    saves = TrainerSaves(str(tmp_path), resumed="", timeout_s=60)
+    limit = Limit(num_kept=1, best=str(tmp_path / "checkpoint-2"))
+    assert [folder.number for folder in saves._beyond(limit, str(tmp_path / "checkpoint-4"))] == []
+    assert [folder.number for folder in saves._beyond(limit, str(tmp_path / "checkpoint-6"))] == [4]
+    saves.close()
 
 
 def test_a_checkpoint_that_was_to_go_stays_once_it_is_saved_again(tmp_path: Path) -> None:
