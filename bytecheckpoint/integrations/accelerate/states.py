@@ -104,9 +104,10 @@ def save_state(
     state = _state_of(accelerator, models, loads=False)
     handle = api.save(place, state, async_save=async_save, **arguments)
     if root:
-        if accelerator.is_main_process:
+        folders = _FOLDERS.get(accelerator)  # on rank 0 of the group
+        if folders is not None:
             limit = 0 if project.total_limit is None else max(project.total_limit, 1)
-            _FOLDERS[accelerator].keep_newest(handle, project.iteration, limit)
+            folders.keep_newest(handle, project.iteration, limit)
         project.iteration += 1
     return handle
 

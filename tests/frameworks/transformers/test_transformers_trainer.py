@@ -300,7 +300,18 @@ def test_resuming_without_a_committed_checkpoint_names_the_incomplete_ones(tmp_p
     (tmp_path / "checkpoint-2" / "data").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"No valid checkpoint found in output directory.*checkpoint-2"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_fresh_start_beside_checkpoints_that_cannot_be_taken_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert last_checkpoint(tmp_path) is None
+    assert not caplog.records
+    (tmp_path / "checkpoint-2" / "data").mkdir(parents=True)
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / "trainer_state.json").write_text("{}")
+    assert last_checkpoint(tmp_path) is None
+    assert all(f"checkpoint-{step}" in caplog.text for step in (2, 4))
 
 
 def test_an_incomplete_checkpoint_is_refused_and_no_other_one_taken(tmp_path: Path) -> None:
