@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,51 @@ def test_other_folders_and_unfinished_saves_stay_and_do_not_count(tmp_path: Path
     assert numbers(folders) == [2]
     assert folders.numbers() == [2, 9]
     assert (tmp_path / "my-step-3").exists()
+
+
+def test_a_name_with_zeros_in_front_is_another_folder(tmp_path: Path) -> None:
+    folders = NumberedFolders(tmp_path, "step-", storage_options=None)
+    folders.begin()
+    save(folders, 6)
+    shutil.copytree(tmp_path / "step-6", tmp_path / "step-007")
+    for number in (7, 8):
+        save(folders, number, num_kept=2)
+    folders.close(60)
+    assert numbers(folders) == [7, 8]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-007", "step-7", "step-8"]
+    assert NumberedFolders(tmp_path, "step-", width=3, storage_options=None).numbers() == [7]
+
+
+def test_a_link_to_a_checkpoint_neither_counts_nor_deletes_it(tmp_path: Path) -> None:
+    folders = NumberedFolders(tmp_path, "step-", storage_options=None)
+    folders.begin()
+    for name in ("step-0", "step-999"):
+        (tmp_path / name).symlink_to("step-7", target_is_directory=True)
+    for number in (5, 7):
+        save(folders, number, num_kept=1)
+    folders.close(60)
+    assert numbers(folders) == [7]
+
+
+def test_a_link_to_another_disk_counts(tmp_path: Path) -> None:
+    other, root = tmp_path / "other", tmp_path / "root"
+    for path in (other, root):
+        path.mkdir()
+    folders = NumberedFolders(root, "step-", storage_options=None)
+    folders.begin()
+    (root / "step-5").symlink_to(other, target_is_directory=True)
+    for number in (5, 7):
+        save(folders, number)
+    assert numbers(folders) == [5, 7]
+
+
+@pytest.mark.parametrize("metadata", ["mine", {}, {"sequence": "mine"}], ids=str)
+def test_metadata_of_others_under_the_key_make_no_checkpoint_of_the_run(tmp_path: Path, metadata: object) -> None:
+    bcp.save(tmp_path / "step-1", {"model": {"w": torch.ones(4)}}, metadata={"trainer": metadata})
+    folders = NumberedFolders(tmp_path, "step-", own_key="trainer", storage_options=None)
+    folders.begin()
+    folders.close(60)
+    assert numbers(folders) == []
 
 
 def test_the_one_that_a_restart_goes_on_from_stays(tmp_path: Path) -> None:

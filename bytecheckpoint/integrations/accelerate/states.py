@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -103,9 +104,10 @@ def save_state(
     state = _state_of(accelerator, models, loads=False)
     handle = api.save(place, state, async_save=async_save, **arguments)
     if root:
-        if accelerator.is_main_process:
+        folders = _FOLDERS.get(accelerator)  # on rank 0 of the group
+        if folders is not None:
             limit = 0 if project.total_limit is None else max(project.total_limit, 1)
-            _FOLDERS[accelerator].keep_newest(handle, project.iteration, limit)
+            folders.keep_newest(handle, project.iteration, limit)
         project.iteration += 1
     return handle
 
@@ -119,7 +121,7 @@ def load_state(accelerator: Any, path: str | os.PathLike[str] | None = None, **a
     Args:
         accelerator: As for `save_state`.
         path: As for `bytecheckpoint.load`. None takes the checkpoint of the project that was committed last; the next
-            one is named after it.
+            one is named after it, and after damaged ones that follow it.
         arguments: The other arguments of `bytecheckpoint.load`: `strict`, `include`, `exclude`, `options`, ...
 
     Raises:
@@ -127,14 +129,14 @@ def load_state(accelerator: Any, path: str | os.PathLike[str] | None = None, **a
         CheckpointError: As `bytecheckpoint.load` raises it.
     """
     _refuse_backend(accelerator)
-    place = os.fspath(path) if path is not None else _newest(_project_root(accelerator), arguments)
+    place, following = _newest(_project_root(accelerator), arguments) if path is None else (os.fspath(path), None)
     models = _loaded_models(accelerator, place, _decisions(place, arguments, LoadOptions()))
     state = _state_of(accelerator, models, loads=True)
     report = api.load(place, state, **arguments)
     accelerator.step = state["extra_state"]["step"]
     name = _NAME.search(place.rstrip("/"))
     if name is not None and accelerator.project_configuration.automatic_checkpoint_naming:
-        accelerator.project_configuration.iteration = int(name[1]) + 1
+        accelerator.project_configuration.iteration = int(name[1]) + 1 if following is None else following
     for number, loader in enumerate(accelerator._dataloaders):
         key = _numbered("data", number)
         restore_rng = report.restore_rng if state["extra_state"]["current_loader"] == key else None
@@ -182,11 +184,11 @@ def _saved_models(accelerator: Any, path: str, decisions: Decisions) -> dict[int
     """
     models = dict(enumerate(accelerator._models))
     hooks = accelerator._save_model_state_pre_hook
-    if not hooks:
-        return models
     sharded = accelerator.distributed_type == DistributedType.FSDP
 
     def run_hooks() -> list[int]:
+        if not hooks:
+            return list(models)
         if is_local(path):
             Path(path).expanduser().mkdir(parents=True, exist_ok=True)
         weights = [] if sharded else [model.state_dict() for model in models.values()]
@@ -196,6 +198,7 @@ def _saved_models(accelerator: Any, path: str, decisions: Decisions) -> dict[int
         kept = [number for number, each in enumerate(weights) if any(each is other for other in left)]
         return list(models) if sharded else kept
 
+    # On every rank, also without hooks: programs may register them on one alone.
     agreed = decisions.agree(f"running the hooks before the save to {showable_url(path)}", run_hooks, list[int])
     return {number: models[number] for number in agreed}
 
@@ -212,8 +215,7 @@ def _loaded_models(accelerator: Any, path: str, decisions: Decisions) -> dict[in
         for hook in hooks.values():
             hook(left, path)
 
-    if hooks:
-        decisions.do(f"running the hooks before the load from {showable_url(path)}", run_hooks)
+    decisions.do(f"running the hooks before the load from {showable_url(path)}", run_hooks)
     return {number: each for number, each in models.items() if not is_asked or any(each is other for other in left)}
 
 
@@ -262,17 +264,21 @@ def _folders_of(accelerator: Any, root: str, arguments: Mapping[str, Any]) -> Nu
     return known
 
 
-def _newest(root: str, arguments: Mapping[str, Any]) -> str:
-    """Returns the checkpoint that was committed last, which is not the highest number where training has gone back.
-    A damaged one is passed over where another is there.
+def _newest(root: str, arguments: Mapping[str, Any]) -> tuple[str, int]:
+    """Returns the checkpoint that was committed last, which is not the highest number where training has gone back, and
+    the number of the next one. A damaged one is passed over where another is there, and keeps its number.
     """
 
-    def find() -> str:
-        committed = _folders_in(root, arguments).committed(to_load=True)
-        return committed[-1].path if committed else ""
+    def find() -> tuple[str, int]:
+        folders = _folders_in(root, arguments)
+        committed = folders.committed(to_load=True)
+        if not committed:
+            return "", 0
+        numbers = itertools.count(committed[-1].number + 1)
+        return committed[-1].path, next(number for number in numbers if number not in folders.damaged)
 
-    found: str = _decide(root, arguments, LoadOptions(), find, str)
-    if not found:
+    found: tuple[str, int] = _decide(root, arguments, LoadOptions(), find, tuple[str, int])
+    if not found[0]:
         raise _nothing_in(root)
     return found
 

@@ -125,10 +125,12 @@ class ReplacedCheckpoints:
             self._replaced.add(int(text))
 
     def going(self, iteration: int, interval: int) -> list[NumberedFolder]:
-        """Returns those before this iteration but for one of every `interval`; with 0, all of them."""
+        """Returns those before this iteration but for one of every `interval`; with 0, all of them. A damaged one is
+        passed over.
+        """
         going = []
         for number in sorted(self._replaced - {0, iteration}):
-            folder = self.folders.read(number) if not interval or number % interval else None
+            folder = self.folders.find(number) if not interval or number % interval else None
             if folder is None:
                 self._replaced.discard(number)
             else:  # until it is gone: a deletion may fail

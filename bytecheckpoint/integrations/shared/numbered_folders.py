@@ -118,10 +118,13 @@ class NumberedFolders:
         return join_name(self.root, f"{self._prefix}{number:0{self._width}}", self._below)
 
     def numbers(self) -> list[int]:
-        """Returns the numbers of all folders with such a name, rising, whatever is in them."""
+        """Returns the numbers of all folders with such a name, rising, whatever is in them. A name that is written in
+        another way, such as `step-007` beside `step-7`, is another's.
+        """
         names = open_store(self.root, storage_options=self._storage_options, writer_threads=1).list("")
         matches = (self._is_named(name) for name, num_bytes in names.items() if num_bytes is None)
-        return sorted(int(match[1]) for match in matches if match is not None)
+        found = (match[1] for match in matches if match is not None)
+        return sorted(int(digits) for digits in found if digits == f"{int(digits):0{self._width}}")
 
     def names_in(self, path: str) -> Mapping[str, int | None]:
         """Returns the names in one of the folders, and lengths of files."""
@@ -129,27 +132,19 @@ class NumberedFolders:
 
     def committed(self, *, to_load: bool = False) -> list[NumberedFolder]:
         """Returns the checkpoints that are committed, those that are to go first at the start, else as committed. A
-        damaged one is left out, so that it does not count and stays; a warning names it.
+        damaged one is left out, so that it does not count and stays; a warning names it. So is a link to another.
 
         Raises, with `to_load`, the error of a damaged one where there is no other.
         """
         found = []
         for number in self.numbers():
-            try:
-                folder = self.read(number)
-            except CheckpointNotFoundError:  # deleted meanwhile
-                continue
-            except _DAMAGED as error:
-                if number not in self.damaged:
-                    logger.warning("%s is passed over, and stays as it is: %s", self.path_of(number), error.message)
-                self.damaged[number] = error
-                continue
-            self.damaged.pop(number, None)
+            folder = self.find(number)
             found += [] if folder is None else [folder]
         if to_load and not found and self.damaged:
             raise self.damaged[max(self.damaged)]
         return sorted(
-            found, key=lambda each: (each.save_id not in self._first_to_go, each.record.sequence, each.number)
+            _without_links(found, root=self.root),
+            key=lambda each: (each.save_id not in self._first_to_go, each.record.sequence, each.number),
         )
 
     def read(self, number: int) -> NumberedFolder | None:
@@ -163,8 +158,25 @@ class NumberedFolders:
         record = checkpoint.metadata.get(self._own_key or _RECORD)
         if record is None and self._own_key:
             return None
-        known = msgspec.convert(record, FolderRecord) if record else FolderRecord(sequence=_NEVER_SAVED)
+        try:
+            known = FolderRecord(sequence=_NEVER_SAVED) if record is None else msgspec.convert(record, FolderRecord)
+        except msgspec.ValidationError:  # others have metadata under this key
+            return None
         return NumberedFolder(number=number, path=path, save_id=checkpoint.info.save_id, record=known)
+
+    def find(self, number: int) -> NumberedFolder | None:
+        """Returns a checkpoint; None if none of the run is committed there, or a damaged one, which a warning names."""
+        try:
+            folder = self.read(number)
+        except CheckpointNotFoundError:  # deleted meanwhile
+            return None
+        except _DAMAGED as error:
+            if number not in self.damaged:
+                logger.warning("%s is passed over, and stays as it is: %s", self.path_of(number), error.message)
+            self.damaged[number] = error
+            return None
+        self.damaged.pop(number, None)
+        return folder
 
     def begin(self, *, resumed: str = "") -> None:
         """Looks at what is there, and finishes in the background what `finish_begun` says. `resumed` is the save id of
@@ -285,6 +297,17 @@ class NumberedFolders:
             with self._changed:
                 self._deleting = None
                 self._changed.notify_all()
+
+
+def _without_links(found: list[NumberedFolder], *, root: str) -> list[NumberedFolder]:
+    """Leaves out the folders that are links to others of them."""
+    if not is_plain_path(root):
+        return found
+    # Hazard: a link would count as one more, and the deletion of either would take the other.
+    places = [os.path.realpath(each.path) for each in found]
+    own = [str(Path(os.path.realpath(root), os.path.relpath(each.path, root))) for each in found]
+    real = set(places) & set(own)
+    return [each for each, place, name in zip(found, places, own, strict=True) if place == name or place not in real]
 
 
 def _delete(store: Store, folder: NumberedFolder) -> None:

@@ -52,6 +52,8 @@ class Resume(msgspec.Struct, frozen=True):
     record: TrainerRecord | None = None
     """None if the Trainer itself wrote the checkpoint."""
     refusal: str = ""
+    others: bool = False
+    """With a refusal: checkpoints are there from which training does not go on by itself."""
 
 
 def is_committed(path: str | os.PathLike[str]) -> bool:
@@ -112,7 +114,7 @@ def find_newest(run_dir: str) -> Resume:
         told.append(f"incomplete, because their saves did not finish, are: {and_more(unfinished, _MAX_NAMED)}")
     if foreign:
         told.append(f"the Trainer itself wrote {and_more(foreign, _MAX_NAMED)}: to go on from one, give its path")
-    return Resume(refusal="; ".join(told))
+    return Resume(refusal="; ".join(told), others=bool(others))
 
 
 def find_given(path: str) -> Resume:

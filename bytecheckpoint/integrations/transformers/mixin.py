@@ -46,11 +46,15 @@ logger = logging.getLogger("bytecheckpoint")
 
 
 def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """Returns the checkpoint of a run that was committed last, for `resume_from_checkpoint`; None if there is none.
+    """Returns the checkpoint of a run that was committed last, for `resume_from_checkpoint`; None if there is none. A
+    warning then names what is there instead: unfinished ones, or those that the Trainer itself wrote.
 
     Raises what `bytecheckpoint.open` raises for a damaged one.
     """
-    return find_newest(os.fspath(output_dir)).path or None
+    found = find_newest(os.fspath(output_dir))
+    if found.others:
+        logger.warning("%s", found.refusal)
+    return found.path or None
 
 
 class BcpTrainerMixin(Trainer):

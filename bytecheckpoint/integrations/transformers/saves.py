@@ -146,7 +146,8 @@ class TrainerSaves:
     def _beyond(self, limit: Limit, path: str) -> list[NumberedFolder]:
         """Returns the checkpoints beyond the limit, on rank 0."""
         committed = self._folders.committed() if self._folders is not None else []
-        held = {os.path.realpath(each) for each in (path, limit.best) if each}
+        newest = committed[-1].path if committed else ""  # than the save of this limit, where deletions are late
+        held = {os.path.realpath(each) for each in (path, newest, limit.best) if each}
         num_too_many = len(committed) - max(limit.num_kept or 0, len(held))
         others = [folder for folder in committed if os.path.realpath(folder.path) not in held]
         return others[: max(num_too_many, 0)]

@@ -96,7 +96,7 @@ def train(arguments: argparse.Namespace, tell: Callable[[str], object]) -> None:
     if arguments.hook_fails and not accelerator.is_main_process:
         of = {"save": "register_save_state_pre_hook", "load": "register_load_state_pre_hook"}[arguments.hook_fails]
         getattr(accelerator, of)(fail)
-    elif arguments.hook_fails:
+    elif arguments.hook_on_rank_0 and accelerator.is_main_process:
         accelerator.register_save_state_pre_hook(nothing)
         accelerator.register_load_state_pre_hook(nothing)
     noted = Noted()
@@ -157,7 +157,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hook-fails", choices=["save", "load"])
     for name in ("save-at", "stop-at", "die-at", "signal-at"):
         parser.add_argument(f"--{name}", type=int)
-    for name in ("stateful", "seedable", "generator", "split", "dispatch", "fsdp", "resume", "named"):
+    for name in ("stateful", "seedable", "generator", "split", "dispatch", "fsdp", "resume", "named", "hook-on-rank-0"):
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args(given)
 

@@ -75,6 +75,13 @@ def test_a_hook_that_fails_on_one_rank_is_raised_by_all(tmp_path: Path, doing: s
     assert all("OSError: the hook failed" in each.errors for each in ranks)
 
 
+def test_a_hook_that_one_rank_alone_has_runs_there(tmp_path: Path) -> None:
+    given = ["--out", tmp_path, "--hook-on-rank-0"]
+    run_ranks(PROGRAM, [*given, "--save-at", 2, "--stop-at", 2], world_size=2)
+    run_ranks(PROGRAM, [*given, "--resume", "--skip", 2, "--stop-at", 3], world_size=2)
+    assert bcp.steps(tmp_path) == [2]
+
+
 def test_a_signal_on_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
     ranks = run_ranks(PROGRAM, ["--out", tmp_path, "--stateful", "--signal-at", 3], world_size=2)
     assert [each.output.splitlines()[-1] for each in ranks] == ["stopped 3", "stopped 3"]

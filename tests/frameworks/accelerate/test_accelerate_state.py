@@ -171,6 +171,9 @@ def test_a_damaged_checkpoint_of_a_project_is_passed_over(tmp_path: Path, caplog
     second.prepare(nn.Linear(4, 4))
     assert load_state(second).path == str(folder / "checkpoint_0")
     assert "checkpoint_1 is passed over" in caplog.text
+    save_state(second, async_save=False)
+    assert left(second, tmp_path) == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    (folder / "checkpoint_2" / "manifest.bcp").write_bytes(b"damaged")
     (folder / "checkpoint_0" / "manifest.bcp").write_bytes(b"damaged")
     with pytest.raises(bcp.CheckpointCorruptError):
         load_state(second)

@@ -217,6 +217,22 @@ def test_replaced_checkpoints_go_but_for_those_of_the_interval_and_pinned_ones(
     ]
 
 
+def retain_beside_damaged(rank: int, world_size: int, folder: str) -> None:
+    context: dict[str, Any] = {}
+    with training(folder, save_retain_interval=1000) as (_, built, save, _):
+        for iteration in (10, 20, 30):
+            save(iteration, built.chunks, built.optimizer, None, 1, context)
+            if rank == 0 and iteration == 10:
+                Path(folder, "iter_0000010", "manifest.bcp").write_bytes(b"damaged")
+        for replaced in context.values():
+            replaced.folders.close(60)
+
+
+def test_a_damaged_checkpoint_stays_and_does_not_stop_deletions(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(retain_beside_damaged, str(tmp_path), world_size=2, timeout_s=280)
+    assert [path.name for path in sorted(tmp_path.glob("iter_*"))] == ["iter_0000010", "iter_0000030"]
+
+
 def refuse(rank: int, world_size: int, folder: str) -> None:
     with training(folder, non_persistent_ckpt_type="local") as (_, built, save, load):
         for call in (

@@ -18,7 +18,7 @@ import bytecheckpoint as bcp
 transformers = pytest.importorskip("transformers")
 
 from bytecheckpoint.integrations.transformers import last_checkpoint  # noqa: E402
-from bytecheckpoint.integrations.transformers.saves import TrainerSaves  # noqa: E402
+from bytecheckpoint.integrations.transformers.saves import Limit, TrainerSaves  # noqa: E402
 from bytecheckpoint.storage import layout  # noqa: E402
 from frameworks.transformers.trainer_runs import (  # noqa: E402
     AtStep,
@@ -275,6 +275,15 @@ def test_checkpoints_that_training_left_go_first(tmp_path: Path) -> None:
     assert folders(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-8"]
 
 
+def test_the_newest_stays_where_deletions_after_an_earlier_save_are_late(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=6, save_steps=2).train()
+    saves = TrainerSaves(str(tmp_path), resumed="", timeout_s=60)
+    limit = Limit(num_kept=1, best=str(tmp_path / "checkpoint-2"))
+    assert [folder.number for folder in saves._beyond(limit, str(tmp_path / "checkpoint-4"))] == []
+    assert [folder.number for folder in saves._beyond(limit, str(tmp_path / "checkpoint-6"))] == [4]
+    saves.close()
+
+
 def test_a_checkpoint_that_was_to_go_stays_once_it_is_saved_again(tmp_path: Path) -> None:
     trainer(tmp_path, max_steps=8).train()
     again = trainer(tmp_path, max_steps=8, save_total_limit=2)
@@ -291,7 +300,18 @@ def test_resuming_without_a_committed_checkpoint_names_the_incomplete_ones(tmp_p
     (tmp_path / "checkpoint-2" / "data").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"No valid checkpoint found in output directory.*checkpoint-2"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_fresh_start_beside_checkpoints_that_cannot_be_taken_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert last_checkpoint(tmp_path) is None
+    assert not caplog.records
+    (tmp_path / "checkpoint-2" / "data").mkdir(parents=True)
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-4" / "trainer_state.json").write_text("{}")
+    assert last_checkpoint(tmp_path) is None
+    assert all(f"checkpoint-{step}" in caplog.text for step in (2, 4))
 
 
 def test_an_incomplete_checkpoint_is_refused_and_no_other_one_taken(tmp_path: Path) -> None:
