@@ -8,18 +8,19 @@ once that the process at the other end has died.
 from __future__ import annotations
 
 import queue
-import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
 
 from bytecheckpoint.distributed.key_value_ranks import shown_ranks
 from bytecheckpoint.distributed.wire import DISCONNECT, HEARTBEAT, OutgoingUnit, WireHeader, decode_header
 from bytecheckpoint.errors import CheckpointError
 
+GRACE_S = 1.0
+"""Time that a rank whose load has failed leaves to DISCONNECT messages, its own and those of other ranks."""
 _LEAVING, _ACK = b"\x00", b"\x01"
 """All that a peer sends after its request."""
 _CHECK_S = 0.1
@@ -61,9 +62,7 @@ class Connection:
         """Returns when the peer has acknowledged all that was sent, or says nothing for `wait_s`. Raises as `send` does
         if it has disconnected or is gone.
         """
-        ready = select.poll()
-        ready.register(self._socket, select.POLLIN)
-        if not ready.poll(1000 * wait_s):
+        if not wait([self._socket], wait_s):
             return
         try:
             answer = self._socket.recv(1)
@@ -133,9 +132,9 @@ class Activity:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._stepped_at = 0.0
-        self._num_waiting = 0
+        self._waits: list[None] = []
+        """An item for each wait: items are added and removed without a lock."""
 
     def step(self) -> None:
         self._stepped_at = time.monotonic()
@@ -143,81 +142,61 @@ class Activity:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Within the block this rank waits for another one."""
-        with self._lock:
-            self._num_waiting += 1
+        self._waits.append(None)
         try:
             yield
         finally:
-            with self._lock:
-                self._num_waiting -= 1
+            self._waits.pop()
             self.step()
 
     def is_active_since(self, since: float) -> bool:
         """Returns True if this rank waits, or has made progress after this time of the monotonic clock."""
-        return self._num_waiting > 0 or self._stepped_at > since
+        return bool(self._waits) or self._stepped_at > since
 
 
 class PeerSender:
-    """The queue of units to one peer, which one thread sends. Any thread may put something in."""
+    """The units for one peer, which one thread sends."""
 
     def __init__(self, connection: Connection, *, num_units: int, activity: Activity, heartbeat_s: float) -> None:
         """A heartbeat follows after `heartbeat_s` in which the peer was sent nothing else."""
         self.connection = connection
-        self._num_left = num_units
+        self.queue: queue.SimpleQueue[OutgoingUnit] = queue.SimpleQueue()
+        """Any thread may put units in, `num_units` in all."""
+        self._num_units = num_units
         self._activity = activity
         self._heartbeat_s = heartbeat_s
         self._reported_at = time.monotonic()
         """The peer knows of progress until then."""
-        self._units: queue.SimpleQueue[OutgoingUnit | None] = queue.SimpleQueue()
-        """None is the end."""
-
-    def put(self, unit: OutgoingUnit | None) -> None:
-        """Queues a unit; None if no more will come."""
-        self._units.put(unit)
 
     def send_all(self, is_over: threading.Event) -> None:
-        """Sends units until all are sent and the peer has them, or `is_over` is set: the peer is sent DISCONNECT then.
+        """Sends units until all are sent and the peer has them, or `is_over` is set.
 
         Raises PeerLeftError or CheckpointError (rank_missing) about the peer.
         """
-        while self._num_left and (unit := self._next()) is not None and not is_over.is_set():
+        for _ in range(self._num_units):
+            unit = self._next(is_over)
+            if unit is None:
+                return
             with self._activity.waiting():
                 for buffer in unit.buffers:
                     self.connection.send(buffer)
             unit.sent()
-            self._num_left -= 1
-        if is_over.is_set():
-            self.connection.send(DISCONNECT)
-        elif not self._num_left:
-            # A peer that is stuck misses the end of the load. Others report that, and must not miss this rank too.
-            with self._activity.waiting():
-                self.connection.check_peer(self.connection.timeout_s / 4)
+        # A peer that is stuck misses the end of the load. Others report that, and must not miss this rank too.
+        with self._activity.waiting():
+            self.connection.check_peer(self.connection.timeout_s / 4)
 
-    def _next(self) -> OutgoingUnit | None:
-        """Returns the next unit. Until there is one it checks the peer and sends heartbeats."""
+    def _next(self, is_over: threading.Event) -> OutgoingUnit | None:
+        """Returns the next unit, or None once `is_over` is set. Until then it checks the peer and sends heartbeats."""
         idle_since = time.monotonic()
-        while True:
+        while not is_over.is_set():
             with suppress(queue.Empty):
-                return self._units.get(timeout=_CHECK_S)
+                return self.queue.get(timeout=_CHECK_S)
             self.connection.check_peer()
             now = time.monotonic()
             if now - idle_since >= self._heartbeat_s and self._activity.is_active_since(self._reported_at):
                 self._reported_at = idle_since = now
                 self.connection.send(HEARTBEAT)
-
-
-def start_thread(pool: ThreadPoolExecutor, do: Callable[..., None], *arguments: object) -> Future[None]:
-    """Calls `do` on a thread of the pool. Raises CheckpointError (rank_failed) if there can be no more threads."""
-    try:
-        return pool.submit(do, *arguments)
-    except RuntimeError as error:
-        if isinstance(error, CheckpointError):  # raised by a signal handler
-            raise
-        raise CheckpointError(
-            f"the process can have no more threads ({error}), of which the exchange takes one for each rank that this "
-            'one is connected to: raise the limit, or load with LoadOptions(exchange="off")',
-            kind="rank_failed",
-        ) from error
+        return None
 
 
 def missing(global_ranks: tuple[int, ...], what: str) -> CheckpointError:

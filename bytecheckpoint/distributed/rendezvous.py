@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from bytecheckpoint.distributed.connection import Connection, PeerLeftError, interrupt, missing
+from bytecheckpoint.distributed.connection import GRACE_S, Connection, PeerLeftError, interrupt, missing
 from bytecheckpoint.distributed.key_value_ranks import MAX_GRACE_S
 from bytecheckpoint.errors import CheckpointError
 
@@ -50,6 +50,7 @@ class Listener:
         self._socket = socket.create_server(("", 0), family=family, backlog=256, dualstack_ipv6=dual)
         self._socket.settimeout(_POLL_S)  # not every system wakes a thread that accepts when the socket is shut down
         self.address = Address(_own_hosts(towards), self._socket.getsockname()[1], secrets.token_bytes(32))
+        self._lock = threading.Lock()
         self._pending: dict[socket.socket, bool] = {}
         """Connections in the order in which they came, until their request is here; True once authenticated."""
 
@@ -60,46 +61,36 @@ class Listener:
         start: Callable[..., None],
         *,
         timeout_s: float,
-        is_wanted: Callable[[], bool],
+        is_over: threading.Event,
     ) -> None:
         """Returns when all peers are connected and admitted. `peers` has their ranks within the group and their global
-        ranks. `admit` is called with each connection and the request of the peer, and returns what the thread of that
-        connection does next. `start` starts threads: there must be one for each peer and `2 * MAX_UNAUTHENTICATED`
-        more, or a peer that waits for one could be closed as unauthenticated.
+        ranks. `admit` is called with each connection and the request of the peer, by one thread at a time, and returns
+        what the thread of that connection does next. `start` starts threads: there must be one for each peer and
+        `2 * MAX_UNAUTHENTICATED` more, or a peer that waits for one could be closed as unauthenticated.
 
-        Raises CheckpointError (rank_missing) if some have not come in time, and PeerLeftError soon after `is_wanted`
-        returns False.
+        Raises CheckpointError (rank_missing) if some have not come in time, and PeerLeftError soon after `is_over` is
+        set: peers that connect in between are admitted, and can be sent DISCONNECT.
         """
-        unclaimed, awaited = dict(peers), dict(peers)
-        # Longer than a peer waits for its reader ranks: it may be held up by another one, and that one is stuck then.
-        # A reader rank that a peer holds up sends heartbeats.
-        io_timeout_s = timeout_s + min(timeout_s, MAX_GRACE_S)
-
-        def serve(connected: socket.socket) -> None:
-            rank, request = self._authenticate(connected, timeout_s)
-            global_rank = unclaimed.pop(rank, None)
-            if global_rank is None:
-                connected.close()
-                return
-            serve_peer = admit(Connection(connected, global_rank, io_timeout_s), request)
-            del awaited[rank]
-            if not awaited:
-                interrupt(self._socket)
-            serve_peer()
-
-        deadline = time.monotonic() + timeout_s
+        awaited, deadline = dict(peers), time.monotonic() + timeout_s
         try:
             while awaited:
-                if not is_wanted():
-                    raise PeerLeftError
+                if is_over.is_set():
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
                 if time.monotonic() > deadline:
+                    if is_over.is_set():
+                        raise PeerLeftError
                     raise missing(tuple(awaited.values()), f"did not connect to this one within {timeout_s:g} s")
-                self._accept_one(start, serve)
+                with suppress(TimeoutError, ConnectionAbortedError):
+                    connected, _ = self._socket.accept()
+                    self._pending[connected] = False
+                    start(self._serve, connected, awaited, admit, timeout_s)
+                unauthenticated = [each for each, is_known in list(self._pending.items()) if not is_known]
+                for oldest in unauthenticated[:-MAX_UNAUTHENTICATED]:
+                    interrupt(oldest)
         except OSError:  # the socket was shut down for the last peer, or there can be no more descriptors
             if awaited:
                 raise
         finally:
-            unclaimed.clear()
             for each in (self._socket, *self._pending):
                 interrupt(each)
 
@@ -108,18 +99,14 @@ class Listener:
         for connected in (self._socket, *self._pending):
             connected.close()
 
-    def _accept_one(self, start: Callable[..., None], serve: Callable[[socket.socket], None]) -> None:
-        """Starts a thread for the next connection, if one comes within a moment."""
-        with suppress(TimeoutError, ConnectionAbortedError):
-            connected, _ = self._socket.accept()
-            self._pending[connected] = False
-            start(serve, connected)
-        unauthenticated = [each for each, is_known in list(self._pending.items()) if not is_known]
-        for oldest in unauthenticated[:-MAX_UNAUTHENTICATED]:
-            interrupt(oldest)
-
-    def _authenticate(self, connected: socket.socket, timeout_s: float) -> tuple[int, bytes]:
-        """Returns the rank of the peer and its request; rank -1 if it is none."""
+    def _serve(
+        self,
+        connected: socket.socket,
+        awaited: dict[int, int],
+        admit: Callable[[Connection, bytes], Callable[[], None]],
+        timeout_s: float,
+    ) -> None:
+        """Admits the connection and does what follows, if it is that of a peer that is awaited; else closes it."""
         rank, request = -1, b""
         with suppress(OSError):
             shown, said_rank, num_bytes = _HELLO.unpack(_receive(connected, _HELLO.size, _HELLO_S))
@@ -129,7 +116,18 @@ class Listener:
                 request = _receive(connected, num_bytes, timeout_s)
                 rank = said_rank
         del self._pending[connected]  # once the last peer is admitted, all that is pending is interrupted
-        return rank, request
+        with self._lock:
+            if rank not in awaited:
+                connected.close()
+                return
+            # Longer than a peer waits for its reader ranks: it may be held up by another one, and that one is stuck
+            # then. A reader rank that a peer holds up sends heartbeats.
+            connection = Connection(connected, awaited[rank], timeout_s + min(timeout_s, MAX_GRACE_S))
+            serve_peer = admit(connection, request)
+            del awaited[rank]
+            if not awaited:
+                interrupt(self._socket)
+        serve_peer()
 
 
 def _receive(connected: socket.socket, num_bytes: int, limit_s: float) -> bytes:
@@ -168,10 +166,19 @@ def connect(
         on_open(connection)
         if is_over.is_set():
             raise PeerLeftError
+        limit_s = min(timeout_s, _HELLO_S)
         try:
-            _introduce(opened, place, [hello, address.token[16:], request], timeout_s)
+            opened.settimeout(limit_s)
+            opened.connect(place)
+            opened.sendall(hello)
+            limit_s = timeout_s
+            if not hmac.compare_digest(_receive(opened, len(address.token) - 16, limit_s), address.token[16:]):
+                raise ConnectionRefusedError("another process answers")
+            opened.settimeout(limit_s)
+            opened.sendall(request)
         except OSError as error:
-            reasons.append(f"{host}: {error}")
+            reason = f"no answer within {limit_s:g} s" if isinstance(error, TimeoutError) else error
+            reasons.append(f"{host}: {reason}")
             connection.close()
         else:
             connection.is_established = True
@@ -192,23 +199,6 @@ def _places(address: Address, reasons: list[str]) -> Iterator[tuple[str, int, An
                 yield host, family, place
         except (OSError, UnicodeError) as error:  # UnicodeError of a name that is too long
             reasons.append(f"{host}: {error}")
-
-
-def _introduce(opened: socket.socket, place: Any, messages: Sequence[bytes], timeout_s: float) -> None:
-    """Sends the hello, and once the listener has sent the expected answer, the request. Raises OSError."""
-    hello, expected, request = messages
-    limit_s = min(timeout_s, _HELLO_S)
-    try:
-        opened.settimeout(limit_s)
-        opened.connect(place)
-        opened.sendall(hello)
-        limit_s = timeout_s
-        if not hmac.compare_digest(_receive(opened, len(expected), limit_s), expected):
-            raise ConnectionRefusedError("another process answers")
-        opened.settimeout(limit_s)
-        opened.sendall(request)
-    except TimeoutError:
-        raise TimeoutError(f"no answer within {limit_s:g} s") from None
 
 
 def _own_hosts(towards: str | None) -> list[str]:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from functools import partial
 from queue import SimpleQueue
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ import pytest
 
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed import rendezvous as rendezvous_module
-from bytecheckpoint.distributed.connection import Activity, Connection, PeerLeftError, PeerSender, start_thread
+from bytecheckpoint.distributed.connection import Activity, Connection, PeerLeftError, PeerSender
 from bytecheckpoint.distributed.rendezvous import Address, Listener, connect
 from bytecheckpoint.distributed.wire import DISCONNECT, HEARTBEAT, OutgoingUnit, WireHeader
 from bytecheckpoint.errors import CheckpointError
@@ -26,8 +25,7 @@ from bytecheckpoint.loading.exchange import ReadAssignment, _Exchange
 from bytecheckpoint.loading.overwrite_state import StateChanges
 from bytecheckpoint.loading.receive import Receiver
 from bytecheckpoint.manifest.ranges import Fetch, FlatPart
-from bytecheckpoint.planner.exchange_plan import ReaderShare
-from bytecheckpoint.planner.exchange_split import DividedPlan
+from bytecheckpoint.planner.exchange_plan import DividedPlan, ReaderShare
 from bytecheckpoint.runtime.buffers import ByteBudget
 
 READER, PEER = 40, 41
@@ -50,8 +48,7 @@ def accept(
         return lambda: None
 
     with ThreadPoolExecutor(300, thread_name_prefix="bcp-exchange") as pool:
-        start = partial(start_thread, pool)
-        listener.accept(peers, note, start, timeout_s=timeout_s, is_wanted=lambda: True)
+        listener.accept(peers, note, pool.submit, timeout_s=timeout_s, is_over=threading.Event())
     return admitted
 
 
@@ -124,8 +121,7 @@ def test_a_connection_stays_open_after_the_rendezvous(listener: Listener) -> Non
 
     with ThreadPoolExecutor(300) as pool:
         theirs = pool.submit(connect_to, listener.address)
-        start = partial(start_thread, pool)
-        listener.accept({1: PEER}, send_late, start, timeout_s=10.0, is_wanted=lambda: True)
+        listener.accept({1: PEER}, send_late, pool.submit, timeout_s=10.0, is_over=threading.Event())
         is_accepted.set()
         assert receive(theirs.result(), 12) == b"to the peer!"
         assert is_served.wait(10)
@@ -150,17 +146,20 @@ def test_a_peer_that_connects_twice_is_served_once(listener: Listener) -> None:
             connection.close()
 
 
-def test_a_damaged_request_ends_the_exchange_and_all_its_threads(listener: Listener) -> None:
+def exchange_with_a_peer() -> _Exchange:
     options = bcp.LoadOptions(timeout_s=10.0)
     source: Any = SimpleNamespace(options=options, targets=lambda *_: [], changes=StateChanges())
     match: Any = SimpleNamespace(shards=[], stored_fqns=[])
     ranks: Any = SimpleNamespace(global_ranks=[READER, PEER], rank=0)
     assigned = ReadAssignment(ReaderShare([], [1], []), {}, 1, 1.0)
-    exchange = _Exchange(ranks, source, match, assigned=assigned, lanes=Any)
+    return _Exchange(ranks, source, match, assigned=assigned, lanes=Any)
+
+
+def test_a_damaged_request_ends_the_exchange_and_all_its_threads(listener: Listener) -> None:
     with ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(connect_to, listener.address, request=b"damaged request")
         with pytest.raises(CheckpointError, match="damaged") as raised:
-            exchange.run(DividedPlan([], [], {}, []), listener)
+            exchange_with_a_peer().run(DividedPlan([], [], {}, []), listener)
         theirs.result().close()
     assert raised.value.kind == "checksum"  # and keeps the frames alive that it went through
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("bcp-exchange")]
@@ -203,7 +202,7 @@ def test_a_rendezvous_that_can_have_no_more_threads_says_what_to_do(
         socket.create_connection(("127.0.0.1", listener.address.port)),
         pytest.raises(CheckpointError, match=r"no more threads .*exchange=\"off\"") as raised,
     ):
-        admit(listener)
+        exchange_with_a_peer().run(DividedPlan([], [], {}, []), listener)
     assert raised.value.kind == "rank_failed"
 
 
@@ -345,7 +344,7 @@ def test_a_reader_rank_sends_heartbeats_while_it_makes_progress(listener: Listen
             while True:
                 assert receive(theirs, len(HEARTBEAT)) == HEARTBEAT
         header = WireHeader(1, 2, 5)
-        sender.put(OutgoingUnit([header.encode(), b"pieces"], 1, lambda: None))
+        sender.queue.put(OutgoingUnit([header.encode(), b"pieces"], 1, lambda: None))
         assert theirs.receive_header() == header
         assert receive(theirs, 6) == b"pieces"
         assert not sent.done()
@@ -369,7 +368,7 @@ def test_a_peer_that_dies_while_there_is_nothing_to_send_is_named(listener: List
 def test_a_peer_that_goes_with_units_on_the_way_is_noticed(listener: Listener, is_dead: bool) -> None:
     ours, theirs = pair(listener, 60.0)
     sender = sender_to(ours, Activity())
-    sender.put(OutgoingUnit([WireHeader(1, 2, 6).encode(), b"pieces"], 1, lambda: None))
+    sender.queue.put(OutgoingUnit([WireHeader(1, 2, 6).encode(), b"pieces"], 1, lambda: None))
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(sender.send_all, threading.Event())
         theirs.receive_header()
@@ -420,7 +419,8 @@ class Sender:
 
 
 def test_a_unit_of_another_length_than_was_asked_for_is_refused_before_it_is_received() -> None:
-    receiver = Receiver([], ["w"], scratch_bytes=100, verify=False, changes=StateChanges())
+    match: Any = SimpleNamespace(stored_fqns=["w"])
+    receiver = Receiver(Any, match, [], scratch_bytes=100)
     fetch = Fetch(0, 0, 100, (FlatPart(0, 0, 8, 0),), is_direct=False)
     with pytest.raises(CheckpointError, match="rank 41 passed on 9 bytes of w, and 8 were asked for"):
         receiver.receive(Sender(), WireHeader(0, 0, 9), fetch)

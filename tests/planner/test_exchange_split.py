@@ -15,8 +15,16 @@ from bytecheckpoint.distributed.wire import pack, view_pieces
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, tensor_record
 from bytecheckpoint.manifest.ranges import BoxPart, Fetch, FlatPart, Part
 from bytecheckpoint.planner.byte_ranges import ByteRange, piece_of
-from bytecheckpoint.planner.exchange_plan import Extents, ReaderShare, assign_readers
-from bytecheckpoint.planner.exchange_split import DividedPlan, can_share, divide_plan, packed, wanted_runs
+from bytecheckpoint.planner.exchange_plan import (
+    DividedPlan,
+    Extents,
+    ReaderShare,
+    assign_readers,
+    can_share,
+    divide_plan,
+    packed,
+    wanted_runs,
+)
 from bytecheckpoint.planner.load_plan import Want, box_layout, plan_load
 from bytecheckpoint.region import Region, relative, rows, whole
 
