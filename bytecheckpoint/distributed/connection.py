@@ -1,5 +1,5 @@
-"""The connection between a reader rank and a peer that it passes bytes on to: one authenticated socket, the thread that
-sends to it, and the heartbeats in between. It knows which rank is lost, and not what the bytes are.
+"""The connection between a reader rank and a peer that it passes bytes on to: one authenticated socket, the units that
+are sent through it, and the heartbeats in between. It knows which rank is lost, and not what the bytes are.
 
 Plain sockets instead of a process group: they need no device and no collective, fill memory in place, and report at
 once that the process at the other end has died.
@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 
 from bytecheckpoint.distributed.key_value_ranks import shown_ranks
-from bytecheckpoint.distributed.wire import DISCONNECT, HEARTBEAT, OutgoingUnit, WireHeader, decode_header
+from bytecheckpoint.distributed.wire import DISCONNECT, HEADER, HEARTBEAT, OutgoingUnit, WireHeader
 from bytecheckpoint.errors import CheckpointError
 
 GRACE_S = 1.0
@@ -29,101 +29,6 @@ _CHECK_S = 0.1
 
 class PeerLeftError(Exception):
     """Another rank has ended the exchange, or this one has. The ranks learn why through the coordinator."""
-
-
-class Connection:
-    """One end of a connection. Used by one thread at a time, but for `disconnect`, `interrupt` and `close`."""
-
-    def __init__(self, connected: socket.socket, global_rank: int, timeout_s: float) -> None:
-        """`global_rank` is that of the other end, which may stall for `timeout_s`."""
-        self.global_rank = global_rank
-        self.timeout_s = timeout_s
-        self.is_established = False
-        """True once the reader rank has the request of this one."""
-        self._socket = connected
-        connected.settimeout(timeout_s)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def send(self, content: memoryview | bytes) -> None:
-        """Sends all of it. Raises PeerLeftError if the peer has disconnected, and CheckpointError (rank_missing) if it
-        is stuck or gone.
-        """
-        left = memoryview(content)
-        try:
-            while left:
-                left = left[self._socket.send(left) :]
-        except TimeoutError:
-            raise missing((self.global_rank,), f"took nothing for {self.timeout_s:g} s") from None
-        except OSError as error:
-            self.check_peer()  # it may have disconnected before
-            raise self._gone(error) from error
-
-    def check_peer(self, wait_s: float = 0.0) -> None:
-        """Returns when the peer has acknowledged all that was sent, or says nothing for `wait_s`. Raises as `send` does
-        if it has disconnected or is gone.
-        """
-        if not wait([self._socket], wait_s):
-            return
-        try:
-            answer = self._socket.recv(1)
-        except OSError as error:
-            raise self._gone(error) from error
-        if answer == _LEAVING:
-            raise PeerLeftError
-        if answer != _ACK:
-            raise self._gone("the connection was closed")
-
-    def send_ack(self) -> None:
-        """Tells the reader rank that everything has arrived."""
-        with suppress(OSError):  # if it is gone already, others learn why
-            self._socket.send(_ACK)
-
-    def receive_into(self, buffer: memoryview) -> None:
-        """Fills the buffer. Raises CheckpointError (rank_missing) if the reader rank is stuck or gone."""
-        left = buffer
-        try:
-            while left:
-                count = self._socket.recv_into(left)
-                if not count:
-                    raise ConnectionResetError("the connection was closed")
-                left = left[count:]
-        except TimeoutError:
-            raise missing((self.global_rank,), f"passed nothing on for {self.timeout_s:g} s") from None
-        except OSError as error:
-            raise missing((self.global_rank,), f"was to pass on what it reads, and is gone ({error})") from error
-
-    def receive_header(self) -> WireHeader:
-        """Returns the next header, past heartbeats. Raises PeerLeftError at DISCONNECT, or as `receive_into` does."""
-        content = bytearray(HEARTBEAT)
-        while content == HEARTBEAT:
-            self.receive_into(memoryview(content))
-        if content == DISCONNECT:
-            raise PeerLeftError
-        return decode_header(bytes(content))
-
-    def disconnect(self) -> None:
-        """Tells the reader rank that this one ends the exchange, and interrupts."""
-        with suppress(OSError):
-            if self.is_established:  # else it would wait, or be taken for a part of the request
-                self._socket.send(_LEAVING)
-        self.interrupt()
-
-    def interrupt(self) -> None:
-        """Ends all waits for this connection, at both ends."""
-        interrupt(self._socket)
-
-    def close(self) -> None:
-        """Ends the connection; what was sent before still arrives."""
-        self._socket.close()
-
-    def _gone(self, reason: object) -> CheckpointError:
-        return missing((self.global_rank,), f"was to take what this one reads, and is gone ({reason})")
-
-
-def interrupt(waiting: socket.socket) -> None:
-    """Ends all waits of other threads for this socket, also that for a connection."""
-    with suppress(OSError):
-        waiting.shutdown(socket.SHUT_RDWR)
 
 
 class Activity:
@@ -154,49 +59,138 @@ class Activity:
         return bool(self._waits) or self._stepped_at > since
 
 
-class PeerSender:
-    """The units for one peer, which one thread sends."""
+class Connection:
+    """One end of a connection. Used by one thread at a time, but for `disconnect`, `interrupt` and `close`."""
 
-    def __init__(self, connection: Connection, *, num_units: int, activity: Activity, heartbeat_s: float) -> None:
-        """A heartbeat follows after `heartbeat_s` in which the peer was sent nothing else."""
-        self.connection = connection
-        self.queue: queue.SimpleQueue[OutgoingUnit] = queue.SimpleQueue()
-        """Any thread may put units in, `num_units` in all."""
-        self._num_units = num_units
-        self._activity = activity
-        self._heartbeat_s = heartbeat_s
-        self._reported_at = time.monotonic()
-        """The peer knows of progress until then."""
+    def __init__(self, connected: socket.socket, global_rank: int, timeout_s: float) -> None:
+        """`global_rank` is that of the other end, which may stall for `timeout_s`."""
+        self.global_rank = global_rank
+        self.timeout_s = timeout_s
+        self.is_established = False
+        """True once the reader rank has the request of this one."""
+        self.units: queue.SimpleQueue[OutgoingUnit] = queue.SimpleQueue()
+        """Units for `send_units`. Any thread may put some in."""
+        self._sent_at = time.monotonic()
+        """The other end knows of progress until then."""
+        self._socket = connected
+        connected.settimeout(timeout_s)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def send_all(self, is_over: threading.Event) -> None:
-        """Sends units until all are sent and the peer has them, or `is_over` is set.
-
-        Raises PeerLeftError or CheckpointError (rank_missing) about the peer.
+    def send(self, content: memoryview | bytes) -> None:
+        """Sends all of it. Raises PeerLeftError if the peer has disconnected, and CheckpointError (rank_missing) if it
+        is stuck or gone.
         """
-        for _ in range(self._num_units):
-            unit = self._next(is_over)
-            if unit is None:
-                return
-            with self._activity.waiting():
-                for buffer in unit.buffers:
-                    self.connection.send(buffer)
-            unit.sent()
-        # A peer that is stuck misses the end of the load. Others report that, and must not miss this rank too.
-        with self._activity.waiting():
-            self.connection.check_peer(self.connection.timeout_s / 4)
+        left = memoryview(content)
+        try:
+            while left:
+                left = left[self._socket.send(left) :]
+        except TimeoutError:
+            raise missing((self.global_rank,), f"took nothing for {self.timeout_s:g} s") from None
+        except OSError as error:
+            self.check_peer()  # it may have disconnected before
+            raise self._gone(error) from error
 
-    def _next(self, is_over: threading.Event) -> OutgoingUnit | None:
-        """Returns the next unit, or None once `is_over` is set. Until then it checks the peer and sends heartbeats."""
-        idle_since = time.monotonic()
-        while not is_over.is_set():
-            with suppress(queue.Empty):
-                return self.queue.get(timeout=_CHECK_S)
-            self.connection.check_peer()
-            now = time.monotonic()
-            if now - idle_since >= self._heartbeat_s and self._activity.is_active_since(self._reported_at):
-                self._reported_at = idle_since = now
-                self.connection.send(HEARTBEAT)
-        return None
+    def send_units(self, num_units: int, activity: Activity, is_over: threading.Event, *, heartbeat_s: float) -> None:
+        """Sends so many units until all are sent and the peer has them, or `is_over` is set: the peer is sent
+        DISCONNECT then. If there was progress, a heartbeat follows after `heartbeat_s` in which nothing else was sent.
+
+        Raises as `send` does.
+        """
+        while num_units and not is_over.is_set():
+            try:
+                unit = self.units.get(timeout=_CHECK_S)
+            except queue.Empty:
+                self.check_peer()
+                now = time.monotonic()
+                if now - self._sent_at >= heartbeat_s and activity.is_active_since(self._sent_at):
+                    self._sent_at = now
+                    self.send(HEARTBEAT)
+                continue
+            with activity.waiting():
+                for buffer in unit.buffers:
+                    self.send(buffer)
+            self._sent_at = time.monotonic()
+            unit.sent()
+            num_units -= 1
+        if is_over.is_set():
+            self.send(DISCONNECT)
+        else:
+            # A peer that is stuck misses the end of the load. Others report that, and must not miss this rank too.
+            with activity.waiting():
+                self.check_peer(self.timeout_s / 4)
+
+    def check_peer(self, wait_s: float = 0.0) -> None:
+        """Returns when the peer has acknowledged all that was sent, or says nothing for `wait_s`. Raises as `send` does
+        if it has disconnected or is gone.
+        """
+        if not wait([self._socket], wait_s):
+            return
+        try:
+            answer = self._socket.recv(1)
+        except OSError as error:
+            raise self._gone(error) from error
+        if answer == _LEAVING:
+            raise PeerLeftError
+        if answer != _ACK:
+            raise self._gone("the connection was closed")
+
+    def send_ack(self) -> None:
+        """Tells the reader rank that everything has arrived."""
+        with suppress(OSError):  # if it is gone already, others learn why
+            self._socket.send(_ACK)
+
+    def receive_into(self, buffer: memoryview) -> None:
+        """Fills the buffer. Raises CheckpointError (rank_missing) if the reader rank is stuck or gone."""
+        try:
+            fill(buffer, self._socket)
+        except TimeoutError:
+            raise missing((self.global_rank,), f"passed nothing on for {self.timeout_s:g} s") from None
+        except OSError as error:
+            raise missing((self.global_rank,), f"was to pass on what it reads, and is gone ({error})") from error
+
+    def receive_header(self) -> WireHeader:
+        """Returns the next header, past heartbeats. Raises PeerLeftError at DISCONNECT, or as `receive_into` does."""
+        content = bytearray(HEARTBEAT)
+        while content == HEARTBEAT:
+            self.receive_into(memoryview(content))
+        if content == DISCONNECT:
+            raise PeerLeftError
+        return WireHeader(*HEADER.unpack(content))
+
+    def disconnect(self) -> None:
+        """Tells the reader rank that this one ends the exchange, and interrupts."""
+        with suppress(OSError):
+            if self.is_established:  # else it would wait, or be taken for a part of the request
+                self._socket.send(_LEAVING)
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        """Ends all waits for this connection, at both ends."""
+        interrupt(self._socket)
+
+    def close(self) -> None:
+        """Ends the connection; what was sent before still arrives."""
+        self._socket.close()
+
+    def _gone(self, reason: object) -> CheckpointError:
+        return missing((self.global_rank,), f"was to take what this one reads, and is gone ({reason})")
+
+
+def interrupt(waiting: socket.socket) -> None:
+    """Ends all waits of other threads for this socket, also that for a connection."""
+    with suppress(OSError):
+        waiting.shutdown(socket.SHUT_RDWR)
+
+
+def fill(buffer: memoryview | bytearray, connected: socket.socket) -> memoryview:
+    """Receives as many bytes as fit. Raises OSError: TimeoutError if nothing comes for as long as the socket waits."""
+    filled = left = memoryview(buffer)
+    while left:
+        count = connected.recv_into(left)
+        if not count:
+            raise ConnectionResetError("the connection was closed")
+        left = left[count:]
+    return filled
 
 
 def missing(global_ranks: tuple[int, ...], what: str) -> CheckpointError:

@@ -5,6 +5,7 @@ unauthenticated connections that send nothing delay no other, and all waits end 
 from __future__ import annotations
 
 import hmac
+import math
 import secrets
 import socket
 import struct
@@ -16,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from bytecheckpoint.distributed.connection import GRACE_S, Connection, PeerLeftError, interrupt, missing
+from bytecheckpoint.distributed.connection import GRACE_S, Connection, PeerLeftError, fill, interrupt, missing
 from bytecheckpoint.distributed.key_value_ranks import MAX_GRACE_S
 from bytecheckpoint.errors import CheckpointError
 
@@ -28,6 +29,10 @@ _HELLO_S = 10.0
 MAX_UNAUTHENTICATED = 128
 """Connections whose hello has not come. Of more the oldest are closed."""
 _POLL_S = 0.1
+
+
+Admit = Callable[[Connection, bytes], Callable[[], None]]
+"""Called with a connection and the request of the peer; returns what the thread of that connection does next."""
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
@@ -51,21 +56,21 @@ class Listener:
         self._socket.settimeout(_POLL_S)  # not every system wakes a thread that accepts when the socket is shut down
         self.address = Address(_own_hosts(towards), self._socket.getsockname()[1], secrets.token_bytes(32))
         self._lock = threading.Lock()
-        self._pending: dict[socket.socket, bool] = {}
-        """Connections in the order in which they came, until their request is here; True once authenticated."""
+        self._pending: dict[socket.socket, float] = {}
+        """Connections in the order in which they came, until their request is here, with the time on the monotonic
+        clock by which they must be authenticated; infinity once they are."""
 
     def accept(
         self,
         peers: Mapping[int, int],
-        admit: Callable[[Connection, bytes], Callable[[], None]],
+        admit: Admit,
         start: Callable[..., None],
         *,
         timeout_s: float,
         is_over: threading.Event,
     ) -> None:
         """Returns when all peers are connected and admitted. `peers` has their ranks within the group and their global
-        ranks. `admit` is called with each connection and the request of the peer, by one thread at a time, and returns
-        what the thread of that connection does next. `start` starts threads: there must be one for each peer and
+        ranks. `admit` is called by one thread at a time. `start` starts threads: there must be one for each peer and
         `2 * MAX_UNAUTHENTICATED` more, or a peer that waits for one could be closed as unauthenticated.
 
         Raises CheckpointError (rank_missing) if some have not come in time, and PeerLeftError soon after `is_over` is
@@ -82,11 +87,12 @@ class Listener:
                     raise missing(tuple(awaited.values()), f"did not connect to this one within {timeout_s:g} s")
                 with suppress(TimeoutError, ConnectionAbortedError):
                     connected, _ = self._socket.accept()
-                    self._pending[connected] = False
+                    self._pending[connected] = time.monotonic() + _HELLO_S
                     start(self._serve, connected, awaited, admit, timeout_s)
-                unauthenticated = [each for each, is_known in list(self._pending.items()) if not is_known]
-                for oldest in unauthenticated[:-MAX_UNAUTHENTICATED]:
-                    interrupt(oldest)
+                unauthenticated = [item for item in list(self._pending.items()) if item[1] < math.inf]
+                for number, (each, limit) in enumerate(reversed(unauthenticated)):
+                    if number >= MAX_UNAUTHENTICATED or time.monotonic() > limit:
+                        interrupt(each)
         except OSError:  # the socket was shut down for the last peer, or there can be no more descriptors
             if awaited:
                 raise
@@ -99,21 +105,16 @@ class Listener:
         for connected in (self._socket, *self._pending):
             connected.close()
 
-    def _serve(
-        self,
-        connected: socket.socket,
-        awaited: dict[int, int],
-        admit: Callable[[Connection, bytes], Callable[[], None]],
-        timeout_s: float,
-    ) -> None:
+    def _serve(self, connected: socket.socket, awaited: dict[int, int], admit: Admit, timeout_s: float) -> None:
         """Admits the connection and does what follows, if it is that of a peer that is awaited; else closes it."""
-        rank, request = -1, b""
+        rank, request = -1, memoryview(b"")
+        connected.settimeout(timeout_s)
         with suppress(OSError):
-            shown, said_rank, num_bytes = _HELLO.unpack(_receive(connected, _HELLO.size, _HELLO_S))
+            shown, said_rank, num_bytes = _HELLO.unpack(fill(bytearray(_HELLO.size), connected))
             if hmac.compare_digest(shown, self.address.token[:16]) and num_bytes <= _MAX_REQUEST_BYTES:
-                self._pending[connected] = True
+                self._pending[connected] = math.inf
                 connected.sendall(self.address.token[16:])
-                request = _receive(connected, num_bytes, timeout_s)
+                request = fill(bytearray(num_bytes), connected)
                 rank = said_rank
         del self._pending[connected]  # once the last peer is admitted, all that is pending is interrupted
         with self._lock:
@@ -123,24 +124,11 @@ class Listener:
             # Longer than a peer waits for its reader ranks: it may be held up by another one, and that one is stuck
             # then. A reader rank that a peer holds up sends heartbeats.
             connection = Connection(connected, awaited[rank], timeout_s + min(timeout_s, MAX_GRACE_S))
-            serve_peer = admit(connection, request)
+            serve_peer = admit(connection, bytes(request))
             del awaited[rank]
             if not awaited:
                 interrupt(self._socket)
         serve_peer()
-
-
-def _receive(connected: socket.socket, num_bytes: int, limit_s: float) -> bytes:
-    """Receives so many bytes within the limit, however often a few of them come. Raises OSError."""
-    content = bytearray(num_bytes)
-    left, deadline = memoryview(content), time.monotonic() + limit_s
-    while left:
-        connected.settimeout(max(deadline - time.monotonic(), 0.001))
-        count = connected.recv_into(left)
-        if not count:
-            raise ConnectionResetError("the connection was closed")
-        left = left[count:]
-    return bytes(content)
 
 
 def connect(
@@ -166,19 +154,17 @@ def connect(
         on_open(connection)
         if is_over.is_set():
             raise PeerLeftError
-        limit_s = min(timeout_s, _HELLO_S)
         try:
-            opened.settimeout(limit_s)
+            opened.settimeout(min(timeout_s, _HELLO_S))
             opened.connect(place)
             opened.sendall(hello)
-            limit_s = timeout_s
-            if not hmac.compare_digest(_receive(opened, len(address.token) - 16, limit_s), address.token[16:]):
+            opened.settimeout(timeout_s)
+            if not hmac.compare_digest(fill(bytearray(16), opened), address.token[16:]):
                 raise ConnectionRefusedError("another process answers")
-            opened.settimeout(limit_s)
             opened.sendall(request)
         except OSError as error:
-            reason = f"no answer within {limit_s:g} s" if isinstance(error, TimeoutError) else error
-            reasons.append(f"{host}: {reason}")
+            is_late = isinstance(error, TimeoutError)
+            reasons.append(f"{host}: {f'no answer within {opened.gettimeout():g} s' if is_late else error}")
             connection.close()
         else:
             connection.is_established = True

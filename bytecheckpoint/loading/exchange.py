@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from functools import partial
@@ -17,23 +17,12 @@ from itertools import chain
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
-from bytecheckpoint.distributed.connection import GRACE_S, Activity, Connection, PeerLeftError, PeerSender
+from bytecheckpoint.distributed.connection import GRACE_S, Activity, Connection, PeerLeftError
 from bytecheckpoint.distributed.key_value_ranks import shown_ranks
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
 from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, Address, Listener, connect
-from bytecheckpoint.distributed.wire import (
-    DISCONNECT,
-    OutgoingUnit,
-    WireHeader,
-    damaged,
-    decode_request,
-    encode_request,
-    pack,
-    seal,
-    view_pieces,
-)
+from bytecheckpoint.distributed.wire import OutgoingUnit, damaged, decode_request, encode_request, view_pieces
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.loading.match import Match
 from bytecheckpoint.loading.read import Source
@@ -43,14 +32,11 @@ from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory.host_to_device import CopyStreams, streams_to
 from bytecheckpoint.planner.byte_ranges import ByteRange, piece_of
 from bytecheckpoint.planner.exchange_plan import (
-    COMMON_BYTES,
-    COMMON_BYTES_OF_ALL,
     DividedPlan,
     ExtentRun,
     Extents,
     ReaderShare,
     assign_readers,
-    can_share,
     divide_plan,
     wanted_runs,
 )
@@ -99,10 +85,9 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
         source.read(fetches, match.shards, match.stored_fqns)
         return Traffic(sum(fetch.byte_length for fetch in fetches), 0)
     extents = Extents(source.manifest.files)
-    sharable = [fetch for fetch in fetches if can_share(fetch, extents)]
     tensors = (shard.tensor for shard in match.shards if not shard.address)
     with closing(Listener(towards=ranks.rendezvous_host)) as listener, streams_to(tensors) as lanes:
-        runs, unit_bytes = wanted_runs(sharable, extents), source.unit_bytes(sharable)
+        runs, unit_bytes = wanted_runs(fetches, extents), source.unit_bytes(fetches)
         local_plan = LocalReadPlan(listener.address, runs, unit_bytes, source.options.timeout_s)
         reply = ranks.reduce_scatter(msgspec.msgpack.encode(local_plan), partial(assign, extents=extents))
         assigned = msgspec.msgpack.decode(reply, type=ReadAssignment)
@@ -128,15 +113,11 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
 def assign(payloads: Sequence[bytes], extents: Extents) -> list[bytes]:
     """Makes the encoded assignment of each rank of the encoded local plans of all."""
     plans = [msgspec.msgpack.decode(content, type=LocalReadPlan) for content in payloads]
-    common_bytes = min(COMMON_BYTES, COMMON_BYTES_OF_ALL // max(len(plans), 1))
-    shares = assign_readers([plan.runs for plan in plans], extents, common_bytes=common_bytes)
-    unit_bytes = min((plan.unit_bytes for plan in plans), default=0)
-    timeout_s = min((plan.timeout_s for plan in plans), default=0.0)
+    shares = assign_readers([plan.runs for plan in plans], extents)
+    unit_bytes, timeout_s = min(plan.unit_bytes for plan in plans), min(plan.timeout_s for plan in plans)
     heartbeat_s = min(timeout_s / _HEARTBEATS_IN_TIMEOUT, _MAX_HEARTBEAT_S)
-    assignments = (
-        ReadAssignment(share, {reader: plans[reader].address for reader, _ in share.received}, unit_bytes, heartbeat_s)
-        for share in shares
-    )
+    addresses = [{reader: plans[reader].address for reader, _ in share.received} for share in shares]
+    assignments = (ReadAssignment(*each, unit_bytes, heartbeat_s) for each in zip(shares, addresses, strict=True))
     return list(map(msgspec.msgpack.encode, assignments))
 
 
@@ -162,7 +143,7 @@ class _Exchange:
         self._inbound: list[Connection] = []
         """To reader ranks, also those that are not established yet."""
         self._outbound: list[Connection] = []
-        self._requests: dict[tuple[int, int], dict[tuple[ByteRange, ...], list[PeerSender]]] = {}
+        self._requests: dict[tuple[int, int], dict[tuple[ByteRange, ...], list[Connection]]] = {}
         """The pieces of each unit, by its file and byte offset, with the peers that asked for them."""
         self._errors: list[BaseException] = []
         """Those of all threads, in the order of time."""
@@ -183,7 +164,12 @@ class _Exchange:
                     self._start(self._receive, *item)
                 with self._activity.waiting():
                     listener.accept(peers, self._admit, self._start, timeout_s=timeout_s, is_over=self._is_over)
-                self._source.run(list(self._reads(plan)), self._lanes)
+                # The shared ones first: one that cannot be shared may begin at the same byte.
+                reads = self._source.with_targets([*plan.shared, *plan.alone], self._targets, self._stored_fqns)
+                passed_on = [self._passing_on(read) for read in reads]
+                if self._requests:
+                    raise damaged(f"what was asked for of {len(self._requests)} units that this rank does not read was")
+                self._source.run(passed_on, self._lanes)
                 wait(self._futures, return_when=FIRST_EXCEPTION)
         finally:
             self._end()
@@ -204,60 +190,42 @@ class _Exchange:
     def _admit(self, connection: Connection, message: bytes) -> Callable[[], None]:
         """Notes what a peer asks for, and returns what sends it."""
         self._outbound.append(connection)
+        if self._is_silent():
+            connection.interrupt()
         request = decode_request(message, peer=connection.global_rank)
-        heartbeat_s = self._assigned.heartbeat_s
-        sender = PeerSender(connection, num_units=len(request), activity=self._activity, heartbeat_s=heartbeat_s)
         for unit, pieces in request.items():
-            self._requests.setdefault(unit, {}).setdefault(pieces, []).append(sender)
-        return partial(self._send, sender)
+            self._requests.setdefault(unit, {}).setdefault(pieces, []).append(connection)
+        return partial(self._send, connection, len(request))
 
-    def _reads(self, plan: DividedPlan) -> Iterator[Fetch]:
-        # The shared ones first: one that cannot be shared may begin at the same byte.
-        for read in self._source.with_targets([*plan.shared, *plan.alone], self._targets, self._stored_fqns):
-            yield self._passing_on(read, self._requests.pop((read.file, read.byte_offset), {}))
-
-    def _passing_on(self, read: Fetch, requests: Mapping[tuple[ByteRange, ...], list[PeerSender]]) -> Fetch:
+    def _passing_on(self, read: Fetch) -> Fetch:
         """Returns the read of a unit, after which the peers get the pieces that they asked for."""
+        requests = self._requests.pop((read.file, read.byte_offset), {})
 
         def place(content: memoryview) -> None:
             if self._is_over.is_set():
                 raise PeerLeftError
             read.place(content)
             self._activity.step()
-            for pieces, senders in requests.items():
-                outgoing = self._outgoing_unit(read, view_pieces(content, read.byte_offset, pieces), len(senders))
-                for sender in senders:
-                    sender.queue.put(outgoing)
+            for pieces, peers in requests.items():
+                views, verify = view_pieces(content, read.byte_offset, pieces), self._source.options.verify
+                unit = OutgoingUnit(read, views, len(peers), budget=self._outgoing, verify=verify)
+                for connection in peers:
+                    connection.units.put(unit)
 
         def wanted_by(start: int, end: int) -> str:
             """Names the peers as well: they rely on the reader rank to verify."""
             touching = [pieces for pieces in requests if any(piece.touches(start, end) for piece in pieces)]
-            peers = sorted({sender.connection.global_rank for key in touching for sender in requests[key]})
+            peers = sorted({connection.global_rank for key in touching for connection in requests[key]})
             return read.wanted_by(start, end) or (f"what {shown_ranks(peers)} asked for" if peers else "")
 
         return read._replace(place=place, wanted_by=wanted_by)
 
-    def _outgoing_unit(self, read: Fetch, views: Sequence[np.ndarray], num_peers: int) -> OutgoingUnit:
-        """Returns the pieces where they are, if the content stays there and they are single rows, else as a copy."""
-        num_bytes = sum(view.size for view in views)
-        is_copied = read.target is None or any(view.ndim > 1 for view in views)
-        if is_copied:
-            self._outgoing.take(num_bytes)
-        buffers = [pack(views)] if is_copied else [view.data for view in views]
-        header = WireHeader(read.file, read.byte_offset, num_bytes)
-        if self._source.options.verify:
-            header = seal(header, buffers)
-        release = partial(self._outgoing.give, num_bytes if is_copied else 0)
-        return OutgoingUnit([header.encode(), *buffers], num_peers, release)
-
-    def _send(self, sender: PeerSender) -> None:
+    def _send(self, connection: Connection, num_units: int) -> None:
         try:
-            sender.send_all(self._is_over)
+            connection.send_units(num_units, self._activity, self._is_over, heartbeat_s=self._assigned.heartbeat_s)
         except PeerLeftError:
             self._is_over.wait(GRACE_S)  # if the peer is also a reader rank of this one, that says why
             raise
-        if self._is_over.is_set() and not self._is_silent():
-            sender.connection.send(DISCONNECT)
 
     def _receive(self, reader: int, fetches: Sequence[Fetch]) -> None:
         awaited = {(fetch.file, fetch.byte_offset): fetch for fetch in fetches}
@@ -306,7 +274,7 @@ class _Exchange:
 
     def _is_silent(self) -> bool:
         """Returns True if this rank will not say what has happened: others are to see that it is gone."""
-        return not isinstance(self._errors[0], Exception)
+        return any(not isinstance(error, Exception) for error in self._errors[:1])
 
     def _interrupt_all(self) -> None:
         for connection in (*self._inbound, *self._outbound):

@@ -4,8 +4,8 @@ through scratch memory that all connections share. What the coordinator broadcas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -111,8 +111,9 @@ def read_common(
     content = memoryview(bytearray(bounds[-1]))
     parts = [content[start:end] for start, end in pairwise(bounds)]
     if ranks.rank == COORDINATOR:
+        given: Callable[[memoryview], AbstractContextManager[memoryview]] = nullcontext
         reads = [
-            fetch._replace(target=partial(nullcontext[memoryview], part), wanted_by=lambda *_: "what all ranks want")
+            fetch._replace(target=partial(given, part), wanted_by=lambda *_: "what all ranks want")
             for fetch, part in zip(fetches, parts, strict=True)
         ]
         source.run(reads, lanes)

@@ -5,6 +5,7 @@ agreed on. It knows extents of files and ranks, and no connections; it reads not
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
@@ -23,9 +24,8 @@ FEW_RANKS = 4
 """Largest number of ranks that connect to one reader rank for a few bytes. Bytes that more ranks want are broadcast as
 a message.
 """
-COMMON_BYTES = 256 << 10
-"""Most bytes that a load broadcasts."""
-COMMON_BYTES_OF_ALL = 256 << 20
+_COMMON_BYTES = 256 << 10
+_COMMON_BYTES_OF_ALL = 256 << 20
 """Limit for these messages to all ranks together: they come from one store."""
 _UNCHECKED_BYTES = 1 << 20
 """Length of an extent in a file that has no checksums."""
@@ -95,15 +95,15 @@ class Extents:
         return end - start
 
 
-def assign_readers(wanted: Sequence[Sequence[ExtentRun]], extents: Extents, *, common_bytes: int) -> list[ReaderShare]:
+def assign_readers(wanted: Sequence[Sequence[ExtentRun]], extents: Extents) -> list[ReaderShare]:
     """Assigns a reader rank to every extent that two ranks or more want, such that all read about as many bytes.
 
     `wanted` has the runs of each rank, which do not overlap and do not touch one another. The reader rank is one of
-    those that want the extent; it gets few, long runs. What more than FEW_RANKS want is common, up to `common_bytes`
-    in all. The same input always gives the same shares.
+    those that want the extent; it gets few, long runs. Few bytes that more than FEW_RANKS want are common. The same
+    input always gives the same shares.
     """
     by_ranks = _runs_by_ranks(wanted)
-    common = _take_common(by_ranks, extents, common_bytes)
+    common = _take_common(by_ranks, extents, min(_COMMON_BYTES, _COMMON_BYTES_OF_ALL // len(wanted)))
     reads: list[list[ExtentRun]] = [[] for _ in wanted]
     received: list[list[tuple[int, ExtentRun]]] = [[] for _ in wanted]
     peers: list[set[int]] = [set() for _ in wanted]
@@ -147,7 +147,9 @@ def _runs_by_group(
 
 
 def _runs_by_ranks(wanted: Sequence[Sequence[ExtentRun]]) -> dict[tuple[int, ...], list[ExtentRun]]:
-    """Returns every wanted extent once, under exactly those ranks that want it; runs are in the order of the files."""
+    """Returns every wanted extent once, under exactly those ranks that want it; runs are in the order of the files.
+    Those of one rank do not overlap.
+    """
     # A set of ranks is a number with a bit for each while files are swept: it changes at every begin and end.
     changes: dict[tuple[int, int], int] = {}
     for rank, runs in enumerate(wanted):
@@ -160,16 +162,7 @@ def _runs_by_ranks(wanted: Sequence[Sequence[ExtentRun]]) -> dict[tuple[int, ...
         bits ^= changes[file, first]
         if bits:
             by_bits.setdefault(bits, []).append(ExtentRun(file, first, end))
-    return {_ranks_in(bits): runs for bits, runs in by_bits.items()}
-
-
-def _ranks_in(bits: int) -> tuple[int, ...]:
-    ranks = []
-    while bits:
-        lowest = bits & -bits
-        ranks.append(lowest.bit_length() - 1)
-        bits ^= lowest
-    return tuple(ranks)
+    return {tuple(bit.start() for bit in re.finditer("1", f"{bits:b}"[::-1])): runs for bits, runs in by_bits.items()}
 
 
 def _divide_runs(runs: Sequence[ExtentRun], loads: Sequence[int], extents: Extents) -> list[list[ExtentRun]]:
@@ -200,17 +193,18 @@ def can_share(fetch: Fetch, extents: Extents) -> bool:
     bounds = extents.bounds(fetch.file)
     for part in fetch.parts:
         if isinstance(part, BoxPart):
-            inside = bounds[
-                bisect_right(bounds, part.byte_offset) : bisect_left(bounds, part.byte_offset + part.byte_length)
-            ]
-            if any((bound - part.chunk.byte_offset) % item_bytes_of(part) for bound in inside):
+            _, first, end = _run_of(fetch.file, part, extents)
+            if any((bound - part.chunk.byte_offset) % item_bytes_of(part) for bound in bounds[first + 1 : end]):
                 return False
     return True
 
 
 def wanted_runs(fetches: Iterable[Fetch], extents: Extents) -> list[ExtentRun]:
-    """Returns the extents that hold something that the fetches are for, in file order, in runs that do not touch."""
-    items = [(fetch.file, item) for fetch in fetches for item in (*fetch.parts, *fetch.frames) if item.byte_length]
+    """Returns the extents that hold something that the fetches are for, in file order, in runs that do not touch.
+    Fetches that cannot be shared are left out.
+    """
+    sharable = [fetch for fetch in fetches if can_share(fetch, extents)]
+    items = [(fetch.file, item) for fetch in sharable for item in (*fetch.parts, *fetch.frames) if item.byte_length]
     united: list[ExtentRun] = []
     for run in sorted(_run_of(file, item, extents) for file, item in items):
         if united and united[-1].file == run.file and run.first <= united[-1].end:
@@ -237,8 +231,8 @@ def divide_plan(fetches: Iterable[Fetch], share: ReaderShare, extents: Extents, 
     alone: list[Fetch] = []
     for fetch in fetches:
         is_assigned = any(any(_overlapping(assigned, run)) for run in wanted_runs([fetch], extents))
-        (mixed if is_assigned and can_share(fetch, extents) else alone).append(fetch)
-    left = _without(wanted_runs(mixed, extents), assigned)
+        (mixed if is_assigned else alone).append(fetch)
+    left = _runs_by_ranks([wanted_runs(mixed, extents), assigned]).get((0,), [])
     units = {run: [*_units(run, extents, unit_bytes)] for run in (*assigned, *left)}
     units |= {run: [run] for run in share.common}
     cut = _cut_all(mixed, sorted(chain.from_iterable(units.values())), extents)
@@ -259,18 +253,6 @@ def _overlapping(runs: Sequence[ExtentRun], run: ExtentRun) -> Iterator[ExtentRu
     while number < len(runs) and (runs[number].file, runs[number].first) < (run.file, run.end):
         yield runs[number]
         number += 1
-
-
-def _without(runs: Iterable[ExtentRun], taken: Sequence[ExtentRun]) -> list[ExtentRun]:
-    """Returns the runs without those that are taken, which are in order and do not overlap."""
-    left = []
-    for file, first, end in runs:
-        between = first
-        for other in _overlapping(taken, ExtentRun(file, first, end)):
-            left.append(ExtentRun(file, between, other.first))
-            between = other.end
-        left.append(ExtentRun(file, between, end))
-    return [run for run in left if run.first < run.end]
 
 
 def _units(run: ExtentRun, extents: Extents, unit_bytes: int) -> Iterator[ExtentRun]:

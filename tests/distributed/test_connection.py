@@ -17,14 +17,15 @@ import pytest
 
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed import rendezvous as rendezvous_module
-from bytecheckpoint.distributed.connection import Activity, Connection, PeerLeftError, PeerSender
+from bytecheckpoint.distributed.connection import Activity, Connection, PeerLeftError
 from bytecheckpoint.distributed.rendezvous import Address, Listener, connect
-from bytecheckpoint.distributed.wire import DISCONNECT, HEARTBEAT, OutgoingUnit, WireHeader
+from bytecheckpoint.distributed.wire import DISCONNECT, HEADER, HEARTBEAT, OutgoingUnit, WireHeader, view_pieces
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.loading.exchange import ReadAssignment, _Exchange
 from bytecheckpoint.loading.overwrite_state import StateChanges
 from bytecheckpoint.loading.receive import Receiver
 from bytecheckpoint.manifest.ranges import Fetch, FlatPart
+from bytecheckpoint.planner.byte_ranges import ByteRange
 from bytecheckpoint.planner.exchange_plan import DividedPlan, ReaderShare
 from bytecheckpoint.runtime.buffers import ByteBudget
 
@@ -324,16 +325,22 @@ def test_a_peer_that_disconnects_is_not_taken_for_dead(listener: Listener, is_ch
     ours.close()
 
 
-def sender_to(connection: Connection, activity: Activity) -> PeerSender:
-    return PeerSender(connection, num_units=1, activity=activity, heartbeat_s=0.01)
+def unit() -> OutgoingUnit:
+    """Six bytes for one peer, behind the header (1, 2, 6)."""
+    read = Fetch(1, 2, 6, (), is_direct=False)
+    views = view_pieces(memoryview(b"pieces"), 2, [ByteRange(2, (6,), (1,))])
+    return OutgoingUnit(read, views, 1, budget=ByteBudget(6), verify=False)
+
+
+def send_unit(connection: Connection, activity: Activity) -> None:
+    connection.send_units(1, activity, threading.Event(), heartbeat_s=0.01)
 
 
 def test_a_reader_rank_sends_heartbeats_while_it_makes_progress(listener: Listener) -> None:
     ours, theirs = pair(listener, 1.0)
     activity = Activity()
-    sender = sender_to(ours, activity)
     with ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(sender.send_all, threading.Event())
+        sent = pool.submit(send_unit, ours, activity)
         for _ in range(3):
             activity.step()
             assert receive(theirs, len(HEARTBEAT)) == HEARTBEAT
@@ -343,8 +350,8 @@ def test_a_reader_rank_sends_heartbeats_while_it_makes_progress(listener: Listen
         with pytest.raises(CheckpointError, match="passed nothing on for 1 s"):  # noqa: PT012  # after the last of them
             while True:
                 assert receive(theirs, len(HEARTBEAT)) == HEARTBEAT
-        header = WireHeader(1, 2, 5)
-        sender.queue.put(OutgoingUnit([header.encode(), b"pieces"], 1, lambda: None))
+        header = WireHeader(1, 2, 6)
+        ours.units.put(unit())
         assert theirs.receive_header() == header
         assert receive(theirs, 6) == b"pieces"
         assert not sent.done()
@@ -357,7 +364,7 @@ def test_a_reader_rank_sends_heartbeats_while_it_makes_progress(listener: Listen
 def test_a_peer_that_dies_while_there_is_nothing_to_send_is_named(listener: Listener) -> None:
     ours, theirs = pair(listener, 60.0)
     with ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(sender_to(ours, Activity()).send_all, threading.Event())
+        sent = pool.submit(send_unit, ours, Activity())
         theirs.close()
         with pytest.raises(CheckpointError, match="rank 41 was to take"):
             sent.result(20)
@@ -367,10 +374,9 @@ def test_a_peer_that_dies_while_there_is_nothing_to_send_is_named(listener: List
 @pytest.mark.parametrize("is_dead", [False, True])
 def test_a_peer_that_goes_with_units_on_the_way_is_noticed(listener: Listener, is_dead: bool) -> None:
     ours, theirs = pair(listener, 60.0)
-    sender = sender_to(ours, Activity())
-    sender.queue.put(OutgoingUnit([WireHeader(1, 2, 6).encode(), b"pieces"], 1, lambda: None))
+    ours.units.put(unit())
     with ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(sender.send_all, threading.Event())
+        sent = pool.submit(send_unit, ours, Activity())
         theirs.receive_header()
         theirs.close() if is_dead else theirs.disconnect()
         with pytest.raises(CheckpointError if is_dead else PeerLeftError):
@@ -389,7 +395,7 @@ def test_a_reader_rank_does_not_wait_for_ever_for_the_ack_of_a_stuck_peer(listen
 def test_heartbeats_are_skipped_and_a_disconnect_is_no_header(listener: Listener) -> None:
     ours, theirs = pair(listener, 10.0)
     header = WireHeader(1, 2, 6)
-    ours.send(HEARTBEAT + HEARTBEAT + header.encode() + HEARTBEAT + DISCONNECT)
+    ours.send(HEARTBEAT + HEARTBEAT + HEADER.pack(*header) + HEARTBEAT + DISCONNECT)
     assert theirs.receive_header() == header
     with pytest.raises(PeerLeftError):
         theirs.receive_header()
@@ -424,3 +430,15 @@ def test_a_unit_of_another_length_than_was_asked_for_is_refused_before_it_is_rec
     fetch = Fetch(0, 0, 100, (FlatPart(0, 0, 8, 0),), is_direct=False)
     with pytest.raises(CheckpointError, match="rank 41 passed on 9 bytes of w, and 8 were asked for"):
         receiver.receive(Sender(), WireHeader(0, 0, 9), fetch)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [ByteRange(9, (2,), (1,)), ByteRange(15, (6,), (1,)), ByteRange(10, (2, 3), (8, 1)), ByteRange(21, (1,), (1,))],
+)
+def test_a_piece_outside_of_its_unit_is_refused(piece: ByteRange) -> None:
+    inside = [ByteRange(10, (10,), (1,)), ByteRange(10, (2, 3), (7, 1))]
+    first, rows = view_pieces(memoryview(bytes(range(10))), 10, inside)
+    assert (first.tobytes(), rows.tobytes()) == (bytes(range(10)), bytes([0, 1, 2, 7, 8, 9]))
+    with pytest.raises(ValueError):
+        view_pieces(memoryview(bytes(10)), 10, [piece])
