@@ -82,23 +82,22 @@ class Listener:
                 if is_over.is_set():
                     deadline = min(deadline, time.monotonic() + GRACE_S)
                 if time.monotonic() > deadline:
-                    if is_over.is_set():
-                        raise PeerLeftError
-                    raise missing(tuple(awaited.values()), f"did not connect to this one within {timeout_s:g} s")
+                    error = missing(tuple(awaited.values()), f"did not connect to this one within {timeout_s:g} s")
+                    raise PeerLeftError if is_over.is_set() else error
                 with suppress(TimeoutError, ConnectionAbortedError):
                     connected, _ = self._socket.accept()
                     self._pending[connected] = time.monotonic() + _HELLO_S
                     start(self._serve, connected, awaited, admit, timeout_s)
                 unauthenticated = [item for item in list(self._pending.items()) if item[1] < math.inf]
-                for number, (each, limit) in enumerate(reversed(unauthenticated)):
-                    if number >= MAX_UNAUTHENTICATED or time.monotonic() > limit:
-                        interrupt(each)
+                overdue = [item for item in unauthenticated if item[1] < time.monotonic()]
+                for each, _ in (*overdue, *unauthenticated[:-MAX_UNAUTHENTICATED]):
+                    interrupt(each)
         except OSError:  # the socket was shut down for the last peer, or there can be no more descriptors
             if awaited:
                 raise
         finally:
-            for each in (self._socket, *self._pending):
-                interrupt(each)
+            for waiting in (self._socket, *self._pending):
+                interrupt(waiting)
 
     def close(self) -> None:
         """Closes the socket, and the connections for which no thread could be started. The others must have ended."""
