@@ -1,5 +1,5 @@
-"""The connection between a reader rank and a peer that it passes bytes on to: one authenticated socket, the thread that
-sends to it, and the heartbeats in between. It knows which rank is lost, and not what the bytes are.
+"""The connection between a reader rank and a peer that it passes bytes on to: one authenticated socket, the units that
+are sent through it, and the heartbeats in between. It knows which rank is lost, and not what the bytes are.
 
 Plain sockets instead of a process group: they need no device and no collective, fill memory in place, and report at
 once that the process at the other end has died.
@@ -8,18 +8,19 @@ once that the process at the other end has died.
 from __future__ import annotations
 
 import queue
-import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
 
 from bytecheckpoint.distributed.key_value_ranks import shown_ranks
-from bytecheckpoint.distributed.wire import DISCONNECT, HEARTBEAT, OutgoingUnit, WireHeader, decode_header
+from bytecheckpoint.distributed.wire import DISCONNECT, HEADER, HEARTBEAT, OutgoingUnit, WireHeader
 from bytecheckpoint.errors import CheckpointError
 
+GRACE_S = 1.0
+"""Time that a rank whose load has failed leaves to DISCONNECT messages, its own and those of other ranks."""
 _LEAVING, _ACK = b"\x00", b"\x01"
 """All that a peer sends after its request."""
 _CHECK_S = 0.1
@@ -28,6 +29,34 @@ _CHECK_S = 0.1
 
 class PeerLeftError(Exception):
     """Another rank has ended the exchange, or this one has. The ranks learn why through the coordinator."""
+
+
+class Activity:
+    """Progress of this rank, which heartbeats report: something was read, or this rank waits for another one. That wait
+    has a limit of its own, after which the rank that is stuck is named.
+    """
+
+    def __init__(self) -> None:
+        self._stepped_at = 0.0
+        self._waits: list[None] = []
+        """An item for each wait: items are added and removed without a lock."""
+
+    def step(self) -> None:
+        self._stepped_at = time.monotonic()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within the block this rank waits for another one."""
+        self._waits.append(None)
+        try:
+            yield
+        finally:
+            self._waits.pop()
+            self.step()
+
+    def is_active_since(self, since: float) -> bool:
+        """Returns True if this rank waits, or has made progress after this time of the monotonic clock."""
+        return bool(self._waits) or self._stepped_at > since
 
 
 class Connection:
@@ -39,6 +68,10 @@ class Connection:
         self.timeout_s = timeout_s
         self.is_established = False
         """True once the reader rank has the request of this one."""
+        self.units: queue.SimpleQueue[OutgoingUnit] = queue.SimpleQueue()
+        """Units for `send_units`. Any thread may put some in."""
+        self._sent_at = time.monotonic()
+        """The other end knows of progress until then."""
         self._socket = connected
         connected.settimeout(timeout_s)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -57,13 +90,40 @@ class Connection:
             self.check_peer()  # it may have disconnected before
             raise self._gone(error) from error
 
+    def send_units(self, num_units: int, activity: Activity, is_over: threading.Event, *, heartbeat_s: float) -> None:
+        """Sends so many units until all are sent and the peer has them, or `is_over` is set: the peer is sent
+        DISCONNECT then. If there was progress, a heartbeat follows after `heartbeat_s` in which nothing else was sent.
+
+        Raises as `send` does.
+        """
+        while num_units and not is_over.is_set():
+            try:
+                unit = self.units.get(timeout=_CHECK_S)
+            except queue.Empty:
+                self.check_peer()
+                now = time.monotonic()
+                if now - self._sent_at >= heartbeat_s and activity.is_active_since(self._sent_at):
+                    self._sent_at = now
+                    self.send(HEARTBEAT)
+                continue
+            with activity.waiting():
+                for buffer in unit.buffers:
+                    self.send(buffer)
+            self._sent_at = time.monotonic()
+            unit.sent()
+            num_units -= 1
+        if is_over.is_set():
+            self.send(DISCONNECT)
+        else:
+            # A peer that is stuck misses the end of the load. Others report that, and must not miss this rank too.
+            with activity.waiting():
+                self.check_peer(self.timeout_s / 4)
+
     def check_peer(self, wait_s: float = 0.0) -> None:
         """Returns when the peer has acknowledged all that was sent, or says nothing for `wait_s`. Raises as `send` does
         if it has disconnected or is gone.
         """
-        ready = select.poll()
-        ready.register(self._socket, select.POLLIN)
-        if not ready.poll(1000 * wait_s):
+        if not wait([self._socket], wait_s):
             return
         try:
             answer = self._socket.recv(1)
@@ -81,13 +141,8 @@ class Connection:
 
     def receive_into(self, buffer: memoryview) -> None:
         """Fills the buffer. Raises CheckpointError (rank_missing) if the reader rank is stuck or gone."""
-        left = buffer
         try:
-            while left:
-                count = self._socket.recv_into(left)
-                if not count:
-                    raise ConnectionResetError("the connection was closed")
-                left = left[count:]
+            fill(buffer, self._socket)
         except TimeoutError:
             raise missing((self.global_rank,), f"passed nothing on for {self.timeout_s:g} s") from None
         except OSError as error:
@@ -100,7 +155,7 @@ class Connection:
             self.receive_into(memoryview(content))
         if content == DISCONNECT:
             raise PeerLeftError
-        return decode_header(bytes(content))
+        return WireHeader(*HEADER.unpack(content))
 
     def disconnect(self) -> None:
         """Tells the reader rank that this one ends the exchange, and interrupts."""
@@ -127,97 +182,15 @@ def interrupt(waiting: socket.socket) -> None:
         waiting.shutdown(socket.SHUT_RDWR)
 
 
-class Activity:
-    """Progress of this rank, which heartbeats report: something was read, or this rank waits for another one. That wait
-    has a limit of its own, after which the rank that is stuck is named.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._stepped_at = 0.0
-        self._num_waiting = 0
-
-    def step(self) -> None:
-        self._stepped_at = time.monotonic()
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Within the block this rank waits for another one."""
-        with self._lock:
-            self._num_waiting += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_waiting -= 1
-            self.step()
-
-    def is_active_since(self, since: float) -> bool:
-        """Returns True if this rank waits, or has made progress after this time of the monotonic clock."""
-        return self._num_waiting > 0 or self._stepped_at > since
-
-
-class PeerSender:
-    """The queue of units to one peer, which one thread sends. Any thread may put something in."""
-
-    def __init__(self, connection: Connection, *, num_units: int, activity: Activity, heartbeat_s: float) -> None:
-        """A heartbeat follows after `heartbeat_s` in which the peer was sent nothing else."""
-        self.connection = connection
-        self._num_left = num_units
-        self._activity = activity
-        self._heartbeat_s = heartbeat_s
-        self._reported_at = time.monotonic()
-        """The peer knows of progress until then."""
-        self._units: queue.SimpleQueue[OutgoingUnit | None] = queue.SimpleQueue()
-        """None is the end."""
-
-    def put(self, unit: OutgoingUnit | None) -> None:
-        """Queues a unit; None if no more will come."""
-        self._units.put(unit)
-
-    def send_all(self, is_over: threading.Event) -> None:
-        """Sends units until all are sent and the peer has them, or `is_over` is set: the peer is sent DISCONNECT then.
-
-        Raises PeerLeftError or CheckpointError (rank_missing) about the peer.
-        """
-        while self._num_left and (unit := self._next()) is not None and not is_over.is_set():
-            with self._activity.waiting():
-                for buffer in unit.buffers:
-                    self.connection.send(buffer)
-            unit.sent()
-            self._num_left -= 1
-        if is_over.is_set():
-            self.connection.send(DISCONNECT)
-        elif not self._num_left:
-            # A peer that is stuck misses the end of the load. Others report that, and must not miss this rank too.
-            with self._activity.waiting():
-                self.connection.check_peer(self.connection.timeout_s / 4)
-
-    def _next(self) -> OutgoingUnit | None:
-        """Returns the next unit. Until there is one it checks the peer and sends heartbeats."""
-        idle_since = time.monotonic()
-        while True:
-            with suppress(queue.Empty):
-                return self._units.get(timeout=_CHECK_S)
-            self.connection.check_peer()
-            now = time.monotonic()
-            if now - idle_since >= self._heartbeat_s and self._activity.is_active_since(self._reported_at):
-                self._reported_at = idle_since = now
-                self.connection.send(HEARTBEAT)
-
-
-def start_thread(pool: ThreadPoolExecutor, do: Callable[..., None], *arguments: object) -> Future[None]:
-    """Calls `do` on a thread of the pool. Raises CheckpointError (rank_failed) if there can be no more threads."""
-    try:
-        return pool.submit(do, *arguments)
-    except RuntimeError as error:
-        if isinstance(error, CheckpointError):  # raised by a signal handler
-            raise
-        raise CheckpointError(
-            f"the process can have no more threads ({error}), of which the exchange takes one for each rank that this "
-            'one is connected to: raise the limit, or load with LoadOptions(exchange="off")',
-            kind="rank_failed",
-        ) from error
+def fill(buffer: memoryview | bytearray, connected: socket.socket) -> memoryview:
+    """Receives as many bytes as fit. Raises OSError: TimeoutError if nothing comes for as long as the socket waits."""
+    filled = left = memoryview(buffer)
+    while left:
+        count = connected.recv_into(left)
+        if not count:
+            raise ConnectionResetError("the connection was closed")
+        left = left[count:]
+    return filled
 
 
 def missing(global_ranks: tuple[int, ...], what: str) -> CheckpointError:

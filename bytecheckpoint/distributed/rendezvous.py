@@ -5,6 +5,7 @@ unauthenticated connections that send nothing delay no other, and all waits end 
 from __future__ import annotations
 
 import hmac
+import math
 import secrets
 import socket
 import struct
@@ -16,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from bytecheckpoint.distributed.connection import Connection, PeerLeftError, interrupt, missing
+from bytecheckpoint.distributed.connection import GRACE_S, Connection, PeerLeftError, fill, interrupt, missing
 from bytecheckpoint.distributed.key_value_ranks import MAX_GRACE_S
 from bytecheckpoint.errors import CheckpointError
 
@@ -28,6 +29,10 @@ _HELLO_S = 10.0
 MAX_UNAUTHENTICATED = 128
 """Connections whose hello has not come. Of more the oldest are closed."""
 _POLL_S = 0.1
+
+
+Admit = Callable[[Connection, bytes], Callable[[], None]]
+"""Called with a connection and the request of the peer; returns what the thread of that connection does next."""
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
@@ -50,99 +55,79 @@ class Listener:
         self._socket = socket.create_server(("", 0), family=family, backlog=256, dualstack_ipv6=dual)
         self._socket.settimeout(_POLL_S)  # not every system wakes a thread that accepts when the socket is shut down
         self.address = Address(_own_hosts(towards), self._socket.getsockname()[1], secrets.token_bytes(32))
-        self._pending: dict[socket.socket, bool] = {}
-        """Connections in the order in which they came, until their request is here; True once authenticated."""
+        self._lock = threading.Lock()
+        self._pending: dict[socket.socket, float] = {}
+        """Connections in the order in which they came, until their request is here, with the time on the monotonic
+        clock by which they must be authenticated; infinity once they are."""
 
     def accept(
         self,
         peers: Mapping[int, int],
-        admit: Callable[[Connection, bytes], Callable[[], None]],
+        admit: Admit,
         start: Callable[..., None],
         *,
         timeout_s: float,
-        is_wanted: Callable[[], bool],
+        is_over: threading.Event,
     ) -> None:
         """Returns when all peers are connected and admitted. `peers` has their ranks within the group and their global
-        ranks. `admit` is called with each connection and the request of the peer, and returns what the thread of that
-        connection does next. `start` starts threads: there must be one for each peer and `2 * MAX_UNAUTHENTICATED`
-        more, or a peer that waits for one could be closed as unauthenticated.
+        ranks. `admit` is called by one thread at a time. `start` starts threads: there must be one for each peer and
+        `2 * MAX_UNAUTHENTICATED` more, or a peer that waits for one could be closed as unauthenticated.
 
-        Raises CheckpointError (rank_missing) if some have not come in time, and PeerLeftError soon after `is_wanted`
-        returns False.
+        Raises CheckpointError (rank_missing) if some have not come in time, and PeerLeftError soon after `is_over` is
+        set: peers that connect in between are admitted, and can be sent DISCONNECT.
         """
-        unclaimed, awaited = dict(peers), dict(peers)
-        # Longer than a peer waits for its reader ranks: it may be held up by another one, and that one is stuck then.
-        # A reader rank that a peer holds up sends heartbeats.
-        io_timeout_s = timeout_s + min(timeout_s, MAX_GRACE_S)
-
-        def serve(connected: socket.socket) -> None:
-            rank, request = self._authenticate(connected, timeout_s)
-            global_rank = unclaimed.pop(rank, None)
-            if global_rank is None:
-                connected.close()
-                return
-            serve_peer = admit(Connection(connected, global_rank, io_timeout_s), request)
-            del awaited[rank]
-            if not awaited:
-                interrupt(self._socket)
-            serve_peer()
-
-        deadline = time.monotonic() + timeout_s
+        awaited, deadline = dict(peers), time.monotonic() + timeout_s
         try:
             while awaited:
-                if not is_wanted():
-                    raise PeerLeftError
+                if is_over.is_set():
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
                 if time.monotonic() > deadline:
-                    raise missing(tuple(awaited.values()), f"did not connect to this one within {timeout_s:g} s")
-                self._accept_one(start, serve)
+                    error = missing(tuple(awaited.values()), f"did not connect to this one within {timeout_s:g} s")
+                    raise PeerLeftError if is_over.is_set() else error
+                with suppress(TimeoutError, ConnectionAbortedError):
+                    connected, _ = self._socket.accept()
+                    self._pending[connected] = time.monotonic() + _HELLO_S
+                    start(self._serve, connected, awaited, admit, timeout_s)
+                unauthenticated = [item for item in list(self._pending.items()) if item[1] < math.inf]
+                overdue = [item for item in unauthenticated if item[1] < time.monotonic()]
+                for each, _ in (*overdue, *unauthenticated[:-MAX_UNAUTHENTICATED]):
+                    interrupt(each)
         except OSError:  # the socket was shut down for the last peer, or there can be no more descriptors
             if awaited:
                 raise
         finally:
-            unclaimed.clear()
-            for each in (self._socket, *self._pending):
-                interrupt(each)
+            for waiting in (self._socket, *self._pending):
+                interrupt(waiting)
 
     def close(self) -> None:
         """Closes the socket, and the connections for which no thread could be started. The others must have ended."""
         for connected in (self._socket, *self._pending):
             connected.close()
 
-    def _accept_one(self, start: Callable[..., None], serve: Callable[[socket.socket], None]) -> None:
-        """Starts a thread for the next connection, if one comes within a moment."""
-        with suppress(TimeoutError, ConnectionAbortedError):
-            connected, _ = self._socket.accept()
-            self._pending[connected] = False
-            start(serve, connected)
-        unauthenticated = [each for each, is_known in list(self._pending.items()) if not is_known]
-        for oldest in unauthenticated[:-MAX_UNAUTHENTICATED]:
-            interrupt(oldest)
-
-    def _authenticate(self, connected: socket.socket, timeout_s: float) -> tuple[int, bytes]:
-        """Returns the rank of the peer and its request; rank -1 if it is none."""
-        rank, request = -1, b""
+    def _serve(self, connected: socket.socket, awaited: dict[int, int], admit: Admit, timeout_s: float) -> None:
+        """Admits the connection and does what follows, if it is that of a peer that is awaited; else closes it."""
+        rank, request = -1, memoryview(b"")
+        connected.settimeout(timeout_s)
         with suppress(OSError):
-            shown, said_rank, num_bytes = _HELLO.unpack(_receive(connected, _HELLO.size, _HELLO_S))
+            shown, said_rank, num_bytes = _HELLO.unpack(fill(bytearray(_HELLO.size), connected))
             if hmac.compare_digest(shown, self.address.token[:16]) and num_bytes <= _MAX_REQUEST_BYTES:
-                self._pending[connected] = True
+                self._pending[connected] = math.inf
                 connected.sendall(self.address.token[16:])
-                request = _receive(connected, num_bytes, timeout_s)
+                request = fill(bytearray(num_bytes), connected)
                 rank = said_rank
         del self._pending[connected]  # once the last peer is admitted, all that is pending is interrupted
-        return rank, request
-
-
-def _receive(connected: socket.socket, num_bytes: int, limit_s: float) -> bytes:
-    """Receives so many bytes within the limit, however often a few of them come. Raises OSError."""
-    content = bytearray(num_bytes)
-    left, deadline = memoryview(content), time.monotonic() + limit_s
-    while left:
-        connected.settimeout(max(deadline - time.monotonic(), 0.001))
-        count = connected.recv_into(left)
-        if not count:
-            raise ConnectionResetError("the connection was closed")
-        left = left[count:]
-    return bytes(content)
+        with self._lock:
+            if rank not in awaited:
+                connected.close()
+                return
+            # Longer than a peer waits for its reader ranks: it may be held up by another one, and that one is stuck
+            # then. A reader rank that a peer holds up sends heartbeats.
+            connection = Connection(connected, awaited[rank], timeout_s + min(timeout_s, MAX_GRACE_S))
+            serve_peer = admit(connection, bytes(request))
+            del awaited[rank]
+            if not awaited:
+                interrupt(self._socket)
+        serve_peer()
 
 
 def connect(
@@ -169,9 +154,16 @@ def connect(
         if is_over.is_set():
             raise PeerLeftError
         try:
-            _introduce(opened, place, [hello, address.token[16:], request], timeout_s)
+            opened.settimeout(min(timeout_s, _HELLO_S))
+            opened.connect(place)
+            opened.sendall(hello)
+            opened.settimeout(timeout_s)
+            if not hmac.compare_digest(fill(bytearray(16), opened), address.token[16:]):
+                raise ConnectionRefusedError("another process answers")
+            opened.sendall(request)
         except OSError as error:
-            reasons.append(f"{host}: {error}")
+            is_late = isinstance(error, TimeoutError)
+            reasons.append(f"{host}: {f'no answer within {opened.gettimeout():g} s' if is_late else error}")
             connection.close()
         else:
             connection.is_established = True
@@ -192,23 +184,6 @@ def _places(address: Address, reasons: list[str]) -> Iterator[tuple[str, int, An
                 yield host, family, place
         except (OSError, UnicodeError) as error:  # UnicodeError of a name that is too long
             reasons.append(f"{host}: {error}")
-
-
-def _introduce(opened: socket.socket, place: Any, messages: Sequence[bytes], timeout_s: float) -> None:
-    """Sends the hello, and once the listener has sent the expected answer, the request. Raises OSError."""
-    hello, expected, request = messages
-    limit_s = min(timeout_s, _HELLO_S)
-    try:
-        opened.settimeout(limit_s)
-        opened.connect(place)
-        opened.sendall(hello)
-        limit_s = timeout_s
-        if not hmac.compare_digest(_receive(opened, len(expected), limit_s), expected):
-            raise ConnectionRefusedError("another process answers")
-        opened.settimeout(limit_s)
-        opened.sendall(request)
-    except TimeoutError:
-        raise TimeoutError(f"no answer within {limit_s:g} s") from None
 
 
 def _own_hosts(towards: str | None) -> list[str]:

@@ -5,8 +5,7 @@ reads a header with the pieces that the peer asked for. Nothing here knows socke
 from __future__ import annotations
 
 import struct
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -14,12 +13,15 @@ import numpy as np
 import xxhash
 
 from bytecheckpoint.errors import CheckpointCorruptError
+from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.planner.byte_ranges import ByteRange
+from bytecheckpoint.runtime.buffers import ByteBudget
 
-_HEADER = struct.Struct("<QQQQ")
-DISCONNECT = _HEADER.pack((1 << 64) - 1, 0, 0, 0)
+HEADER = struct.Struct("<QQQQ")
+"""The layout of a WireHeader."""
+DISCONNECT = HEADER.pack((1 << 64) - 1, 0, 0, 0)
 """Sent instead of a header by a reader rank whose load has failed."""
-HEARTBEAT = _HEADER.pack((1 << 64) - 2, 0, 0, 0)
+HEARTBEAT = HEADER.pack((1 << 64) - 2, 0, 0, 0)
 """Sent between units by a reader rank that makes progress, though not with what the peer waits for."""
 
 UnitRequests = Mapping[tuple[int, int], tuple[ByteRange, ...]]
@@ -36,13 +38,6 @@ class WireHeader(NamedTuple):
     """Of all pieces together."""
     digest: int = 0
     """The xxh3-64 of the rest of the header and of all pieces; 0 if nothing is verified."""
-
-    def encode(self) -> bytes:
-        return _HEADER.pack(*self)
-
-
-def decode_header(content: bytes) -> WireHeader:
-    return WireHeader(*_HEADER.unpack(content))
 
 
 def encode_request(request: UnitRequests) -> bytes:
@@ -63,31 +58,12 @@ def view_pieces(content: memoryview, byte_offset: int, pieces: Sequence[ByteRang
     """Returns the pieces of a unit as views into its content, which begins at this byte of the file; one-dimensional
     where a piece is a single row. Raises ValueError if a piece is not inside of the unit.
     """
-    source = np.frombuffer(content, np.uint8)
-    views = []
-    for piece in pieces:
-        first = piece.byte_offset - byte_offset
-        if first < 0 or piece.end > byte_offset + len(source):
-            raise ValueError(f"{piece} is not in the {len(source)} bytes from {byte_offset}")
-        is_row = len(piece.lengths) == 1
-        rows = source[first : first + piece.byte_length] if is_row else source[first:]
-        views.append(rows if is_row else np.lib.stride_tricks.as_strided(rows, piece.lengths, piece.strides))
-    return views
-
-
-def pack(views: Sequence[np.ndarray]) -> memoryview:
-    """Copies the pieces into memory of their own, one after the other."""
-    packed = np.empty(sum(view.size for view in views), np.uint8)
-    position = 0
-    for view in views:
-        packed[position : position + view.size].reshape(view.shape)[...] = view
-        position += view.size
-    return packed.data
+    return [np.ndarray(lengths, np.uint8, content, first - byte_offset, strides) for first, lengths, strides in pieces]
 
 
 def seal(header: WireHeader, buffers: Sequence[memoryview]) -> WireHeader:
     """Returns the header with the digest of its fields and of the pieces."""
-    digest = xxhash.xxh3_64(header._replace(digest=0).encode())
+    digest = xxhash.xxh3_64(HEADER.pack(*header._replace(digest=0)))
     for buffer in buffers:
         digest.update(buffer)
     return header._replace(digest=digest.intdigest())
@@ -104,22 +80,28 @@ def check_digest(header: WireHeader, buffers: Sequence[memoryview], *, reader: i
 
 
 class OutgoingUnit:
-    """A header with its pieces, on the way to all peers that asked for the same pieces of a unit."""
+    """Pieces of a unit behind their header, on the way to all peers that asked for the same."""
 
-    def __init__(self, buffers: Sequence[memoryview | bytes], num_peers: int, release: Callable[[], None]) -> None:
-        """`release` is called when all peers have it."""
-        self.buffers = buffers
-        self._num_left = num_peers
-        self._lock = threading.Lock()
-        self._release = release
+    def __init__(
+        self, read: Fetch, views: list[np.ndarray], num_peers: int, *, budget: ByteBudget, verify: bool
+    ) -> None:
+        """Takes the pieces where they are, if the content stays there and they are single rows, else as a copy; waits
+        until the budget has that many bytes, which it gets back when all peers have the copy.
+        """
+        num_bytes = sum(view.size for view in views)
+        is_copied = read.target is None or any(view.ndim > 1 for view in views)
+        self._budget = budget
+        self._num_copied = num_bytes if is_copied else 0
+        self._budget.take(self._num_copied)
+        buffers = [np.concatenate(views, axis=None).data] if is_copied else [view.data for view in views]
+        header = WireHeader(read.file, read.byte_offset, num_bytes)
+        self.buffers: list[memoryview | bytes] = [HEADER.pack(*(seal(header, buffers) if verify else header)), *buffers]
+        self._peers_left = [*range(num_peers)]
 
     def sent(self) -> None:
         """Counts another peer that has it."""
-        with self._lock:
-            self._num_left -= 1
-            is_last = self._num_left == 0
-        if is_last:
-            self._release()
+        if self._peers_left.pop() == 0:  # one thread alone gets the 0
+            self._budget.give(self._num_copied)
 
 
 def damaged(what: str) -> CheckpointCorruptError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from functools import partial
@@ -17,38 +17,33 @@ from itertools import chain
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
-from bytecheckpoint.distributed.connection import Activity, Connection, PeerLeftError, PeerSender, start_thread
+from bytecheckpoint.distributed.connection import GRACE_S, Activity, Connection, PeerLeftError
 from bytecheckpoint.distributed.key_value_ranks import shown_ranks
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
 from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, Address, Listener, connect
-from bytecheckpoint.distributed.wire import (
-    OutgoingUnit,
-    WireHeader,
-    damaged,
-    decode_request,
-    encode_request,
-    pack,
-    seal,
-    view_pieces,
-)
+from bytecheckpoint.distributed.wire import OutgoingUnit, damaged, decode_request, encode_request, view_pieces
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.loading.match import Match
 from bytecheckpoint.loading.read import Source
-from bytecheckpoint.loading.receive import CommonBytes, Receiver
+from bytecheckpoint.loading.receive import Receiver, read_common
 from bytecheckpoint.manifest.frames import FRAME_BYTES
 from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory.host_to_device import CopyStreams, streams_to
 from bytecheckpoint.planner.byte_ranges import ByteRange, piece_of
-from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, ReaderShare, assign_readers, max_common_bytes
-from bytecheckpoint.planner.exchange_split import DividedPlan, can_share, divide_plan, wanted_runs
+from bytecheckpoint.planner.exchange_plan import (
+    DividedPlan,
+    ExtentRun,
+    Extents,
+    ReaderShare,
+    assign_readers,
+    divide_plan,
+    wanted_runs,
+)
 from bytecheckpoint.runtime.buffers import ByteBudget
 
 _HEARTBEATS_IN_TIMEOUT = 4
 _MAX_HEARTBEAT_S = 30.0
-_GRACE_S = 1.0
-"""Time that a rank whose load has failed leaves to DISCONNECT messages, its own and those of other ranks."""
 
 
 class Traffic(NamedTuple):
@@ -95,22 +90,19 @@ def _read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match
         _begin_reading(source, fetches)
         source.read(fetches, match.shards, match.stored_fqns)
         return Traffic(sum(fetch.byte_length for fetch in fetches), 0)
-    extents, options = Extents(source.manifest.files), source.options
-    sharable = [fetch for fetch in fetches if can_share(fetch, extents)]
-    unsharable = [fetch for fetch in fetches if not can_share(fetch, extents)]
+    extents = Extents(source.manifest.files)
     tensors = (shard.tensor for shard in match.shards if not shard.address)
     with closing(Listener(towards=ranks.rendezvous_host)) as listener, streams_to(tensors) as lanes:
-        runs = wanted_runs(sharable, extents)
-        local_plan = LocalReadPlan(listener.address, runs, source.unit_bytes(sharable), options.timeout_s)
+        runs, unit_bytes = wanted_runs(fetches, extents), source.unit_bytes(fetches)
+        local_plan = LocalReadPlan(listener.address, runs, unit_bytes, source.options.timeout_s)
         reply = ranks.reduce_scatter(msgspec.msgpack.encode(local_plan), partial(assign, extents=extents))
         assigned = msgspec.msgpack.decode(reply, type=ReadAssignment)
-        plan = divide_plan(sharable, assigned.share, extents, unit_bytes=assigned.unit_bytes)
-        plan = plan._replace(alone=[*plan.alone, *unsharable])
+        plan = divide_plan(fetches, assigned.share, extents, unit_bytes=assigned.unit_bytes)
         _begin_reading(source, [*plan.shared, *plan.alone])
         exchange = _Exchange(ranks, source, match, assigned=assigned, lanes=lanes)
-        common = CommonBytes(assigned.share.common, extents)
-        common.broadcast(ranks, source, lanes)
-        common.place(plan.common, exchange.receiver)
+        common = read_common(assigned.share.common, extents, ranks, source, lanes)
+        for fetch in plan.common:
+            exchange.receiver.place(fetch, common[fetch.file, fetch.byte_offset])
         try:
             exchange.run(plan, listener)
         except PeerLeftError:
@@ -120,7 +112,7 @@ def _read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match
     is_reader = ranks.rank == COORDINATOR
     received = chain(*plan.received.values(), () if is_reader else plan.common)
     return Traffic(
-        sum(fetch.byte_length for fetch in (*plan.shared, *plan.alone)) + is_reader * len(common.content),
+        sum(fetch.byte_length for fetch in (*plan.shared, *plan.alone)) + is_reader * sum(map(len, common.values())),
         sum(piece_of(item).byte_length for fetch in received for item in (*fetch.parts, *fetch.frames)),
     )
 
@@ -133,14 +125,11 @@ def _begin_reading(source: Source, fetches: Sequence[Fetch]) -> None:
 def assign(payloads: Sequence[bytes], extents: Extents) -> list[bytes]:
     """Makes the encoded assignment of each rank of the encoded local plans of all."""
     plans = [msgspec.msgpack.decode(content, type=LocalReadPlan) for content in payloads]
-    shares = assign_readers([plan.runs for plan in plans], extents, common_bytes=max_common_bytes(len(plans)))
-    unit_bytes = min((plan.unit_bytes for plan in plans), default=0)
-    timeout_s = min((plan.timeout_s for plan in plans), default=0.0)
+    shares = assign_readers([plan.runs for plan in plans], extents)
+    unit_bytes, timeout_s = min(plan.unit_bytes for plan in plans), min(plan.timeout_s for plan in plans)
     heartbeat_s = min(timeout_s / _HEARTBEATS_IN_TIMEOUT, _MAX_HEARTBEAT_S)
-    assignments = (
-        ReadAssignment(share, {reader: plans[reader].address for reader, _ in share.received}, unit_bytes, heartbeat_s)
-        for share in shares
-    )
+    addresses = [{reader: plans[reader].address for reader, _ in share.received} for share in shares]
+    assignments = (ReadAssignment(*each, unit_bytes, heartbeat_s) for each in zip(shares, addresses, strict=True))
     return list(map(msgspec.msgpack.encode, assignments))
 
 
@@ -150,19 +139,12 @@ class _Exchange:
     def __init__(
         self, ranks: Ranks, source: Source, match: Match, *, assigned: ReadAssignment, lanes: CopyStreams
     ) -> None:
-        self.targets = source.targets(match.shards, match.stored_fqns, lanes)
-        options = source.options
         # Half of the scratch memory is for reading. The rest is halved between what goes out and what comes in, unless
         # a frame that comes in would not fit, which is decompressed beside itself.
-        rest_bytes = options.scratch_bytes // 2
+        rest_bytes = source.options.scratch_bytes // 2
         incoming_bytes = max(rest_bytes // 2, min(3 * FRAME_BYTES, 3 * rest_bytes // 4))
-        self.receiver = Receiver(
-            self.targets,
-            match.stored_fqns,
-            scratch_bytes=incoming_bytes,
-            verify=options.verify,
-            changes=source.changes,
-        )
+        self._targets = source.targets(match.shards, match.stored_fqns, lanes)
+        self.receiver = Receiver(source, match, self._targets, scratch_bytes=incoming_bytes)
         self._outgoing = ByteBudget(rest_bytes - incoming_bytes)
         self._ranks = ranks
         self._source = source
@@ -173,15 +155,12 @@ class _Exchange:
         self._inbound: list[Connection] = []
         """To reader ranks, also those that are not established yet."""
         self._outbound: list[Connection] = []
-        self._senders: list[PeerSender] = []
-        self._requests: dict[tuple[int, int], dict[tuple[ByteRange, ...], list[PeerSender]]] = {}
+        self._requests: dict[tuple[int, int], dict[tuple[ByteRange, ...], list[Connection]]] = {}
         """The pieces of each unit, by its file and byte offset, with the peers that asked for them."""
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
-        """The first error of any thread."""
+        self._errors: list[BaseException] = []
+        """Those of all threads, in the order of time."""
         self._is_over = threading.Event()
-        """Set with the error."""
-        self._failed_at = 0.0
+        """Set with the first error."""
         num_threads = len(assigned.addresses) + len(assigned.share.peers) + 2 * MAX_UNAUTHENTICATED
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="bcp-exchange")
         self._futures: list[Future[None]] = []
@@ -196,101 +175,92 @@ class _Exchange:
                 for item in plan.received.items():
                     self._start(self._receive, *item)
                 with self._activity.waiting():
-                    listener.accept(peers, self._admit, self._start, timeout_s=timeout_s, is_wanted=self._is_wanted)
-                self._source.run(list(self._reads(plan)), self._lanes)
-                self._end_queues()
+                    listener.accept(peers, self._admit, self._start, timeout_s=timeout_s, is_over=self._is_over)
+                # The shared ones first: one that cannot be shared may begin at the same byte.
+                reads = self._source.with_targets([*plan.shared, *plan.alone], self._targets, self._stored_fqns)
+                passed_on = [self._passing_on(read) for read in reads]
+                if self._requests:
+                    raise damaged(f"what was asked for of {len(self._requests)} units that this rank does not read was")
+                self._source.run(passed_on, self._lanes)
                 wait(self._futures, return_when=FIRST_EXCEPTION)
         finally:
             self._end()
 
     def _start(self, do: Callable[..., None], *arguments: object) -> None:
-        self._futures.append(start_thread(self._pool, do, *arguments))
+        """Calls `do` on a thread. Raises CheckpointError (rank_failed) if there can be no more threads."""
+        try:
+            self._futures.append(self._pool.submit(self._failing_together()(do), *arguments))
+        except RuntimeError as error:
+            if isinstance(error, CheckpointError):  # raised by a signal handler
+                raise
+            raise CheckpointError(
+                f"the process can have no more threads ({error}), of which the exchange takes one for each rank that "
+                'this one is connected to: raise the limit, or load with LoadOptions(exchange="off")',
+                kind="rank_failed",
+            ) from error
 
     def _admit(self, connection: Connection, message: bytes) -> Callable[[], None]:
         """Notes what a peer asks for, and returns what sends it."""
-        with self._failing_together():
-            self._outbound.append(connection)
-            if self._is_silent():
-                connection.interrupt()
-            request = decode_request(message, peer=connection.global_rank)
-            heartbeat_s = self._assigned.heartbeat_s
-            sender = PeerSender(connection, num_units=len(request), activity=self._activity, heartbeat_s=heartbeat_s)
-            self._senders.append(sender)
-            with self._lock:
-                for unit, pieces in request.items():
-                    self._requests.setdefault(unit, {}).setdefault(pieces, []).append(sender)
-        return partial(self._send, sender)
+        self._outbound.append(connection)
+        if self._is_silent():
+            connection.interrupt()
+        request = decode_request(message, peer=connection.global_rank)
+        for unit, pieces in request.items():
+            self._requests.setdefault(unit, {}).setdefault(pieces, []).append(connection)
+        return partial(self._send, connection, len(request))
 
-    def _reads(self, plan: DividedPlan) -> Iterator[Fetch]:
-        # The shared ones first: one that cannot be shared may begin at the same byte.
-        for read in self._source.with_targets([*plan.shared, *plan.alone], self.targets, self._stored_fqns):
-            yield self._passing_on(read, self._requests.pop((read.file, read.byte_offset), {}))
-
-    def _passing_on(self, read: Fetch, requests: Mapping[tuple[ByteRange, ...], list[PeerSender]]) -> Fetch:
+    def _passing_on(self, read: Fetch) -> Fetch:
         """Returns the read of a unit, after which the peers get the pieces that they asked for."""
+        requests = self._requests.pop((read.file, read.byte_offset), {})
 
         def place(content: memoryview) -> None:
             if self._is_over.is_set():
                 raise PeerLeftError
             read.place(content)
             self._activity.step()
-            for pieces, senders in requests.items():
-                outgoing = self._outgoing_unit(read, view_pieces(content, read.byte_offset, pieces), len(senders))
-                for sender in senders:
-                    sender.put(outgoing)
+            for pieces, peers in requests.items():
+                views, verify = view_pieces(content, read.byte_offset, pieces), self._source.options.verify
+                unit = OutgoingUnit(read, views, len(peers), budget=self._outgoing, verify=verify)
+                for connection in peers:
+                    connection.units.put(unit)
 
         def wanted_by(start: int, end: int) -> str:
             """Names the peers as well: they rely on the reader rank to verify."""
             touching = [pieces for pieces in requests if any(piece.touches(start, end) for piece in pieces)]
-            peers = sorted({sender.connection.global_rank for key in touching for sender in requests[key]})
+            peers = sorted({connection.global_rank for key in touching for connection in requests[key]})
             return read.wanted_by(start, end) or (f"what {shown_ranks(peers)} asked for" if peers else "")
 
         return read._replace(place=place, wanted_by=wanted_by)
 
-    def _outgoing_unit(self, read: Fetch, views: Sequence[np.ndarray], num_peers: int) -> OutgoingUnit:
-        """Returns the pieces where they are, if the content stays there and they are single rows, else as a copy."""
-        num_bytes = sum(view.size for view in views)
-        is_copied = read.target is None or any(view.ndim > 1 for view in views)
-        if is_copied:
-            self._outgoing.take(num_bytes)
-        buffers = [pack(views)] if is_copied else [view.data for view in views]
-        header = WireHeader(read.file, read.byte_offset, num_bytes)
-        if self._source.options.verify:
-            header = seal(header, buffers)
-        release = partial(self._outgoing.give, num_bytes if is_copied else 0)
-        return OutgoingUnit([header.encode(), *buffers], num_peers, release)
-
-    def _send(self, sender: PeerSender) -> None:
-        with self._failing_together():
-            try:
-                sender.send_all(self._is_over)
-            except PeerLeftError:
-                self._is_over.wait(_GRACE_S)  # if the peer is also a reader rank of this one, that says why
-                raise
+    def _send(self, connection: Connection, num_units: int) -> None:
+        try:
+            connection.send_units(num_units, self._activity, self._is_over, heartbeat_s=self._assigned.heartbeat_s)
+        except PeerLeftError:
+            self._is_over.wait(GRACE_S)  # if the peer is also a reader rank of this one, that says why
+            raise
 
     def _receive(self, reader: int, fetches: Sequence[Fetch]) -> None:
-        with self._failing_together():
-            awaited = {(fetch.file, fetch.byte_offset): fetch for fetch in fetches}
-            connection = connect(
-                self._ranks.global_ranks[reader],
-                self._assigned.addresses[reader],
-                self._ranks.rank,
-                encode_request({unit: self.receiver.pieces(fetch) for unit, fetch in awaited.items()}),
-                timeout_s=self._source.options.timeout_s,
-                on_open=self._inbound.append,
-                is_over=self._is_over,
-            )
-            while awaited and not self._is_over.is_set():
-                header = connection.receive_header()
-                fetch = awaited.pop((header.file, header.byte_offset), None)
-                if fetch is None:
-                    raise damaged(
-                        f"{header.byte_length} bytes from rank {connection.global_rank} that were not asked for "
-                        f"(file {header.file}, byte {header.byte_offset}), were"
-                    )
-                self.receiver.receive(connection, header, fetch)
-            if not awaited:
-                connection.send_ack()
+        awaited = {(fetch.file, fetch.byte_offset): fetch for fetch in fetches}
+        connection = connect(
+            self._ranks.global_ranks[reader],
+            self._assigned.addresses[reader],
+            self._ranks.rank,
+            encode_request({unit: self.receiver.pieces(fetch) for unit, fetch in awaited.items()}),
+            timeout_s=self._source.options.timeout_s,
+            on_open=self._inbound.append,
+            is_over=self._is_over,
+        )
+        while awaited and not self._is_over.is_set():
+            header = connection.receive_header()
+            fetch = awaited.pop((header.file, header.byte_offset), None)
+            if fetch is None:
+                raise damaged(
+                    f"{header.byte_length} bytes from rank {connection.global_rank} that were not asked for "
+                    f"(file {header.file}, byte {header.byte_offset}), were"
+                )
+            self.receiver.receive(connection, header, fetch)
+        if not awaited:
+            connection.send_ack()
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -300,36 +270,23 @@ class _Exchange:
         try:
             yield
         except BaseException as error:
-            with self._lock:
-                is_first = self._error is None
-                if is_first:
-                    self._failed_at = time.monotonic()
-                    self._error = error
-                    self._is_over.set()
-            if is_first:
-                self._stop()
+            self._errors.append(error)
+            self._is_over.set()
+            self._stop()
             raise
 
     def _stop(self) -> None:
+        """Ends all waits of other threads. May be called several times."""
         if self._is_silent():
             self._interrupt_all()
-        self.receiver.stop()
+        self.receiver.scratch.break_off(PeerLeftError)
         self._outgoing.break_off(PeerLeftError)
-        self._end_queues()
         for connection in self._inbound:
             connection.disconnect()
 
     def _is_silent(self) -> bool:
         """Returns True if this rank will not say what has happened: others are to see that it is gone."""
-        return not isinstance(self._error, Exception | None)
-
-    def _is_wanted(self) -> bool:
-        """Returns True until peers that connect after a failure have had time to receive DISCONNECT."""
-        return self._error is None or time.monotonic() <= self._failed_at + _GRACE_S
-
-    def _end_queues(self) -> None:
-        for sender in self._senders:
-            sender.put(None)
+        return any(not isinstance(error, Exception) for error in self._errors[:1])
 
     def _interrupt_all(self) -> None:
         for connection in (*self._inbound, *self._outbound):
@@ -337,13 +294,15 @@ class _Exchange:
 
     def _end(self) -> None:
         """Waits until nothing is under way, and raises the first error."""
-        if self._error is not None:
-            wait(self._futures, timeout=_GRACE_S)
+        if self._errors:
+            wait(self._futures, timeout=GRACE_S)
             self._interrupt_all()
         self._pool.shutdown()
         for connection in (*self._inbound, *self._outbound):
             connection.close()
-        if isinstance(self._error, CheckpointError) and self._error.kind == "rank_missing":
-            time.sleep(min(_GRACE_S, self._source.options.timeout_s))  # the error of the lost rank says more
-        if self._error is not None:
-            raise self._error
+        if not self._errors:
+            return
+        error = self._errors[0]
+        if isinstance(error, CheckpointError) and error.kind == "rank_missing":
+            time.sleep(min(GRACE_S, self._source.options.timeout_s))  # the error of the lost rank says more
+        raise error

@@ -193,7 +193,7 @@ class Source:
 
     def _with_target(self, fetch: Fetch, targets: Targets, stored_fqns: Sequence[str]) -> Fetch:
         memory = memory_of(fetch.parts[0], targets) if fetch.is_direct else None
-        frames = tuple(frame_with_target(frame, targets, self.changes) for frame in fetch.frames)
+        frames = tuple(_frame_with_target(frame, targets, self.changes) for frame in fetch.frames)
         fetch = fetch._replace(wanted_by=partial(names_in, fetch, stored_fqns), frames=frames)
         if memory is not None:
             return fetch._replace(target=partial(_filled, memory, self.changes))
@@ -201,7 +201,7 @@ class Source:
         return fetch._replace(place=partial(_placed, place, self.changes)) if fetch.parts else fetch
 
 
-def frame_with_target(frame: Frame, targets: Targets, changes: StateChanges) -> Frame:
+def _frame_with_target(frame: Frame, targets: Targets, changes: StateChanges) -> Frame:
     """Returns the frame with the memory that its raw bytes go to."""
     memory = memory_of(frame.parts[0], targets) if frame.is_direct else None
     place = partial(place_all, frame.parts, 0, targets) if memory is None else ignore_bytes

@@ -4,8 +4,7 @@ through scratch memory that all connections share. What the coordinator broadcas
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate, pairwise
@@ -13,19 +12,19 @@ from itertools import accumulate, pairwise
 import numpy as np
 import xxhash
 
-from bytecheckpoint.distributed.connection import Connection, PeerLeftError
+from bytecheckpoint.distributed.connection import Connection
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
 from bytecheckpoint.distributed.wire import WireHeader, check_digest, damaged
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.loading.overwrite_state import StateChanges
-from bytecheckpoint.loading.read import Source, frame_with_target
-from bytecheckpoint.loading.scatter import Targets, memory_of, place_all
+from bytecheckpoint.loading.match import Match
+from bytecheckpoint.loading.read import Source
+from bytecheckpoint.loading.scatter import Targets, memory_of
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.manifest.ranges import Fetch, Frame, Part
 from bytecheckpoint.memory.host_to_device import CopyStreams
 from bytecheckpoint.planner.byte_ranges import ByteRange, first_names, piece_of
-from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents
-from bytecheckpoint.planner.exchange_split import packed
+from bytecheckpoint.planner.coalesce import fetch_of
+from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, packed
 from bytecheckpoint.runtime.buffers import ByteBudget
 from bytecheckpoint.storage.compression import decode_frame
 
@@ -36,14 +35,11 @@ _MIN_DIRECT_BYTES = 1 << 16
 class Receiver:
     """The destination of received bytes. Used by one thread for each connection."""
 
-    def __init__(
-        self, targets: Targets, stored_fqns: Sequence[str], *, scratch_bytes: int, verify: bool, changes: StateChanges
-    ) -> None:
+    def __init__(self, source: Source, match: Match, targets: Targets, *, scratch_bytes: int) -> None:
+        self.scratch = ByteBudget(scratch_bytes)
+        self._source = source
+        self._stored_fqns = match.stored_fqns
         self._targets = targets
-        self._stored_fqns = stored_fqns
-        self._scratch = ByteBudget(scratch_bytes)
-        self._verify = verify
-        self._changes = changes
 
     def pieces(self, fetch: Fetch) -> tuple[ByteRange, ...]:
         """Returns the pieces to ask for, in the order in which `receive` takes them."""
@@ -68,34 +64,26 @@ class Receiver:
             )
         # A frame is there twice while it is decoded: as the codec returns it, and in its order.
         decoding_bytes = max((2 * frame.raw_bytes for frame in fetch.frames), default=0)
-        with self._scratch.taken(scratch_bytes + decoding_bytes):
+        with self.scratch.taken(scratch_bytes + decoding_bytes):
             scratch = np.empty(scratch_bytes, np.uint8).data
             buffers = [*(memory for _, memory in direct), scratch]
-            with self._changes.overwriting() if direct else nullcontext():
+            with self._source.changes.overwriting() if direct else nullcontext():
                 for buffer in buffers:
                     connection.receive_into(buffer)
-            if self._verify:
+            if self._source.options.verify:
                 check_digest(header, buffers, reader=connection.global_rank, wanted_by=names)
-            self.place(map(packed, others, bounds), 0, scratch)
+            self.place(fetch_of(fetch.file, 0, scratch_bytes, [*map(packed, others, bounds)]), scratch)
 
-    def place(self, items: Iterable[Part | Frame], byte_offset: int, content: memoryview) -> None:
-        """Puts verified, writable bytes, which begin at this byte of the file, into the tensors of these items."""
-        parts: list[Part] = []
-        for item in items:
-            if not isinstance(item, Frame):
-                parts.append(item)
-                continue
-            frame = frame_with_target(item, self._targets, self._changes)
-            encoded = content[frame.byte_offset - byte_offset :][: frame.byte_length]
+    def place(self, fetch: Fetch, content: memoryview) -> None:
+        """Puts the verified, writable bytes of a fetch into the tensors."""
+        indirect = fetch._replace(is_direct=False)
+        (fetch,) = self._source.with_targets([indirect], self._targets, self._stored_fqns)
+        for frame in fetch.frames:
+            encoded = content[frame.byte_offset - fetch.byte_offset :][: frame.byte_length]
             raw = np.empty(frame.raw_bytes, np.uint8).data if frame.target is None else frame.target
             decode_frame(frame.codec, encoded, frame.item_bytes, raw)
             frame.place(raw)
-        with self._changes.overwriting() if parts else nullcontext():
-            place_all(parts, byte_offset, self._targets, content)
-
-    def stop(self) -> None:
-        """Ends all waits for scratch memory with PeerLeftError."""
-        self._scratch.break_off(PeerLeftError)
+        fetch.place(content)
 
     def _split(self, fetch: Fetch) -> tuple[list[tuple[Part, memoryview]], list[Part | Frame]]:
         """Returns the parts that are received straight into tensor memory, with that memory, and the other items."""
@@ -107,55 +95,39 @@ class Receiver:
         return direct, [*others, *fetch.frames]
 
 
-class CommonBytes:
-    """Few bytes that many ranks want, such as an optimizer's `step`: the coordinator reads and broadcasts them, so that
-    no rank connects to another one for them. The runs are in the order of the files.
+def read_common(
+    runs: Sequence[ExtentRun], extents: Extents, ranks: Ranks, source: Source, lanes: CopyStreams
+) -> dict[tuple[int, int], memoryview]:
+    """Returns few bytes that many ranks want, such as an optimizer's `step`: the content of each run, by its file and
+    byte offset. The coordinator reads and broadcasts them, so that no rank connects to another one for them. All ranks
+    must call this with the same runs.
+
+    Raises the errors of reading, and CheckpointCorruptError (checksum) for bytes that were damaged since.
     """
-
-    def __init__(self, runs: Sequence[ExtentRun], extents: Extents) -> None:
-        self._runs = runs
-        self._extents = extents
-        self._starts = [(run.file, extents.bounds(run.file)[run.first]) for run in runs]
-        bounds = [*accumulate(map(extents.num_bytes, runs), initial=0)]
-        self.content = memoryview(bytearray(bounds[-1]))
-        self._contents = [self.content[start:end] for start, end in pairwise(bounds)]
-
-    def broadcast(self, ranks: Ranks, source: Source, lanes: CopyStreams) -> None:
-        """Reads the runs on the coordinator and sends them to all ranks, which must all call this.
-
-        Raises the errors of reading, and CheckpointCorruptError (checksum) for bytes that were damaged since.
-        """
-        if not self._starts:
-            return
-        if ranks.rank == COORDINATOR:
-            wanted = Fetch(0, 0, 0, (), is_direct=False, wanted_by=lambda *_: "what all ranks want")
-            reads = [
-                wanted._replace(file=file, byte_offset=start, byte_length=len(content), target=partial(_open, content))
-                for (file, start), content in zip(self._starts, self._contents, strict=True)
-            ]
-            source.run(reads, lanes)
-        self.content[:] = ranks.broadcast(bytes(self.content))
-        if source.options.verify:
-            self._verify(source.manifest.files)
-
-    def _verify(self, files: Sequence[DataFile]) -> None:
-        """Compares each extent with the manifest, which finds bytes that changed in the coordinator's memory, too."""
-        for run, content in zip(self._runs, self._contents, strict=True):
-            file, bounds = files[run.file], self._extents.bounds(run.file)
-            for number in range(run.first, run.end) if file.extent_lengths else ():
-                start, end = (bounds[each] - bounds[run.first] for each in (number, number + 1))
-                if xxhash.xxh3_64_intdigest(content[start:end]) != file.extent_digests[number]:
-                    what = f"bytes {bounds[number]} to {bounds[number + 1]} of {file.name}"
-                    raise damaged(f"{what}, which rank 0 had read for all ranks, were")
-
-    def place(self, fetches: Iterable[Fetch], receiver: Receiver) -> None:
-        """Puts what this rank wants of the runs into its tensors; each fetch lies in one of them."""
-        for fetch in fetches:
-            number = bisect_right(self._starts, (fetch.file, fetch.byte_offset)) - 1
-            first = fetch.byte_offset - self._starts[number][1]
-            content = self._contents[number][first : first + fetch.byte_length]
-            receiver.place((*fetch.parts, *fetch.frames), fetch.byte_offset, content)
+    if not runs:
+        return {}
+    fetches = [fetch_of(run.file, *extents.span(run), ()) for run in runs]
+    bounds = [*accumulate((fetch.byte_length for fetch in fetches), initial=0)]
+    content = memoryview(bytearray(bounds[-1]))
+    parts = [content[start:end] for start, end in pairwise(bounds)]
+    if ranks.rank == COORDINATOR:
+        given: Callable[[memoryview], AbstractContextManager[memoryview]] = nullcontext
+        reads = [
+            fetch._replace(target=partial(given, part), wanted_by=lambda *_: "what all ranks want")
+            for fetch, part in zip(fetches, parts, strict=True)
+        ]
+        source.run(reads, lanes)
+    content[:] = ranks.broadcast(bytes(content))
+    if source.options.verify:
+        for run, part in zip(runs, parts, strict=True):
+            _verify(part, run, extents.bounds(run.file), source.manifest.files[run.file])
+    return {(fetch.file, fetch.byte_offset): part for fetch, part in zip(fetches, parts, strict=True)}
 
 
-def _open(content: memoryview) -> AbstractContextManager[memoryview]:
-    return nullcontext(content)
+def _verify(content: memoryview, run: ExtentRun, bounds: Sequence[int], file: DataFile) -> None:
+    """Compares each extent with the manifest, which finds bytes that changed in the coordinator's memory, too."""
+    for number in range(run.first, run.end) if file.extent_lengths else ():
+        start, end = bounds[number], bounds[number + 1]
+        part = content[start - bounds[run.first] : end - bounds[run.first]]
+        if xxhash.xxh3_64_intdigest(part) != file.extent_digests[number]:
+            raise damaged(f"bytes {start} to {end} of {file.name}, which rank 0 had read for all ranks, were")

@@ -82,7 +82,7 @@ def in_twos() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks_module, "BLOCK_RANKS", 2)
         patch.setattr(exchange_plan, "MAX_TOGETHER", 2)
-        patch.setattr(exchange_module, "_GRACE_S", 0.3)
+        patch.setattr(exchange_module, "GRACE_S", 0.3)
         yield
 
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from functools import partial
 from queue import SimpleQueue
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -18,16 +17,16 @@ import pytest
 
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed import rendezvous as rendezvous_module
-from bytecheckpoint.distributed.connection import Activity, Connection, PeerLeftError, PeerSender, start_thread
+from bytecheckpoint.distributed.connection import Activity, Connection, PeerLeftError
 from bytecheckpoint.distributed.rendezvous import Address, Listener, connect
-from bytecheckpoint.distributed.wire import DISCONNECT, HEARTBEAT, OutgoingUnit, WireHeader
+from bytecheckpoint.distributed.wire import DISCONNECT, HEADER, HEARTBEAT, OutgoingUnit, WireHeader, view_pieces
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.loading.exchange import ReadAssignment, _Exchange
 from bytecheckpoint.loading.overwrite_state import StateChanges
 from bytecheckpoint.loading.receive import Receiver
 from bytecheckpoint.manifest.ranges import Fetch, FlatPart
-from bytecheckpoint.planner.exchange_plan import ReaderShare
-from bytecheckpoint.planner.exchange_split import DividedPlan
+from bytecheckpoint.planner.byte_ranges import ByteRange
+from bytecheckpoint.planner.exchange_plan import DividedPlan, ReaderShare
 from bytecheckpoint.runtime.buffers import ByteBudget
 
 READER, PEER = 40, 41
@@ -50,8 +49,7 @@ def accept(
         return lambda: None
 
     with ThreadPoolExecutor(300, thread_name_prefix="bcp-exchange") as pool:
-        start = partial(start_thread, pool)
-        listener.accept(peers, note, start, timeout_s=timeout_s, is_wanted=lambda: True)
+        listener.accept(peers, note, pool.submit, timeout_s=timeout_s, is_over=threading.Event())
     return admitted
 
 
@@ -124,8 +122,7 @@ def test_a_connection_stays_open_after_the_rendezvous(listener: Listener) -> Non
 
     with ThreadPoolExecutor(300) as pool:
         theirs = pool.submit(connect_to, listener.address)
-        start = partial(start_thread, pool)
-        listener.accept({1: PEER}, send_late, start, timeout_s=10.0, is_wanted=lambda: True)
+        listener.accept({1: PEER}, send_late, pool.submit, timeout_s=10.0, is_over=threading.Event())
         is_accepted.set()
         assert receive(theirs.result(), 12) == b"to the peer!"
         assert is_served.wait(10)
@@ -150,17 +147,20 @@ def test_a_peer_that_connects_twice_is_served_once(listener: Listener) -> None:
             connection.close()
 
 
-def test_a_damaged_request_ends_the_exchange_and_all_its_threads(listener: Listener) -> None:
+def exchange_with_a_peer() -> _Exchange:
     options = bcp.LoadOptions(timeout_s=10.0)
     source: Any = SimpleNamespace(options=options, targets=lambda *_: [], changes=StateChanges())
     match: Any = SimpleNamespace(shards=[], stored_fqns=[])
     ranks: Any = SimpleNamespace(global_ranks=[READER, PEER], rank=0)
     assigned = ReadAssignment(ReaderShare([], [1], []), {}, 1, 1.0)
-    exchange = _Exchange(ranks, source, match, assigned=assigned, lanes=Any)
+    return _Exchange(ranks, source, match, assigned=assigned, lanes=Any)
+
+
+def test_a_damaged_request_ends_the_exchange_and_all_its_threads(listener: Listener) -> None:
     with ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(connect_to, listener.address, request=b"damaged request")
         with pytest.raises(CheckpointError, match="damaged") as raised:
-            exchange.run(DividedPlan([], [], {}, []), listener)
+            exchange_with_a_peer().run(DividedPlan([], [], {}, []), listener)
         theirs.result().close()
     assert raised.value.kind == "checksum"  # and keeps the frames alive that it went through
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("bcp-exchange")]
@@ -203,7 +203,7 @@ def test_a_rendezvous_that_can_have_no_more_threads_says_what_to_do(
         socket.create_connection(("127.0.0.1", listener.address.port)),
         pytest.raises(CheckpointError, match=r"no more threads .*exchange=\"off\"") as raised,
     ):
-        admit(listener)
+        exchange_with_a_peer().run(DividedPlan([], [], {}, []), listener)
     assert raised.value.kind == "rank_failed"
 
 
@@ -325,16 +325,22 @@ def test_a_peer_that_disconnects_is_not_taken_for_dead(listener: Listener, is_ch
     ours.close()
 
 
-def sender_to(connection: Connection, activity: Activity) -> PeerSender:
-    return PeerSender(connection, num_units=1, activity=activity, heartbeat_s=0.01)
+def unit() -> OutgoingUnit:
+    """Six bytes for one peer, behind the header (1, 2, 6)."""
+    read = Fetch(1, 2, 6, (), is_direct=False)
+    views = view_pieces(memoryview(b"pieces"), 2, [ByteRange(2, (6,), (1,))])
+    return OutgoingUnit(read, views, 1, budget=ByteBudget(6), verify=False)
+
+
+def send_unit(connection: Connection, activity: Activity) -> None:
+    connection.send_units(1, activity, threading.Event(), heartbeat_s=0.01)
 
 
 def test_a_reader_rank_sends_heartbeats_while_it_makes_progress(listener: Listener) -> None:
     ours, theirs = pair(listener, 1.0)
     activity = Activity()
-    sender = sender_to(ours, activity)
     with ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(sender.send_all, threading.Event())
+        sent = pool.submit(send_unit, ours, activity)
         for _ in range(3):
             activity.step()
             assert receive(theirs, len(HEARTBEAT)) == HEARTBEAT
@@ -344,8 +350,8 @@ def test_a_reader_rank_sends_heartbeats_while_it_makes_progress(listener: Listen
         with pytest.raises(CheckpointError, match="passed nothing on for 1 s"):  # noqa: PT012  # after the last of them
             while True:
                 assert receive(theirs, len(HEARTBEAT)) == HEARTBEAT
-        header = WireHeader(1, 2, 5)
-        sender.put(OutgoingUnit([header.encode(), b"pieces"], 1, lambda: None))
+        header = WireHeader(1, 2, 6)
+        ours.units.put(unit())
         assert theirs.receive_header() == header
         assert receive(theirs, 6) == b"pieces"
         assert not sent.done()
@@ -358,7 +364,7 @@ def test_a_reader_rank_sends_heartbeats_while_it_makes_progress(listener: Listen
 def test_a_peer_that_dies_while_there_is_nothing_to_send_is_named(listener: Listener) -> None:
     ours, theirs = pair(listener, 60.0)
     with ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(sender_to(ours, Activity()).send_all, threading.Event())
+        sent = pool.submit(send_unit, ours, Activity())
         theirs.close()
         with pytest.raises(CheckpointError, match="rank 41 was to take"):
             sent.result(20)
@@ -368,10 +374,9 @@ def test_a_peer_that_dies_while_there_is_nothing_to_send_is_named(listener: List
 @pytest.mark.parametrize("is_dead", [False, True])
 def test_a_peer_that_goes_with_units_on_the_way_is_noticed(listener: Listener, is_dead: bool) -> None:
     ours, theirs = pair(listener, 60.0)
-    sender = sender_to(ours, Activity())
-    sender.put(OutgoingUnit([WireHeader(1, 2, 6).encode(), b"pieces"], 1, lambda: None))
+    ours.units.put(unit())
     with ThreadPoolExecutor(1) as pool:
-        sent = pool.submit(sender.send_all, threading.Event())
+        sent = pool.submit(send_unit, ours, Activity())
         theirs.receive_header()
         theirs.close() if is_dead else theirs.disconnect()
         with pytest.raises(CheckpointError if is_dead else PeerLeftError):
@@ -390,7 +395,7 @@ def test_a_reader_rank_does_not_wait_for_ever_for_the_ack_of_a_stuck_peer(listen
 def test_heartbeats_are_skipped_and_a_disconnect_is_no_header(listener: Listener) -> None:
     ours, theirs = pair(listener, 10.0)
     header = WireHeader(1, 2, 6)
-    ours.send(HEARTBEAT + HEARTBEAT + header.encode() + HEARTBEAT + DISCONNECT)
+    ours.send(HEARTBEAT + HEARTBEAT + HEADER.pack(*header) + HEARTBEAT + DISCONNECT)
     assert theirs.receive_header() == header
     with pytest.raises(PeerLeftError):
         theirs.receive_header()
@@ -420,7 +425,20 @@ class Sender:
 
 
 def test_a_unit_of_another_length_than_was_asked_for_is_refused_before_it_is_received() -> None:
-    receiver = Receiver([], ["w"], scratch_bytes=100, verify=False, changes=StateChanges())
+    match: Any = SimpleNamespace(stored_fqns=["w"])
+    receiver = Receiver(Any, match, [], scratch_bytes=100)
     fetch = Fetch(0, 0, 100, (FlatPart(0, 0, 8, 0),), is_direct=False)
     with pytest.raises(CheckpointError, match="rank 41 passed on 9 bytes of w, and 8 were asked for"):
         receiver.receive(Sender(), WireHeader(0, 0, 9), fetch)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [ByteRange(9, (2,), (1,)), ByteRange(15, (6,), (1,)), ByteRange(10, (2, 3), (8, 1)), ByteRange(21, (1,), (1,))],
+)
+def test_a_piece_outside_of_its_unit_is_refused(piece: ByteRange) -> None:
+    inside = [ByteRange(10, (10,), (1,)), ByteRange(10, (2, 3), (7, 1))]
+    first, rows = view_pieces(memoryview(bytes(range(10))), 10, inside)
+    assert (first.tobytes(), rows.tobytes()) == (bytes(range(10)), bytes([0, 1, 2, 7, 8, 9]))
+    with pytest.raises(ValueError):
+        view_pieces(memoryview(bytes(10)), 10, [piece])

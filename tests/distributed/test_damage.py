@@ -67,7 +67,7 @@ def state_of(placement: Placement, *, is_filled: bool) -> dict[str, Any]:
 def in_small_pieces() -> Iterator[None]:
     """The ranks wait for one another as shortly as on one host they can."""
     with small_pieces(extent_bytes=16384), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange_module, "_GRACE_S", 0.3)
+        patch.setattr(exchange_module, "GRACE_S", 0.3)
         yield
 
 

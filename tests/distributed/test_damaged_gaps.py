@@ -57,7 +57,7 @@ def between_columns(rank: int, world_size: int, path: str, exchange: Any, gap: i
     whole = torch.arange(ROWS * COLUMNS).remainder(251).to(torch.uint8).reshape(ROWS, COLUMNS)
     options = bcp.LoadOptions(exchange=exchange, max_gap_bytes=gap, timeout_s=20)
     with small_pieces(extent_bytes=256), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange_module, "_GRACE_S", 0.3)
+        patch.setattr(exchange_module, "GRACE_S", 0.3)
         bcp.save(path, {"m": {"t": whole}})
         for row in range(0, ROWS, 5):
             flip(path, "m.t", row * COLUMNS + 2000)
@@ -91,7 +91,7 @@ def beside_tensors(rank: int, world_size: int, path: str, exchange: Any, gap: in
     options = bcp.LoadOptions(exchange=exchange, max_gap_bytes=gap, timeout_s=20)
     errors: list[Seen | None] = []
     with small_pieces(extent_bytes=16384), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange_module, "_GRACE_S", 0.3)
+        patch.setattr(exchange_module, "GRACE_S", 0.3)
         bcp.save(path, whole)
         for damaged in ("b", "c"):
             flip(path, damaged, 60_000)

@@ -191,7 +191,7 @@ def test_a_module_on_the_meta_device_is_filled(workers: WorkerPool, tmp_path: Pa
 
 FAILURES: dict[str, str] = {
     "reading": Seam(local_store.LocalStore, "read_into"),
-    "packing": Seam(exchange_module, "seal"),
+    "packing": Seam(exchange_module, "OutgoingUnit"),
     "connecting": Seam(exchange_module, "connect"),
     "placing": Seam(receive, "check_digest"),
     "dividing": Seam(exchange_module, "divide_plan"),

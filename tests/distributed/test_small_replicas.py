@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
 from bytecheckpoint.loading import exchange as exchange_module
-from bytecheckpoint.loading.receive import CommonBytes
+from bytecheckpoint.loading import receive
 from bytecheckpoint.planner import deduplicate, exchange_plan, save_plan
 from distributed.workers import WorkerPool
 
@@ -137,25 +137,25 @@ def test_a_checkpoint_with_small_replicas_in_every_file_loads(
 
 
 def load_in_common(
-    rank: int, world_size: int, path: str, damages_on: int | None = None, verify: bool = True
+    rank: int, world_size: int, path: str, damages_on: int | None = None, is_verified: bool = True
 ) -> tuple[bool, int, int]:
     """As many ranks would, of which none connects with another: rank 0 reads and sends what all want."""
 
-    def verify_damaged(common: CommonBytes, files: Any) -> None:
-        common.content[-1] ^= 1
-        verify_content(common, files)
+    def verify_damaged(content: memoryview, *of_run: Any) -> None:
+        content[-1] ^= 1
+        verify(content, *of_run)
 
-    verify_content = CommonBytes._verify
+    verify = receive._verify
     expected = local_tensors(*trained(world_size, num_replicas=1, seed=1))
     model, optimizer = trained(world_size, num_replicas=1, seed=2)
-    options = bcp.LoadOptions(exchange="on", timeout_s=60, verify=verify)
+    options = bcp.LoadOptions(exchange="on", timeout_s=60, verify=is_verified)
     with (
         pytest.MonkeyPatch.context() as patch,
         before(Seam(exchange_module, "connect"), raising(AssertionError())),
     ):
         patch.setattr(exchange_plan, "FEW_RANKS", 2)
         if rank == damages_on:
-            patch.setattr(CommonBytes, "_verify", verify_damaged)
+            patch.setattr(receive, "_verify", verify_damaged)
         report = bcp.load(path, {"model": model, "optimizer": optimizer}, options=options)
     same = all(map(torch.equal, local_tensors(model, optimizer), expected))
     return same, report.num_bytes_read, report.num_bytes_received

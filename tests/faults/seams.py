@@ -76,7 +76,7 @@ EXCHANGE_PHASES = {
     "connecting": Seam(exchange, "connect"),
     "letting in": Seam(rendezvous.Listener, "accept"),
     "reading": Seam(read.Source, "run"),
-    "passing on": Seam(exchange, "seal"),
+    "passing on": Seam(exchange, "OutgoingUnit"),
     "taking in": Seam(receive, "check_digest"),
     "finishing": Seam(containers.PlainEntry, "finish"),
 }

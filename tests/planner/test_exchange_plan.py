@@ -21,6 +21,13 @@ def file_of(lengths: list[int]) -> DataFile:
     return DataFile("f", sum(lengths), lengths, [0] * len(lengths))
 
 
+def shares_of(wanted: Wanted, extents: Extents, common_bytes: int = 0) -> list[ReaderShare]:
+    """The shares where so many bytes may be common."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_plan, "_COMMON_BYTES", common_bytes)
+        return assign_readers(wanted, extents)
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Extents, Wanted]:
     files = draw(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=12), min_size=1, max_size=3))
@@ -67,9 +74,9 @@ def check_shares(wanted: Wanted, shares: list[ReaderShare], *, max_readers: int)
 @settings(max_examples=80, deadline=None)
 def test_every_shared_extent_is_read_once_and_passed_on_to_all_who_want_it(case: tuple[Extents, Wanted]) -> None:
     extents, wanted = case
-    shares = assign_readers(wanted, extents, common_bytes=0)
+    shares = shares_of(wanted, extents)
     check_shares(wanted, shares, max_readers=1)
-    assert assign_readers(wanted, extents, common_bytes=0) == shares
+    assert shares_of(wanted, extents) == shares
 
 
 @given(cases())
@@ -78,7 +85,7 @@ def test_where_many_want_the_same_they_are_divided_into_groups(case: tuple[Exten
     extents, wanted = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange_plan, "MAX_TOGETHER", 2)
-        check_shares_in_groups(wanted, assign_readers(wanted, extents, common_bytes=0))
+        check_shares_in_groups(wanted, shares_of(wanted, extents))
 
 
 def check_shares_in_groups(wanted: Wanted, shares: list[ReaderShare]) -> None:
@@ -102,7 +109,7 @@ def read_bytes(wanted: Wanted, shares: list[ReaderShare], extents: Extents) -> l
 def test_replicas_read_equal_parts_in_long_runs() -> None:
     extents = Extents([file_of([10] * 100), file_of([10] * 20)])
     wanted = [[ExtentRun(0, 0, 100), ExtentRun(1, 0, 20)] for _ in range(4)]
-    shares = assign_readers(wanted, extents, common_bytes=0)
+    shares = shares_of(wanted, extents)
     assert [list(share.reads) for share in shares] == [
         [ExtentRun(0, 0, 30)],
         [ExtentRun(0, 30, 60)],
@@ -115,13 +122,13 @@ def test_replicas_read_equal_parts_in_long_runs() -> None:
 def test_those_who_have_much_of_their_own_to_read_get_less_of_what_is_shared() -> None:
     extents = Extents([file_of([10] * 100)])
     wanted = [[ExtentRun(0, 0, 60)], [ExtentRun(0, 40, 60), ExtentRun(0, 90, 100)], [ExtentRun(0, 40, 60)]]
-    shares = assign_readers(wanted, extents, common_bytes=0)
+    shares = shares_of(wanted, extents)
     assert read_bytes(wanted, shares, extents) == [400, 150, 150]
 
 
 def test_one_extent_that_all_want_has_one_reader() -> None:
     extents = Extents([file_of([5])])
-    shares = assign_readers([[ExtentRun(0, 0, 1)]] * 3, extents, common_bytes=0)
+    shares = shares_of([[ExtentRun(0, 0, 1)]] * 3, extents)
     assert sorted(len(share.reads) for share in shares) == [0, 0, 1]
 
 
@@ -135,8 +142,8 @@ def test_the_cost_grows_with_the_runs_and_not_with_pairs_of_ranks() -> None:
     num_ranks = 1024
     extents = Extents([file_of([1] * 4096)])
     wanted = [[ExtentRun(0, 4 * rank, 4 * rank + 4)] for rank in range(num_ranks)]
-    assert all(not share.reads and not share.received for share in assign_readers(wanted, extents, common_bytes=0))
-    replicas = assign_readers([[ExtentRun(0, 0, 4096)]] * num_ranks, extents, common_bytes=0)
+    assert all(not share.reads and not share.received for share in shares_of(wanted, extents))
+    replicas = shares_of([[ExtentRun(0, 0, 4096)]] * num_ranks, extents)
     assert {len(share.peers) for share in replicas} == {63}
     assert {sum(map(extents.num_bytes, share.reads)) for share in replicas} == {64}
 
@@ -145,7 +152,7 @@ def test_little_that_many_ranks_want_is_common_and_the_rest_is_shared_out() -> N
     extents = Extents([file_of([100] * 40), file_of([100] * 4)])
     small, large, of_few = ExtentRun(0, 0, 3), ExtentRun(0, 5, 40), ExtentRun(1, 0, 2)
     wanted = [[small, *([of_few] if rank < 2 else [large])] for rank in range(FEW_RANKS + 3)]
-    shares = assign_readers(wanted, extents, common_bytes=600)
+    shares = shares_of(wanted, extents, common_bytes=600)
     assert all(share.common == [small] for share in shares)
     assert extents_in([run for share in shares for run in share.reads]) == extents_in([large, of_few])
     check_shares([runs[1:] for runs in wanted], shares, max_readers=1)
@@ -153,6 +160,6 @@ def test_little_that_many_ranks_want_is_common_and_the_rest_is_shared_out() -> N
 
 def test_what_few_ranks_want_is_not_common() -> None:
     extents = Extents([file_of([100] * 4)])
-    shares = assign_readers([[ExtentRun(0, 0, 3)]] * FEW_RANKS, extents, common_bytes=600)
+    shares = shares_of([[ExtentRun(0, 0, 3)]] * FEW_RANKS, extents, common_bytes=600)
     assert all(not share.common for share in shares)
     check_shares([[ExtentRun(0, 0, 3)]] * FEW_RANKS, shares, max_readers=1)
