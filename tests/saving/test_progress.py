@@ -157,6 +157,7 @@ def test_a_bar_shows_any_name_and_may_be_drawn_while_it_draws(monkeypatch) -> No
     )
     drawing.start()
     drawing.join(30)
+    assert not drawing.is_alive()
     for path in ("r/of[run]", "r/of[handler]"):
         bars.show(bcp.Progress(path=path, rank=0, phase="done"))
     assert "writing of[handler]" in out.getvalue()
