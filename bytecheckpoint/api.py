@@ -150,11 +150,12 @@ def run_save(
             check_finite(contents, check=options.check_finite, path=about.path, rank=ranks.global_ranks[ranks.rank])
             prefix = owner.save_id_prefix if owner is not None else ""
             local_plan = make_local_plan(ranks, target, contents, options, plans=process.plans, save_id_prefix=prefix)
+            call = call._replace(about=about._replace(step=step))
+            prepared = PreparedSave(call, target, local_plan, kind=kind, options=options, kept=process.kept)
 
-        call = call._replace(about=about._replace(step=step))
-        prepared = PreparedSave(call, target, local_plan, kind=kind, options=options, kept=process.kept)
         slot.callback(prepared.close)
-        prepared.take_snapshot(entries)
+        with prepared.meter.reports_failure():
+            prepared.take_snapshot(entries)
 
         finish = partial(write_and_commit, prepared, metadata)
         if target.stage is not None:

@@ -80,7 +80,7 @@ class SaveOptions:
     check_finite: Literal["off", "warn", "refuse"] = "off"
     """Look for NaN and infinite values in floating-point and complex tensors before anything is written. `warn` logs
     their names; `refuse` raises CheckpointSaveError (`not_finite`) on every rank. It reads each tensor once in the
-    call; tensors on a device make it wait for them."""
+    call; tensors on a device make it wait for them. It does not look into RankLocal values and NumPy arrays."""
 
     def __post_init__(self) -> None:
         _check_bool("SaveOptions", "overwrite", self.overwrite)

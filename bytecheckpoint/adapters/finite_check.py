@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -16,6 +16,8 @@ logger = logging.getLogger("bytecheckpoint")
 
 FiniteCheck = Literal["off", "warn", "refuse"]
 _NUM_SHOWN = 10
+_ALWAYS_FINITE = {"float4_e2m1fn_x2"}
+"""Dtypes without a NaN and an infinity; torch cannot convert them either."""
 _PART_ELEMENTS = 1 << 24
 """Elements looked at at once: the check takes a byte for each."""
 
@@ -40,12 +42,10 @@ def check_finite(contents: Sequence[EntryContents], *, check: FiniteCheck, path:
 def _describe(shard: LocalShard) -> str:
     """Returns the name of a tensor with the numbers of such values, "" without any."""
     tensor = shard.tensor.detach()
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or shard.dtype in _ALWAYS_FINITE:
         return ""
     num_nan = num_inf = 0
-    flat = tensor.reshape(-1)
-    for start in range(0, flat.numel(), _PART_ELEMENTS):
-        part = flat[start : start + _PART_ELEMENTS]
+    for part in _parts(tensor):
         values = part if part.dtype.itemsize >= 2 else part.float()  # torch has no such check for 8 bits
         if bool(torch.isfinite(values).all()):
             continue
@@ -53,3 +53,13 @@ def _describe(shard: LocalShard) -> str:
         num_inf += int(torch.isinf(values).sum())
     counts = [f"{count:,} {name}" for count, name in ((num_nan, "NaN"), (num_inf, "infinite")) if count]
     return f"{shard.fqn} ({', '.join(counts)})" if counts else ""
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields small views that are all of a tensor, whatever its strides: none of its memory is copied."""
+    if tensor.numel() <= _PART_ELEMENTS:
+        yield tensor
+        return
+    longest = max(range(tensor.dim()), key=lambda dim: tensor.shape[dim])
+    for half in tensor.chunk(2, longest):
+        yield from _parts(half)

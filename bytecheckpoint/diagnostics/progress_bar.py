@@ -33,7 +33,7 @@ class _Bars:
     """The bars of one process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may save while this thread draws
         self._display: RichProgress | None = None
         self._tasks: dict[str, TaskID] = {}
 
@@ -76,10 +76,17 @@ def _new_display() -> RichProgress:
     from rich.console import Console  # noqa: PLC0415
 
     columns = (
-        progress.TextColumn("{task.description}"),
+        progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(),
         progress.DownloadColumn(binary_units=True),
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
     )
-    return progress.Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
+    return progress.Progress(
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        auto_refresh=False,
+        # What a program prints into a file or a pipe meanwhile must not go to the terminal instead.
+        redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
+    )

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 logger = logging.getLogger("bytecheckpoint")
@@ -56,7 +56,7 @@ class ProgressMeter:
         """`doing` is `save` or `load`, for the log. `on_progress` gets one report at a time."""
         self._on_progress = on_progress
         self._doing = doing
-        self._state = threading.Lock()
+        self._state = threading.RLock()  # a signal handler may ask while this thread does
         self._reporting = threading.Lock()
         self._started = self._phase_started = time.monotonic()
         self._reported_at = 0.0
@@ -77,23 +77,30 @@ class ProgressMeter:
     def begin(self, phase: str, bytes_total: int = 0) -> None:
         """Begins a phase, unless a later one has begun."""
         with self._state:
-            if _ORDER.index(phase) <= _ORDER.index(self._now.phase):
+            if self._now.is_finished or _ORDER.index(phase) <= _ORDER.index(self._now.phase):
                 return
             earlier, started = self._now, time.monotonic()
             seconds, self._phase_started = started - self._phase_started, started
             self._now = replace(self._now, phase=phase, bytes_done=0, bytes_total=bytes_total)
         about = (self._doing, earlier.path, earlier.rank, earlier.phase, seconds, phase, bytes_total)
-        logger.debug("%s of %s on rank %d: %s took %.3f s, then %s (%d bytes)", *about)
+        with suppress(Exception):  # a filter of the log may raise
+            logger.debug("%s of %s on rank %d: %s took %.3f s, then %s (%d bytes)", *about)
         self._report(is_due=True)
 
     @contextmanager
-    def until_end(self) -> Iterator[None]:
-        """Surrounds all of it, and reports how it ends."""
+    def reports_failure(self) -> Iterator[None]:
+        """Surrounds a part of it, and reports if that fails."""
         try:
             yield
         except BaseException:
             self.begin("failed")
             raise
+
+    @contextmanager
+    def until_end(self) -> Iterator[None]:
+        """Surrounds all of it, and reports how it ends."""
+        with self.reports_failure():
+            yield
         self.begin("done")
 
     def add(self, num_bytes: int) -> None:
@@ -110,8 +117,12 @@ class ProgressMeter:
             if is_due or time.monotonic() - self._reported_at >= _REPORT_S:
                 self._reported_at = time.monotonic()
                 self._on_progress(self.now())
-        except Exception:
+        except BaseException as error:
             self._on_progress = None
-            logger.exception("on_progress failed, and is not called again; the %s goes on", self._doing)
+            # On the main thread it may come from Ctrl-C or a signal handler, which must not be lost.
+            if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+                raise
+            with suppress(Exception):
+                logger.exception("on_progress failed, and is not called again; the %s goes on", self._doing)
         finally:
             self._reporting.release()

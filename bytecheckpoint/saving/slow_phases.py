@@ -4,6 +4,7 @@ worth a warning, because storage that gets slow costs training time long before 
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -41,6 +42,8 @@ class SlowPhase(NamedTuple):
     num_earlier: int
     slowest: int
     """Position of the slowest rank among the ranks of the save."""
+    is_of_one: bool
+    """True if only this one of several ranks has told its time."""
 
 
 class _EarlierSave(NamedTuple):
@@ -53,30 +56,34 @@ class PhaseHistory:
 
     def __init__(self) -> None:
         self._saves: dict[tuple[str, int], deque[_EarlierSave]] = {}
+        self._lock = threading.Lock()  # one save may upload while another one is written
 
     def add(self, root: str, num_bytes: int, by_rank: Sequence[Mapping[str, float]]) -> list[SlowPhase]:
         """Adds a save, given the seconds of each rank by phase, and returns its slow phases."""
-        saves = self._saves.setdefault((root, len(by_rank)), deque(maxlen=_MAX_EARLIER))
-        alike = [
-            save for save in saves if num_bytes <= _ALIKE * save.num_bytes and save.num_bytes <= _ALIKE * num_bytes
-        ]
         phases = [phase for phase in _COMPARED if any(phase in seconds for seconds in by_rank)]
         slowest = {phase: max(seconds.get(phase, 0.0) for seconds in by_rank) for phase in phases}
-        saves.append(_EarlierSave(num_bytes, slowest))
+        with self._lock:
+            saves = self._saves.setdefault((root, len(by_rank)), deque(maxlen=_MAX_EARLIER))
+            alike = [
+                save for save in saves if num_bytes <= _ALIKE * save.num_bytes and save.num_bytes <= _ALIKE * num_bytes
+            ]
+            saves.append(_EarlierSave(num_bytes, slowest))
         slow = []
         for phase, seconds in slowest.items():
             earlier = [save.seconds[phase] for save in alike if phase in save.seconds]
             usual = median(earlier) if len(earlier) >= _MIN_EARLIER else seconds
             if seconds >= _FACTOR * usual and seconds - usual >= _MIN_EXTRA_S:
                 rank = next(number for number, each in enumerate(by_rank) if each.get(phase) == seconds)
-                slow.append(SlowPhase(phase, seconds, usual, len(earlier), rank))
+                num_told = sum(phase in each for each in by_rank)
+                slow.append(SlowPhase(phase, seconds, usual, len(earlier), rank, num_told < len(by_rank)))
         return slow
 
 
 def slow_text(slow: SlowPhase, path: str, global_ranks: Sequence[int]) -> str:
     """Returns the warning about a slow phase."""
+    rank = global_ranks[slow.slowest]
+    who = f"as rank {rank} saw it, which waits for the others" if slow.is_of_one else f"rank {rank} took longest"
     return (
         f"the save to {path} took {slow.seconds:.1f} s to {slow.phase}, {slow.seconds / max(slow.usual_s, 1e-3):.1f} "
-        f"times as long as usual ({slow.usual_s:.1f} s, the median of {slow.num_earlier} earlier saves); rank "
-        f"{global_ranks[slow.slowest]} took longest"
+        f"times as long as usual ({slow.usual_s:.1f} s, the median of {slow.num_earlier} earlier saves); {who}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import subprocess
@@ -12,9 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.progress import Progress as RichProgress
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters import finite_check
+from bytecheckpoint.diagnostics import progress_bar
 from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.runtime import progress as progress_module
+from bytecheckpoint.runtime.progress import ProgressMeter
 from bytecheckpoint.saving.slow_phases import PhaseHistory, slow_text
 
 
@@ -77,7 +83,97 @@ def test_a_save_that_fails_reports_that(tmp_path) -> None:
     bcp.save(tmp_path / "c", {"x": 1})
     with pytest.raises(bcp.CheckpointExistsError):
         bcp.save(tmp_path / "c", {"x": 1}, options=bcp.SaveOptions(on_progress=seen.append))
-    assert "done" not in phases_of(seen)
+    assert phases_of(seen) == ["plan", "failed"]
+
+
+@pytest.mark.parametrize("phase", ["commit", "done"])
+def test_on_progress_cannot_end_a_save_in_the_background(tmp_path, phase, caplog) -> None:
+    def leave(progress: bcp.Progress) -> None:
+        if progress.phase == phase:
+            raise SystemExit(3)
+
+    handle = bcp.save(tmp_path / "c", {"x": 1}, async_save=True, options=bcp.SaveOptions(on_progress=leave))
+    assert handle.result(60).save_id == bcp.open(tmp_path / "c").info.save_id
+    assert handle.progress().phase == "done"
+    assert "on_progress failed" in caplog.text
+
+
+def test_ctrl_c_in_on_progress_ends_a_save_that_blocks(tmp_path) -> None:
+    def interrupt(progress: bcp.Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bcp.save(tmp_path / "c", {"x": 1}, options=bcp.SaveOptions(on_progress=interrupt))
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_filter_of_the_log_that_raises_does_not_stop_the_progress(monkeypatch) -> None:
+    def fail(record: logging.LogRecord) -> bool:
+        raise RuntimeError(record.msg)
+
+    log = logging.getLogger("bytecheckpoint")
+    monkeypatch.setattr(log, "filters", [fail])
+    monkeypatch.setattr(log, "level", logging.DEBUG)
+    log.manager._clear_cache()  # type: ignore[attr-defined]
+    meter = ProgressMeter("p", 0, "save", None)
+    meter.begin("write")
+    assert meter.now().phase == "write"
+
+
+def test_a_signal_handler_may_ask_for_progress_while_its_thread_does(monkeypatch) -> None:
+    meter = ProgressMeter("p", 0, "save", None)
+    inner: list[bcp.Progress] = []
+    replace = progress_module.replace
+
+    def interrupted(item: bcp.Progress, **changes: Any) -> bcp.Progress:
+        monkeypatch.setattr(progress_module, "replace", replace)
+        inner.append(meter.now())
+        return replace(item, **changes)
+
+    monkeypatch.setattr(progress_module, "replace", interrupted)
+    asking = threading.Thread(target=meter.now, daemon=True)
+    asking.start()
+    asking.join(30)
+    assert [item.phase for item in inner] == ["plan"]
+
+
+def test_a_bar_shows_any_name_and_may_be_drawn_while_it_draws(monkeypatch) -> None:
+    from rich.console import Console
+
+    bars = progress_bar._Bars()
+    out = io.StringIO()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("rich.console.Console", lambda **_: Console(file=out, force_terminal=True, width=120))
+    refresh = RichProgress.refresh
+
+    def interrupted(display: RichProgress) -> None:
+        monkeypatch.setattr(RichProgress, "refresh", refresh)
+        bars.show(bcp.Progress(path="r/of[handler]", rank=0, phase="write"))
+        refresh(display)
+
+    monkeypatch.setattr(RichProgress, "refresh", interrupted)
+    drawing = threading.Thread(
+        target=bars.show, args=[bcp.Progress(path="r/of[run]", rank=0, phase="write")], daemon=True
+    )
+    drawing.start()
+    drawing.join(30)
+    assert not drawing.is_alive()
+    for path in ("r/of[run]", "r/of[handler]"):
+        bars.show(bcp.Progress(path=path, rank=0, phase="done"))
+    assert "writing of[handler]" in out.getvalue()
+    assert "writing of[run]" in out.getvalue()
+
+
+def test_a_bar_leaves_output_that_goes_to_a_file_where_it_is(monkeypatch, capsys) -> None:
+    bars = progress_bar._Bars()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    bars.show(bcp.Progress(path="r/c", rank=0, phase="write"))
+    sys.stdout.write("a line of the training\n")
+    bars.show(bcp.Progress(path="r/c", rank=0, phase="done"))
+    shown = capsys.readouterr()
+    assert "a line of the training" in shown.out
+    assert "a line of the training" not in shown.err
 
 
 def test_what_on_progress_raises_is_logged_once_and_the_save_goes_on(tmp_path, caplog) -> None:
@@ -182,6 +278,14 @@ def test_a_phase_that_takes_three_times_as_long_is_found_with_its_slowest_rank()
     assert text.endswith("rank 12 took longest")
 
 
+def test_a_phase_that_only_the_coordinator_tells_names_no_slowest_rank() -> None:
+    history = PhaseHistory()
+    for _ in range(3):
+        history.add("r", 1000, [seconds(upload=1.0), {}])
+    (slow,) = history.add("r", 1000, [seconds(upload=9.0), {}])
+    assert slow_text(slow, "r", [8, 12]).endswith("; as rank 8 saw it, which waits for the others")
+
+
 @pytest.mark.parametrize("other", [("q", 1000, 1), ("r", 3000, 1), ("r", 1000, 2)])
 def test_only_saves_to_the_same_root_of_the_same_size_and_ranks_are_compared(other) -> None:
     root, num_bytes, num_ranks = other
@@ -224,6 +328,23 @@ def test_values_that_are_not_finite_are_refused_by_name(tmp_path, async_save) ->
     assert "good" not in raised.value.message
     assert not (tmp_path / "c").exists()
     bcp.save(tmp_path / "c", {"good": NOT_FINITE["good"]}, async_save=async_save, options=options).result()
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no such dtype")
+def test_a_dtype_without_nan_is_finite(tmp_path) -> None:
+    packed = torch.full((8,), 0xFF, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    bcp.save(tmp_path / "c", {"w": packed}, options=bcp.SaveOptions(check_finite="refuse"))
+
+
+def test_values_are_looked_at_in_place_whatever_the_strides(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(finite_check, "_PART_ELEMENTS", 4)
+    tensor = torch.zeros(5, 7, 3)[:, ::2].permute(2, 0, 1)
+    tensor[1, 2, 3] = tensor[2, 4, 0] = math.nan
+    parts = list(finite_check._parts(tensor))
+    assert {part.untyped_storage().data_ptr() for part in parts} == {tensor.untyped_storage().data_ptr()}
+    assert sum(part.numel() for part in parts) == tensor.numel()
+    with pytest.raises(CheckpointSaveError, match=r"w \(2 NaN\)"):
+        bcp.save(tmp_path / "c", {"w": tensor}, options=bcp.SaveOptions(check_finite="refuse"))
 
 
 def test_values_that_are_not_finite_are_warned_of_and_saved(tmp_path, caplog) -> None:

@@ -66,6 +66,12 @@ def test_what_cannot_be_read_has_no_candidates(path) -> None:
     assert answer("cat", path, "m") == ["words"]
 
 
+def test_names_that_a_shell_would_run_or_a_terminal_obey_are_not_offered(tmp_path) -> None:
+    hostile = ["b;id", "c$(id)", "d`id`", "e\nf", "g\x1b[31m", "h|id", "i'j", "k l", "m&", "n>o", "p!q", "r\\s"]
+    bcp.save(tmp_path / "c", {"m": dict.fromkeys([*hostile, "fine[0].w-1", "größe"], torch.zeros(1))})
+    assert answer("cat", tmp_path / "c", "m.") == ["words", "m.fine[0].w-1", "m.größe"]
+
+
 def test_many_names_are_completed_up_to_the_next_dot() -> None:
     names = [f"model.layers.{n}.{part}" for n in range(30) for part in ("a.weight", "b.weight")]
     assert next_parts([*names, "lr"], "") == ["model.", "lr"]

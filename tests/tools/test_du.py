@@ -27,6 +27,22 @@ def test_all_bytes_of_a_root_are_counted_once(call, root) -> None:
     assert [item["step"] for item in found["checkpoints"]] == [5, 1000]
 
 
+def test_checkpoints_in_folders_of_a_checkpoint_are_counted_once(call, tmp_path) -> None:
+    bcp.save(tmp_path / "c", {"w": torch.zeros(1000)})
+    bcp.save(tmp_path / "c" / "run", {"w": torch.zeros(100_000)}, step=1)
+    found = call("du", tmp_path / "c", "--json").json
+    assert len(found["checkpoints"]) == 2
+    assert found["num_bytes"] + found["other_num_bytes"] == bytes_of(tmp_path / "c")
+
+
+def test_links_in_a_circle_are_not_followed(call, root) -> None:
+    before = call("du", root, "--json").json
+    (root / "step_00000005" / "of_a_user").mkdir()
+    for name in "ab":
+        (root / "step_00000005" / "of_a_user" / name).symlink_to(".")
+    assert call("du", root, "--json").json == before
+
+
 def test_entries_add_up_and_tied_names_take_nothing(call, saved_root) -> None:
     found = call("du", saved_root / "step_00001000", "--json").json
     entries = {entry["name"]: entry for entry in found["entries"]}

@@ -11,6 +11,8 @@ import sys
 from checkpoint_files import flip
 
 import bytecheckpoint as bcp
+from bytecheckpoint.errors import StorageError
+from bytecheckpoint.storage.backends.local_store import LocalStore
 
 PROGRAM = [sys.executable, "-m", "bytecheckpoint.tools", "watch"]
 
@@ -76,3 +78,18 @@ def test_json_is_an_object_a_line(tmp_path) -> None:
         process.communicate(timeout=60)
     assert process.returncode == 130
     assert seen[0]["path"] == str(tmp_path / "run" / f"step_{seen[0]['step']:08d}")
+
+
+def test_a_folder_that_may_not_be_listed_does_not_hide_the_others(call, root, monkeypatch) -> None:
+    (root / "lost+found").mkdir()
+    listed = LocalStore.list
+
+    def refuse(store: LocalStore, folder: str) -> dict[str, int | None]:
+        if folder == "lost+found":
+            raise StorageError("not yours", kind="permission")
+        return listed(store, folder)
+
+    monkeypatch.setattr(LocalStore, "list", refuse)
+    ended = call("watch", root, "--once")
+    assert ended.code == 0
+    assert len(ended.out.splitlines()) == 2

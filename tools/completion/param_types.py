@@ -4,6 +4,7 @@ what is wrong with it the command says, in words that fit.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,9 @@ _MAX_WHOLE = 40
 """Most names that are offered whole; of more, the parts up to the next dot are offered first."""
 _PATHS = ("ckpt", "checkpoint", "root", "a", "src", "path")
 """Names of arguments that say which checkpoint the others are about."""
+_SAFE_NAME = re.compile(r"[\w.,:=@%+/\[\]-]+")
+"""Names that a shell takes for one word. bash puts a candidate into the line as it is: one with others of its
+characters would run as code."""
 
 
 class StoredPath(click.ParamType[str]):
@@ -42,7 +46,7 @@ class TensorName(click.ParamType[str]):
             manifest = _manifest_of(ctx)
         except (CheckpointError, OSError, ValueError):  # nothing to offer; the command will say why
             return []
-        names = sorted([*manifest.tensors, *manifest.aliases]) if manifest else []
+        names = sorted(filter(_SAFE_NAME.fullmatch, [*manifest.tensors, *manifest.aliases])) if manifest else []
         return [CompletionItem(name) for name in next_parts(names, incomplete)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bytecheckpoint.formats.detect import find_file, find_folder
@@ -10,6 +10,7 @@ from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, manifest_of
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.deletion import LEASES_FOLDER, METRICS_FOLDER
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -17,6 +18,8 @@ from ..analysis.checkpoint_list import ListedCheckpoint
 from ..analysis.summary import ManifestSummary
 
 _LOOKS_IN_FLIGHT = 8
+_FOLDERS = (layout.DATA_FOLDER, layout.TELEMETRY_FOLDER, METRICS_FOLDER, LEASES_FOLDER)
+"""Folders of a checkpoint. They hold files only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,21 +101,12 @@ def _found(store: Store, item: ListedCheckpoint) -> FoundCheckpoint:
 
 
 def _bytes_below(store: Store, folder: str) -> int:
-    """Returns the bytes of a checkpoint's folder, without those of other checkpoints in it."""
+    """Returns the bytes that the save of a checkpoint and its manager have put there: other folders, which may hold
+    further checkpoints, are none of its own.
+    """
     entries = store.list(folder)
-    own = [name for name, size in entries.items() if size is None and layout.parse_step(name) is None]
-    below = sum(_all_bytes(store, join_name(folder, name)) for name in own if not _is_checkpoint(store, folder, name))
-    return below + sum(size or 0 for size in entries.values())
-
-
-def _is_checkpoint(store: Store, folder: str, name: str) -> bool:
-    return name != layout.DATA_FOLDER and layout.has_manifest(store.list(join_name(folder, name)))
-
-
-def _all_bytes(store: Store, folder: str) -> int:
-    entries: Mapping[str, int | None] = store.list(folder)
-    inside = [join_name(folder, name) for name, size in entries.items() if size is None]
-    return sum(size or 0 for size in entries.values()) + sum(_all_bytes(store, name) for name in inside)
+    inside = (store.list(join_name(folder, name)) for name in _FOLDERS if name in entries and entries[name] is None)
+    return sum(size or 0 for listing in (entries, *inside) for size in listing.values())
 
 
 def _entries(summary: ManifestSummary) -> list[EntrySpace]:

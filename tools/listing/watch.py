@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 
 import click
 
 from bytecheckpoint.diagnostics.telemetry import end_of, phases_of, read_save_records
-from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.errors import CheckpointNotFoundError, StorageError
 from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, Opening, find_checkpoint
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.open_store import open_store
@@ -168,8 +167,15 @@ def _listings(store: Store, folders: list[str], seen: set[str]) -> Iterator[tupl
     for folder in folders:
         if folder in seen and folder:
             continue
-        with suppress(CheckpointNotFoundError):  # it is gone by now, or a file
-            yield folder, dict(store.list(folder))
+        try:
+            entries = dict(store.list(folder))
+        except CheckpointNotFoundError:  # it is gone by now, or a file
+            continue
+        except StorageError as error:
+            if error.kind != "permission" or not folder:
+                raise
+            continue  # a folder of somebody else beside the checkpoints, such as lost+found
+        yield folder, entries
 
 
 def _watched(store: Store, item: ListedCheckpoint) -> WatchedCheckpoint:

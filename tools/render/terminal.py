@@ -111,7 +111,7 @@ class Screen:
             self._plain_table(columns, [[printable(cell) for cell in row] for row in rows], indent)
 
     def _plain_table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]], indent: int) -> None:
-        titles = [column.title for column in columns]
+        titles = [printable(column.title) for column in columns]
         lines = [titles, *rows] if any(titles) else rows
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
         for line in lines:
@@ -141,7 +141,7 @@ class Screen:
             # Names stand first and explanations last: both go on in the next line. Other texts are cut in the middle.
             is_folded = column.is_text and number in {0, len(columns) - 1}
             table.add_column(
-                Text(column.title),
+                Text(printable(column.title)),
                 justify="right" if column.is_right else "left",
                 style=column.style,
                 no_wrap=not is_folded,
