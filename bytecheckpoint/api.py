@@ -314,7 +314,8 @@ def run_load(
             match = match_again(entries, stored, match, cast=cast)
             fetches = source.plan(match.shards, match.stored_fqns)
         try:
-            traffic = read_together(ranks, source, fetches, match)
+            with source.counting(ranks):
+                traffic = read_together(ranks, source, fetches, match)
             match.zero_padding()
         finally:
             if source.changes.may_have_overwritten:

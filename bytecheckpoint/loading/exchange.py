@@ -81,13 +81,7 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
     Raises the errors of reading, CheckpointCorruptError (checksum) for bytes that were damaged on the way, and
     CheckpointError (rank_missing) for a rank that died or is stuck. A failure elsewhere is raised here as well.
     """
-    with source.counting(ranks):
-        return _read_together(ranks, source, fetches, match)
-
-
-def _read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match: Match) -> Traffic:
     if not source.is_exchanged:
-        _begin_reading(source, fetches)
         source.read(fetches, match.shards, match.stored_fqns)
         return Traffic(sum(fetch.byte_length for fetch in fetches), 0)
     extents = Extents(source.manifest.files)
@@ -98,7 +92,7 @@ def _read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match
         reply = ranks.reduce_scatter(msgspec.msgpack.encode(local_plan), partial(assign, extents=extents))
         assigned = msgspec.msgpack.decode(reply, type=ReadAssignment)
         plan = divide_plan(fetches, assigned.share, extents, unit_bytes=assigned.unit_bytes)
-        _begin_reading(source, [*plan.shared, *plan.alone])
+        source.begin_reading([*plan.shared, *plan.alone])
         exchange = _Exchange(ranks, source, match, assigned=assigned, lanes=lanes)
         common = read_common(assigned.share.common, extents, ranks, source, lanes)
         for fetch in plan.common:
@@ -115,11 +109,6 @@ def _read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match
         sum(fetch.byte_length for fetch in (*plan.shared, *plan.alone)) + is_reader * sum(map(len, common.values())),
         sum(piece_of(item).byte_length for fetch in received for item in (*fetch.parts, *fetch.frames)),
     )
-
-
-def _begin_reading(source: Source, fetches: Sequence[Fetch]) -> None:
-    if source.meter is not None:
-        source.meter.begin("read", sum(fetch.byte_length for fetch in fetches))
 
 
 def assign(payloads: Sequence[bytes], extents: Extents) -> list[bytes]:

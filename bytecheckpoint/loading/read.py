@@ -75,6 +75,11 @@ class Source:
         with self.meter.until_end():
             yield
 
+    def begin_reading(self, fetches: Sequence[Fetch]) -> None:
+        """Tells the meter, if there is one, how many bytes this rank is going to read."""
+        if self.meter is not None:
+            self.meter.begin("read", sum(fetch.byte_length for fetch in fetches))
+
     @property
     def _scratch_bytes(self) -> int:
         """Scratch memory for reading."""
@@ -174,6 +179,7 @@ class Source:
 
     def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
         """Carries out a plan that was made for these shards."""
+        self.begin_reading(fetches)
         with streams_to(shard.tensor for shard in shards if not shard.address) as lanes:
             self.run(self.with_targets(fetches, self.targets(shards, stored_fqns, lanes), stored_fqns), lanes)
         self.fill_zeros(shards, stored_fqns)
