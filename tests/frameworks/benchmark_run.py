@@ -9,7 +9,7 @@ from pathlib import Path
 
 RUN = Path(__file__).parents[2] / "benchmarks" / "run.py"
 SPREAD = r" -?[\d.]+ \(-?[\d.]+ - -?[\d.]+\) \|"
-ROW = re.compile(rf"^\| [^|]+ \|({SPREAD}){{3}} [\d.]+x \|", re.MULTILINE)
+ROW = re.compile(rf"^\| [^|]+ \|({SPREAD}){{3}} [\d.]+x \| [\d.]+ \| \d+ \([\d.]+\) \|$", re.MULTILINE)
 
 
 def rows_of_benchmark(framework: str, folder: Path, *, ranks: int = 2) -> list[str]:

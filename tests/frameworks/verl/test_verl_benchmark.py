@@ -12,4 +12,4 @@ pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(400)]
 
 
 def test_each_way_to_save_has_a_row(tmp_path: Path) -> None:
-    assert len(rows_of_benchmark("verl", tmp_path)) == 2
+    assert len(rows_of_benchmark("verl", tmp_path)) == 3
