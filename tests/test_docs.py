@@ -331,6 +331,8 @@ def test_targets_of_make_that_are_named_exist(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     requirements = (ROOT / "tests" / "frameworks").glob("requirements-*.txt")
     targets |= {f"test-framework-{file.stem.removeprefix('requirements-')}" for file in requirements}
+    jobs = (ROOT / "benchmarks" / "trainers").glob("*_job.py")
+    targets |= {f"bench-framework-{file.stem.removesuffix('_job')}" for file in jobs}
     assert set(re.findall(r"(?:`|^    )make ([\w-]+)", page.read_text(), re.MULTILINE)) <= targets
 
 
