@@ -172,4 +172,4 @@ def test_hundreds_of_loads_beside_two_writers_get_one_checkpoint_each(place: Pla
             writer.join()
     assert failures == []
     assert len(saved) > 10
-    assert num_refused < NUM_LOADS // 10
+    assert num_refused < NUM_LOADS // 2
