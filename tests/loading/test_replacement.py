@@ -21,7 +21,7 @@ from bytecheckpoint.loading import read as read_module
 
 OVERWRITING = bcp.SaveOptions(overwrite=True)
 NUM_LOADS = 300
-WRITERS_PAUSE_S = 0.005
+WRITERS_PAUSE_S = 0.02
 
 PLACES = ["a folder", "memory", "s3"]
 
@@ -172,4 +172,4 @@ def test_hundreds_of_loads_beside_two_writers_get_one_checkpoint_each(place: Pla
             writer.join()
     assert failures == []
     assert len(saved) > 10
-    assert num_refused < NUM_LOADS // 2
+    assert num_refused < NUM_LOADS // 10
