@@ -34,6 +34,8 @@ class CheckpointInfo:
     """Time of the commit, by the clock of the committing rank."""
     metadata: Mapping[str, Any]
     """The `metadata` of the save."""
+    reused_bytes: int = 0
+    """From `save` with `SaveOptions(reuse=True)` only: bytes of data files that an earlier checkpoint had already."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """From `CheckpointManager.best` only: metrics by name, also those that were reported after the save."""
     seconds: Mapping[str, float] = field(default_factory=dict)

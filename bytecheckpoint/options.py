@@ -66,6 +66,15 @@ class SaveOptions:
     finishes saves after a crash. Files for which the disk has no room are written to the path directly. Stored as a
     str.
     """
+    reuse: bool = False
+    """Do not write data files again that the newest checkpoint under the same root has already: a folder gets a hard
+    link to them, S3 copies them itself. Every checkpoint stays complete when others are deleted; but damage on a disk
+    hits all checkpoints that share the file. Other stores get every file.
+
+    Frozen parameters of modules (`requires_grad=False`), and what two saves of this process have found unchanged, are
+    in files of their own, whose 128-bit digests are compared. Does not go with `staging_bytes`, because bytes in waves
+    cannot be compared before they are written.
+    """
     timeout_s: float = 600.0
     """Seconds that a rank waits for the others, after its own part, before it raises `rank_missing`. It waits up to 5 s
     more for rank 0, which finds out which rank is missing. A rank without an answer by then names rank 0, even if
@@ -93,6 +102,9 @@ class SaveOptions:
         _check_at_least("SaveOptions", "writer_threads", self.writer_threads, 1)
         object.__setattr__(self, "codec", _checked_codec("SaveOptions.codec", self.codec))
         object.__setattr__(self, "local_stage", _checked_folder("SaveOptions.local_stage", self.local_stage))
+        _check_bool("SaveOptions", "reuse", self.reuse)
+        if self.reuse and self.staging_bytes is not None:
+            raise ValueError("SaveOptions.reuse=True compares whole files, and takes no staging_bytes: leave one out")
         _check_positive("SaveOptions", "timeout_s", self.timeout_s)
 
 

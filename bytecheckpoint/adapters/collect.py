@@ -261,6 +261,17 @@ def buffers_in(entries: Sequence[Entry]) -> list[torch.Tensor]:
     return [shard.tensor for shard in shards.found]
 
 
+def frozen_fqns(entries: Sequence[Entry]) -> set[str]:
+    """Returns the FQNs of parameters of modules that no gradient changes, as far as modules tell."""
+    modules = [entry for entry in entries if isinstance(entry, ModuleEntry)]
+    return {
+        join_fqn(entry.fqn, name)
+        for entry in modules
+        for parameter, name in entry.parameters()
+        if not parameter.requires_grad
+    }
+
+
 def data_reports(entries: Sequence[Entry]) -> dict[str, DataReport]:
     """Returns what a load has done with each data loader, by FQN."""
     loaders = [entry for entry in entries if isinstance(entry, DataLoaderEntry)]

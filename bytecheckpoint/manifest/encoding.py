@@ -36,6 +36,7 @@ from bytecheckpoint.manifest.validation import (
 _Items = TypeVar("_Items", bound=Sized)
 _NOTHING = memoryview(b"")
 """A column that is left out of the file."""
+_NO_DIGEST = bytes(16)
 
 
 class _Wire(msgspec.Struct, omit_defaults=True):
@@ -79,6 +80,7 @@ class _Wire(msgspec.Struct, omit_defaults=True):
     sample_byte_offsets: memoryview = _NOTHING
     sample_byte_lengths: memoryview = _NOTHING
     sample_digests: memoryview = _NOTHING
+    file_content_digests: memoryview = _NOTHING
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -122,6 +124,7 @@ def _to_wire(manifest: Manifest) -> _Wire:
         provenance=_encode_metadata(manifest.provenance),
         foreign_format=manifest.foreign_format,
         linked_to=manifest.linked_to,
+        file_content_digests=_encode_content_digests(files),
         **_sample_columns(files),
     )
 
@@ -156,6 +159,12 @@ def _sample_columns(files: Sequence[DataFile]) -> dict[str, Any]:
         "sample_byte_lengths": encode_column(sample.byte_length for sample in samples),
         "sample_digests": encode_column(sample.digest for sample in samples),
     }
+
+
+def _encode_content_digests(files: Sequence[DataFile]) -> memoryview:
+    if not any(file.content_digest for file in files):
+        return _NOTHING
+    return memoryview(b"".join(file.content_digest or _NO_DIGEST for file in files))
 
 
 def _encode_items(items: Sequence[Any] | dict[str, Any], limit: int, what: str) -> msgspec.Raw:
@@ -274,7 +283,17 @@ def _decode_files(wire: _Wire) -> list[DataFile]:
         extents = slice(start, stop)
         arrays = array("Q", lengths[extents].tobytes()), array("Q", digests[extents].tobytes())
         files.append(DataFile(name, byte_length, *arrays))
-    return _with_samples(files, wire) if len(wire.file_num_samples) else files
+    files = _with_samples(files, wire) if len(wire.file_num_samples) else files
+    return _with_content_digests(files, wire.file_content_digests) if len(wire.file_content_digests) else files
+
+
+def _with_content_digests(files: Sequence[DataFile], column: memoryview) -> list[DataFile]:
+    width = len(_NO_DIGEST)
+    if len(column) != width * len(files):
+        raise bad_manifest(f"{len(column)} bytes of digests of whole files do not hold those of {len(files)} files")
+    digests = (bytes(column[start : start + width]) for start in range(0, len(column), width))
+    pairs = zip(files, digests, strict=True)
+    return [file if digest == _NO_DIGEST else file._replace(content_digest=digest) for file, digest in pairs]
 
 
 def _with_samples(files: Sequence[DataFile], wire: _Wire) -> list[DataFile]:

@@ -9,7 +9,7 @@ import threading
 import uuid
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -121,6 +121,8 @@ class LocalSavePlan(NamedTuple):
     """Plan of an earlier save with this fingerprint; valid if all ranks have it and replicas are still alike."""
     save_id_prefix: str = ""
     """First characters of the new save id; the others are random."""
+    frozen: Collection[str] = ()
+    """FQNs of tensors that get files of their own."""
 
     def items(self) -> list[WriteItem]:
         """Returns the shards as records for the planner, in the same order and without digests."""
@@ -195,7 +197,7 @@ def make_local_plan(
     options: SaveOptions,
     *,
     plans: PlanCache,
-    save_id_prefix: str = "",
+    frozen: Collection[str] = (),
 ) -> LocalSavePlan:
     """Returns the plan of the entries that this rank holds, with the one of an earlier save if it is in the cache."""
     shards = [shard for entry in contents for shard in entry.shards]
@@ -211,10 +213,10 @@ def make_local_plan(
         codec=options.codec,
         plans=plans,
         is_empty=not contents,
-        save_id_prefix=save_id_prefix,
+        frozen=frozen,
     )
     fqns_dtypes_shapes_regions = [*zip(*shards, strict=True)][:4]
-    of_ranks = (list(ranks.global_ranks), ranks.rank, plan.stages)
+    of_ranks = (list(ranks.global_ranks), ranks.rank, plan.stages, sorted(frozen))
     parts = (fqns_dtypes_shapes_regions, plan.aliases, (plan.max_file_bytes, plan.codec), *of_ranks)
     fingerprint = xxhash.xxh3_128_digest(msgspec.msgpack.encode(parts))
     return plan._replace(fingerprint=fingerprint, cached=plans.find(fingerprint))
@@ -378,6 +380,7 @@ def _rank_plan(reply: _PlanReply, local_plan: LocalSavePlan, in_stages: Sequence
             max_file_bytes=local_plan.max_file_bytes,
             codec=local_plan.codec,
             num_ranks=num_ranks,
+            frozen=local_plan.frozen,
         ),
         compared=reply.compared,
         differing_replicas=reply.differing_replicas,

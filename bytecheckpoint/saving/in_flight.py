@@ -29,7 +29,9 @@ from bytecheckpoint.saving.global_plan import PlanCache
 from bytecheckpoint.saving.handle import SaveProgress
 from bytecheckpoint.saving.prepare import KeptBetweenSaves, PreparedSave
 from bytecheckpoint.saving.slow_phases import PhaseHistory
+from bytecheckpoint.saving.target import SaveTarget
 from bytecheckpoint.staging.host_buffers import HostBuffers
+from bytecheckpoint.staging.reuse import ReuseHistory
 from bytecheckpoint.staging.snapshots import ProposedState, StagedState
 from bytecheckpoint.storage.store import RemoteStore, Store, full_location
 
@@ -323,14 +325,15 @@ class ProcessState:
         self.buffers = HostBuffers()
         self.plans = PlanCache()
         self.history = PhaseHistory()
+        self.reuse = ReuseHistory()
         self._writable: set[str] = set()
         """Stores that were found to be writable."""
         self._of_parent: list[HostBuffers] = []
 
-    @property
-    def kept(self) -> KeptBetweenSaves:
-        """What a save takes from earlier ones."""
-        return KeptBetweenSaves(self.buffers, self.history)
+    def kept(self, target: SaveTarget) -> KeptBetweenSaves:
+        """Returns what a save takes from earlier ones."""
+        reuse = self.reuse.of_root(full_location(target.store, "")) if target.reuse else None
+        return KeptBetweenSaves(self.buffers, self.history, reuse)
 
     def check_writable(self, store: Store, ranks: Ranks) -> None:
         """Raises what a write to the store would raise, so that a save fails before anything is staged.
@@ -348,7 +351,7 @@ class ProcessState:
         # The memory is not the child's, but freeing it here could free what has come to lie in the same place.
         self._of_parent.append(self.buffers)
         self.buffers, self.plans, self._writable = HostBuffers(), PlanCache(), set()
-        self.history = PhaseHistory()
+        self.history, self.reuse = PhaseHistory(), ReuseHistory()
 
 
 _STATE: dict[str, ProcessState] = {}

@@ -5,12 +5,12 @@ plan ahead of the agreement, and is taken again if they agree on another plan.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 
-from bytecheckpoint.adapters.collect import Entry, buffers_in, check_can_be_lazy
+from bytecheckpoint.adapters.collect import Entry, buffers_in, check_can_be_lazy, frozen_fqns
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.distributed.ranks import COORDINATOR
 from bytecheckpoint.errors import CheckpointSaveError
@@ -24,6 +24,7 @@ from bytecheckpoint.saving.slow_phases import PhaseHistory
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.staging.file_image import LiveFile, PlannedFile
 from bytecheckpoint.staging.host_buffers import HostBuffers
+from bytecheckpoint.staging.reuse import RootHistory
 from bytecheckpoint.staging.snapshots import LiveState, ProposedState, Snapshot, StagedState, StateInWaves, staged_bytes
 
 logger = logging.getLogger("bytecheckpoint")
@@ -68,6 +69,12 @@ class KeptBetweenSaves(NamedTuple):
 
     buffers: HostBuffers
     history: PhaseHistory
+    reuse: RootHistory | None
+    """None if the save takes no files of earlier ones."""
+
+    def frozen(self, entries: Sequence[Entry]) -> Collection[str]:
+        """Returns the FQNs of tensors that get files of their own, because later saves may take these again."""
+        return () if self.reuse is None else self.reuse.frozen(frozen_fqns(entries))
 
 
 class PreparedSave:
@@ -89,12 +96,13 @@ class PreparedSave:
         self.meter = ProgressMeter(target.path, ranks.global_ranks[ranks.rank], "save", options.on_progress)
         self.progress = SaveProgress(target.path, self.meter, is_staged=target.stage is not None)
         self.history = kept.history
+        self.reuse = kept.reuse
         self.call = call
         self.target = target
         self.buffers = kept.buffers
         self.options = options
         self._kind = kind
-        self._local_plan = local_plan
+        self._local_plan = local_plan._replace(save_id_prefix=target.save_id_prefix)
         self._snapshot: Snapshot | None = None
         """Snapshot of the cached plan, until the ranks have agreed; then of the agreed one."""
         self._agreed: AgreedPlan | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +20,9 @@ from bytecheckpoint.storage.inventory import refuse_occupied
 from bytecheckpoint.storage.layout import save_location
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Store, UnconditionalStore, full_location
+from bytecheckpoint.storage.store import Store, SupportsDuplicate, UnconditionalStore, full_location
+
+logger = logging.getLogger("bytecheckpoint")
 
 _DOING = {"wait": "waiting for the slot of the save", "plan": "planning the save", "stage": "staging the save"}
 
@@ -66,6 +69,8 @@ class SaveTarget(NamedTuple):
     """None where data goes to the store at once."""
     owner: SaveOwner | None = None
     """None if nobody owns the root."""
+    reuse: bool = False
+    """True if files of the newest checkpoint are taken where they are equal."""
 
     @property
     def path(self) -> str:
@@ -74,7 +79,13 @@ class SaveTarget(NamedTuple):
     def __str__(self) -> str:
         overwriting = ", overwriting what is there" if self.overwrite else ""
         staged = ", through a local stage" if self.stage is not None else ""
-        return f"{full_location(self.store, self.folder)} (step={self.step}{overwriting}{staged})"
+        reusing = ", reusing files" if self.reuse else ""
+        return f"{full_location(self.store, self.folder)} (step={self.step}{overwriting}{staged}{reusing})"
+
+    @property
+    def save_id_prefix(self) -> str:
+        """First characters of the save id; empty if the root has no owner."""
+        return self.owner.save_id_prefix if self.owner is not None else ""
 
     def may_replace(self) -> bool:
         """Returns True if a checkpoint that stands there may be replaced. Asked by the coordinator. Raises what the
@@ -112,7 +123,10 @@ def open_target(
         timeout_s=options.timeout_s,
     )
     stage = LocalStage(options) if options.local_stage else None
-    return SaveTarget(store, folder, step, options.overwrite, stage, owner)
+    can_reuse = options.reuse and isinstance(store, SupportsDuplicate)
+    if options.reuse and not can_reuse:
+        logger.info("%s can neither link nor copy files, so each save writes all of them", root)
+    return SaveTarget(store, folder, step, options.overwrite, stage, owner, can_reuse)
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ snapshots.py decides when, and into which memory.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,6 +53,8 @@ class PlannedFile(NamedTuple):
     compressed."""
     byte_length: int
     """Length of header and chunks before compression."""
+    is_frozen: bool = False
+    """True if its tensors are expected not to change, so that a later save may take the file again."""
 
 
 def cut_to_files(shard: LocalShard, options: SaveOptions) -> list[LocalShard]:
@@ -72,21 +74,36 @@ def plan_files(
     max_file_bytes: int,
     codec: CodecOption,
     num_ranks: int,
+    frozen: Collection[str],
 ) -> list[PlannedFile]:
     """Returns the data files of these writes of one rank, one of `num_ranks` that write about as much each. Files of
-    compressed tensors come last. `together` is as in `lay_out_files`.
+    compressed tensors come last. The FQNs in `frozen` share no file with others. `together` is as in `lay_out_files`.
     """
     codecs = {index: codec_of(items[index].fqn, codec) for index in {write.item for write in writes}}
-    raw = [write for write in writes if codecs[write.item] == "none"]
-    others = [write for write in writes if codecs[write.item] != "none"]
-    laid_out = lay_out_files(items, raw, groups=together, max_file_bytes=max_file_bytes)
-    state_bytes = num_ranks * sum(chunk.byte_length for chunks in laid_out for chunk in chunks)
-    files = [_plan_file(number, chunks, items, state_bytes) for number, chunks in enumerate(laid_out)]
-    max_bytes = min(max_file_bytes, MAX_COMPRESSED_FILE_BYTES)
-    compressed = lay_out_files(items, others, groups=together, max_file_bytes=max_bytes)
+
+    def lay_out(*, is_raw: bool, max_bytes: int) -> list[tuple[bool, Sequence[PlacedChunk]]]:
+        wanted = [write for write in writes if (codecs[write.item] == "none") == is_raw]
+        by_kind: dict[bool, list[ItemRegion]] = {False: [], True: []}
+        for write in wanted:
+            by_kind[items[write.item].fqn in frozen].append(write)
+        return [
+            (is_frozen, chunks)
+            for is_frozen, alike in by_kind.items()
+            for chunks in lay_out_files(items, alike, groups=together, max_file_bytes=max_bytes)
+        ]
+
+    laid_out = lay_out(is_raw=True, max_bytes=max_file_bytes)
+    state_bytes = num_ranks * sum(chunk.byte_length for _, chunks in laid_out for chunk in chunks)
+    files = [
+        _plan_file(number, chunks, items, state_bytes)._replace(is_frozen=is_frozen)
+        for number, (is_frozen, chunks) in enumerate(laid_out)
+    ]
+    compressed = lay_out(is_raw=False, max_bytes=min(max_file_bytes, MAX_COMPRESSED_FILE_BYTES))
     return files + [
-        _plan_compressed_file(number, chunks, items, [codecs[chunk.item] for chunk in chunks])
-        for number, chunks in enumerate(compressed, start=len(files))
+        _plan_compressed_file(number, chunks, items, [codecs[chunk.item] for chunk in chunks])._replace(
+            is_frozen=is_frozen
+        )
+        for number, (is_frozen, chunks) in enumerate(compressed, start=len(files))
     ]
 
 

@@ -144,6 +144,19 @@ class SupportsByteLength(Store, Protocol):
 
 
 @runtime_checkable
+class SupportsDuplicate(Store, Protocol):
+    """A store that can give an object a second name, or copy it, without its bytes passing through this process."""
+
+    def duplicate(self, source: str, name: str, *, num_bytes: int) -> None:
+        """Makes `name` an object with the bytes of `source`, durably; deleting one leaves the other. To the inventory
+        it is a new object.
+
+        Raises CheckpointNotFoundError (missing_file) if there is no source of `num_bytes`, CheckpointExistsError
+        (exists) if the name is taken, and StorageError (unsupported) if this place can do neither.
+        """
+
+
+@runtime_checkable
 class UnconditionalStore(Store, Protocol):
     """A store that replaces an object without a condition on what is there. After a replacement, only reading the
     object tells which writer's it is.

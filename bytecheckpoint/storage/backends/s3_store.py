@@ -19,11 +19,13 @@ from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.storage.backends.posix_errors import (
     already_exists,
     is_a_file,
+    missing_file,
     replaced_meanwhile,
     too_long,
     truncated,
 )
 from bytecheckpoint.storage.backends.s3_client import client_for
+from bytecheckpoint.storage.backends.s3_copy import CopySource, copy
 from bytecheckpoint.storage.backends.s3_errors import (
     FailedRequestError,
     describe_s3,
@@ -109,6 +111,24 @@ class S3Store:
                 send(self._requests, target, blocks, num_bytes, in_flight=self._in_flight, timeout_s=self._timeout_s)
             except TakenError as error:
                 raise (replaced_meanwhile(shown) if replace else already_exists(shown)) from error
+
+    def duplicate(self, source: str, name: str, *, num_bytes: int) -> None:
+        """Implements `SupportsDuplicate` by a copy that the service makes."""
+        key, shown, policy = self._key(name), self._show(name), self._policy()
+        with self._translated(shown, doing="write"):
+            if self._requests.head(key, policy) is not None:
+                raise already_exists(shown)
+            found = self._requests.head(self._key(source), policy)
+            if found is None or found.get("ContentLength") != num_bytes:
+                raise missing_file(self._show(source))
+            etag, bucket = str(found.get("ETag", "")), self._requests.service.bucket
+            copy(
+                self._requests,
+                CopySource(bucket, self._key(source), etag, num_bytes),
+                key,
+                policy,
+                in_flight=self._in_flight,
+            )
 
     def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: FillHook | None = None) -> None:
         key, shown = self._key(name), self._show(name)
