@@ -26,6 +26,7 @@ BENCHMARKS = {
     "codec": "compression on one core",
     "convert": "conversion to other formats, beside torch's tools; loads through links",
     "manager": "the checkpoint manager: steps that are not due, many steps, deletions beside saves",
+    "reuse": "bytes and seconds of saves that take files of the newest checkpoint",
     "data_state": "the state of data loaders: many streams, and token buffers beside weights",
     "data_prefetch": "the stall of a save with data loaders whose state takes seconds to gather",
     "foreign": "opening checkpoints of other programs",

@@ -34,6 +34,10 @@ QUICK = {
             )
         ),
     ],
+    "reuse --mib 4 --rounds 1": [
+        r"\n\| frozen base, LoRA \| bcp, reuse \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \|",
+        r"\n\| full AdamW \| DCP \| ",
+    ],
     "data_state --streams 10 --gib 0.01 --rounds 1": [
         r"\n\| 10 \|( [\d.]+ \|){7}\n",
         r"\n\| 0.01 \| ratio \| [\d.]+ \| [\d.]+ \|",

@@ -16,10 +16,11 @@ from bytecheckpoint.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointSaveError,
+    StorageError,
     UnsafeCheckpointError,
 )
 from bytecheckpoint.manifest.ranges import Block
-from bytecheckpoint.storage.store import Store, delete_many, read_whole
+from bytecheckpoint.storage.store import Store, SupportsDuplicate, delete_many, read_whole
 
 
 def blocks_of(data: bytes, *, block_bytes: int = 1 << 30, shift: int = 0) -> list[Block]:
@@ -314,3 +315,35 @@ class StoreContract:
         assert lost == ["exists"] * 7
         assert get(store, "manifest", len(contents[won[0]])) == contents[won[0]]
         assert store.list("") == {"manifest": len(contents[won[0]])}
+
+    def test_a_duplicate_is_an_object_of_its_own(self, store):
+        if not isinstance(store, SupportsDuplicate):
+            pytest.skip("this store makes no duplicates")
+        data = pattern(300_000)
+        put(store, "step_1/data/a", data)
+        with self._unless_unsupported():
+            store.duplicate("step_1/data/a", "step_2/data/b", num_bytes=len(data))
+            assert store.list("step_2/data") == {"b": len(data)}
+            store.delete("step_1/data/a")
+            assert get(store, "step_2/data/b", len(data)) == data
+
+    def test_a_duplicate_replaces_nothing_and_has_a_whole_source(self, store):
+        if not isinstance(store, SupportsDuplicate):
+            pytest.skip("this store makes no duplicates")
+        put(store, "a", pattern(10_000))
+        put(store, "taken", b"mine")
+        with self._unless_unsupported():
+            with pytest.raises(CheckpointExistsError):
+                store.duplicate("a", "taken", num_bytes=10_000)
+            assert get(store, "taken", 4) == b"mine"
+            for source, num_bytes in [("a", 9_999), ("none", 10_000), ("none/at/all", 1)]:
+                with pytest.raises(CheckpointNotFoundError):
+                    store.duplicate(source, "new", num_bytes=num_bytes)
+        assert set(store.list("")) == {"a", "taken"}
+
+    @contextmanager
+    def _unless_unsupported(self) -> Iterator[None]:
+        try:
+            yield
+        except StorageError as error:
+            assert error.kind == "unsupported"  # noqa: PT017 - any other kind fails the test

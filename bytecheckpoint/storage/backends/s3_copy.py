@@ -19,7 +19,7 @@ MAX_COPY_BYTES = 5 << 30
 _PART_BYTES = 1 << 30
 
 
-class CopySource(NamedTuple):
+class S3CopySource(NamedTuple):
     """The object to be copied, as it was found."""
 
     bucket: str
@@ -33,7 +33,7 @@ class CopySource(NamedTuple):
         return {**source, "CopySourceIfMatch": self.etag} if self.etag else source
 
 
-def copy(requests: S3Requests, source: CopySource, key: str, policy: RetryPolicy, *, in_flight: int) -> None:
+def copy(requests: S3Requests, source: S3CopySource, key: str, policy: RetryPolicy, *, in_flight: int) -> None:
     """Copies an object to a key that no other writer uses. Raises FailedRequestError."""
     if source.num_bytes <= MAX_COPY_BYTES:
         requests.call("copy_object", policy, Key=key, **source.parameters())

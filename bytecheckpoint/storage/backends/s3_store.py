@@ -25,7 +25,7 @@ from bytecheckpoint.storage.backends.posix_errors import (
     truncated,
 )
 from bytecheckpoint.storage.backends.s3_client import client_for
-from bytecheckpoint.storage.backends.s3_copy import CopySource, copy
+from bytecheckpoint.storage.backends.s3_copy import S3CopySource, copy
 from bytecheckpoint.storage.backends.s3_errors import (
     FailedRequestError,
     describe_s3,
@@ -124,7 +124,7 @@ class S3Store:
             etag, bucket = str(found.get("ETag", "")), self._requests.service.bucket
             copy(
                 self._requests,
-                CopySource(bucket, self._key(source), etag, num_bytes),
+                S3CopySource(bucket, self._key(source), etag, num_bytes),
                 key,
                 policy,
                 in_flight=self._in_flight,
