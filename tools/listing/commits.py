@@ -1,5 +1,5 @@
-"""Finds checkpoints under a root as they commit: new ones, and those that were replaced in place. A look costs as much in
-a run of ten thousand steps as in one of ten.
+"""Finds checkpoints under a root as they commit: new ones, and those that were replaced in place. A look costs as much
+in a run of ten thousand steps as in one of ten.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DIGEST_BYTES = 8
 _GONE = b""
 
 
-class Commit(NamedTuple):
+class NewCheckpoint(NamedTuple):
     """A checkpoint that was committed since the last look."""
 
     checkpoint: ListedCheckpoint
@@ -49,7 +49,7 @@ class CommitWatch:
         for folder in islice(reversed(self._seen), _LOOKED_AT):
             self._seen[folder] = self._end_of_manifest(folder)
 
-    def look(self) -> Iterator[Commit]:
+    def look(self) -> Iterator[NewCheckpoint]:
         """Yields what was committed since the last look, by time, but for what is gone by now.
 
         Raises what the store raises; what was not yielded by then comes with a later look.
@@ -66,7 +66,7 @@ class CommitWatch:
         for item in self._read([*ends]):
             is_replacement = self._seen.pop(item.folder, None) is not None
             self._seen[item.folder] = ends[item.folder]
-            yield Commit(item, is_replacement)
+            yield NewCheckpoint(item, is_replacement)
 
     def _compared(self) -> list[str]:
         """Returns the newest folders, and some of the others: after enough looks each had its turn."""

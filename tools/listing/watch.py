@@ -22,7 +22,7 @@ from ..completion.param_types import StoredPath
 from ..render.number_format import count_text, size_text, time_text
 from ..render.terminal import Screen, print_json, printable, to_json
 from ..render.timeline_text import seconds_text
-from .commits import Commit, CommitWatch
+from .commits import CommitWatch, NewCheckpoint
 
 _EXAMPLE = """\b
 Example:
@@ -144,7 +144,7 @@ def _print(item: WatchedCheckpoint, *, as_json: bool) -> None:
         Screen().line(item.line)
 
 
-def _watched(store: Store, commit: Commit) -> WatchedCheckpoint:
+def _watched(store: Store, commit: NewCheckpoint) -> WatchedCheckpoint:
     item = commit.checkpoint
     ranks = read_save_records(store, item.folder, item.save_id).ranks if item.save_id else []
     slowest = max(phases_of(ranks), key=lambda phase: phase.max_s, default=None)
