@@ -108,7 +108,7 @@ def noted(save: Callable[..., Any], handles: list[Any]) -> Callable[..., None]:
     return call
 
 
-def save_by_megatron_core(
+def save_by_megatron_core(  # noqa: PLR0917 - Megatron's order
     queue: AsyncCallsQueue,
     iteration: int,
     model: Any,
