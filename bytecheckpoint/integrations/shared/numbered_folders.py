@@ -207,9 +207,9 @@ class NumberedFolders:
             if not self._changed.wait_for(lambda: self._deleting != number, _HANGING_S):
                 self._saving.discard(number)
                 raise StorageError(
-                    f"the deletion of {showable_url(self.path_of(number))}, a checkpoint that training has left, has not "
-                    f"ended within {_HANGING_S:g} s; nothing was written, and other checkpoints are as they were: look "
-                    "at the storage, and save again",
+                    f"the deletion of {showable_url(self.path_of(number))}, a checkpoint that training has left, has "
+                    f"not ended within {_HANGING_S:g} s; nothing was written, and other checkpoints are as they were: "
+                    "look at the storage, and save again",
                     kind="unavailable",
                 )
         record = FolderRecord(sequence=self._next_sequence, model_only=model_only)
