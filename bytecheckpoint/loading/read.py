@@ -190,24 +190,25 @@ class Source:
     def _read_directly(self, fetches: Sequence[Fetch], targets: Targets, lanes: CopyStreams) -> Sequence[Fetch]:
         """Reads past the host what may and can be, and returns the rest."""
         store, options = self.store, self.options
-        if options.direct == "off" or options.verify or not isinstance(store, SupportsFilePath):
+        is_wanted = options.direct == "auto" and not options.verify and isinstance(store, SupportsFilePath)
+        reader = find_direct_reader() if is_wanted else None
+        if reader is None or not isinstance(store, SupportsFilePath):
             return fetches
-        reader = find_direct_reader()
         reads: dict[int, list[DirectRead]] = {}
         rest: list[Fetch] = []
         for fetch in fetches:
-            target = device_memory_of(fetch.parts[0], targets) if fetch.is_direct and reader is not None else None
+            target = device_memory_of(fetch.parts[0], targets) if fetch.is_direct else None
             if target is None:
                 rest.append(fetch)
             else:
                 reads.setdefault(fetch.file, []).append(DirectRead(fetch.byte_offset, target))
-        if reader is not None and reads:
-            lanes.wait_for_callers()
-            with detect_replacement(store, self.folder, self.manifest), self.changes.overwriting():
-                for file, of_file in reads.items():
+        lanes.wait_for_callers()
+        with detect_replacement(store, self.folder, self.manifest):
+            for file, of_file in reads.items():
+                with self.changes.overwriting():
                     reader.read(store.file_path(join_name(self.folder, self.manifest.files[file].name)), of_file)
-                    if self.meter is not None:
-                        self.meter.add(sum(read.target.nbytes for read in of_file))
+                if self.meter is not None:
+                    self.meter.add(sum(read.target.nbytes for read in of_file))
         return rest
 
     def fill_zeros(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:

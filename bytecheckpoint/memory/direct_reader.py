@@ -59,7 +59,7 @@ class KvikioReader:
             if num_bytes != read.target.nbytes:
                 end = read.byte_offset + read.target.nbytes
                 raise CheckpointCorruptError(
-                    f"{path} ends at byte {read.byte_offset + num_bytes}, and bytes up to {end} are part of the checkpoint",
+                    f"{path} ends at byte {read.byte_offset + num_bytes}, and the checkpoint needs it up to byte {end}",
                     kind="truncated",
                 )
 
