@@ -25,6 +25,7 @@ BENCHMARKS = {
     "manifest": "building, encoding and decoding large manifests",
     "codec": "compression on one core",
     "convert": "conversion to other formats, beside torch's tools; loads through links",
+    "gpu": "saves and loads of a job on a GPU, beside DCP and bare pinned copies",
     "manager": "the checkpoint manager: steps that are not due, many steps, deletions beside saves",
     "reuse": "bytes and seconds of saves that take files of the newest checkpoint",
     "data_state": "the state of data loaders: many streams, and token buffers beside weights",

@@ -13,6 +13,7 @@ from bytecheckpoint.runtime.progress import Progress
 _MiB = 1 << 20
 
 SNAPSHOTS = ("auto", "copy", "lazy")
+DIRECT = ("auto", "off")
 EXCHANGES = ("auto", "on", "off")
 FINITE_CHECKS = ("off", "warn", "refuse")
 MIN_SCRATCH_BYTES = 8 * _MiB
@@ -146,6 +147,11 @@ class LoadOptions:
     """
     reader_threads: int = 4
     """Reads in flight per rank."""
+    direct: Literal["auto", "off"] = "off"
+    """`auto` reads from a local folder straight into CUDA memory, by GPUDirect Storage, what lies in one piece there,
+    if kvikio is installed and `verify` is False: checksums are computed on the host, which such bytes never reach. All
+    else is read as with `off`.
+    """
     max_gap_bytes: int | None = None
     """Greatest gap, in bytes, across which two ranges of a file are read as one; the bytes between them are dropped.
     None for as much as the storage reads in the time of another request: 125 kB of a local file, 2 MB of a URL."""
@@ -179,6 +185,7 @@ class LoadOptions:
             object.__setattr__(self, "name_map", NameMap(self.name_map))
         _check_bool("LoadOptions", "verify", self.verify)
         _check_choice("LoadOptions", "exchange", self.exchange, EXCHANGES)
+        _check_choice("LoadOptions", "direct", self.direct, DIRECT)
         _check_at_least("LoadOptions", "reader_threads", self.reader_threads, 1)
         if self.max_gap_bytes is not None:
             _check_at_least("LoadOptions", "max_gap_bytes", self.max_gap_bytes, 0)

@@ -46,6 +46,13 @@ QUICK = {
         rf"\n\| {loader} \| [\d.]+ \| [\d.]+ \([\d.]+, [\d.]+\) \|"
         for loader in ("none", "workers, not prepared", "workers, prepared", "a thread, prepared")
     ],
+    "gpu": [r"there is no GPU here|\n\| bytecheckpoint, lazy \| [\d.]+"],
+    "gpu --device cpu --gib 0.001 --rounds 1": [
+        r"\n\| bytecheckpoint, copy \| [\d.]+.*\|.*\|",
+        r"\n\| torch DCP, async, pinned \| [\d.]+",
+        r"\n\| limit: pinned copy to the host \| [\d.]+",
+        r"\n\| limit: reading the file \| [\d.]+",
+    ],
     "startup --tensors 10 --rounds 1": [
         r"\n\| bcp --help \| [\d.]+ \([\d.]+ - [\d.]+\) \| 0.15 \|",
         r"\n\| bcp show of 10 tensors \| [\d.]+ \(",

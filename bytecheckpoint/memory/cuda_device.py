@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from bytecheckpoint.errors import CheckpointError
+
 _RELAXED = 2
 """CU_STREAM_CAPTURE_MODE_RELAXED."""
 
@@ -21,8 +23,8 @@ _Exchange = Callable[[int], int]
 
 @contextmanager
 def on_cuda(device: torch.device) -> Iterator[None]:
-    """Surrounds every call of CUDA: `device` is the current one, and a CUDA graph that another thread captures meanwhile
-    stays valid, whatever is called.
+    """Surrounds every call of CUDA: `device` is the current one, and a CUDA graph that another thread captures
+    meanwhile stays valid, whatever is called.
     """
     exchange = _capture_mode_exchange()
     with torch.cuda.device(device):
@@ -36,11 +38,26 @@ def on_cuda(device: torch.device) -> Iterator[None]:
 
 @cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns the stream of all copies from and to a device. It is kept: torch has 32 streams a device and lends them in
-    turn, so that each new one would some time be that of a collective, and have free memory of its own.
+    """Returns the stream of all copies from and to a device. It is kept: torch has 32 streams a device and lends them
+    in turn, so that each new one would some time be that of a collective, and have free memory of its own.
     """
     with on_cuda(device):
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def callers_stream(device: torch.device, *, raises: type[CheckpointError] = CheckpointError) -> torch.cuda.Stream:
+    """Returns the current stream of this thread on a device.
+
+    Raises an error of that class (unsupported_value) while it captures a CUDA graph, in which nothing is done yet.
+    """
+    with on_cuda(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise raises(
+                f"the current stream of {device} captures a CUDA graph, and what is given to it is only noted; nothing "
+                "was read or written: save and load outside of the capture",
+                kind="unsupported_value",
+            )
+        return torch.cuda.current_stream(device)
 
 
 class CudaEvent:
@@ -54,7 +71,7 @@ class CudaEvent:
 
     def query(self) -> bool:
         with on_cuda(self._device):
-            return bool(self.event.query())
+            return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
         with on_cuda(self._device):

@@ -26,8 +26,8 @@ _LARGE = 32 << 20
 
 
 class HostMapping(mmap.mmap):
-    """Memory from a page on, of exactly the length that was asked for: anonymous, or of an open file. A memoryview of it
-    leads back to it (`memoryview.obj`), and it is unmapped with the last one.
+    """Memory from a page on, of exactly the length that was asked for: anonymous, or of an open file. A memoryview of
+    it leads back to it (`memoryview.obj`), and it is unmapped with the last one.
     """
 
     _device: torch.device | None = None
@@ -36,8 +36,8 @@ class HostMapping(mmap.mmap):
     _pid = 0
 
     def pin(self, device: torch.device) -> bool:
-        """Pins it for all CUDA devices, the first time; `device` is one whose context there is already. Returns False if
-        that was refused: copies work, but each makes the host wait.
+        """Pins it for all CUDA devices, the first time; `device` is one whose context there is already. Returns False
+        if that was refused: copies work, but each makes the host wait.
         """
         if not self._is_tried:
             self._is_tried, self._pid = True, os.getpid()
@@ -46,9 +46,8 @@ class HostMapping(mmap.mmap):
                 self._device = device
             elif len(self) >= _LARGE:
                 logger.warning(
-                    "%.2f GiB of host memory could not be pinned (%s): copies from %s are slower, and training waits for "
-                    "them. Nothing else changes. A limit of the container's memory is the usual cause; "
-                    "SaveOptions(staging_bytes=...) needs less",
+                    "%.2f GiB of host memory could not be pinned (%s): copies from %s are slower, and nothing else "
+                    "changes. The container may have too little memory; SaveOptions(staging_bytes=...) needs less",
                     len(self) / (1 << 30),
                     error,
                     device,
@@ -61,7 +60,8 @@ class HostMapping(mmap.mmap):
         # Not in a forked child, where CUDA cannot be called; and at its end a process gives back everything.
         if device is not None and self._pid == os.getpid() and not sys.is_finalizing():
             with on_cuda(device):
-                torch.cuda.cudart().cudaHostUnregister(_address_of(self))
+                cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                cudart.cudaHostUnregister(_address_of(self))
 
     def __del__(self) -> None:
         self.unpin()  # before it is unmapped
@@ -78,7 +78,7 @@ def map_memory(num_bytes: int, *, advice: Sequence[str] = ()) -> HostMapping:
 
 
 def pin_memory_of(memory: memoryview, device: torch.device) -> bool:
-    """Pins all of the mapping that this memory is a part of. Returns False for other memory, and where it is refused."""
+    """Pins all of the mapping that this memory is a part of. Returns False for other memory, or if it is refused."""
     mapping = memory.obj
     return isinstance(mapping, HostMapping) and mapping.pin(device)
 
@@ -87,16 +87,16 @@ def _register(mapping: HostMapping, device: torch.device) -> str | None:
     """Returns what went wrong. On a thread that ends with it: the runtime keeps a refusal as the last error of the
     thread, and torch would raise it at the next kernel of training.
     """
-    outcome: list[str] = []
+    outcome = ["the call did not return"]
 
     def register() -> None:
         try:
             with on_cuda(device):
-                cudart = torch.cuda.cudart()
-                code = int(cudart.cudaHostRegister(_address_of(mapping), len(mapping), _PORTABLE))
-                outcome.append(f"{cudart.cudaGetErrorString(cudart.cudaError(code))}" if code else "")
-        except Exception as error:  # noqa: BLE001  it is pageable then, which works as well
-            outcome.append(str(error) or type(error).__name__)
+                cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                result = cudart.cudaHostRegister(_address_of(mapping), len(mapping), _PORTABLE)
+                outcome[0] = str(cudart.cudaGetErrorString(result)) if int(result) else ""
+        except RuntimeError as error:
+            outcome[0] = str(error)
 
     try:
         thread = threading.Thread(target=register, name="bytecheckpoint-pin")

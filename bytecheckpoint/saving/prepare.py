@@ -14,6 +14,8 @@ from bytecheckpoint.adapters.collect import Entry, buffers_in, check_can_be_lazy
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.distributed.ranks import COORDINATOR
 from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.memory.device_to_host import has_streams, mark_streams, reading_after
+from bytecheckpoint.memory.host_mapping import pin_memory_of
 from bytecheckpoint.memory.tensor_bytes import to_host
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.runtime.gc_pause import gc_paused
@@ -25,7 +27,15 @@ from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.staging.file_image import LiveFile, PlannedFile
 from bytecheckpoint.staging.host_buffers import HostBuffers
 from bytecheckpoint.staging.reuse import RootHistory
-from bytecheckpoint.staging.snapshots import LiveState, ProposedState, Snapshot, StagedState, StateInWaves, staged_bytes
+from bytecheckpoint.staging.snapshots import (
+    LiveState,
+    ProposedState,
+    Ready,
+    Snapshot,
+    StagedState,
+    StateInWaves,
+    staged_bytes,
+)
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -44,24 +54,29 @@ def kind_of_snapshot(wanted: str, *, async_save: bool) -> SnapshotKind:
 
 
 def take_snapshot(
-    kind: SnapshotKind, files: Sequence[LiveFile], buffers: HostBuffers, *, staging_bytes: int | None
+    kind: SnapshotKind, files: Sequence[LiveFile], buffers: HostBuffers, ready: Ready, *, staging_bytes: int | None
 ) -> Snapshot:
     """Returns the snapshot of these files; after its `stage()` the state may change."""
     if kind == "none":
-        return LiveState(files, buffers.scratch)
+        return LiveState(files, buffers.scratch, ready)
     num_bytes = staged_bytes([file.planned for file in files])
     if staging_bytes is not None and num_bytes > staging_bytes:
-        return StateInWaves(files, buffers.staging.take(staging_bytes))
+        return StateInWaves(files, buffers.staging.take(staging_bytes), ready)
     threads = min(torch.get_num_threads(), _MAX_COPY_THREADS)
     if kind == "lazy":  # half of them beside training; when training waits, its thread brings as many
         threads = max(threads // 2, 1)
-    return StagedState(files, buffers.staging.take(num_bytes), threads=threads)
+    return StagedState(files, buffers.staging.take(num_bytes), ready, threads=threads)
 
 
-def allocate(planned: Sequence[PlannedFile], buffers: HostBuffers, *, staging_bytes: int | None) -> None:
-    """Allocates the memory that a snapshot of these files will take."""
+def allocate(
+    planned: Sequence[PlannedFile], buffers: HostBuffers, shards: Sequence[LocalShard], *, staging_bytes: int | None
+) -> None:
+    """Allocates the memory that a snapshot of these files of these shards will take."""
     num_bytes = staged_bytes(planned)
-    buffers.staging.take(num_bytes if staging_bytes is None else min(num_bytes, staging_bytes))
+    memory = buffers.staging.take(num_bytes if staging_bytes is None else min(num_bytes, staging_bytes))
+    for device in {shard.tensor.device for shard in shards if not shard.address}:
+        if has_streams(device):
+            pin_memory_of(memory, device)
 
 
 class KeptBetweenSaves(NamedTuple):
@@ -106,6 +121,7 @@ class PreparedSave:
         self._snapshot: Snapshot | None = None
         """Snapshot of the cached plan, until the ranks have agreed; then of the agreed one."""
         self._agreed: AgreedPlan | None = None
+        self._ready: Ready = {}
 
     @property
     def is_lazy(self) -> bool:
@@ -127,10 +143,12 @@ class PreparedSave:
         with self.call.phase("stage"):
             if self.is_lazy:
                 self._local_plan = self._local_plan._replace(shards=_held_shards(entries, self._local_plan.shards))
+            # In the call, because only this thread knows the streams that training uses.
+            self._ready = mark_streams(shard.tensor.device for shard in self._local_plan.shards if not shard.address)
             self.buffers.scratch.grow(self.options.writer_threads)
             if self._local_plan.cached is not None:
                 self._snapshot = self._snapshot_of(self._local_plan.cached)
-            if self.is_lazy and isinstance(self._snapshot, StagedState) and self._is_on_host():
+            if self.is_lazy and isinstance(self._snapshot, StagedState):
                 self._snapshot = ProposedState(self._snapshot)
         # Not if the caller waits for staging: the background has a low priority and would delay it.
         if not isinstance(self._snapshot, ProposedState):
@@ -156,7 +174,8 @@ class PreparedSave:
             ranks.enter()
             self.progress.is_numbered.set()
             self.target.refuse_existing(ranks)
-            agreed = exchange_plans(ranks, self._local_plan)
+            with reading_after(self._ready):
+                agreed = exchange_plans(ranks, self._local_plan)
         with self.call.phase("stage"):
             if isinstance(self._snapshot, ProposedState):
                 self._snapshot.agree(self._snapshot_of(agreed.rank_plan) if agreed.is_new else None)
@@ -169,7 +188,7 @@ class PreparedSave:
         with gc_paused():
             # New files for each snapshot, because a snapshot may change its own.
             files = [LiveFile(planned, self._local_plan.shards) for planned in plan.files]
-        return take_snapshot(self._kind, files, self.buffers, staging_bytes=self.options.staging_bytes)
+        return take_snapshot(self._kind, files, self.buffers, self._ready, staging_bytes=self.options.staging_bytes)
 
     def stage(self) -> None:
         """Stages the snapshot. From then on the training state may change."""
@@ -192,12 +211,6 @@ class PreparedSave:
         """Drops the state: the error of a failed save keeps the frames of its functions."""
         self._local_plan = self._local_plan._replace(shards=())
 
-    def _is_on_host(self) -> bool:
-        """Returns False if a tensor is on a device: its copy must follow the caller's stream, which a thread does not
-        know.
-        """
-        return all(shard.tensor.is_cpu for shard in self._local_plan.shards)
-
 
 def _held_shards(entries: Sequence[Entry], shards: Sequence[LocalShard]) -> list[LocalShard]:
     """Returns the shards for a lazy snapshot. Buffers of modules, and tensors that share memory with one, are copied,
@@ -212,10 +225,15 @@ def _held_shards(entries: Sequence[Entry], shards: Sequence[LocalShard]) -> list
     return [
         LocalShard(
             *shard[:4],
-            to_host(shard.tensor) if changing and _storage_of(shard.tensor) in changing else shard.tensor.detach(),
+            _copied(shard.tensor) if changing and _storage_of(shard.tensor) in changing else shard.tensor.detach(),
         )
         for shard in shards
     ]
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    # On a device with streams a copy is queued behind the work that it waits for; to the host it would wait here.
+    return tensor.detach().clone() if has_streams(tensor.device) and not tensor.is_cpu else to_host(tensor)
 
 
 def _storage_of(tensor: torch.Tensor) -> int:

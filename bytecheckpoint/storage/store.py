@@ -157,6 +157,14 @@ class SupportsDuplicate(Store, Protocol):
 
 
 @runtime_checkable
+class SupportsFilePath(Store, Protocol):
+    """A store whose objects are files of this host."""
+
+    def file_path(self, name: str) -> str:
+        """Returns the path of an object, which need not exist."""
+
+
+@runtime_checkable
 class UnconditionalStore(Store, Protocol):
     """A store that replaces an object without a condition on what is there. After a replacement, only reading the
     object tells which writer's it is.

@@ -36,7 +36,7 @@ class File(LiveFile):
 
 
 def staged(files: Sequence[LiveFile], memory: bytearray, threads: int = 2) -> StagedState:
-    return StagedState(files, memoryview(memory), threads=threads)
+    return StagedState(files, memoryview(memory), {}, threads=threads)
 
 
 def held(is_held: bool) -> threading.Event:

@@ -121,6 +121,10 @@ class LocalStore:
             raise truncated(path, wanted_end=num_bytes, found_end=filled)
         return bytes(content)
 
+    def file_path(self, name: str) -> str:
+        """Implements `SupportsFilePath`."""
+        return self._resolve(check_name(name))
+
     def byte_length(self, name: str) -> int | None:
         """Implements `SupportsByteLength`."""
         path = self._resolve(check_name(name))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.conftest import NEEDS_GPU
 from sample_tensors import DTYPES, LAYOUTS, SHAPE, random_bits, same_bits
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 import bytecheckpoint as bcp
 from bytecheckpoint.memory.host_to_device import CudaCopyStream, copied_buffers
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+pytestmark = NEEDS_GPU
 
 MiB = 1 << 20
 TINY = bcp.LoadOptions(scratch_bytes=8 * MiB, reader_threads=2)
