@@ -16,7 +16,7 @@ import numpy as np
 
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.manifest.envelope import seal, unseal
-from bytecheckpoint.manifest.manifest import Manifest, check_manifest
+from bytecheckpoint.manifest.manifest import Manifest, ManifestOutline, check_manifest, check_outline
 from bytecheckpoint.manifest.records import Columns, DataFile, Sample
 from bytecheckpoint.manifest.table import TensorTable
 from bytecheckpoint.manifest.validation import (
@@ -81,6 +81,19 @@ class _Wire(msgspec.Struct, omit_defaults=True):
     sample_byte_lengths: memoryview = _NOTHING
     sample_digests: memoryview = _NOTHING
     file_content_digests: memoryview = _NOTHING
+
+
+class _OutlineWire(msgspec.Struct):
+    """The fields of the body that an outline needs."""
+
+    save_id: str
+    step: int | None
+    file_names: msgspec.Raw
+    file_byte_lengths: memoryview
+    tensor_fqns: msgspec.Raw
+    metadata: msgspec.Raw
+    provenance: msgspec.Raw
+    foreign_format: str = ""
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -215,6 +228,25 @@ def open_manifest(data: bytes) -> Manifest:
     return manifest
 
 
+def read_outline(data: bytes) -> ManifestOutline:
+    """Reads the outline of a manifest. Checks that the file is whole, and no column but the lengths of files. Raises as
+    `decode_manifest` does.
+    """
+    body = unseal(data)
+    try:
+        wire = msgspec.msgpack.decode(body, type=_OutlineWire)
+        metadata, provenance = _decode_metadata(wire.metadata), _decode_metadata(wire.provenance)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_manifest(f"its body cannot be decoded: {error}") from error
+    num_tensors = _count_items(wire.tensor_fqns, MAX_TENSORS, "tensors")
+    lengths = decode_column(wire.file_byte_lengths, _count_items(wire.file_names, MAX_FILES, "files"), "file lengths")
+    outline = ManifestOutline(
+        wire.save_id, wire.step, wire.foreign_format, sum(lengths.tolist()), num_tensors, metadata, provenance
+    )
+    check_outline(outline)
+    return outline
+
+
 def _decode_columns(wire: _Wire, num_tensors: int) -> Columns:
     num_dims = _decode_counts(wire.tensor_num_dims, num_tensors, "dimensions", MAX_DIMS * MAX_TENSORS)
     num_chunks = _decode_counts(wire.tensor_num_chunks, num_tensors, "chunks", MAX_CHUNKS)
@@ -244,16 +276,21 @@ def _decode_columns(wire: _Wire, num_tensors: int) -> Columns:
 
 def _decode_items(raw: msgspec.Raw, kind: type[_Items], limit: int, what: str) -> _Items:
     """Decodes a list or dict if it has at most `limit` items. It was found well-formed together with the body."""
+    num_items = _count_items(raw, limit, what)
+    items = msgspec.msgpack.decode(raw, type=kind)
+    if len(items) != num_items:
+        raise bad_manifest(f"two of its {what} have the same name")
+    return items
+
+
+def _count_items(raw: msgspec.Raw, limit: int, what: str) -> int:
     # The head of a msgpack array or map has the number of its items, which msgspec compares with no limit of our own
     # error kind. Undecoded, because the body's 2**30 bytes can hold as many empty strings, of 8 bytes each in a list.
     head = memoryview(raw)[:5]
     width = {0xDC: 2, 0xDE: 2, 0xDD: 4, 0xDF: 4}.get(head[0])
     num_items = int.from_bytes(head[1 : 1 + width], "big") if width else head[0] & 15
     refuse_more_than(limit, num_items, what)
-    items = msgspec.msgpack.decode(raw, type=kind)
-    if len(items) != num_items:
-        raise bad_manifest(f"two of its {what} have the same name")
-    return items
+    return num_items
 
 
 def _decode_rank_objects(raw: msgspec.Raw) -> dict[str, dict[int, bytes]]:

@@ -17,7 +17,7 @@ from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.local_stage import LocalStage
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.inventory import refuse_occupied
-from bytecheckpoint.storage.layout import save_location
+from bytecheckpoint.storage.layout import root_of, step_folder
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, SupportsDuplicate, UnconditionalStore, full_location
@@ -115,7 +115,7 @@ def open_target(
     owner: SaveOwner | None = None,
 ) -> SaveTarget:
     """Opens the store and the local stage of a save. Raises what the checks of the role and of both folders raise."""
-    root, folder = save_location(path, step=step, role=role)
+    root, folder = root_of(path, role), "" if step is None else step_folder(step)
     store = open_store(
         root,
         storage_options=storage_options,

@@ -124,6 +124,16 @@ class SupportsDeleteMany(Store, Protocol):
 
 
 @runtime_checkable
+class SupportsInFolders(Store, Protocol):
+    """A store that looks into many folders for less than a listing of each."""
+
+    def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
+        """Returns, for each folder, whether an object of this name lies in it; None where only a look into that folder
+        tells, such as behind a link.
+        """
+
+
+@runtime_checkable
 class SupportsReadWhole(Store, Protocol):
     """A store that reads an object of unknown length as it is at one moment."""
 
@@ -199,6 +209,12 @@ def read_whole(store: Store, name: str, *, max_bytes: int) -> bytes:
     content = bytearray(num_bytes)
     store.read_into(name, 0, memoryview(content))
     return bytes(content)
+
+
+def listed_lengths(names: Sequence[str], list_folder: Callable[[str], Mapping[str, int | None]]) -> list[int | None]:
+    """Returns the lengths of objects by listing the folders that they are in."""
+    listings = {parent: list_folder(parent) for parent in {name.rpartition("/")[0] for name in names}}
+    return [listings[parent].get(last) for parent, _, last in (name.rpartition("/") for name in names)]
 
 
 def delete_many(store: Store, names: Sequence[str]) -> None:

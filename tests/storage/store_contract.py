@@ -20,7 +20,7 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.manifest.ranges import Block
-from bytecheckpoint.storage.store import Store, SupportsDuplicate, delete_many, read_whole
+from bytecheckpoint.storage.store import Store, SupportsDuplicate, SupportsInFolders, delete_many, read_whole
 
 
 def blocks_of(data: bytes, *, block_bytes: int = 1 << 30, shift: int = 0) -> list[Block]:
@@ -245,6 +245,23 @@ class StoreContract:
             assert len(store.list("folder")) == count
         store.delete("folder/1")
         assert set(store.list("folder")) == {"2", "3"}
+
+    def test_a_look_into_many_folders_tells_which_hold_an_object(self, store):
+        if not isinstance(store, SupportsInFolders):
+            pytest.skip("looks into one folder at a time")
+        for folder in ("r/b", "r/d", "r/a", "r/e"):
+            put(store, f"{folder}/manifest.bcp", b"1")
+        put(store, "r/c/data/x", b"1")
+        put(store, "r/f/manifest.bcp/x", b"1")
+        put(store, "r/g/manifest.bcpx", b"1")
+        put(store, "r/h", b"1")
+        folders = [f"r/{name}" for name in "hbdagecfx"]
+        found = store.in_folders(folders, "manifest.bcp")
+        assert len(found) == len(folders)
+        told = dict(zip("hbdagecfx", found, strict=True))
+        assert {name for name, is_there in told.items() if is_there} <= set("bdae")
+        assert {name for name, is_there in told.items() if is_there is False} <= set("gchfx")
+        assert store.in_folders([], "manifest.bcp") == []
 
     def test_a_file_cannot_be_listed(self, store):
         put(store, "file", b"1")

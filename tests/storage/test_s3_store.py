@@ -751,3 +751,29 @@ def test_a_copy_in_parts_that_fails_leaves_nothing(s3, s3_prefix, s3_faults, sto
     s3_faults.reset()
     assert set(store.list("")) == {"a"}
     assert s3.uploads(s3_prefix) == []
+
+
+def test_many_folders_are_looked_into_with_few_requests(s3_faults, store):
+    for step in range(30):
+        put(store, f"step_{step:08d}/data/x", b"1")
+        if step % 5:
+            put(store, f"step_{step:08d}/manifest.bcp", b"1")
+    folders = [f"step_{step:08d}" for step in range(29, -1, -1)]
+    s3_faults.requests.clear()
+    assert store.in_folders(folders, "manifest.bcp") == [step % 5 > 0 for step in range(29, -1, -1)]
+    assert len(s3_faults.requests) == 1
+
+
+def test_pages_that_reach_one_folder_only_are_given_up(store, monkeypatch):
+    for step in range(5):
+        for number in range(4):
+            put(store, f"step_{step}/data/{number}", b"1")
+        put(store, f"step_{step}/manifest.bcp", b"1")
+    real = store._requests.call
+    monkeypatch.setattr(
+        store._requests,
+        "call",
+        lambda operation, policy, **given: real(operation, policy, **given, MaxKeys=3),
+    )
+    folders = [f"step_{step}" for step in range(5)]
+    assert store.in_folders(folders, "manifest.bcp") == [True, None, None, None, None]

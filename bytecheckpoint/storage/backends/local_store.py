@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
 from bytecheckpoint.manifest.ranges import Block
+from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.backends.direct_io import DirectFile
 from bytecheckpoint.storage.backends.posix_errors import (
     already_exists,
@@ -43,6 +44,9 @@ from bytecheckpoint.storage.store import Access, FillHook
 _MAX_SUFFIX = 200
 """Characters of an object's name that its temporary file repeats; names end at 255 bytes."""
 _FOLDER = -1
+_FOLDER_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOOKERS = 16
+_LOOKS_AT_ONCE = 64
 _ACCESS = Access(latency_s=50e-6, bytes_per_s=2.5e9)
 """A file is found and opened for every read, and its bytes may be in the page cache."""
 
@@ -134,6 +138,33 @@ class LocalStore:
         except CheckpointNotFoundError:
             return None
 
+    def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
+        """Implements `SupportsInFolders`."""
+        check_name(name)
+        batches = [folders[start : start + _LOOKS_AT_ONCE] for start in range(0, len(folders), _LOOKS_AT_ONCE)]
+        looks = map_jobs(lambda batch: [self._is_in(folder, name) for folder in batch], batches, num_threads=_LOOKERS)
+        return [is_there for looked in looks for is_there in looked]
+
+    def _is_in(self, folder: str, name: str) -> bool | None:
+        """Opens both by name, following no link: on a network file system a look without opening may be old."""
+        folder_fd = -1
+        try:
+            if os.path.dirname(folder):
+                self._resolve(os.path.dirname(check_name(folder)))
+            folder_fd = os.open(f"{self._root}/{folder}", _FOLDER_FLAGS)
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=folder_fd)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return None  # a link, or no permission
+        finally:
+            if folder_fd >= 0:
+                os.close(folder_fd)
+        try:
+            return stat.S_ISREG(os.fstat(fd).st_mode)
+        finally:
+            os.close(fd)
+
     def list(self, folder: str) -> Mapping[str, int | None]:
         path = self._resolve(check_name(folder) if folder else "")
         try:
@@ -190,6 +221,21 @@ class LocalStore:
         return os.path.join(self._root, folder, last)
 
     def _resolve(self, name: str) -> str:
+        """Returns a path inside the root. Where no part of the name is a link, which is looked at alone, that is the
+        name below the root; else what the links lead to.
+
+        Raises UnsafeCheckpointError (path_escape) if they lead out of the root.
+        """
+        path = self._root
+        for part in name.split("/") if name else ():
+            path = f"{path}/{part}"
+            try:
+                if stat.S_ISLNK(os.lstat(path).st_mode):
+                    break
+            except OSError:  # nothing is there: nor is anything behind it
+                return f"{self._root}/{name}"
+        else:
+            return path
         resolved = os.path.realpath(os.path.join(self._root, name))
         root = os.path.realpath(self._root)
         if resolved != root and not resolved.startswith(root.rstrip("/") + "/"):
