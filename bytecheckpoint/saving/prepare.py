@@ -5,12 +5,13 @@ plan ahead of the agreement, and is taken again if they agree on another plan.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 
 from bytecheckpoint.adapters.collect import Entry, buffers_in, check_can_be_lazy
+from bytecheckpoint.adapters.shard_columns import ShardBlocks, ShardColumns
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.distributed.ranks import COORDINATOR
 from bytecheckpoint.errors import CheckpointSaveError
@@ -182,16 +183,16 @@ class PreparedSave:
 
     def close(self) -> None:
         """Drops the state: the error of a failed save keeps the frames of its functions."""
-        self._local_plan = self._local_plan._replace(shards=())
+        self._local_plan = self._local_plan._replace(shards=ShardBlocks([]))
 
     def _is_on_host(self) -> bool:
         """Returns False if a tensor is on a device: its copy must follow the caller's stream, which a thread does not
         know.
         """
-        return all(shard.tensor.is_cpu for shard in self._local_plan.shards)
+        return all(shard.tensor.is_cpu for shard in self._local_plan.shards.records())
 
 
-def _held_shards(entries: Sequence[Entry], shards: Sequence[LocalShard]) -> list[LocalShard]:
+def _held_shards(entries: Sequence[Entry], shards: ShardBlocks) -> ShardBlocks:
     """Returns the shards for a lazy snapshot. Buffers of modules, and tensors that share memory with one, are copied,
     because a forward pass changes them without waiting. All others keep the memory that they have now, even if their
     tensors are given other memory meanwhile.
@@ -200,13 +201,20 @@ def _held_shards(entries: Sequence[Entry], shards: Sequence[LocalShard]) -> list
     """
     check_can_be_lazy(entries)
     changing = {_storage_of(buffer) for buffer in buffers_in(entries)}
+    return ShardBlocks(_held(block, changing) for block in shards.blocks)
+
+
+def _held(block: Sequence[LocalShard], changing: Collection[int]) -> Sequence[LocalShard]:
+    if isinstance(block, ShardColumns):
+        block.copy_changing(changing, to_host)
+        return block
     # Not by `_replace`, which costs more than all the rest of this.
     return [
         LocalShard(
             *shard[:4],
             to_host(shard.tensor) if changing and _storage_of(shard.tensor) in changing else shard.tensor.detach(),
         )
-        for shard in shards
+        for shard in block
     ]
 
 
