@@ -19,7 +19,7 @@ import xxhash
 
 from bytecheckpoint.adapters.expectation import EntryContents, Scope
 from bytecheckpoint.adapters.plain.merge_plain import merge_plain
-from bytecheckpoint.adapters.shards import LocalShard
+from bytecheckpoint.adapters.shard_columns import ShardBlocks
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, check_same
 from bytecheckpoint.errors import CheckpointSaveError, and_more
 from bytecheckpoint.manifest import TensorRecord
@@ -104,7 +104,7 @@ class LocalSavePlan(NamedTuple):
 
     target: str
     """Description of the place, which must be the same on all ranks."""
-    shards: Sequence[LocalShard]
+    shards: ShardBlocks
     aliases: Mapping[str, str]
     plain: Mapping[str, tuple[Scope, bytes]]
     stages: Mapping[str, int]
@@ -200,9 +200,9 @@ def make_local_plan(
     frozen: Collection[str] = (),
 ) -> LocalSavePlan:
     """Returns the plan of the entries that this rank holds, with the one of an earlier save if it is in the cache."""
-    shards = [shard for entry in contents for shard in entry.shards]
+    shards = ShardBlocks(entry.shards for entry in contents)
     if options.codec != "none":
-        shards = [part for shard in shards for part in cut_to_files(shard, options)]
+        shards = ShardBlocks([[part for shard in shards for part in cut_to_files(shard, options)]])
     plan = LocalSavePlan(
         target=str(target),
         shards=shards,
@@ -215,9 +215,8 @@ def make_local_plan(
         is_empty=not contents,
         frozen=frozen,
     )
-    fqns_dtypes_shapes_regions = [*zip(*shards, strict=True)][:4]
     of_ranks = (list(ranks.global_ranks), ranks.rank, plan.stages, sorted(frozen))
-    parts = (fqns_dtypes_shapes_regions, plan.aliases, (plan.max_file_bytes, plan.codec), *of_ranks)
+    parts = (shards.digests(), plan.aliases, (plan.max_file_bytes, plan.codec), *of_ranks)
     fingerprint = xxhash.xxh3_128_digest(msgspec.msgpack.encode(parts))
     return plan._replace(fingerprint=fingerprint, cached=plans.find(fingerprint))
 

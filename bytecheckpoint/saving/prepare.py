@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from bytecheckpoint.adapters.collect import Entry, buffers_in, check_can_be_lazy, frozen_fqns
+from bytecheckpoint.adapters.shard_columns import ShardBlocks, ShardColumns
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.distributed.ranks import COORDINATOR
 from bytecheckpoint.errors import CheckpointSaveError
@@ -69,12 +70,12 @@ def take_snapshot(
 
 
 def allocate(
-    planned: Sequence[PlannedFile], buffers: HostBuffers, shards: Sequence[LocalShard], *, staging_bytes: int | None
+    planned: Sequence[PlannedFile], buffers: HostBuffers, shards: ShardBlocks, *, staging_bytes: int | None
 ) -> None:
     """Allocates the memory that a snapshot of these files of these shards will take."""
     num_bytes = staged_bytes(planned)
     memory = buffers.staging.take(num_bytes if staging_bytes is None else min(num_bytes, staging_bytes))
-    for device in {shard.tensor.device for shard in shards if not shard.address}:
+    for device in {shard.tensor.device for shard in shards.records() if not shard.address}:
         if has_streams(device):
             pin_memory_of(memory, device)
 
@@ -144,7 +145,8 @@ class PreparedSave:
             if self.is_lazy:
                 self._local_plan = self._local_plan._replace(shards=_held_shards(entries, self._local_plan.shards))
             # In the call, because only this thread knows the streams that training uses.
-            self._ready = mark_streams(shard.tensor.device for shard in self._local_plan.shards if not shard.address)
+            records = self._local_plan.shards.records()  # columns are on the host
+            self._ready = mark_streams(shard.tensor.device for shard in records if not shard.address)
             self.buffers.scratch.grow(self.options.writer_threads)
             if self._local_plan.cached is not None:
                 self._snapshot = self._snapshot_of(self._local_plan.cached)
@@ -209,10 +211,10 @@ class PreparedSave:
 
     def close(self) -> None:
         """Drops the state: the error of a failed save keeps the frames of its functions."""
-        self._local_plan = self._local_plan._replace(shards=())
+        self._local_plan = self._local_plan._replace(shards=ShardBlocks([]))
 
 
-def _held_shards(entries: Sequence[Entry], shards: Sequence[LocalShard]) -> list[LocalShard]:
+def _held_shards(entries: Sequence[Entry], shards: ShardBlocks) -> ShardBlocks:
     """Returns the shards for a lazy snapshot. Buffers of modules, and tensors that share memory with one, are copied,
     because a forward pass changes them without waiting. All others keep the memory that they have now, even if their
     tensors are given other memory meanwhile.
@@ -221,13 +223,20 @@ def _held_shards(entries: Sequence[Entry], shards: Sequence[LocalShard]) -> list
     """
     check_can_be_lazy(entries)
     changing = {_storage_of(buffer) for buffer in buffers_in(entries)}
+    return ShardBlocks(_held(block, changing) for block in shards.blocks)
+
+
+def _held(block: Sequence[LocalShard], changing: Collection[int]) -> Sequence[LocalShard]:
+    if isinstance(block, ShardColumns):
+        block.copy_changing(changing, to_host)
+        return block
     # Not by `_replace`, which costs more than all the rest of this.
     return [
         LocalShard(
             *shard[:4],
             _copied(shard.tensor) if changing and _storage_of(shard.tensor) in changing else shard.tensor.detach(),
         )
-        for shard in shards
+        for shard in block
     ]
 
 

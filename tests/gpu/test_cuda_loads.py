@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.conftest import NEEDS_GPU
 from sample_tensors import DTYPES, LAYOUTS, SHAPE, random_bits, same_bits
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import bytecheckpoint as bcp
 from bytecheckpoint.memory.host_to_device import CudaCopyStream, copied_buffers
+from gpu.conftest import NEEDS_GPU
 
 pytestmark = NEEDS_GPU
 

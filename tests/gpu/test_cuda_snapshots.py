@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu.conftest import NEEDS_GPU
 from sample_tensors import bits_of
 from snapshot_cases import OPTIONS, save
 
 import bytecheckpoint as bcp
 from bytecheckpoint.saving.in_flight import process_state
+from gpu.conftest import NEEDS_GPU
 
 pytestmark = NEEDS_GPU
 

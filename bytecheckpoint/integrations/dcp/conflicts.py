@@ -17,8 +17,8 @@ from bytecheckpoint.adapters.plain.plain_data import encode_plain, fits_inline
 from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.rank_values.rank_local import RankLocal
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS
-from bytecheckpoint.distributed.polling import run_on_thread
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
+from bytecheckpoint.distributed.store_limits import run_on_thread
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointSaveError, and_more
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, join_fqn, too_deep
 from bytecheckpoint.saving.in_flight import wait_until_numbered
