@@ -332,7 +332,7 @@ def test_a_browser_sorts_and_searches_tables(call, tmp_path) -> None:
       document.title = [...table.tBodies[0].rows].map(r => r.cells[0].textContent + (r.hidden ? "-" : "+")).join(" ");
     """
     text = page.read_text(encoding="utf-8")
-    text = re.sub(r"script-src &#x27;sha256-[^&]*&#x27;", "script-src 'unsafe-inline'", text)  # for the acts of this test
+    text = re.sub(r"script-src &#x27;sha256-[^&]*&#x27;", "script-src 'unsafe-inline'", text)  # for these acts
     text = text.replace("</body>", f"<script>{acts}</script></body>")
     page.write_text(text, encoding="utf-8")
     shown = browse(page, tmp_path / "profile", "--dump-dom").stdout
