@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
 from html import escape
-from itertools import islice
 from typing import Any, Self
 
 import numpy as np
@@ -23,9 +22,8 @@ from bytecheckpoint.loading.select import SelectionRequest, select
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.plain_wire import TensorRef
 from bytecheckpoint.region import Region, whole
+from bytecheckpoint.runtime.notebook_html import rows_html
 
-_MAX_ROWS = 50
-"""Rows of the table in a notebook."""
 _NUM_NEAR = 3
 _IN_NUMPY = {
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32),
@@ -51,11 +49,8 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         """Returns the first tensors as a table, for notebooks."""
         if self._opened is None:
             return f"<p>{escape(repr(self))}</p>"
-        rows = [(name, str(view.dtype), str(list(view.shape))) for name, view in islice(self.items(), _MAX_ROWS)]
-        cells = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in rows)
-        rest = f"<p>and {len(self) - len(rows)} more</p>" if len(rows) < len(self) else ""
-        head = "<tr><th>tensor</th><th>dtype</th><th>shape</th></tr>"
-        return f"<p>{escape(repr(self))}</p><table>{head}{cells}</table>{rest}"
+        rows = ((name, str(view.dtype), str(list(view.shape))) for name, view in self.items())
+        return rows_html(repr(self), ("tensor", "dtype", "shape"), rows, len(self))
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self)

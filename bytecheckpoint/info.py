@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any, Literal, TypeAlias
 
 from bytecheckpoint.manifest import Manifest, ManifestOutline
+from bytecheckpoint.runtime.notebook_html import facts_html
 
 OWN_FORMAT = "bytecheckpoint"
 Outcome: TypeAlias = Literal["committed", "removed", "kept", "under_way"]
@@ -49,6 +50,9 @@ class CheckpointInfo:
         total = self.seconds.get("total")
         return self.num_bytes / total if total else None
 
+    def _repr_html_(self) -> str:
+        return _facts_html(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalInfo:
@@ -65,6 +69,9 @@ class LocalInfo:
     direct_ranks: Sequence[int]
     """Ranks whose disk had no room for all of their files: the others are at the path already."""
 
+    def _repr_html_(self) -> str:
+        return _facts_html(self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveredSave:
@@ -78,6 +85,9 @@ class RecoveredSave:
     `under_way`, because it is of a living process."""
     what: str
     """The reason, in words."""
+
+    def _repr_html_(self) -> str:
+        return _facts_html(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +108,9 @@ class DataReport:
     """Samples, over all ranks, that come again: with `at_least_once`, on another number of ranks."""
     restarted: bool = False
     """True if the loader was left at its start: with `restart`, on another number of ranks."""
+
+    def _repr_html_(self) -> str:
+        return _facts_html(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +176,15 @@ class LoadReport:
             )
         for restore in self.random_restores:
             restore()
+
+    def _repr_html_(self) -> str:
+        return _facts_html(self)
+
+
+def _facts_html(facts: CheckpointInfo | LocalInfo | RecoveredSave | DataReport | LoadReport) -> str:
+    """Returns the fields of a record as a table, for notebooks."""
+    shown = {each.name: getattr(facts, each.name) for each in fields(facts) if each.repr}
+    return facts_html(type(facts).__name__, shown)
 
 
 def describe_checkpoint(

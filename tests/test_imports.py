@@ -157,7 +157,7 @@ finally:
     print("MODULES", *sys.modules)
 """
     modules = set(run_python(code).partition("MODULES")[2].split())
-    unwanted = {"torch", "fsspec", "rich", "numpy.ma", "asyncio", "bytecheckpoint.tools.render.html_report"}
+    unwanted = {"torch", "fsspec", "rich", "numpy.ma", "asyncio", "bytecheckpoint.tools.render.html.checkpoint_page"}
     assert unwanted & modules == set()
     assert "numpy" in modules
 

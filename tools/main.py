@@ -41,6 +41,7 @@ _COMMANDS = {
     "keep": _Place("keep", "List which checkpoints policies keep; delete the others with --delete."),
     "ls": _Place("listing.ls", "List the checkpoints under a root."),
     "pin": _Place("pin", "Protect one checkpoint from retention."),
+    "report": _Place("listing.report", "Write one page about all checkpoints of a run."),
     "rm": _Place("pin", "Delete one checkpoint."),
     "show": _Place("show", "Show what is in a checkpoint."),
     "timeline": _Place("timeline", "Show how a save went: phases by rank."),

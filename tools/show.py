@@ -40,9 +40,10 @@ from .render.show_text import (
 from .render.terminal import Screen, byte_progress, print_json, without
 
 if TYPE_CHECKING:
-    from .analysis.tensor_stats import TensorStats
+    from .analysis.tensor_stats import Histogram, TensorStats
 
 _DEFAULT_ROWS = 40
+_NUM_HISTOGRAMS = 12
 
 _EXAMPLE = """\b
 Example:
@@ -99,6 +100,12 @@ Example:
     help="Also write a report with pictures to this local file, in place of one there: sizes of modules, dtypes, where "
     "tensors lie (those of --tensor, or the largest), how the save went. One page that needs nothing but itself.",
 )
+@click.option(
+    "--histograms",
+    "with_histograms",
+    is_flag=True,
+    help="With --html: read the tensors of --tensor, or the largest 12, twice, and draw how their values spread.",
+)
 @with_limit_option(_DEFAULT_ROWS, "Print at most this many rows of a table; 0 for all.")
 @with_link_option
 @with_output_options
@@ -113,6 +120,7 @@ def show(
     with_data: bool,
     with_stats: bool,
     html_path: str | None,
+    with_histograms: bool,
     limit: int,
     access: AccessOptions,
     as_json: bool,
@@ -122,8 +130,10 @@ def show(
     Only the manifest is read, unless --stats asks for values, --objects for tensors of single ranks, or --html for the
     telemetry of the save.
     """
+    if with_histograms and html_path is None:
+        raise click.UsageError("--histograms are drawn in the report of --html FILE")
     opened = access.open_manifest(ckpt)
-    if with_stats or with_objects:
+    if with_stats or with_objects or with_histograms:
         opened = access.find_files(opened)
     summary = ManifestSummary(opened.manifest)
     tensors = summary.select(patterns, path=opened.path)
@@ -133,8 +143,16 @@ def show(
     objects = plain_objects(opened) if with_objects else None
     data = data_records(opened.manifest) if with_data else None
     if html_path is not None:
+        histograms = _read_histograms(opened, tensors, is_selected=bool(patterns)) if with_histograms else {}
         _write_report(
-            html_path, opened, summary, tensors=tensors, stats=stats, objects=objects, is_selected=bool(patterns)
+            html_path,
+            opened,
+            summary,
+            tensors=tensors,
+            stats=stats,
+            objects=objects,
+            histograms=histograms,
+            is_selected=bool(patterns),
         )
     if as_json:
         sections = {
@@ -179,16 +197,27 @@ def _write_report(
     tensors: Sequence[TensorEntry],
     stats: Mapping[str, TensorStats] | None,
     objects: Sequence[PlainSummary] | None,
+    histograms: Mapping[str, Histogram],
     is_selected: bool,
 ) -> None:
     # What a summary does not need takes as long to import as all that it does.
     from bytecheckpoint.diagnostics.telemetry import read_save_records  # noqa: PLC0415
 
-    from .render.html_report import ReportContents, html_report  # noqa: PLC0415
+    from .render.html.checkpoint_page import ReportContents, checkpoint_page  # noqa: PLC0415
 
     records = read_save_records(opened.store, opened.folder, opened.manifest.save_id)
-    report = ReportContents(tensors, is_selected, stats, objects, records)
-    write_text(path, html_report(opened, summary, report))
+    report = ReportContents(tensors, is_selected, stats, objects, records, histograms)
+    write_text(path, checkpoint_page(opened, summary, report))
+
+
+def _read_histograms(opened: Opened, tensors: Sequence[TensorEntry], *, is_selected: bool) -> dict[str, Histogram]:
+    from .analysis.tensor_stats import histograms_of  # noqa: PLC0415 - as above
+
+    largest = tensors if is_selected else sorted(tensors, key=lambda tensor: -tensor.num_bytes)[:_NUM_HISTOGRAMS]
+    stats = _read_stats(opened, largest)
+    num_bytes = sum(tensor.num_elements * itemsize(tensor.dtype) for tensor in largest)
+    with byte_progress("reading again", num_bytes) as on_progress:
+        return histograms_of(opened, stats, on_progress=on_progress)
 
 
 def _read_stats(opened: Opened, tensors: Sequence[TensorEntry]) -> dict[str, TensorStats]:

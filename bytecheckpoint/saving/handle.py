@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.info import CheckpointInfo, LocalInfo
+from bytecheckpoint.runtime.notebook_html import facts_html
 from bytecheckpoint.runtime.progress import Progress, ProgressMeter
 from bytecheckpoint.runtime.reentrancy import awaited_threads, is_refusal
 from bytecheckpoint.staging.snapshots import Snapshot
@@ -27,6 +28,13 @@ class SaveHandle:
         progress = self._progress
         state = "failed" if progress.error is not None else "done" if self.done() else "under way"
         return f"<SaveHandle {progress.path}: {state}>"
+
+    def _repr_html_(self) -> str:
+        now = self.progress()
+        moved = f"{now.bytes_done:,} of {now.bytes_total:,}" if now.bytes_total else ""
+        error = self._progress.error
+        facts = {"phase": now.phase, "bytes of this rank": moved, "error": error and str(error)}
+        return facts_html(repr(self), facts)
 
     def staged(self) -> None:
         """Blocks until the training state may change again. Raises what the save raised if it failed before."""

@@ -175,6 +175,10 @@ def test_json_of_watch(call, root, sections) -> None:
     assert_documented([*results, call("watch", root, "--once", "--json").json], sections["watch"])
 
 
+def test_json_of_report(call, root, sections) -> None:
+    assert_documented([call("report", root, "--out", root.parent / "run.html", "--json").json], sections["report"])
+
+
 def test_json_of_gc(call, root, sections) -> None:
     path = root / "step_00000007" / "data" / "00000000deadbeef-00000-0.safetensors"
     path.parent.mkdir(parents=True)

@@ -4,6 +4,8 @@ small and runs nothing that a checkpoint has put into a name.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 import shutil
 import subprocess
@@ -22,7 +24,8 @@ from bytecheckpoint.region import Region, grid_regions
 from bytecheckpoint.tools.analysis.module_tree import build_tree
 from bytecheckpoint.tools.analysis.summary import TensorEntry
 from bytecheckpoint.tools.render.chunk_map import map_chunks
-from bytecheckpoint.tools.render.treemap import Box, lay_out, squarify
+from bytecheckpoint.tools.render.html.scales import round_ticks
+from bytecheckpoint.tools.render.html.treemap import Box, lay_out, squarify
 
 SVG_WIDTH = 960
 
@@ -47,7 +50,8 @@ def titles(page: ET.Element) -> list[str]:
 
 def test_the_page_tells_what_is_in_the_checkpoint(call, root) -> None:
     page = page_of(call, root, "--objects", "--stats")
-    assert page.find("head/title").text == str(root / "step_00001000")
+    assert page.find("head/title").text.startswith(f"{root / 'step_00001000'}, saved 20")
+    assert page.find("body/p").text.startswith("step 1000, saved 20")
     assert [element.text for element in page.iter("h2")] == [
         "Where the bytes are",
         "How the save went",
@@ -65,19 +69,71 @@ def test_the_page_tells_what_is_in_the_checkpoint(call, root) -> None:
 
 def test_the_page_needs_nothing_but_itself(call, root) -> None:
     page = page_of(call, root)
-    tags = {element.tag for element in page.iter()}
-    assert not tags & {"script", "link", "img", "iframe", "object", "embed", "form", "base", "image", "use", "a"}
-    attributes = {name for element in page.iter() for name in element.attrib}
-    assert not attributes & {"src", "href", "srcset", "action", "data"}
-    assert not [name for name in attributes if name.startswith("on")]
-    (policy,) = [meta.get("content") for meta in page.iter("meta") if meta.get("http-equiv")]
-    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+    check_needs_nothing_but_itself(page)
     text = (root.parent / "report.html").read_text()
-    assert set(re.findall(r"<(\w+)[^<>]*/>", text)) == {"meta"}, "HTML closes no other element so"
+    assert set(re.findall(r"<(\w+)[^<>]*/>", text.partition("<script>")[0])) == {"meta"}, (
+        "HTML closes no other element so"
+    )
+
+
+def check_needs_nothing_but_itself(page: ET.Element) -> None:
+    tags = {element.tag for element in page.iter()}
+    assert not tags & {"link", "img", "iframe", "object", "embed", "form", "base", "image", "use"}
+    attributes = {name for element in page.iter() for name in element.attrib}
+    assert not attributes & {"src", "srcset", "action", "data"}
+    assert not [name for name in attributes if name.startswith("on")]
+    ids = [element.get("id") for element in page.iter() if element.get("id")]
+    assert len(ids) == len(set(ids))
+    assert {link.get("href") for link in page.iter("a")} <= {f"#{name}" for name in ids}
+    (script,) = page.iter("script")
+    digest = base64.b64encode(hashlib.sha256(script.text.encode()).digest()).decode()
+    (policy,) = [meta.get("content") for meta in page.iter("meta") if meta.get("http-equiv")]
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     style = page.find("head/style").text
     assert "url(" not in style
     assert "@import" not in style
     assert "://" not in ET.tostring(page, encoding="unicode").replace("svg xmlns", "")
+
+
+def test_each_tensor_has_an_anchor_of_its_own(call, tmp_path) -> None:
+    bcp.save(tmp_path / "c", {"model": {"plain.weight": torch.zeros(4), 'odd %#" é/x': torch.zeros(4)}})
+    page = page_of(call, tmp_path / "c")
+    ids = [row.get("id") for row in page.iter("tr") if row.get("id")]
+    assert sorted(ids) == ["tensor-model.odd%20%25%23%22%20%C3%A9%2Fx", "tensor-model.plain.weight"]
+
+
+def test_values_are_drawn_on_demand(call, tmp_path) -> None:
+    values = torch.cat([torch.full((30,), -1.0), torch.full((10,), 3.0), torch.tensor([float("nan"), float("inf")])])
+    bcp.save(tmp_path / "c", {"a": values, "b": torch.full((5,), 7), "c": torch.tensor([float("nan")])})
+    page = page_of(call, tmp_path / "c", "--histograms")
+    assert "min -1, max 3, mean 0, std 1.732, 1 NaN, 1 infinite, 0 zeros" in words(page)
+    pictures = [svg for svg in page.iter("svg") if svg.get("aria-label") == "how the values spread"]
+    counts = [[rect.find("title").text.splitlines() for rect in svg.iter("rect")] for svg in pictures]
+    shown = [[(span, count) for span, count in of_svg if count != "0 values"] for of_svg in counts]
+    assert [("-1 to -0.9375", "30 values"), ("2.938 to 3", "10 values")] in shown
+    assert [[count for _, count in of_svg] for of_svg in shown if len(of_svg) == 1] == [["5 values"]]
+    assert len(pictures) == 2, "there is nothing to draw of NaN alone"
+    assert not [svg for svg in page_of(call, tmp_path / "c").iter("svg") if "spread" in svg.get("aria-label")]
+    assert call("show", tmp_path / "c", "--histograms").code == 2
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "base", "expected"),
+    [
+        (0.0, 0.119, 10, [0.0, 0.02, 0.04, 0.06, 0.08, 0.1]),
+        (3.0, 1000.0, 10, [200.0, 400.0, 600.0, 800.0, 1000.0]),
+        (-0.7, 0.7, 10, [-0.6, -0.4, -0.2, 0.0, 0.2, 0.4, 0.6]),
+        (
+            0.0,
+            3.5 * 1024**2,
+            1024,
+            [0.0, 0.5 * 1024**2, 1024.0**2, 1.5 * 1024**2, 2 * 1024**2, 2.5 * 1024**2, 3 * 1024**2, 3.5 * 1024**2],
+        ),
+        (5.0, 5.0, 10, [5.0]),
+    ],
+)
+def test_ticks_are_round(low, high, base, expected) -> None:
+    assert round_ticks(low, high, most=8, base=base) == pytest.approx(expected)
 
 
 def test_the_treemap_has_areas_in_the_proportion_of_sizes(call, tmp_path) -> None:
@@ -138,8 +194,9 @@ def test_nothing_in_a_name_becomes_markup(call, tmp_path) -> None:
     content = record(0, {odd: (0.0, 1.0)}, host=odd, save_id=bcp.open(tmp_path / "c").info.save_id)
     telemetry.write_text(__import__("json").dumps(content))
     page = page_of(call, tmp_path / "c", "--objects")
-    assert not list(page.iter("script"))
+    assert len(list(page.iter("script"))) == 1
     assert not list(page.iter("img"))
+    check_needs_nothing_but_itself(page)
     assert "<script>" in words(page)
 
 
@@ -236,15 +293,49 @@ def find_chromium() -> str | None:
 CHROMIUM = find_chromium()
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine; the page is parsed all the same")
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine; the page is parsed all the same")
+
+
+def browse(page: Path, profile: Path, *options: str, fragment: str = "") -> subprocess.CompletedProcess:
+    """Shows a page; raises if the browser complains of anything."""
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
+    command += ["--disable-background-networking", "--enable-logging=stderr", *options, page.as_uri() + fragment]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert not re.findall(r"CONSOLE.*", ended.stderr)
+    return ended
+
+
+@in_browser
 def test_a_browser_shows_it_and_complains_of_nothing(call, root, tmp_path) -> None:
     page_of(call, root)
     picture = tmp_path / "page.png"
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    options += ["--enable-logging=stderr", f"--screenshot={picture}", "--window-size=1000,2000"]
-    url = (root.parent / "report.html").as_uri()
-    ended = subprocess.run([CHROMIUM, *options, url], capture_output=True, text=True, check=True)
+    page = root.parent / "report.html"
+    browse(page, tmp_path / "profile", f"--screenshot={picture}", "--window-size=1000,2000")
     assert picture.stat().st_size > 10_000
-    assert not re.findall(r"CONSOLE.*", ended.stderr)
-    dumped = subprocess.run([CHROMIUM, *options[:4], "--dump-dom", url], capture_output=True, text=True, check=True)
-    assert "How the save went" in dumped.stdout
+    shown = browse(page, tmp_path / "profile", "--dump-dom", fragment="#tensor-large").stdout
+    assert "How the save went" in shown
+    assert 'placeholder="search 29 rows"' in shown or "search " in shown
+    assert '<details open="">' in shown, "the fragment of a tensor opens the table that it is in"
+
+
+@in_browser
+def test_a_browser_sorts_and_searches_tables(call, tmp_path) -> None:
+    bcp.save(tmp_path / "c", {f"t{number}": torch.zeros(size) for number, size in enumerate([3, 300, 30, 3000, 1] * 2)})
+    page_of(call, tmp_path / "c")
+    page = tmp_path / "report.html"
+    acts = """
+      const head = [...document.querySelectorAll("th button")].filter(b => b.textContent === "size").at(-2);
+      head.click(); head.click();
+      const input = [...document.querySelectorAll("input")].at(0);
+      input.value = "t3"; input.dispatchEvent(new Event("input"));
+      const table = head.closest("table");
+      document.title = [...table.tBodies[0].rows].map(r => r.cells[0].textContent + (r.hidden ? "-" : "+")).join(" ");
+    """
+    text = page.read_text(encoding="utf-8")
+    text = re.sub(r"script-src &#x27;sha256-[^&]*&#x27;", "script-src 'unsafe-inline'", text)  # for these acts
+    text = text.replace("</body>", f"<script>{acts}</script></body>")
+    page.write_text(text, encoding="utf-8")
+    shown = browse(page, tmp_path / "profile", "--dump-dom").stdout
+    (title,) = re.findall(r"<title>(t.*?)</title>", shown)
+    assert title.split()[:4] == ["t3+", "t8-", "t1-", "t6-"]
+    assert sorted(title.split()[8:]) == ["t4-", "t9-"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -26,6 +26,7 @@ from .element_values import decode_values, has_values
 _PART_BYTES = 2 << 20
 """Bytes that are decoded at once. They are converted to float64, so a thread takes several times this."""
 _FETCH_BYTES = 8 << 20
+_NUM_FIELDS = 64
 
 
 class TensorStats:
@@ -81,18 +82,52 @@ class TensorStats:
         self._count = total
 
 
+class Histogram:
+    """Counts of the finite values between the least and the largest, in fields of equal width."""
+
+    def __init__(self, stats: TensorStats) -> None:
+        self.stats = stats
+        self.low, self.high = float(stats.min or 0.0), float(stats.max or 0.0)
+        self.counts = np.zeros(_NUM_FIELDS, np.int64)
+
+    def add(self, values: np.ndarray) -> None:
+        """Adds values."""
+        wide = values.astype(np.float64)
+        self.counts += np.histogram(wide[np.isfinite(wide)], _NUM_FIELDS, (self.low, self.high))[0]
+
+
 def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[int], None]) -> dict[str, TensorStats]:
     """Returns the statistics of these stored tensors; dtypes without numbers (packed bits) are left out.
 
     Raises the errors of a load. `on_progress` gets the number of bytes read since its last call.
     """
+    found = {fqn: TensorStats() for fqn in fqns if has_values(opened.manifest.describe(fqn)[0])}
+    _read_values(opened, found, on_progress)
+    return found
+
+
+def histograms_of(
+    opened: Opened, stats: Mapping[str, TensorStats], *, on_progress: Callable[[int], None]
+) -> dict[str, Histogram]:
+    """Reads these tensors once more, and returns how their values spread; without those that have no finite real value,
+    or too large a span. Raises like `tensor_stats`.
+    """
+    found = {fqn: Histogram(of_fqn) for fqn, of_fqn in stats.items() if of_fqn.min is not None}
+    found = {fqn: histogram for fqn, histogram in found.items() if math.isfinite(histogram.high - histogram.low)}
+    _read_values(opened, found, on_progress)
+    return found
+
+
+def _read_values(
+    opened: Opened, found: Mapping[str, TensorStats | Histogram], on_progress: Callable[[int], None]
+) -> None:
+    """Adds all values of each of these tensors."""
     manifest, options = opened.manifest, LoadOptions()
-    wanted = [fqn for fqn in fqns if has_values(manifest.describe(fqn)[0])]
+    wanted = list(found)
     # Before anything is planned: a manifest may claim a tensor of any size.
     with detect_replacement(opened.store, opened.folder, manifest):
         files = {file for fqn in wanted for file in manifest.tensors[fqn].files}
         check_files(opened.store, opened.folder, manifest, files)
-    found = {fqn: TensorStats() for fqn in wanted}
     lock = threading.Lock()
     wants = [Want(fqn, whole(manifest.describe(fqn)[1]), is_flat=False) for fqn in wanted]
     fetches = plan_load(manifest, wants, verify=options.verify, max_gap_bytes=0, max_fetch_bytes=_FETCH_BYTES)
@@ -118,7 +153,6 @@ def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[
         scratch_bytes=options.scratch_bytes,
         memory=HostMemory(),
     )
-    return found
 
 
 def _with_target(fetch: Fetch, add: Callable[[Sequence[Part], int, memoryview], None], fqns: Sequence[str]) -> Fetch:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from bytecheckpoint.diagnostics.telemetry import Phase, RankRecord, RankRow, end_of, first_call, rank_rows
 
-from .html_elements import color, fitted
-from .number_format import shortened
-from .report_charts import WIDTH, label, rect, svg
-from .timeline_text import in_lanes, seconds_text
+from ..number_format import shortened
+from ..timeline_text import in_lanes, seconds_text
+from .elements import color, fitted
+from .layout_charts import WIDTH, label, rect, svg
+from .scales import round_ticks
 from .treemap import Box
 
 _LEFT = 90.0
@@ -21,7 +22,7 @@ _MAX_COLUMNS = 256
 _MAX_SPANS = 200
 """Largest number of spans of a row: the longest ones are drawn."""
 _CELL_HEIGHT = 26.0
-_NUM_TICKS = 5
+_MAX_TICKS = 8
 
 
 def gantt(ranks: Sequence[RankRecord], phases: Sequence[Phase]) -> str:
@@ -43,11 +44,12 @@ def gantt(ranks: Sequence[RankRecord], phases: Sequence[Phase]) -> str:
 
 def _ticks(last: float, scale: float, height: float) -> list[str]:
     parts = []
-    for number in range(_NUM_TICKS):
-        seconds = last * number / _NUM_TICKS
+    for seconds in round_ticks(0.0, last, most=_MAX_TICKS):
         x = _LEFT + seconds * scale
-        parts.append(rect(Box(x, 0.0, 1.0, height - _AXIS_HEIGHT), "currentColor", [seconds_text(seconds)], "tick"))
-        parts.append(label(x, height - 5, seconds_text(seconds), "small"))
+        shown = seconds_text(seconds) if seconds else "0"
+        parts.append(rect(Box(x, 0.0, 1.0, height - _AXIS_HEIGHT), "currentColor", [shown], "tick"))
+        at_end = x + 40 > WIDTH
+        parts.append(label(x, height - 5, shown, "small end" if at_end else "small"))
     return parts
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
-from ..analysis.module_tree import ModuleNode
+from ...analysis.module_tree import ModuleNode
 
 _TITLE_HEIGHT = 16.0
 _MARGIN = 2.0

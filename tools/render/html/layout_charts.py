@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from bytecheckpoint.manifest import Manifest, TensorRecord
 from bytecheckpoint.region import describe
 
-from ..analysis.module_tree import ModuleNode
-from ..analysis.summary import TensorTotals
-from .chunk_map import ChunkMap, map_chunks
-from .html_elements import color, fitted, tag, text
-from .number_format import count_text, shape_text, size_text
+from ...analysis.module_tree import ModuleNode
+from ...analysis.summary import TensorTotals
+from ..chunk_map import ChunkMap, map_chunks
+from ..number_format import count_text, shape_text, size_text
+from .elements import color, fitted, tag, text
 from .treemap import Box, TreemapTile, lay_out
 
 WIDTH = 960.0
@@ -26,7 +26,9 @@ _MAX_OUTLINES = 400
 def svg(width: float, height: float, label: str, *content: str) -> str:
     """Returns a picture that fits the page, with a label for screen readers."""
     box = {"viewBox": f"0 0 {width:.0f} {height:.0f}", "role": "img", "aria-label": label}
-    return tag("svg", {**box, "style": f"max-width:{width:.0f}px"}, *content, "")
+    wide = {"class": "wide"} if width == WIDTH else {}
+    drawn = tag("svg", {**box, **wide, "style": f"max-width:{width:.0f}px"}, *content, "")
+    return tag("div", {"class": "scroll"}, drawn)
 
 
 def rect(box: Box, fill: str, lines: Sequence[str], kind: str = "") -> str:

@@ -1,0 +1,37 @@
+"""The notebook runs from top to bottom in a new folder, and shows tables where it promises them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+TOUR = Path(__file__).parents[1] / "examples" / "tour.ipynb"
+
+
+def test_the_tour_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+    for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "TMPDIR"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(name, str(tmp_path / name))
+    notebook = nbformat.read(TOUR, as_version=4)
+    nbformat.validate(notebook)
+    assert not [cell for cell in notebook.cells if cell.get("outputs")], "it is committed without outputs"
+    client = NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": tmp_path}})
+    client.execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    tables = [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+    assert [title for title in ("CheckpointInfo", "LoadReport", "SaveHandle") if title in "".join(tables)] == [
+        "CheckpointInfo",
+        "LoadReport",
+        "SaveHandle",
+    ]
+    printed = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert "report written to" in printed
+    assert "error" not in printed
+    assert list(tmp_path.rglob("export/model.safetensors"))

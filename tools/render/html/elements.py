@@ -1,0 +1,65 @@
+"""Elements of a page, each well-formed and with names of the checkpoint escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from urllib.parse import quote
+
+from ..terminal import Column, printable
+
+Attributes = Mapping[str, object]
+
+
+def text(value: object) -> str:
+    """Escapes text between tags."""
+    return escape(printable(str(value)))
+
+
+def tag(name: str, attributes: Attributes, *content: str) -> str:
+    """Returns an element around others; floats in attributes have two decimals."""
+    given = "".join(f' {key}="{_attribute(value)}"' for key, value in attributes.items())
+    return f"<{name}{given}>{''.join(content)}</{name}>" if content else f"<{name}{given}/>"
+
+
+def _attribute(value: object) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else text(value)
+
+
+def table(
+    columns: Sequence[Column], rows: Iterable[Sequence[str]], *, kind: str = "", anchors: Sequence[str] | None = None
+) -> str:
+    """Returns rows of text under their titles, in a box that scrolls sideways. A row with an anchor can be linked to,
+    and its first cell is that link.
+    """
+    kinds = ["right" if column.is_right else "whole" if column.is_whole else "" for column in columns]
+    classes = [{"class": of_column} if of_column else {} for of_column in kinds]
+    titles = (tag("th", of_column, text(column.title)) for column, of_column in zip(columns, classes, strict=True))
+    lines = []
+    for number, row in enumerate(rows):
+        cells = [text(cell) for cell in row]
+        anchor = anchors[number] if anchors else ""
+        if anchor:
+            cells[0] = tag("a", {"href": f"#{anchor}"}, cells[0])
+        held = (tag("td", of_column, cell) for cell, of_column in zip(cells, classes, strict=True))
+        lines.append(tag("tr", {"id": anchor} if anchor else {}, *held))
+    head = tag("thead", {}, tag("tr", {}, *titles))
+    of_kind = {"class": kind} if kind else {}
+    return tag("div", {"class": "scroll"}, tag("table", of_kind, head, tag("tbody", {}, *lines, "")))
+
+
+def anchor_of(fqn: str) -> str:
+    """Returns the fragment of a page that shows a tensor; plain names stay as they are."""
+    return f"tensor-{quote(printable(fqn), safe='')}"
+
+
+def color(number: int, *, lightness: int = 68) -> str:
+    """Returns one of many colours, neighbours far apart: hues in steps of the golden angle."""
+    return f"hsl({round(number * 137.508) % 360} 62% {lightness}%)"
+
+
+def fitted(label: str, width: float) -> str:
+    """Shortens a label to so many pixels at the size of a picture's text; returns "" if too little would be left."""
+    most = int(width / 6.6)
+    shown = printable(label)
+    return shown if len(shown) <= most else shown[: most - 1] + "…" if most >= 4 else ""
