@@ -205,7 +205,7 @@ def run(asked: Asked, *, saver_name: str, world_size: int) -> Outcome:
         tuple(sorted(broken)),
         f"{len(cases):,} calls on its files, {num_changing:,} of which change something; after {num_committed:,} of "
         f"the kills the new checkpoint was there"
-        + (f"; {num_at_commit:,} at the call that commits" if saver_name == "own" else "")
+        + (f"; {num_at_commit:,} at the call that commits" if saver_name != "torch" else "")
         + (f"; {missed:,} times the program did not make the call again" if missed else ""),
     )
 
@@ -231,6 +231,18 @@ CAMPAIGNS = (
         how=_HOW,
         unit="kills",
         run=partial(run, saver_name="own", world_size=4),
+        trials=EVERY,
+        quick=range(3),
+        quick_shows="2 at the call that commits",
+        missing=missing_for_traces,
+    ),
+    Campaign(
+        name="kill-calls-reuse",
+        fault="SIGKILL at every system call of a save that takes frozen parameters from the checkpoint before it, "
+        "step by step and in place",
+        how=_HOW,
+        unit="kills",
+        run=partial(run, saver_name="reusing", world_size=1),
         trials=EVERY,
         quick=range(3),
         quick_shows="2 at the call that commits",
