@@ -7,7 +7,9 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
+import pytest
 from checkpoint_files import flip
 
 import bytecheckpoint as bcp
@@ -15,6 +17,14 @@ from bytecheckpoint.errors import StorageError
 from bytecheckpoint.storage.backends.local_store import LocalStore
 
 PROGRAM = [sys.executable, "-m", "bytecheckpoint.tools", "watch"]
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_arrive() -> Iterator[None]:
+    """Also where the tests run in the background of a shell: all that it starts there ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_once_lists_what_is_there_with_timings_and_ends_with_0(call, saved_root) -> None:
