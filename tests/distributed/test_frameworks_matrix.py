@@ -86,8 +86,8 @@ def save_each(rank: int, world_size: int, name: str, paths: dict[str, str]) -> N
 
 
 def load_each(rank: int, world_size: int, name: str, paths: dict[str, tuple[str, str]]) -> dict[str, list[str]]:
-    """What is wrong, by source, of which each has an optimizer and a path. Every second source is loaded before the first
-    step of the optimizer, the others over other values; the next destination does it the other way round.
+    """What is wrong, by source, of which each has an optimizer and a path. Every second source is loaded before the
+    optimizer's first step, the others over other values; the next destination does it the other way round.
     """
     builder = FRAMEWORKS[name].build(rank)
     expected = {optimizer: builder.truth(optimizer) for optimizer, _ in paths.values()}
