@@ -297,7 +297,7 @@ def _override_rates(args: Namespace, optimizer: Any, scheduler: Any) -> None:
 
 
 def _refuse_unsupported(args: Namespace, others: dict[str, Any], *, kind: str | None) -> None:
-    """Raises CheckpointMismatchError (conflict) for what would be another checkpoint than Megatron's own."""
+    """Raises CheckpointMismatchError (conflict) for arguments of Megatron that these functions do not follow."""
     ranks = [name for name in ("pipeline_rank", "expert_rank", "tensor_rank") if others.get(name) is not None]
     reasons = {
         f"--non-persistent-ckpt-type {kind}": (
