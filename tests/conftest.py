@@ -23,6 +23,16 @@ settings.load_profile("untimed")
 
 no_pickle.install()
 
+LONGEST = {
+    *("test_matrix.py", "test_frameworks_matrix.py", "test_campaigns.py", "test_store_values.py", "test_benchmarks.py"),
+    *("test_object_store_faults.py", "test_store_faults.py", "test_exit.py", "test_dcp_example.py", "test_site.py"),
+}
+"""Files that take longest: they come first, so that no process is left with one at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
 
 @pytest.fixture(autouse=True)
 def _nothing_in_the_library_pickles() -> Iterator[None]:

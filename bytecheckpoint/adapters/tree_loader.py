@@ -171,7 +171,7 @@ def state_fqn(fqn: str, checkpoint: CheckpointView) -> str:
 
 
 def fits(own: Any, found: StoredTensor) -> TypeGuard[torch.Tensor]:
-    """Returns True if an object's own tensor can be filled: the checkpoint says what tensors are like."""
+    """Returns True if a load can fill this tensor of an object in place: shape and dtype are as stored."""
     if not isinstance(own, torch.Tensor) or is_sharded(own):
         return isinstance(own, torch.Tensor)
     is_same = (tuple(own.shape), dtype_name(own.dtype)) == (found.shape, found.dtype)

@@ -61,10 +61,10 @@ class Streams(IterableDataset[Any]):
             size: the number of data-parallel ranks.
             with_ids: yield `(id, sample)` instead of the sample.
             endless: go on with the next epoch instead of ending the pass, so that all ranks have batches equally long.
-            snapshot_every: in samples of a stream: as often a source's `state_dict()` is called while workers read
+            snapshot_every: samples of a stream between two calls of a source's `state_dict()`, where workers read
                 ahead. A load reads up to this many samples of a stream again and drops them. It also sets what a
                 stateful source costs; sequences and plain iterables have no snapshots.
-            read_ahead: in batches: so many the training loop has taken from the loader, and not trained on, when it
+            read_ahead: batches that the training loop has taken from the loader, and not trained on, when it
                 saves. Lightning takes 1; other loops 0, and what accelerate's loaders take is known.
 
         Raises:

@@ -150,8 +150,8 @@ def end_attempts(store: Store, step: int | None) -> None:
 
 
 def try_to_end_attempts(store: Store, step: int) -> None:
-    """Forgets the restores of a step. Where the store refuses to delete their notes, others say that they have ended;
-    if that fails as well it is logged: they are forgotten after the next commit, too.
+    """Forgets the restores of a step. Where the store refuses to delete their notes, it writes notes of their end;
+    if that fails as well it is logged, and the next commit forgets them.
     """
     try:
         try:

@@ -186,7 +186,7 @@ def run_starts(counts: Int64s) -> Int64s:
 
 
 def reduce_runs(function: np.ufunc, values: NDArray[Any], counts: Int64s, *, empty: int) -> NDArray[Any]:
-    """Applies the function to each of the runs of these lengths that `values` consists of; `empty` for an empty run."""
+    """Returns what the function makes of each run of `values`, of these lengths; `empty` for a run without values."""
     results = np.full(len(counts), empty, dtype=values.dtype)
     filled = counts > 0
     if filled.any():

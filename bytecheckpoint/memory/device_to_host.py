@@ -92,7 +92,7 @@ def queue_copy(copy: DeviceCopy) -> None:
 
 
 def streams_of(device: torch.device) -> DeviceStreams:
-    """Returns the streams of a device that `has_streams`."""
+    """Returns access to the streams of this device, for which `has_streams` is True."""
     return CudaStreams(device)
 
 

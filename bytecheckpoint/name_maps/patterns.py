@@ -25,7 +25,7 @@ class Pattern(str):
         return [part[1:-1] for part in self.parts if part.startswith("{")]
 
     def without(self, field: str) -> Pattern:
-        """Returns the pattern without the part that this field is."""
+        """Returns the pattern without this field."""
         return Pattern(".".join(part for part in self.parts if part != f"{{{field}}}"))
 
     def fill(self, numbers: Mapping[str, int]) -> str:

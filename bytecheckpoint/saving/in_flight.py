@@ -215,7 +215,7 @@ class SavesInFlight:
     ) -> None:
         """Finishes a save on this thread. Its error goes to the handle; with `raises` this raises it as well.
 
-        So it does with an interrupt such as Ctrl-C, and if the interpreter is exiting, when no call may ask the handle.
+        It always raises an interrupt such as Ctrl-C, and any error while the interpreter exits, when no call may ask.
         """
         if not raises:
             self._watch(progress)

@@ -15,8 +15,8 @@ from bytecheckpoint.saving import commit
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from distributed.workers import WorkerPool
 
-TIMEOUT_S = 3.0
-DELETION_S = 12.0
+TIMEOUT_S = 2.0
+DELETION_S = 8.0
 """Longer than a rank waits for the coordinator."""
 
 

@@ -31,11 +31,17 @@ from distributed.worker_process import Call, Group, serve
 MAX_WORKERS = 8
 _PRELOADED = [
     "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
     "torch.testing",
+    "bytecheckpoint.manager.checkpoint_manager",
+    "numpy",
+    "pytest",
 ]
+"""Imported once, by the server: torch's optimizers import torch._dynamo when the first one is made."""
 _PROCESSES = threading.Lock()
 """Pools of several threads share one environment, and the list of children in which multiprocessing looks after each
 of them whenever another one starts. Hazard: of two threads that ask at once how a child has ended, one is told wrong.

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*cannot be cleaned up"),  # a save that finds out, and goes on
 ]
 
-NUM_QUICK = 14
+NUM_QUICK = 10
 QUICK = [seed for seed in range(4 * NUM_QUICK) if not draw_schedule(seed).takes_long][:NUM_QUICK]
 """The campaign `object-store` goes through many more."""
 

@@ -24,8 +24,8 @@ from bytecheckpoint.errors import (
     CheckpointSaveError,
     StorageError,
 )
+from bytecheckpoint.manager.data import log_writer
 from bytecheckpoint.manager.data.log_objects import branches
-from bytecheckpoint.manager.data.log_writer import MAX_LOGGED_STEPS
 from bytecheckpoint.storage.open_store import open_store
 from distributed.workers import WorkerPool
 
@@ -213,16 +213,18 @@ def test_the_log_tells_the_position_of_each_stream(tmp_path: Path) -> None:
     assert samples == {"s0": 3, "s1": 3, "s2": 2, "s3": 2, "s4": 2, "s5": 2}
 
 
-def test_the_log_is_bounded_and_small(tmp_path: Path) -> None:
+def test_the_log_is_bounded_and_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    max_logged = 24
+    monkeypatch.setattr(log_writer, "MAX_LOGGED_STEPS", max_logged)
     trainer = Trainer("packed records")
     with manager_at(tmp_path) as manager:
-        for step in range(1000, 1020 + MAX_LOGGED_STEPS):
+        for step in range(1000, 1020 + max_logged):
             trainer.take()
             manager.log_data(step, trainer.state)
             if step % 10 == 0:
                 manager.wait()  # no record waits so long that it is dropped
     objects = log_objects(tmp_path)
-    assert len(objects) == MAX_LOGGED_STEPS
+    assert len(objects) == max_logged
     assert max((tmp_path / "manager" / "data_log" / name).stat().st_size for name in objects) < 400
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import torch.distributed as dist
 import bytecheckpoint as bcp
 from bytecheckpoint import api, keep_policies, save_policies
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CheckpointSaveError
-from distributed.workers import WorkerPool
+from distributed.workers import WorkerDied, WorkerPool
 
 EVERY_2 = save_policies.EverySteps(2) | save_policies.Preempted()
 
@@ -243,21 +241,17 @@ def test_an_abandoned_branch_is_passed_over_and_its_steps_are_replaced(tmp_path:
         assert (report.step, state["weight"][0].item()) == (6, 60.0)
 
 
-CRASH = """
-import os, signal, sys, torch
-import bytecheckpoint as bcp
-from bytecheckpoint import api
-api.load = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
-manager = bcp.CheckpointManager(sys.argv[1], save=bcp.save_policies.EverySteps(2))
-manager.restore({"weight": torch.zeros(8)})
-"""
+def crash_in_restore(rank: int, world_size: int, root: str) -> None:
+    api.load = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    bcp.CheckpointManager(root, save=save_policies.EverySteps(2)).restore({"weight": torch.zeros(8)})
 
 
-def test_a_step_whose_restore_crashed_three_times_is_passed_over_and_named(tmp_path: Path) -> None:
+def test_a_step_whose_restore_crashed_three_times_is_passed_over_and_named(workers: WorkerPool, tmp_path: Path) -> None:
     train(tmp_path, 5)
     for _ in range(3):
-        ended = subprocess.run([sys.executable, "-c", CRASH, str(tmp_path)], check=False)
-        assert ended.returncode == -signal.SIGKILL
+        (ended,) = workers.run_each(crash_in_restore, str(tmp_path), world_size=1, process_group=False)
+        assert isinstance(ended.error, WorkerDied)
+        assert ended.error.exit_code == -signal.SIGKILL
     with manager_at(tmp_path) as manager:
         report = manager.restore(state_at(0))
         assert report is not None

@@ -21,6 +21,7 @@ from bytecheckpoint.storage.backends import local_store as local_store_module
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.garbage import find_leftovers
 from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.tools.main import cli
 from storage.s3_service import S3Service
 from storage.webhdfs_server import running_webhdfs
 
@@ -101,7 +102,9 @@ def test_a_killed_deletion_leaves_no_checkpoint_and_leftovers_that_are_found(tmp
 def test_a_link_goes_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     bcp.save(tmp_path / "source", state_of(1.0))
     arguments = ["convert", str(tmp_path / "source"), str(tmp_path / "link"), "--to", "bcp", "--link"]
-    subprocess.run([sys.executable, "-c", "from bytecheckpoint.tools.main import main; main()", *arguments], check=True)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 0
     bcp.delete(tmp_path / "link")
     assert bcp.open(tmp_path / "source")["w"][0] == 1.0
     with pytest.raises(bcp.CheckpointNotFoundError):

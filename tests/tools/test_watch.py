@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,14 @@ from bytecheckpoint.tools.main import cli
 watch_command = import_module("bytecheckpoint.tools.listing.watch")
 
 PROGRAM = [sys.executable, "-m", "bytecheckpoint.tools", "watch"]
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_arrive() -> Iterator[None]:
+    """Also where the tests run in the background of a shell: all that it starts there ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_once_lists_what_is_there_with_timings_and_ends_with_0(call, saved_root) -> None:

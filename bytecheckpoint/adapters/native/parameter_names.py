@@ -178,7 +178,7 @@ def _alone(optimizer_fqn: str, parameter: torch.Tensor, name: str | None) -> Par
 
 
 def _check_unique(optimizer_fqn: str, found: OptimizedParameters) -> None:
-    """Checks that no two parameters have one name; parts of one parameter do."""
+    """Checks that no two parameters share a name; parts of one parameter may."""
     all_names = list(found.all_names())
     if len({names.name for names in all_names}) == len(all_names):
         return

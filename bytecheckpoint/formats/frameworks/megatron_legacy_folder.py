@@ -47,7 +47,9 @@ def _rank_folders(source: SourceFolder) -> list[str]:
 
 
 def read_folder(source: SourceFolder) -> None:
-    """Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
+    """Reads the files of all ranks into the builder of the folder.
+
+    Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
     UnsafeCheckpointError.
     """
     opened = [_open(source, name) for name in _rank_folders(source)]

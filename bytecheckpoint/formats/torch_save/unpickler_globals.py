@@ -214,7 +214,7 @@ def _rebuild_tensor(storage: Any, offset: Any, size: Any, strides: Any, *rest: A
 
 
 def _rebuild_any_tensor(storage: Any, offset: Any, size: Any, strides: Any, *rest: Any) -> StoredView:
-    """`rest` is requires_grad, hooks, dtype and metadata."""
+    """Returns the tensor that these arguments describe; `rest` is requires_grad, hooks, dtype and metadata."""
     if not isinstance(storage, StorageRef) or not isinstance(rest[2], DtypeName):
         raise PickleError("it makes a tensor from something that is not a storage")
     return _view(storage, rest[2].name, (offset, size, strides), rest[3:])

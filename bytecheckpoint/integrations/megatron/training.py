@@ -269,7 +269,7 @@ def _random_numbers(args: Namespace) -> RngState:
 
 
 def _has_places_of(args: Namespace, saved: dict[str, Any]) -> bool:
-    """Returns True if as many ranks as saved the checkpoint stand at the same places."""
+    """Returns True if the world and each of its parallel dimensions have the sizes of the run that saved."""
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
     return saved.get("world_size") == dist.get_world_size() and all(
         saved.get(name) == getattr(args, name, None) for name in sizes
@@ -297,7 +297,7 @@ def _override_rates(args: Namespace, optimizer: Any, scheduler: Any) -> None:
 
 
 def _refuse_unsupported(args: Namespace, others: dict[str, Any], *, kind: str | None) -> None:
-    """Raises CheckpointMismatchError (conflict) for what would be another checkpoint than Megatron's own."""
+    """Raises CheckpointMismatchError (conflict) for arguments of Megatron that these functions do not follow."""
     ranks = [name for name in ("pipeline_rank", "expert_rank", "tensor_rank") if others.get(name) is not None]
     reasons = {
         f"--non-persistent-ckpt-type {kind}": (

@@ -135,7 +135,7 @@ class SecondRoot:
         self._pauses.catch_up()
 
     def _unless_refused(self, delete: Callable[[], object]) -> None:
-        """Deletes, unless the second root only takes objects, as backups do: that must hold no copy up."""
+        """Deletes, unless the second root only takes objects, as backups do: such a refusal must not hold up copies."""
         try:
             delete()
         except StorageError as error:

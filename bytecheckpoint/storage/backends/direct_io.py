@@ -55,7 +55,7 @@ class DirectFile:
         sync_to_disk(self._fd)
 
     def close(self) -> None:
-        """Must be called once, when no thread is in `write`."""
+        """Closes the file. It must be called once, when no thread is in `write`."""
         try:
             if self._direct_fd is not None:
                 os.close(self._direct_fd)
