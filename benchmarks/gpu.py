@@ -124,7 +124,7 @@ class Job:
         started = time.perf_counter()
         for _ in range(num_steps):
             self.step()
-        self.finish()
+            self.finish()  # as beside a save, which is asked after each step
         return (time.perf_counter() - started) / num_steps
 
 
