@@ -195,6 +195,7 @@ def on_fake_cuda() -> Iterator[FakeCuda]:
         for module in (device_to_host, file_image, prepare, read, scatter):
             patch.setattr(module, "has_streams", have_streams)
         patch.setattr(cuda_device, "_capture_mode_exchange", lambda: cuda.exchange_mode)
+        patch.setattr(prepare, "devices_of", lambda _: {torch.device("cpu")})
         for module in (read, exchange):
             patch.setattr(module, "streams_to", streams_to)
         patch.setattr(host_to_device.CudaCopyStream, "new_block", new_block)
