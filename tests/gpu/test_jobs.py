@@ -179,6 +179,26 @@ def captured(is_done: Callable[[], bool]) -> None:
         assert value.unique().tolist() == [200.0]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs")
+@pytest.mark.parametrize("kind", ["copy", "waves", "lazy", "lazy waves"])
+def test_a_state_on_two_devices_is_saved_as_both_leave_it(tmp_path: Path, kind: str) -> None:
+    state = {f"t{number}": torch.zeros(5_000_000, device=f"cuda:{number % 2}") for number in range(4)}
+    for step in range(1, 4):
+        for number, tensor in enumerate(state.values()):
+            with torch.cuda.device(tensor.device):
+                torch.cuda._sleep(50_000_000)
+            tensor.fill_(10 * step + number)
+        handle = save(tmp_path / str(step), state, kind)
+        for tensor in state.values():
+            tensor.zero_()
+        handle.result(60)
+        found = bcp.open(tmp_path / str(step)).state_dict()
+        assert [found[f"t{number}"].unique().tolist() for number in range(4)] == [[10 * step + n] for n in range(4)]
+    bcp.load(tmp_path / "3", state)
+    assert [tensor.unique().tolist() for tensor in state.values()] == [[30 + number] for number in range(4)]
+
+
 CONTEXTS = """
 import json, os, sys
 import torch
