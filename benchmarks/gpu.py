@@ -37,7 +37,7 @@ BATCH = 2048
 LIMIT_D2H, LIMIT_H2D, LIMIT_READ = (
     "limit: pinned copy to the host",
     "limit: pinned copy back",
-    "limit: reading the file",
+    "limit: reading the files",
 )
 SAVES = ("bytecheckpoint, copy", "bytecheckpoint, lazy", "torch DCP, async, pinned")
 LOADS = ("bytecheckpoint", "torch DCP")
@@ -124,7 +124,7 @@ class Job:
         started = time.perf_counter()
         for _ in range(num_steps):
             self.step()
-        self.finish()
+            self.finish()  # as beside a save, which is asked after each step
         return (time.perf_counter() - started) / num_steps
 
 
@@ -161,11 +161,7 @@ class Figures:
         for way, (path, load) in loads.items():
             read_through(path)
             self._note(way, "load", self._timed(load))
-        self._note(
-            LIMIT_READ,
-            "load",
-            self._timed(partial(read_file, max(files(own), key=lambda path: path.stat().st_size), self._host)),
-        )
+        self._note(LIMIT_READ, "load", self._timed(partial(read_files, own, self._host)))
 
     def _measure_limits(self) -> None:
         on_device = torch.empty_like(self._host, device=self._job.device)
@@ -237,8 +233,10 @@ def load_dcp(job: Job, path: Path) -> None:
     set_state_dict(job.model, job.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
 
-def read_file(path: Path, memory: torch.Tensor) -> None:
-    with path.open("rb", buffering=0) as file:
-        view = memory.numpy().data[: path.stat().st_size]
-        while view and (num_bytes := file.readinto(view)):
-            view = view[num_bytes:]
+def read_files(folder: Path, memory: torch.Tensor) -> None:
+    """Reads all files, one after the other, into the same memory."""
+    for path in files(folder):
+        with path.open("rb", buffering=0) as file:
+            view = memory.numpy().data[: path.stat().st_size]
+            while view and (num_bytes := file.readinto(view)):
+                view = view[num_bytes:]

@@ -36,9 +36,10 @@ class SaveOptions:
 
     `copy` copies into staging memory before `save` returns: always safe. `lazy` copies in the background: the state
     must not change before `handle.staged()` returns. Each step of a torch optimizer of the process waits for that by
-    itself, and buffers are copied before `save` returns. An optimizer of the state that does not run torch's step hooks
-    is refused (`unsupported_value`). If this rank has saved the same before, `save` returns before the ranks have
-    agreed, and the handle raises their disagreement. `auto` is `copy`.
+    itself, and buffers are copied before `save` returns. An optimizer of the state that does not run torch's step
+    hooks, or that is `capturable` and so may be replayed from a CUDA graph, is refused (`unsupported_value`). If this
+    rank has saved the same before, `save` returns before the ranks have agreed, and the handle raises their
+    disagreement. `auto` is `copy`.
     """
     staging_bytes: int | None = None
     """Host memory, in bytes, that an asynchronous save may stage in. A larger state goes through it in waves, and

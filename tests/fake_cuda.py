@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bytecheckpoint.loading import exchange, read, scatter
-from bytecheckpoint.memory import cuda_device, device_to_host, host_to_device
+from bytecheckpoint.memory import cuda_device, device_to_host
 from bytecheckpoint.memory.host_mapping import HostMapping
 from bytecheckpoint.memory.host_to_device import CopyStreams, CudaCopyStream
 from bytecheckpoint.saving import prepare
@@ -177,9 +177,6 @@ def on_fake_cuda() -> Iterator[FakeCuda]:
     def streams_to(_: object) -> CopyStreams:
         return CopyStreams([torch.device("cpu")], CudaCopyStream)
 
-    def new_block(_: object, num_bytes: int) -> memoryview:  # torch pins nothing without CUDA
-        return torch.empty(num_bytes, dtype=torch.uint8).numpy().data
-
     fakes: dict[str, Any] = {
         "device": cuda.device,
         "stream": cuda.stream,
@@ -195,9 +192,9 @@ def on_fake_cuda() -> Iterator[FakeCuda]:
         for module in (device_to_host, file_image, prepare, read, scatter):
             patch.setattr(module, "has_streams", have_streams)
         patch.setattr(cuda_device, "_capture_mode_exchange", lambda: cuda.exchange_mode)
+        patch.setattr(prepare, "devices_of", lambda _: {torch.device("cpu")})
         for module in (read, exchange):
             patch.setattr(module, "streams_to", streams_to)
-        patch.setattr(host_to_device.CudaCopyStream, "new_block", new_block)
         pin = HostMapping.pin
 
         def pin_here(mapping: HostMapping, device: torch.device) -> bool:

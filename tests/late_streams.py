@@ -16,6 +16,7 @@ import torch
 from bytecheckpoint.memory import device_to_host as device_to_host_module
 from bytecheckpoint.memory.device_to_host import DeviceCopy, queue_copy
 from bytecheckpoint.runtime.buffers import CopyEvent
+from bytecheckpoint.saving import prepare
 from bytecheckpoint.staging import file_image
 
 
@@ -104,4 +105,5 @@ def on_late_streams() -> Iterator[LateStreams]:
         patch.setattr(device_to_host_module, "streams_of", lambda _: streams)
         patch.setattr(device_to_host_module, "has_streams", have_streams)
         patch.setattr(file_image, "has_streams", have_streams)
+        patch.setattr(prepare, "devices_of", lambda _: {torch.device("cpu")})
         yield streams

@@ -51,7 +51,7 @@ QUICK = {
         r"\n\| bytecheckpoint, copy \| [\d.]+.*\|.*\|",
         r"\n\| torch DCP, async, pinned \| [\d.]+",
         r"\n\| limit: pinned copy to the host \| [\d.]+",
-        r"\n\| limit: reading the file \| [\d.]+",
+        r"\n\| limit: reading the files \| [\d.]+",
     ],
     "startup --tensors 10 --rounds 1": [
         r"\n\| bcp --help \| [\d.]+ \([\d.]+ - [\d.]+\) \| 0.15 \|",

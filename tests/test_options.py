@@ -40,6 +40,7 @@ def test_options_are_given_by_name(kind: type[Any]) -> None:
 def test_the_defaults_that_are_promised() -> None:
     assert not SaveOptions().overwrite
     assert LoadOptions().verify
+    assert LoadOptions().direct == "off"
     assert SaveOptions().timeout_s == LoadOptions().timeout_s == 600
 
 
@@ -127,6 +128,13 @@ def test_a_way_of_exchange_is_one_of_three(exchange: Any) -> None:
 def test_another_way_of_exchange_is_refused(exchange: Any) -> None:
     with pytest.raises(ValueError, match=r"LoadOptions\.exchange takes one of 'auto', 'on', 'off', not "):
         LoadOptions(exchange=exchange)
+
+
+@pytest.mark.parametrize("direct", ["auto", "off"])
+def test_a_way_past_the_host_is_taken_or_not(direct: Any) -> None:
+    assert LoadOptions(direct=direct).direct == direct
+    with pytest.raises(ValueError, match=r"LoadOptions\.direct takes one of 'auto', 'off', not 'always'"):
+        LoadOptions(direct="always")  # type: ignore[arg-type]
 
 
 def test_as_many_blocks_are_written_at_once_as_there_are_writer_threads(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ recorded for the stream: none is freed while a copy into it is under way.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -55,6 +56,7 @@ class CudaCopyStream:
         self._callers = callers_stream(device)
         self._stream = copy_stream(device)
         self._is_warned = False
+        self._lock = threading.Lock()
         with on_cuda(device):
             self._stream.wait_stream(self._callers)
 
@@ -63,9 +65,10 @@ class CudaCopyStream:
             with on_cuda(self._device):
                 return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy().data
         except RuntimeError as error:
-            if not self._is_warned:
-                logger.warning("memory for reading could not be pinned (%s): the load is slower", error)
-            self._is_warned = True
+            with self._lock:
+                if not self._is_warned:
+                    logger.warning("memory for reading could not be pinned (%s): the load is slower", error)
+                self._is_warned = True
             return torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy().data
 
     def copy(

@@ -75,9 +75,13 @@ def allocate(
     """Allocates the memory that a snapshot of these files of these shards will take."""
     num_bytes = staged_bytes(planned)
     memory = buffers.staging.take(num_bytes if staging_bytes is None else min(num_bytes, staging_bytes))
-    for device in {shard.tensor.device for shard in shards.records() if not shard.address}:
-        if has_streams(device):
-            pin_memory_of(memory, device)
+    for device in filter(has_streams, devices_of(shards)):
+        pin_memory_of(memory, device)
+
+
+def devices_of(shards: ShardBlocks) -> set[torch.device]:
+    """Returns the devices of shards that are not on the host, as all those in columns are."""
+    return {shard.tensor.device for shard in shards.records() if not shard.tensor.is_cpu}
 
 
 class KeptBetweenSaves(NamedTuple):
@@ -145,8 +149,7 @@ class PreparedSave:
             if self.is_lazy:
                 self._local_plan = self._local_plan._replace(shards=_held_shards(entries, self._local_plan.shards))
             # In the call, because only this thread knows the streams that training uses.
-            records = self._local_plan.shards.records()  # columns are on the host
-            self._ready = mark_streams(shard.tensor.device for shard in records if not shard.address)
+            self._ready = mark_streams(devices_of(self._local_plan.shards))
             self.buffers.scratch.grow(self.options.writer_threads)
             if self._local_plan.cached is not None:
                 self._snapshot = self._snapshot_of(self._local_plan.cached)

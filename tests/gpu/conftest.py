@@ -36,6 +36,11 @@ class Device:
         torch.cuda._sleep(50_000_000)
         kernel()
 
+    def pause(self) -> None:
+        """Makes what the current stream is given next late. The fake is as late as it may be anyway."""
+        if self.fake is None:
+            torch.cuda._sleep(2_000_000)
+
     def finish(self) -> None:
         """Waits for the current stream."""
         if self.fake is not None:

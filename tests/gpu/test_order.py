@@ -13,7 +13,8 @@ from sample_tensors import bits_of, random_bits
 from snapshot_cases import save
 
 import bytecheckpoint as bcp
-from bytecheckpoint.memory.device_to_host import mark_streams
+from bytecheckpoint.memory import device_to_host
+from bytecheckpoint.memory.device_to_host import DeviceCopy, mark_streams
 from bytecheckpoint.memory.host_to_device import CopyStreams, CudaCopyStream
 from bytecheckpoint.saving.in_flight import process_state
 from gpu.conftest import Device
@@ -82,11 +83,47 @@ def test_a_load_comes_after_the_kernels_before_it_and_before_those_after(
     assert differing(seen, values(0)) == []
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_nobody_uses_what_is_copied_before_a_late_copy_is_done(
+    tmp_path: Path, device: Device, monkeypatch: Any, kind: str
+) -> None:
+    """With a pause before and after each copy, to the host and from it."""
+    queue_copy, copy = device_to_host.queue_copy, CudaCopyStream.copy
+
+    def late_queue_copy(queued: DeviceCopy) -> None:
+        device.pause()
+        queue_copy(queued)
+        device.pause()
+
+    def late_copy(lane: CudaCopyStream, *arguments: Any) -> None:
+        with torch.cuda.stream(lane._stream):
+            device.pause()
+        copy(lane, *arguments)
+        with torch.cuda.stream(lane._stream):
+            device.pause()
+
+    monkeypatch.setattr(device_to_host, "queue_copy", late_queue_copy)
+    monkeypatch.setattr(CudaCopyStream, "copy", late_copy)
+    state, loaded = placed(device, 0), placed(device, 1)
+    for number in range(2):
+        saved(tmp_path / str(number), state, kind).result(60)
+        assert differing(bcp.open(tmp_path / str(number)).state_dict(), values(0)) == []
+        bcp.load(tmp_path / str(number), loaded, options=TINY)
+        overwrite(state, loaded)  # at once, on the stream of the caller
+        assert differing(state, values(0)) == []
+
+
 def test_all_copies_of_a_process_take_one_stream_a_device(tmp_path: Path, device: Device, monkeypatch: Any) -> None:
     """Torch lends 32, in turn, also to collectives."""
     made: list[object] = []
     new_stream = torch.cuda.Stream
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *args: (made.append(args), new_stream(*args))[1])
+
+    def counted(*args: Any, **stream: Any) -> Any:
+        if not stream:  # torch makes objects of streams that there are already, by their numbers
+            made.append(args)
+        return new_stream(*args, **stream)
+
+    monkeypatch.setattr(torch.cuda, "Stream", counted)
     state = placed(device, 0)
     for kind in KINDS:
         saved(tmp_path / kind, state, kind).result(60)
@@ -146,10 +183,29 @@ def test_a_host_that_pins_nothing_saves_all_the_same_with_one_warning(
         save(tmp_path / str(number), state, "copy").result(60)
         saved_state = bcp.open(tmp_path / str(number)).state_dict()
         assert differing(saved_state, values(0)) == []
-    warnings = [record.getMessage() for record in caplog.records if "could not be pinned" in record.getMessage()]
+    warnings = [record.getMessage() for record in caplog.records if "GiB of host memory" in record.getMessage()]
     assert len(warnings) == 1
     assert "out of memory" in warnings[0]
     assert threading.get_ident() not in refused_on  # where the error would be the thread's last one
+
+
+def test_a_host_that_pins_nothing_loads_all_the_same_with_one_warning(
+    tmp_path: Path, device: Device, monkeypatch: Any, caplog: Any
+) -> None:
+    bcp.save(tmp_path, values(0))
+    state = placed(device, 1)
+    if device.fake is None:  # without CUDA torch pins nothing
+        empty = torch.empty
+
+        def refuse(*lengths: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+            if pin_memory:
+                raise RuntimeError("out of memory")
+            return empty(*lengths, **more)
+
+        monkeypatch.setattr(torch, "empty", refuse)
+    bcp.load(tmp_path, state, options=TINY)
+    assert differing(state, values(0)) == []
+    assert ["could not be pinned" in record.getMessage() for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("kind", ["synchronous", "lazy"])

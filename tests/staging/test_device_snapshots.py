@@ -78,6 +78,31 @@ def test_the_caller_marks_its_own_stream_whoever_copies(tmp_path: Path, kind: st
     assert marking == {threading.get_ident()}
 
 
+def test_a_lazy_save_with_a_known_plan_waits_neither_for_the_device_nor_for_the_agreement(tmp_path: Path) -> None:
+    """What it tells other ranks about small tensors is read in the background, after the same event as all else."""
+    state = on_device() | {"small": torch.arange(12.0).view(3, 4).T}
+    with on_late_streams() as streams:
+        save(tmp_path / "first", state, "lazy").result(60)
+        streams.events.clear()
+        release = threading.Event()
+        streams.give(lambda: release.wait(20))
+        expected = bits_of_all(on_device(1))
+        for memory, content in zip(raw_memory(on_device_part(state)), raw_memory(on_device(1)), strict=True):
+            streams.give(partial(memory.copy_, content))
+        handle = bcp.save(tmp_path / "second", state, async_save=True, options=OPTIONS["lazy"])
+        assert not release.is_set()
+        assert not handle.done()
+        release.set()
+        handle.result(60)
+        assert streams.events.count("read after") == 1
+    found = saved_bits(tmp_path / "second")
+    assert differing({name: found[name] for name in expected}, expected) == []
+
+
+def on_device_part(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in state.items() if name != "small"}
+
+
 def test_copies_are_queued_behind_the_event_and_made_when_they_are_waited_for() -> None:
     tensor, memory = torch.zeros(8, 4).T, bytearray(b"\xff" * 128)
     with on_late_streams() as streams:

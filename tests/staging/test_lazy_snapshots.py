@@ -399,8 +399,8 @@ def test_an_optimizer_steps_after_a_lazy_save_that_failed(tmp_path: Path) -> Non
 
 def test_an_optimizer_whose_steps_may_be_replayed_is_refused(tmp_path: Path) -> None:
     """A CUDA graph runs no hooks, and only capturable optimizers can be in one."""
-    parameter = torch.nn.Parameter(torch.ones(4))
-    state = {"optimizer": torch.optim.AdamW([parameter], capturable=True), "parameter": parameter}
+    model = torch.nn.Linear(4, 4)
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), capturable=True)}
     with pytest.raises(bcp.CheckpointSaveError, match=r'capturable.*snapshot="copy"') as raised:
         lazily(tmp_path, state)
     assert raised.value.kind == "unsupported_value"
