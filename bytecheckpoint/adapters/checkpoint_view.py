@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -112,7 +113,8 @@ class CheckpointView:
         """Tensors that are named by their content are here under the FQN of this rank's leaf that they are."""
         manifest = self._manifest
         described = manifest.describe_all().items()
-        records = {fqn: NEW_TUPLE(StoredTensor, (fqn, dtype, shape)) for fqn, (dtype, shape) in described}
+        rows = [(fqn, dtype, shape) for fqn, (dtype, shape) in described]
+        records = dict(zip([fqn for fqn, *_ in rows], map(NEW_TUPLE, repeat(StoredTensor), rows), strict=True))
         records |= {alias: records[fqn] for alias, fqn in manifest.aliases.items()}
         by_content = _named_by_content(manifest)
         if not by_content:
@@ -358,7 +360,10 @@ class CheckpointView:
 
     @cached_property
     def _tree_leaves(self) -> dict[str, Any]:
-        return {fqn: value for tree_fqn, tree in self.trees.items() for fqn, value in leaves(tree, tree_fqn).items()}
+        found: dict[str, Any] = {}
+        for fqn, tree in self.trees.items():
+            found.update(leaves(tree, fqn))
+        return found
 
 
 def is_at_or_below(fqn: str, roots: set[str]) -> bool:
@@ -369,7 +374,7 @@ def is_at_or_below(fqn: str, roots: set[str]) -> bool:
 
 def _named_by_content(manifest: Manifest) -> set[str]:
     """Returns the tensors that plain data of any rank refers to by another name than that of the leaf that they are."""
-    candidates = set(filter(is_content_fqn, manifest.tensors))
+    candidates = {fqn for fqn in manifest.tensors if "@" in fqn and is_content_fqn(fqn)}
     if not candidates:
         return candidates
     found = (item for fqn, data in _all_trees(manifest) for item in leaves(decode_plain(data), fqn).items())
