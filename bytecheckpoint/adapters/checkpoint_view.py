@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import repeat
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -113,8 +113,7 @@ class CheckpointView:
         """Tensors that are named by their content are here under the FQN of this rank's leaf that they are."""
         manifest = self._manifest
         described = manifest.describe_all().items()
-        rows = [(fqn, dtype, shape) for fqn, (dtype, shape) in described]
-        records = dict(zip([fqn for fqn, *_ in rows], map(NEW_TUPLE, repeat(StoredTensor), rows), strict=True))
+        records = {fqn: NEW_TUPLE(StoredTensor, (fqn, *each)) for fqn, each in described}
         records |= {alias: records[fqn] for alias, fqn in manifest.aliases.items()}
         by_content = _named_by_content(manifest)
         if not by_content:
@@ -360,10 +359,7 @@ class CheckpointView:
 
     @cached_property
     def _tree_leaves(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for fqn, tree in self.trees.items():
-            found.update(leaves(tree, fqn))
-        return found
+        return dict(chain.from_iterable(leaves(tree, fqn).items() for fqn, tree in self.trees.items()))
 
 
 def is_at_or_below(fqn: str, roots: set[str]) -> bool:
