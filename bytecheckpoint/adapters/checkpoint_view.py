@@ -112,8 +112,7 @@ class CheckpointView:
     def _saved_tensors(self) -> dict[str, StoredTensor]:
         """Tensors that are named by their content are here under the FQN of this rank's leaf that they are."""
         manifest = self._manifest
-        described = manifest.describe_all().items()
-        records = {fqn: NEW_TUPLE(StoredTensor, (fqn, *each)) for fqn, each in described}
+        records = {fqn: NEW_TUPLE(StoredTensor, (fqn, *each)) for fqn, each in manifest.describe_all().items()}
         records |= {alias: records[fqn] for alias, fqn in manifest.aliases.items()}
         by_content = _named_by_content(manifest)
         if not by_content:

@@ -166,14 +166,15 @@ class WholeTensors(Sequence[LocalShard]):
 
     def _columns(self) -> ShardColumns | None:
         known = _known(self._fqns)
+        layout = known.layout  # once: another thread may save a state of the same names
         try:
-            places = None if known.layout is None else self._look(known.layout)
+            places = None if layout is None else self._look(layout)
             if places is None:
-                known.layout = self._new_layout()
-                places = None if known.layout is None else self._look(known.layout)
+                layout = known.layout = self._new_layout()
+                places = None if layout is None else self._look(layout)
         except (RuntimeError, NotImplementedError):  # a nested tensor has no shape, a sparse one no storage
             return None
-        return None if known.layout is None or places is None else ShardColumns(self._fqns, known.layout, places)
+        return None if layout is None or places is None else ShardColumns(self._fqns, layout, places)
 
     def _new_layout(self) -> _Layout | None:
         looks_of: dict[Any, Any] = {}
