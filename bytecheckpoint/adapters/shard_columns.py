@@ -97,6 +97,11 @@ class ShardColumns(Sequence[LocalShard]):
         """Address of each tensor; 0 for the empty ones, and for those that have to be looked at."""
         return self._places.addresses
 
+    @property
+    def lengths(self) -> Int64s:
+        """Bytes of each tensor."""
+        return self._layout.lengths
+
     def __len__(self) -> int:
         return len(self._fqns)
 
@@ -157,7 +162,8 @@ class WholeTensors(Sequence[LocalShard]):
         Raises CheckpointSaveError (unsupported_value) for a tensor that cannot be saved, or whose memory is not all
         there.
         """
-        found = self._columns() if PLAIN_TENSORS.issuperset(map(type, self._tensors)) else None
+        is_plain = PLAIN_TENSORS.issuperset(map(type, self._tensors))
+        found = self._columns() if is_plain and self._tensors[0].is_cpu else None
         if found is not None:
             return found
         shards = LocalShards()
@@ -259,8 +265,13 @@ class ShardBlocks(Sequence[LocalShard]):
 
     def addresses(self) -> Int64s:
         """Returns the address of each shard as ShardColumns has it, 0 for all that are not in columns."""
-        zeros = np.zeros(len(self), np.int64)
+        return self.places()[0]
+
+    def places(self) -> tuple[Int64s, Int64s]:
+        """Returns these addresses, and the bytes of each shard that is in columns."""
+        addresses, lengths = np.zeros((2, len(self)), np.int64)
         for block, start in zip(self.blocks, self._starts, strict=False):
             if isinstance(block, ShardColumns):
-                zeros[start : start + len(block)] = block.addresses
-        return zeros
+                addresses[start : start + len(block)] = block.addresses
+                lengths[start : start + len(block)] = block.lengths
+        return addresses, lengths
