@@ -20,15 +20,15 @@ def reader_of(body: Any) -> Callable[[memoryview], int]:
     botocore's own `readinto`, which it is where another version of the libraries keeps the connection elsewhere, or has
     to look at the bytes.
     """
-    raw = getattr(body, "_raw_stream", None)
+    raw: Any = getattr(body, "_raw_stream", None)
     answer = getattr(raw, "_fp", None)
-    is_known = type(body) is StreamingBody and isinstance(answer, HTTPResponse) and hasattr(raw, "release_conn")
-    if not is_known or answer.getheader("Content-Encoding"):
+    is_known = type(body) is StreamingBody and hasattr(raw, "release_conn")
+    if not is_known or not isinstance(answer, HTTPResponse) or answer.getheader("Content-Encoding"):
         return lambda memory: int(body.readinto(memory[:_COPIED_BYTES]))
 
     def readinto(memory: memoryview) -> int:
         try:
-            num_bytes: int = answer.readinto(memory)
+            num_bytes = answer.readinto(memory)
         except TimeoutError as error:
             raise ReadTimeoutError(endpoint_url=None, error=error) from error
         except (OSError, HTTPException) as error:
