@@ -307,7 +307,7 @@ def run_load(
 
     with report_overwrite(source.changes, ranks), together(ranks, f"reading {about.path}", about=about):
         # Memory that does not exist yet is made only now that the load can no longer be refused.
-        if any(not shard.address and shard.tensor.is_meta for shard in match.shards):
+        if any([not shard.address and shard.tensor.is_meta for shard in match.shards]):  # noqa: C419  as in find_shared
             source.changes.make_memory()
             refused = {problem.fqn for problem in match.problems}
             for entry in entries:

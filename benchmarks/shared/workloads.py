@@ -48,6 +48,7 @@ WORKLOADS = {
         Workload("W1", "one process: bf16 parameters, fp32 master, two Adam states", _WHOLE, _WHOLE),
         Workload("W2", "fully_shard on 4 gloo ranks: the state of W1", _FSDP4, _FSDP4),
         Workload("W3", "one process: 20,000 tensors of 1 to 64 KB", _WHOLE, _WHOLE, "small"),
+        Workload("W3x10", "one process: 200,000 tensors of 1 to 64 KB", _WHOLE, _WHOLE, "small", scale=10.0),
         Workload("W3x4", "4 gloo ranks: each holds a quarter of each of W3's tensors", _FSDP4, _FSDP4, "small"),
         Workload(
             "W4", "DDP on 4 gloo ranks: each holds all of the state of W1 at half the size", _DDP4, _DDP4, scale=0.5
@@ -63,7 +64,7 @@ WORKLOADS = {
         Workload("slow-columns", "rows to columns from a slow store", _FSDP4, _COLUMNS4, storage="slow"),
     )
 }
-SAVED = {name: WORKLOADS[name] for name in ("W1", "W2", "W3", "W3x4", "W4")}
+SAVED = {name: WORKLOADS[name] for name in ("W1", "W2", "W3", "W3x10", "W3x4", "W4")}
 """Workloads of the save benchmark, which uses the source layout."""
 
 SLOW = {"latency_s": 0.02, "bytes_per_s": 100e6}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -111,8 +112,7 @@ class CheckpointView:
     def _saved_tensors(self) -> dict[str, StoredTensor]:
         """Tensors that are named by their content are here under the FQN of this rank's leaf that they are."""
         manifest = self._manifest
-        described = manifest.describe_all().items()
-        records = {fqn: NEW_TUPLE(StoredTensor, (fqn, dtype, shape)) for fqn, (dtype, shape) in described}
+        records = {fqn: NEW_TUPLE(StoredTensor, (fqn, *each)) for fqn, each in manifest.describe_all().items()}
         records |= {alias: records[fqn] for alias, fqn in manifest.aliases.items()}
         by_content = _named_by_content(manifest)
         if not by_content:
@@ -358,7 +358,7 @@ class CheckpointView:
 
     @cached_property
     def _tree_leaves(self) -> dict[str, Any]:
-        return {fqn: value for tree_fqn, tree in self.trees.items() for fqn, value in leaves(tree, tree_fqn).items()}
+        return dict(chain.from_iterable(leaves(tree, fqn).items() for fqn, tree in self.trees.items()))
 
 
 def is_at_or_below(fqn: str, roots: set[str]) -> bool:
@@ -369,7 +369,7 @@ def is_at_or_below(fqn: str, roots: set[str]) -> bool:
 
 def _named_by_content(manifest: Manifest) -> set[str]:
     """Returns the tensors that plain data of any rank refers to by another name than that of the leaf that they are."""
-    candidates = set(filter(is_content_fqn, manifest.tensors))
+    candidates = {fqn for fqn in manifest.tensors if "@" in fqn and is_content_fqn(fqn)}
     if not candidates:
         return candidates
     found = (item for fqn, data in _all_trees(manifest) for item in leaves(decode_plain(data), fqn).items())

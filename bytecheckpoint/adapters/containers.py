@@ -58,13 +58,20 @@ class PlainEntry:
     def expect(self, checkpoint: CheckpointView) -> Expectation:
         shards = LocalShards(with_addresses=True)
         values = leaves(self._value, self.fqn)
-        others = {fqn: value for fqn, value in values.items() if type(value) not in PLAIN_TENSORS}
+        others = (
+            {}
+            if PLAIN_TENSORS.issuperset(map(type, values.values()))
+            else {fqn: value for fqn, value in values.items() if type(value) not in PLAIN_TENSORS}
+        )
         facts = {fqn: value for fqn, value in others.items() if is_facts(fqn) and are_facts(value)}
         refused = refusals(values if facts else {}, checkpoint)
         # Found by one look at each leaf: most of a state are such tensors.
         simple = {} if facts or not checkpoint.takes_all else checkpoint.plain
         expectation = Expectation(shards.found, set(facts), refused.problems)
         tensors: list[tuple[str, torch.Tensor]] = []
+        if simple and not others and {TensorRef}.issuperset(map(type, map(simple.get, values))):
+            shards.add_all(values.items())
+            return expectation
         for fqn, value in values.items():
             if type(simple.get(fqn)) is TensorRef and type(value) in PLAIN_TENSORS:
                 tensors.append((fqn, value))
@@ -108,6 +115,9 @@ class PlainEntry:
                 self._adopted.prepare(adopted, {}, checkpoint)
 
     def finish(self, checkpoint: CheckpointView) -> None:
+        names = self._value if _holds_plain_tensors(self._value) else ()
+        if names and {f"{self.fqn}.{name}" for name in names} <= checkpoint.tensors.keys():
+            return  # all are filled in place
         new: dict[str, Any] = {}
         for fqn, value in leaves(self._value, self.fqn).items():
             if type(value) in PLAIN_TENSORS and fqn in checkpoint.tensors:  # which is filled in place
@@ -136,6 +146,10 @@ def _holds_tensors_only(value: Any) -> bool:
         return False
     others = set(map(type, value.values())) - PLAIN_TENSORS
     return not others or (others == {loaded_dtensor()} and not any(map(is_subclass, value.values())))
+
+
+def _holds_plain_tensors(value: Any) -> bool:
+    return type(value) is dict and bool(value) and PLAIN_TENSORS.issuperset(map(type, value.values()))
 
 
 def _adopted(value: Any, fqn: str, checkpoint: CheckpointView) -> StoredTree | None:

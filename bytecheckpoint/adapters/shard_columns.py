@@ -19,12 +19,16 @@ import torch
 import xxhash
 
 from bytecheckpoint.adapters.shards import (
+    AT_ONCE,
     NEW_TUPLE,
     PLAIN_TENSORS,
     LocalShard,
     LocalShards,
+    Memories,
     check_has_all_memory,
+    is_row_major,
     kind_of,
+    look_at,
 )
 from bytecheckpoint.region import Region
 
@@ -35,9 +39,6 @@ if TYPE_CHECKING:
 
 _LOOKS = attrgetter("dtype", "shape", "is_cpu")
 """All that decides what is saved of a plain tensor with memory besides its elements."""
-_Tensor, _Storage = torch.Tensor, torch.UntypedStorage
-_AT_ONCE = 256
-"""Tensors that are looked at together: they stay in the processor's cache from one look to the next."""
 
 
 class _Layout(NamedTuple):
@@ -49,8 +50,8 @@ class _Layout(NamedTuple):
     regions: list[Region]
     lengths: Int64s
     """Bytes of each tensor."""
-    has_complex: bool
-    """True if torch may have yet to conjugate one."""
+    are_complex: bool
+    """True if some are of complex numbers."""
     digest: bytes
     """Digest of all that a plan depends on: names, dtypes, shapes and regions."""
 
@@ -95,6 +96,11 @@ class ShardColumns(Sequence[LocalShard]):
     def addresses(self) -> Int64s:
         """Address of each tensor; 0 for the empty ones, and for those that have to be looked at."""
         return self._places.addresses
+
+    @property
+    def lengths(self) -> Int64s:
+        """Bytes of each tensor."""
+        return self._layout.lengths
 
     def __len__(self) -> int:
         return len(self._fqns)
@@ -156,7 +162,8 @@ class WholeTensors(Sequence[LocalShard]):
         Raises CheckpointSaveError (unsupported_value) for a tensor that cannot be saved, or whose memory is not all
         there.
         """
-        found = self._columns() if PLAIN_TENSORS.issuperset(map(type, self._tensors)) else None
+        is_plain = PLAIN_TENSORS.issuperset(map(type, self._tensors))
+        found = self._columns() if is_plain and self._tensors[0].is_cpu else None
         if found is not None:
             return found
         shards = LocalShards()
@@ -165,14 +172,15 @@ class WholeTensors(Sequence[LocalShard]):
 
     def _columns(self) -> ShardColumns | None:
         known = _known(self._fqns)
+        layout = known.layout  # once: another thread may save a state of the same names
         try:
-            places = None if known.layout is None else self._look(known.layout)
+            places = None if layout is None else self._look(layout)
             if places is None:
-                known.layout = self._new_layout()
-                places = None if known.layout is None else self._look(known.layout)
+                layout = known.layout = self._new_layout()
+                places = None if layout is None else self._look(layout)
         except (RuntimeError, NotImplementedError):  # a nested tensor has no shape, a sparse one no storage
             return None
-        return None if known.layout is None or places is None else ShardColumns(self._fqns, known.layout, places)
+        return None if layout is None or places is None else ShardColumns(self._fqns, layout, places)
 
     def _new_layout(self) -> _Layout | None:
         looks_of: dict[Any, Any] = {}
@@ -187,9 +195,9 @@ class WholeTensors(Sequence[LocalShard]):
         if not all(is_cpu for *_, is_cpu in kinds):
             return None
         dtypes, shapes, regions, lengths = map(list, zip(*of_each, strict=True)) if of_each else ([], [], [], [])
-        has_complex = any(dtype.is_complex for dtype, *_ in kinds)
+        are_complex = any(dtype.is_complex for dtype, _, _ in kinds)
         digest = xxhash.xxh3_128_digest(msgspec.msgpack.encode((self._fqns, dtypes, shapes, regions)))
-        return _Layout(looks, dtypes, shapes, regions, np.array(lengths, np.int64), has_complex, digest)
+        return _Layout(looks, dtypes, shapes, regions, np.array(lengths, np.int64), are_complex, digest)
 
     def _look(self, layout: _Layout) -> _Places | None:
         """Returns where the tensors lie, which it looks at in one pass: each is a miss of the processor's cache. None
@@ -198,27 +206,21 @@ class WholeTensors(Sequence[LocalShard]):
         addresses, starts, sizes = np.zeros((3, len(self)), np.int64)
         storages: list[torch.UntypedStorage] = []
         others: list[int] = []
-        for first in range(0, len(self), _AT_ONCE):
-            some = slice(first, first + _AT_ONCE)
+        for first in range(0, len(self), AT_ONCE):
+            some = slice(first, first + AT_ONCE)
             tensors = self._tensors[some]
             if list(map(_LOOKS, tensors)) != layout.looks[some]:
                 return None
-            of_tensors = list(map(_Tensor.untyped_storage, tensors))
-            addresses[some] = list(map(_Tensor.data_ptr, tensors))
-            starts[some] = list(map(_Storage.data_ptr, of_tensors))
-            sizes[some] = list(map(_Storage.nbytes, of_tensors))
-            storages += of_tensors
-            if not all(map(_Tensor.is_contiguous, tensors)) or any(map(_Tensor.is_neg, tensors)) or layout.has_complex:
-                others += [first + number for number, each in enumerate(tensors) if not _is_flat(each)]
-        is_missing = (layout.lengths > 0) & (addresses - starts + layout.lengths > sizes)
+            found = look_at(tensors, are_complex=layout.are_complex)
+            addresses[some], starts[some], sizes[some] = found.addresses, found.starts, found.sizes
+            storages += found.storages
+            if not found.are_flat:
+                others += [first + number for number, each in enumerate(tensors) if not is_row_major(each)]
+        is_missing = ~Memories(addresses, starts, sizes, storages, not others).has(layout.lengths)
         for number in (*np.flatnonzero(is_missing).tolist(), *others):
             check_has_all_memory(self._fqns[number], self._tensors[number])
         addresses[others] = 0
         return _Places(addresses, starts, storages, {number: self._tensors[number].detach() for number in others})
-
-
-def _is_flat(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 class ShardBlocks(Sequence[LocalShard]):
@@ -263,8 +265,13 @@ class ShardBlocks(Sequence[LocalShard]):
 
     def addresses(self) -> Int64s:
         """Returns the address of each shard as ShardColumns has it, 0 for all that are not in columns."""
-        zeros = np.zeros(len(self), np.int64)
+        return self.places()[0]
+
+    def places(self) -> tuple[Int64s, Int64s]:
+        """Returns these addresses, and the bytes of each shard that is in columns."""
+        addresses, lengths = np.zeros((2, len(self)), np.int64)
         for block, start in zip(self.blocks, self._starts, strict=False):
             if isinstance(block, ShardColumns):
-                zeros[start : start + len(block)] = block.addresses
-        return zeros
+                addresses[start : start + len(block)] = block.addresses
+                lengths[start : start + len(block)] = block.lengths
+        return addresses, lengths

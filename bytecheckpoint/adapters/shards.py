@@ -6,10 +6,12 @@ ShardedTensor. Everything else is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.nn.parameter import is_lazy
@@ -20,7 +22,17 @@ from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.manifest.plain_wire import unsupported
 from bytecheckpoint.region import Region, whole
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Int64s = NDArray[np.int64]
+
+AT_ONCE = 256
+"""Tensors that are looked at together."""
 _STRIDED = torch.strided
+_Tensor, _Storage = torch.Tensor, torch.UntypedStorage
+_IS_COMPLEX = attrgetter("is_complex")
+_IS_CPU, _IS_VIEW, _REQUIRES_GRAD = attrgetter("is_cpu"), torch.Tensor._is_view, attrgetter("requires_grad")
 _LOOKS = attrgetter("dtype", "layout", "shape")
 """All that decides whether a plain tensor is dense, and what is saved of it besides its elements. A nested one has no
 shape, and says so by an error."""
@@ -95,8 +107,43 @@ class LocalShards:
 
     def add_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The same for many tensors, each with its FQN."""
-        # One loop, and few looks at each tensor, because a state may hold 100,000 small ones: each call and each look
-        # would be a tenth of what a save that is planned already costs.
+        # Together, because a state may hold 100,000 small ones: a call for each would cost more than its bytes.
+        if self._with_addresses:
+            each = list(tensors)
+            for first in range(0, len(each), AT_ONCE):
+                some = each[first : first + AT_ONCE]
+                if not self._add_together(some):
+                    self._add_each(some)
+        else:
+            self._add_each(tensors)
+
+    def _add_together(self, named: Sequence[tuple[str, torch.Tensor]]) -> bool:
+        """Adds tensors if all are plain, dense and on the host, and returns True; otherwise adds none."""
+        fqns, tensors = zip(*named, strict=True)
+        if not PLAIN_TENSORS.issuperset(map(type, tensors)):
+            return False
+        kinds = self._kinds
+        try:
+            looks = list(map(_LOOKS, tensors))
+            if not all(map(_IS_CPU, tensors)):
+                return False
+            memories = look_at(tensors, are_complex=any(map(_IS_COMPLEX, {dtype for dtype, _, _ in looks})))
+        except (RuntimeError, NotImplementedError):  # one without a shape, or without a storage
+            return False
+        of_each = list(map(kinds.get, looks))
+        if None in of_each:
+            of_each = [kinds.get(look) or self._add_kind(look, *each) for look, each in zip(looks, named, strict=True)]
+        dtypes, shapes, regions, lengths = zip(*cast("list[_Kind]", of_each), strict=True)
+        addresses = np.where(memories.has(np.array(lengths, np.int64)), memories.addresses, 0)
+        if not memories.are_flat:
+            addresses[[not is_row_major(tensor) for tensor in tensors]] = 0
+        are_bare = not any(map(_IS_VIEW, tensors)) and not any(map(_REQUIRES_GRAD, tensors))
+        own = tensors if are_bare else [_without_grad(tensor) for tensor in tensors]
+        rows = zip(fqns, dtypes, shapes, regions, own, addresses.tolist(), repeat(None))
+        self.found += map(NEW_TUPLE, repeat(LocalShard), rows)
+        return True
+
+    def _add_each(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         kinds, found, with_addresses = self._kinds, self.found, self._with_addresses
         for fqn, tensor in tensors:
             if type(tensor) not in PLAIN_TENSORS:
@@ -162,6 +209,60 @@ def kind_of(fqn: str, tensor: torch.Tensor) -> _Kind:
     """Returns dtype, lengths, region and bytes of a plain tensor that is whole. Raises as `LocalShards.add` does."""
     region = whole(tensor.shape)
     return dense_dtype(fqn, tensor), region.lengths, region, tensor.nbytes
+
+
+class Memories(NamedTuple):
+    """Where tensors on the host lie, as columns."""
+
+    addresses: Int64s
+    """Address of the first byte of each tensor."""
+    starts: Int64s
+    """Address of the storage of each tensor."""
+    sizes: Int64s
+    """Bytes of that storage."""
+    storages: list[torch.UntypedStorage]
+    are_flat: bool
+    """All are row-major, without gaps, and torch has yet to conjugate or negate none."""
+
+    def has(self, lengths: Int64s) -> NDArray[np.bool_]:
+        """Returns for each tensor, of so many bytes, True if all of them are there."""
+        has_all: NDArray[np.bool_] = (lengths == 0) | (self.addresses - self.starts + lengths <= self.sizes)
+        return has_all
+
+
+def look_at(tensors: Sequence[torch.Tensor], *, are_complex: bool) -> Memories:
+    """Looks at tensors on the host, of which some `are_complex`. They must be few: they stay in the processor's cache
+    from look to look, of which the first costs more than all others.
+    """
+    storages = list(map(_Tensor.untyped_storage, tensors))
+    each = map(_Tensor.data_ptr, tensors), map(_Storage.data_ptr, storages), map(_Storage.nbytes, storages)
+    are_odd = any(map(_Tensor.is_neg, tensors)) or (are_complex and any(map(_Tensor.is_conj, tensors)))
+    addresses, starts, sizes = (np.array(list(column), np.int64) for column in each)
+    return Memories(addresses, starts, sizes, storages, all(map(_Tensor.is_contiguous, tensors)) and not are_odd)
+
+
+def byte_lengths_of(shards: Sequence[LocalShard], of_other: Callable[[LocalShard], int]) -> Int64s:
+    """Returns the bytes of each shard that has an address, and for the others what `of_other` returns. No tensor with
+    an address is looked at.
+    """
+    if not shards:
+        return np.zeros(0, np.int64)
+    _, dtypes, _, regions, _, addresses, _ = zip(*shards, strict=True)
+    kinds = list(zip(dtypes, map(id, regions), strict=True))  # many small tensors have few of them
+    known = {kind: shard.tensor.nbytes for kind, shard in dict(zip(kinds, shards, strict=True)).items()}
+    lengths = np.array(list(map(known.__getitem__, kinds)), np.int64)
+    for number in np.flatnonzero(np.array(addresses, np.int64) == 0).tolist():
+        lengths[number] = of_other(shards[number])
+    return lengths
+
+
+def is_row_major(tensor: torch.Tensor) -> bool:
+    """Returns True if memory holds the tensor's elements as they are, row-major and without gaps, on any device."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _without_grad(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor._is_view() or tensor.requires_grad else tensor
 
 
 def address_of(tensor: torch.Tensor) -> int:

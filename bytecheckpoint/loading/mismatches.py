@@ -83,7 +83,7 @@ def merge_findings(
     own = _RankFindings(
         problems=match.problems,
         top_level=sorted(top_level),
-        wanted=np.packbits(np.fromiter((fqn in match.claims for fqn in fqns), bool, len(fqns))).tobytes(),
+        wanted=np.packbits(np.fromiter(map(match.claims.__contains__, fqns), bool, len(fqns))).tobytes(),
         unexpected=[fqn for fqn in stored.own_names if fqn not in match.claims and is_at_or_below(fqn, top_level)],
         fqns_digest=xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(fqns)),
         unused=stored.unused_rules,

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import repeat
 
 import torch
 
@@ -118,11 +119,13 @@ class Source:
     def plan_unchecked(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Fetch]:
         """Plans the same without a look at the data files, for a caller that has checked them."""
         options = self.options
-        wants = [
-            # Where there is an address, that is all that is left to look at.
-            NEW_TUPLE(Want, (fqn, shard.region, shard.dtype == dtype if shard.address else takes_bytes(shard, dtype)))
-            for shard, fqn, dtype in zip(shards, stored_fqns, self._dtypes(stored_fqns), strict=True)
+        # Where there is an address, that is all that is left to look at.
+        are_flat = [
+            shard.dtype == dtype if shard.address else takes_bytes(shard, dtype)
+            for shard, dtype in zip(shards, self._dtypes(stored_fqns), strict=True)
         ]
+        columns = zip(stored_fqns, [shard.region for shard in shards], are_flat, strict=True)
+        wants = list(map(NEW_TUPLE, repeat(Want), columns))
         max_fetch_bytes = self.max_fetch_bytes
         if any(has_streams(device) for device in {shard.tensor.device for shard in shards if not shard.address}):
             # All of it goes through buffers, and twice as many of them: one is filled while another is copied from.

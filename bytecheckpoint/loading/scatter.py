@@ -5,18 +5,19 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from itertools import chain
+from typing import cast
 
 import numpy as np
 import torch
 
-from bytecheckpoint.adapters.shards import LocalShard, flat_bytes, torch_dtype
+from bytecheckpoint.adapters.shards import LocalShard, byte_lengths_of, flat_bytes, is_row_major, torch_dtype
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest.ranges import BoxPart, FlatPart, Part
 from bytecheckpoint.memory.batched_copy import FEW_PIECES, scatter_pieces
 from bytecheckpoint.memory.device_to_host import has_streams
 from bytecheckpoint.memory.host_to_device import CopyStream, CopyStreams
-from bytecheckpoint.memory.tensor_bytes import SAME_SIZE_INTEGERS, as_bytes, is_row_major, view_region
+from bytecheckpoint.memory.tensor_bytes import SAME_SIZE_INTEGERS, as_bytes, view_region
 from bytecheckpoint.planner.load_plan import box_layout
 
 
@@ -25,23 +26,31 @@ class Targets:
 
     def __init__(self, shards: Sequence[LocalShard], stored_dtypes: Sequence[str], lanes: CopyStreams) -> None:
         # By address and not by memoryview, which takes several calls to make: a state may hold 100,000 small tensors.
-        addresses, byte_lengths = [], []
-        for given, stored_dtype in zip(shards, stored_dtypes, strict=True):
-            # It may have been moved since it was matched: others' state_dict() ran meanwhile, and sharing memory with a
-            # process moves it.
-            has_moved = given.address and given.tensor.data_ptr() != given.address
-            shard = given._replace(address=0) if has_moved else given
-            is_raw = takes_bytes(shard, stored_dtype)
-            byte_lengths.append(shard.tensor.nbytes if is_raw else 0)
-            on_host = is_raw and (shard.address or lanes.to(shard.tensor) is None)
-            addresses.append((shard.address or shard.tensor.data_ptr()) if on_host else 0)
         self.shards = shards
         self.stored_dtypes = stored_dtypes
-        self.addresses = np.array(addresses, np.int64)
-        """Address of the first byte of each shard that is on the host and takes stored bytes as they are; else 0."""
-        self.byte_lengths = np.array(byte_lengths, np.int64)
-        """Length of each shard, on any device, that takes stored bytes as they are; else 0."""
         self._lanes = lanes
+        self.addresses = np.array([shard.address for shard in shards], np.int64)
+        """Address of the first byte of each shard that is on the host and takes stored bytes as they are; else 0."""
+        self.byte_lengths = byte_lengths_of(shards, lambda _: 0)
+        """Length of each shard, on any device, that takes stored bytes as they are; else 0."""
+        # A tensor may have been moved since it was matched: others' state_dict() ran meanwhile, and sharing memory with
+        # a process moves it.
+        has_dtype = [shard.dtype == stored_dtype for shard, stored_dtype in zip(shards, stored_dtypes, strict=True)]
+        is_known = (self.addresses != 0) & np.array(has_dtype, bool)
+        now = map(torch.Tensor.data_ptr, [shard.tensor for shard in shards if shard.address])
+        is_known[self.addresses != 0] &= self.addresses[self.addresses != 0] == np.array(list(now), np.int64)
+        for number in np.flatnonzero(~is_known).tolist():
+            self._look_at(number)
+
+    def _look_at(self, number: int) -> None:
+        """Finds out about a shard whose address was not asked for, or is another one by now."""
+        given = self.shards[number]
+        has_moved = given.address and given.tensor.data_ptr() != given.address
+        shard = given._replace(address=0) if has_moved else given
+        is_raw = takes_bytes(shard, self.stored_dtypes[number])
+        self.byte_lengths[number] = shard.tensor.nbytes if is_raw else 0
+        on_host = is_raw and (shard.address or self._lanes.to(shard.tensor) is None)
+        self.addresses[number] = (shard.address or shard.tensor.data_ptr()) if on_host else 0
 
     def lane(self, number: int) -> CopyStream | None:
         """Returns the copy stream to a shard on a device that has one."""
@@ -78,8 +87,10 @@ def place_all(parts: Sequence[Part], byte_offset: int, targets: Targets, fetched
     """Puts parts of the bytes that were read from `byte_offset` of a file into their targets. `fetched` is writable."""
     others = parts
     if len(parts) >= FEW_PIECES:
-        flat = [part for part in parts if not isinstance(part, BoxPart)]
-        others = [part for part in parts if isinstance(part, BoxPart)] if len(flat) < len(parts) else []
+        flat, others = cast("Sequence[FlatPart]", parts), []
+        if BoxPart in set(map(type, parts)):
+            flat = [part for part in parts if not isinstance(part, BoxPart)]
+            others = [part for part in parts if isinstance(part, BoxPart)]
         _place_together(flat, byte_offset, targets, fetched)
     for part in others:
         content = fetched[part.byte_offset - byte_offset :][: part.byte_length]

@@ -279,7 +279,7 @@ class TensorTable(Mapping[str, TensorRecord]):
         if len(self._described) < len(self):
             columns, shapes = self.columns, self.columns.shapes.tolist()
             dtypes = map(columns.dtype_names.__getitem__, columns.dtypes.tolist())
-            of_tensors = (tuple(shapes[start:stop]) for start, stop in pairwise(self._first_dims))
+            of_tensors = [tuple(shapes[start:stop]) for start, stop in pairwise(self._first_dims)]
             self._described = dict(zip(self._indices, zip(dtypes, of_tensors, strict=True), strict=True))
         return self._described
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from bytecheckpoint.adapters.shards import LocalShard
+from bytecheckpoint.adapters.shards import LocalShard, byte_lengths_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,7 +36,7 @@ class SharedMemory(NamedTuple):
 def find_shared(shards: Sequence[LocalShard]) -> SharedMemory:
     """Returns all shards that share memory with another one. Costs little if none does."""
     shared = SharedMemory([], [])
-    if all(shard.address or shard.tensor.is_cpu for shard in shards):
+    if all([shard.address or shard.tensor.is_cpu for shard in shards]):  # noqa: C419  a generator takes twice as long
         _compare_on_device(range(len(shards)), shards, shared)
         return shared
     by_device: dict[torch.device, list[int]] = {}  # an address says nothing about another device's
@@ -51,11 +51,7 @@ def _compare_on_device(numbers: Sequence[int], shards: Sequence[LocalShard], sha
     """Compares the shards with these numbers, which are on one device."""
     compared = [shards[number] for number in numbers]
     starts = np.array([shard.address or shard.tensor.data_ptr() for shard in compared], np.int64)
-    spans = [
-        shard.tensor.nbytes if shard.address or shard.tensor.is_contiguous() else _span_bytes(shard.tensor)
-        for shard in compared
-    ]
-    ends = starts + np.array(spans, np.int64)
+    ends = starts + byte_lengths_of(compared, _span_bytes)
     filled = np.flatnonzero((starts != 0) & (ends > starts))
     order = filled[np.argsort(starts[filled], kind="stable")]
     # A span that begins before all earlier ones have ended belongs to their group.
@@ -109,8 +105,11 @@ def _largest_apart(views: Mapping[int, _ByteRuns]) -> dict[int, _ByteRuns]:
     return apart
 
 
-def _span_bytes(tensor: torch.Tensor) -> int:
+def _span_bytes(shard: LocalShard) -> int:
     """Returns the distance from the first byte of a tensor to the end of its last."""
+    tensor = shard.tensor
+    if tensor.is_contiguous():
+        return tensor.nbytes
     reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (reach + 1) * tensor.element_size() if tensor.numel() else 0
 

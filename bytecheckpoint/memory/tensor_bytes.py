@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from bytecheckpoint.adapters.shards import LocalShard, flat_bytes
+from bytecheckpoint.adapters.shards import LocalShard, flat_bytes, is_row_major
 from bytecheckpoint.region import Region, relative
 
 SAME_SIZE_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,11 +29,6 @@ def narrowed(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 def is_flat(tensor: torch.Tensor) -> bool:
     """Returns True if the tensor is on the host and `is_row_major`."""
     return tensor.is_cpu and is_row_major(tensor)
-
-
-def is_row_major(tensor: torch.Tensor) -> bool:
-    """Returns True if memory holds the tensor's elements as they are, row-major and without gaps, on any device."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

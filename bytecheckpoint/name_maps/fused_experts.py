@@ -55,7 +55,7 @@ def expert_names_of(model_type: str) -> str:
 
 def has_separate_experts(manifest: Manifest) -> bool:
     """Returns True if a tensor has the name of a matrix of one expert. Cheap, unlike `with_fused_experts`."""
-    return any("experts." in name and _EXPERT.fullmatch(name) for name in manifest.tensors)
+    return any(map(_EXPERT.fullmatch, [name for name in manifest.tensors if "experts." in name]))
 
 
 def with_fused_experts(manifest: Manifest) -> Manifest | None:

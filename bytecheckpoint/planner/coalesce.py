@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from operator import attrgetter
+from typing import cast
 
 import numpy as np
 
@@ -66,6 +67,10 @@ def coalesce(
     """
     fetches: list[Fetch] = []
     small: list[Part | Frame] = [*frames]
+    parts = list(parts)
+    if max(map(attrgetter("byte_length"), parts), default=0) < MIN_DIRECT_BYTES:
+        small += parts
+        parts = []
     for part in parts:
         if isinstance(part, FlatPart) and part.byte_length >= MIN_DIRECT_BYTES:
             direct, ends = _split_direct(file, part, extents, min(MAX_DIRECT_BYTES, max_fetch_bytes))
@@ -147,6 +152,9 @@ def _scratch_bytes(item: Part | Frame) -> int:
 
 def fetch_of(file: int, start: int, end: int, items: Sequence[Part | Frame]) -> Fetch:
     """Returns the fetch of a range of a file that these items need, through scratch memory."""
-    frames = tuple(item for item in items if isinstance(item, Frame))
-    parts = tuple(item for item in items if not isinstance(item, Frame))
+    frames: tuple[Frame, ...] = ()
+    if Frame in set(map(type, items)):
+        frames = tuple(item for item in items if isinstance(item, Frame))
+        items = [item for item in items if not isinstance(item, Frame)]
+    parts = cast("tuple[Part, ...]", tuple(items))
     return Fetch(file, start, end - start, parts, is_direct=False, frames=frames)

@@ -33,7 +33,7 @@ from bytecheckpoint.saving.replica_checks import (
     PartDigests,
     StageDigests,
     check_pipeline_stages,
-    combined_digest,
+    combined_digests,
     fqns_in_several_stages,
     part_digests,
     small_digests,
@@ -250,7 +250,7 @@ def _cached_message(local_plan: LocalSavePlan, cached: RankPlan) -> _LocalPlanMe
     return _LocalPlanMessage(
         target=local_plan.target,
         plan_id=cached.plan_id,
-        digests=[combined_digest([local_plan.shards[index].tensor for index in group]) for group in cached.compared],
+        digests=combined_digests(local_plan.shards, cached.compared),
         items=None,
         aliases={},
         plain=dict(local_plan.plain),

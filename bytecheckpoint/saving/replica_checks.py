@@ -8,12 +8,15 @@ import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 
 from bytecheckpoint.adapters.plain.plain_data import SMALL_TENSOR_BYTES
+from bytecheckpoint.adapters.shard_columns import ShardBlocks
 from bytecheckpoint.adapters.shards import LocalShard, flat_bytes
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
+from bytecheckpoint.memory.batched_copy import gather_pieces
 from bytecheckpoint.memory.tensor_bytes import is_flat, same_bits
 
 _NUM_SHOWN = 10
@@ -112,6 +115,38 @@ def small_digests(shards: Sequence[LocalShard]) -> list[int | None]:
 def digest_of(tensor: torch.Tensor) -> int:
     """Returns the xxh3-64 of a tensor of any size. Copies it if it is on a device or not contiguous."""
     return xxhash.xxh3_64_intdigest(_raw(tensor).cpu().numpy().data)
+
+
+def combined_digests(shards: ShardBlocks, groups: Sequence[Sequence[int]]) -> list[int]:
+    """Returns for each group of shards, which are small tensors given by their numbers, one xxh3-64 of all of them."""
+    if not groups:
+        return []
+    addresses, lengths = shards.places()
+    digests = []
+    for group in groups:
+        numbers = np.array(group, np.int64)
+        if (addresses[numbers] != 0).all():
+            digests.append(_digest_at(addresses[numbers], lengths[numbers]))
+        else:
+            digests.append(combined_digest([shards[number].tensor for number in group]))
+    return digests
+
+
+def _digest_at(addresses: np.ndarray, lengths: np.ndarray) -> int:
+    """Returns what `combined_digest` does for tensors at these addresses, gathered many at a time."""
+    state = xxhash.xxh3_64()
+    gathered = bytearray(min(max(int(lengths.sum()), 1), _GATHERED_BYTES))
+    base = ctypes.addressof(ctypes.c_char.from_buffer(gathered))
+    ends = np.cumsum(lengths)
+    first = 0
+    while first < len(ends):
+        start = int(ends[first] - lengths[first])
+        stop = int(np.searchsorted(ends, start + _GATHERED_BYTES, side="right"))
+        starts = base + ends[first:stop] - lengths[first:stop] - start
+        gather_pieces(addresses[first:stop], starts, lengths[first:stop])
+        state.update(memoryview(gathered)[: int(ends[stop - 1]) - start])
+        first = stop
+    return state.intdigest()
 
 
 def combined_digest(tensors: Sequence[torch.Tensor]) -> int:

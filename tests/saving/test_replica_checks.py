@@ -8,9 +8,10 @@ import xxhash
 from sample_tensors import DTYPES, LAYOUTS, SHAPE, bits_of, random_bits
 
 from bytecheckpoint.adapters.plain.plain_data import SMALL_TENSOR_BYTES
+from bytecheckpoint.adapters.shard_columns import ShardBlocks, WholeTensors
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards, dtype_name
 from bytecheckpoint.region import Region
-from bytecheckpoint.saving.replica_checks import combined_digest, is_small, small_digests
+from bytecheckpoint.saving.replica_checks import combined_digest, combined_digests, is_small, small_digests
 
 
 def shards_of(*tensors: torch.Tensor) -> list[LocalShard]:
@@ -40,6 +41,16 @@ def test_a_combined_digest_is_that_of_all_bytes_one_after_the_other() -> None:
 def test_more_than_fits_into_one_run_is_hashed_in_several(num_bytes: int) -> None:
     tensors = [random_bits(torch.uint8, (num_bytes,), seed) for seed in range(40)]
     assert combined_digest(tensors) == xxhash.xxh3_64_intdigest(b"".join(map(bits_of, tensors)))
+
+
+@pytest.mark.parametrize("num_bytes", [SMALL_TENSOR_BYTES, 60_001, 4, 0])
+def test_columns_have_the_digests_of_their_tensors(num_bytes: int) -> None:
+    tensors = [random_bits(torch.uint8, (num_bytes + number % 3,), number) for number in range(40)]
+    columns = WholeTensors(tuple(f"t{number}" for number in range(40)), tensors)
+    both = ShardBlocks([shards_of(torch.ones(3)), columns]).looked_at()
+    groups = [[1, 3, 2, *range(5, 40)], [0, 4], [40]]
+    expected = [combined_digest([both[number].tensor for number in group]) for group in groups]
+    assert combined_digests(both, groups) == expected
 
 
 def test_one_changed_bit_anywhere_changes_the_combined_digest() -> None:

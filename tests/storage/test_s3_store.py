@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import re
 import threading
@@ -8,13 +9,17 @@ import traceback
 from contextlib import contextmanager, nullcontext
 
 import pytest
+import urllib3
+from urllib3.connection import HTTPConnection
 
 from bytecheckpoint.errors import CheckpointError, CheckpointExistsError, CheckpointSaveError, StorageError
 from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.storage.backends import s3_copy, s3_requests, s3_upload
+from bytecheckpoint.storage.backends.s3_body import reader_of
 from bytecheckpoint.storage.backends.s3_store import S3Store
 from bytecheckpoint.storage.open_store import open_store
 
+from .s3_server import running_s3
 from .s3_service import Cut, FirstFew, Lose, Refuse, always, moto, no_fault
 from .store_contract import StoreContract, blocks_of, get, pattern, put
 
@@ -777,3 +782,26 @@ def test_pages_that_reach_one_folder_only_are_given_up(store, monkeypatch):
     )
     folders = [f"step_{step}" for step in range(5)]
     assert store.in_folders(folders, "manifest.bcp") == [True, None, None, None, None]
+
+
+def test_ranges_are_read_into_place_through_one_connection(monkeypatch):
+    content = pattern(4 << 20)
+    opened = []
+    connect = HTTPConnection.connect
+    monkeypatch.setattr(HTTPConnection, "connect", lambda self: (opened.append(self), connect(self))[1])
+    monkeypatch.setattr(urllib3.HTTPResponse, "readinto", lambda *_: pytest.fail("the client made a copy"))
+    with running_s3() as server:
+        options = {"endpoint_url": server.url, "key": "k", "secret": "s", "client_kwargs": {"region_name": "us-east-1"}}
+        store = S3Store("s3://bucket", options, writer_threads=1, timeout_s=20)
+        server.objects["bucket/object"] = content
+        for start in (0, 5, 1 << 20, len(content) - 7):
+            num_bytes = min((2 << 20) + 3, len(content) - start)
+            assert get(store, "object", num_bytes, start) == content[start : start + num_bytes]
+    assert len(opened) == 1
+
+
+def test_a_body_that_keeps_its_connection_elsewhere_is_read_by_its_own_method():
+    body = io.BytesIO(b"abcdef")
+    target = bytearray(4)
+    assert reader_of(body)(memoryview(target)) == 4
+    assert target == b"abcd"

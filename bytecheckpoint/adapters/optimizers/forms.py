@@ -54,7 +54,9 @@ def forms_in(value: Any, fqn: str) -> dict[str, Form]:
         return {}
     if (form := _form_of(value)) is not None:
         return {fqn: form}
-    return {name: each for key, item in value.items() for name, each in forms_in(item, join_fqn(fqn, key)).items()}
+    dicts = {kind for kind in set(map(type, value.values())) if issubclass(kind, dict)}
+    below = [(key, item) for key, item in value.items() if type(item) in dicts]
+    return {name: each for key, item in below for name, each in forms_in(item, join_fqn(fqn, key)).items()}
 
 
 def _form_of(value: Mapping[Any, Any]) -> Form | None:

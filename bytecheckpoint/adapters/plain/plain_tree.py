@@ -49,6 +49,12 @@ def _add_leaves(value: Any, fqn: str, found: dict[str, Any], depth: int) -> None
             raise unsupported(fqn, "the name of two values", "rename a key that contains a dot, or mixes int and str")
         found[fqn] = value
     prefix = f"{fqn}." if fqn else ""
+    if depth > 1:
+        below = {f"{prefix}{key}": item for key, item in children}
+        is_simple = _LEAVES.issuperset(map(type, below.values()))  # as most of a state is
+        if is_simple and len(below) == len(children) and fqn not in below and found.keys().isdisjoint(below):
+            found.update(below)
+            return
     for key, item in children:
         child = f"{prefix}{key}"
         if child == fqn:  # an empty key below an empty name

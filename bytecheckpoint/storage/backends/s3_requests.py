@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from botocore.exceptions import IncompleteReadError
 
 from bytecheckpoint.errors import TransferProgress
+from bytecheckpoint.storage.backends.s3_body import reader_of
 from bytecheckpoint.storage.backends.s3_client import BROKEN_OFF, S3Client
 from bytecheckpoint.storage.backends.s3_errors import (
     S3_ERRORS,
@@ -39,6 +40,8 @@ _FORGET_BACKOFF_S = 60.0
 """After this long without SlowDown the next backoff is a short one again."""
 _READ_BYTES = 256 << 10
 """Length of one read from the connection. The client has these bytes once or twice in memory of its own."""
+_PLACED_BYTES = 1 << 20
+"""Length of one read into place: a connection that breaks costs at most as much."""
 
 _PARTIAL = 206
 _CONTENT_RANGE = re.compile(r"\Abytes (?P<first>\d+)-(?P<last>\d+)/(?P<size>\d+|\*)\Z")
@@ -201,8 +204,9 @@ class S3Requests:
             answer = self.send("get_object", Key=key, Range=f"bytes={first}-{last}")
             with closing(answer["Body"]) as body:
                 _check_range(answer, first, last)
+                readinto = reader_of(body)
                 while filled_bytes < buffer.nbytes:
-                    num_bytes = body.readinto(buffer[filled_bytes : filled_bytes + _READ_BYTES])
+                    num_bytes = readinto(buffer[filled_bytes : filled_bytes + _PLACED_BYTES])
                     if num_bytes == 0:
                         raise IncompleteReadError(actual_bytes=filled_bytes, expected_bytes=buffer.nbytes)
                     filled_bytes += num_bytes
