@@ -17,12 +17,14 @@ import msgspec
 import numpy as np
 import torch
 
+from bytecheckpoint.distributed.ranks import BLOCK_RANKS, COORDINATOR
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointSaveError
 from bytecheckpoint.info import describe_checkpoint
 from bytecheckpoint.manifest import DataFile, Manifest, TensorTable, decode_manifest, encode_manifest
 from bytecheckpoint.planner.file_layout import PlacedChunk
 from bytecheckpoint.planner.save_plan import SavePlan
 from bytecheckpoint.runtime.gc_pause import gc_paused
+from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.saving.chunk_locations import ChunkLocations, pack_locations
 from bytecheckpoint.saving.global_plan import AgreedPlan, WrittenTensors
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
@@ -32,6 +34,7 @@ from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import one_block
 
 _TELEMETRY_VERSION = 1
+_WRITES_IN_FLIGHT = 16
 
 
 class WrittenFile(NamedTuple):
@@ -178,24 +181,38 @@ def provenance_of(world_size: int) -> dict[str, Any]:
     }
 
 
-def write_telemetry(call: SaveCall, target: SaveTarget, save_id: str, files: Sequence[DataFile]) -> None:
-    """Writes a JSON object with the timing of this rank, see docs/format.md. Its errors do not fail the save."""
-    with suppress(Exception):  # it would be raised on this rank only, and the others may commit already
-        _write_telemetry(call, target, save_id, files)
-
-
-def _write_telemetry(call: SaveCall, target: SaveTarget, save_id: str, files: Sequence[DataFile]) -> None:
+def telemetry_record(call: SaveCall, save_id: str, files: Sequence[DataFile]) -> bytes:
+    """Returns a JSON object with the timing of this rank, see docs/format.md; nothing where it cannot be told, because
+    telemetry fails no save.
+    """
     ranks, _, timer = call
-    record = {
-        "version": _TELEMETRY_VERSION,
-        "save_id": save_id,
-        "rank": ranks.global_ranks[ranks.rank],
-        "host": socket.gethostname(),
-        "started_at": timer.started_at,
-        "spans": [span._asdict() for span in timer.spans],
-        "seconds": timer.seconds,
-        "num_bytes": sum(file.byte_length for file in files),
-        "num_files": len(files),
-    }
-    name = join_name(target.folder, layout.telemetry_name(save_id, ranks.rank))
-    target.store.write(name, one_block(msgspec.json.encode(record)), replace=True)
+    with suppress(Exception):
+        record = {
+            "version": _TELEMETRY_VERSION,
+            "save_id": save_id,
+            "rank": ranks.global_ranks[ranks.rank],
+            "host": socket.gethostname(),
+            "started_at": timer.started_at,
+            "spans": [span._asdict() for span in timer.spans],
+            "seconds": timer.seconds,
+            "num_bytes": sum(file.byte_length for file in files),
+            "num_files": len(files),
+        }
+        return msgspec.json.encode(record)
+    return b""
+
+
+def write_telemetry(call: SaveCall, target: SaveTarget, save_id: str, records: Sequence[bytes]) -> None:
+    """Writes the records of all ranks on the coordinator, one object for each block of ranks. Its errors do not fail
+    the save.
+    """
+    if call.ranks.rank != COORDINATOR:
+        return
+
+    def write(first: int) -> None:
+        content = b"[" + b",".join(filter(None, records[first : first + BLOCK_RANKS])) + b"]"
+        name = join_name(target.folder, layout.telemetry_name(save_id, first))
+        target.store.write(name, one_block(content), replace=True)
+
+    with suppress(Exception):  # the other ranks have reported, and wait for the commit
+        run_jobs(write, range(0, len(records), BLOCK_RANKS), num_threads=_WRITES_IN_FLIGHT)

@@ -29,6 +29,8 @@ class TimedReport(msgspec.Struct, frozen=True, array_like=True):
     seconds: dict[str, float]
     is_direct: bool = False
     """True if data went past the local stage."""
+    record: bytes = b""
+    """Its telemetry."""
 
 
 class SlowPhase(NamedTuple):

@@ -22,7 +22,7 @@ from bytecheckpoint.runtime.progress import ProgressMeter
 from bytecheckpoint.saving.commit import broadcast_or_discard, commit_together, discard, warn_of_slow_phases
 from bytecheckpoint.saving.local_stage import LocalStage
 from bytecheckpoint.saving.prepare import PreparedSave
-from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report, write_telemetry
+from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report, telemetry_record, write_telemetry
 from bytecheckpoint.saving.slow_phases import TimedReport
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.saving.write import SaveFiles, write_files
@@ -142,11 +142,12 @@ def _upload(call: SaveCall, files: SaveFiles, stage: LocalStage, plan: SavePlan 
         meter.begin("upload", stage.num_upload_bytes)
         with timer.phase("upload"):
             stage.upload(target.store, target.folder, meter.add)
-        write_telemetry(call, target, files.save_id, stage.files)
+        record = telemetry_record(call, files.save_id, stage.files)
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit it, even if this rank fails
         with report_straggler_rate(ranks, plan, timer.seconds["upload"], did="uploaded", is_all=not stage.is_direct):
-            ranks.gather(b"")
+            records = ranks.gather(record)
+        write_telemetry(call, target, files.save_id, records)
         if ranks.rank == COORDINATOR:  # an earlier save may have been uploading when this one began
             refuse_beside(target.store, target.folder, is_step=target.step is not None)
         undo.pop_all()

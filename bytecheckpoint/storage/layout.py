@@ -91,9 +91,9 @@ def data_file_name(save_id: str, rank: int, index: int) -> str:
     return f"{DATA_FOLDER}/{save_id}-{rank:05d}-{index}.safetensors"
 
 
-def telemetry_name(save_id: str, rank: int) -> str:
-    """Returns the name, inside its checkpoint, of a rank's telemetry."""
-    return f"{telemetry_prefix(save_id)}{rank:05d}.json"
+def telemetry_name(save_id: str, first_rank: int) -> str:
+    """Returns the name, inside its checkpoint, of the telemetry of a block of ranks."""
+    return f"{telemetry_prefix(save_id)}{first_rank:05d}.json"
 
 
 def telemetry_prefix(save_id: str) -> str:
