@@ -30,6 +30,7 @@ TITLES = {
     "request_kb": "{:.1f}",
     "plan_s": "{:.2f}",
     "manifest_s": "{:.2f}",
+    "again_s": "{:.2f}",
     "commit_s": "{:.2f}",
     "coordinator_mb": "{:.0f}",
     "manifest_mb": "{:.2f}",
@@ -55,6 +56,8 @@ class PlanningRow:
     """Time of the coordinator, from its state and the others' requests to the answers, and to its own files."""
     manifest_s: float
     """Time from the reports to the manifest's bytes, which are decoded and checked once more."""
+    again_s: float
+    """The same in a later save, whose plan is known."""
     commit_s: float
     """Time until the manifest is in its place, all files were checked and the others have acknowledged the end."""
     coordinator_mb: float
@@ -125,6 +128,7 @@ def measure(tensors: list[NamedShape], num_ranks: int, *, with_dcp: bool) -> Pla
         request_kb=ranks.request_bytes / max(num_ranks - 1, 1) / 1e3,
         plan_s=cost.plan_s,
         manifest_s=cost.manifest_s,
+        again_s=cost.again_s,
         commit_s=cost.commit_s,
         coordinator_mb=cost.peak_mb,
         manifest_mb=cost.manifest_bytes / 1e6,

@@ -20,7 +20,7 @@ import torch
 from bytecheckpoint.distributed.ranks import BLOCK_RANKS, COORDINATOR
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointSaveError
 from bytecheckpoint.info import describe_checkpoint
-from bytecheckpoint.manifest import DataFile, Manifest, TensorTable, decode_manifest, encode_manifest
+from bytecheckpoint.manifest import DataFile, Manifest, TensorRecord, TensorTable, encode_manifest, open_manifest
 from bytecheckpoint.planner.file_layout import PlacedChunk
 from bytecheckpoint.planner.save_plan import SavePlan
 from bytecheckpoint.runtime.gc_pause import gc_paused
@@ -89,12 +89,15 @@ def encode_manifest_and_info(
     Raises CheckpointSaveError (storage) if the reports contradict the plan, or make a manifest that no reader accepts.
     """
     with gc_paused():
+        written = agreed.rank_plan.written
         manifest = build_manifest(
             agreed, reports, global_ranks=call.ranks.global_ranks, step=target.step, metadata=metadata
         )
         content = encode_manifest(manifest)
         try:
-            decoded = decode_manifest(content)
+            decoded = open_manifest(content)
+            if written is None or not _same_chunks(written.tensors, decoded):  # these chunks were not checked before
+                decoded.table.check_all()
         except CheckpointCorruptError as error:
             raise CheckpointSaveError(
                 f"what the ranks report to have written makes no checkpoint: {error.message}. Nothing was committed: "
@@ -105,6 +108,13 @@ def encode_manifest_and_info(
         if written is not None:  # decoded columns are faster to encode
             agreed.rank_plan.written = replace(written, tensors=decoded.tensors)
         return content, msgspec.msgpack.encode(describe_checkpoint(decoded, path=target.path, seconds={}))
+
+
+def _same_chunks(tensors: Mapping[str, TensorRecord], decoded: Manifest) -> bool:
+    """Returns True if a decoded manifest has the chunks that an earlier save with this plan has had checked."""
+    if not isinstance(tensors, TensorTable) or list(tensors) != list(decoded.tensors):
+        return False
+    return all(map(np.array_equal, tensors.columns, decoded.table.columns))
 
 
 def build_manifest(
