@@ -114,7 +114,8 @@ def _same_chunks(tensors: Mapping[str, TensorRecord], decoded: Manifest) -> bool
     """Returns True if a decoded manifest has the chunks that an earlier save with this plan has had checked."""
     if not isinstance(tensors, TensorTable) or list(tensors) != list(decoded.tensors):
         return False
-    return all(map(np.array_equal, tensors.columns, decoded.table.columns))
+    pairs = zip(tensors.columns, decoded.table.columns, strict=True)
+    return all(np.array_equal(np.asarray(checked), np.asarray(now)) for checked, now in pairs)
 
 
 def build_manifest(

@@ -145,11 +145,9 @@ def steps_of_root(store: Store) -> list[int]:
 
 
 def steps_below(store: Store, folder: str, listing: Mapping[str, int | None]) -> Iterator[int]:
-    """Yields the committed steps in the folder with this listing, newest first, which mostly is the first to be
-    looked into: after it twice as many each time, if that is cheap.
-    """
-    steps, num_looks = _step_folders(listing)[::-1], 1
-    growth = 2 if isinstance(store, SupportsInFolders) else 1
+    """Yields the committed steps in the folder with this listing, newest first; if it is cheap, twice as many looks
+    each time."""
+    steps, num_looks, growth = _step_folders(listing)[::-1], 1, 2 if isinstance(store, SupportsInFolders) else 1
     while steps:
         looked, steps = steps[:num_looks], steps[num_looks:]
         yield from compress(looked, _are_steps(store, [join_name(folder, step_folder(step)) for step in looked]))
