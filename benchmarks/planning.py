@@ -4,6 +4,7 @@ a store as those of a process group do. The coordinator does all that it does in
 
     python benchmarks/run.py planning                                       500 tensors on 64 to 1,024 ranks, beside DCP
     python benchmarks/run.py planning --adam --ranks 1024 2048 4096 8192    two Adam states: up to 12 million chunks
+    python benchmarks/run.py planning --adam --width 32768 --ranks 32768    49 million chunks
     python benchmarks/run.py planning --json r.json --markdown r.md
 
 Every tensor is cut by rows over all ranks, as FSDP2 does. torch DCP's planner is measured up to --dcp-up-to ranks.
@@ -29,6 +30,7 @@ TITLES = {
     "request_kb": "{:.1f}",
     "plan_s": "{:.2f}",
     "manifest_s": "{:.2f}",
+    "again_s": "{:.2f}",
     "commit_s": "{:.2f}",
     "coordinator_mb": "{:.0f}",
     "manifest_mb": "{:.2f}",
@@ -54,6 +56,8 @@ class PlanningRow:
     """Time of the coordinator, from its state and the others' requests to the answers, and to its own files."""
     manifest_s: float
     """Time from the reports to the manifest's bytes, which are decoded and checked once more."""
+    again_s: float
+    """The same in a later save, whose plan is known."""
     commit_s: float
     """Time until the manifest is in its place, all files were checked and the others have acknowledged the end."""
     coordinator_mb: float
@@ -73,6 +77,7 @@ class PlanningRow:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
     parser.add_argument("--tensors", type=int, default=500)
+    parser.add_argument("--width", type=int, default=8192, help="of the model: each of as many ranks gets a row")
     parser.add_argument("--adam", action="store_true", help="two more tensors for each")
     parser.add_argument("--dcp-up-to", type=int, default=1024, metavar="RANKS", help="0 leaves DCP out")
     parser.add_argument("--json", type=Path, help="write all figures there")
@@ -81,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Prints a line for each number of ranks."""
-    tensors = model(arguments.tensors, with_adam=arguments.adam)
+    tensors = model(arguments.tensors, width=arguments.width, with_adam=arguments.adam)
     rows, lines = [], table_head(len(tensors))
     print("\n".join(lines), flush=True)
     for num_ranks in arguments.ranks:
@@ -123,6 +128,7 @@ def measure(tensors: list[NamedShape], num_ranks: int, *, with_dcp: bool) -> Pla
         request_kb=ranks.request_bytes / max(num_ranks - 1, 1) / 1e3,
         plan_s=cost.plan_s,
         manifest_s=cost.manifest_s,
+        again_s=cost.again_s,
         commit_s=cost.commit_s,
         coordinator_mb=cost.peak_mb,
         manifest_mb=cost.manifest_bytes / 1e6,

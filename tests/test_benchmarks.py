@@ -20,7 +20,8 @@ QUICK = {
         r"\n\| bytecheckpoint \| 2 \| load, exchanged \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \|",
         r"\n\| bytecheckpoint \| 2 \| load on half \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \|",
         r"\n\| torch DCP \| 2 \| load \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \|",
-        r"\n\| in every file \| 16 \| [\d.]+ \|",
+        r"\n\| HSDP, 8 shards \| 16 \| [\d.]+ \|",
+        r"\n\| small replicas in every file \| 16 \| [\d.]+ \|",
     ],
     "manager --steps 20 --deleted 5 --saves 3 --calls 100 --ranks 2 --s3-steps 20": [
         r"\| `save` of a step that is not due, us \| 100 calls \| [\d.]+ \|",
@@ -30,6 +31,7 @@ QUICK = {
             for where in ("a folder", "S3")
             for pattern in (
                 rf"\| `latest` of {where}, s \(of processor time\) \| 20 steps \| [\d.]+ \([\d.]+\) \|",
+                rf"\| `steps` of {where}, s \(of processor time\) \| 20 steps \| [\d.]+ \([\d.]+\) \|",
                 rf"\| save to {where} beside the deletion of steps, ms \| 5 steps, \d.* \| [\d.]+ \([\d.]+ of alone\)",
             )
         ),

@@ -1,11 +1,12 @@
 """Times the coordinator's part of an exchange between thousands of simulated ranks: their local plans are decoded,
-extents assigned and answers encoded, for small replicas in one file and, as earlier versions wrote them, in every file.
+extents assigned and answers encoded, for layouts of real jobs and for small replicas in one file and, as earlier
+versions wrote them, in every file. Each in a process of its own, for its memory.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -13,42 +14,106 @@ from bytecheckpoint.distributed.rendezvous import Address
 from bytecheckpoint.loading.exchange import LocalReadPlan, assign
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents
+from shared.child_process import in_a_process
+from shared.memory import PeakMemory, own_memory
 from shared.tables import table
 
-TITLES = ["small replicas", "ranks", "CPU s", "MB of answers"]
+TITLES = ["layout", "ranks", "CPU s", "MB beyond the plans", "MB of plans", "MB of answers", "most readers of a rank"]
 EXTENT_BYTES, NUM_EXTENTS = 1 << 20, 8
 SMALL_BYTES = 16 << 10
+SHARDS = 8
+
+Wanted = Sequence[Sequence[ExtentRun]]
 
 
 def measure_assignment(nums_ranks: Sequence[int]) -> Iterator[str]:
     """Yields a table."""
-    rows = []
-    for placing in ("in one file", "in every file"):
-        for num_ranks in nums_ranks:
-            files, plans = simulated_plans(num_ranks, is_spread=placing == "in every file")
-            started = time.process_time()
-            answers = assign(plans, Extents(files))
-            seconds = time.process_time() - started
-            rows.append([placing, str(num_ranks), f"{seconds:.2f}", f"{sum(map(len, answers)) / 1e6:.1f}"])
+    rows = [in_a_process(measure_layout, name, num_ranks) for name in LAYOUTS for num_ranks in nums_ranks]
     yield from table(TITLES, rows)
 
 
-def simulated_plans(num_ranks: int, *, is_spread: bool) -> tuple[list[DataFile], list[bytes]]:
-    """Returns the files of so many ranks, and the local plan of each: all of its own file, and the small replicas."""
+def measure_layout(name: str, num_ranks: int) -> list[str]:
+    files, wanted = LAYOUTS[name](num_ranks)
+    plans = [
+        msgspec.msgpack.encode(
+            LocalReadPlan(Address(["10.0.0.1", f"host-{rank}"], 40000, bytes(32)), runs, 8 << 20, 600.0)
+        )
+        for rank, runs in enumerate(wanted)
+    ]
+    del wanted
+    with PeakMemory(own_memory) as peak:
+        started = time.process_time()
+        answers = assign(plans, Extents(files))
+        seconds = time.process_time() - started
+    each = [msgspec.msgpack.decode(answer) for answer in {*answers}]
+    readers = max(sum(max(len(ranks) - 1, 0) for ranks, _ in answer[0]) for answer in each)
+    sizes = [f"{num_bytes / 1e6:.1f}" for num_bytes in (peak.bytes, sum(map(len, plans)), sum(map(len, answers)))]
+    return [name, str(num_ranks), f"{seconds:.2f}", *sizes, str(readers)]
+
+
+def one_file_a_rank(num_ranks: int) -> list[DataFile]:
     lengths = [4096, *[EXTENT_BYTES] * NUM_EXTENTS]
-    files = [DataFile(str(rank), sum(lengths), lengths) for rank in range(num_ranks)]
+    return [DataFile(str(rank), sum(lengths), lengths) for rank in range(num_ranks)]
+
+
+def hsdp(num_ranks: int) -> tuple[list[DataFile], Wanted]:
+    """Each of 8 shards has as many replicas as fit, among which its files are divided."""
+    files = one_file_a_rank(num_ranks)
+    of_shard = [[ExtentRun(file, 1, 9) for file in range(shard, num_ranks, SHARDS)] for shard in range(SHARDS)]
+    return files, [of_shard[rank % SHARDS] for rank in range(num_ranks)]
+
+
+def ddp(num_ranks: int) -> tuple[list[DataFile], Wanted]:
+    """All ranks want all, which all have written."""
+    return one_file_a_rank(num_ranks), [[ExtentRun(file, 1, 9) for file in range(num_ranks)]] * num_ranks
+
+
+def fsdp_on_another_size(num_ranks: int) -> tuple[list[DataFile], Wanted]:
+    """Five sevenths as many ranks have saved: each loads of two files, and shares extents with its neighbours."""
+    files = one_file_a_rank(max(num_ranks * 5 // 7, 1))
+    all_bytes = len(files) * NUM_EXTENTS * EXTENT_BYTES
+    wanted = []
+    for rank in range(num_ranks):
+        start, end = (number * all_bytes // num_ranks // 4 * 4 for number in (rank, rank + 1))
+        first, last = start // EXTENT_BYTES, max(end - 1, start) // EXTENT_BYTES
+        extents = [divmod(number, NUM_EXTENTS) for number in range(first, last + 1)]
+        wanted.append(joined([ExtentRun(file, 1 + number, 2 + number) for file, number in extents]))
+    return files, wanted
+
+
+def tp_by_dp(num_ranks: int) -> tuple[list[DataFile], Wanted]:
+    """Each of 8 tensor-parallel parts is replicated; some extents, of norms and embeddings, all ranks want."""
+    files, wanted = hsdp(num_ranks)
+    whole = ExtentRun(0, NUM_EXTENTS + 1, NUM_EXTENTS + 5)
+    lengths = [*files[0].extent_lengths, *[EXTENT_BYTES] * 4]
+    files[0] = DataFile("0", sum(lengths), lengths)
+    parts = [joined(sorted([*runs, whole])) for runs in wanted[:SHARDS]]
+    return files, [parts[rank % SHARDS] for rank in range(num_ranks)]
+
+
+def small_replicas(num_ranks: int, *, is_spread: bool) -> tuple[list[DataFile], Wanted]:
+    """Each rank wants all of its own file, and the small replicas."""
+    files = one_file_a_rank(num_ranks)
     small = ExtentRun(0, NUM_EXTENTS + 1, NUM_EXTENTS + 2)
     if not is_spread:
-        lengths = [*lengths, SMALL_BYTES]
+        lengths = [*files[0].extent_lengths, SMALL_BYTES]
         files[0] = DataFile("0", sum(lengths), lengths)
-    plans = []
+    wanted = []
     for rank in range(num_ranks):
         own = ExtentRun(rank, 1, NUM_EXTENTS + 1)
         others = [ExtentRun(file, 1, 2) for file in range(num_ranks) if file != rank] if is_spread else [small]
-        address = Address(["10.0.0.1", f"host-{rank}"], 40000, bytes(32))
-        runs = joined(sorted([own, *others]))
-        plans.append(msgspec.msgpack.encode(LocalReadPlan(address, runs, 8 << 20, 600.0)))
-    return files, plans
+        wanted.append(joined(sorted([own, *others])))
+    return files, wanted
+
+
+LAYOUTS: dict[str, Callable[[int], tuple[list[DataFile], Wanted]]] = {
+    "HSDP, 8 shards": hsdp,
+    "DDP": ddp,
+    "FSDP of 5/7 as many": fsdp_on_another_size,
+    "TP 8 x DP": tp_by_dp,
+    "small replicas in one file": lambda num_ranks: small_replicas(num_ranks, is_spread=False),
+    "small replicas in every file": lambda num_ranks: small_replicas(num_ranks, is_spread=True),
+}
 
 
 def joined(runs: list[ExtentRun]) -> list[ExtentRun]:

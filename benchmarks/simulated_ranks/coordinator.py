@@ -43,6 +43,7 @@ class Cost(NamedTuple):
 
     plan_s: float
     manifest_s: float
+    again_s: float
     commit_s: float
     num_chunks: int
     manifest_bytes: int
@@ -78,11 +79,14 @@ def coordinate(connection: Connection, setting: Setting) -> None:
         content, info = encode_manifest_and_info(agreed, reports, call, target, metadata={})
         manifest_s = time.process_time() - started
         started = time.process_time()
+        content, info = encode_manifest_and_info(agreed, reports, call, target, metadata={})
+        again_s = time.process_time() - started
+        started = time.process_time()
         commit_together(call, files, content, info)
         commit_s = time.process_time() - started
         peak = peak_mb() - before
         num_chunks = sum(len(tensor.ranks) for tensor in agreed.rank_plan.global_plan.tensors)
-        connection.send(Cost(plan_s, manifest_s, commit_s, num_chunks, len(content), peak))
+        connection.send(Cost(plan_s, manifest_s, again_s, commit_s, num_chunks, len(content), peak))
 
 
 def load(connection: Connection, setting: Setting) -> None:

@@ -28,7 +28,7 @@ from bytecheckpoint.saving.report import WrittenFile, encode_report
 from bytecheckpoint.storage import layout
 
 STEP = 1000
-WIDTH, VOCABULARY = 8192, 128_256
+VOCABULARY = 128_256
 _TIMEOUT_S = 600.0
 
 
@@ -95,11 +95,11 @@ class SimulatedRanks:
             rank.gather(payload)
 
 
-def model(num_tensors: int, *, with_adam: bool) -> list[NamedShape]:
+def model(num_tensors: int, *, width: int, with_adam: bool) -> list[NamedShape]:
     """Returns layers of a transformer: an embedding, then four matrices and two norms each."""
-    layer = [("wq", (WIDTH, WIDTH)), ("wo", (WIDTH, WIDTH)), ("up", (3 * WIDTH, WIDTH)), ("down", (WIDTH, 3 * WIDTH))]
-    layer += [("norm1", (WIDTH,)), ("norm2", (WIDTH,))]
-    tensors = [NamedShape("model.embed.weight", (VOCABULARY, WIDTH))]
+    layer = [("wq", (width, width)), ("wo", (width, width)), ("up", (3 * width, width)), ("down", (width, 3 * width))]
+    layer += [("norm1", (width,)), ("norm2", (width,))]
+    tensors = [NamedShape("model.embed.weight", (VOCABULARY, width))]
     for index in range(num_tensors - 1):
         name, shape = layer[index % len(layer)]
         tensors.append(NamedShape(f"model.layers.{index // len(layer)}.{name}.weight", shape))

@@ -1,5 +1,6 @@
 """Telemetry of a save, one record a rank, read from beside the data, and its phases over all ranks, to find what made
-it slow. A file that is not as docs/format.md describes is reported and left out: a checkpoint is as good without it.
+it slow. An object holds the records of a block of ranks, as lists, or of one rank, as earlier versions wrote them. One
+that is not as docs/format.md describes is reported and left out: a checkpoint is as good without it.
 """
 
 from __future__ import annotations
@@ -86,29 +87,33 @@ def read_save_records(store: Store, checkpoint_folder: str, save_id: str) -> Sav
         sizes = {}
     names = sorted(name for name, size in sizes.items() if size is not None and name.startswith(f"{save_id}-"))
 
-    def read(name: str) -> RankRecord | Unreadable:
+    def read(name: str) -> Sequence[RankRecord | Unreadable]:
         return _read(store, checkpoint_folder, name, sizes[name] or 0, save_id=save_id)
 
-    found = map_jobs(read, names, num_threads=_LOOKS_IN_FLIGHT)
+    found = [item for items in map_jobs(read, names, num_threads=_LOOKS_IN_FLIGHT) for item in items]
     ranks = sorted((item for item in found if isinstance(item, RankRecord)), key=lambda record: record.rank)
     return SaveRecords(ranks, [item for item in found if isinstance(item, Unreadable)])
 
 
-def _read(store: Store, folder: str, name: str, num_bytes: int, *, save_id: str) -> RankRecord | Unreadable:
+def _read(store: Store, folder: str, name: str, num_bytes: int, *, save_id: str) -> Sequence[RankRecord | Unreadable]:
     inside = join_name(layout.TELEMETRY_FOLDER, name)
     if not 0 < num_bytes <= _MAX_BYTES:
-        return Unreadable(inside, _DAMAGED, f"{num_bytes} bytes found, 1 to {_MAX_BYTES} expected")
+        return [Unreadable(inside, _DAMAGED, f"{num_bytes} bytes found, 1 to {_MAX_BYTES} expected")]
     content = bytearray(num_bytes)
     try:
         store.read_into(join_name(folder, inside), 0, memoryview(content))
     except CheckpointError as error:
-        return Unreadable(inside, error.kind, error.message)
+        return [Unreadable(inside, error.kind, error.message)]
     try:
-        record = msgspec.json.decode(content, type=RankRecord)
+        records = msgspec.json.decode(content, type=RankRecord | list[RankRecord])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return Unreadable(inside, _DAMAGED, str(error))
-    fault = _fault_of(record, save_id)
-    return record if fault is None else Unreadable(inside, _DAMAGED, fault)
+        return [Unreadable(inside, _DAMAGED, str(error))]
+    records = records if isinstance(records, list) else [records]
+    faults = [_fault_of(record, save_id) for record in records]
+    return [
+        record if fault is None else Unreadable(inside, _DAMAGED, fault)
+        for record, fault in zip(records, faults, strict=True)
+    ]
 
 
 def _fault_of(record: RankRecord, save_id: str) -> str | None:

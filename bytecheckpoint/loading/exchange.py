@@ -36,8 +36,10 @@ from bytecheckpoint.planner.exchange_plan import (
     ExtentRun,
     Extents,
     ReaderShare,
-    assign_readers,
+    ReadGroup,
     divide_plan,
+    divide_reading,
+    share_of,
     wanted_runs,
 )
 from bytecheckpoint.runtime.buffers import ByteBudget
@@ -63,8 +65,32 @@ class LocalReadPlan(msgspec.Struct, frozen=True, array_like=True):
     timeout_s: float
 
 
-class ReadAssignment(msgspec.Struct, frozen=True, array_like=True):
-    """The coordinator's answer to a rank."""
+class _EncodedReadPlan(msgspec.Struct, frozen=True, array_like=True):
+    """A LocalReadPlan of which the runs were not decoded."""
+
+    address: Address
+    runs: msgspec.Raw
+    unit_bytes: int
+    timeout_s: float
+
+    @property
+    def key(self) -> bytes:
+        return bytes(self.runs)
+
+
+class _Reply(NamedTuple):
+    """The coordinator's answer to all ranks that are in the same groups."""
+
+    groups: list[ReadGroup]
+    common: list[ExtentRun]
+    addresses: dict[int, Address]
+    """Those of all readers in the groups."""
+    unit_bytes: int
+    heartbeat_s: float
+
+
+class ReadAssignment(NamedTuple):
+    """The part of one rank in the load, as the coordinator has assigned it."""
 
     share: ReaderShare
     addresses: dict[int, Address]
@@ -90,7 +116,7 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
         runs, unit_bytes = wanted_runs(fetches, extents), source.unit_bytes(fetches)
         local_plan = LocalReadPlan(listener.address, runs, unit_bytes, source.options.timeout_s)
         reply = ranks.reduce_scatter(msgspec.msgpack.encode(local_plan), partial(assign, extents=extents))
-        assigned = msgspec.msgpack.decode(reply, type=ReadAssignment)
+        assigned = decode_assignment(reply, ranks.rank)
         plan = divide_plan(fetches, assigned.share, extents, unit_bytes=assigned.unit_bytes)
         source.begin_reading([*plan.shared, *plan.alone])
         exchange = _Exchange(ranks, source, match, assigned=assigned, lanes=lanes)
@@ -112,14 +138,37 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
 
 
 def assign(payloads: Sequence[bytes], extents: Extents) -> list[bytes]:
-    """Makes the encoded assignment of each rank of the encoded local plans of all."""
-    plans = [msgspec.msgpack.decode(content, type=LocalReadPlan) for content in payloads]
-    shares = assign_readers([plan.runs for plan in plans], extents)
+    """Makes the encoded groups of each rank of the encoded local plans of all. Thousands of ranks want the same, and
+    get the same: each is decoded and encoded once.
+    """
+    plans = [msgspec.msgpack.decode(content, type=_EncodedReadPlan) for content in payloads]
+    runs = {encoded: msgspec.msgpack.decode(encoded, type=list[ExtentRun]) for encoded in {plan.key for plan in plans}}
+    division = divide_reading([runs[plan.key] for plan in plans], extents)
     unit_bytes, timeout_s = min(plan.unit_bytes for plan in plans), min(plan.timeout_s for plan in plans)
     heartbeat_s = min(timeout_s / _HEARTBEATS_IN_TIMEOUT, _MAX_HEARTBEAT_S)
-    addresses = [{reader: plans[reader].address for reader, _ in share.received} for share in shares]
-    assignments = (ReadAssignment(*each, unit_bytes, heartbeat_s) for each in zip(shares, addresses, strict=True))
-    return list(map(msgspec.msgpack.encode, assignments))
+    parts: dict[int, msgspec.Raw] = {}
+    replies: dict[tuple[int, ...], bytes] = {}
+    numbers_of_rank = [*map(tuple, division.groups_of_rank(len(plans)))]
+    for numbers in numbers_of_rank:
+        if numbers in replies:
+            continue
+        groups = [division.groups[number] for number in numbers]
+        for group in groups:
+            if id(group.parts) not in parts:
+                parts[id(group.parts)] = msgspec.Raw(msgspec.msgpack.encode(group.parts))
+        readers = {rank for group in groups for rank, part in zip(group.ranks, group.parts, strict=True) if part}
+        addresses = {reader: plans[reader].address for reader in sorted(readers)}
+        encoded = [(group.ranks, parts[id(group.parts)]) for group in groups]
+        replies[numbers] = msgspec.msgpack.encode((encoded, division.common, addresses, unit_bytes, heartbeat_s))
+    return [replies[numbers] for numbers in numbers_of_rank]
+
+
+def decode_assignment(reply: bytes, rank: int) -> ReadAssignment:
+    """Returns what the coordinator has assigned to a rank."""
+    groups, common, addresses, unit_bytes, heartbeat_s = msgspec.msgpack.decode(reply, type=_Reply)
+    share = share_of(rank, groups, common)
+    of_readers = {reader: addresses[reader] for reader, _ in share.received}
+    return ReadAssignment(share, of_readers, unit_bytes, heartbeat_s)
 
 
 class _Exchange:

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     Int64s = NDArray[np.int64]
 
 
+_LARGE_GRID = 64
+"""Number of chunks from which on a grid is looked at as a whole."""
+
+
 class FileBounds:
     """The files of a manifest laid on one long line of bytes: the bounds of each, and of its extents."""
 
@@ -78,9 +82,8 @@ def check_chunks(columns: Columns, bounds: FileBounds, fqns: Sequence[str]) -> S
             raise bad_manifest(f"it holds the number {column.max()} among the offsets and lengths of its chunks")
     itemsizes = itemsizes_of(columns, fqns)
     numels = numels_of(columns, itemsizes, fqns)
-    columns = columns._replace(coordinates=all_coordinates(columns), is_grid=np.zeros(len(fqns), bool))
     tensors = np.repeat(np.arange(len(fqns)), columns.num_chunks)
-    chunk_numels = numels_of_chunks(columns, tensors, fqns)
+    chunk_numels = _numels_by_chunk(columns, fqns)
     raw_bytes = chunk_numels * itemsizes[tensors]
     if len(columns.byte_lengths):
         _check_byte_lengths(columns, tensors, raw_bytes, fqns)
@@ -90,6 +93,48 @@ def check_chunks(columns: Columns, bounds: FileBounds, fqns: Sequence[str]) -> S
     spans = _check_byte_ranges(columns, tensors, bounds, fqns)
     _check_frames(columns, tensors, raw_bytes, bounds, fqns)
     return spans
+
+
+def _numels_by_chunk(columns: Columns, fqns: Sequence[str]) -> Int64s:
+    """Returns the elements of each chunk. Those of large grids, which thousands of ranks write, follow from the part
+    alone; other chunks are looked at one by one.
+    """
+    is_large = columns.is_grid & (columns.num_chunks >= _LARGE_GRID)
+    chunk_is_large = np.repeat(is_large, columns.num_chunks)
+    numels = np.empty(len(chunk_is_large), np.int64)
+    rest = columns._replace(
+        num_dims=columns.num_dims[~is_large],
+        num_chunks=columns.num_chunks[~is_large],
+        shapes=columns.shapes[np.repeat(~is_large, columns.num_dims)],
+        is_grid=columns.is_grid[~is_large],
+        grid_parts=columns.grid_parts[~np.repeat(is_large[columns.is_grid], columns.num_dims[columns.is_grid])],
+    )
+    rest = rest._replace(coordinates=all_coordinates(rest))
+    others = np.flatnonzero(~is_large)
+    numels[~chunk_is_large] = numels_of_chunks(
+        rest, np.repeat(np.arange(len(others)), rest.num_chunks), [fqns[number] for number in others.tolist()]
+    )
+    first_dims, first_chunks = run_starts(columns.num_dims), run_starts(columns.num_chunks)
+    first_parts = run_starts(columns.num_dims * columns.is_grid)
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], Int64s] = {}
+    for tensor in np.flatnonzero(is_large).tolist():
+        dims, chunk = int(columns.num_dims[tensor]), int(first_chunks[tensor])
+        shape = tuple(columns.shapes[first_dims[tensor] :][:dims].tolist())
+        part = tuple(columns.grid_parts[first_parts[tensor] :][:dims].tolist())
+        if (shape, part) not in known:
+            known[shape, part] = _numels_of_grid(shape, part)
+        numels[chunk : chunk + int(columns.num_chunks[tensor])] = known[shape, part]
+    return numels
+
+
+def _numels_of_grid(shape: tuple[int, ...], part: tuple[int, ...]) -> Int64s:
+    """Returns the elements of each part of a grid, in row-major order."""
+    numels = np.ones(1, np.int64)
+    for length, of_part in zip(shape, part, strict=True):
+        lengths = np.full(-(-length // of_part), of_part, np.int64)
+        lengths[-1] = length - (len(lengths) - 1) * of_part
+        numels = np.multiply.outer(numels, lengths).reshape(-1)
+    return numels
 
 
 def all_coordinates(columns: Columns) -> np.ndarray:
@@ -204,14 +249,16 @@ def outside_file(fqn: str, file: DataFile, byte_offset: int, byte_length: int) -
 
 def find_shared_bytes(spans: Spans) -> tuple[int, int] | None:
     """Returns the numbers of two chunks that have a byte in common; None where there are none."""
-    order = np.argsort(spans.starts, kind="stable")
-    order = order[spans.byte_lengths[order] > 0]
-    starts = spans.starts[order]
-    overlaps = starts[1:] < starts[:-1] + spans.byte_lengths[order[:-1]]
+    starts, ends = spans.starts, spans.starts + spans.byte_lengths
+    numbers = np.flatnonzero(spans.byte_lengths > 0)
+    if len(numbers) < len(starts):
+        starts, ends = starts[numbers], ends[numbers]
+    order = np.argsort(starts, kind="stable")
+    overlaps = starts[order[1:]] < ends[order[:-1]]
     if not overlaps.any():
         return None
     first = first_true(overlaps)
-    return int(order[first]), int(order[first + 1])
+    return int(numbers[order[first]]), int(numbers[order[first + 1]])
 
 
 def shared_bytes(fqns: tuple[str, str], file: DataFile, byte_offset: int) -> CheckpointCorruptError:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from bytecheckpoint.dtypes import itemsize
+from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.manifest.chunk_validation import (
     FileBounds,
     Spans,
@@ -36,6 +37,8 @@ from bytecheckpoint.region import (
 
 _CHUNKS_AT_ONCE = 1 << 20
 """Number of chunks that are checked at once, which bounds the memory that the check of millions takes."""
+_CHUNKS_SORTED = 1 << 22
+"""The same for the search for bytes that two of them share."""
 
 _CHUNKS_ONE_BY_ONE = 4096
 """Limit for chunks of one tensor that are checked as they are found. If more are asked for, all are checked first."""
@@ -98,7 +101,8 @@ class TensorTable(Mapping[str, TensorRecord]):
             return
         fqns = list(self._indices)
         spans = [check_chunks(self._slice(*batch), self._bounds, fqns[slice(*batch)]) for batch in self._batches()]
-        self._refuse_shared_bytes(Spans(*map(np.concatenate, zip(*spans, strict=True))))
+        if not self._may_share_bytes:
+            self._refuse_bytes_shared_by_any(spans)
         self._checked.update(range(len(fqns)))
         self._is_all_checked = True
 
@@ -110,14 +114,32 @@ class TensorTable(Mapping[str, TensorRecord]):
             bounds.append(max(bounds[-1] + 1, int(np.searchsorted(self._first_chunks, limit, side="right")) - 1))
         return pairwise(bounds)
 
+    def _refuse_bytes_shared_by_any(self, spans: Sequence[Spans]) -> None:
+        """Looks at some files at a time: an order of fifty million chunks takes gigabytes."""
+        total = sum(len(each.starts) for each in spans)
+        firsts = [*accumulate((len(each.starts) for each in spans), initial=0)][:-1]
+        num_parts = min(-(-total // _CHUNKS_SORTED) or 1, len(self._bounds.files) or 1)
+        cuts = [self._bounds.starts[len(self._bounds.files) * part // num_parts] for part in range(1, num_parts)]
+        for start, end in pairwise([-1, *cuts, np.iinfo(np.int64).max]):
+            picked = [(each.starts >= start) & (each.starts < end) for each in spans]
+            some = [Spans(*(column[mask] for column in each)) for each, mask in zip(spans, picked, strict=True)]
+            found = find_shared_bytes(Spans(*map(np.concatenate, zip(*some, strict=True))))
+            if found is not None:
+                chunks = np.concatenate(
+                    [first + np.flatnonzero(mask) for first, mask in zip(firsts, picked, strict=True)]
+                )
+                raise self._shared_bytes([int(chunks[number]) for number in found])
+
     def _refuse_shared_bytes(self, spans: Spans, first_chunk: int = 0) -> None:
         found = None if self._may_share_bytes else find_shared_bytes(spans)
         if found is not None:
-            chunks = [first_chunk + chunk for chunk in found]
-            fqns = list(self._indices)
-            owners = [fqns[int(np.searchsorted(self._first_chunks, chunk, side="right")) - 1] for chunk in chunks]
-            file = self._bounds.files[self.columns.files[chunks[0]]]
-            raise shared_bytes((owners[0], owners[1]), file, int(self.columns.byte_offsets[chunks[1]]))
+            raise self._shared_bytes([first_chunk + chunk for chunk in found])
+
+    def _shared_bytes(self, chunks: Sequence[int]) -> CheckpointCorruptError:
+        fqns = list(self._indices)
+        owners = [fqns[int(np.searchsorted(self._first_chunks, chunk, side="right")) - 1] for chunk in chunks]
+        file = self._bounds.files[self.columns.files[chunks[0]]]
+        return shared_bytes((owners[0], owners[1]), file, int(self.columns.byte_offsets[chunks[1]]))
 
     def refuse_shared_bytes(
         self, fqns: Sequence[str], files: np.ndarray, byte_offsets: np.ndarray, byte_lengths: np.ndarray

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Int64s = NDArray[np.int64]
 
 MAX_TENSORS = 1 << 22
-MAX_CHUNKS = 1 << 25
+MAX_CHUNKS = 1 << 26
 MAX_FILES = 1 << 20
 MAX_EXTENTS = 1 << 25
 MAX_SAMPLES = 1 << 22

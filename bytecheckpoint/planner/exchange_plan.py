@@ -27,6 +27,7 @@ a message.
 _COMMON_BYTES = 256 << 10
 _COMMON_BYTES_OF_ALL = 256 << 20
 """Limit for these messages to all ranks together: they come from one store."""
+_FEW_BITS = 64
 _UNCHECKED_BYTES = 1 << 20
 """Length of an extent in a file that has no checksums."""
 
@@ -52,6 +53,31 @@ class ReaderShare(NamedTuple):
     common: Sequence[ExtentRun] = ()
     """Runs that the coordinator reads and broadcasts. They are the same for every rank, whether it wants them or not.
     """
+
+
+class ReadGroup(NamedTuple):
+    """Ranks that want the same runs, and share the reading of them."""
+
+    ranks: Sequence[int]
+    parts: Sequence[Sequence[ExtentRun]]
+    """The runs that each of them reads for all, in the order of the files. Equal for groups alike, so that what
+    thousands of ranks do takes little memory."""
+
+
+class ReadDivision(NamedTuple):
+    """Who reads what, of all ranks."""
+
+    groups: Sequence[ReadGroup]
+    common: Sequence[ExtentRun]
+    """As in ReaderShare."""
+
+    def groups_of_rank(self, num_ranks: int) -> list[list[int]]:
+        """Returns the numbers of the groups that each rank is in."""
+        numbers: list[list[int]] = [[] for _ in range(num_ranks)]
+        for number, group in enumerate(self.groups):
+            for rank in group.ranks:
+                numbers[rank].append(number)
+        return numbers
 
 
 class DividedPlan(NamedTuple):
@@ -96,31 +122,54 @@ class Extents:
 
 
 def assign_readers(wanted: Sequence[Sequence[ExtentRun]], extents: Extents) -> list[ReaderShare]:
+    """Returns the share of each rank in `divide_reading`."""
+    division = divide_reading(wanted, extents)
+    groups = ([division.groups[number] for number in numbers] for numbers in division.groups_of_rank(len(wanted)))
+    return [share_of(rank, of_rank, division.common) for rank, of_rank in enumerate(groups)]
+
+
+def divide_reading(wanted: Sequence[Sequence[ExtentRun]], extents: Extents) -> ReadDivision:
     """Assigns a reader rank to every extent that two ranks or more want, such that all read about as many bytes.
 
-    `wanted` has the runs of each rank, which do not overlap and do not touch one another. The reader rank is one of
-    those that want the extent; it gets few, long runs. Few bytes that more than FEW_RANKS want are common. The same
-    input always gives the same shares.
+    `wanted` has the runs of each rank, which do not overlap and do not touch one another; ranks that want the same
+    should have the same list, which is then looked at once. The reader rank is one of those that want the extent; it
+    gets few, long runs. Few bytes that more than FEW_RANKS want are common. The same input always gives the same
+    groups.
     """
     by_ranks = _runs_by_ranks(wanted)
     common = _take_common(by_ranks, extents, min(_COMMON_BYTES, _COMMON_BYTES_OF_ALL // len(wanted)))
-    reads: list[list[ExtentRun]] = [[] for _ in wanted]
-    received: list[list[tuple[int, ExtentRun]]] = [[] for _ in wanted]
-    peers: list[set[int]] = [set() for _ in wanted]
+    groups: list[ReadGroup] = []
     read_bytes = [0] * len(wanted)
+    # Replicas mostly have equal loads: their groups divide the same runs in the same way.
+    divided: dict[tuple[object, ...], tuple[Sequence[Sequence[ExtentRun]], Sequence[int]]] = {}
     for together, runs in _runs_by_group(by_ranks):
-        parts = _divide_runs(runs, [read_bytes[rank] for rank in together], extents)
-        for reader, part in zip(together, parts, strict=True):
-            others = [rank for rank in together if rank != reader and part]
-            read_bytes[reader] += sum(map(extents.num_bytes, part))
-            reads[reader] += part if others else []
-            peers[reader].update(others)
-            for peer in others:
-                received[peer] += [(reader, run) for run in part]
-    return [
-        ReaderShare(own, sorted(of_own), sorted(others, key=lambda item: item[1]), common)
-        for own, of_own, others in zip(reads, peers, received, strict=True)
-    ]
+        least = min(read_bytes[rank] for rank in together)
+        loads = [read_bytes[rank] - least for rank in together]
+        key = (id(runs), *loads)
+        if key not in divided:
+            own = _divide_runs(runs, loads, extents)
+            divided[key] = own, [sum(map(extents.num_bytes, part)) for part in own]
+        parts, amounts = divided[key]
+        for rank, num_bytes in zip(together, amounts, strict=True):
+            read_bytes[rank] += num_bytes
+        if len(together) > 1:
+            groups.append(ReadGroup(together, parts))
+    return ReadDivision(groups, common)
+
+
+def share_of(rank: int, groups: Iterable[ReadGroup], common: Sequence[ExtentRun]) -> ReaderShare:
+    """Returns the share of a rank, of the groups that it is in."""
+    reads: list[ExtentRun] = []
+    received: list[tuple[int, ExtentRun]] = []
+    peers: set[int] = set()
+    for ranks, parts in groups:
+        for reader, part in zip(ranks, parts, strict=True):
+            if reader != rank:
+                received += [(reader, run) for run in part]
+            elif part:
+                reads += part
+                peers.update(ranks)
+    return ReaderShare(reads, sorted(peers - {rank}), sorted(received, key=lambda item: item[1]), common)
 
 
 def _take_common(by_ranks: dict[tuple[int, ...], list[ExtentRun]], extents: Extents, max_bytes: int) -> list[ExtentRun]:
@@ -151,18 +200,33 @@ def _runs_by_ranks(wanted: Sequence[Sequence[ExtentRun]]) -> dict[tuple[int, ...
     Those of one rank do not overlap.
     """
     # A set of ranks is a number with a bit for each while files are swept: it changes at every begin and end.
-    changes: dict[tuple[int, int], int] = {}
+    ranks_of_list: dict[int, int] = {}
     for rank, runs in enumerate(wanted):
-        for file, first, end in runs:
+        ranks_of_list[id(runs)] = ranks_of_list.get(id(runs), 0) | 1 << rank
+    changes: dict[tuple[int, int], int] = {}
+    for runs in wanted:
+        ranks = ranks_of_list.pop(id(runs), 0)
+        for file, first, end in runs if ranks else ():
             for place in ((file, first), (file, end)):
-                changes[place] = changes.get(place, 0) ^ (1 << rank)
+                changes[place] = changes.get(place, 0) ^ ranks
     by_bits: dict[int, list[ExtentRun]] = {}
     bits = 0
     for (file, first), (_, end) in pairwise(sorted(changes)):
         bits ^= changes[file, first]
         if bits:
             by_bits.setdefault(bits, []).append(ExtentRun(file, first, end))
-    return {tuple(bit.start() for bit in re.finditer("1", f"{bits:b}"[::-1])): runs for bits, runs in by_bits.items()}
+    return {tuple(_numbers_in(bits)): runs for bits, runs in by_bits.items()}
+
+
+def _numbers_in(bits: int) -> Iterator[int]:
+    """Yields the numbers of the bits that are set, rising."""
+    if bits.bit_count() > _FEW_BITS:
+        yield from (bit.start() for bit in re.finditer("1", f"{bits:b}"[::-1]))
+        return
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest
 
 
 def _divide_runs(runs: Sequence[ExtentRun], loads: Sequence[int], extents: Extents) -> list[list[ExtentRun]]:

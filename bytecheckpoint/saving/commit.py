@@ -26,7 +26,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.manifest import DataFile, open_manifest
 from bytecheckpoint.saving.prepare import PreparedSave
-from bytecheckpoint.saving.report import encode_manifest_and_info, timed_report, write_telemetry
+from bytecheckpoint.saving.report import encode_manifest_and_info, telemetry_record, timed_report, write_telemetry
 from bytecheckpoint.saving.slow_phases import TimedReport, slow_text
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.saving.write import SaveFiles, find_reusable, write_files
@@ -67,12 +67,13 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
                 scratch=prepared.buffers.scratch,
                 reuse=reuse,
             )
-        report = msgspec.msgpack.encode(timed_report(agreed, written, timer, reuse=reuse))
+        record = telemetry_record(call, agreed.save_id, [file for file, _ in written])
+        report = msgspec.msgpack.encode(timed_report(agreed, written, timer, reuse=reuse, record=record))
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit it, even if this rank fails
         with report_straggler_rate(ranks, agreed.rank_plan.global_plan, timer.seconds["write"]):
             reports = [msgspec.msgpack.decode(each, type=TimedReport) for each in ranks.gather(report)]
-        write_telemetry(call, target, agreed.save_id, [file for file, _ in written])
+        write_telemetry(call, target, agreed.save_id, [each.record for each in reports])
         content = info = b""
         if ranks.rank == COORDINATOR:
             content, info = encode_manifest_and_info(agreed, reports, call, target, metadata=metadata)
@@ -261,7 +262,7 @@ def discard(files: SaveFiles) -> None:
         if stage.is_recoverable:
             return
         stage.remove()
-    names = [*map(files.name, range(len(planned))), layout.telemetry_name(save_id, rank)]
+    names = [*map(files.name, range(len(planned)))]
     with suppress(CheckpointError):
         if rank == COORDINATOR:
             names = layout.data_files_of(store, folder, save_id) + layout.telemetry_of(store, folder, save_id)

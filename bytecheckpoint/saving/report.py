@@ -17,13 +17,15 @@ import msgspec
 import numpy as np
 import torch
 
+from bytecheckpoint.distributed.ranks import BLOCK_RANKS, COORDINATOR
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointSaveError
 from bytecheckpoint.info import describe_checkpoint
-from bytecheckpoint.manifest import DataFile, Manifest, TensorTable, decode_manifest, encode_manifest
+from bytecheckpoint.manifest import DataFile, Manifest, TensorRecord, TensorTable, encode_manifest, open_manifest
 from bytecheckpoint.planner.file_layout import PlacedChunk
 from bytecheckpoint.planner.save_plan import SavePlan
 from bytecheckpoint.runtime.gc_pause import gc_paused
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
+from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.saving.chunk_locations import ChunkLocations, pack_locations
 from bytecheckpoint.saving.global_plan import AgreedPlan, WrittenTensors
 from bytecheckpoint.saving.slow_phases import TimedReport
@@ -35,6 +37,7 @@ from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import one_block
 
 _TELEMETRY_VERSION = 1
+_WRITES_IN_FLIGHT = 16
 
 
 class WrittenFile(NamedTuple):
@@ -68,10 +71,11 @@ def timed_report(
     *,
     reuse: FileReuse | None,
     is_direct: bool = False,
+    record: bytes = b"",
 ) -> TimedReport:
-    """Returns the report of a rank that wrote these files, with its times."""
+    """Returns the report of a rank that wrote these files, with its times and its telemetry."""
     reused_bytes = 0 if reuse is None else reuse.reused_bytes
-    return TimedReport(encode_report(agreed, written), timer.seconds, is_direct, reused_bytes)
+    return TimedReport(encode_report(agreed, written), timer.seconds, is_direct, reused_bytes, record)
 
 
 def encode_report(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> bytes:
@@ -102,6 +106,7 @@ def encode_manifest_and_info(
     Raises CheckpointSaveError (storage) if the reports contradict the plan, or make a manifest that no reader accepts.
     """
     with gc_paused():
+        written = agreed.rank_plan.written
         manifest = build_manifest(
             agreed,
             [each.report for each in timed],
@@ -111,7 +116,9 @@ def encode_manifest_and_info(
         )
         content = encode_manifest(manifest)
         try:
-            decoded = decode_manifest(content)
+            decoded = open_manifest(content)
+            if written is None or not _same_chunks(written.tensors, decoded):  # these chunks were not checked before
+                decoded.table.check_all()
         except CheckpointCorruptError as error:
             raise CheckpointSaveError(
                 f"what the ranks report to have written makes no checkpoint: {error.message}. Nothing was committed: "
@@ -123,6 +130,14 @@ def encode_manifest_and_info(
             agreed.rank_plan.written = replace(written, tensors=decoded.tensors)
         info = describe_checkpoint(decoded, path=target.path, seconds={})
         return content, msgspec.msgpack.encode(replace(info, reused_bytes=sum(each.reused_bytes for each in timed)))
+
+
+def _same_chunks(tensors: Mapping[str, TensorRecord], decoded: Manifest) -> bool:
+    """Returns True if a decoded manifest has the chunks that an earlier save with this plan has had checked."""
+    if not isinstance(tensors, TensorTable) or list(tensors) != list(decoded.tensors):
+        return False
+    pairs = zip(tensors.columns, decoded.table.columns, strict=True)
+    return all(np.array_equal(np.asarray(checked), np.asarray(now)) for checked, now in pairs)
 
 
 def build_manifest(
@@ -199,24 +214,38 @@ def provenance_of(world_size: int) -> dict[str, Any]:
     }
 
 
-def write_telemetry(call: SaveCall, target: SaveTarget, save_id: str, files: Sequence[DataFile]) -> None:
-    """Writes a JSON object with the timing of this rank, see docs/format.md. Its errors do not fail the save."""
-    with suppress(Exception):  # it would be raised on this rank only, and the others may commit already
-        _write_telemetry(call, target, save_id, files)
-
-
-def _write_telemetry(call: SaveCall, target: SaveTarget, save_id: str, files: Sequence[DataFile]) -> None:
+def telemetry_record(call: SaveCall, save_id: str, files: Sequence[DataFile]) -> bytes:
+    """Returns a JSON object with the timing of this rank, see docs/format.md; nothing where it cannot be told, because
+    telemetry fails no save.
+    """
     ranks, _, timer = call
-    record = {
-        "version": _TELEMETRY_VERSION,
-        "save_id": save_id,
-        "rank": ranks.global_ranks[ranks.rank],
-        "host": socket.gethostname(),
-        "started_at": timer.started_at,
-        "spans": [span._asdict() for span in timer.spans],
-        "seconds": timer.seconds,
-        "num_bytes": sum(file.byte_length for file in files),
-        "num_files": len(files),
-    }
-    name = join_name(target.folder, layout.telemetry_name(save_id, ranks.rank))
-    target.store.write(name, one_block(msgspec.json.encode(record)), replace=True)
+    with suppress(Exception):
+        record = {
+            "version": _TELEMETRY_VERSION,
+            "save_id": save_id,
+            "rank": ranks.global_ranks[ranks.rank],
+            "host": socket.gethostname(),
+            "started_at": timer.started_at,
+            "spans": [span._asdict() for span in timer.spans],
+            "seconds": timer.seconds,
+            "num_bytes": sum(file.byte_length for file in files),
+            "num_files": len(files),
+        }
+        return msgspec.json.encode(record)
+    return b""
+
+
+def write_telemetry(call: SaveCall, target: SaveTarget, save_id: str, records: Sequence[bytes]) -> None:
+    """Writes the records of all ranks on the coordinator, one object for each block of ranks. Its errors do not fail
+    the save.
+    """
+    if call.ranks.rank != COORDINATOR:
+        return
+
+    def write(first: int) -> None:
+        content = b"[" + b",".join(filter(None, records[first : first + BLOCK_RANKS])) + b"]"
+        name = join_name(target.folder, layout.telemetry_name(save_id, first))
+        target.store.write(name, one_block(content), replace=True)
+
+    with suppress(Exception):  # the other ranks have reported, and wait for the commit
+        run_jobs(write, range(0, len(records), BLOCK_RANKS), num_threads=_WRITES_IN_FLIGHT)

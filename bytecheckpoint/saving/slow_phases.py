@@ -31,6 +31,8 @@ class TimedReport(msgspec.Struct, frozen=True, array_like=True):
     """True if data went past the local stage."""
     reused_bytes: int = 0
     """Bytes of files that were taken from an earlier checkpoint."""
+    record: bytes = b""
+    """Its telemetry."""
 
 
 class SlowPhase(NamedTuple):

@@ -28,7 +28,7 @@ from bytecheckpoint.saving.commit import (
 )
 from bytecheckpoint.saving.local_stage import LocalStage
 from bytecheckpoint.saving.prepare import PreparedSave
-from bytecheckpoint.saving.report import encode_manifest_and_info, timed_report, write_telemetry
+from bytecheckpoint.saving.report import encode_manifest_and_info, telemetry_record, timed_report, write_telemetry
 from bytecheckpoint.saving.slow_phases import TimedReport
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.saving.write import SaveFiles, find_reusable, write_files
@@ -150,11 +150,12 @@ def _upload(call: SaveCall, files: SaveFiles, stage: LocalStage, plan: SavePlan 
         meter.begin("upload", stage.num_upload_bytes)
         with timer.phase("upload"):
             stage.upload(target.store, target.folder, meter.add)
-        write_telemetry(call, target, files.save_id, stage.files)
+        record = telemetry_record(call, files.save_id, stage.files)
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit it, even if this rank fails
         with report_straggler_rate(ranks, plan, timer.seconds["upload"], did="uploaded", is_all=not stage.is_direct):
-            ranks.gather(b"")
+            records = ranks.gather(record)
+        write_telemetry(call, target, files.save_id, records)
         if ranks.rank == COORDINATOR:  # an earlier save may have been uploading when this one began
             refuse_beside(target.store, target.folder, is_step=target.step is not None)
         undo.pop_all()

@@ -91,9 +91,9 @@ def data_file_name(save_id: str, rank: int, index: int) -> str:
     return f"{DATA_FOLDER}/{save_id}-{rank:05d}-{index}.safetensors"
 
 
-def telemetry_name(save_id: str, rank: int) -> str:
-    """Returns the name, inside its checkpoint, of a rank's telemetry."""
-    return f"{telemetry_prefix(save_id)}{rank:05d}.json"
+def telemetry_name(save_id: str, first_rank: int) -> str:
+    """Returns the name, inside its checkpoint, of the telemetry of a block of ranks."""
+    return f"{telemetry_prefix(save_id)}{first_rank:05d}.json"
 
 
 def telemetry_prefix(save_id: str) -> str:
@@ -145,11 +145,10 @@ def steps_of_root(store: Store) -> list[int]:
 
 
 def steps_below(store: Store, folder: str, listing: Mapping[str, int | None]) -> Iterator[int]:
-    """Yields the committed steps in the folder with this listing, newest first, which mostly is the first to be
-    looked into: after it twice as many each time, if that is cheap.
+    """Yields the committed steps in the folder with this listing, newest first; if it is cheap, twice as many looks
+    each time.
     """
-    steps, num_looks = _step_folders(listing)[::-1], 1
-    growth = 2 if isinstance(store, SupportsInFolders) else 1
+    steps, num_looks, growth = _step_folders(listing)[::-1], 1, 2 if isinstance(store, SupportsInFolders) else 1
     while steps:
         looked, steps = steps[:num_looks], steps[num_looks:]
         yield from compress(looked, _are_steps(store, [join_name(folder, step_folder(step)) for step in looked]))

@@ -197,8 +197,10 @@ def full_location(store: Store, folder: str) -> str:
 
 def read_whole(store: Store, name: str, *, max_bytes: int) -> bytes:
     """Reads like `SupportsReadWhole.read_whole`; from other stores as many bytes as a listing says."""
-    if isinstance(store, SupportsReadWhole):
-        return store.read_whole(name, max_bytes=max_bytes)
+    # Asking for the protocol looks at all of its members, which takes longer than reading a small file.
+    read: Callable[..., bytes] | None = getattr(store, "read_whole", None)
+    if read is not None:
+        return read(name, max_bytes=max_bytes)
     folder, _, last = name.rpartition("/")
     num_bytes = store.list(folder).get(last)
     path = join_name(str(store), name)

@@ -65,12 +65,26 @@ def test_telemetry_that_one_rank_cannot_write_is_no_failure_of_the_save(
 
 
 def checks_of_chunks(rank: int, world_size: int, path: str) -> int:
-    """How often a save has this rank check all chunks of a manifest."""
+    """How often the first save of a layout has this rank check all chunks of a manifest."""
     checks: list[str] = []
     with before(Seam(table.TensorTable, "check_all"), lambda: checks.append("all")):
-        bcp.save(path, state_of(rank, 1.0), options=OVERWRITE)
+        bcp.save(path, {"first": state_of(rank, 1.0)}, options=OVERWRITE)
     return len(checks)
 
 
 def test_a_save_has_the_chunks_of_its_manifest_checked_once(workers: WorkerPool, tmp_path: Path) -> None:
     assert workers.run(checks_of_chunks, str(tmp_path), world_size=2) == [1, 0]
+
+
+def checks_of_later_saves(rank: int, world_size: int, path: str) -> list[int]:
+    """How often each of three saves has this rank check all chunks of a manifest; they are of one layout."""
+    checks: list[int] = []
+    for number in range(3):
+        checks.append(0)
+        with before(Seam(table.TensorTable, "check_all"), lambda: checks.append(checks.pop() + 1)):
+            bcp.save(f"{path}/{number}", {"later": state_of(rank, float(number))}, options=OVERWRITE)
+    return checks
+
+
+def test_later_saves_with_a_plan_check_no_chunk_again(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers.run(checks_of_later_saves, str(tmp_path), world_size=2) == [[1, 0, 0], [0, 0, 0]]

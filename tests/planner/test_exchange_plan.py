@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.planner import exchange_plan
-from bytecheckpoint.planner.exchange_plan import FEW_RANKS, ExtentRun, Extents, ReaderShare, assign_readers
+from bytecheckpoint.planner.exchange_plan import (
+    FEW_RANKS,
+    MAX_TOGETHER,
+    ExtentRun,
+    Extents,
+    ReaderShare,
+    assign_readers,
+    divide_reading,
+)
 
 Wanted = list[list[ExtentRun]]
 
@@ -163,3 +171,54 @@ def test_what_few_ranks_want_is_not_common() -> None:
     shares = shares_of([[ExtentRun(0, 0, 3)]] * FEW_RANKS, extents, common_bytes=600)
     assert all(not share.common for share in shares)
     check_shares([[ExtentRun(0, 0, 3)]] * FEW_RANKS, shares, max_readers=1)
+
+
+@given(cases(), st.integers(1, 3))
+@settings(max_examples=80, deadline=None)
+def test_ranks_that_have_one_list_get_what_those_with_equal_lists_get(case: tuple[Extents, Wanted], times: int) -> None:
+    extents, wanted = case
+    together = [runs for runs in wanted for _ in range(times)]
+    apart = [[*runs] for runs in together]
+    assert shares_of(together, extents) == shares_of(apart, extents)
+    check_shares(together, shares_of(together, extents), max_readers=1)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=60), st.integers(2, 200))
+@settings(max_examples=60, deadline=None)
+def test_no_replica_reads_more_than_an_equal_part_and_one_extent(lengths: list[int], num_ranks: int) -> None:
+    extents = Extents([file_of(lengths)])
+    shares = shares_of([[ExtentRun(0, 0, len(lengths))]] * num_ranks, extents)
+    smallest_group = num_ranks // -(-num_ranks // MAX_TOGETHER)
+    most = -(-sum(lengths) // smallest_group) + max(lengths)
+    assert max(sum(map(extents.num_bytes, share.reads)) for share in shares) <= most
+    assert all(len(share.peers) < MAX_TOGETHER for share in shares)
+    assert all(len({reader for reader, _ in share.received}) < MAX_TOGETHER for share in shares)
+
+
+class CountedExtents(Extents):
+    """Counts looks at runs: the steps that dividing takes."""
+
+    def __init__(self, files: list[DataFile]) -> None:
+        super().__init__(files)
+        self.num_looks = 0
+
+    def bounds(self, file: int):
+        self.num_looks += 1
+        return super().bounds(file)
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_dividing_what_replicas_want_takes_steps_in_proportion_to_the_files(shards: int) -> None:
+    """A job of twice as many ranks has twice as many files, of which each rank wants twice as many."""
+    looks = []
+    for num_ranks in (512, 1024, 2048):
+        extents = CountedExtents([file_of([1 << 20] * 4)] * num_ranks)
+        of_shard = [[ExtentRun(file, 0, 4) for file in range(shard, num_ranks, shards)] for shard in range(shards)]
+        division = divide_reading([of_shard[rank % shards] for rank in range(num_ranks)], extents)
+        looks.append(extents.num_looks)
+        assert len({id(group.parts) for group in division.groups}) == shards
+        assert all(len(group.ranks) <= MAX_TOGETHER for group in division.groups)
+        assert division.groups_of_rank(num_ranks) == [
+            [number for number, group in enumerate(division.groups) if rank in group.ranks] for rank in range(num_ranks)
+        ]
+    assert looks[2] <= 2.2 * looks[1] <= 2.2 * 2.2 * looks[0]

@@ -1,4 +1,4 @@
-"""What a save tells about itself: the seconds of its phases, to the caller and in a file for each rank."""
+"""What a save tells about itself: the seconds of its phases, to the caller and in an object for each block of ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ import torch.distributed as dist
 from faults.seams import Seam, before, files_under, loads_as, raising, seen, state_of
 
 import bytecheckpoint as bcp
+from bytecheckpoint.diagnostics.telemetry import read_save_records
+from bytecheckpoint.distributed.ranks import SoleRank, Subject
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving import report
 from bytecheckpoint.saving.global_plan import PlanCache
 from bytecheckpoint.saving.in_flight import process_state
+from bytecheckpoint.saving.target import SaveCall, open_target
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.open_store import open_store
 from distributed.workers import WorkerPool
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
@@ -36,7 +40,7 @@ def _no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def told(path: Path) -> list[dict[str, Any]]:
     """The telemetry of a checkpoint, by rank."""
-    return [json.loads(file.read_text()) for file in sorted((path / "telemetry").iterdir())]
+    return [record for file in sorted((path / "telemetry").iterdir()) for record in json.loads(file.read_text())]
 
 
 def data_bytes(path: Path, save_id: str, rank: int) -> list[int]:
@@ -129,7 +133,7 @@ def save_on_each(rank: int, world_size: int, path: str) -> bcp.CheckpointInfo:
     return bcp.save(path, state_of(rank, 1.0), options=OPTIONS).result()
 
 
-def test_every_rank_has_a_file_of_its_own(workers: WorkerPool, tmp_path: Path) -> None:
+def test_every_rank_has_a_record_of_its_own(workers: WorkerPool, tmp_path: Path) -> None:
     infos = workers.run(save_on_each, str(tmp_path), world_size=3)
     records = told(tmp_path)
     assert [record["rank"] for record in records] == [0, 1, 2]
@@ -141,18 +145,34 @@ def test_every_rank_has_a_file_of_its_own(workers: WorkerPool, tmp_path: Path) -
     assert len({info.save_id for info in infos}) == 1
 
 
+def test_many_ranks_have_an_object_for_each_block(tmp_path: Path) -> None:
+    store = open_store(tmp_path, storage_options=None, writer_threads=1)
+    target = open_target(tmp_path, step=None, role=None, storage_options=None, options=OPTIONS)
+    call = SaveCall(SoleRank(), Subject("", None, is_save=True), PhaseTimer())
+    own = json.loads(report.telemetry_record(call, "5f3a9c", []))
+    records = [json.dumps(own | {"rank": rank}).encode() if rank != 70 else b"" for rank in range(200)]
+    report.write_telemetry(call, target, "5f3a9c", records)
+    names = sorted(file.name for file in (tmp_path / "telemetry").iterdir())
+    assert names == [f"5f3a9c-{first:05d}.json" for first in range(0, 200, 64)]
+    # An earlier version wrote each rank's record as an object of its own.
+    (tmp_path / "telemetry" / "5f3a9c-00070.json").write_text(json.dumps(own | {"rank": 70}))
+    found = read_save_records(store, "", "5f3a9c")
+    assert [record.rank for record in found.ranks] == list(range(200))
+    assert not found.unreadable
+
+
 def save_in_subgroup(rank: int, world_size: int, path: str) -> None:
     group = dist.new_group([1, 2])
     if rank:
         bcp.save(path, state_of(rank, 1.0), options=OPTIONS, process_group=group)
 
 
-def test_a_file_is_numbered_in_the_group_like_data_and_names_the_global_rank(
+def test_an_object_is_numbered_in_the_group_like_data_and_names_global_ranks(
     workers: WorkerPool, tmp_path: Path
 ) -> None:
     workers.run(save_in_subgroup, str(tmp_path), world_size=3)
     names = [file.name.partition("-")[2] for file in sorted((tmp_path / "telemetry").iterdir())]
-    assert names == ["00000.json", "00001.json"]
+    assert names == ["00000.json"]
     assert [record["rank"] for record in told(tmp_path)] == [1, 2]
 
 
@@ -176,8 +196,8 @@ def test_telemetry_of_all_ranks_goes_with_an_overwritten_checkpoint_and_with_a_f
 ) -> None:
     assert workers.run(overwrite_and_fail, str(tmp_path), world_size=2) == [True, True]
     save_id = bcp.open(tmp_path / "good").info.save_id
-    names = [f"telemetry/{save_id}-0000{rank}.json" for rank in range(2)]
-    assert [name for name in files_under(tmp_path / "good") if "telemetry" in name] == names
+    names = [name for name in files_under(tmp_path / "good") if "telemetry" in name]
+    assert names == [f"telemetry/{save_id}-00000.json"]
     assert files_under(tmp_path / "bad") == []
 
 

@@ -1,0 +1,46 @@
+"""The messages by which the coordinator tells each rank what it reads: what a rank makes of its answer is its share."""
+
+from __future__ import annotations
+
+import msgspec
+
+from bytecheckpoint.distributed.rendezvous import Address
+from bytecheckpoint.loading.exchange import LocalReadPlan, assign, decode_assignment
+from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, assign_readers
+
+NUM_RANKS, SHARDS = 256, 8
+
+
+def address_of(rank: int) -> Address:
+    return Address([f"host-{rank}"], 4000 + rank, bytes(32))
+
+
+def replicated(num_ranks: int) -> tuple[Extents, list[list[ExtentRun]]]:
+    """Each of 8 shards is replicated; all ranks want the end of the first file."""
+    files = [DataFile(str(rank), 8 << 20, [1 << 20] * 8) for rank in range(num_ranks)]
+    wanted = [[ExtentRun(file, 0, 4) for file in range(rank % SHARDS, num_ranks, SHARDS)] for rank in range(num_ranks)]
+    return Extents(files), [sorted([*runs, ExtentRun(0, 5, 8)]) for runs in wanted]
+
+
+def answers_of(extents: Extents, wanted: list[list[ExtentRun]]) -> list[bytes]:
+    plans = [LocalReadPlan(address_of(rank), runs, 8 << 20, 60.0 + rank) for rank, runs in enumerate(wanted)]
+    return assign([msgspec.msgpack.encode(plan) for plan in plans], extents)
+
+
+def test_each_rank_decodes_its_own_share_and_the_addresses_of_its_readers() -> None:
+    extents, wanted = replicated(NUM_RANKS)
+    answers = answers_of(extents, wanted)
+    for rank, share in enumerate(assign_readers(wanted, extents)):
+        assigned = decode_assignment(answers[rank], rank)
+        assert assigned.share == share
+        assert assigned.addresses == {reader: address_of(reader) for reader, _ in share.received}
+        assert (assigned.unit_bytes, assigned.heartbeat_s) == (8 << 20, 15.0)
+
+
+def test_ranks_of_the_same_groups_get_one_answer_however_many_they_are() -> None:
+    extents, wanted = replicated(NUM_RANKS)
+    answers = answers_of(extents, wanted)
+    assert len({id(answer) for answer in answers}) <= SHARDS * (NUM_RANKS // 64)
+    alone = answers_of(extents, [[ExtentRun(rank, 0, 8)] for rank in range(NUM_RANKS)])
+    assert len({id(answer) for answer in alone}) == 1
