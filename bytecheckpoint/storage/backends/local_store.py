@@ -128,15 +128,24 @@ class LocalStore:
 
     def delete(self, name: str) -> None:
         """Implements `Store`. Removes folders that become empty as well: a store has no empty folders."""
-        path = self._path_of_name(name)
-        folder = os.path.dirname(path)
-        with _reading(path, doing="delete"):
-            try:
-                os.unlink(path)
-                # Deletions must keep their order after a power cut too: a manifest before its data.
-                sync_folder(folder)
-            except (FileNotFoundError, NotADirectoryError):
-                return
+        self.delete_many([name])
+
+    def delete_many(self, names: Sequence[str]) -> None:
+        """Implements `SupportsDeleteMany`: each folder is synchronised once."""
+        folders: dict[str, None] = {}
+        try:
+            for path in map(self._path_of_name, names):
+                with _reading(path, doing="delete"), suppress(FileNotFoundError, NotADirectoryError):
+                    os.unlink(path)
+                    folders[os.path.dirname(path)] = None
+        finally:
+            for folder in folders:
+                self._finish_deletions(folder)
+
+    def _finish_deletions(self, folder: str) -> None:
+        with _reading(folder, doing="delete"), suppress(FileNotFoundError):
+            # Deletions must keep their order after a power cut too: a manifest before its data.
+            sync_folder(folder)
         with suppress(OSError):
             while folder != self._root:
                 os.rmdir(folder)
