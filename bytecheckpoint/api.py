@@ -22,6 +22,7 @@ from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.distributed.ranks import COORDINATOR, Subject, join_ranks, together
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.loading.exchange import Traffic, read_together
+from bytecheckpoint.loading.file_checks import plan_again, plan_together
 from bytecheckpoint.loading.match import Match, match_again
 from bytecheckpoint.loading.mismatches import warn_of_unused
 from bytecheckpoint.loading.name_scope import Fitted, NameScope, WantedState, fit_state
@@ -301,7 +302,7 @@ def run_load(
         included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)
         scope = NameScope(source.manifest, ranks.rank, ranks.num_ranks, key_map, included, excluded)
         wanted = WantedState(state, framework, cast=cast, strict=strict, ignored=ignored)
-        fitted = fit_state(ranks, scope, wanted, lambda seen: source.showing(seen.manifest).plan(*seen.match[:2]))
+        fitted = fit_state(ranks, scope, wanted, lambda seen: plan_together(ranks, source.showing(seen.manifest), seen))
         entries, stored, match, manifest, fetches, findings = fitted
         source = source.showing(manifest)
 
@@ -313,7 +314,7 @@ def run_load(
             for entry in entries:
                 entry.prepare(stored, refused)
             match = match_again(entries, stored, match, cast=cast)
-            fetches = source.plan(match.shards, match.stored_fqns)
+            fetches = plan_again(source, match, checked=fetches)
         try:
             with source.counting(ranks):
                 traffic = read_together(ranks, source, fetches, match)

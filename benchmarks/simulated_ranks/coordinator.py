@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bytecheckpoint.adapters.collect import collect_all, entries_of
-from bytecheckpoint.distributed.key_value_ranks import COORDINATOR
+from bytecheckpoint.distributed.blocks import COORDINATOR
 from bytecheckpoint.distributed.ranks import SoleRank, Subject
 from bytecheckpoint.loading.mismatches import merge_findings
 from bytecheckpoint.loading.name_scope import NameScope, WantedState, match_named

@@ -16,7 +16,8 @@ import torch.distributed as dist
 import zstandard
 
 from bytecheckpoint.adapters.shards import LocalShard
-from bytecheckpoint.distributed.key_value_ranks import COORDINATOR, GroupRanks
+from bytecheckpoint.distributed.blocks import COORDINATOR
+from bytecheckpoint.distributed.key_value_ranks import GroupRanks
 from bytecheckpoint.distributed.ranks import BLOCK_RANKS
 from bytecheckpoint.distributed.waiting import CallStore, WaitingClients
 from bytecheckpoint.manifest import DataFile

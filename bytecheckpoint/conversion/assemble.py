@@ -54,7 +54,7 @@ class Elements:
         source = self._source
         stored = {piece.fqn for tensor in self._wanted for piece in tensor.pieces if piece.fqn is not None}
         files = {file for fqn in stored for file in source.manifest.tensors[fqn].files}
-        source.check_files(files)
+        source.check_files(files, verify=source.options.verify)
 
     def read(self, jobs: Sequence[Job]) -> None:
         """Fills the memory of all jobs. Raises the errors of a load, and CheckpointMismatchError (dtype) for an element

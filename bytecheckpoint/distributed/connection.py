@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 
-from bytecheckpoint.distributed.key_value_ranks import shown_ranks
+from bytecheckpoint.distributed.failures import shown_ranks
 from bytecheckpoint.distributed.wire import DISCONNECT, HEADER, HEARTBEAT, OutgoingUnit, WireHeader
 from bytecheckpoint.errors import CheckpointError
 

@@ -43,3 +43,8 @@ def decode_failure(message: bytes) -> CheckpointError:
     failure = msgspec.msgpack.decode(message[1:], type=_Failure)
     cls = ERROR_CLASSES[failure.cls]
     return cls(failure.message, kind=failure.kind, path=failure.path, step=failure.step, ranks=failure.ranks)
+
+
+def shown_ranks(global_ranks: Sequence[int]) -> str:
+    """Names the ranks in an error."""
+    return f"rank {global_ranks[0]}" if len(global_ranks) == 1 else f"ranks {list(global_ranks)}"

@@ -15,17 +15,26 @@ from typing import TypeVar
 import msgspec
 from torch._C._distributed_c10d import Store, TCPStore
 
+from bytecheckpoint.distributed.attendance import Attendance, check_calls, named_call
+from bytecheckpoint.distributed.blocks import (
+    COORDINATOR,
+    RankBlocks,
+    arrivals_key,
+    bell_key,
+    block_key,
+    block_name,
+    down_key,
+    up_key,
+)
 from bytecheckpoint.distributed.departures import ABANDONED, HAS_FAILURE, NUM_FAILURES, Departures, failure_key
 from bytecheckpoint.distributed.failures import decode_failure, encode_failure, merge_errors
+from bytecheckpoint.distributed.liveness.peer_watch import PeerWatch
 from bytecheckpoint.distributed.store_limits import run_with_timeout, store_lost
 from bytecheckpoint.distributed.store_values import get_message, get_messages, keys_of, put_message
 from bytecheckpoint.distributed.waiting import CallStore, base_of
-from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
+from bytecheckpoint.errors import CheckpointError
 
 T = TypeVar("T")
-
-COORDINATOR = 0
-"""The rank that plans and commits."""
 
 MAX_GRACE_S = 5.0
 """Time that a rank waits for the coordinator longer than the coordinator for it, so that the verdict arrives; at most
@@ -46,10 +55,10 @@ class RankFailedError(Exception):
         self.error = error
 
 
-_OWN, _SHARED, _FAILURE = b"+", b"=", b"-"
-"""First byte of a message from the coordinator: for one rank; the same for all ranks; a rank has failed."""
-_END_OF_CALL = b"\0"
-"""Ends the name of the call, with which the first message of each rank begins."""
+_OWN, _SHARED, _FAILURE, _ENDED = b"+", b"=", b"-", b"!"
+"""First byte of a message from the coordinator: for one rank; the same for all ranks; a rank has failed. Another rank
+says in its place that its process has ended.
+"""
 
 
 class GroupRanks:
@@ -75,9 +84,11 @@ class GroupRanks:
         *,
         block_ranks: int,
         call: str,
+        watch: PeerWatch | None,
     ) -> None:
         """`enter` returns the store of this call; it is called with the first message, when waits have a limit. `call`
-        is the public function that was called, which has to be the same on all ranks.
+        is the public function that was called, which has to be the same on all ranks. Without a `watch` a rank that has
+        died is only missed at the limit.
         """
         self._call = call
         self.rank = rank
@@ -85,10 +96,8 @@ class GroupRanks:
         self.num_ranks = len(global_ranks)
         self._enter = enter
         self._entered: CallStore | None = None
-        self._block_ranks = block_ranks
-        self._leaders = range(0, len(global_ranks), block_ranks)
-        self._leader = rank - rank % block_ranks
-        self._has_blocks = len(self._leaders) > 1
+        self._blocks = RankBlocks(rank, self.num_ranks, block_ranks)
+        self._attendance = Attendance(self._blocks, global_ranks, timeout_s, watch)
         self._timeout_s = timeout_s
         self._reply_timeout_s = timeout_s + min(timeout_s, MAX_GRACE_S)
         self._num_up = 0
@@ -110,6 +119,7 @@ class GroupRanks:
     def _at(self) -> CallStore:
         if self._entered is None:
             self._entered = self._enter()
+            self._attendance.introduce()
         return self._entered
 
     @property
@@ -118,7 +128,7 @@ class GroupRanks:
 
     @property
     def _departures(self) -> Departures:
-        return Departures(self._at, self.num_ranks, self._block_ranks)
+        return Departures(self._at, self.num_ranks, self._blocks.block_ranks)
 
     @property
     def rendezvous_host(self) -> str | None:
@@ -127,7 +137,7 @@ class GroupRanks:
 
     def enter(self) -> None:
         try:
-            self._entered = self._entered or self._enter()
+            _ = self._at
         except CheckpointError:  # a signal handler's
             raise
         except (TimeoutError, RuntimeError) as error:
@@ -146,10 +156,10 @@ class GroupRanks:
     def reduce_scatter(self, payload: bytes, reduce: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
         if self.rank == COORDINATOR:
             return self.scatter(reduce(self.gather(payload)))
-        if self.rank == self._leader and self._has_blocks:  # waits twice, for its block and for the answer
+        if self._blocks.is_leader and self._blocks.are_several:  # waits twice, for its block and for the answer
             self.gather(payload)
             return self._use_store(self._receive_down)
-        return self._use_store(lambda: self._gather_and_receive(payload))
+        return self._use_store(lambda: (self._gather(payload), self._receive_down())[1])
 
     def barrier(self) -> None:
         self.reduce_scatter(b"", lambda payloads: payloads)
@@ -169,22 +179,25 @@ class GroupRanks:
     def _gather(self, payload: bytes) -> list[bytes]:
         number, self._num_up = self._num_up, self._num_up + 1
         if number == 0:
-            payload = self._call.encode() + _END_OF_CALL + payload
+            payload = named_call(self._call, payload)
         if self.rank != COORDINATOR:
-            if self.rank == self._leader:
+            if self._blocks.is_leader:
                 self._forward_block(number, payload)
             else:
-                self._send_up(number, _up_key(number, self.rank), payload, reader=self._leader)
+                self._send_up(number, up_key(number, self.rank), payload, reader=self._blocks.leader)
             return []
-        if not self._await_arrivals(number, self._timeout_s) and (absent := self._find_absent(number)):
-            raise self._missing(absent)
+        if not self._await_arrivals(number, self._timeout_s) and (
+            absent := self._attendance.find_absent(self._at, number)
+        ):
+            raise self._attendance.missing(absent)
         if self._at.is_set(HAS_FAILURE):  # also of a rank that sent its message and then gave up on this one
             raise RankFailedError(merge_errors(self._failures()))
-        members = [_up_key(number, rank) for rank in self._members(COORDINATOR)]
-        messages = self._take([*members, *(_block_key(number, leader) for leader in self._leaders[1:])])
+        self._raise_ended()
+        members = [up_key(number, rank) for rank in self._blocks.members(COORDINATOR)]
+        messages = self._take([*members, *(block_key(number, leader) for leader in self._blocks.leaders[1:])])
         of_blocks = [msgspec.msgpack.decode(message, type=list[bytes]) for message in messages[len(members) :]]
         gathered = [payload, *messages[: len(members)], *chain.from_iterable(of_blocks)]
-        return self._check_call(gathered) if number == 0 else gathered
+        return check_calls(self._call, gathered, self.global_ranks) if number == 0 else gathered
 
     def _send_up(self, number: int, key: str, message: bytes, *, reader: int) -> None:
         """Puts a message for the reader, and rings its bell if this was the last one."""
@@ -193,11 +206,11 @@ class GroupRanks:
         is_small = len(message) <= _SMALL_BYTES
         self._left += keys if is_small else []
         self._large += [] if is_small else keys
-        num_senders = self._num_senders(reader)
-        if num_senders > 1 and self._store.add(_arrivals_key(number, reader), 1) < num_senders:
+        num_senders = len(self._blocks.senders(reader))
+        if num_senders > 1 and self._store.add(arrivals_key(number, reader), 1) < num_senders:
             return
-        self._put(_bell_key(number, reader), b"")
-        self._left += [_arrivals_key(number, reader)] if num_senders > 1 else []
+        self._put(bell_key(number, reader), b"")
+        self._left += [arrivals_key(number, reader)] if num_senders > 1 else []
 
     def _take(self, keys: Sequence[str]) -> list[bytes]:
         """Returns the messages, and removes those that are not small."""
@@ -209,60 +222,42 @@ class GroupRanks:
 
     def _await_arrivals(self, number: int, limit_s: float) -> bool:
         """Returns True when the bell of this reader rings; then all messages for it are there, or a rank has failed."""
-        if not self._num_senders(self.rank):
+        if not self._blocks.senders(self.rank):
             return True
-        return self._at.wait(_bell_key(number, self.rank), limit_s, is_own=True)
+        has_rung = self._at.wait(bell_key(number, self.rank), limit_s, is_own=True, look=lambda: self._look(number))
+        if has_rung and not self._attendance.ended:
+            self._attendance.meet(number)
+        return has_rung
 
-    def _num_senders(self, reader: int) -> int:
-        of_blocks = len(self._leaders) - 1 if reader == COORDINATOR else 0
-        return len(self._members(reader)) + of_blocks
+    def _look(self, number: int) -> None:
+        """Rings the own bell if a rank has ended without its message."""
+        if self._attendance.look_for_senders(self._at, number):
+            self._put(bell_key(number, self.rank), b"")
 
-    def _check_call(self, messages: Sequence[bytes]) -> list[bytes]:
-        """Returns the first messages of all ranks without the names of their calls. Raises CheckpointMismatchError
-        (conflict) if these differ.
-        """
-        parts = [message.partition(_END_OF_CALL) for message in messages]
-        for rank, (call, _, _) in enumerate(parts):
-            if call.decode() != self._call:
-                odd, first = self.global_ranks[rank], self.global_ranks[COORDINATOR]
-                raise CheckpointMismatchError(
-                    f"rank {odd} called {call.decode()} while rank {first} called {self._call}; nothing was "
-                    "done: all ranks of a process group have to make the same calls in the same order",
-                    kind="conflict",
-                )
-        return [payload for _, _, payload in parts]
+    def _raise_absent(self, number: int) -> None:
+        if absent := self._attendance.find_absent(self._at, number):
+            raise self._attendance.missing(absent)
 
-    def _gather_and_receive(self, payload: bytes) -> bytes:
-        self._gather(payload)
-        return self._receive_down()
-
-    def _members(self, leader: int) -> range:
-        """Returns the ranks of a block without its leader."""
-        return range(leader + 1, min(leader + self._block_ranks, self.num_ranks))
+    def _raise_ended(self) -> None:
+        if ended := self._attendance.ended:
+            self._departures.leave_for(ended)
+            raise self._attendance.without_ended(ended)
 
     def _forward_block(self, number: int, payload: bytes) -> None:
         """Forwards the messages of the block, as its leader. Does nothing if a member is missing or a rank has failed:
         the coordinator sees that for itself, and sends one verdict to all.
         """
-        self._put(_up_key(number, self.rank), b"")  # to be found there, if a member is missing
+        self._put(up_key(number, self.rank), b"")  # to be found there, if a member is missing
         # The coordinator may begin to wait later.
         if not self._await_arrivals(number, self._reply_timeout_s):
             return
         # Before this message has come no other is sent down but a verdict.
-        if any(map(self._at.is_set, (HAS_FAILURE, _down_key(self._num_down, "all")))):
+        if any(map(self._at.is_set, (HAS_FAILURE, down_key(self._num_down, "all")))):
             return
-        payloads = [payload, *self._take([_up_key(number, rank) for rank in self._members(self.rank)])]
+        self._raise_ended()
+        payloads = [payload, *self._take([up_key(number, rank) for rank in self._blocks.members(self.rank)])]
         message = msgspec.msgpack.encode(payloads)
-        self._send_up(number, _block_key(number, self.rank), message, reader=COORDINATOR)
-
-    def _find_absent(self, number: int) -> list[int]:
-        """Returns the ranks whose message the coordinator has waited for in vain."""
-        silent = [leader for leader in self._leaders[1:] if not self._at.is_set(_block_key(number, leader))]
-        suspects = [rank for leader in [COORDINATOR, *silent] for rank in (leader, *self._members(leader))]
-        absent = [rank for rank in suspects[1:] if not self._at.is_set(_up_key(number, rank))]
-        absent = [rank for rank in absent if not self._at.is_set(_block_key(number, rank - rank % self._block_ranks))]
-        # A leader may have been lost with the messages of its block.
-        return absent or [leader for leader in silent if not self._at.is_set(_block_key(number, leader))]
+        self._send_up(number, block_key(number, self.rank), message, reader=COORDINATOR)
 
     def _broadcast(self, payload: bytes) -> bytes:
         if self.rank != COORDINATOR:
@@ -275,12 +270,14 @@ class GroupRanks:
             return self._receive_down()
         if len(set(payloads)) == 1:
             return self._broadcast(payloads[COORDINATOR])
-        for leader in self._leaders if self._has_blocks else ():
-            of_block = list(payloads[leader : leader + self._block_ranks])
-            keys = put_message(self._store, _down_key(self._num_down, _block(leader)), msgspec.msgpack.encode(of_block))
+        for leader in self._blocks.leaders if self._blocks.are_several else ():
+            of_block = list(payloads[leader : leader + self._blocks.block_ranks])
+            keys = put_message(
+                self._store, down_key(self._num_down, block_name(leader)), msgspec.msgpack.encode(of_block)
+            )
             (self._left if leader == COORDINATOR else self._large).extend(keys)
-        for rank in () if self._has_blocks else range(1, self.num_ranks):
-            self._put(_down_key(self._num_down, str(rank)), payloads[rank])
+        for rank in () if self._blocks.are_several else range(1, self.num_ranks):
+            self._put(down_key(self._num_down, str(rank)), payloads[rank])
         self._send_down(_OWN)
         return payloads[COORDINATOR]
 
@@ -291,7 +288,7 @@ class GroupRanks:
         if error.kind == "rank_missing" and self._at.is_set(HAS_FAILURE):
             error = merge_errors([error, *self._failures()])
         self._send_down(_FAILURE + encode_failure(error))
-        for leader in self._leaders[1:]:  # which may wait for a rank of their blocks
+        for leader in self._blocks.leaders[1:]:  # which may wait for a rank of their blocks
             self._ring(leader)
         if error.kind == "rank_missing":
             put_message(self._store, ABANDONED, b"")  # stays for those who come late
@@ -304,7 +301,7 @@ class GroupRanks:
         number = self._store.add(NUM_FAILURES, 1)
         put_message(self._store, failure_key(number), _FAILURE + encode_failure(error))
         put_message(self._store, HAS_FAILURE, b"")
-        for reader in {self._leader, COORDINATOR} - {self.rank}:
+        for reader in {self._blocks.leader, COORDINATOR} - {self.rank}:
             self._ring(reader)
         try:
             while not self._has_given_up:  # messages that were under way come first
@@ -317,12 +314,13 @@ class GroupRanks:
     def _ring(self, reader: int) -> None:
         """Rings the bell of a reader that waits for this message of this rank, or still for the last one."""
         for number in {max(self._num_up - 1, 0), self._num_up}:
-            self._put(_bell_key(number, reader), b"")
+            self._put(bell_key(number, reader), b"")
 
     def _leave(self, *, all_failed: bool = False) -> None:
         """Removes the own keys that nobody reads any more and counts this rank, not the coordinator, as gone."""
-        is_safe = not (self._has_failed or (all_failed and self._has_blocks))  # else a leader may be about to read them
-        num_read = self._num_read if is_safe else 0
+        # A leader may be about to read them.
+        is_unsafe = self._has_failed or (all_failed and self._blocks.are_several)
+        num_read = 0 if is_unsafe else self._num_read
         self._at.remove(*self._left[:num_read])
         of_call = [*self._left[num_read:], *self._large, *(self._last_arrivals() if all_failed else [])]
         self._departures.leave(self.rank, of_block=self._of_block, of_call=of_call)
@@ -333,25 +331,36 @@ class GroupRanks:
         absent = {rank for rank, name in names if name in missing}
         limit_s = min(_CLOSE_S, self._timeout_s)
         left = [*self._left, *([*self._large, *self._last_arrivals()] if self._has_failed else [])]
-        self._departures.end(left, limit_s, missing=absent, has_failed=self._has_failed)
+        senders = self._blocks.senders(COORDINATOR)
+        self._departures.end(
+            left,
+            limit_s,
+            missing=absent,
+            has_failed=self._has_failed,
+            look=lambda: self._departures.leave_for(self._attendance.ended_among(senders)),
+        )
 
     def _last_arrivals(self) -> list[str]:
         """Returns the counters for this reader of messages whose last one may never come."""
-        return [_arrivals_key(number, self.rank) for number in (max(self._num_up - 1, 0), self._num_up)]
+        return [arrivals_key(number, self.rank) for number in (max(self._num_up - 1, 0), self._num_up)]
 
     def _send_down(self, message: bytes) -> None:
-        self._put(_down_key(self._num_down, "all"), message)
+        self._put(down_key(self._num_down, "all"), message)
         self._num_down += 1
 
     def _receive_down(self) -> bytes:
         number = self._num_down
-        key = _down_key(number, "all")
-        if not self._at.wait(key, self._reply_timeout_s):
+        key = down_key(number, "all")
+        is_there = self._at.wait(key, self._reply_timeout_s, look=lambda: self._look_up(key))
+        message = get_message(self._store, key) if is_there else b""
+        if not is_there or message == _ENDED:
             self._has_given_up = True
             put_message(self._store, ABANDONED, b"")
-            raise self._missing([COORDINATOR], ", or waits for another rank that is")
+            if is_there:
+                raise self._attendance.without_ended([COORDINATOR])
+            raise self._attendance.missing([COORDINATOR], ", or waits for another rank that is")
+        self._attendance.meet(number)
         self._num_down += 1
-        message = get_message(self._store, key)
         self._num_read = len(self._left)
         if message[:1] == _FAILURE:
             self._leave(all_failed=True)
@@ -359,11 +368,16 @@ class GroupRanks:
         self._large.clear()
         if message[:1] == _SHARED:
             return message[1:]
-        if not self._has_blocks:
-            return get_message(self._store, _down_key(number, str(self.rank)))
-        of_block = get_message(self._store, key := _down_key(number, _block(self._leader)))
-        self._of_block += keys_of(key, of_block) if self.rank == self._leader else []
-        return msgspec.msgpack.decode(of_block, type=list[bytes])[self.rank - self._leader]
+        if not self._blocks.are_several:
+            return get_message(self._store, down_key(number, str(self.rank)))
+        of_block = get_message(self._store, key := down_key(number, block_name(self._blocks.leader)))
+        self._of_block += keys_of(key, of_block) if self._blocks.is_leader else []
+        return msgspec.msgpack.decode(of_block, type=list[bytes])[self.rank - self._blocks.leader]
+
+    def _look_up(self, key: str) -> None:
+        """Tells all ranks, in the place of the coordinator, that its process has ended."""
+        if self._attendance.has_coordinator_ended() and not self._at.is_set(key):
+            self._put(key, _ENDED)
 
     def _failures(self) -> list[CheckpointError]:
         keys = map(failure_key, range(1, self._store.add(NUM_FAILURES, 0) + 1))
@@ -371,15 +385,6 @@ class GroupRanks:
 
     def _put(self, key: str, message: bytes) -> None:
         self._left += put_message(self._store, key, message)
-
-    def _missing(self, ranks: Sequence[int], hint: str = "") -> CheckpointError:
-        global_ranks = tuple(self.global_ranks[rank] for rank in ranks)
-        return CheckpointError(
-            f"{shown_ranks(global_ranks)} did not answer within {self._timeout_s:g} s: dead, stuck, or did not make "
-            f"this call{hint}. Look at its log; raise options.timeout_s if it is only slow",
-            kind="rank_missing",
-            ranks=global_ranks,
-        )
 
     def _use_store(self, do: Callable[[], T]) -> T:
         """Runs it within a limit of time. Raises CheckpointError (rank_missing) if the store is gone or silent."""
@@ -390,32 +395,3 @@ class GroupRanks:
         except (TimeoutError, RuntimeError) as error:
             self._is_store_lost = True
             raise store_lost(error) from error
-
-
-def _up_key(number: int, rank: int) -> str:
-    return f"up/{number}/{rank}"
-
-
-def _block_key(number: int, leader: int) -> str:
-    return f"up/{number}/{_block(leader)}"
-
-
-def _arrivals_key(number: int, reader: int) -> str:
-    return f"up/{number}/arrivals-{reader}"
-
-
-def _bell_key(number: int, reader: int) -> str:
-    return f"up/{number}/bell-{reader}"
-
-
-def _down_key(number: int, reader: str) -> str:
-    return f"down/{number}/{reader}"
-
-
-def _block(leader: int) -> str:
-    return f"block-{leader}"
-
-
-def shown_ranks(global_ranks: Sequence[int]) -> str:
-    """Names the ranks in an error."""
-    return f"rank {global_ranks[0]}" if len(global_ranks) == 1 else f"ranks {list(global_ranks)}"

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from bytecheckpoint.distributed.blocks import COORDINATOR
 from bytecheckpoint.distributed.departures import ABANDONED, MAX_BLOCK_RANKS, Departures
-from bytecheckpoint.distributed.key_value_ranks import COORDINATOR, GroupRanks, RankFailedError
+from bytecheckpoint.distributed.key_value_ranks import GroupRanks, RankFailedError
+from bytecheckpoint.distributed.liveness.peer_watch import PeerWatch
 from bytecheckpoint.distributed.store_limits import run_on_thread, store_lost
 from bytecheckpoint.distributed.waiting import CallStore, WaitingClients
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
@@ -128,7 +130,7 @@ def join_ranks(
     rank, global_ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     if len(global_ranks) == 1:
         return SoleRank()
-    clients = group_clients()(group)
+    clients, watch = group_peers()(group)
     ask = partial(run_on_thread, lambda: _next_call(clients, rank, len(global_ranks)))
     # Now, and not with the first message: a rank that is late for that one has not missed the call.
     try:
@@ -142,21 +144,37 @@ def join_ranks(
         return _call_store(clients, call.result(timeout_s + _CATCH_UP_S))
 
     call_name = about.call or ("save" if about.is_save else "load")
-    return GroupRanks(enter, rank, global_ranks, timeout_s, block_ranks=BLOCK_RANKS, call=call_name)
+    return GroupRanks(enter, rank, global_ranks, timeout_s, block_ranks=BLOCK_RANKS, call=call_name, watch=watch)
+
+
+class GroupPeers(NamedTuple):
+    """Connections that this process keeps for a process group."""
+
+    clients: WaitingClients
+    watch: PeerWatch
 
 
 @cache
-def group_clients() -> Callable[[dist.ProcessGroup], WaitingClients]:
+def group_peers() -> Callable[[dist.ProcessGroup], GroupPeers]:
     """Returns the function that finds what this process keeps for a process group, for as long as the group lives."""
-    kept: WeakKeyDictionary[dist.ProcessGroup, WaitingClients] = WeakKeyDictionary()
-    os.register_at_fork(after_in_child=kept.clear)  # a connection has one process at its end
+    kept: WeakKeyDictionary[dist.ProcessGroup, GroupPeers] = WeakKeyDictionary()
 
-    def find(group: dist.ProcessGroup) -> WaitingClients:
+    def forget() -> None:  # a connection has one process at its end
+        for peers in kept.values():
+            peers.watch.close(is_forked=True)
+        kept.clear()
+
+    os.register_at_fork(after_in_child=forget)
+
+    def find(group: dist.ProcessGroup) -> GroupPeers:
         store = group_store(group)
-        clients = kept.get(group)
-        if clients is None or clients.store is not store:
-            clients = kept[group] = WaitingClients(store, dist.get_world_size(group))
-        return clients
+        peers = kept.get(group)
+        if peers is None or peers.clients.store is not store:
+            rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+            watch = PeerWatch(store, rank, num_ranks, BLOCK_RANKS)
+            peers = kept[group] = GroupPeers(WaitingClients(store, num_ranks), watch)
+            finalize(group, watch.close)
+        return peers
 
     return find
 

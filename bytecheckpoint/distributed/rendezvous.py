@@ -19,6 +19,7 @@ import msgspec
 
 from bytecheckpoint.distributed.connection import GRACE_S, Connection, PeerLeftError, fill, interrupt, missing
 from bytecheckpoint.distributed.key_value_ranks import MAX_GRACE_S
+from bytecheckpoint.distributed.liveness.host_links import own_hosts
 from bytecheckpoint.errors import CheckpointError
 
 _HELLO = struct.Struct("<16sIQ")
@@ -54,7 +55,7 @@ class Listener:
         family = socket.AF_INET6 if dual else socket.AF_INET
         self._socket = socket.create_server(("", 0), family=family, backlog=256, dualstack_ipv6=dual)
         self._socket.settimeout(_POLL_S)  # not every system wakes a thread that accepts when the socket is shut down
-        self.address = Address(_own_hosts(towards), self._socket.getsockname()[1], secrets.token_bytes(32))
+        self.address = Address(own_hosts(towards), self._socket.getsockname()[1], secrets.token_bytes(32))
         self._lock = threading.Lock()
         self._pending: dict[socket.socket, float] = {}
         """Connections in the order in which they came, until their request is here, with the time on the monotonic
@@ -184,16 +185,3 @@ def _places(address: Address, reasons: list[str]) -> Iterator[tuple[str, int, An
                 yield host, family, place
         except (OSError, UnicodeError) as error:  # UnicodeError of a name that is too long
             reasons.append(f"{host}: {error}")
-
-
-def _own_hosts(towards: str | None) -> list[str]:
-    """Returns this host's addresses on the networks that lead there, and its name."""
-    if towards is None:
-        return [socket.gethostname(), "127.0.0.1"]
-    hosts = []
-    with suppress(OSError):
-        for family, kind, _, _, place in socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM):
-            with suppress(OSError), socket.socket(family, kind) as probe:
-                probe.connect(place)  # sends nothing: it only chooses the network
-                hosts.append(str(probe.getsockname()[0]))
-    return list(dict.fromkeys([*hosts, socket.gethostname()]))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from bytecheckpoint.distributed.connection import GRACE_S, Activity, Connection, PeerLeftError
-from bytecheckpoint.distributed.key_value_ranks import shown_ranks
+from bytecheckpoint.distributed.failures import shown_ranks
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
 from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, Address, Listener, connect
 from bytecheckpoint.distributed.wire import OutgoingUnit, damaged, decode_request, encode_request, view_pieces

@@ -113,7 +113,7 @@ class Source:
         CheckpointCorruptError (truncated, checksum, unsupported_version); nothing has been read then.
         """
         fetches = self.plan_unchecked(shards, stored_fqns)
-        self.check_files(wanted_files(fetches))
+        self.check_files(wanted_files(fetches), verify=self.options.verify)
         return fetches
 
     def plan_unchecked(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Fetch]:
@@ -142,7 +142,7 @@ class Source:
             max_fetch_bytes=max_fetch_bytes,
         )
 
-    def check_files(self, numbers: Iterable[int]) -> None:
+    def check_files(self, numbers: Iterable[int], *, verify: bool) -> None:
         """Checks that the data files of these numbers have their sizes, and that those which a link points to are the
         ones that it was made for.
 
@@ -151,7 +151,7 @@ class Source:
         wanted = set(numbers)
         with detect_replacement(self.store, self.folder, self.manifest):
             check_files(self.store, self.folder, self.manifest, wanted)
-        if self.options.verify:
+        if verify:
             new = [self.manifest.files[number] for number in sorted(wanted - self._sampled)]
             check_samples(self.store, self.folder, new, threads=self.options.reader_threads)
             self._sampled |= wanted

@@ -25,6 +25,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.manifest import DataFile, open_manifest
+from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.saving.prepare import PreparedSave
 from bytecheckpoint.saving.report import encode_manifest_and_info, telemetry_record, timed_report, write_telemetry
 from bytecheckpoint.saving.slow_phases import TimedReport, slow_text
@@ -42,6 +43,9 @@ logger = logging.getLogger("bytecheckpoint")
 _MAY_BE_COMMITTED = "All data is written; whether the checkpoint was committed, `bcp ls` tells"
 _HELD_UP_S = MIN_AGE_S / 2
 """Age at which garbage collection may have taken the save for dead and deleted its data."""
+_LOOKS_IN_FLIGHT = 16
+_LOOKS_OF_THREAD = 16
+"""Fewer files are looked at on one thread."""
 _VISIBILITY_PAUSES_S = (0.1, 0.4, 1.5)
 _CANNOT_BE_COMMITTED = {"no_space", "permission"}
 """Kinds of errors with which a store refused to write anything, and did not merely lose the answer."""
@@ -213,7 +217,8 @@ def _refuse_unshared(call: SaveCall, files: SaveFiles, content: bytes) -> None:
     It opens each file by its name: a network file system may list a folder as it was a minute ago.
     """
     target = files.target
-    for file in open_manifest(content).files:  # whose millions of chunks were checked before
+
+    def check(file: DataFile) -> None:
         try:
             _read_last_byte(target, file)
         except (CheckpointNotFoundError, CheckpointCorruptError) as error:
@@ -225,6 +230,10 @@ def _refuse_unshared(call: SaveCall, files: SaveFiles, content: bytes) -> None:
                 kind="storage",
                 path=target.path,
             ) from error
+
+    written = open_manifest(content).files  # whose millions of chunks were checked before
+    num_threads = min(_LOOKS_IN_FLIGHT, 1 + len(written) // _LOOKS_OF_THREAD)
+    run_jobs(check, written, num_threads=num_threads)
 
 
 def _read_last_byte(target: SaveTarget, file: DataFile) -> None:

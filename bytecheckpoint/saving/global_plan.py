@@ -1,13 +1,11 @@
 """The planning of a save by all ranks: each sends its local plan to the coordinator and receives its part of the global
-plan. Plans are cached, so that a save of the same tensors is not planned again: if all ranks have the plan, they only
-confirm it.
+plan. Plans are cached: a save of the same tensors is not planned again if all ranks have the plan.
 """
 
 from __future__ import annotations
 
 import threading
 import uuid
-import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +17,9 @@ import xxhash
 
 from bytecheckpoint.adapters.expectation import EntryContents, Scope
 from bytecheckpoint.adapters.plain.merge_plain import merge_plain
+from bytecheckpoint.adapters.plain.plain_digests import digested, restored
 from bytecheckpoint.adapters.shard_columns import ShardBlocks
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, check_same
-from bytecheckpoint.errors import CheckpointSaveError, and_more
 from bytecheckpoint.manifest import TensorRecord
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.file_layout import CodecOption
@@ -37,7 +35,9 @@ from bytecheckpoint.saving.replica_checks import (
     fqns_in_several_stages,
     part_digests,
     small_digests,
+    warn_of_differing,
 )
+from bytecheckpoint.saving.target import empty_error
 from bytecheckpoint.staging.file_image import PlannedFile, cut_to_files, plan_files
 
 _MAX_PLANS = 8
@@ -64,6 +64,8 @@ class RankPlan:
     """None but on the coordinator."""
     written: WrittenTensors | None = None
     """Set on the coordinator by the first save that has built its manifest."""
+    known_plain: Mapping[bytes, bytes] = field(default_factory=dict)
+    """Plain data of the last save, by digest; empty but on the coordinator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +79,7 @@ class WrittenTensors:
 
 @dataclass(slots=True)
 class PlanCache:
-    """The most recently used plans, by a fingerprint that covers every FQN, dtype, shape and region, the options and
-    the ranks. Holds no tensor and no value.
-    """
+    """The most recently used plans, by the fingerprints of local plans. Holds no tensor."""
 
     _plans: OrderedDict[bytes, RankPlan] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -150,6 +150,8 @@ class _LocalPlanMessage(msgspec.Struct, frozen=True, array_like=True):
     stage_digests: PartDigests = {}
     """Digests of the tensors that the coordinator asked for, now or when the plan was made."""
     is_empty: bool = False
+    digested_plain: list[str] = []
+    """FQNs of plain data that are digests here."""
 
 
 class _PlanReply(msgspec.Struct, frozen=True, array_like=True):
@@ -169,6 +171,8 @@ class _PlanReply(msgspec.Struct, frozen=True, array_like=True):
     """True if the cached plan holds; `whole` to `differing_replicas` are empty."""
     send_all: bool = False
     """True if the coordinator needs the whole local plan before it can reply."""
+    send_plain: bool = False
+    """True if the coordinator needs plain data of which it has only digests."""
     digested: list[str] = []
     """FQNs of tensors for all parts of which it needs digests."""
     has_locations: bool = False
@@ -228,9 +232,12 @@ def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
     """
     cached = local_plan.cached
     planner = _GlobalPlanner(ranks, local_plan)
-    reply = planner.exchange(
-        _whole_message(local_plan, ranks) if cached is None else _cached_message(local_plan, cached)
-    )
+    if cached is None:
+        reply = planner.exchange(_whole_message(local_plan, ranks))
+    else:
+        reply = planner.exchange(_cached_message(local_plan, cached, has_digests=ranks.rank != COORDINATOR))
+        if reply.send_plain:
+            reply = planner.exchange(_cached_message(local_plan, cached, has_digests=False))
     in_stages: Sequence[str] = ()
     while reply.send_all:
         in_stages = reply.digested
@@ -238,25 +245,28 @@ def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
     is_new = cached is None or not reply.is_cached
     if is_new or cached is None:
         rank_plan = _rank_plan(reply, local_plan, in_stages, ranks.num_ranks)
-        rank_plan.global_plan = planner.plan
+        rank_plan.global_plan, rank_plan.known_plain = planner.plan, planner.known_plain
         local_plan.plans.add(local_plan.fingerprint, rank_plan)
-        _warn_of_differing(ranks, rank_plan.differing_replicas)
+        if ranks.rank == COORDINATOR:
+            warn_of_differing(rank_plan.differing_replicas)
     else:
         rank_plan = cached
     return AgreedPlan(reply.save_id, rank_plan, is_new, reply.has_locations, planner.objects, planner.rank_objects)
 
 
-def _cached_message(local_plan: LocalSavePlan, cached: RankPlan) -> _LocalPlanMessage:
+def _cached_message(local_plan: LocalSavePlan, cached: RankPlan, *, has_digests: bool) -> _LocalPlanMessage:
+    plain, digested_plain = digested(local_plan.plain) if has_digests else (dict(local_plan.plain), [])
     return _LocalPlanMessage(
         target=local_plan.target,
         plan_id=cached.plan_id,
         digests=combined_digests(local_plan.shards, cached.compared),
         items=None,
         aliases={},
-        plain=dict(local_plan.plain),
+        plain=plain,
         stages={fqn: local_plan.stages[fqn] for fqn in cached.in_stages if fqn in local_plan.stages},
         stage_digests=part_digests(local_plan.shards, cached.in_stages, local_plan.aliases),
         is_empty=local_plan.is_empty,
+        digested_plain=digested_plain,
     )
 
 
@@ -291,6 +301,7 @@ class _GlobalPlanner:
         """None where the cached plan is used."""
         self.objects: Mapping[str, bytes] = {}
         self.rank_objects: Mapping[str, Mapping[int, bytes]] = {}
+        self.known_plain: Mapping[bytes, bytes] = {}
         self._in_stages: list[str] = []
         """FQNs that pipeline stages share, for which digests were requested."""
 
@@ -306,15 +317,15 @@ class _GlobalPlanner:
         stages = [StageDigests(message.stages, message.stage_digests) for message in messages]
         check_same("save to", [message.target for message in messages], global_ranks)
         if all(message.is_empty for message in messages):
-            raise CheckpointSaveError(
-                "the state is an empty dict, on every rank; nothing was written: pass what is to be saved, as in "
-                '{"model": model}',
-                kind="unsupported_value",
-                ranks=tuple(global_ranks),
-            )
+            raise empty_error(global_ranks)
         save_id = (self._save_id_prefix + uuid.uuid4().hex)[:16]
-        plain = [message.plain for message in messages]
-        if cached is not None and _still_holds(cached, messages):
+        sent = [(message.plain, message.digested_plain) for message in messages]
+        plain, self.known_plain = restored(sent, cached.known_plain if cached is not None else {})
+        is_cached = cached is not None and _still_holds(cached, messages)
+        if plain is None:
+            replies = [_PlanReply(send_plain=is_cached, send_all=not is_cached)]
+        elif cached is not None and is_cached:
+            cached.known_plain = self.known_plain
             self.objects, self.rank_objects = merge_plain(plain, global_ranks)
             check_pipeline_stages(cached.in_stages, stages, global_ranks)
             replies = [_PlanReply(save_id, cached.plan_id, is_cached=True, has_locations=cached.written is not None)]
@@ -387,13 +398,3 @@ def _rank_plan(reply: _PlanReply, local_plan: LocalSavePlan, in_stages: Sequence
         num_items=len(items),
         parts=parts,
     )
-
-
-def _warn_of_differing(ranks: Ranks, fqns: Sequence[str]) -> None:
-    """Warns once for each plan, on one rank, of small tensors whose replicas differ."""
-    if fqns and ranks.rank == COORDINATOR:
-        warnings.warn(
-            f"{len(fqns)} tensors that ranks hold as replicas have different values: {and_more(fqns, 10)}. The lowest "
-            "rank's value is saved; wrap what is meant to differ in bcp.RankLocal",
-            stacklevel=3,
-        )

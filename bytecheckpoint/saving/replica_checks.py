@@ -5,6 +5,7 @@ stages hold. Stages may share a tensor; if each has its own under that FQN, all 
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -188,3 +189,13 @@ def _on_host(tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor's bytes as a flat uint8 tensor on its device."""
     return flat_bytes(same_bits(tensor).contiguous())
+
+
+def warn_of_differing(fqns: Sequence[str]) -> None:
+    """Warns once for each plan of small tensors whose replicas differ."""
+    if fqns:
+        warnings.warn(
+            f"{len(fqns)} tensors that ranks hold as replicas have different values: {and_more(fqns, _NUM_SHOWN)}. The "
+            "lowest rank's value is saved; wrap what is meant to differ in bcp.RankLocal",
+            stacklevel=3,
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -144,3 +144,13 @@ def check_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
             kind="unsupported_value",
         ) from error
     return decoded
+
+
+def empty_error(global_ranks: Sequence[int]) -> CheckpointSaveError:
+    """Returns the error about a state without an entry."""
+    return CheckpointSaveError(
+        "the state is an empty dict, on every rank; nothing was written: pass what is to be saved, as in "
+        '{"model": model}',
+        kind="unsupported_value",
+        ranks=tuple(global_ranks),
+    )

@@ -12,8 +12,11 @@ from contextlib import nullcontext
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from bytecheckpoint.manifest.ranges import Block
+from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.storage.backends.posix_errors import missing_file, too_long
 from bytecheckpoint.storage.paths import join_name
+
+_DELETIONS_IN_FLIGHT = 16
 
 
 def block_of(content: bytes | memoryview, byte_offset: int) -> Block:
@@ -220,9 +223,8 @@ def listed_lengths(names: Sequence[str], list_folder: Callable[[str], Mapping[st
 
 
 def delete_many(store: Store, names: Sequence[str]) -> None:
-    """Deletes like `SupportsDeleteMany.delete_many`; from other stores one object after the other."""
+    """Deletes like `SupportsDeleteMany.delete_many`; from other stores several objects at a time."""
     if isinstance(store, SupportsDeleteMany):
         store.delete_many(names)
     else:
-        for name in names:
-            store.delete(name)
+        run_jobs(store.delete, names, num_threads=_DELETIONS_IN_FLIGHT)

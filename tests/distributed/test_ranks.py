@@ -47,7 +47,7 @@ def on_all(function: Callable[[Ranks], Any], timeout_s: float = 20.0) -> list[An
     """What the function returns or raises on each of three ranks."""
     store = HashStore()
     ranks = [
-        GroupRanks(lambda: call_store(store), rank, NAMES, timeout_s, block_ranks=64, call="save")
+        GroupRanks(lambda: call_store(store), rank, NAMES, timeout_s, block_ranks=64, call="save", watch=None)
         for rank in range(len(NAMES))
     ]
 
@@ -65,7 +65,15 @@ def in_blocks(function: Callable[[Ranks], Any], num_ranks: int, timeout_s: float
     """The same on more ranks, in blocks of two or three; None from those whose function is None."""
     store = HashStore()
     ranks = [
-        GroupRanks(lambda: call_store(store), rank, range(10, 10 + num_ranks), timeout_s, block_ranks=3, call="save")
+        GroupRanks(
+            lambda: call_store(store),
+            rank,
+            range(10, 10 + num_ranks),
+            timeout_s,
+            block_ranks=3,
+            call="save",
+            watch=None,
+        )
         for rank in range(num_ranks)
     ]
 
@@ -133,7 +141,9 @@ def test_for_a_plan_in_blocks_no_rank_reads_a_message_of_every_other() -> None:
     stores = [CountedStore(shared) for _ in range(6)]
 
     def plan(rank: int) -> AgreedPlan:
-        ranks = GroupRanks(lambda: call_store(stores[rank]), rank, range(6), 20.0, block_ranks=2, call="save")
+        ranks = GroupRanks(
+            lambda: call_store(stores[rank]), rank, range(6), 20.0, block_ranks=2, call="save", watch=None
+        )
         contents = [EntryContents(shards_of(rank), set())]
         return exchange_plans(ranks, make_local_plan(ranks, "/ckpt", contents, SaveOptions(), plans=PlanCache()))
 
@@ -153,7 +163,8 @@ def test_for_a_plan_in_blocks_no_rank_reads_a_message_of_every_other() -> None:
 def test_nothing_of_a_call_in_blocks_stays_in_the_store() -> None:
     store = HashStore()
     ranks = [
-        GroupRanks(lambda: call_store(store), rank, range(7), 20.0, block_ranks=3, call="save") for rank in range(7)
+        GroupRanks(lambda: call_store(store), rank, range(7), 20.0, block_ranks=3, call="save", watch=None)
+        for rank in range(7)
     ]
 
     def call(of_rank: Ranks) -> None:
@@ -171,7 +182,8 @@ def test_nothing_of_a_call_in_blocks_stays_in_the_store() -> None:
 def test_nothing_of_a_call_that_fails_in_blocks_stays_in_the_store(failing_rank: int, num_said_before: int) -> None:
     store = HashStore()
     ranks = [
-        GroupRanks(lambda: call_store(store), rank, range(7), 20.0, block_ranks=3, call="save") for rank in range(7)
+        GroupRanks(lambda: call_store(store), rank, range(7), 20.0, block_ranks=3, call="save", watch=None)
+        for rank in range(7)
     ]
 
     def call(of_rank: Ranks) -> None:
@@ -332,7 +344,7 @@ def lose_the_store(rank: int, world_size: int, port: int, end: signal.Signals) -
     store = TCPStore("127.0.0.1", port, is_master=False)
     pid = int(store.get("pid"))
     ranks = GroupRanks(
-        lambda: call_store(PrefixStore("x", store)), 1, (0, 1), timeout_s=1.0, block_ranks=64, call="save"
+        lambda: call_store(PrefixStore("x", store)), 1, (0, 1), timeout_s=1.0, block_ranks=64, call="save", watch=None
     )
     store.set("is up", "yes")
     time.sleep(0.4)
@@ -366,7 +378,8 @@ def test_nothing_of_a_call_stays_in_the_store_if_a_rank_leaves_late(
     monkeypatch.setattr(key_value_ranks_module, "_CLOSE_S", 0.3)
     store = HashStore()
     ranks = [
-        GroupRanks(lambda: call_store(store), rank, range(7), 20.0, block_ranks=3, call="save") for rank in range(7)
+        GroupRanks(lambda: call_store(store), rank, range(7), 20.0, block_ranks=3, call="save", watch=None)
+        for rank in range(7)
     ]
     leave = GroupRanks._leave
 
@@ -396,7 +409,7 @@ def test_ranks_that_make_different_calls_are_refused_by_name() -> None:
     store = HashStore()
     calls = ["save", "save", "load"]
     ranks = [
-        GroupRanks(lambda: call_store(store), rank, NAMES, 20.0, block_ranks=64, call=call)
+        GroupRanks(lambda: call_store(store), rank, NAMES, 20.0, block_ranks=64, call=call, watch=None)
         for rank, call in enumerate(calls)
     ]
 

@@ -21,7 +21,7 @@ DELETION_S = 8.0
 
 
 def _deleting_slowly() -> Any:
-    return before(Seam(LocalStore, "delete"), lambda: time.sleep(DELETION_S))
+    return before(Seam(LocalStore, "delete_many"), lambda: time.sleep(DELETION_S))
 
 
 def _overwrite(rank: int, world_size: int, folder: str) -> tuple[str, float]:

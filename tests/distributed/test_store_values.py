@@ -84,7 +84,13 @@ def on_all(meeting: Meeting, function: Callable[[Ranks], Any], *, num_ranks: int
         try:
             return function(
                 GroupRanks(
-                    lambda: call_store(stores[rank]), rank, range(num_ranks), 20.0, block_ranks=block_ranks, call="save"
+                    lambda: call_store(stores[rank]),
+                    rank,
+                    range(num_ranks),
+                    20.0,
+                    block_ranks=block_ranks,
+                    call="save",
+                    watch=None,
                 )
             )
         except CheckpointError as error:
@@ -227,7 +233,13 @@ def die_between_parts(rank: int, world_size: int, port: int, dying_rank: int, bl
     way = DeadlyStore(store, 2) if rank == dying_rank else store
     # Others name rank 0 where it begins to wait so much later than they do, which on a busy machine is soon.
     ranks = GroupRanks(
-        lambda: call_store(way), rank, range(world_size), timeout_s=4.0, block_ranks=block_ranks, call="save"
+        lambda: call_store(way),
+        rank,
+        range(world_size),
+        timeout_s=4.0,
+        block_ranks=block_ranks,
+        call="save",
+        watch=None,
     )
     try:
         with together(ranks, "trying", about=ABOUT):

@@ -84,7 +84,9 @@ def test_ranks_ask_the_store_no_more_the_longer_they_wait(
     clients = WaitingClients(tcp_store(use_libuv=True), num_ranks)
 
     def call(rank: int) -> None:
-        ranks = GroupRanks(lambda: CallStore(clients), rank, range(num_ranks), 20.0, block_ranks=3, call="save")
+        ranks = GroupRanks(
+            lambda: CallStore(clients), rank, range(num_ranks), 20.0, block_ranks=3, call="save", watch=None
+        )
         if rank == late_rank:
             time.sleep(late_s)
         ranks.gather(b"")

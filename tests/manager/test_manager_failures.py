@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,15 +164,16 @@ def test_a_deletion_that_fails_for_ever_stops_no_save(
 
 def refuse_deletes(monkeypatch: pytest.MonkeyPatch, *folders: str) -> list[str]:
     """Lets deletes below these folders fail; returns the names, which grow."""
-    real, refused = LocalStore.delete, []
+    real, refused = LocalStore.delete_many, []
 
-    def delete(store: LocalStore, name: str) -> None:
-        if name.startswith(folders):
-            refused.append(name)
-            raise StorageError("not yours", kind="permission", path=name)
-        real(store, name)
+    def delete_many(store: LocalStore, names: Sequence[str]) -> None:
+        for name in names:
+            if name.startswith(folders):
+                refused.append(name)
+                raise StorageError("not yours", kind="permission", path=name)
+        real(store, names)
 
-    monkeypatch.setattr(LocalStore, "delete", delete)
+    monkeypatch.setattr(LocalStore, "delete_many", delete_many)
     return refused
 
 
@@ -215,14 +217,14 @@ def test_a_store_that_may_not_delete_at_all_is_opened_and_restored_from_as_often
 def test_a_second_root_that_may_not_delete_gets_the_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = LocalStore.delete
+    real = LocalStore.delete_many
 
-    def delete(store: LocalStore, name: str) -> None:
+    def delete_many(store: LocalStore, names: Sequence[str]) -> None:
         if str(store).endswith("there"):
-            raise StorageError("not yours", kind="permission", path=name)
-        real(store, name)
+            raise StorageError("not yours", kind="permission", path=names[0])
+        real(store, names)
 
-    monkeypatch.setattr(LocalStore, "delete", delete)
+    monkeypatch.setattr(LocalStore, "delete_many", delete_many)
     options = bcp.ManagerOptions(cool_down=tmp_path / "there", cool_down_keep=keep_policies.Latest(1))
     for step in (1, 2, 3):
         with bcp.CheckpointManager(tmp_path / "here", save=EVERY, keep=NEWEST, options=options) as manager:

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from bytecheckpoint.distributed.key_value_ranks import shown_ranks
+from bytecheckpoint.distributed.failures import shown_ranks
 from bytecheckpoint.distributed.ranks import group_store
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manager.policy_arguments import plain_number

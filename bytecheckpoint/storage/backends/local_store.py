@@ -92,12 +92,11 @@ class LocalStore:
 
     def duplicate(self, source: str, name: str, *, num_bytes: int) -> None:
         """Implements `SupportsDuplicate` by a hard link."""
-        path, linked = self._path_of_name(name), self._resolve(check_name(source))
+        path, linked = self._path_of_name(name), self.file_path(source)
         with _reading(linked), _opened(linked) as (_, found_bytes):
             if found_bytes != num_bytes:
                 raise missing_file(linked)
-        writing = _WriteErrors(path, 0)
-        with writing:
+        with _WriteErrors(path, 0):
             make_folders(os.path.dirname(path))
             if not link(linked, path):
                 raise no_links(path)
@@ -180,15 +179,24 @@ class LocalStore:
 
     def delete(self, name: str) -> None:
         """Implements `Store`. Removes folders that become empty as well: a store has no empty folders."""
-        path = self._path_of_name(name)
-        folder = os.path.dirname(path)
-        with _reading(path, doing="delete"):
-            try:
-                os.unlink(path)
-                # Deletions must keep their order after a power cut too: a manifest before its data.
-                sync_folder(folder)
-            except (FileNotFoundError, NotADirectoryError):
-                return
+        self.delete_many([name])
+
+    def delete_many(self, names: Sequence[str]) -> None:
+        """Implements `SupportsDeleteMany`: each folder is synchronised once."""
+        folders: dict[str, None] = {}
+        try:
+            for path in map(self._path_of_name, names):
+                with _reading(path, doing="delete"), suppress(FileNotFoundError, NotADirectoryError):
+                    os.unlink(path)
+                    folders[os.path.dirname(path)] = None
+        finally:
+            for folder in folders:
+                self._finish_deletions(folder)
+
+    def _finish_deletions(self, folder: str) -> None:
+        with _reading(folder, doing="delete"), suppress(FileNotFoundError):
+            # Deletions must keep their order after a power cut too: a manifest before its data.
+            sync_folder(folder)
         with suppress(OSError):
             while folder != self._root:
                 os.rmdir(folder)
@@ -386,8 +394,7 @@ def _free_bytes(folder: str) -> int | None:
     """Returns the space for an ordinary user, in bytes; the folder need not exist yet."""
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
-    try:
+    with suppress(OSError):
         status = os.statvfs(folder)
-    except OSError:
-        return None
-    return status.f_bavail * status.f_frsize
+        return status.f_bavail * status.f_frsize
+    return None

@@ -1,0 +1,115 @@
+"""Which ranks of a call are there: those whose messages have come, those whose process has ended, and the errors about
+the others and about those that make another call. It reads of a message only the name of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bytecheckpoint.distributed.blocks import COORDINATOR, RankBlocks, block_key, up_key
+from bytecheckpoint.distributed.failures import shown_ranks
+from bytecheckpoint.distributed.liveness.peer_watch import PeerWatch
+from bytecheckpoint.distributed.waiting import CallStore
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
+
+_END_OF_CALL = b"\0"
+"""Ends the name of the call, with which the first message of each rank begins."""
+
+
+class Attendance:
+    """The ranks for which this one waits."""
+
+    def __init__(
+        self, blocks: RankBlocks, global_ranks: Sequence[int], timeout_s: float, watch: PeerWatch | None
+    ) -> None:
+        """Without a `watch` a process that has ended is only missed at the limit."""
+        self._blocks = blocks
+        self._global_ranks = global_ranks
+        self._timeout_s = timeout_s
+        self._watch = watch
+        self.ended: list[int] = []
+        """Ranks without which the call cannot go on, because their processes have ended."""
+
+    def introduce(self) -> None:
+        """Lets other ranks watch this one."""
+        if self._watch is not None:
+            self._watch.introduce()
+
+    def meet(self, number: int) -> None:
+        """Begins to watch others: with the first message of a call all whom it is about have introduced themselves."""
+        if self._watch is not None and number == 0:
+            self._watch.meet()
+
+    def ended_among(self, ranks: Sequence[int]) -> list[int]:
+        return self._watch.ended(ranks) if self._watch is not None else []
+
+    def look_for_senders(self, call: CallStore, number: int) -> bool:
+        """Returns True if a rank has ended without the message that this one waits for."""
+        keys = {
+            rank: block_key(number, rank) if rank in self._blocks.leaders else up_key(number, rank)
+            for rank in self.ended_among(self._blocks.senders(self._blocks.rank))
+        }
+        self.ended = [rank for rank, key in keys.items() if not call.is_set(key)]
+        return bool(self.ended)
+
+    def has_coordinator_ended(self) -> bool:
+        """Always False on ranks that do not watch it: leaders do, and the other ranks of its block."""
+        if self._blocks.is_leader or self._blocks.leader == COORDINATOR:
+            return bool(self.ended_among([COORDINATOR]))
+        return False
+
+    def find_absent(self, call: CallStore, number: int) -> list[int]:
+        """Returns the ranks whose message the coordinator has waited for in vain."""
+        blocks = self._blocks
+        silent = [leader for leader in blocks.leaders[1:] if not call.is_set(block_key(number, leader))]
+        suspects = [rank for leader in [COORDINATOR, *silent] for rank in (leader, *blocks.members(leader))]
+        absent = [rank for rank in suspects[1:] if not call.is_set(up_key(number, rank))]
+        absent = [rank for rank in absent if not call.is_set(block_key(number, blocks.leader_of(rank)))]
+        # A leader may have been lost with the messages of its block.
+        return absent or [leader for leader in silent if not call.is_set(block_key(number, leader))]
+
+    def missing(self, ranks: Sequence[int], hint: str = "") -> CheckpointError:
+        """Returns the error about ranks that did not come in time."""
+        global_ranks = tuple(self._global_ranks[rank] for rank in ranks)
+        unreachable = self._watch.unreachable() if self._watch is not None else {}
+        if away := [rank for rank in ranks if rank in unreachable]:
+            seconds = max(unreachable[rank] for rank in away)
+            hint += f" ({shown_ranks([self._global_ranks[rank] for rank in away])} not reachable for {seconds:.0f} s)"
+        return CheckpointError(
+            f"{shown_ranks(global_ranks)} did not answer within {self._timeout_s:g} s: dead, stuck, or did not make "
+            f"this call{hint}. Look at its log; raise options.timeout_s if it is only slow",
+            kind="rank_missing",
+            ranks=global_ranks,
+        )
+
+    def without_ended(self, ranks: Sequence[int]) -> CheckpointError:
+        """Returns the error about ranks whose processes have ended."""
+        global_ranks = tuple(self._global_ranks[rank] for rank in ranks)
+        processes = [self._watch.describe(rank) for rank in ranks] if self._watch is not None else []
+        return CheckpointError(
+            f"{shown_ranks(global_ranks)} cannot answer, because {' and '.join(processes) or 'its process'} has ended: "
+            "it died, or left the job while others made this call. Look at its log, and start the job again from the "
+            "last checkpoint",
+            kind="rank_missing",
+            ranks=global_ranks,
+        )
+
+
+def named_call(call: str, payload: bytes) -> bytes:
+    """Returns the first message of a rank that makes this call."""
+    return call.encode() + _END_OF_CALL + payload
+
+
+def check_calls(call: str, messages: Sequence[bytes], global_ranks: Sequence[int]) -> list[bytes]:
+    """Returns the first messages of all ranks without the names of their calls. Raises CheckpointMismatchError
+    (conflict) if these differ from that of the coordinator.
+    """
+    parts = [message.partition(_END_OF_CALL) for message in messages]
+    for rank, (other, _, _) in enumerate(parts):
+        if other.decode() != call:
+            raise CheckpointMismatchError(
+                f"rank {global_ranks[rank]} called {other.decode()} while rank {global_ranks[COORDINATOR]} called "
+                f"{call}; nothing was done: all ranks of a process group have to make the same calls in the same order",
+                kind="conflict",
+            )
+    return [payload for _, _, payload in parts]

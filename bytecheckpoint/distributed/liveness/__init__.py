@@ -1,0 +1,1 @@
+"""The life of the processes of other ranks, as kernels know it."""

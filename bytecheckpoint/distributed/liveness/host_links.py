@@ -1,0 +1,172 @@
+"""Idle connections between ranks on different hosts. Each shows that the process at its other end is there: the kernel
+closes it when that ends, and answers keepalives while it is stopped. Nothing is sent but a hello.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+
+from bytecheckpoint.runtime.threads import shared_threads
+
+_HELLO = struct.Struct("<16sI")
+"""The token of the rank that listens, and the rank that connects."""
+_GOODBYE = b"\0"
+"""Sent by a process that closes a link and lives on."""
+_CONNECT_S = 2.0
+_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 4, 2, 3
+"""A host that does not answer is known after 10 s."""
+_UNREACHABLE_S = _KEEPALIVE_IDLE_S + _KEEPALIVE_INTERVAL_S * _KEEPALIVE_PROBES
+_BACKLOG = 256
+
+
+class LinkAddress(msgspec.Struct, frozen=True, array_like=True):
+    """The address on which a rank accepts links."""
+
+    hosts: Sequence[str]
+    port: int
+    token: bytes
+
+
+class HostLinks:
+    """The links of one rank to ranks on other hosts. One thread at a time uses it; connecting takes one of its own."""
+
+    def __init__(self, rank: int, towards: str | None) -> None:
+        """`towards` is a host that all ranks reach."""
+        self._rank, self._towards = rank, towards
+        self.address: LinkAddress | None = None
+        self._listening: socket.socket | None = None
+        self._open: dict[int, socket.socket] = {}
+        self._new: list[socket.socket] = []
+        """Accepted, and without its hello yet."""
+        self._ended: set[int] = set()
+        self._unreachable: dict[int, float] = {}
+        """Times on the monotonic clock."""
+
+    def listen(self) -> LinkAddress:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        self._listening = socket.create_server(("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
+        self._listening.setblocking(False)
+        hosts = own_hosts(self._towards)
+        self.address = LinkAddress(hosts, self._listening.getsockname()[1], secrets.token_bytes(16))
+        return self.address
+
+    def needs(self, rank: int) -> bool:
+        """Returns True if there is no link to this rank, or its host did not answer."""
+        return rank not in self._open and rank not in self._ended
+
+    def connect(self, rank: int, address: LinkAddress) -> None:
+        """Opens a link on a thread; without one this rank is only missed at the time limit of a call."""
+        with suppress(RuntimeError):  # there can be no more threads
+            shared_threads().begin("bcp-links", lambda: self._connect(rank, address))
+
+    def _connect(self, rank: int, address: LinkAddress) -> None:
+        for host in address.hosts:
+            with suppress(OSError, UnicodeError):  # the next one may be reached
+                link = socket.create_connection((host, address.port), timeout=_CONNECT_S)
+                link.sendall(_HELLO.pack(address.token, self._rank))
+                self._open[rank] = _kept(link)
+                self._unreachable.pop(rank, None)
+                return
+
+    def ended(self) -> set[int]:
+        """Returns the ranks whose process has ended."""
+        self._accept()
+        by_descriptor = {link.fileno(): (rank, link) for rank, link in list(self._open.items())}
+        poll = select.poll()
+        for descriptor in by_descriptor:
+            poll.register(descriptor, select.POLLIN)
+        for descriptor, _ in poll.poll(0):
+            self._note(*by_descriptor[descriptor])
+        return self._ended
+
+    def unreachable(self) -> dict[int, float]:
+        now = time.monotonic()
+        return {rank: now - since + _UNREACHABLE_S for rank, since in self._unreachable.items()}
+
+    def close(self) -> None:
+        """Closes all links; their other ends learn that this process lives on."""
+        for link in self._open.values():
+            with suppress(OSError):
+                link.sendall(_GOODBYE)
+        self.forget()
+
+    def forget(self) -> None:
+        """Closes what a fork has copied: a copy would keep a link open after the end of this process's parent."""
+        listening = [self._listening] if self._listening is not None else []
+        for each in [*listening, *self._new, *self._open.values()]:
+            each.close()
+        self._listening, self._new = None, []
+        self._open.clear()
+
+    def _note(self, rank: int, link: socket.socket) -> None:
+        """Notes what a link that has become readable shows."""
+        try:
+            is_ended = link.recv(1) == b""
+        except (BrokenPipeError, ConnectionResetError):
+            is_ended = True
+        except (TimeoutError, OSError):  # keepalives without an answer, or no route
+            is_ended = False
+            self._unreachable[rank] = time.monotonic()
+        del self._open[rank]
+        link.close()
+        if is_ended:
+            self._ended.add(rank)
+
+    def _accept(self) -> None:
+        while self._listening is not None:
+            try:
+                self._new.append(_kept(self._listening.accept()[0]))
+            except OSError:
+                break
+        for link in list(self._new):
+            with suppress(BlockingIOError):
+                self._admit(link)
+
+    def _admit(self, link: socket.socket) -> None:
+        """Takes a new link if it shows the token. Raises BlockingIOError if its hello has not come."""
+        try:
+            hello = link.recv(_HELLO.size)
+        except BlockingIOError:
+            raise
+        except OSError:
+            hello = b""
+        self._new.remove(link)
+        token, rank = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
+        if self.address is None or not hmac.compare_digest(token, self.address.token):
+            link.close()
+            return
+        self._unreachable.pop(rank, None)
+        self._open[rank] = link
+
+
+def _kept(link: socket.socket) -> socket.socket:
+    link.setblocking(False)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    with suppress(AttributeError, OSError):  # not every system has these
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+    return link
+
+
+def own_hosts(towards: str | None) -> list[str]:
+    """Returns this host's addresses on the networks that lead there, and its name."""
+    if towards is None:
+        return [socket.gethostname(), "127.0.0.1"]
+    hosts = []
+    with suppress(OSError):
+        for family, kind, _, _, place in socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(place)  # sends nothing: it only chooses the network
+                hosts.append(str(probe.getsockname()[0]))
+    return list(dict.fromkeys([*hosts, socket.gethostname()]))

@@ -1,0 +1,203 @@
+"""Watches the processes of other ranks: on this host by process id and start time, on others by an open socket. So one
+that has ended is known at once, and one that is slow, stopped or holds the GIL is not taken for dead.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+from torch._C._distributed_c10d import Store, TCPStore
+
+from bytecheckpoint.distributed.liveness.host_links import HostLinks, LinkAddress
+from bytecheckpoint.distributed.store_values import get_messages
+from bytecheckpoint.distributed.waiting import base_of
+
+_LAST_MESSAGES_S = 0.1
+"""Time that the last messages of a process may be on their way."""
+
+logger = logging.getLogger("bytecheckpoint")
+
+
+class Presence(msgspec.Struct, frozen=True, array_like=True):
+    """The process of a rank."""
+
+    kernel: str
+    """Names the kernel and its space of process ids; empty where that is unknown."""
+    host: str
+    pid: int
+    started: int
+    """Start time in ticks of the kernel, because process ids are used again; 0 if unknown."""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def own_presence() -> Presence:
+    """Returns that of this process."""
+    kernel = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        kernel = f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    return Presence(kernel, socket.gethostname(), os.getpid(), _start_time(os.getpid()) or 0)
+
+
+def _start_time(pid: int) -> int | None:
+    """Returns None if there is no such process, or it has ended and was not reaped."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in {"Z", "X"} else int(fields[18])
+
+
+class LocalProcesses:
+    """Processes on this host."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._watched: dict[int, int] = {}
+        """Rank by descriptor, of which each refers to one process whatever becomes of its id."""
+        self._unopened: dict[int, Presence] = {}
+        """Processes for which there is no descriptor."""
+
+    def add(self, rank: int, presence: Presence) -> None:
+        self._unopened[rank] = presence
+        with suppress(OSError, AttributeError):  # it has ended, or the system has no such descriptors or none left
+            descriptor = os.pidfd_open(presence.pid)
+            self._poll.register(descriptor, select.POLLIN)
+            self._watched[descriptor] = rank
+            if self._is_running(presence):
+                del self._unopened[rank]
+
+    def ended(self) -> set[int]:
+        by_descriptor = {self._watched[descriptor] for descriptor, _ in self._poll.poll(0)}
+        return by_descriptor | {rank for rank, process in self._unopened.items() if not self._is_running(process)}
+
+    @staticmethod
+    def _is_running(presence: Presence) -> bool:
+        return _start_time(presence.pid) == presence.started
+
+    def close(self) -> None:
+        for descriptor in self._watched:
+            os.close(descriptor)
+        self._watched.clear()
+
+
+class PeerWatch:
+    """Watches those ranks of a group with whom this one exchanges messages: the members of its block and its leader,
+    and the coordinator all leaders.
+    """
+
+    def __init__(self, store: Store, rank: int, num_ranks: int, block_ranks: int) -> None:
+        leader = rank - rank % block_ranks
+        below = [*range(leader + 1, min(leader + block_ranks, num_ranks))] if rank == leader else []
+        self._below = [*below, *(range(block_ranks, num_ranks, block_ranks) if rank == 0 else [])]
+        self._above = None if rank == 0 else 0 if rank == leader else leader
+        self._store, self._rank = store, rank
+        self._own: Presence | None = None
+        self._known: dict[int, Presence] = {}
+        self._local = LocalProcesses()
+        self._links: HostLinks | None = None
+        self._seen_ended: dict[int, float] = {}
+        self._told: set[int] = set()
+        self._lock = threading.RLock()  # a save in the background may wait while the caller loads
+
+    def introduce(self) -> None:
+        """Puts the presence of this process into the store, once."""
+        with self._lock:
+            if self._own is not None:
+                return
+            self._own = own_presence()
+            self._store.set(_presence_key(self._rank), msgspec.msgpack.encode(self._own))  # type: ignore[arg-type]
+
+    def meet(self) -> None:
+        """Begins to watch, once the ranks to watch are known to have made a call; opens links to those on other
+        hosts.
+        """
+        with self._lock:
+            self._meet()
+
+    def _meet(self) -> None:
+        self._find(self._below if self._above is None else [self._above, *self._below])
+        if self._links is None:
+            self._links = HostLinks(self._rank, _towards(self._store))
+        remote = [rank for rank, presence in self._known.items() if not self._is_local(presence)]
+        if not self._links.address and set(remote) & set(self._below):
+            address = self._links.listen()
+            self._store.set(_address_key(self._rank), msgspec.msgpack.encode(address))  # type: ignore[arg-type]
+        above = self._above
+        if above in remote and self._links.needs(above) and self._store.check([_address_key(above)]):
+            address = msgspec.msgpack.decode(self._store.get(_address_key(above)), type=LinkAddress)
+            self._links.connect(above, address)
+
+    def ended(self, ranks: Iterable[int]) -> list[int]:
+        """Returns those of the ranks whose process has ended, after a moment in which their last messages arrive."""
+        with self._lock:
+            self._find(ranks)
+            found = self._local.ended() | (self._links.ended() if self._links is not None else set())
+            now = time.monotonic()
+            self._seen_ended = {rank: self._seen_ended.get(rank, now) for rank in found}
+            self._tell_unreachable()
+            return [rank for rank in ranks if now > self._seen_ended.get(rank, now) + _LAST_MESSAGES_S]
+
+    def unreachable(self) -> Mapping[int, float]:
+        """Returns the ranks whose host does not answer, with the seconds for which it has not."""
+        return self._links.unreachable() if self._links is not None else {}
+
+    def describe(self, rank: int) -> str:
+        return str(self._known[rank]) if rank in self._known else "its process"
+
+    def close(self, *, is_forked: bool = False) -> None:
+        """Ends the watch; `is_forked` in a child, whose copies of links must not outlive the parent's."""
+        self._local.close()
+        if self._links is not None:
+            (self._links.forget if is_forked else self._links.close)()
+
+    def _find(self, ranks: Iterable[int]) -> None:
+        """Reads the presences of ranks that are not known yet, as far as they have made a call."""
+        new = [rank for rank in ranks if rank not in self._known]
+        if not new:
+            return
+        if not self._store.check([*map(_presence_key, new)]):
+            new = [rank for rank in new if self._store.check([_presence_key(rank)])]
+        for rank, message in zip(new, get_messages(self._store, [*map(_presence_key, new)]), strict=True):
+            self._known[rank] = presence = msgspec.msgpack.decode(message, type=Presence)
+            if self._is_local(presence):
+                self._local.add(rank, presence)
+
+    def _is_local(self, presence: Presence) -> bool:
+        return self._own is not None and bool(presence.kernel) and presence.kernel == self._own.kernel
+
+    def _tell_unreachable(self) -> None:
+        for rank, seconds in self.unreachable().items():
+            if rank not in self._told:
+                self._told.add(rank)
+                logger.warning(
+                    "rank %d of the group (%s) is not reachable: its host has not answered for %.0f s. The call waits "
+                    "on, and fails at its timeout_s",
+                    rank,
+                    self.describe(rank),
+                    seconds,
+                )
+
+
+def _towards(store: Store) -> str | None:
+    base = base_of(store)
+    return base.host if isinstance(base, TCPStore) else None
+
+
+def _presence_key(rank: int) -> str:
+    return f"bytecheckpoint/presence/{rank}"
+
+
+def _address_key(rank: int) -> str:
+    return f"bytecheckpoint/links/{rank}"

@@ -1,0 +1,70 @@
+"""The look at data files before a load: one for each file in the whole job, by one of the ranks that read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
+from bytecheckpoint.loading.match import Match
+from bytecheckpoint.loading.name_scope import Matched
+from bytecheckpoint.loading.read import Source
+from bytecheckpoint.manifest.ranges import Fetch
+from bytecheckpoint.planner.load_plan import wanted_files
+from bytecheckpoint.storage.store import SupportsByteLength
+
+
+class _WantedFiles(msgspec.Struct, frozen=True, array_like=True):
+    """The data files that one rank reads."""
+
+    files: bytes
+    """A bit for each file of the manifest."""
+    verify: bool
+
+
+def plan_together(ranks: Ranks, source: Source, matched: Matched) -> list[Fetch]:
+    """Returns the plan of this rank, and checks its share of the files that all ranks read. A rank that hears of all
+    others afterwards knows that all files are there.
+
+    Raises like `Source.plan`.
+    """
+    fetches = source.plan_unchecked(matched.match.shards, matched.match.stored_fqns)
+    num_files = len(source.manifest.files)
+    is_listed = not isinstance(source.store, SupportsByteLength)  # then one listing tells all
+
+    def share_out(payloads: Sequence[bytes]) -> list[bytes]:
+        wanted = [msgspec.msgpack.decode(payload, type=_WantedFiles) for payload in payloads]
+        bits = np.array([np.unpackbits(np.frombuffer(each.files, np.uint8), count=num_files) for each in wanted])
+        shares = shares_of(bits, is_listed=is_listed)
+        verify = any(each.verify for each in wanted)
+        return [msgspec.msgpack.encode((share, verify)) for share in shares]
+
+    own = np.zeros(num_files, bool)
+    own[list(wanted_files(fetches))] = True
+    message = _WantedFiles(np.packbits(own).tobytes(), source.options.verify)
+    reply = ranks.reduce_scatter(msgspec.msgpack.encode(message), share_out)
+    numbers, verify = msgspec.msgpack.decode(reply, type=tuple[list[int], bool])
+    source.check_files(numbers, verify=verify)
+    return fetches
+
+
+def plan_again(source: Source, match: Match, *, checked: Sequence[Fetch]) -> list[Fetch]:
+    """Returns the plan once memory was made, and checks files that are new in it. Raises like `Source.plan`."""
+    fetches = source.plan_unchecked(match.shards, match.stored_fqns)
+    new = set(wanted_files(fetches)).difference(wanted_files(checked))
+    source.check_files(new, verify=source.options.verify)
+    return fetches
+
+
+def shares_of(wanted: np.ndarray, *, is_listed: bool) -> list[list[int]]:
+    """Returns the files that each rank looks at; `wanted` has a row for each rank and a column for each file. A file
+    that many want goes to one of them, in turn.
+    """
+    shares: list[list[int]] = [[] for _ in wanted]
+    for file, column in enumerate(np.ascontiguousarray(wanted.T)):
+        holders = np.flatnonzero(column)
+        if len(holders):
+            shares[COORDINATOR if is_listed else holders[file % len(holders)]].append(file)
+    return shares
