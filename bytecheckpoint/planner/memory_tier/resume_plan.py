@@ -72,7 +72,7 @@ class StoredVersion(msgspec.Struct, frozen=True, array_like=True):
     """If not, its files serve a version in memory with the same save id, and nothing else."""
 
 
-class Holder(msgspec.Struct, frozen=True, array_like=True):
+class FileHolder(msgspec.Struct, frozen=True, array_like=True):
     """A place that has a data file."""
 
     kind: HolderKind
@@ -87,7 +87,7 @@ class DamagedHolding(msgspec.Struct, frozen=True, array_like=True):
 
     save_id: str
     file: str
-    holder: Holder
+    holder: FileHolder
 
 
 class VersionPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -98,7 +98,7 @@ class VersionPlan(msgspec.Struct, frozen=True, array_like=True):
     step: int
     manifest_hosts: list[str]
     """Hosts whose root has a readable manifest; the empty string stands for the path."""
-    files: dict[str, list[Holder]]
+    files: dict[str, list[FileHolder]]
     """The holders of each data file, cheapest first."""
 
 
@@ -168,13 +168,15 @@ class _Candidate:
         self._damaged = damaged
         self._by_host = {host: by_host[host] for host in sorted(by_host)}
         self._stored = stored
-        first = next((version for of_host in self._by_host.values() for version in of_host), None)
+        of_all = [version for of_host in self._by_host.values() for version in of_host]
+        # Before the manifest is there, generation and number are not decided.
+        first = next((version for version in of_all if version.needed is not None), *of_all[:1] or [None])
         if first is not None:
             self.order = (first.generation, first.step, first.number, save_id)
         elif stored is not None:
             self.order = (newest if stored.generation is None else stored.generation, stored.step, -1, save_id)
         self._manifest_hosts, self._needed = self._manifests()
-        self._held: dict[str, list[Holder]] = {name: [] for name in self._needed}
+        self._held: dict[str, list[FileHolder]] = {name: [] for name in self._needed}
         self._find_holders()
 
     def plan(self) -> VersionPlan | PassedOver:
@@ -209,44 +211,56 @@ class _Candidate:
         """Notes every holder of each data file, but for parity."""
         for host, versions in self._by_host.items():
             for version in versions:
-                self._note(Holder("memory", host), version.memory)
-                self._note(Holder("peer", host), version.copies)
-                self._note(Holder("local", host), version.local)
+                self._note(FileHolder("memory", host), version.memory)
+                self._note(FileHolder("peer", host), version.copies)
+                self._note(FileHolder("local", host), version.local)
         if self._stored is not None:
-            self._note(Holder("storage", ""), self._stored.files)
+            self._note(FileHolder("storage", ""), self._stored.files)
         for holders in self._held.values():
             holders.sort(key=lambda holder: _COSTS.index(holder.kind))
 
-    def _note(self, holder: Holder, files: Mapping[str, int]) -> None:
+    def _note(self, holder: FileHolder, files: Mapping[str, int]) -> None:
         for name, byte_length in files.items():
             is_whole = self._needed.get(name) == byte_length and holder not in self._held[name]
             if is_whole and not self._is_damaged(name, holder):
                 self._held[name].append(holder)
 
-    def _is_damaged(self, name: str, holder: Holder) -> bool:
+    def _is_damaged(self, name: str, holder: FileHolder) -> bool:
         return DamagedHolding(self._save_id, name, holder) in self._damaged
 
     def _add_rebuilds(self) -> None:
         """Adds parity as a holder of every file of a host whose group has all the rest."""
-        rebuild = Holder("parity", "")
-        groups: dict[tuple[str, ...], dict[str, HeldParity]] = {}
-        for host, versions in self._by_host.items():
-            for block in (block for version in versions for block in version.parity):
-                is_own = block.members[block.position].host == host
-                if is_own and not self._is_damaged("", Holder("parity", host)):
-                    groups.setdefault(tuple(member.host for member in block.members), {})[host] = block
-        for hosts, blocks in groups.items():
-            members = next(iter(blocks.values())).members
-            lacking = [member.host for member in members if not self._is_whole_at(member)]
+        for members, blocks in self._parity_groups():
+            lacking = {member.host for member in members if not self._is_whole_at(member)}
             for member in members:
-                others = {*hosts} - {member.host}
-                can_rebuild = bool(others) and blocks.keys() >= others and {*lacking} <= {member.host}
-                for name, _ in member.files if can_rebuild else ():
-                    if name in self._held and not self._is_damaged(name, rebuild):
-                        self._held[name].append(rebuild)
-                        self._held[name].sort(key=lambda holder: _COSTS.index(holder.kind))
+                others = {other.host for other in members} - {member.host}
+                if others and blocks >= others and lacking <= {member.host}:
+                    self._note_rebuild(member)
+
+    def _note_rebuild(self, member: ParityMember) -> None:
+        rebuild = FileHolder("parity", "")
+        for name in (name for name, _ in member.files if name in self._held):
+            if not self._is_damaged(name, rebuild):
+                self._held[name].append(rebuild)
+                self._held[name].sort(key=lambda holder: _COSTS.index(holder.kind))
+
+    def _parity_groups(self) -> list[tuple[list[ParityMember], set[str]]]:
+        """Returns the members of each group, with the hosts whose block is here and was not found damaged."""
+        groups: dict[tuple[str, ...], tuple[list[ParityMember], set[str]]] = {}
+        blocks = (
+            (host, block)
+            for host, versions in self._by_host.items()
+            for version in versions
+            for block in version.parity
+        )
+        for host, block in blocks:
+            is_own = block.members[block.position].host == host
+            if is_own and not self._is_damaged("", FileHolder("parity", host)):
+                key = tuple(member.host for member in block.members)
+                groups.setdefault(key, (block.members, set()))[1].add(host)
+        return list(groups.values())
 
     def _is_whole_at(self, member: ParityMember) -> bool:
         """Returns True if all of a member's data files are in its own memory."""
-        own = Holder("memory", member.host)
+        own = FileHolder("memory", member.host)
         return all(own in self._held.get(name, ()) for name, _ in member.files)

@@ -12,7 +12,7 @@ import pytest
 from bytecheckpoint.planner.memory_tier.resume_plan import (
     DamagedHolding,
     HeldParity,
-    Holder,
+    FileHolder,
     ParityMember,
     ResumePlan,
     SeenByRank,
@@ -41,7 +41,7 @@ def test_the_newest_version_all_of_whose_files_are_held_is_taken() -> None:
     second = [seen("a", step=9), seen("b", step=8, needed=old, memory={"b1": 2})]
     plan = plan_resume([SeenByRank("h0", first), SeenByRank("h1", second)], [], ())
     assert chosen(plan) == ["b"]
-    assert plan.versions[0].files == {"b0": [Holder("memory", "h0")], "b1": [Holder("memory", "h1")]}
+    assert plan.versions[0].files == {"b0": [FileHolder("memory", "h0")], "b1": [FileHolder("memory", "h1")]}
     assert plan.versions[0].manifest_hosts == ["h0", "h1"]
     (missed,) = plan.passed_over
     assert (missed.save_id, missed.step) == ("a", 9)
@@ -85,7 +85,10 @@ def test_a_save_that_went_to_both_is_read_from_both(is_committed: bool) -> None:
     here = [seen("m", step=5, needed={"x": 1, "y": 2}, memory={"x": 1})]
     stored = [StoredVersion("m", 0, 5, {"x": 1, "y": 2}, is_committed)]
     (version,) = plan_resume([SeenByRank("h0", here)], stored, ()).versions
-    assert version.files == {"x": [Holder("memory", "h0"), Holder("storage", "")], "y": [Holder("storage", "")]}
+    assert version.files == {
+        "x": [FileHolder("memory", "h0"), FileHolder("storage", "")],
+        "y": [FileHolder("storage", "")],
+    }
     assert version.manifest_hosts == (["h0", ""] if is_committed else ["h0"])
 
 
@@ -277,8 +280,8 @@ def test_a_damaged_block_of_parity_rebuilds_nothing() -> None:
         )
         for number in (1, 2)
     ]
-    assert plan_resume(told, [], ()).versions[0].files["x0"] == [Holder("parity", "")]
-    lost = DamagedHolding("m", "", Holder("parity", "h2"))
+    assert plan_resume(told, [], ()).versions[0].files["x0"] == [FileHolder("parity", "")]
+    lost = DamagedHolding("m", "", FileHolder("parity", "h2"))
     assert plan_resume(told, [], [lost]).versions == []
 
 
@@ -301,5 +304,5 @@ def test_thousands_of_hosts_are_planned_with_a_look_at_each_file() -> None:
         for number, host in enumerate(hosts)
     ]
     (version,) = plan_resume(told, [], ()).versions
-    assert version.files["x7"] == [Holder("peer", "h0006")]
-    assert version.files["x8"] == [Holder("memory", "h0008"), Holder("peer", "h0007")]
+    assert version.files["x7"] == [FileHolder("peer", "h0006")]
+    assert version.files["x8"] == [FileHolder("memory", "h0008"), FileHolder("peer", "h0007")]
