@@ -11,8 +11,8 @@ import pytest
 
 from bytecheckpoint.planner.memory_tier.resume_plan import (
     DamagedHolding,
-    HeldParity,
     FileHolder,
+    HeldParity,
     ParityMember,
     ResumePlan,
     SeenByRank,
