@@ -32,6 +32,7 @@ FLOORS = (
     {"distributed"},
     {"staging", "name_maps"},
     {"loading", "saving"},
+    {"memory_tier"},
     {"checkpoint", "conversion", "diagnostics"},
     {"state_tree"},
     {"api"},
