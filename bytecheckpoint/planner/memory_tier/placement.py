@@ -83,7 +83,7 @@ def _unevenness(
 ) -> tuple[int, int, int]:
     """Returns the number of copies, negated, the bytes of the fullest host, and the pairs of hosts."""
     held: Counter[str] = Counter()
-    pairs = set()
+    pairs: set[tuple[str, str]] = set()
     for place, of_rank, num_bytes in zip(places, hosts, staged_bytes, strict=True):
         pairs.update((place.host, host) for host in of_rank)
         held.update(dict.fromkeys(of_rank, num_bytes))

@@ -170,7 +170,7 @@ class _Candidate:
         self._stored = stored
         of_all = [version for of_host in self._by_host.values() for version in of_host]
         # Before the manifest is there, generation and number are not decided.
-        first = next((version for version in of_all if version.needed is not None), *of_all[:1] or [None])
+        first = min(of_all, key=lambda version: version.needed is None, default=None)
         if first is not None:
             self.order = (first.generation, first.step, first.number, save_id)
         elif stored is not None:
