@@ -156,7 +156,18 @@ def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[s
     info = msgspec.msgpack.decode(reply.info, type=CheckpointInfo)
     held = HeldSave(_timed(info, timer), reply.record, holdings)
     prepared.progress.reach("process", held.info)
+    _without_hosts(prepared)
     return held
+
+
+def _without_hosts(prepared: PreparedSave) -> None:
+    """Says that the save does not survive the loss of a host."""
+    memory = prepared.options.memory
+    if memory is None or (memory.copies == 1 and not memory.parity):
+        why = "its options have Memory(copies=1), so each byte is in the memory of one host"
+    else:
+        why = "all its ranks are on one host"
+    prepared.progress.never_reach("host", f"the save to {prepared.target.path} never survives a host: {why}")
 
 
 def _tidy(slots: JobMemory, save_id: str, num_on_host: int) -> None:

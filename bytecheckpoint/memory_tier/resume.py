@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch.distributed as dist
@@ -57,7 +57,7 @@ _FEW_STEPS, _MANY_STEPS = 4, 32
 class LoadCall(NamedTuple):
     """The loads that a resume makes."""
 
-    at_path: Callable[[int | str], LoadReport]
+    at_path: Callable[[int | Literal["latest"]], LoadReport]
     """Loads a step at the path, or the newest."""
     opened: Callable[[Callable[[Ranks, LoadOptions], Source]], LoadReport]
     """Loads what is opened so."""
