@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from bytecheckpoint.manager.checkpoint_manager import CheckpointManager
     from bytecheckpoint.manager.options import ManagerOptions
     from bytecheckpoint.manager.stats import ManagerStats
-    from bytecheckpoint.options import LoadOptions, NameMap, SaveOptions
+    from bytecheckpoint.options import LoadOptions, Memory, NameMap, SaveOptions
     from bytecheckpoint.runtime.progress import Progress
     from bytecheckpoint.saving.handle import SaveHandle
     from bytecheckpoint.saving.recover import recover
@@ -77,6 +77,7 @@ __all__ = [
     "LoggedData",
     "ManagerOptions",
     "ManagerStats",
+    "Memory",
     "NameMap",
     "Progress",
     "RankLocal",
@@ -121,7 +122,7 @@ _LAZY = {
         ("CheckpointInfo", "DataReport", "LoadReport", "LocalInfo", "LoggedData", "RecoveredSave"),
         "bytecheckpoint.info",
     ),
-    **dict.fromkeys(("LoadOptions", "NameMap", "SaveOptions"), "bytecheckpoint.options"),
+    **dict.fromkeys(("LoadOptions", "Memory", "NameMap", "SaveOptions"), "bytecheckpoint.options"),
     **dict.fromkeys(("delete", "latest", "load", "open", "save", "steps", "warm_up"), "bytecheckpoint.api"),
 }
 _LAZY_MODULES = {

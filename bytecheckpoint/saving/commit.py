@@ -73,7 +73,12 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
         content = info = b""
         if ranks.rank == COORDINATOR:
             content, info = encode_manifest_and_info(
-                agreed, [each.report for each in reports], call, target, metadata=metadata
+                agreed,
+                [each.report for each in reports],
+                call,
+                target,
+                metadata=metadata,
+                generation=prepared.generation,
             )
         undo.pop_all()
     prepared.meter.begin("commit")

@@ -30,6 +30,7 @@ from bytecheckpoint.saving.handle import SaveProgress
 from bytecheckpoint.saving.prepare import KeptBetweenSaves, PreparedSave
 from bytecheckpoint.saving.slow_phases import PhaseHistory
 from bytecheckpoint.staging.host_buffers import HostBuffers
+from bytecheckpoint.staging.memory_slots import JobMemory
 from bytecheckpoint.staging.snapshots import ProposedState, StagedState
 from bytecheckpoint.storage.store import RemoteStore, Store, full_location
 
@@ -325,7 +326,9 @@ class ProcessState:
         self.history = PhaseHistory()
         self._writable: set[str] = set()
         """Stores that were found to be writable."""
-        self._of_parent: list[HostBuffers] = []
+        self.memories: dict[str, JobMemory] = {}
+        """Slots of this process, by the folder of their job."""
+        self._of_parent: list[object] = []
 
     @property
     def kept(self) -> KeptBetweenSaves:
@@ -346,7 +349,8 @@ class ProcessState:
         """Forgets in a forked child the saves of the parent, whose threads it lacks, and the memory."""
         self.saves.reset()
         # The memory is not the child's, but freeing it here could free what has come to lie in the same place.
-        self._of_parent.append(self.buffers)
+        self._of_parent.append((self.buffers, self.memories))
+        self.memories = {}
         self.buffers, self.plans, self._writable = HostBuffers(), PlanCache(), set()
         self.history = PhaseHistory()
 
@@ -375,6 +379,12 @@ def wait_until_staged() -> None:
     """Returns when no save in flight needs the training state any more."""
     for state in _STATE.values():
         state.saves.wait_until_staged()
+
+
+def note_load() -> None:
+    """Notes that training goes on from what was loaded."""
+    for memory in (memory for state in _STATE.values() for memory in state.memories.values()):
+        memory.note_load()
 
 
 @contextmanager

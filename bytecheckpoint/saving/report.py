@@ -27,6 +27,7 @@ from bytecheckpoint.saving.chunk_locations import ChunkLocations, pack_locations
 from bytecheckpoint.saving.global_plan import AgreedPlan, WrittenTensors
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.staging.compress import ChunkLocation
+from bytecheckpoint.staging.memory_slots import GENERATION
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import one_block
@@ -79,9 +80,16 @@ def _locations(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> Iterator[t
 
 
 def encode_manifest_and_info(
-    agreed: AgreedPlan, reports: Sequence[bytes], call: SaveCall, target: SaveTarget, *, metadata: Mapping[str, Any]
+    agreed: AgreedPlan,
+    reports: Sequence[bytes],
+    call: SaveCall,
+    target: SaveTarget,
+    *,
+    metadata: Mapping[str, Any],
+    generation: int | None = None,
 ) -> tuple[bytes, bytes]:
-    """Returns the manifest as it will be committed, and the CheckpointInfo of it without seconds.
+    """Returns the manifest as it will be committed, and the CheckpointInfo of it without seconds. `generation` is that
+    of a save with a memory tier.
 
     Raises CheckpointSaveError (storage) if the reports contradict the plan, or make a manifest that no reader accepts.
     """
@@ -89,6 +97,8 @@ def encode_manifest_and_info(
         manifest = build_manifest(
             agreed, reports, global_ranks=call.ranks.global_ranks, step=target.step, metadata=metadata
         )
+        if generation is not None:
+            manifest = replace(manifest, provenance={**manifest.provenance, GENERATION: generation})
         content = encode_manifest(manifest)
         try:
             decoded = decode_manifest(content)

@@ -66,6 +66,8 @@ class SaveTarget(NamedTuple):
     """None where data goes to the store at once."""
     owner: SaveOwner | None = None
     """None if nobody owns the root."""
+    memory: str = ""
+    """What must be the same on all ranks of a memory tier, in words; empty without one."""
 
     @property
     def path(self) -> str:
@@ -74,7 +76,7 @@ class SaveTarget(NamedTuple):
     def __str__(self) -> str:
         overwriting = ", overwriting what is there" if self.overwrite else ""
         staged = ", through a local stage" if self.stage is not None else ""
-        return f"{full_location(self.store, self.folder)} (step={self.step}{overwriting}{staged})"
+        return f"{full_location(self.store, self.folder)} (step={self.step}{overwriting}{staged}{self.memory})"
 
     def may_replace(self) -> bool:
         """Returns True if a checkpoint that stands there may be replaced. Asked by the coordinator. Raises what the
