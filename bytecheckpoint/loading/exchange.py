@@ -20,7 +20,7 @@ import msgspec
 
 from bytecheckpoint.distributed.connection import GRACE_S, Activity, Connection, PeerLeftError
 from bytecheckpoint.distributed.key_value_ranks import shown_ranks
-from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
+from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, Address, Listener, connect
 from bytecheckpoint.distributed.wire import OutgoingUnit, damaged, decode_request, encode_request, view_pieces
 from bytecheckpoint.errors import CheckpointError
@@ -61,6 +61,8 @@ class LocalReadPlan(msgspec.Struct, frozen=True, array_like=True):
     """The extents that it wants."""
     unit_bytes: int
     timeout_s: float
+    held: list[int] = []
+    """The files that it can read and not all ranks can."""
 
 
 class ReadAssignment(msgspec.Struct, frozen=True, array_like=True):
@@ -88,13 +90,14 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
     tensors = (shard.tensor for shard in match.shards if not shard.address)
     with closing(Listener(towards=ranks.rendezvous_host)) as listener, streams_to(tensors) as lanes:
         runs, unit_bytes = wanted_runs(fetches, extents), source.unit_bytes(fetches)
-        local_plan = LocalReadPlan(listener.address, runs, unit_bytes, source.options.timeout_s)
+        held = sorted(source.held_files)
+        local_plan = LocalReadPlan(listener.address, runs, unit_bytes, source.options.timeout_s, held)
         reply = ranks.reduce_scatter(msgspec.msgpack.encode(local_plan), partial(assign, extents=extents))
         assigned = msgspec.msgpack.decode(reply, type=ReadAssignment)
         plan = divide_plan(fetches, assigned.share, extents, unit_bytes=assigned.unit_bytes)
         source.begin_reading([*plan.shared, *plan.alone])
         exchange = _Exchange(ranks, source, match, assigned=assigned, lanes=lanes)
-        common = read_common(assigned.share.common, extents, ranks, source, lanes)
+        common = read_common(assigned.share, extents, ranks, source, lanes)
         for fetch in plan.common:
             exchange.receiver.place(fetch, common[fetch.file, fetch.byte_offset])
         try:
@@ -103,10 +106,12 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
             ranks.barrier()  # raises the error of the rank that failed
             raise
     source.fill_zeros(match.shards, match.stored_fqns)
-    is_reader = ranks.rank == COORDINATOR
-    received = chain(*plan.received.values(), () if is_reader else plan.common)
+    readers = dict(zip(common, assigned.share.common_readers, strict=True))
+    of_others = [fetch for fetch in plan.common if readers[fetch.file, fetch.byte_offset] != ranks.rank]
+    received = chain(*plan.received.values(), of_others)
+    own_common = sum(len(content) for run, content in common.items() if readers[run] == ranks.rank)
     return Traffic(
-        sum(fetch.byte_length for fetch in (*plan.shared, *plan.alone)) + is_reader * sum(map(len, common.values())),
+        sum(fetch.byte_length for fetch in (*plan.shared, *plan.alone)) + own_common,
         sum(piece_of(item).byte_length for fetch in received for item in (*fetch.parts, *fetch.frames)),
     )
 
@@ -114,7 +119,7 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
 def assign(payloads: Sequence[bytes], extents: Extents) -> list[bytes]:
     """Makes the encoded assignment of each rank of the encoded local plans of all."""
     plans = [msgspec.msgpack.decode(content, type=LocalReadPlan) for content in payloads]
-    shares = assign_readers([plan.runs for plan in plans], extents)
+    shares = assign_readers([plan.runs for plan in plans], extents, [plan.held for plan in plans])
     unit_bytes, timeout_s = min(plan.unit_bytes for plan in plans), min(plan.timeout_s for plan in plans)
     heartbeat_s = min(timeout_s / _HEARTBEATS_IN_TIMEOUT, _MAX_HEARTBEAT_S)
     addresses = [{reader: plans[reader].address for reader, _ in share.received} for share in shares]

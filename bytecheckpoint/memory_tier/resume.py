@@ -35,6 +35,7 @@ from bytecheckpoint.planner.memory_tier.resume_plan import (
     PassedOver,
     SeenByRank,
     VersionPlan,
+    files_read_at,
     plan_resume,
 )
 from bytecheckpoint.saving.in_flight import process_state
@@ -256,7 +257,8 @@ class Resume:
         manifest = parse_manifest(content, path=path, whole=False)
         host = choice.hosts[ranks.rank]
         places = self._places(version, host)
-        readable = {name for name, holders in version.files.items() if name in places or holders[0].kind == "storage"}
+        is_storage = {name for name, holders in version.files.items() if holders[0].kind == "storage"}
+        readable = {*places, *is_storage}
         elsewhere = {file.name: file.byte_length for file in manifest.files if file.name not in readable}
         held = HeldStore(
             places, content, shown=f"memory of {path}", elsewhere=elsewhere, stored=StoredAt(store, choice.folder)
@@ -264,18 +266,21 @@ class Resume:
         self._held = held
         options = replace(options, verify=True)  # what a process left when it was killed is never trusted
         is_exchanged = ranks.num_ranks > 1 and (len(set(choice.hosts)) > 1 or options.exchange == "on")
-        return Source(held, "", _mapped(manifest, held, options), options, is_exchanged=is_exchanged, path=path)
+        source = Source(held, "", _mapped(manifest, held, options), options, is_exchanged=is_exchanged, path=path)
+        source.held_files = frozenset(number for number, file in enumerate(manifest.files) if file.name in places)
+        return source
 
     def _places(self, version: VersionPlan, host: str) -> dict[str, FilePlace]:
-        """Returns the files that this host holds, each from its cheapest holder that was not found damaged."""
-        places = {}
+        """Returns the files that ranks of this host read, each from its cheapest holder."""
         found = self._view.places if self._view is not None else {}
-        for name, holders in version.files.items():
-            for holder in holders:
-                place = found.get((version.save_id, holder.kind), {}).get(name)
-                if holder.host == host and place is not None:
-                    places[name] = place
-                    break
+        places = {}
+        for name in files_read_at(version, host):
+            kinds = [holder.kind for holder in version.files[name] if holder.host == host]
+            place = next(
+                (found[version.save_id, kind].get(name) for kind in kinds if (version.save_id, kind) in found), None
+            )
+            if place is not None:
+                places[name] = place
         return places
 
     def _note_damage(self, choice: _Choice, content: bytes, error: CheckpointError) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from operator import attrgetter
 from typing import NamedTuple
@@ -27,6 +27,8 @@ a message.
 _COMMON_BYTES = 256 << 10
 _COMMON_BYTES_OF_ALL = 256 << 20
 """Limit for these messages to all ranks together: they come from one store."""
+COMMON_READER = 0
+"""The rank that reads common bytes, if all can read them: the coordinator."""
 _UNCHECKED_BYTES = 1 << 20
 """Length of an extent in a file that has no checksums."""
 
@@ -50,8 +52,10 @@ class ReaderShare(NamedTuple):
     received: Sequence[tuple[int, ExtentRun]]
     """The reader rank of each run that this rank wants and does not read, in the order of the files."""
     common: Sequence[ExtentRun] = ()
-    """Runs that the coordinator reads and broadcasts. They are the same for every rank, whether it wants them or not.
-    """
+    """Runs that one rank reads and the coordinator broadcasts. They are the same for every rank, whether it wants them
+    or not."""
+    common_readers: Sequence[int] = ()
+    """The rank that reads each of them."""
 
 
 class DividedPlan(NamedTuple):
@@ -67,7 +71,7 @@ class DividedPlan(NamedTuple):
     """Units that each of the reader ranks reads for this one, in file order. Units of which it wants nothing, such as
     those between the rows of a box, are left out; no unit may be left."""
     common: Sequence[Fetch]
-    """Fetches of whole runs that the coordinator reads and broadcasts."""
+    """Fetches of whole runs that the coordinator broadcasts."""
 
 
 class Extents:
@@ -95,32 +99,86 @@ class Extents:
         return end - start
 
 
-def assign_readers(wanted: Sequence[Sequence[ExtentRun]], extents: Extents) -> list[ReaderShare]:
-    """Assigns a reader rank to every extent that two ranks or more want, such that all read about as many bytes.
+def assign_readers(
+    wanted: Sequence[Sequence[ExtentRun]], extents: Extents, held: Sequence[Collection[int]]
+) -> list[ReaderShare]:
+    """Assigns a reader rank to every extent that two ranks or more want, or that its one rank cannot read, such that
+    all read about as many bytes.
 
-    `wanted` has the runs of each rank, which do not overlap and do not touch one another. The reader rank is one of
-    those that want the extent; it gets few, long runs. Few bytes that more than FEW_RANKS want are common. The same
-    input always gives the same shares.
+    `wanted` has the runs of each rank, which do not overlap and do not touch one another. `held` has for each rank the
+    files that it can read and others may not: a file that nobody holds is read by all. The reader rank is one of those
+    that want the extent, if one of them can read it, else that holder of the file which reads the least; it gets few,
+    long runs. Few bytes that more than FEW_RANKS want are common. The same input always gives the same shares.
     """
+    holders = _holders_by_file(held)
     by_ranks = _runs_by_ranks(wanted)
     common = _take_common(by_ranks, extents, min(_COMMON_BYTES, _COMMON_BYTES_OF_ALL // len(wanted)))
-    reads: list[list[ExtentRun]] = [[] for _ in wanted]
-    received: list[list[tuple[int, ExtentRun]]] = [[] for _ in wanted]
-    peers: list[set[int]] = [set() for _ in wanted]
-    read_bytes = [0] * len(wanted)
+    shares = _Shares(len(wanted), extents)
     for together, runs in _runs_by_group(by_ranks):
-        parts = _divide_runs(runs, [read_bytes[rank] for rank in together], extents)
-        for reader, part in zip(together, parts, strict=True):
-            others = [rank for rank in together if rank != reader and part]
-            read_bytes[reader] += sum(map(extents.num_bytes, part))
-            reads[reader] += part if others else []
-            peers[reader].update(others)
-            for peer in others:
-                received[peer] += [(reader, run) for run in part]
-    return [
-        ReaderShare(own, sorted(of_own), sorted(others, key=lambda item: item[1]), common)
-        for own, of_own, others in zip(reads, peers, received, strict=True)
-    ]
+        for of_file, same_runs in _runs_by_holders(runs, holders):
+            shares.add(together, of_file, same_runs)
+    readers = [min(holders.get(run.file, (COMMON_READER,))) for run in common]
+    return shares.finish(common, readers)
+
+
+def _holders_by_file(held: Sequence[Collection[int]]) -> dict[int, list[int]]:
+    """Returns the ranks, rising, that can read each file that not all can."""
+    holders: dict[int, list[int]] = {}
+    for rank, files in enumerate(held):
+        for file in files:
+            holders.setdefault(file, []).append(rank)
+    return holders
+
+
+def _runs_by_holders(
+    runs: Sequence[ExtentRun], holders: Mapping[int, Sequence[int]]
+) -> Iterator[tuple[Sequence[int] | None, Sequence[ExtentRun]]]:
+    """Yields the runs of files that the same ranks can read, with these; None stands for all."""
+    if not holders:
+        yield None, runs
+        return
+    by_holders: dict[tuple[int, ...] | None, list[ExtentRun]] = {}
+    for run in runs:
+        of_file = holders.get(run.file)
+        by_holders.setdefault(None if of_file is None else tuple(of_file), []).append(run)
+    yield from by_holders.items()
+
+
+class _Shares:
+    """The shares of all ranks, while runs are assigned."""
+
+    def __init__(self, num_ranks: int, extents: Extents) -> None:
+        self._extents = extents
+        self._reads: list[list[ExtentRun]] = [[] for _ in range(num_ranks)]
+        self._received: list[list[tuple[int, ExtentRun]]] = [[] for _ in range(num_ranks)]
+        self._peers: list[set[int]] = [set() for _ in range(num_ranks)]
+        self._read_bytes = [0] * num_ranks
+
+    def add(self, together: Sequence[int], holders: Sequence[int] | None, runs: Sequence[ExtentRun]) -> None:
+        """Divides runs that these ranks want among those of them that can read, or among others."""
+        readers = together if holders is None else sorted({*together} & {*holders})
+        if not readers and holders is not None:
+            for run in runs:  # each whole, by one rank: a peer connects to no more ranks than it must
+                self._assign(min(holders, key=lambda rank: (self._read_bytes[rank], rank)), together, [run])
+            return
+        parts = _divide_runs(runs, [self._read_bytes[rank] for rank in readers], self._extents)
+        for reader, part in zip(readers, parts, strict=True):
+            self._assign(reader, together, part)
+
+    def _assign(self, reader: int, together: Sequence[int], part: Sequence[ExtentRun]) -> None:
+        others = [rank for rank in together if rank != reader and part]
+        self._read_bytes[reader] += sum(map(self._extents.num_bytes, part))
+        self._reads[reader] += part if others else []
+        self._peers[reader].update(others)
+        for peer in others:
+            self._received[peer] += [(reader, run) for run in part]
+
+    def finish(self, common: Sequence[ExtentRun], common_readers: Sequence[int]) -> list[ReaderShare]:
+        """Returns the share of each rank."""
+        return [
+            ReaderShare(own, sorted(peers), sorted(received, key=lambda item: item[1]), common, common_readers)
+            for own, peers, received in zip(self._reads, self._peers, self._received, strict=True)
+        ]
 
 
 def _take_common(by_ranks: dict[tuple[int, ...], list[ExtentRun]], extents: Extents, max_bytes: int) -> list[ExtentRun]:

@@ -98,7 +98,9 @@ def test_an_abandoned_branch_is_never_resumed(tmp_path: Path, root: Path) -> Non
 def damage(tmp_path: Path, save_id: str) -> int:
     """Flips a bit in the image of each slot of the save, and returns their number."""
     ((job, _),) = find_jobs(str(tmp_path / "memory"))
-    places = [place for slot in slot_file.scan(job.slots) if slot.save_id == save_id for place in slot.places().values()]
+    places = [
+        place for slot in slot_file.scan(job.slots) if slot.save_id == save_id for place in slot.places().values()
+    ]
     for place in places:
         with open(place.path, "r+b") as file:
             file.seek(place.byte_offset + place.byte_length - 5)

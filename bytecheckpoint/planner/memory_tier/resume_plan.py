@@ -145,6 +145,21 @@ def plan_resume(
     )
 
 
+def files_read_at(version: VersionPlan, host: str) -> list[str]:
+    """Returns the data files that ranks of this host read: those that are nowhere cheaper, but for storage, which all
+    read. Memory is as cheap wherever it is.
+    """
+    return [
+        name
+        for name, holders in version.files.items()
+        if any(holder.host == host for holder in holders if _tier(holder) == _tier(holders[0]))
+    ]
+
+
+def _tier(holder: FileHolder) -> str:
+    return "memory" if holder.kind == "peer" else holder.kind
+
+
 def _generations(
     views: Mapping[str, Mapping[str, Sequence[SeenVersion]]], stored: Iterable[StoredVersion]
 ) -> Iterator[int]:
