@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         latest,
         load,
         open,  # noqa: A004  bcp.open, as in gzip.open
+        resume,
         save,
         steps,
         warm_up,
@@ -97,6 +98,7 @@ __all__ = [
     "open",
     "progress_bar",
     "recover",
+    "resume",
     "save",
     "save_policies",
     "steps",
@@ -123,7 +125,7 @@ _LAZY = {
         "bytecheckpoint.info",
     ),
     **dict.fromkeys(("LoadOptions", "Memory", "NameMap", "SaveOptions"), "bytecheckpoint.options"),
-    **dict.fromkeys(("delete", "latest", "load", "open", "save", "steps", "warm_up"), "bytecheckpoint.api"),
+    **dict.fromkeys(("delete", "latest", "load", "open", "resume", "save", "steps", "warm_up"), "bytecheckpoint.api"),
 }
 _LAZY_MODULES = {
     "data": "bytecheckpoint.data",

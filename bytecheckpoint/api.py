@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.distributed.ranks import Subject, join_ranks, together
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, wanted_step
+from bytecheckpoint.memory_tier.resume import LoadCall, Resume
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.phases import run_load, run_save
 from bytecheckpoint.runtime.gc_pause import gc_paused
@@ -24,7 +26,7 @@ from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.saving.in_flight import process_state, wait_until_numbered
 from bytecheckpoint.saving.prepare import allocate
 from bytecheckpoint.storage import deletion, layout
-from bytecheckpoint.storage.layout import check_step
+from bytecheckpoint.storage.layout import check_step, root_of
 from bytecheckpoint.storage.open_store import open_store
 
 logger = logging.getLogger("bytecheckpoint")
@@ -194,6 +196,64 @@ def load(
         options=options or LoadOptions(),
         ignored=(),
     )
+
+
+def resume(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    framework: Framework = "auto",
+    *,
+    options: SaveOptions,
+    strict: bool = True,
+    key_map: KeyMap | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    cast: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    role: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    load_options: LoadOptions | None = None,
+) -> LoadReport | None:
+    """Fills the state of all ranks, in place, from the newest checkpoint that the memory of the hosts, their local
+    stages and the path hold. Any number of ranks in any layout; every byte is verified.
+
+    What is damaged is read from another holder, or the next older checkpoint is taken, by all ranks together. Newest
+    is by the branch of training first: a save after a load at a step is newer than all that were made before.
+
+    Args:
+        path: What was given to `save`.
+        state: As for `load`.
+        framework: As for `load`.
+        options: Those of the saves: `memory`, `local_stage` and `timeout_s`.
+        load_options: See LoadOptions. All other arguments are as for `load`.
+
+    Returns:
+        The report, with `sources`; None, with the state unchanged, where nothing was saved yet.
+
+    Raises:
+        CheckpointCorruptError: Something was saved, and nothing of it is whole. The message lists it.
+        CheckpointMismatchError: `options` has no memory; or as `load`.
+        CheckpointError: As `load`.
+    """
+    root = root_of(path, role)
+    loading = partial(
+        run_load,
+        root,
+        state,
+        framework,
+        strict=strict,
+        key_map=key_map,
+        include=include,
+        exclude=exclude,
+        cast=cast,
+        process_group=process_group,
+        role=None,
+        storage_options=storage_options,
+        options=load_options or LoadOptions(),
+        ignored=(),
+    )
+    calls = LoadCall(lambda step: loading(step=step), lambda opened: loading(step=None, opened=opened))
+    return Resume(root, options, process_group=process_group, storage_options=storage_options).run(calls)
 
 
 def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file

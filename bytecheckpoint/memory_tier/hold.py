@@ -169,7 +169,8 @@ def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> Checkp
     memory, progress = prepared.options.memory, prepared.progress
     ranks, about, timer = prepared.call
     if memory is None or memory.copies == 1:
-        progress.never_reach("host", f"the save to {about.path} has no copies on other hosts: give Memory(copies=2)")
+        why = "its options have Memory(copies=1), so each byte is in the memory of one host"
+        progress.never_reach("host", f"the save to {prepared.target.path} never survives a host: {why}")
         return None
     with together(ranks, f"copying {about.path} to other hosts", about=about), timer.phase("copy"):
         done = protect(ranks, part.slots, held.record, memory, timeout_s=prepared.options.timeout_s)

@@ -22,6 +22,7 @@ from bytecheckpoint.storage.memory_root.job_folder import JobFolder, LivingProce
 from bytecheckpoint.storage.memory_root.room import check_room
 from bytecheckpoint.storage.memory_root.slot_file import FoundSlot, Slot
 from bytecheckpoint.storage.memory_root.version_files import VersionRecord
+from bytecheckpoint.storage.open_store import is_remote
 from bytecheckpoint.storage.store import Store
 
 logger = logging.getLogger("bytecheckpoint")
@@ -156,10 +157,14 @@ class JobMemory:
         self._committed_steps(store)
 
     def check_step(self, store: Store, step: int, path: str) -> None:
-        """Raises CheckpointExistsError if the step is committed at the path. The coordinator looks there once, and
-        knows what this process has committed since: a store that is slow or away does not delay memory.
+        """Raises CheckpointExistsError if the step is committed at the path. The coordinator looks at a remote store
+        once, and knows what this process has committed since: a store that is slow or away does not delay memory.
         """
-        if step in self._committed_steps(store):
+        if not is_remote(store):
+            is_committed = layout.has_manifest(store.list(layout.step_folder(step)))
+        else:
+            is_committed = step in self._committed_steps(store)
+        if is_committed:
             raise layout.exists_error(path)
 
     def note_commit(self, step: int) -> None:

@@ -15,7 +15,7 @@ from bytecheckpoint.storage.backends.posix_files import read_fully
 from bytecheckpoint.storage.layout import DATA_FOLDER, MANIFEST_NAME
 from bytecheckpoint.storage.memory_root.slot_file import FilePlace
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Access, FillHook, Store, read_whole
+from bytecheckpoint.storage.store import Access, FillHook, Store, SupportsByteLength, read_whole
 
 _ACCESS = Access(latency_s=20e-6, bytes_per_s=3e9)
 
@@ -31,10 +31,19 @@ class HeldStore:
     """The objects of one checkpoint, by their names in it. `str()` gives its name for messages."""
 
     def __init__(
-        self, places: Mapping[str, FilePlace], manifest: bytes, *, shown: str, stored: StoredAt | None = None
+        self,
+        places: Mapping[str, FilePlace],
+        manifest: bytes,
+        *,
+        shown: str,
+        elsewhere: Mapping[str, int],
+        stored: StoredAt | None = None,
     ) -> None:
-        """`stored` has the files that have no place."""
+        """`elsewhere` are the lengths of files that other ranks read; `stored` has all others that have no place."""
+        self.wanted: set[str] = set()
+        """Names of the data files that were asked for."""
         self._places = places
+        self._elsewhere = elsewhere
         self._manifest = manifest
         self._shown = shown
         self._stored = stored
@@ -49,7 +58,7 @@ class HeldStore:
     def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: FillHook | None = None) -> None:
         place = self._places.get(name)
         if place is None:
-            stored = self._elsewhere(name)
+            stored = self._found_at(name)
             stored.store.read_into(join_name(stored.folder, name), byte_offset, buffer, on_filled=on_filled)
             return
         flat = buffer.cast("B") if buffer.nbytes else memoryview(b"")
@@ -71,12 +80,25 @@ class HeldStore:
         if filled < flat.nbytes:
             raise truncated(f"{self._shown}/{name}", wanted_end=end, found_end=byte_offset + filled)
 
+    def byte_length(self, name: str) -> int | None:
+        """Implements `SupportsByteLength`."""
+        self.wanted.add(name)
+        if name in self._places:
+            return self._places[name].byte_length
+        if name in self._elsewhere:
+            return self._elsewhere[name]
+        stored = self._found_at(name)
+        if isinstance(stored.store, SupportsByteLength):
+            return stored.store.byte_length(join_name(stored.folder, name))
+        parent, _, last = name.rpartition("/")
+        return stored.store.list(join_name(stored.folder, parent)).get(last)
+
     def read_whole(self, name: str, *, max_bytes: int) -> bytes:
         """Implements `SupportsReadWhole`."""
         if name == MANIFEST_NAME:
             return self._manifest
         if name not in self._places:
-            stored = self._elsewhere(name)
+            stored = self._found_at(name)
             return read_whole(stored.store, join_name(stored.folder, name), max_bytes=max_bytes)
         content = bytearray(min(self._places[name].byte_length, max_bytes))
         self.read_into(name, 0, memoryview(content))
@@ -89,7 +111,11 @@ class HeldStore:
         if self._stored is not None:
             stored.update(self._stored.store.list(join_name(self._stored.folder, folder)))
         inside = f"{folder}/"
-        own = {name.removeprefix(inside): place.byte_length for name, place in self._places.items() if inside in name}
+        own: dict[str, int | None] = {
+            name.removeprefix(inside): place.byte_length
+            for name, place in self._places.items()
+            if name.startswith(inside)
+        }
         return {**stored, **own}
 
     def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> NoReturn:
@@ -104,7 +130,7 @@ class HeldStore:
     def _read_only(self, name: str) -> StorageError:
         return StorageError(f"{self._shown}/{name} is only read, never changed", kind="unsupported", path=self._shown)
 
-    def _elsewhere(self, name: str) -> StoredAt:
+    def _found_at(self, name: str) -> StoredAt:
         if self._stored is None:
             raise missing_file(f"{self._shown}/{name}")
         return self._stored
