@@ -168,7 +168,7 @@ def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> Checkp
     """Copies the save to other failure domains, and returns what went wrong with that, the same on all ranks."""
     memory, progress = prepared.options.memory, prepared.progress
     ranks, about, timer = prepared.call
-    if memory is None or memory.copies == 1:
+    if memory is None or (memory.copies == 1 and not memory.parity):
         why = "its options have Memory(copies=1), so each byte is in the memory of one host"
         progress.never_reach("host", f"the save to {prepared.target.path} never survives a host: {why}")
         return None

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
-from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
-import xxhash
 
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.distributed.rendezvous import Address, Listener
 from bytecheckpoint.distributed.transfer import Fetching, Piece, transfer
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError
 from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.memory_tier.parity_block import MAX_MEMBERS, ParityBlock, ParityOrder, ParitySource, order_parity
+from bytecheckpoint.memory_tier.pieces import check_extents, pieces_of
 from bytecheckpoint.options import Memory
 from bytecheckpoint.planner.memory_tier.placement import RankPlace, place_copies
 from bytecheckpoint.staging.memory_slots import JobMemory
@@ -31,8 +31,6 @@ from bytecheckpoint.storage.memory_root.version_files import VersionRecord
 
 logger = logging.getLogger("bytecheckpoint")
 
-_PIECE_BYTES = 4 << 20
-"""Extents are sent together up to this length."""
 _ATTEMPTS = 3
 """Connections may break; what has arrived is not sent again."""
 
@@ -59,8 +57,9 @@ class _CopyOrders(msgspec.Struct, frozen=True, array_like=True):
     """The coordinator's answer to one rank."""
 
     takers: list[int]
-    """The ranks that hold its copies."""
+    """The ranks that fetch something from it."""
     orders: list[_CopyOrder]
+    parity: ParityOrder | None = None
     refusal: str = ""
     """The reason why there are no copies at all."""
 
@@ -115,6 +114,7 @@ class _Copying:
         self._memory = memory
         self._image = slots.image()
         self._files: dict[str, DataFile] | None = None
+        self._parity: ParityBlock | None = None
         self._left: dict[int, list[Piece]] = {}
         """By owner, what has not arrived yet."""
 
@@ -122,7 +122,8 @@ class _Copying:
         """Tells the coordinator what this rank has, and returns what it is to do."""
         lengths = [content.nbytes for content in self._image]
         offer = _CopyOffer(self._slots.job.host, self._memory.failure_domain, address, lengths)
-        reduce = partial(_place, copies=self._memory.copies)
+        place = partial(_place_parity, save_id=self._record.save_id)
+        reduce = place if self._memory.parity else partial(_place, copies=self._memory.copies)
         reply = self._ranks.reduce_scatter(msgspec.msgpack.encode(offer), reduce)
         return msgspec.msgpack.decode(reply, type=_CopyOrders)
 
@@ -130,10 +131,16 @@ class _Copying:
         """Sends and takes what is left. Failures are returned, because all ranks go on together."""
         try:
             fetches = [self._fetching(order) for order in orders.orders]
+            if orders.parity is not None:
+                self._parity = self._parity or ParityBlock(self._slots, self._record, orders.parity, self._memory)
+                fetches += self._parity.fetches(orders.parity, self._files_of_save())
             transfer(self._ranks, listener, self._image, takers=orders.takers, fetches=fetches, timeout_s=timeout_s)
             for order in orders.orders:
                 self._slots.copies.fill(order.owner, self._record.save_id, self._record.step, order.lengths)
-            self._slots.copies.doubt(self._record.save_id)
+            if self._parity is not None:
+                self._parity.fill()
+            for held in (self._slots.copies, self._slots.parity):
+                held.doubt(self._record.save_id)
         except CheckpointError as error:
             where = f"rank {self._ranks.global_ranks[self._ranks.rank]} on {socket.gethostname()}"
             return _CopyOutcome(f"{where}: {error.message}", error.kind, error.ranks)
@@ -148,6 +155,7 @@ class _Copying:
         if not outcome.failure:
             try:
                 self._slots.copies.settle(self._record.save_id)
+                self._slots.parity.settle(self._record.save_id)
             except OSError as error:
                 logger.warning("older copies in %s could not be given up: %s", self._slots.job.path, error)
         return outcome
@@ -170,7 +178,10 @@ class _Copying:
         return Fetching(order.owner, order.address, [*left], memory, take)
 
     def _file(self, owner: int, number: int) -> DataFile:
-        """Returns a data file of the manifest, which this host has."""
+        return self._files_of_save()[data_file_name(self._record.save_id, owner, number)]
+
+    def _files_of_save(self) -> dict[str, DataFile]:
+        """Returns the data files of the manifest, which this host has."""
         if self._files is None:
             versions = version_files.read_versions(self._slots.job)
             found = next((version for version in versions if version.record.save_id == self._record.save_id), None)
@@ -180,33 +191,7 @@ class _Copying:
                     kind="rank_failed",
                 )
             self._files = {file.name: file for file in found.files}
-        return self._files[data_file_name(self._record.save_id, owner, number)]
-
-
-def pieces_of(number: int, file: DataFile) -> Iterator[Piece]:
-    """Yields all of a file in pieces of whole extents."""
-    first = end = 0
-    for length in file.extent_lengths:
-        if end > first and end + length - first > _PIECE_BYTES:
-            yield Piece(number, first, end - first)
-            first = end
-        end += length
-    if end > first:
-        yield Piece(number, first, end - first)
-
-
-def check_extents(file: DataFile, piece: Piece, content: memoryview, *, owner: int) -> None:
-    """Raises CheckpointCorruptError (checksum) if whole extents of a file are not those of the manifest."""
-    starts = accumulate(file.extent_lengths, initial=0)
-    for start, length, digest in zip(starts, file.extent_lengths, file.extent_digests, strict=False):
-        first = start - piece.byte_offset
-        if 0 <= first < content.nbytes and xxhash.xxh3_64_intdigest(content[first : first + length]) != digest:
-            raise CheckpointCorruptError(
-                f"bytes {start} to {start + length} of {file.name} came from the memory of rank {owner} with another "
-                "checksum than when they were staged: look at the memory of that host",
-                kind="checksum",
-                ranks=(owner,),
-            )
+        return self._files
 
 
 def _place(payloads: Sequence[bytes], *, copies: int) -> Sequence[bytes]:
@@ -221,7 +206,7 @@ def _place(payloads: Sequence[bytes], *, copies: int) -> Sequence[bytes]:
             f"{len({place.host for place in places})} hosts: memory checkpoints survive the death of processes, and of "
             "no host. Give each host a memory root and a failure domain of its own, or copies=1"
         )
-        return [msgspec.msgpack.encode(_CopyOrders([], [], refusal))] * len(offers)
+        return [msgspec.msgpack.encode(_CopyOrders([], [], refusal=refusal))] * len(offers)
     orders: list[list[_CopyOrder]] = [[] for _ in offers]
     for owner, targets in enumerate(plan.targets):
         for target in targets:
@@ -230,6 +215,27 @@ def _place(payloads: Sequence[bytes], *, copies: int) -> Sequence[bytes]:
         msgspec.msgpack.encode(_CopyOrders(list(targets), of_rank))
         for targets, of_rank in zip(plan.targets, orders, strict=True)
     ]
+
+
+def _place_parity(payloads: Sequence[bytes], *, save_id: str) -> Sequence[bytes]:
+    """Makes the orders of all ranks where parity takes the place of copies."""
+    offers = [msgspec.msgpack.decode(payload, type=_CopyOffer) for payload in payloads]
+    places = [RankPlace(offer.host, offer.failure_domain) for offer in offers]
+    sources = [ParitySource(rank, offer.address, offer.lengths) for rank, offer in enumerate(offers)]
+    found = order_parity(places, sources, save_id)
+    if found is None:
+        num_domains = len({place.failure_domain for place in places})
+        refusal = (
+            f"Memory(parity=1) needs hosts in three failure domains or more, none with more hosts than groups of "
+            f"{MAX_MEMBERS} leave to it, and the ranks are in {num_domains}: memory checkpoints survive the death of "
+            "processes, and of no host. Give copies=2, or copies=1 without parity"
+        )
+        return [msgspec.msgpack.encode(_CopyOrders([], [], refusal=refusal))] * len(offers)
+    takers: list[list[int]] = [[] for _ in offers]
+    for holder, order in found.items():
+        for source in order.sources:
+            takers[source.rank].append(holder)
+    return [msgspec.msgpack.encode(_CopyOrders(takers[rank], [], found.get(rank))) for rank in range(len(offers))]
 
 
 def _first_failure(payloads: Sequence[bytes]) -> Sequence[bytes]:

@@ -1,5 +1,5 @@
-"""The slots of this process for copies of what ranks of other hosts staged. As of the slots of a rank, one is whole at
-any moment, and all outlive the process.
+"""The slots of this process for copies of what ranks of other hosts staged, or for parity of it. As of the slots of a
+rank, one is whole at any moment, and all outlive the process.
 """
 
 # ruff: noqa: PTH102, PTH118, PTH123 - the calls of `os` by name, as in posix_files.py
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from typing import Literal
 
 import msgspec
 
@@ -18,16 +19,17 @@ from bytecheckpoint.storage.memory_root.job_folder import JobFolder, replace_fil
 from bytecheckpoint.storage.memory_root.room import check_room
 from bytecheckpoint.storage.memory_root.slot_file import FoundSlot, Slot
 
-_FOLDER = "copies"
+CopyKind = Literal["copies", "parity"]
 _NEEDED = "needed"
 
 
 class CopySlots:
     """The copies that this process holds for one job. Used by one save at a time."""
 
-    def __init__(self, job: JobFolder) -> None:
+    def __init__(self, job: JobFolder, kind: CopyKind) -> None:
         self._job = job
-        self._folder = copies_folder(job)
+        self._kind = kind
+        self._folder = _folder_of(job, kind)
         self._slots: list[Slot] = []
         self._taken: dict[int, Slot] = {}
         """By the rank whose image it is to hold."""
@@ -60,13 +62,13 @@ class CopySlots:
     def doubt(self, save_id: str) -> None:
         """Keeps the copies of this save beside those that are needed: other hosts may go on from it."""
         if self._taken:
-            _write_needed(self._job, [*needed_copies(self._job), save_id])
+            self._write_needed([*self._needed(), save_id])
 
     def settle(self, save_id: str) -> None:
         """Keeps the copies of this save only, all of which are whole, and unlinks those of earlier placements."""
         if not os.path.isdir(self._folder):  # noqa: PTH112
             return
-        _write_needed(self._job, [save_id])
+        self._write_needed([save_id])
         spare = [slot for slot in self._slots if slot.save_id != save_id]
         for slot in spare[len(self._taken) :]:
             self._slots.remove(slot)
@@ -82,7 +84,7 @@ class CopySlots:
             slot.release()
 
     def _free_slot(self, num_bytes: int) -> Slot:
-        needed, busy = needed_copies(self._job), {slot.path for slot in self._taken.values()}
+        needed, busy = self._needed(), {slot.path for slot in self._taken.values()}
         own = [slot for slot in self._slots if slot.save_id not in needed and slot.path not in busy]
         if own:
             return min(own, key=lambda slot: (slot.capacity < num_bytes, abs(slot.capacity - num_bytes)))
@@ -100,7 +102,11 @@ class CopySlots:
     def _reserve(self, slot: Slot, num_bytes: int, max_bytes: int | None) -> None:
         new_bytes = num_bytes - slot.capacity
         if new_bytes > 0:
-            slots = (*slot_file.scan(self._job.slots), *slot_file.scan(self._folder))
+            slots = (
+                *slot_file.scan(self._job.slots),
+                *scan_copies(self._job, "copies"),
+                *scan_copies(self._job, "parity"),
+            )
             held_bytes = sum(found.capacity for found in slots)
             check_room(self._job.root, new_bytes, held_bytes=held_bytes, max_bytes=max_bytes)
         try:
@@ -114,31 +120,27 @@ class CopySlots:
                 path=self._job.root,
             ) from error
 
+    def _needed(self) -> Collection[str]:
+        """Returns the saves whose copies must stay."""
+        name = os.path.join(self._folder, _NEEDED)
+        with suppress(FileNotFoundError, msgspec.MsgspecError), open(name, "rb") as file:
+            return msgspec.json.decode(file.read(), type=list[str])
+        return []
+
+    def _write_needed(self, save_ids: Sequence[str]) -> None:
+        content = msgspec.json.encode(list(dict.fromkeys(save_ids)))
+        replace_file(os.path.join(self._folder, _NEEDED), content)
+
     @staticmethod
     def _image(slot: Slot, lengths: Sequence[int]) -> memoryview:
         first = slot_file.header_bytes(len(lengths))
         return memoryview(slot.memory)[first : first + slot_file.image_bytes(lengths)]
 
 
-def copies_folder(job: JobFolder) -> str:
-    """Returns the folder of the copies that a host holds for a job."""
-    return os.path.join(job.path, _FOLDER)
+def scan_copies(job: JobFolder, kind: CopyKind) -> list[FoundSlot]:
+    """Returns the copies that a host holds, as slots of the ranks whose images they are, or its parity."""
+    return list(slot_file.scan(_folder_of(job, kind)))
 
 
-def scan_copies(job: JobFolder) -> list[FoundSlot]:
-    """Returns the copies that a host holds, as slots of the ranks whose images they are."""
-    return list(slot_file.scan(copies_folder(job)))
-
-
-def needed_copies(job: JobFolder) -> Collection[str]:
-    """Returns the saves whose copies must stay."""
-    with (
-        suppress(FileNotFoundError, msgspec.MsgspecError),
-        open(os.path.join(copies_folder(job), _NEEDED), "rb") as file,
-    ):
-        return msgspec.json.decode(file.read(), type=list[str])
-    return []
-
-
-def _write_needed(job: JobFolder, save_ids: Sequence[str]) -> None:
-    replace_file(os.path.join(copies_folder(job), _NEEDED), msgspec.json.encode(list(dict.fromkeys(save_ids))))
+def _folder_of(job: JobFolder, kind: CopyKind) -> str:
+    return os.path.join(job.path, kind)

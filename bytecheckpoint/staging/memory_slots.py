@@ -37,7 +37,7 @@ class JobMemory:
 
     def __init__(self, job: JobFolder) -> None:
         self.job = job
-        self.copies = CopySlots(job)
+        self.copies, self.parity = CopySlots(job, "copies"), CopySlots(job, "parity")
         """What this process holds for other hosts."""
         self._lock, self.process = job.join()
         self._slots: list[Slot] = []
@@ -61,6 +61,7 @@ class JobMemory:
         """Ends what an earlier save has left of its slot."""
         self._filling = None
         self.copies.begin_save()
+        self.parity.begin_save()
 
     def take(self, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
         """Returns memory for an image with files of these lengths: a slot that holds nothing which is still needed.
@@ -248,6 +249,7 @@ class JobMemory:
             self._unpin(slot)
             slot.release()
         self.copies.close()
+        self.parity.close()
         self._lock.release()
 
 

@@ -11,7 +11,7 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed import transfer
-from bytecheckpoint.memory_tier import protect
+from bytecheckpoint.memory_tier import pieces
 from bytecheckpoint.staging.copy_slots import scan_copies
 from bytecheckpoint.storage.memory_root import slot_file
 from bytecheckpoint.storage.memory_root.job_folder import find_jobs
@@ -57,7 +57,7 @@ def contents(slots: list[FoundSlot]) -> dict[str, bytes]:
 def held_on(folder: Path, host: int) -> tuple[dict[str, bytes], dict[str, bytes]]:
     """What ranks of a host staged, and the copies that it has."""
     ((job, _),) = find_jobs(str(folder / f"host{host}"))
-    return contents(list(slot_file.scan(job.slots))), contents(scan_copies(job))
+    return contents(list(slot_file.scan(job.slots))), contents(scan_copies(job, "copies"))
 
 
 @pytest.mark.parametrize(("world_size", "ranks_a_host"), [(2, 1), (4, 2), (4, 1), (3, 2)])
@@ -87,7 +87,7 @@ def test_slots_of_copies_are_used_again(workers: WorkerPool, tmp_path: Path) -> 
 
 def scan_slots(folder: Path, host: int) -> set[str]:
     ((job, _),) = find_jobs(str(folder / f"host{host}"))
-    return {slot.path for slot in scan_copies(job)}
+    return {slot.path for slot in scan_copies(job, "copies")}
 
 
 def save_alone(rank: int, world_size: int, folder: Path) -> tuple[list[str], str, str]:
@@ -121,9 +121,9 @@ def save_breaking(rank: int, world_size: int, folder: Path, breaks: int) -> tupl
     asked: list[int] = []
     encode, send = transfer._encode, transfer.Connection.send
 
-    def counting(pieces: Any) -> bytes:
-        asked.append(len(pieces))
-        return encode(pieces)
+    def counting(wanted: Any) -> bytes:
+        asked.append(len(wanted))
+        return encode(wanted)
 
     num_sent = 0
 
@@ -139,7 +139,7 @@ def save_breaking(rank: int, world_size: int, folder: Path, breaks: int) -> tupl
         warnings.simplefilter("ignore")
         patch.setattr(transfer, "_encode", counting)
         patch.setattr(transfer.Connection, "send", breaking)
-        patch.setattr(protect, "_PIECE_BYTES", 300_000)
+        patch.setattr(pieces, "PIECE_BYTES", 300_000)
         given = options(folder, rank, 1)
         handle = bcp.save(folder / "ckpt", state_of(rank, 1), step=1, async_save=True, options=given, to="memory")
         try:

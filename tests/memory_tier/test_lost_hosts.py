@@ -93,3 +93,28 @@ def test_a_lost_host_is_resumed_from_copies_by_any_number_of_ranks(
         step, odd, _ = workers.run(resume, tmp_path, new_hosts, COPIES, world_size=world_size)[0]
         assert (step, odd) == (5, [])
     workers.run(end_processes, world_size=4)
+
+
+PARITY = {"copies": 1, "parity": 1}
+
+
+@pytest.mark.parametrize("lost", range(4))
+@pytest.mark.parametrize("hosts", [[0, 1, 2], [0, 1, 2, 3], [0, 0, 1, 2]])
+def test_a_lost_host_is_rebuilt_from_parity(workers: WorkerPool, tmp_path: Path, hosts: list[int], lost: int) -> None:
+    if lost not in hosts:
+        return
+    world_size = len(hosts)
+    assert (
+        workers.run(save, tmp_path, hosts, range(1, 4), PARITY, world_size=world_size) == [["memory"] * 3] * world_size
+    )
+    workers.run(end_processes, world_size=world_size)
+    shutil.rmtree(tmp_path / f"host{lost}")
+    new_hosts = [9 if host == lost else host for host in hosts]
+    for step, odd, sources in workers.run(resume, tmp_path, new_hosts, PARITY, world_size=world_size):
+        assert (step, odd, sources["storage"], sources["peer"]) == (3, [], 0, 0)
+        assert sources["parity"] == hosts.count(lost)
+    assert (
+        workers.run(save, tmp_path, new_hosts, range(4, 6), PARITY, world_size=world_size)
+        == [["memory"] * 2] * world_size
+    )
+    workers.run(end_processes, world_size=world_size)
