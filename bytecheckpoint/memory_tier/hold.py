@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, together
-from bytecheckpoint.errors import CheckpointMismatchError, CheckpointSaveError
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.manifest.ranges import Block
+from bytecheckpoint.memory_tier.protect import protect
 from bytecheckpoint.options import Memory
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.prepare import PreparedSave
@@ -102,7 +103,10 @@ def hold(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any]) 
     prepared.agree()
     with closing(prepared.snapshot):
         held = hold_in_memory(prepared, part, metadata)
+        error = _protect(prepared, part, held)
         call.ranks.close()
+    if error is not None:
+        raise error
     call.timer.end_stall()
     if call.ranks.rank == COORDINATOR:
         logger.info("memory holds %s after %.2f s", target.path, call.timer.total)
@@ -115,7 +119,8 @@ def hold_and_finish(
     """Holds a save in memory, and then does with it what is done without a memory tier. Raises like `hold`."""
     prepared.agree()
     with closing(prepared.snapshot):
-        hold_in_memory(prepared, part, metadata)
+        held = hold_in_memory(prepared, part, metadata)
+        _protect(prepared, part, held)
         info = finish()
     part.slots.note_commit(prepared.target.step or 0)
     return info
@@ -156,18 +161,27 @@ def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[s
     info = msgspec.msgpack.decode(reply.info, type=CheckpointInfo)
     held = HeldSave(_timed(info, timer), reply.record, holdings)
     prepared.progress.reach("process", held.info)
-    _without_hosts(prepared)
     return held
 
 
-def _without_hosts(prepared: PreparedSave) -> None:
-    """Says that the save does not survive the loss of a host."""
-    memory = prepared.options.memory
+def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> CheckpointError | None:
+    """Copies the save to other failure domains, and returns what went wrong with that, the same on all ranks."""
+    memory, progress = prepared.options.memory, prepared.progress
+    ranks, about, timer = prepared.call
     if memory is None or (memory.copies == 1 and not memory.parity):
         why = "its options have Memory(copies=1), so each byte is in the memory of one host"
+        progress.never_reach("host", f"the save to {prepared.target.path} never survives a host: {why}")
+        return None
+    with together(ranks, f"copying {about.path} to other hosts", about=about), timer.phase("copy"):
+        done = protect(ranks, part.slots, held.record, memory, timeout_s=prepared.options.timeout_s)
+    if done.refusal:
+        progress.never_reach("host", done.refusal)
+        part.slots.warn_once(done.refusal, is_told=ranks.rank == COORDINATOR)
+    elif done.error is not None:
+        progress.miss("host", done.error)
     else:
-        why = "all its ranks are on one host"
-    prepared.progress.never_reach("host", f"the save to {prepared.target.path} never survives a host: {why}")
+        progress.reach("host", _timed(held.info, timer))
+    return done.error
 
 
 def _tidy(slots: JobMemory, save_id: str, num_on_host: int) -> None:

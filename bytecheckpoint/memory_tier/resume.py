@@ -5,7 +5,7 @@ next holder or the next older version is tried, until one loads: planner/memory_
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -26,6 +26,7 @@ from bytecheckpoint.loading.read import Source
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.memory_tier.damage import damaged_files
 from bytecheckpoint.memory_tier.part_of_save import location_of, memory_of
+from bytecheckpoint.memory_tier.rebuild import RebuildInput, needs_rebuild, rebuild
 from bytecheckpoint.memory_tier.seen import HostView, StoredManifest, look_at_host, look_at_path
 from bytecheckpoint.name_maps.load import CheckpointFolder, mapped_manifest
 from bytecheckpoint.options import LoadOptions, NameMap, SaveOptions
@@ -122,6 +123,8 @@ class ResumeCall:
         self._failed = self._failure = ""
         self._stored: dict[str, StoredManifest] = {}
         self._held: HeldStore | None = None
+        self._rebuilt: dict[str, set[str]] = {}
+        """Data files of each save that were rebuilt, or were to be."""
 
     def run(self, calls: ResumeLoads) -> LoadReport | None:
         """Loads the newest version. Returns None if there is none."""
@@ -130,6 +133,9 @@ class ResumeCall:
             version = choice.version
             if version is None:
                 return self._load_what_is_there(calls)
+            if needs_rebuild(version):
+                self._rebuild(version, content)
+                continue
             try:
                 if choice.is_stored_only:
                     report = calls.at_path(version.step)
@@ -283,6 +289,28 @@ class ResumeCall:
                 places[name] = place
         return places
 
+    def _rebuild(self, version: VersionPlan, content: bytes) -> None:
+        """Makes copies of what only parity has; the next plan finds them, or passes the version over."""
+        save_id, view = version.save_id, self._view
+        lost = {name for name, holders in version.files.items() if holders[0].kind == "parity"}
+        if lost <= self._rebuilt.get(save_id, set()):  # it was tried, and is not there
+            rebuild_failed = (DamagedHolding(save_id, name, FileHolder("parity", "")) for name in lost)
+            self._damaged += rebuild_failed
+            return
+        self._rebuilt.setdefault(save_id, set()).update(lost)
+        _, memory = self._open_job()
+        if view is None or self._options.memory is None:
+            raise TypeError("a host is looked at before it is rebuilt")
+        files = {file.name: file for file in parse_manifest(content, path="", whole=False).files}
+        given = RebuildInput(
+            version, view.places.get((save_id, "memory"), {}), view.parity.get(save_id), files, version.step
+        )
+        ranks = join_ranks(self._group, self._options.timeout_s, about=self._about)
+        with together(ranks, f"rebuilding {self._about.path} from parity", about=self._about):
+            max_bytes, timeout_s = self._options.memory.max_bytes, self._options.timeout_s
+            self._damaged += rebuild(ranks, memory, given, timeout_s=timeout_s, max_bytes=max_bytes)
+        ranks.close()
+
     def _note_damage(self, choice: _Choice, content: bytes, error: CheckpointError) -> None:
         """Looks for the holders on this host that caused the failure; the ranks of a host divide the files."""
         version, held = choice.version, self._held
@@ -321,7 +349,8 @@ class ResumeCall:
         with together(ranks, f"resuming {self._about.path}", about=self._about):
             wanted = sorted(self._held.wanted) if self._held is not None else []
             use = msgspec.msgpack.encode(_Use(memory.job.host, wanted))
-            reply = ranks.reduce_scatter(use, partial(_count_sources, version, choice.is_stored_only))
+            rebuilt = self._rebuilt.get(version.save_id, set())
+            reply = ranks.reduce_scatter(use, partial(_count_sources, version, rebuilt, choice.is_stored_only))
         ranks.close()
         return msgspec.msgpack.decode(reply, type=dict[str, int])
 
@@ -332,7 +361,12 @@ def _mapped(manifest: Manifest, held: HeldStore, options: LoadOptions) -> Manife
     return mapped_manifest(manifest, CheckpointFolder(held, ""), options.name_map)
 
 
-def _count_sources(version: VersionPlan, is_stored_only: bool, payloads: Sequence[bytes]) -> Sequence[bytes]:  # noqa: FBT001
+def _count_sources(
+    version: VersionPlan,
+    rebuilt: Collection[str],
+    is_stored_only: bool,  # noqa: FBT001
+    payloads: Sequence[bytes],
+) -> Sequence[bytes]:
     uses = [msgspec.msgpack.decode(payload, type=_Use) for payload in payloads]
     wanted: dict[str, set[str]] = {}
     for use in uses:
@@ -343,7 +377,7 @@ def _count_sources(version: VersionPlan, is_stored_only: bool, payloads: Sequenc
     counts = dict.fromkeys(SOURCES, 0)
     for name, hosts in wanted.items():
         if name in version.files:
-            counts[_source_of(version.files[name], hosts)] += 1
+            counts["parity" if name in rebuilt else _source_of(version.files[name], hosts)] += 1
     return [msgspec.msgpack.encode(counts)] * len(payloads)
 
 

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest import DataFile, open_manifest
+from bytecheckpoint.memory_tier.parity_block import FoundParity, scan_parity
 from bytecheckpoint.planner.memory_tier.resume_plan import HolderKind, SeenVersion, StoredVersion
+from bytecheckpoint.staging.copy_slots import scan_copies
 from bytecheckpoint.staging.memory_slots import generation_of
 from bytecheckpoint.storage import layout, stage_folder
 from bytecheckpoint.storage.memory_root import slot_file, version_files
@@ -31,6 +33,7 @@ class HostView(NamedTuple):
     """Folder of each version below the path."""
     places: dict[tuple[str, HolderKind], dict[str, FilePlace]]
     """Data files by save id and kind of holder."""
+    parity: dict[str, FoundParity]
 
 
 class StoredManifest(NamedTuple):
@@ -48,10 +51,15 @@ def look_at_host(job: JobFolder, local_stage: str | None, store: Store) -> HostV
     held = {version.record.save_id: version for version in version_files.read_versions(job)}
     places: dict[tuple[str, HolderKind], dict[str, FilePlace]] = {}
     steps = {save_id: version.record.step for save_id, version in held.items()}
-    for slot in slot_file.scan(job.slots):
-        if found := slot.places():
-            places.setdefault((slot.save_id, "memory"), {}).update(found)
-            steps.setdefault(slot.save_id, slot.header.step if slot.header is not None else 0)
+    kinds: Sequence[HolderKind] = ("memory", "peer")
+    for kind, slots in zip(kinds, (slot_file.scan(job.slots), scan_copies(job, "copies")), strict=True):
+        for slot in slots:
+            if found := slot.places():
+                places.setdefault((slot.save_id, kind), {}).update(found)
+                steps.setdefault(slot.save_id, slot.header.step if slot.header is not None else 0)
+    parity = {found.save_id: found for found in scan_parity(job)}
+    for save_id in parity:
+        steps.setdefault(save_id, 0)
     manifests = {save_id: version.content for save_id, version in held.items()}
     folders = {save_id: version.record.folder for save_id, version in held.items()}
     records = {save_id: (version.record.generation, version.record.number) for save_id, version in held.items()}
@@ -71,11 +79,11 @@ def look_at_host(job: JobFolder, local_stage: str | None, store: Store) -> HostV
             memory=_held(places, save_id, "memory"),
             copies=_held(places, save_id, "peer"),
             local=_held(places, save_id, "local"),
-            parity=[],
+            parity=[parity[save_id].held] if save_id in parity else [],
         )
         for save_id, step in steps.items()
     ]
-    return HostView(versions, manifests, folders, places)
+    return HostView(versions, manifests, folders, places, parity)
 
 
 def _held(places: dict[tuple[str, HolderKind], dict[str, FilePlace]], save_id: str, kind: HolderKind) -> dict[str, int]:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Literal
 
-from bytecheckpoint.errors import CheckpointMismatchError, CheckpointSaveError
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.info import CheckpointInfo, LocalInfo
 from bytecheckpoint.runtime.progress import Progress, ProgressMeter
 from bytecheckpoint.runtime.reentrancy import awaited_threads, is_refusal
@@ -166,6 +166,10 @@ class SaveProgress:
     def reach(self, level: Literal["process", "host"], info: CheckpointInfo) -> None:
         """Ends the waits for a level of memory."""
         self.held[level].set_result(info)
+
+    def miss(self, level: Literal["host"], error: CheckpointError) -> None:
+        """Makes waits for a level of memory raise this error; the save goes on."""
+        self.held[level].set_exception(error)
 
     def never_reach(self, level: Literal["host", "storage"], why: str) -> None:
         """Makes waits for a level raise at once."""

@@ -5,6 +5,7 @@ checkpoint that is complete, the other takes the next one.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -14,6 +15,7 @@ import torch
 
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.staging.copy_slots import CopySlots
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.memory_root import slot_file, version_files
 from bytecheckpoint.storage.memory_root.job_folder import JobFolder, LivingProcess
@@ -35,10 +37,13 @@ class JobMemory:
 
     def __init__(self, job: JobFolder) -> None:
         self.job = job
+        self.copies, self.parity = CopySlots(job, "copies"), CopySlots(job, "parity")
+        """What this process holds for other hosts."""
         self._lock, self.process = job.join()
         self._slots: list[Slot] = []
         self._filling: Slot | None = None
         self._lengths: list[int] = []
+        self._warned: set[str] = set()
         self._pinned: dict[str, int] = {}
         """Addresses of the slots that devices copy into, by their paths."""
         self._settled: Collection[str] | None = None
@@ -55,6 +60,8 @@ class JobMemory:
     def begin_save(self) -> None:
         """Ends what an earlier save has left of its slot."""
         self._filling = None
+        self.copies.begin_save()
+        self.parity.begin_save()
 
     def take(self, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
         """Returns memory for an image with files of these lengths: a slot that holds nothing which is still needed.
@@ -77,6 +84,16 @@ class JobMemory:
             self._add_slot(num_bytes, max_bytes)
         for slot in self._slots:
             self._reserve(slot, num_bytes, max_bytes)
+
+    def image(self) -> list[memoryview]:
+        """Returns the data files of the image that was filled last."""
+        if self._filling is None:
+            raise RuntimeError("a slot is filled before its files are asked for")
+        memory, first = memoryview(self._filling.memory), slot_file.header_bytes(len(self._lengths))
+        starts = slot_file.image_starts(self._lengths)
+        return [
+            memory[first + start :][:length].toreadonly() for start, length in zip(starts, self._lengths, strict=False)
+        ]
 
     def fill(self, save_id: str, step: int, rank: int) -> None:
         """Notes that the image is whole."""
@@ -118,6 +135,12 @@ class JobMemory:
     def note_load(self) -> None:
         """Notes that training goes on from what was loaded: a new branch."""
         self.opens_generation = True
+
+    def warn_once(self, message: str, *, is_told: bool) -> None:
+        """Warns of this once in the process, on the rank that tells it."""
+        if is_told and message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=2)
 
     def seen(self) -> tuple[int, int]:
         """Returns the highest generation and number that this host knows."""
@@ -225,6 +248,8 @@ class JobMemory:
         for slot in self._slots:
             self._unpin(slot)
             slot.release()
+        self.copies.close()
+        self.parity.close()
         self._lock.release()
 
 

@@ -141,9 +141,9 @@ def load_in_common(
 ) -> tuple[bool, int, int]:
     """As many ranks would, of which none connects with another: rank 0 reads and sends what all want."""
 
-    def verify_damaged(content: memoryview, *of_run: Any) -> None:
+    def verify_damaged(content: memoryview, *of_run: Any, reader: str) -> None:
         content[-1] ^= 1
-        verify(content, *of_run)
+        verify(content, *of_run, reader=reader)
 
     verify = receive._verify
     expected = local_tensors(*trained(world_size, num_replicas=1, seed=1))

@@ -31,6 +31,14 @@ class FilePiece(NamedTuple):
     byte_length: int
 
 
+class PlacedPiece(NamedTuple):
+    """A piece that is XORed into a block."""
+
+    piece: FilePiece
+    byte_offset: int
+    """Place in the block."""
+
+
 class RebuildStep(NamedTuple):
     """One segment of a lost member, and the parts of its XOR."""
 
@@ -99,3 +107,32 @@ def plan_rebuild(lost: int, num_members: int) -> list[RebuildStep]:
         for number in range(num_members - 1)
         for holder in [holder_of(Segment(lost, number), num_members)]
     ]
+
+
+def pieces_at(holder: int, members: Sequence[ParityMember]) -> list[PlacedPiece]:
+    """Returns all that is XORed into the parity of a member."""
+    length = segment_bytes(members)
+    return [
+        placed
+        for owner, number in segments_at(holder, len(members))
+        for placed in _placed(members[owner], number, length, start=0)
+    ]
+
+
+def pieces_without(lost: int, members: Sequence[ParityMember]) -> list[PlacedPiece]:
+    """Returns what is XORed, with all parity, into the bytes of a lost member: places in its padded bytes."""
+    length = segment_bytes(members)
+    return [
+        placed
+        for step in plan_rebuild(lost, len(members))
+        for owner, number in step.others
+        for placed in _placed(members[owner], number, length, start=step.number * length)
+    ]
+
+
+def _placed(member: ParityMember, number: int, length: int, *, start: int) -> list[PlacedPiece]:
+    placed = []
+    for piece in pieces_of(member, number, length):
+        placed.append(PlacedPiece(piece, start))
+        start += piece.byte_length
+    return placed
