@@ -120,7 +120,7 @@ def warm_up(
         contents = collect_all(entries_of(state, framework))
         local_plan = make_local_plan(ranks, about.path, contents, options, plans=process.plans)
         agreed = exchange_plans(ranks, local_plan)
-        allocate(agreed.rank_plan.files, process.buffers, staging_bytes=options.staging_bytes)
+        allocate(agreed.rank_plan.files, process.buffers, local_plan.shards, staging_bytes=options.staging_bytes)
     ranks.close()
 
 
