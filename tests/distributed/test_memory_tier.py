@@ -66,7 +66,7 @@ def damage_newest(memory: str, host: int) -> None:
     ((job, _),) = find_jobs(f"{memory}/host{host}")
     newest = version_files.read_versions(job)[-1].record.save_id
     for slot in slot_file.scan(job.slots):
-        if slot.save_id == newest:
+        if slot.save_id == newest and slot.places():
             for place in slot.places().values():
                 with open(place.path, "r+b") as file:
                     file.seek(place.byte_offset + place.byte_length - 3)
@@ -74,20 +74,21 @@ def damage_newest(memory: str, host: int) -> None:
                     file.seek(-1, os.SEEK_CUR)
                     file.write(bytes([byte[0] ^ 64]))
             return
+    raise AssertionError(f"host {host} holds no file of {newest}")
 
 
 def resume_step(rank: int, world_size: int, path: str, memory: str, num_hosts: int) -> tuple[int, float]:
-    state = {"x": torch.zeros(5000, 3), "of rank": bcp.RankLocal(torch.zeros(100))}
+    state = {"x": torch.zeros(5000, 3), f"of rank {rank}": torch.zeros(5000)}
     report = bcp.resume(path, state, options=options_of(rank, memory, num_hosts))
     assert report is not None
     assert report.step is not None
-    assert bool((state["x"] == report.step).all())
+    assert all(bool((tensor == report.step).all()) for tensor in state.values())
     return report.step, float(state["x"][0, 0])
 
 
 def save_steps(rank: int, world_size: int, path: str, memory: str, num_hosts: int, steps: list[int]) -> None:
     for step in steps:
-        state = {"x": torch.full((5000, 3), float(step)), "of rank": bcp.RankLocal(torch.full((100,), float(step)))}
+        state = {"x": torch.full((5000, 3), float(step)), f"of rank {rank}": torch.full((5000,), float(step))}
         bcp.save(path, state, step=step, options=options_of(rank, memory, num_hosts), to="memory")
 
 
