@@ -28,6 +28,7 @@ MODULES: tuple[str, ...] = (
     "faults.lost_ranks",
     "faults.manager_kills",
     "faults.stopped_ranks",
+    "faults.lost_hosts",
 )
 """Each has a tuple CAMPAIGNS. Their order is that of the table."""
 EVERY = range(sys.maxsize)
