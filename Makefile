@@ -5,6 +5,7 @@
 #   make fault-table       break it on purpose, thousands of times, and write docs/faults.md; some 50 minutes on 2 cores
 #   make test-frameworks   the tests against DeepSpeed, Megatron and all other frameworks themselves, in environments of their own
 #   make test-framework-accelerate    the integration of one framework; its environment lies over that of the tests
+#   make test-gpu     the tests of devices, on the GPU of this machine
 #   make lint     ruff and mypy
 #   make demo     train a small GPT, kill it and stop it, resume it on other layouts
 #   make bench    how long things take, beside what others take
@@ -32,7 +33,7 @@ BENCH_OBJECTS_ARGS ?= --size 0.25
 FRAMEWORKS := $(patsubst tests/frameworks/requirements-%.txt,%,$(wildcard tests/frameworks/requirements-*.txt))
 
 .DELETE_ON_ERROR:
-.PHONY: test test-faults fault-table test-frameworks $(FRAMEWORKS:%=test-framework-%) lint docs demo bench bench-load bench-objects \
+.PHONY: test test-gpu test-faults fault-table test-frameworks $(FRAMEWORKS:%=test-framework-%) lint docs demo bench bench-load bench-objects \
   cli-doc clean
 
 # Two processes share the files: tests wait more than they compute. `make test PYTEST_ARGS="-n 0 -k name"` uses one.
@@ -41,6 +42,10 @@ test: $(VENV)/.installed-test
 
 test-faults: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
+
+# On a machine with a GPU: TORCH=torch installs a torch that has CUDA. Without one they say that they were skipped.
+test-gpu: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n 0 tests/gpu $(PYTEST_ARGS)
 
 # FAULT_ARGS="kill-calls flip-data" runs these rows only; --minutes 5 takes as many trials of each as fit.
 fault-table: $(VENV)/.installed-test

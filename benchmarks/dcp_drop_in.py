@@ -6,8 +6,9 @@ an AppState of a fully_shard model and its AdamW, on gloo ranks.
 
 The same program saves with either module. Each candidate has processes of its own, which train while they save. The
 first save of each does not count. `stall` is the time of the call with the state_dict() in it, `staged` what the first
-step afterwards waits, `lost` both and what steps beside the save took longer; of all ranks the slowest. Memory is that
-of all ranks beyond the state and training, at its peak over two saves in fresh processes.
+step afterwards waits, `lost` both and what steps beside the save took longer; of all ranks the slowest. Memory is what
+the first save of a fresh process takes at its peak until it is durable, without training beside it, of the rank that
+takes most. The limit is the state_dict() and one copy of its tensors into memory that is there already.
 """
 
 from __future__ import annotations
@@ -35,17 +36,19 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.integrations import dcp as drop_in
 from saves.timing import Pending, time_async, time_sync
 from shared.machine import facts_line, machine_facts
-from shared.memory import PeakMemory, memory_of
+from shared.memory import PeakMemory, own_memory
 from shared.process_pool import ProcessPool
 from shared.rank_process import Obey, join
 
 WIDTH, BATCH = 1024, 8
-MEMORY_STEPS = 8
+MEMORY_PERIOD_S = 0.004
 SYNCHRONOUS = {"dcp", "bcp"}
+LIMIT = "limit"
 TIMEOUT_S = 300.0
 TITLES = {
     "dcp": "torch DCP, save",
@@ -56,6 +59,7 @@ TITLES = {
     "bcp-stager": "drop-in, async_save, a stager",
     "bcp-live": "drop-in, async_save, live module and optimizer",
     "bcp-live-stager": "the same, a stager",
+    LIMIT: "limit: one copy",
 }
 MEASURES = ("stall", "staged", "durable", "lost")
 
@@ -74,15 +78,19 @@ def run(arguments: argparse.Namespace) -> None:
         state_mb = 3 * arguments.mb
         print(f"{arguments.ranks} ranks, {state_mb:.0f} MB of model and optimizer, {arguments.rounds} rounds\n")
         timings, written = measure_times(arguments, Path(folder))
-        memory = {name: measure_memory(name, arguments, Path(folder)) for name in arguments.candidates}
+        savers = [name for name in arguments.candidates if name != LIMIT]
+        memory = {name: measure_memory(name, arguments, Path(folder)) for name in savers}
     names = " | ".join(f"{name}, s" for name in MEASURES)
-    print(f"| candidate | {names} | stall beside torch | written, MB | memory, MB |\n{'| --- ' * 8}|")
+    print(f"| candidate | {names} | stall beside torch | written, MB | memory, MB (of a part) |\n{'| --- ' * 8}|")
     for name in arguments.candidates:
         found = timings[name]
         cells = [spread([timing[measure] for timing in found]) for measure in MEASURES]
+        taken = "-"
+        if name in memory:
+            taken = f"{memory[name] / 1e6:.0f} ({memory[name] * arguments.ranks / written[name]:.2f})"
         print(
             f"| {TITLES[name]} | {' | '.join(cells)} | {beside_torch(name, timings)} | {written[name] / 1e6:.1f} "
-            f"| {memory[name] / 1e6:.0f} |"
+            f"| {taken} |"
         )
 
 
@@ -118,15 +126,9 @@ def measure_times(
 
 
 def measure_memory(name: str, arguments: argparse.Namespace, folder: Path) -> int:
-    """Returns the bytes of two saves beyond those of training alone: memory that a candidate keeps counts too."""
     with new_pool(arguments) as pool:
-        memory = partial(memory_of, pool.sessions)
-        with PeakMemory(memory) as alone:
-            pool.run(candidate="")
-        with PeakMemory(memory) as peak:
-            for _ in range(2):
-                save_once(pool, name, folder)
-    return peak.bytes - (0 if name in SYNCHRONOUS else alone.bytes)  # no step is trained beside a synchronous save
+        answers, _ = save_once(pool, name, folder, is_for_memory=1)
+    return max(answer["memory"] for answer in answers)
 
 
 def new_pool(arguments: argparse.Namespace) -> ProcessPool:
@@ -134,10 +136,12 @@ def new_pool(arguments: argparse.Namespace) -> ProcessPool:
     return ProcessPool("dcp_drop_in", settings, num_ranks=arguments.ranks, timeout_s=TIMEOUT_S)
 
 
-def save_once(pool: ProcessPool, name: str, folder: Path) -> tuple[list[dict[str, Any]], int]:
+def save_once(
+    pool: ProcessPool, name: str, folder: Path, *, is_for_memory: int = 0
+) -> tuple[list[dict[str, Any]], int]:
     target = folder / name
     try:
-        answers = pool.run(candidate=name, folder=str(target))
+        answers = pool.run(candidate=name, folder=str(target), is_for_memory=is_for_memory)
         return answers, sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     finally:
         shutil.rmtree(target, ignore_errors=True)
@@ -153,13 +157,21 @@ def begin(rank: int, port: int, *, num_ranks: int, mb: float) -> tuple[dict[str,
 
     def obey(command: dict[str, Any]) -> dict[str, Any]:
         name = command["candidate"]
-        if not name:
-            return job.train(MEMORY_STEPS)
+        if command["is_for_memory"]:
+            return {"memory": memory_of_save(saves[name], Path(command["folder"]))}
         timer = time_sync if name in SYNCHRONOUS else time_async
         timing = timer(lambda folder, _: saves[name](folder), Path(command["folder"]), job)
         return dataclasses.asdict(timing)
 
     return {}, obey
+
+
+def memory_of_save(save: Callable[[Path], Pending | None], folder: Path) -> int:
+    with PeakMemory(own_memory, period_s=MEMORY_PERIOD_S) as peak:
+        pending = save(folder)
+        if pending is not None:
+            pending.wait()
+    return peak.bytes
 
 
 class TrainingJob:
@@ -220,6 +232,20 @@ def candidates(job: TrainingJob, group: dist.ProcessGroup) -> dict[str, Callable
     def live() -> dict[str, Any]:
         return {"model": job.model, "optim": job.optimizer}
 
+    kept: list[torch.Tensor] = []
+
+    def copy(_: Path) -> Pending:
+        state = job.state()["app"].state_dict()
+        tensors = [
+            *state["model"].values(),
+            *(part for each in state["optim"]["state"].values() for part in each.values()),
+        ]
+        parts = [part.to_local() if isinstance(part, DTensor) else part for part in tensors]
+        kept[:] = kept or [torch.empty_like(part) for part in parts]
+        for place, part in zip(kept, parts, strict=True):
+            place.copy_(part)
+        return Pending(bool)
+
     def begun(module: Any, state: Callable[[], dict[str, Any]], folder: Path, **arguments: Any) -> Pending:
         return pending(module.async_save(state(), checkpoint_id=folder, process_group=group, **arguments))
 
@@ -232,6 +258,7 @@ def candidates(job: TrainingJob, group: dist.ProcessGroup) -> dict[str, Callable
         "bcp-stager": partial(begun, drop_in, job.state, async_stager=stager),
         "bcp-live": partial(begun, drop_in, live),
         "bcp-live-stager": partial(begun, drop_in, live, async_stager=stager),
+        LIMIT: copy,
     }
 
 

@@ -1,21 +1,25 @@
-"""The checkpoint manager: `save` of a step that is not due, in one process and on ranks; `latest` of a root with many
-steps, and saves beside the deletion of many steps in the background, which pauses for them; in a folder and on S3.
+"""The checkpoint manager: `save` of a step that is not due, in one process and on ranks; questions about a root of
+many steps, and saves beside the deletion of many steps in the background, which pauses for them; in a folder and on S3.
 
     python benchmarks/run.py manager
     python benchmarks/run.py manager --steps 1000 --deleted 100 --saves 20
 
 Steps are copies of one small checkpoint, and lie in a temporary folder, whose disk counts, or on moto's S3, which is a
-process on this machine. Processor time is that of this process, without moto.
+process on this machine. Processor time is that of this process, and of `bcp ls`,
+without moto.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +57,7 @@ class SavesBeside(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=10_000, help="steps of the folder that `latest` is asked for")
+    parser.add_argument("--steps", type=int, default=10_000, help="steps of the folder that is asked about")
     parser.add_argument("--deleted", type=int, default=1000, help="steps that are deleted while saves go on")
     parser.add_argument("--saves", type=int, default=100, help="saves beside the deletion, and without one")
     parser.add_argument("--calls", type=int, default=100_000, help="calls of `save` that are not due")
@@ -72,18 +76,53 @@ def run(arguments: argparse.Namespace) -> None:
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
-        _print_latest("a folder", Root(f"{folder}/latest"), arguments.steps)
+        _print_root("a folder", Root(f"{folder}/latest"), arguments.steps)
         _print_saves("a folder", Root(f"{folder}/alone"), Root(f"{folder}/beside"), arguments)
     with serving_moto() as place:
-        _print_latest("S3", Root(place.root, place.options), arguments.s3_steps)
+        _print_root("S3", Root(place.root, place.options), arguments.s3_steps)
     with serving_moto() as alone, serving_moto() as beside:  # each request to moto takes longer the more objects it has
         _print_saves("S3", Root(alone.root, alone.options), Root(beside.root, beside.options), arguments)
 
 
-def _print_latest(where: str, root: Root, num_steps: int) -> None:
-    seconds, processor_s = _latest_s(root, num_steps)
-    value = f"{seconds:.2f} ({processor_s:.2f})"
-    print(f"| `latest` of {where}, s (of processor time) | {num_steps:,} steps | {value} |", flush=True)
+def _print_root(where: str, root: Root, num_steps: int) -> None:
+    """Prints what questions about a root of many steps take."""
+    _fill(root, num_steps)
+    questions: dict[str, Callable[[], object]] = {
+        "`latest`": lambda: bcp.latest(root.path, root.options),
+        "`steps`": lambda: len(bcp.steps(root.path, root.options)),
+        "`open` of a missing step": lambda: _missing(root, num_steps + 1),
+    }
+    if root.options is None:
+        questions["`bcp ls`"] = lambda: _list(root)
+    for what, ask in questions.items():
+        began, began_processor = time.perf_counter(), _processor_s()
+        if ask() != num_steps:
+            raise RuntimeError(f"the root does not have {num_steps} steps")
+        seconds, processor_s = time.perf_counter() - began, _processor_s() - began_processor
+        value = f"{seconds:.2f} ({processor_s:.2f})"
+        print(f"| {what} of {where}, s (of processor time) | {num_steps:,} steps | {value} |", flush=True)
+
+
+def _processor_s() -> float:
+    """Returns the processor time of this process and of those that it has run."""
+    kinds = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return sum(used.ru_utime + used.ru_stime for used in kinds)
+
+
+def _missing(root: Root, step: int) -> int:
+    """Returns the newest step that the message names."""
+    try:
+        bcp.open(root.path, step=step, storage_options=root.options)
+    except bcp.CheckpointNotFoundError as error:
+        return int(error.message.partition("newest first: ")[2].partition(",")[0])
+    raise RuntimeError("the step is there")
+
+
+def _list(root: Root) -> int:
+    """Returns the number of checkpoints that a process of `bcp ls` lists."""
+    command = [sys.executable, "-m", "bytecheckpoint.tools", "ls", root.path]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return sum(line.endswith("committed") for line in listed.splitlines())
 
 
 def _print_saves(where: str, alone: Root, beside: Root, arguments: argparse.Namespace) -> None:
@@ -112,16 +151,6 @@ def _not_due_on_ranks(num_ranks: int, num_calls: int) -> dict[str, float]:
         with ProcessPool("managed.ranks", settings, num_ranks=num_ranks, timeout_s=300) as pool:
             pool.run(calls=100)
             return max(pool.run(calls=num_calls), key=lambda answer: answer["us"])
-
-
-def _latest_s(root: Root, num_steps: int) -> tuple[float, float]:
-    """Returns the seconds of one call, and those of processor time."""
-    _fill(root, num_steps)
-    with _manager(root, NEVER) as manager:
-        began, began_processor = time.perf_counter(), time.process_time()
-        if manager.latest() != num_steps:
-            raise RuntimeError("the root has another newest step")
-        return time.perf_counter() - began, time.process_time() - began_processor
 
 
 def _saves_beside(root: Root, num_older: int, num_saves: int, *, are_deleted: bool) -> SavesBeside:

@@ -13,8 +13,12 @@ these columns should not grow with it.
 
 "read / wanted" compares all bytes read, the manifest's included, with the sum of all ranks' local bytes; those of DCP
 are what /proc/self/io counts. Files are data files that a rank has opened, connections and threads those that it has
-begun in the call: each is of the rank with most. Processor time is the mean of all ranks. Every load is compared with
-what was saved. The first call of each kind is not counted.
+begun in the call: each is of the rank with most. What a rank sends
+to the store are its messages in the call. Processor time is the mean of all ranks. Every load is compared with what was
+saved. The first call of each kind is not counted.
+
+A second table has one rank late for a meeting of all: the share of a core that the process with the store and a rank
+that waits take meanwhile, and how soon the others are woken once it comes.
 """
 
 from __future__ import annotations
@@ -44,7 +48,10 @@ EXCHANGED = ", exchanged"
 STATES = ("dict", "objects")
 LIBRARIES = {"bcp": "bytecheckpoint", "dcp": "torch DCP"}
 TITLES = ["library", "ranks", "call", "wall s", "CPU ms a rank", "CPU ms rank 0", "read / wanted", "MB read"]
-TITLES += ["files", "connections", "threads"]
+TITLES += ["files", "connections", "threads", "kB a rank to the store"]
+WAITING_TITLES = ["ranks", "store's process, % of a core", "a waiting rank, %", "the busiest, %"]
+WAITING_TITLES += ["woken after, ms: first", "median", "last"]
+SETTLE_S = 2.0
 
 
 @dataclasses.dataclass
@@ -67,6 +74,23 @@ class RankRow:
     """Count of the rank with most, as below."""
     connections: int
     threads: int
+    sent_bytes: int
+    """Messages that a rank has put into the store, the mean of all but rank 0."""
+
+
+@dataclasses.dataclass
+class WaitingRow:
+    """One rank late for so many others."""
+
+    ranks: int
+    store: float
+    """Shares of a core."""
+    rank: float
+    busiest: float
+    first_ms: float
+    """Time from the arrival of the late rank to the first that is woken."""
+    median_ms: float
+    last_ms: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--states", nargs="+", choices=STATES, default=STATES)
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
     parser.add_argument("--dcp-up-to", type=int, default=16, metavar="RANKS", help="more take it minutes a call")
+    parser.add_argument("--late", type=float, default=5.0, metavar="S", help="for how long ranks wait for one; 0: not")
     parser.add_argument("--assign", type=int, nargs="*", default=[], metavar="RANKS", help="time the coordinator alone")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="of a call")
     parser.add_argument("--json", type=Path, help="write all figures there")
@@ -104,11 +129,19 @@ def run(arguments: argparse.Namespace) -> None:
                     continue
                 rows.append(row)
                 emit([table_line(row)])
+    waits: list[WaitingRow] = []
+    if arguments.late and "bcp" in arguments.libraries:
+        emit(["", f"## One rank {arguments.late:g} s late: what waiting for it takes, and how soon it is noticed", ""])
+        emit(table(WAITING_TITLES, []))
+        for num_ranks in arguments.ranks:
+            waits.append(measure_waiting(num_ranks, arguments))
+            emit([waiting_line(waits[-1])])
     if arguments.assign:
         emit(["", "## Assigning reads to ranks, on the coordinator", ""])
         emit(measure_assignment(arguments.assign))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"machine": facts, "rows": list(map(dataclasses.asdict, rows))}, indent=1))
+        found = {"rows": list(map(dataclasses.asdict, rows)), "waiting": list(map(dataclasses.asdict, waits))}
+        arguments.json.write_text(json.dumps({"machine": facts, **found}, indent=1))
     if arguments.markdown is not None:
         arguments.markdown.write_text("\n".join(lines) + "\n")
 
@@ -142,6 +175,30 @@ def measure_ranks(
                     yield row_of(rounds[1:], state=state, library=LIBRARIES[library], ranks=num_ranks, call=call)
 
 
+def measure_waiting(num_ranks: int, arguments: argparse.Namespace) -> WaitingRow:
+    setting = {"library": "bcp", "state": "dict", "tensors": 1, "parts": num_ranks, "folder": ""}
+    waits, woken = [], []
+    with ForkedRanks(num_ranks, setting, timeout_s=arguments.timeout) as ranks:
+        for number in range(arguments.rounds):
+            answers, waiting = ranks.run_late(number, settle_s=SETTLE_S, wait_s=arguments.late)
+            *others, late = answers
+            waits.append(waiting)
+            woken.append(sorted((each["woken_at"] - late["came_at"]) * 1e3 for each in others))
+    return WaitingRow(
+        num_ranks,
+        *map(statistics.median, zip(*waits, strict=True)),
+        first_ms=statistics.median(each[0] for each in woken),
+        median_ms=statistics.median(map(statistics.median, woken)),
+        last_ms=statistics.median(each[-1] for each in woken),
+    )
+
+
+def waiting_line(row: WaitingRow) -> str:
+    shares = [f"{share * 100:.3f}" for share in (row.store, row.rank, row.busiest)]
+    times = [f"{each:.1f}" for each in (row.first_ms, row.median_ms, row.last_ms)]
+    return f"| {' | '.join([str(row.ranks), *shares, *times])} |"
+
+
 def row_of(rounds: list[list[dict[str, Any]]], *, state: str, library: str, ranks: int, call: str) -> RankRow:
     """Returns the medians of what each rank measured in each round."""
 
@@ -161,6 +218,7 @@ def row_of(rounds: list[list[dict[str, Any]]], *, state: str, library: str, rank
         files=int(median("files", max)),
         connections=int(median("connections", max)),
         threads=int(median("threads", max)),
+        sent_bytes=int(median("sent_bytes", lambda values: statistics.mean(values[1:]))),
     )
 
 
@@ -176,4 +234,5 @@ def table_line(row: RankRow) -> str:
     ]
     read = [f"{row.read_bytes / row.wanted_bytes:.3f}", f"{row.read_bytes / 1e6:.1f}", str(row.files)]
     cells += [*(read if is_load else [""] * len(read)), str(row.connections), str(row.threads)]
+    cells.append(f"{row.sent_bytes / 1e3:.1f}" if row.library == LIBRARIES["bcp"] else "")
     return f"| {' | '.join(cells)} |"

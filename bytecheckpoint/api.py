@@ -17,7 +17,7 @@ from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.distributed.ranks import Subject, join_ranks, together
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, wanted_step
-from bytecheckpoint.memory_tier.resume import LoadCall, Resume
+from bytecheckpoint.memory_tier.resume import ResumeCall, ResumeLoads
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.phases import run_load, run_save
 from bytecheckpoint.runtime.gc_pause import gc_paused
@@ -120,7 +120,7 @@ def warm_up(
         contents = collect_all(entries_of(state, framework))
         local_plan = make_local_plan(ranks, about.path, contents, options, plans=process.plans)
         agreed = exchange_plans(ranks, local_plan)
-        allocate(agreed.rank_plan.files, process.buffers, staging_bytes=options.staging_bytes)
+        allocate(agreed.rank_plan.files, process.buffers, local_plan.shards, staging_bytes=options.staging_bytes)
     ranks.close()
 
 
@@ -252,8 +252,8 @@ def resume(
         options=load_options or LoadOptions(),
         ignored=(),
     )
-    calls = LoadCall(lambda step: loading(step=step), lambda opened: loading(step=None, opened=opened))
-    return Resume(root, options, process_group=process_group, storage_options=storage_options).run(calls)
+    calls = ResumeLoads(lambda step: loading(step=step), lambda opened: loading(step=None, opened=opened))
+    return ResumeCall(root, options, process_group=process_group, storage_options=storage_options).run(calls)
 
 
 def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file

@@ -29,7 +29,8 @@ class CheckpointError(Exception):
     """The root of the tree. A message says what happened, what is still safe and what to do.
 
     Raised itself only while loading, with the kinds `rank_failed` (a rank raised something that is no
-    CheckpointError) and `rank_missing` (a rank did not answer in time).
+    CheckpointError), `rank_missing` (a rank did not answer in time) and `unsupported_value` (in the capture of a CUDA
+    graph).
     """
 
     def __init__(

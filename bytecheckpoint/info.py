@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, TypeAlias
 
-from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.manifest import Manifest, ManifestOutline
 
 OWN_FORMAT = "bytecheckpoint"
 Outcome: TypeAlias = Literal["committed", "removed", "kept", "under_way"]
@@ -34,6 +34,8 @@ class CheckpointInfo:
     """Time of the commit, by the clock of the committing rank."""
     metadata: Mapping[str, Any]
     """The `metadata` of the save."""
+    reused_bytes: int = 0
+    """From `save` with `SaveOptions(reuse=True)` only: bytes of data files that an earlier checkpoint had already."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """From `CheckpointManager.best` only: metrics by name, also those that were reported after the save."""
     tier: Literal["storage", "memory"] = "storage"
@@ -168,23 +170,24 @@ class LoadReport:
             restore()
 
 
-def describe_checkpoint(manifest: Manifest, *, path: str, seconds: Mapping[str, float]) -> CheckpointInfo:
+def describe_checkpoint(
+    manifest: Manifest | ManifestOutline, *, path: str, seconds: Mapping[str, float]
+) -> CheckpointInfo:
     """Returns the facts of a manifest as the public functions return them."""
-    provenance = manifest.provenance
+    outline = manifest.outline if isinstance(manifest, Manifest) else manifest
+    provenance = outline.provenance
     created = provenance.get("created_at")
     world_size = provenance.get("world_size")
     return CheckpointInfo(
         path=path,
-        step=manifest.step,
-        save_id=manifest.save_id,
-        format=manifest.foreign_format or OWN_FORMAT,
-        num_bytes=sum(
-            file.byte_length for number, file in enumerate(manifest.files) if number != manifest.map_notes.zeros_file
-        ),
-        num_tensors=len(manifest.tensors),
+        step=outline.step,
+        save_id=outline.save_id,
+        format=outline.foreign_format or OWN_FORMAT,
+        num_bytes=outline.num_bytes,
+        num_tensors=outline.num_tensors,
         world_size=world_size if isinstance(world_size, int) else None,
         created_at=_parse_time(created) if isinstance(created, str) else None,
-        metadata=manifest.metadata,
+        metadata=outline.metadata,
         seconds=seconds,
     )
 

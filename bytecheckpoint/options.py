@@ -13,6 +13,7 @@ from bytecheckpoint.runtime.progress import Progress
 _MiB = 1 << 20
 
 SNAPSHOTS = ("auto", "copy", "lazy")
+DIRECT = ("auto", "off")
 EXCHANGES = ("auto", "on", "off")
 FINITE_CHECKS = ("off", "warn", "refuse")
 MIN_SCRATCH_BYTES = 8 * _MiB
@@ -102,6 +103,15 @@ class SaveOptions:
     finishes saves after a crash. Files for which the disk has no room are written to the path directly. Stored as a
     str.
     """
+    reuse: bool = False
+    """Do not write data files again that the newest checkpoint under the same root has already: a folder gets a hard
+    link to them, S3 copies them itself. Every checkpoint stays complete when others are deleted; but damage on a disk
+    hits all checkpoints that share the file. Other stores get every file.
+
+    Frozen parameters of modules (`requires_grad=False`), and what two saves of this process have found unchanged, are
+    in files of their own, whose 128-bit digests are compared. Does not go with `staging_bytes`, because bytes in waves
+    cannot be compared before they are written.
+    """
     timeout_s: float = 600.0
     """Seconds that a rank waits for the others, after its own part, before it raises `rank_missing`. It waits up to 5 s
     more for rank 0, which finds out which rank is missing. A rank without an answer by then names rank 0, even if
@@ -132,6 +142,9 @@ class SaveOptions:
         _check_at_least("SaveOptions", "writer_threads", self.writer_threads, 1)
         object.__setattr__(self, "codec", _checked_codec("SaveOptions.codec", self.codec))
         object.__setattr__(self, "local_stage", _checked_folder("SaveOptions.local_stage", self.local_stage))
+        _check_bool("SaveOptions", "reuse", self.reuse)
+        if self.reuse and self.staging_bytes is not None:
+            raise ValueError("SaveOptions.reuse=True compares whole files, and takes no staging_bytes: leave one out")
         _check_positive("SaveOptions", "timeout_s", self.timeout_s)
         _check_memory(self.memory, self.codec)
 
@@ -174,6 +187,11 @@ class LoadOptions:
     """
     reader_threads: int = 4
     """Reads in flight per rank."""
+    direct: Literal["auto", "off"] = "off"
+    """`auto` reads from a local folder straight into CUDA memory, by GPUDirect Storage, what lies in one piece there,
+    if kvikio is installed and `verify` is False: checksums are computed on the host, which such bytes never reach. All
+    else is read as with `off`.
+    """
     max_gap_bytes: int | None = None
     """Greatest gap, in bytes, across which two ranges of a file are read as one; the bytes between them are dropped.
     None for as much as the storage reads in the time of another request: 125 kB of a local file, 2 MB of a URL."""
@@ -207,6 +225,7 @@ class LoadOptions:
             object.__setattr__(self, "name_map", NameMap(self.name_map))
         _check_bool("LoadOptions", "verify", self.verify)
         _check_choice("LoadOptions", "exchange", self.exchange, EXCHANGES)
+        _check_choice("LoadOptions", "direct", self.direct, DIRECT)
         _check_at_least("LoadOptions", "reader_threads", self.reader_threads, 1)
         if self.max_gap_bytes is not None:
             _check_at_least("LoadOptions", "max_gap_bytes", self.max_gap_bytes, 0)

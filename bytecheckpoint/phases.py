@@ -96,12 +96,11 @@ def run_save(
             entries = entries_of(state, framework)
             contents = collect_all(entries)
             check_finite(contents, check=options.check_finite, path=about.path, rank=ranks.global_ranks[ranks.rank])
-            prefix = owner.save_id_prefix if owner is not None else ""
-            local_plan = make_local_plan(ranks, target, contents, options, plans=process.plans, save_id_prefix=prefix)
+            kept = process.kept(target)
+            frozen = kept.frozen(entries)
+            local_plan = make_local_plan(ranks, target, contents, options, plans=process.plans, frozen=frozen)
             call = call._replace(about=about._replace(step=step))
-            prepared = PreparedSave(
-                call, target, local_plan, kind=kind, options=options, kept=process.kept, memory=memory
-            )
+            prepared = PreparedSave(call, target, local_plan, kind=kind, options=options, kept=kept, memory=memory)
 
         slot.callback(prepared.close)
         with prepared.meter.reports_failure():

@@ -16,7 +16,6 @@ import torch
 from bytecheckpoint.memory import device_to_host as device_to_host_module
 from bytecheckpoint.memory.device_to_host import DeviceCopy, queue_copy
 from bytecheckpoint.runtime.buffers import CopyEvent
-from bytecheckpoint.saving import prepare
 from bytecheckpoint.staging import file_image
 
 
@@ -80,6 +79,12 @@ class LateStreams:
             self.num_queued += len(copies)
             return _Copied(self, copies, after)
 
+    @contextmanager
+    def reading_after(self, event: CopyEvent) -> Iterator[None]:
+        event.synchronize()
+        self.events.append("read after")
+        yield
+
     def do(self, thread: int, number: int) -> None:
         with self._lock:
             for kernel in self._kernels.get(thread, [])[self._num_done.get(thread, 0) : number]:
@@ -92,9 +97,6 @@ def on_late_streams() -> Iterator[LateStreams]:
     """Within the block the host's tensors that are not flat lie on such a device, as far as saves can tell."""
     streams = LateStreams()
 
-    def is_on_host(_: object) -> bool:
-        return False
-
     def have_streams(_: torch.device) -> bool:
         return True
 
@@ -102,5 +104,4 @@ def on_late_streams() -> Iterator[LateStreams]:
         patch.setattr(device_to_host_module, "streams_of", lambda _: streams)
         patch.setattr(device_to_host_module, "has_streams", have_streams)
         patch.setattr(file_image, "has_streams", have_streams)
-        patch.setattr(prepare.PreparedSave, "_is_on_host", is_on_host)
         yield streams

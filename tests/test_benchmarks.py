@@ -34,6 +34,10 @@ QUICK = {
             )
         ),
     ],
+    "reuse --mib 4 --rounds 1": [
+        r"\n\| frozen base, LoRA \| bcp, reuse \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \|",
+        r"\n\| full AdamW \| DCP \| ",
+    ],
     "data_state --streams 10 --gib 0.01 --rounds 1": [
         r"\n\| 10 \|( [\d.]+ \|){7}\n",
         r"\n\| 0.01 \| ratio \| [\d.]+ \| [\d.]+ \|",
@@ -41,6 +45,13 @@ QUICK = {
     "data_prefetch --gather-s 0.01 --saves 1": [
         rf"\n\| {loader} \| [\d.]+ \| [\d.]+ \([\d.]+, [\d.]+\) \|"
         for loader in ("none", "workers, not prepared", "workers, prepared", "a thread, prepared")
+    ],
+    "gpu": [r"there is no GPU here|\n\| bytecheckpoint, lazy \| [\d.]+"],
+    "gpu --device cpu --gib 0.001 --rounds 1": [
+        r"\n\| bytecheckpoint, copy \| [\d.]+.*\|.*\|",
+        r"\n\| torch DCP, async, pinned \| [\d.]+",
+        r"\n\| limit: pinned copy to the host \| [\d.]+",
+        r"\n\| limit: reading the file \| [\d.]+",
     ],
     "startup --tensors 10 --rounds 1": [
         r"\n\| bcp --help \| [\d.]+ \([\d.]+ - [\d.]+\) \| 0.15 \|",

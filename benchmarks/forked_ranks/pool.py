@@ -15,16 +15,27 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 
+from bytecheckpoint.distributed import key_value_ranks
 from forked_ranks.states import Calls
 from shared.process_pool import PoolError, free_port
 
 _BEGIN_S = 0.1
 """Seconds between a command and the moment at which all ranks begin."""
+
+
+class Waiting(NamedTuple):
+    """Shares of a core that are taken while ranks wait."""
+
+    store: float
+    """By the process with the store."""
+    rank: float
+    """By each rank that waits, the mean."""
+    busiest: float
 
 
 class ForkedRanks:
@@ -59,6 +70,21 @@ class ForkedRanks:
         for connection in self._ranks:
             connection.send((call, number, begin))
         return self._collect(call)
+
+    def run_late(self, number: int, *, settle_s: float, wait_s: float) -> tuple[list[dict[str, Any]], Waiting]:
+        """Lets the last rank be late for a call; returns what each measured, and what waiting took of the store's
+        process and, in the mean, of each rank that waits. Ranks and store have `settle_s` before that is measured.
+        """
+        begin = time.monotonic() + _BEGIN_S
+        waiting = [process.pid for process in self._processes[:-1]]
+        for connection in self._ranks:
+            connection.send((f"late {settle_s + wait_s}", number, begin))
+        time.sleep(_BEGIN_S + settle_s)
+        started, before = time.monotonic(), [_cpu_s_of(pid) for pid in waiting]
+        time.sleep(wait_s * 0.9)
+        seconds = time.monotonic() - started
+        store, *ranks = [(_cpu_s_of(pid) - was) / seconds for pid, was in zip(waiting, before, strict=True)]
+        return self._collect("being late"), Waiting(store, sum(ranks) / len(ranks), max(ranks))
 
     def _start(self, work: Any, *args: Any) -> Any:
         ours, theirs = self._fork.Pipe()
@@ -121,8 +147,15 @@ class _Events:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self.files: set[str] = set()
-        self.num_connections = self.num_threads = 0
+        self.num_connections = self.num_threads = self.num_sent_bytes = 0
         sys.addaudithook(self._note)
+        put_message = key_value_ranks.put_message
+
+        def put_counted(store: Any, key: str, message: bytes) -> list[str]:
+            self.num_sent_bytes += len(message)
+            return put_message(store, key, message)
+
+        key_value_ranks.put_message = put_counted
         # These have no audit event.
         accept, start = socket.socket.accept, threading.Thread.start
 
@@ -139,7 +172,7 @@ class _Events:
 
     def reset(self) -> None:
         self.files.clear()
-        self.num_connections = self.num_threads = 0
+        self.num_connections = self.num_threads = self.num_sent_bytes = 0
 
     def _note(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(arguments[0], str | Path):
@@ -165,6 +198,9 @@ def _measured(calls: Calls, call: str, number: int, *, begin: float, events: _Ev
         "files": len(events.files),
         "connections": events.num_connections,
         "threads": events.num_threads,
+        "sent_bytes": events.num_sent_bytes,
+        "woken_at": calls.woken_at,
+        "came_at": calls.came_at,
     }
     calls.check(call)
     return found
@@ -173,6 +209,11 @@ def _measured(calls: Calls, call: str, number: int, *, begin: float, events: _Ev
 def _cpu_s() -> float:
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
+
+
+def _cpu_s_of(pid: int) -> float:
+    """Returns the processor time of another process, from its clock."""
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 def _read_bytes() -> int:

@@ -4,6 +4,7 @@ and small tensors that all ranks hold; saves, loads and compares them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import bytecheckpoint as bcp
 import bytecheckpoint.api  # the package imports it when it is first used, and that would be in each rank
+from bytecheckpoint.distributed.ranks import Subject, join_ranks
 from bytecheckpoint.storage.layout import MANIFEST_NAME
 
 ROWS, COLUMNS = 7, 61
@@ -39,6 +41,8 @@ class Calls:
         self._expected, _ = build(tensors, parts, value=1.0)
         self._held, self._state = build(tensors, parts, value=1.0)
         self._objects = self._state if state == "objects" else {}
+        self.came_at = self.woken_at = 0.0
+        """Times on the monotonic clock at which this rank came to the last meeting, and was woken in it."""
 
     def prepare(self, call: str) -> None:
         if call.startswith("load"):
@@ -48,6 +52,9 @@ class Calls:
 
     def run(self, call: str, number: int) -> int | None:
         """Makes the call; returns the bytes that it has read of the checkpoint, if the library reports them."""
+        if call.startswith("late"):
+            self._meet(late_s=float(call.split()[1]))
+            return 0
         if call == "save":
             path = f"{self._folder}/{number}"
             if self._library == "bcp":
@@ -63,6 +70,15 @@ class Calls:
         report = bcp.load(path, self._state, options=bcp.LoadOptions(exchange=exchange, timeout_s=120))
         # One rank reads the manifest for all.
         return report.num_bytes_read + (Path(path, MANIFEST_NAME).stat().st_size if dist.get_rank() == 0 else 0)
+
+    def _meet(self, *, late_s: float) -> None:
+        ranks = join_ranks(None, 600.0, about=Subject("(a meeting)", None, is_save=False))
+        if dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(late_s)
+        self.came_at = time.monotonic()
+        ranks.barrier()
+        self.woken_at = time.monotonic()
+        ranks.close()
 
     def check(self, call: str) -> None:
         wrong = [name for name, tensor in self._held.items() if not torch.equal(tensor, self._expected[name])]

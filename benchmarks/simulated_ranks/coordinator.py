@@ -30,6 +30,7 @@ from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.commit import commit_together
 from bytecheckpoint.saving.global_plan import LocalSavePlan, PlanCache, exchange_plans, make_local_plan
 from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report
+from bytecheckpoint.saving.slow_phases import TimedReport
 from bytecheckpoint.saving.target import SaveCall, open_target
 from bytecheckpoint.saving.write import SaveFiles
 from bytecheckpoint.storage import layout
@@ -73,7 +74,7 @@ def coordinate(connection: Connection, setting: Setting) -> None:
 
         connection.recv()
         started = time.process_time()
-        reports = ranks.gather(encode_report(agreed, written))
+        reports = [TimedReport(report, {}) for report in ranks.gather(encode_report(agreed, written))]
         content, info = encode_manifest_and_info(agreed, reports, call, target, metadata={})
         manifest_s = time.process_time() - started
         started = time.process_time()

@@ -18,6 +18,7 @@ import zstandard
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.distributed.key_value_ranks import COORDINATOR, GroupRanks
 from bytecheckpoint.distributed.ranks import BLOCK_RANKS
+from bytecheckpoint.distributed.waiting import CallStore, WaitingClients
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.write_items import WriteItem, pack_items
@@ -57,7 +58,14 @@ class Setting(NamedTuple):
 
 def member(store: dist.Store, rank: int, num_ranks: int) -> GroupRanks:
     """Returns a rank of a group of so many, which meets the others in this store."""
-    return GroupRanks(lambda: store, rank, range(num_ranks), _TIMEOUT_S, block_ranks=BLOCK_RANKS, call="save")
+    return GroupRanks(
+        lambda: CallStore(WaitingClients(store, num_ranks)),
+        rank,
+        range(num_ranks),
+        _TIMEOUT_S,
+        block_ranks=BLOCK_RANKS,
+        call="save",
+    )
 
 
 class SimulatedRanks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,7 @@ class Meter:
         self._calls: list[tuple[float, float]] = []
         self._peak: PeakMemory | None = None
         self._is_first = is_first
+        self._taken_memory = 0
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Counts each step of this optimizer."""
@@ -65,7 +67,18 @@ class Meter:
     @property
     def memory(self) -> int:
         """Bytes that the first save took at its peak beyond what the process had before it; 0 if nobody asked."""
-        return self._peak.bytes if self._peak is not None else 0
+        return self._peak.bytes if self._peak is not None else self._taken_memory
+
+    def record(self) -> str:
+        """Returns what was counted, for `take` in another process."""
+        return json.dumps({"steps": self._steps, "calls": self._calls, "memory": self.memory})
+
+    def take(self, record: str, *, skipped: int) -> None:
+        """Counts what another process has recorded, but for its first saves."""
+        taken = json.loads(record)
+        self._steps += taken["steps"]
+        self._calls += map(tuple, taken["calls"][skipped:])
+        self._taken_memory = taken["memory"]
 
     @contextmanager
     def _memory_of_first(self) -> Iterator[None]:

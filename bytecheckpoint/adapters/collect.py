@@ -29,7 +29,8 @@ from bytecheckpoint.adapters.optimizers.wrapper_entries import OptimizerWrapper,
 from bytecheckpoint.adapters.plain.plain_tree import atoms, leaves
 from bytecheckpoint.adapters.rank_values.rank_local import RankLocal, RankLocalEntry
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
-from bytecheckpoint.adapters.shards import LocalShards, check_has_memory
+from bytecheckpoint.adapters.shard_columns import ShardBlocks
+from bytecheckpoint.adapters.shards import LocalShard, LocalShards, check_has_memory
 from bytecheckpoint.adapters.stateful import StatefulEntry, is_stateful
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
 from bytecheckpoint.info import DataReport
@@ -261,6 +262,17 @@ def buffers_in(entries: Sequence[Entry]) -> list[torch.Tensor]:
     return [shard.tensor for shard in shards.found]
 
 
+def frozen_fqns(entries: Sequence[Entry]) -> set[str]:
+    """Returns the FQNs of parameters of modules that no gradient changes, as far as modules tell."""
+    modules = [entry for entry in entries if isinstance(entry, ModuleEntry)]
+    return {
+        join_fqn(entry.fqn, name)
+        for entry in modules
+        for parameter, name in entry.parameters()
+        if not parameter.requires_grad
+    }
+
+
 def data_reports(entries: Sequence[Entry]) -> dict[str, DataReport]:
     """Returns what a load has done with each data loader, by FQN."""
     loaders = [entry for entry in entries if isinstance(entry, DataLoaderEntry)]
@@ -288,8 +300,6 @@ def collect_all(entries: list[Entry]) -> list[EntryContents]:
     collected: list[EntryContents] = []
     for entry in entries:
         contents = entry.collect()
-        for shard in [shard for shard in contents.shards if shard.tensor.is_meta]:
-            check_has_memory(shard.fqn, shard.tensor)
         if not taken.isdisjoint(contents.names):
             name = min(taken & contents.names)
             owner = next(entry for entry, earlier in zip(entries, collected, strict=False) if name in earlier.names)
@@ -297,7 +307,15 @@ def collect_all(entries: list[Entry]) -> list[EntryContents]:
             raise unsupported(name, "the name of two values", advice)
         taken |= contents.names
         collected.append(contents)
-    return collected
+    return [contents._replace(shards=_looked_at(contents.shards)) for contents in collected]
+
+
+def _looked_at(shards: Sequence[LocalShard]) -> ShardBlocks:
+    blocks = ShardBlocks([shards]).looked_at()
+    for shard in blocks.records():  # columns are on the host
+        if shard.tensor.is_meta:
+            check_has_memory(shard.fqn, shard.tensor)
+    return blocks
 
 
 def finish_all(

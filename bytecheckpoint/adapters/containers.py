@@ -23,6 +23,7 @@ from bytecheckpoint.adapters.native.subclass_metadata import are_facts
 from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
 from bytecheckpoint.adapters.plain.plain_data import encode_refs
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
+from bytecheckpoint.adapters.shard_columns import WholeTensors
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShards, dtype_name
 from bytecheckpoint.adapters.torch_types import loaded_dtensor
 from bytecheckpoint.adapters.tree_loader import TreeTarget, contents_of, missing_in
@@ -45,9 +46,9 @@ class PlainEntry:
             shards.add(self.fqn, self._value)
             return EntryContents(shards.found, {self.fqn})
         if not self._may_differ and _holds_tensors_only(self._value) and self.fqn:
-            fqns, plain = encode_refs(self.fqn, tuple(self._value))
-            shards.add_all(zip(fqns, self._value.values(), strict=True))
-            return EntryContents(shards.found, set(fqns), {self.fqn: ("shared", plain)})
+            fqns, names, plain = encode_refs(self.fqn, tuple(self._value))
+            shards_of_all = WholeTensors(fqns, list(self._value.values()))
+            return EntryContents(shards_of_all, names, {self.fqn: ("shared", plain)})
         return contents_of(self._value, self.fqn, "either" if self._may_differ else "shared")
 
     def optimizer_forms(self) -> Mapping[str, Form]:

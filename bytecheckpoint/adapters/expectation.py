@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Literal, NamedTuple
 
 from bytecheckpoint.adapters.shards import LocalShard
@@ -15,8 +16,8 @@ part of a data loader's state, which other parts complete."""
 class EntryContents(NamedTuple):
     """Contents of an entry that a save writes."""
 
-    shards: list[LocalShard]
-    names: set[str]
+    shards: Sequence[LocalShard]
+    names: AbstractSet[str]
     """The FQNs of its tensors and leaves of plain data, aliases included."""
     plain: Mapping[str, tuple[Scope, bytes]] = {}
     """Encoded trees of plain data by FQN, and whether ranks must agree on each."""

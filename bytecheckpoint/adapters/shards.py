@@ -118,10 +118,7 @@ class LocalShards:
             found.append(NEW_TUPLE(LocalShard, (fqn, dtype, lengths, region, memory, address, None)))
 
     def _add_kind(self, looks: _Looks, fqn: str, tensor: torch.Tensor) -> _Kind:
-        dtype, layout, shape = looks
-        name = _DTYPE_NAMES.get(dtype) if layout is _STRIDED else None
-        region = whole(shape)
-        self._kinds[looks] = kind = name or dense_dtype(fqn, tensor), region.lengths, region, tensor.nbytes
+        self._kinds[looks] = kind = kind_of(fqn, tensor)
         return kind
 
     def _add_other(self, fqn: str, tensor: torch.Tensor) -> None:
@@ -159,6 +156,12 @@ class LocalShards:
         """A save must not read what is not there; a load looks at its targets when it knows what fills them."""
         if not self._with_addresses:
             check_has_all_memory(fqn, tensor)
+
+
+def kind_of(fqn: str, tensor: torch.Tensor) -> _Kind:
+    """Returns dtype, lengths, region and bytes of a plain tensor that is whole. Raises as `LocalShards.add` does."""
+    region = whole(tensor.shape)
+    return dense_dtype(fqn, tensor), region.lengths, region, tensor.nbytes
 
 
 def address_of(tensor: torch.Tensor) -> int:

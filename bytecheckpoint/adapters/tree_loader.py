@@ -23,6 +23,7 @@ from bytecheckpoint.adapters.native.subclass_match import partly_taken, unbuilda
 from bytecheckpoint.adapters.native.subclass_metadata import FACTS
 from bytecheckpoint.adapters.plain.plain_data import content_fqn, encode_plain, fits_inline
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
+from bytecheckpoint.adapters.shard_columns import WholeTensors
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards, dtype_name, shares_elements
 from bytecheckpoint.adapters.torch_types import DTensor
 from bytecheckpoint.manifest.plain_wire import TensorRef
@@ -56,8 +57,8 @@ def contents_of(value: Any, fqn: str, scope: Scope) -> EntryContents:
         return EntryContents(shards.found, {*leaves(value, fqn), *shards.names()}, {fqn: (scope, plain)})
     tensors: list[tuple[str, torch.Tensor]] = []
     plain = encode_plain(value, fqn, lambda name, tensor: tensors.append((name, tensor)))
-    shards.add_all(tensors)
-    return EntryContents(shards.found, set(leaves(value, fqn)), {fqn: (scope, plain)})
+    found = WholeTensors(tuple(name for name, _ in tensors), [tensor for _, tensor in tensors])
+    return EntryContents(found, set(leaves(value, fqn)), {fqn: (scope, plain)})
 
 
 def missing_in(values: Mapping[str, Any]) -> list[Problem]:

@@ -4,24 +4,28 @@ content and the transport of messages are not known here.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
-from bytecheckpoint.distributed.key_value_ranks import ABANDONED, COORDINATOR, GroupRanks, RankFailedError
-from bytecheckpoint.distributed.polling import run_on_thread, store_lost
+from bytecheckpoint.distributed.departures import ABANDONED, MAX_BLOCK_RANKS, Departures
+from bytecheckpoint.distributed.key_value_ranks import COORDINATOR, GroupRanks, RankFailedError
+from bytecheckpoint.distributed.store_limits import run_on_thread, store_lost
+from bytecheckpoint.distributed.waiting import CallStore, WaitingClients
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
 
 __all__ = ["COORDINATOR", "RankFailedError", "Ranks", "SoleRank", "Subject", "join_ranks", "together"]
 
 
-BLOCK_RANKS = 64
+BLOCK_RANKS = MAX_BLOCK_RANKS
 """Most ranks in a block. A rank exchanges messages with about so many others, or with as many blocks as there are."""
 _CATCH_UP_S = 2.0
 """Time in which a rank whose call the others gave up on looks for their next one."""
@@ -124,40 +128,68 @@ def join_ranks(
     rank, global_ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     if len(global_ranks) == 1:
         return SoleRank()
-    store = group_store(group)
-    ask = partial(run_on_thread, lambda: _next_call(store, rank))
+    clients = group_clients()(group)
+    ask = partial(run_on_thread, lambda: _next_call(clients, rank, len(global_ranks)))
     # Now, and not with the first message: a rank that is late for that one has not missed the call.
     try:
         call = None if enters_later else ask()
     except RuntimeError as error:
         raise _located(store_lost(error), SoleRank(), about) from error
 
-    def enter() -> Store:
+    def enter() -> CallStore:
         nonlocal call
         call = call or ask()
-        return PrefixStore(f"bytecheckpoint/{call.result(timeout_s + _CATCH_UP_S)}", store)
+        return _call_store(clients, call.result(timeout_s + _CATCH_UP_S))
 
     call_name = about.call or ("save" if about.is_save else "load")
     return GroupRanks(enter, rank, global_ranks, timeout_s, block_ranks=BLOCK_RANKS, call=call_name)
 
 
-def _next_call(store: Store, rank: int) -> int:
+@cache
+def group_clients() -> Callable[[dist.ProcessGroup], WaitingClients]:
+    """Returns the function that finds what this process keeps for a process group, for as long as the group lives."""
+    kept: WeakKeyDictionary[dist.ProcessGroup, WaitingClients] = WeakKeyDictionary()
+    os.register_at_fork(after_in_child=kept.clear)  # a connection has one process at its end
+
+    def find(group: dist.ProcessGroup) -> WaitingClients:
+        store = group_store(group)
+        clients = kept.get(group)
+        if clients is None or clients.store is not store:
+            clients = kept[group] = WaitingClients(store, dist.get_world_size(group))
+        return clients
+
+    return find
+
+
+def _call_store(clients: WaitingClients, call: int) -> CallStore:
+    return CallStore(clients, f"bytecheckpoint/{call}")
+
+
+def _next_call(clients: WaitingClients, rank: int, num_ranks: int) -> int:
     """Returns the number of the call that this rank makes, the same on all ranks. It is counted in the store.
 
     A rank skips a call that it has missed and that the others gave up on: else it would be one behind for ever.
     """
+    store = clients.store
     call = store.add(_calls_key(rank), 1)
     if rank == COORDINATOR:
         while _was_abandoned(store, call):
+            _departures(clients, call, num_ranks).end_first()
             call = store.add(_calls_key(rank), 1)
         return call
     deadline = time.monotonic() + _CATCH_UP_S
     while _was_abandoned(store, call) and time.monotonic() < deadline:
         current = store.add(_calls_key(COORDINATOR), 0)
         if current > call:
+            for skipped in range(call, current):
+                _departures(clients, skipped, num_ranks).leave(rank)
             return store.add(_calls_key(rank), current - call)
         time.sleep(0.02)
     return call  # if it was abandoned, its verdict can still be read
+
+
+def _departures(clients: WaitingClients, call: int, num_ranks: int) -> Departures:
+    return Departures(_call_store(clients, call), num_ranks, BLOCK_RANKS)
 
 
 def _calls_key(rank: int) -> str:

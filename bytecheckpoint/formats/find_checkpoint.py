@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError, StorageError
-from bytecheckpoint.manifest import Manifest, encode_manifest
+from bytecheckpoint.manifest import Manifest, ManifestOutline, encode_manifest, read_outline
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.open_store import expand_home, is_plain_path, open_store
 from bytecheckpoint.storage.paths import join_name
@@ -173,3 +173,12 @@ def manifest_bytes(found: FoundCheckpoint) -> bytes:
 def manifest_of(found: FoundCheckpoint) -> Manifest:
     """Returns the manifest of a checkpoint, checked."""
     return layout.parse_manifest(manifest_bytes(found), path=found.manifest_path, whole=True)
+
+
+def outline_of(found: FoundCheckpoint) -> ManifestOutline:
+    """Returns the outline of a checkpoint, for lists of many; a foreign one is checked, all of it."""
+    content, path = manifest_bytes(found), found.manifest_path
+    try:
+        return read_outline(content)
+    except CheckpointError as error:
+        raise type(error)(f"{path}: {error.message}", kind=error.kind, path=path) from error

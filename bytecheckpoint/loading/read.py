@@ -14,11 +14,12 @@ from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.loading.links import check_samples
 from bytecheckpoint.loading.overwrite_state import StateChanges
 from bytecheckpoint.loading.replacement import detect_replacement
-from bytecheckpoint.loading.scatter import Targets, memory_of, place_all, takes_bytes
+from bytecheckpoint.loading.scatter import Targets, device_memory_of, memory_of, place_all, takes_bytes
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.frames import FRAME_BYTES
 from bytecheckpoint.manifest.ranges import Fetch, Frame, ignore_bytes
 from bytecheckpoint.memory.device_to_host import has_streams
+from bytecheckpoint.memory.direct_reader import DirectRead, find_direct_reader
 from bytecheckpoint.memory.host_to_device import CopyStreams, streams_to
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.planner.byte_ranges import names_in
@@ -28,7 +29,7 @@ from bytecheckpoint.runtime.progress import ProgressMeter
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.range_reader import ALIGNMENT, max_bytes_at_once, run_fetches
-from bytecheckpoint.storage.store import Store, SupportsReadBytes
+from bytecheckpoint.storage.store import Store, SupportsFilePath, SupportsReadBytes
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -184,8 +185,34 @@ class Source:
         """Carries out a plan that was made for these shards."""
         self.begin_reading(fetches)
         with streams_to(shard.tensor for shard in shards if not shard.address) as lanes:
-            self.run(self.with_targets(fetches, self.targets(shards, stored_fqns, lanes), stored_fqns), lanes)
+            targets = self.targets(shards, stored_fqns, lanes)
+            rest = self._read_directly(fetches, targets, lanes)
+            self.run(self.with_targets(rest, targets, stored_fqns), lanes)
         self.fill_zeros(shards, stored_fqns)
+
+    def _read_directly(self, fetches: Sequence[Fetch], targets: Targets, lanes: CopyStreams) -> Sequence[Fetch]:
+        """Reads past the host what may and can be, and returns the rest."""
+        store, options = self.store, self.options
+        is_wanted = options.direct == "auto" and not options.verify and isinstance(store, SupportsFilePath)
+        reader = find_direct_reader() if is_wanted else None
+        if reader is None or not isinstance(store, SupportsFilePath):
+            return fetches
+        reads: dict[int, list[DirectRead]] = {}
+        rest: list[Fetch] = []
+        for fetch in fetches:
+            target = device_memory_of(fetch.parts[0], targets) if fetch.is_direct else None
+            if target is None:
+                rest.append(fetch)
+            else:
+                reads.setdefault(fetch.file, []).append(DirectRead(fetch.byte_offset, target))
+        lanes.wait_for_callers()
+        with detect_replacement(store, self.folder, self.manifest):
+            for file, of_file in reads.items():
+                with self.changes.overwriting():
+                    reader.read(store.file_path(join_name(self.folder, self.manifest.files[file].name)), of_file)
+                if self.meter is not None:
+                    self.meter.add(sum(read.target.nbytes for read in of_file))
+        return rest
 
     def fill_zeros(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
         """Zeroes the elements of these shards that lie in no file because a name map added them: the last step."""

@@ -64,6 +64,16 @@ def memory_of(part: Part, targets: Targets) -> memoryview | None:
     return memory[part.target_byte_offset : part.target_byte_offset + part.byte_length]
 
 
+def device_memory_of(part: Part, targets: Targets) -> torch.Tensor | None:
+    """Returns the memory of the bytes of a part on a device with streams, if they can be put there as they are."""
+    if not isinstance(part, FlatPart) or targets.lane(part.want) is None:
+        return None
+    end = part.target_byte_offset + part.byte_length
+    if end > targets.byte_lengths[part.want]:
+        return None
+    return flat_bytes(targets.shards[part.want].tensor)[part.target_byte_offset : end]
+
+
 def place_all(parts: Sequence[Part], byte_offset: int, targets: Targets, fetched: memoryview) -> None:
     """Puts parts of the bytes that were read from `byte_offset` of a file into their targets. `fetched` is writable."""
     others = parts

@@ -3,8 +3,8 @@
 Modules from the bottom up: frames, records, validation, chunk_validation, table, manifest, envelope, encoding.
 """
 
-from bytecheckpoint.manifest.encoding import decode_manifest, encode_manifest, open_manifest
-from bytecheckpoint.manifest.manifest import Manifest, MapNotes
+from bytecheckpoint.manifest.encoding import decode_manifest, encode_manifest, open_manifest, read_outline
+from bytecheckpoint.manifest.manifest import Manifest, ManifestOutline, MapNotes
 from bytecheckpoint.manifest.records import Chunk, Columns, DataFile, Sample, TensorRecord, tensor_record
 from bytecheckpoint.manifest.table import SoleChunks, TensorTable
 
@@ -13,6 +13,7 @@ __all__ = [
     "Columns",
     "DataFile",
     "Manifest",
+    "ManifestOutline",
     "MapNotes",
     "Sample",
     "SoleChunks",
@@ -21,5 +22,6 @@ __all__ = [
     "decode_manifest",
     "encode_manifest",
     "open_manifest",
+    "read_outline",
     "tensor_record",
 ]

@@ -16,7 +16,7 @@ import numpy as np
 
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.manifest.envelope import seal, unseal
-from bytecheckpoint.manifest.manifest import Manifest, check_manifest
+from bytecheckpoint.manifest.manifest import Manifest, ManifestOutline, check_manifest, check_outline
 from bytecheckpoint.manifest.records import Columns, DataFile, Sample
 from bytecheckpoint.manifest.table import TensorTable
 from bytecheckpoint.manifest.validation import (
@@ -36,6 +36,7 @@ from bytecheckpoint.manifest.validation import (
 _Items = TypeVar("_Items", bound=Sized)
 _NOTHING = memoryview(b"")
 """A column that is left out of the file."""
+_NO_DIGEST = bytes(16)
 
 
 class _Wire(msgspec.Struct, omit_defaults=True):
@@ -79,6 +80,20 @@ class _Wire(msgspec.Struct, omit_defaults=True):
     sample_byte_offsets: memoryview = _NOTHING
     sample_byte_lengths: memoryview = _NOTHING
     sample_digests: memoryview = _NOTHING
+    file_content_digests: memoryview = _NOTHING
+
+
+class _OutlineWire(msgspec.Struct):
+    """The fields of the body that an outline needs."""
+
+    save_id: str
+    step: int | None
+    file_names: msgspec.Raw
+    file_byte_lengths: memoryview
+    tensor_fqns: msgspec.Raw
+    metadata: msgspec.Raw
+    provenance: msgspec.Raw
+    foreign_format: str = ""
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -122,6 +137,7 @@ def _to_wire(manifest: Manifest) -> _Wire:
         provenance=_encode_metadata(manifest.provenance),
         foreign_format=manifest.foreign_format,
         linked_to=manifest.linked_to,
+        file_content_digests=_encode_content_digests(files),
         **_sample_columns(files),
     )
 
@@ -156,6 +172,12 @@ def _sample_columns(files: Sequence[DataFile]) -> dict[str, Any]:
         "sample_byte_lengths": encode_column(sample.byte_length for sample in samples),
         "sample_digests": encode_column(sample.digest for sample in samples),
     }
+
+
+def _encode_content_digests(files: Sequence[DataFile]) -> memoryview:
+    if not any(file.content_digest for file in files):
+        return _NOTHING
+    return memoryview(b"".join(file.content_digest or _NO_DIGEST for file in files))
 
 
 def _encode_items(items: Sequence[Any] | dict[str, Any], limit: int, what: str) -> msgspec.Raw:
@@ -206,6 +228,25 @@ def open_manifest(data: bytes) -> Manifest:
     return manifest
 
 
+def read_outline(data: bytes) -> ManifestOutline:
+    """Reads the outline of a manifest. Checks that the file is whole, and no column but the lengths of files. Raises as
+    `decode_manifest` does.
+    """
+    body = unseal(data)
+    try:
+        wire = msgspec.msgpack.decode(body, type=_OutlineWire)
+        metadata, provenance = _decode_metadata(wire.metadata), _decode_metadata(wire.provenance)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_manifest(f"its body cannot be decoded: {error}") from error
+    num_tensors = _count_items(wire.tensor_fqns, MAX_TENSORS, "tensors")
+    lengths = decode_column(wire.file_byte_lengths, _count_items(wire.file_names, MAX_FILES, "files"), "file lengths")
+    outline = ManifestOutline(
+        wire.save_id, wire.step, wire.foreign_format, sum(lengths.tolist()), num_tensors, metadata, provenance
+    )
+    check_outline(outline)
+    return outline
+
+
 def _decode_columns(wire: _Wire, num_tensors: int) -> Columns:
     num_dims = _decode_counts(wire.tensor_num_dims, num_tensors, "dimensions", MAX_DIMS * MAX_TENSORS)
     num_chunks = _decode_counts(wire.tensor_num_chunks, num_tensors, "chunks", MAX_CHUNKS)
@@ -235,16 +276,21 @@ def _decode_columns(wire: _Wire, num_tensors: int) -> Columns:
 
 def _decode_items(raw: msgspec.Raw, kind: type[_Items], limit: int, what: str) -> _Items:
     """Decodes a list or dict if it has at most `limit` items. It was found well-formed together with the body."""
+    num_items = _count_items(raw, limit, what)
+    items = msgspec.msgpack.decode(raw, type=kind)
+    if len(items) != num_items:
+        raise bad_manifest(f"two of its {what} have the same name")
+    return items
+
+
+def _count_items(raw: msgspec.Raw, limit: int, what: str) -> int:
     # The head of a msgpack array or map has the number of its items, which msgspec compares with no limit of our own
     # error kind. Undecoded, because the body's 2**30 bytes can hold as many empty strings, of 8 bytes each in a list.
     head = memoryview(raw)[:5]
     width = {0xDC: 2, 0xDE: 2, 0xDD: 4, 0xDF: 4}.get(head[0])
     num_items = int.from_bytes(head[1 : 1 + width], "big") if width else head[0] & 15
     refuse_more_than(limit, num_items, what)
-    items = msgspec.msgpack.decode(raw, type=kind)
-    if len(items) != num_items:
-        raise bad_manifest(f"two of its {what} have the same name")
-    return items
+    return num_items
 
 
 def _decode_rank_objects(raw: msgspec.Raw) -> dict[str, dict[int, bytes]]:
@@ -274,7 +320,17 @@ def _decode_files(wire: _Wire) -> list[DataFile]:
         extents = slice(start, stop)
         arrays = array("Q", lengths[extents].tobytes()), array("Q", digests[extents].tobytes())
         files.append(DataFile(name, byte_length, *arrays))
-    return _with_samples(files, wire) if len(wire.file_num_samples) else files
+    files = _with_samples(files, wire) if len(wire.file_num_samples) else files
+    return _with_content_digests(files, wire.file_content_digests) if len(wire.file_content_digests) else files
+
+
+def _with_content_digests(files: Sequence[DataFile], column: memoryview) -> list[DataFile]:
+    width = len(_NO_DIGEST)
+    if len(column) != width * len(files):
+        raise bad_manifest(f"{len(column)} bytes of digests of whole files do not hold those of {len(files)} files")
+    digests = (bytes(column[start : start + width]) for start in range(0, len(column), width))
+    pairs = zip(files, digests, strict=True)
+    return [file if digest == _NO_DIGEST else file._replace(content_digest=digest) for file, digest in pairs]
 
 
 def _with_samples(files: Sequence[DataFile], wire: _Wire) -> list[DataFile]:

@@ -30,6 +30,19 @@ class MapNotes(NamedTuple):
     """FQN of plain data that is not seen -> the reason."""
 
 
+class ManifestOutline(NamedTuple):
+    """A manifest without what grows with a checkpoint, for lists of many."""
+
+    save_id: str
+    step: int | None
+    foreign_format: str
+    num_bytes: int
+    """Bytes of all its files."""
+    num_tensors: int
+    metadata: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A whole checkpoint but for its data."""
@@ -59,6 +72,12 @@ class Manifest:
     map_notes: MapNotes = field(default_factory=MapNotes)
     """Empty where the checkpoint is seen as it is."""
 
+    @property
+    def outline(self) -> ManifestOutline:
+        lengths = [file.byte_length for number, file in enumerate(self.files) if number != self.map_notes.zeros_file]
+        facts = self.save_id, self.step, self.foreign_format, sum(lengths), len(self.tensors)
+        return ManifestOutline(*facts, self.metadata, self.provenance)
+
     @cached_property
     def table(self) -> TensorTable:
         """The tensors as columns. Records are put into columns once, when these are first asked for."""
@@ -85,24 +104,29 @@ class Manifest:
         return self.table.describe_each(fqns)
 
 
+def check_outline(outline: ManifestOutline) -> None:
+    """Checks the outline of a decoded manifest. Raises as `check_manifest` does."""
+    if outline.save_id:
+        check_save_id(outline.save_id)
+    elif not outline.foreign_format:
+        raise bad_manifest("its save id is empty")
+    if outline.step is not None and not 0 <= outline.step < MAX_BYTES:
+        raise bad_manifest(f"its step is {outline.step}, not a number from 0 on")
+    refuse_deep_nesting(outline.metadata, "metadata")
+    refuse_deep_nesting(outline.provenance, "provenance")
+
+
 def check_manifest(manifest: Manifest) -> None:
     """Checks all of a decoded manifest but its chunks.
 
     Raises CheckpointCorruptError (bad_manifest) or UnsafeCheckpointError (path_escape, limits_exceeded).
     """
-    if manifest.save_id:
-        check_save_id(manifest.save_id)
-    elif not manifest.foreign_format:
-        raise bad_manifest("its save id is empty")
+    check_outline(manifest.outline)
     if manifest.linked_to:
         check_link(manifest.linked_to)
-    if manifest.step is not None and not 0 <= manifest.step < MAX_BYTES:
-        raise bad_manifest(f"its step is {manifest.step}, not a number from 0 on")
     for fqn, by_rank in manifest.rank_objects.items():
         if any(rank < 0 for rank in by_rank):
             raise bad_manifest(f"it holds {shown(fqn)} for rank {min(by_rank)}")
-    refuse_deep_nesting(manifest.metadata, "metadata")
-    refuse_deep_nesting(manifest.provenance, "provenance")
     for alias, target in manifest.aliases.items():
         if target not in manifest.tensors:
             raise bad_manifest(f"{shown(alias)} is said to be tied to {shown(target)}, which is not a tensor in it")

@@ -38,6 +38,8 @@ class DataFile(NamedTuple):
     """The xxh3-64 of each extent."""
     samples: Sequence[Sample] = ()
     """Bytes of a linked file of another format, which has no extents."""
+    content_digest: bytes = b""
+    """The xxh3-128 of the whole file; empty unless a later save may find its own file equal to this one."""
 
 
 class Chunk(NamedTuple):

@@ -5,14 +5,21 @@ no synchronization with the whole device. Knows neither files nor saves.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from bytecheckpoint.adapters.shards import flat_bytes
+from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.memory.cuda_device import CudaEvent, callers_stream, copy_stream, on_cuda
+from bytecheckpoint.memory.host_mapping import pin_memory_of
 from bytecheckpoint.memory.tensor_bytes import same_bits
 from bytecheckpoint.runtime.buffers import CopyEvent
+
+_WITHOUT_QUEUE = ("cpu", "meta")
+"""Devices that have done their work when a call of torch returns."""
 
 
 class DeviceCopy(NamedTuple):
@@ -21,7 +28,7 @@ class DeviceCopy(NamedTuple):
     tensor: torch.Tensor
     skipped_bytes: int
     into: memoryview
-    """Has the length of the copy. Must be pinned, or the host waits for each copy."""
+    """Has the length of the copy. A mapping is pinned; with other memory the host waits for each copy."""
 
 
 class DeviceStreams(Protocol):
@@ -31,7 +38,12 @@ class DeviceStreams(Protocol):
         """Returns the event after everything queued on the current stream of this thread."""
 
     def copy(self, copies: Sequence[DeviceCopy], *, after: CopyEvent) -> CopyEvent:
-        """Queues the copies after that event, on a stream of their own, and returns the event after them."""
+        """Queues the copies after that event, on a stream of their own, and returns the event after them. If it raises,
+        no copy is under way.
+        """
+
+    def reading_after(self, event: CopyEvent) -> AbstractContextManager[None]:
+        """Makes the work of this thread on the device come after that event, on a stream of its own."""
 
 
 class CudaStreams:
@@ -41,22 +53,34 @@ class CudaStreams:
         self._device = device
 
     def mark(self) -> CopyEvent:
-        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
-        return event
+        return CudaEvent(self._device, callers_stream(self._device, raises=CheckpointSaveError))
 
     def copy(self, copies: Sequence[DeviceCopy], *, after: Any) -> CopyEvent:
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_event(after)
-        with torch.cuda.stream(stream):
-            for copy in copies:
-                for read in (copy.tensor, queue_copy(copy)):  # torch reuses their memory when the copy is done
-                    read.record_stream(stream)
-        event: torch.cuda.Event = stream.record_event()
-        return event
+        stream = copy_stream(self._device)
+        for copy in copies:
+            pin_memory_of(copy.into, self._device)
+        with on_cuda(self._device), torch.cuda.stream(stream):
+            stream.wait_event(after.event)
+            try:
+                for copy in copies:
+                    queue_copy(copy)
+            except BaseException:
+                CudaEvent(self._device, stream).synchronize()  # the memory is free for others as soon as this raises
+                raise
+        return CudaEvent(self._device, stream)
+
+    @contextmanager
+    def reading_after(self, event: Any) -> Iterator[None]:
+        stream = copy_stream(self._device)
+        with on_cuda(self._device), torch.cuda.stream(stream):
+            stream.wait_event(event.event)
+            yield
 
 
-def queue_copy(copy: DeviceCopy) -> torch.Tensor:
-    """Queues one copy, or makes it if the device has no streams; returns the memory of the device that is copied."""
+def queue_copy(copy: DeviceCopy) -> None:
+    """Queues one copy, or makes it if the device has no streams. Whoever waits for it holds the tensor until then; a
+    contiguous copy of it is memory of this stream, which torch gives to later work of the same stream only.
+    """
     source = same_bits(copy.tensor)
     target = torch.frombuffer(copy.into, dtype=torch.uint8)
     if copy.into.nbytes == copy.tensor.nbytes:
@@ -65,7 +89,6 @@ def queue_copy(copy: DeviceCopy) -> torch.Tensor:
         end = copy.skipped_bytes + copy.into.nbytes
         source = flat_bytes(source.contiguous())[copy.skipped_bytes : end]
     target.copy_(source, non_blocking=True)
-    return source
 
 
 def streams_of(device: torch.device) -> DeviceStreams:
@@ -74,36 +97,44 @@ def streams_of(device: torch.device) -> DeviceStreams:
 
 
 class DeviceCopies:
-    """Copies of the tensors as the current stream of each device leaves them when this is made."""
+    """Copies of the tensors as the stream of each device had left them at its event in `ready`."""
 
-    def __init__(self, copies: Iterable[tuple[Mapping[int, torch.Tensor], memoryview]]) -> None:
-        """`copies` are pairs of tensors by byte offset and the pinned memory that they are copied to."""
-        self._copies: dict[torch.device, list[DeviceCopy]] = {}
+    def __init__(
+        self, copies: Iterable[tuple[Mapping[int, torch.Tensor], memoryview]], ready: Mapping[torch.device, CopyEvent]
+    ) -> None:
+        """`copies` are pairs of tensors by byte offset and the memory that they are copied to."""
+        self._waiting: dict[torch.device, list[DeviceCopy]] = {}
         for tensors, memory in copies:
             for start, tensor in tensors.items():
                 part = memory[start : start + tensor.nbytes]
-                self._copies.setdefault(tensor.device, []).append(DeviceCopy(tensor, 0, part))
-        self._ready = mark_streams(self._copies)
-        self._done: list[CopyEvent] = []
+                self._waiting.setdefault(tensor.device, []).append(DeviceCopy(tensor, 0, part))
+        self._ready = ready
+        self._queued: list[tuple[CopyEvent, Sequence[DeviceCopy]]] = []
+        """Each with the event after it; held until then."""
 
     def start(self) -> None:
         """Queues the copies, unless that was done; the host goes on."""
-        if not self._done:  # all or none: a call after a failed one begins again
-            self._done = _queue(self._copies, self._ready)
+        for device, of_device in list(self._waiting.items()):
+            self._queued.append((streams_of(device).copy(of_device, after=self._ready[device]), of_device))
+            del self._waiting[device]
 
     def wait(self) -> None:
-        """Returns when all copies are done."""
-        for event in self._done:
+        """Returns when all copies that were queued are done."""
+        for event, _ in list(self._queued):
             event.synchronize()
+
+    def close(self) -> None:
+        """Releases the tensors, of which no copy may be under way."""
+        self._waiting, self._queued = {}, []
 
 
 class DeviceRanges:
-    """Ranges of files whose tensors are on devices, as the tensors are when this is made."""
+    """Ranges of files whose tensors are on devices, as the stream of each had left them at its event in `ready`."""
 
-    def __init__(self, files: Iterable[Mapping[int, torch.Tensor]]) -> None:
+    def __init__(self, files: Iterable[Mapping[int, torch.Tensor]], ready: Mapping[torch.device, CopyEvent]) -> None:
         """`files` are the tensors of each file by byte offset."""
         self._files = [sorted(tensors.items(), key=lambda item: item[0]) for tensors in files]
-        self._ready = mark_streams(tensor.device for tensors in self._files for _, tensor in tensors)
+        self._ready = ready
 
     def gather(self, file: int, byte_offset: int, into: memoryview) -> None:
         """Copies the tensors on devices in a range of a file; returns when it is done. From any thread."""
@@ -117,23 +148,42 @@ class DeviceRanges:
             if low < high:
                 part = into[low - byte_offset : high - byte_offset]
                 copies.setdefault(tensor.device, []).append(DeviceCopy(tensor, low - start, part))
-        for event in _queue(copies, self._ready):
-            event.synchronize()
+        with ExitStack() as waiting:  # for all of them, also after one that could not be queued
+            for device, of_device in copies.items():
+                waiting.callback(streams_of(device).copy(of_device, after=self._ready[device]).synchronize)
 
     def close(self) -> None:
         """Releases the tensors."""
         self._files = []
 
 
-def _queue(
-    copies: Mapping[torch.device, Sequence[DeviceCopy]], ready: Mapping[torch.device, CopyEvent]
-) -> list[CopyEvent]:
-    return [streams_of(device).copy(of_device, after=ready[device]) for device, of_device in copies.items()]
-
-
 def mark_streams(devices: Iterable[torch.device]) -> dict[torch.device, CopyEvent]:
-    """Returns the event on the current stream of each accelerator among these: after it, tensors are as at the call."""
-    return {device: streams_of(device).mark() for device in set(devices) if has_streams(device)}
+    """Returns the event on the current stream of each CUDA device among these: after it, tensors are as at the call.
+    Other accelerators have finished what they were given when this returns.
+    """
+    marked = set(devices)
+    finish_work(marked)
+    return {device: streams_of(device).mark() for device in marked if has_streams(device)}
+
+
+@contextmanager
+def reading_after(ready: Mapping[torch.device, CopyEvent]) -> Iterator[None]:
+    """Within it, what this thread reads of these devices is as it was at their events, on whatever streams they are."""
+    with ExitStack() as streams:
+        for device, event in ready.items():
+            streams.enter_context(streams_of(device).reading_after(event))
+        yield
+
+
+def finish_work(devices: Iterable[torch.device]) -> None:
+    """Waits for accelerators that are not CUDA. Copies from and to them are made by threads, each of which has a stream
+    of its own that is not ordered after the caller's.
+    """
+    for device in devices:
+        if device.type not in _WITHOUT_QUEUE and not has_streams(device):
+            accelerator = torch.accelerator.current_accelerator()
+            if accelerator is not None and device.type == accelerator.type:
+                torch.accelerator.synchronize(device)
 
 
 def has_streams(device: torch.device) -> bool:

@@ -7,16 +7,20 @@ recorded for the stream: none is freed while a copy into it is under way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Protocol, Self
 
 import torch
 
-from bytecheckpoint.memory.device_to_host import has_streams
+from bytecheckpoint.memory.cuda_device import CudaEvent, callers_stream, copy_stream, on_cuda
+from bytecheckpoint.memory.device_to_host import finish_work, has_streams
 from bytecheckpoint.runtime.buffers import BufferPool, CopyEvent
 from bytecheckpoint.storage.range_reader import HostMemory
+
+logger = logging.getLogger("bytecheckpoint")
 
 
 class CopyStream(Protocol):
@@ -48,40 +52,57 @@ class CudaCopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._callers = torch.cuda.current_stream(device)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(self._callers)
+        self._callers = callers_stream(device)
+        self._stream = copy_stream(device)
+        self._is_warned = False
+        with on_cuda(device):
+            self._stream.wait_stream(self._callers)
 
     def new_block(self, num_bytes: int) -> memoryview:
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy().data
+        try:
+            with on_cuda(self._device):
+                return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy().data
+        except RuntimeError as error:
+            if not self._is_warned:
+                logger.warning("memory for reading could not be pinned (%s): the load is slower", error)
+            self._is_warned = True
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy().data
 
     def copy(
         self, target: torch.Tensor, content: memoryview, shaped: Callable[[torch.Tensor], torch.Tensor] | None
     ) -> None:
         source = torch.frombuffer(content, dtype=torch.uint8)
-        is_pinned = source.is_pinned()
-        with torch.cuda.stream(self._stream):
+        with on_cuda(self._device), torch.cuda.stream(self._stream):
+            is_pinned = source.is_pinned()
             if shaped is not None:
                 # Copied as it is, gaps included: the device is faster at scattering rows.
                 source = shaped(source.to(self._device, non_blocking=is_pinned))
             target.copy_(source, non_blocking=is_pinned)
 
     def mark(self) -> CopyEvent:
-        # Blocking, because waiting for any other event spins, on a core that reading needs.
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self._stream.record_event(event)
-        return event
+        return CudaEvent(self._device, self._stream)
 
     def close(self) -> None:
-        self._callers.wait_stream(self._stream)
+        with on_cuda(self._device):
+            self._callers.wait_stream(self._stream)
         self.mark().synchronize()
 
 
 class CopyStreams:
     """The copy streams of one load, and the memory for its reads. A context: no copy is in flight after it is left."""
 
-    def __init__(self, devices: Iterable[torch.device], open_stream: Callable[[torch.device], CopyStream]) -> None:
-        """Must be made on the thread whose streams use the tensors."""
+    def __init__(
+        self,
+        devices: Iterable[torch.device],
+        open_stream: Callable[[torch.device], CopyStream],
+        *,
+        without_streams: Collection[torch.device] = (),
+    ) -> None:
+        """Must be made on the thread whose streams use the tensors. `without_streams` are other devices of the load, on
+        which copies and the caller's work are kept apart by waiting.
+        """
+        self._without_streams = without_streams
+        finish_work(without_streams)
         self._streams = {device: open_stream(device) for device in dict.fromkeys(devices)}
         self._buffers: list[BufferPool] = []
         """Held until all copies are done: torch would give their memory to other tensors without waiting."""
@@ -93,8 +114,14 @@ class CopyStreams:
         self, cls: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with ExitStack() as closing:  # all of them, also after one that fails
+            closing.callback(finish_work, self._without_streams)
             for stream in self._streams.values():
                 closing.callback(stream.close)
+
+    def wait_for_callers(self) -> None:
+        """Returns when work that was queued before is done, for copies that follow no stream."""
+        for stream in self._streams.values():
+            stream.mark().synchronize()
 
     def to(self, tensor: torch.Tensor) -> CopyStream | None:
         """Returns the stream into the memory of this tensor; None if torch copies there at once."""
@@ -115,7 +142,8 @@ class CopyStreams:
 def streams_to(tensors: Iterable[torch.Tensor]) -> CopyStreams:
     """Returns the copy streams of a load into these tensors: one for each device that has streams."""
     devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
-    return CopyStreams(filter(has_streams, devices), CudaCopyStream)
+    queued = {device for device in devices if has_streams(device)}
+    return CopyStreams(queued, CudaCopyStream, without_streams=devices - queued)
 
 
 def copied_buffers(streams: Sequence[CopyStream], num_buffers: int, byte_length: int) -> BufferPool:

@@ -24,6 +24,7 @@ from bytecheckpoint.options import Memory
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.prepare import PreparedSave
 from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report
+from bytecheckpoint.saving.slow_phases import TimedReport
 from bytecheckpoint.saving.write import SaveFiles, write_files
 from bytecheckpoint.staging.memory_slots import JobMemory, MemoryPart
 from bytecheckpoint.storage.memory_root import version_files
@@ -143,6 +144,7 @@ def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[s
             prepared.meter,
             writer_threads=prepared.options.writer_threads,
             scratch=prepared.buffers.scratch,
+            reuse=None,
         )
         slots.fill(agreed.save_id, target.step or 0, ranks.rank)
         holding = _holding(slots, encode_report(agreed, written), prepared.options.memory)
@@ -236,7 +238,12 @@ def _agree(
     agreed = prepared.agree()
     record = VersionRecord(agreed.save_id, generation, target.step or 0, number, target.folder)
     content, info = encode_manifest_and_info(
-        agreed, [each.report for each in holdings], call, target, metadata=metadata, generation=generation
+        agreed,
+        [TimedReport(each.report, {}) for each in holdings],
+        call,
+        target,
+        metadata=metadata,
+        generation=generation,
     )
     hosts = [each.host for each in holdings]
     return [

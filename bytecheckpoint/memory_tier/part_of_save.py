@@ -43,7 +43,7 @@ def where_to(to: str, options: SaveOptions, path: str) -> tuple[SaveOptions, boo
             kind="conflict",
             path=path,
         )
-    return replace(options, local_stage=None), True
+    return replace(options, local_stage=None, reuse=False), True
 
 
 def described(target: SaveTarget, options: SaveOptions, *, only: bool) -> SaveTarget:

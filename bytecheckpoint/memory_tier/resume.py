@@ -56,7 +56,7 @@ _FEW_STEPS, _MANY_STEPS = 4, 32
 """Steps at the path that are compared with those in memory: at first, and once something was damaged."""
 
 
-class LoadCall(NamedTuple):
+class ResumeLoads(NamedTuple):
     """The loads that a resume makes."""
 
     at_path: Callable[[int | Literal["latest"]], LoadReport]
@@ -96,7 +96,7 @@ class _Use(msgspec.Struct, frozen=True, array_like=True):
     wanted: list[str]
 
 
-class Resume:
+class ResumeCall:
     """One call of `resume` on one rank."""
 
     def __init__(
@@ -126,7 +126,7 @@ class Resume:
         self._rebuilt: dict[str, set[str]] = {}
         """Data files of each save that were rebuilt, or were to be."""
 
-    def run(self, calls: LoadCall) -> LoadReport | None:
+    def run(self, calls: ResumeLoads) -> LoadReport | None:
         """Loads the newest version. Returns None if there is none."""
         while True:
             choice, content = self._choose()
@@ -237,7 +237,7 @@ class Resume:
         state = "The state is undefined now: loads into it were begun" if self._failed else "The state is unchanged"
         return CheckpointCorruptError(
             f"nothing of what memory and storage hold of {self._about.path} can be resumed: {'; '.join(named)}. "
-            f"{state}. Resume where all hosts of the saves are, load an older checkpoint, or begin anew without "
+            f"{state}. ResumeCall where all hosts of the saves are, load an older checkpoint, or begin anew without "
             "resume",
             kind="missing_file" if not self._failed else "checksum",
             path=self._about.path,
@@ -328,7 +328,7 @@ class Resume:
             self._damaged.append(DamagedHolding(version.save_id, name, holder))
         self._held = None
 
-    def _load_what_is_there(self, calls: LoadCall) -> LoadReport | None:
+    def _load_what_is_there(self, calls: ResumeLoads) -> LoadReport | None:
         """Loads what is at the path where memory has nothing: also what other programs have written."""
         try:
             report = calls.at_path("latest")

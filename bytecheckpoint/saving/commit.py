@@ -26,10 +26,11 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.manifest import DataFile, open_manifest
 from bytecheckpoint.saving.prepare import PreparedSave
-from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report, write_telemetry
+from bytecheckpoint.saving.report import encode_manifest_and_info, timed_report, write_telemetry
 from bytecheckpoint.saving.slow_phases import TimedReport, slow_text
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
-from bytecheckpoint.saving.write import SaveFiles, write_files
+from bytecheckpoint.saving.write import SaveFiles, find_reusable, write_files
+from bytecheckpoint.staging.reuse import ReusableFiles
 from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.garbage import MIN_AGE_S, sweep
 from bytecheckpoint.storage.open_store import is_remote
@@ -56,6 +57,7 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
     with ExitStack() as undo, together(ranks, f"writing {target.path}", about=about):
         undo.callback(discard, files)
         with timer.phase("write"), closing(prepared.snapshot) as snapshot:
+            reuse = find_reusable(ranks, target, prepared.reuse)
             written = write_files(
                 files,
                 snapshot,
@@ -63,8 +65,9 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
                 prepared.meter,
                 writer_threads=prepared.options.writer_threads,
                 scratch=prepared.buffers.scratch,
+                reuse=reuse,
             )
-        report = msgspec.msgpack.encode(TimedReport(encode_report(agreed, written), timer.seconds))
+        report = msgspec.msgpack.encode(timed_report(agreed, written, timer, reuse=reuse))
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit it, even if this rank fails
         with report_straggler_rate(ranks, agreed.rank_plan.global_plan, timer.seconds["write"]):
@@ -73,18 +76,22 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
         content = info = b""
         if ranks.rank == COORDINATOR:
             content, info = encode_manifest_and_info(
-                agreed,
-                [each.report for each in reports],
-                call,
-                target,
-                metadata=metadata,
-                generation=prepared.generation,
+                agreed, reports, call, target, metadata=metadata, generation=prepared.generation
             )
         undo.pop_all()
     prepared.meter.begin("commit")
     committed = commit_together(call, files, content, info)
+    remember_files(prepared, files, [file for file, _ in written])
     warn_of_slow_phases(prepared, reports, committed)
     return committed
+
+
+def remember_files(prepared: PreparedSave, files: SaveFiles, written: Sequence[DataFile]) -> None:
+    """Keeps what later saves may reuse of this rank's files in a checkpoint that was just committed."""
+    if prepared.reuse is not None:
+        reusable = tuple(file for file in written if file.content_digest)
+        newest = ReusableFiles(files.save_id, files.target.folder, reusable)
+        prepared.reuse.add(newest, prepared.agree().rank_plan.plan_id, files.planned, written)
 
 
 def warn_of_slow_phases(prepared: PreparedSave, reports: Sequence[TimedReport], committed: CheckpointInfo) -> None:

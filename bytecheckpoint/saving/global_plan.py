@@ -9,7 +9,7 @@ import threading
 import uuid
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import xxhash
 
 from bytecheckpoint.adapters.expectation import EntryContents, Scope
 from bytecheckpoint.adapters.plain.merge_plain import merge_plain
-from bytecheckpoint.adapters.shards import LocalShard
+from bytecheckpoint.adapters.shard_columns import ShardBlocks
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, check_same
 from bytecheckpoint.errors import CheckpointSaveError, and_more
 from bytecheckpoint.manifest import TensorRecord
@@ -104,7 +104,7 @@ class LocalSavePlan(NamedTuple):
 
     target: str
     """Description of the place, which must be the same on all ranks."""
-    shards: Sequence[LocalShard]
+    shards: ShardBlocks
     aliases: Mapping[str, str]
     plain: Mapping[str, tuple[Scope, bytes]]
     stages: Mapping[str, int]
@@ -121,6 +121,8 @@ class LocalSavePlan(NamedTuple):
     """Plan of an earlier save with this fingerprint; valid if all ranks have it and replicas are still alike."""
     save_id_prefix: str = ""
     """First characters of the new save id; the others are random."""
+    frozen: Collection[str] = ()
+    """FQNs of tensors that get files of their own."""
 
     def items(self) -> list[WriteItem]:
         """Returns the shards as records for the planner, in the same order and without digests."""
@@ -195,12 +197,12 @@ def make_local_plan(
     options: SaveOptions,
     *,
     plans: PlanCache,
-    save_id_prefix: str = "",
+    frozen: Collection[str] = (),
 ) -> LocalSavePlan:
     """Returns the plan of the entries that this rank holds, with the one of an earlier save if it is in the cache."""
-    shards = [shard for entry in contents for shard in entry.shards]
+    shards = ShardBlocks(entry.shards for entry in contents)
     if options.codec != "none":
-        shards = [part for shard in shards for part in cut_to_files(shard, options)]
+        shards = ShardBlocks([[part for shard in shards for part in cut_to_files(shard, options)]])
     plan = LocalSavePlan(
         target=str(target),
         shards=shards,
@@ -211,11 +213,10 @@ def make_local_plan(
         codec=options.codec,
         plans=plans,
         is_empty=not contents,
-        save_id_prefix=save_id_prefix,
+        frozen=frozen,
     )
-    fqns_dtypes_shapes_regions = [*zip(*shards, strict=True)][:4]
-    of_ranks = (list(ranks.global_ranks), ranks.rank, plan.stages)
-    parts = (fqns_dtypes_shapes_regions, plan.aliases, (plan.max_file_bytes, plan.codec), *of_ranks)
+    of_ranks = (list(ranks.global_ranks), ranks.rank, plan.stages, sorted(frozen))
+    parts = (shards.digests(), plan.aliases, (plan.max_file_bytes, plan.codec), *of_ranks)
     fingerprint = xxhash.xxh3_128_digest(msgspec.msgpack.encode(parts))
     return plan._replace(fingerprint=fingerprint, cached=plans.find(fingerprint))
 
@@ -378,6 +379,7 @@ def _rank_plan(reply: _PlanReply, local_plan: LocalSavePlan, in_stages: Sequence
             max_file_bytes=local_plan.max_file_bytes,
             codec=local_plan.codec,
             num_ranks=num_ranks,
+            frozen=local_plan.frozen,
         ),
         compared=reply.compared,
         differing_replicas=reply.differing_replicas,

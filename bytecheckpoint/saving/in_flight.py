@@ -29,8 +29,10 @@ from bytecheckpoint.saving.global_plan import PlanCache
 from bytecheckpoint.saving.handle import SaveProgress
 from bytecheckpoint.saving.prepare import KeptBetweenSaves, PreparedSave
 from bytecheckpoint.saving.slow_phases import PhaseHistory
+from bytecheckpoint.saving.target import SaveTarget
 from bytecheckpoint.staging.host_buffers import HostBuffers
 from bytecheckpoint.staging.memory_slots import JobMemory
+from bytecheckpoint.staging.reuse import ReuseHistory
 from bytecheckpoint.staging.snapshots import ProposedState, StagedState
 from bytecheckpoint.storage.store import RemoteStore, Store, full_location
 
@@ -315,25 +317,24 @@ def _print(text: str) -> None:
 
 
 class ProcessState:
-    """Everything that a process keeps between saves. One a process: it has one exit code, and staging memory for one
-    save at a time.
-    """
+    """Everything that a process keeps between saves. One a process, which stages one save at a time."""
 
     def __init__(self) -> None:
         self.saves = SavesInFlight()
         self.buffers = HostBuffers()
         self.plans = PlanCache()
         self.history = PhaseHistory()
+        self.reuse = ReuseHistory()
         self._writable: set[str] = set()
         """Stores that were found to be writable."""
         self.memories: dict[str, JobMemory] = {}
         """Slots of this process, by the folder of their job."""
         self._of_parent: list[object] = []
 
-    @property
-    def kept(self) -> KeptBetweenSaves:
-        """What a save takes from earlier ones."""
-        return KeptBetweenSaves(self.buffers, self.history)
+    def kept(self, target: SaveTarget) -> KeptBetweenSaves:
+        """Returns what a save takes from earlier ones."""
+        reuse = self.reuse.of_root(full_location(target.store, "")) if target.reuse else None
+        return KeptBetweenSaves(self.buffers, self.history, reuse)
 
     def check_writable(self, store: Store, ranks: Ranks) -> None:
         """Raises what a write to the store would raise, so that a save fails before anything is staged.
@@ -350,9 +351,8 @@ class ProcessState:
         self.saves.reset()
         # The memory is not the child's, but freeing it here could free what has come to lie in the same place.
         self._of_parent.append((self.buffers, self.memories))
-        self.memories = {}
-        self.buffers, self.plans, self._writable = HostBuffers(), PlanCache(), set()
-        self.history = PhaseHistory()
+        self.buffers, self.memories, self.plans, self._writable = HostBuffers(), {}, PlanCache(), set()
+        self.history, self.reuse = PhaseHistory(), ReuseHistory()
 
 
 _STATE: dict[str, ProcessState] = {}
@@ -383,8 +383,9 @@ def wait_until_staged() -> None:
 
 def note_load() -> None:
     """Notes that training goes on from what was loaded."""
-    for memory in (memory for state in _STATE.values() for memory in state.memories.values()):
-        memory.note_load()
+    for state in _STATE.values():
+        for memory in state.memories.values():
+            memory.note_load()
 
 
 @contextmanager

@@ -49,6 +49,8 @@ class LocalStage:
         self._journal: Journal | None = None
         self._direct: list[str] = []
         """Names of files for which the disk had no room, at the path already."""
+        self._reused: list[str] = []
+        """Names of files that are at the path already, because an earlier checkpoint had them."""
 
     @property
     def folder(self) -> str | None:
@@ -91,6 +93,10 @@ class LocalStage:
         self._direct.append(image.name)
         return write_image(store, path, image, on_checksum)
 
+    def leave_out(self, name: str) -> None:
+        """Records that a file is at the path already."""
+        self._reused.append(name)
+
     def _has_room(self, num_bytes: int) -> bool:
         status = os.statvfs(self.root)
         return status.f_bavail * status.f_frsize >= num_bytes + _SPARE_BYTES
@@ -109,7 +115,7 @@ class LocalStage:
         """Records that all files of this rank are durable, here or at the path."""
         self.files = files
         if self._folder is not None and self._journal is not None:
-            self._journal = msgspec.structs.replace(self._journal, files=list(files), direct=self._direct)
+            self._journal = msgspec.structs.replace(self._journal, files=list(files), direct=self._at_path())
             self._folder.write_journal(self._journal)
 
     def write_manifest(self, content: bytes) -> bool:
@@ -130,7 +136,11 @@ class LocalStage:
         return sum(file.byte_length for file in self._to_upload())
 
     def _to_upload(self) -> list[DataFile]:
-        return [file for file in self.files if file.name not in self._direct] if self._folder is not None else []
+        at_path = self._at_path()
+        return [file for file in self.files if file.name not in at_path] if self._folder is not None else []
+
+    def _at_path(self) -> list[str]:
+        return self._direct + self._reused
 
     def upload(self, store: Store, folder: str, on_bytes: Callable[[int], None]) -> None:
         """Copies this rank's files to the checkpoint's folder in the store. `on_bytes` gets the length of each one."""

@@ -5,15 +5,18 @@ plan ahead of the agreement, and is taken again if they agree on another plan.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 
-from bytecheckpoint.adapters.collect import Entry, buffers_in, check_can_be_lazy
+from bytecheckpoint.adapters.collect import Entry, buffers_in, check_can_be_lazy, frozen_fqns
+from bytecheckpoint.adapters.shard_columns import ShardBlocks, ShardColumns
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.distributed.ranks import COORDINATOR
 from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.memory.device_to_host import has_streams, mark_streams, reading_after
+from bytecheckpoint.memory.host_mapping import pin_memory_of
 from bytecheckpoint.memory.tensor_bytes import to_host
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.runtime.gc_pause import gc_paused
@@ -25,7 +28,16 @@ from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.staging.file_image import LiveFile, PlannedFile
 from bytecheckpoint.staging.host_buffers import HostBuffers
 from bytecheckpoint.staging.memory_slots import MemoryPart
-from bytecheckpoint.staging.snapshots import LiveState, ProposedState, Snapshot, StagedState, StateInWaves, staged_bytes
+from bytecheckpoint.staging.reuse import RootHistory
+from bytecheckpoint.staging.snapshots import (
+    LiveState,
+    ProposedState,
+    Ready,
+    Snapshot,
+    StagedState,
+    StateInWaves,
+    staged_bytes,
+)
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -48,38 +60,43 @@ def take_snapshot(
     kind: SnapshotKind,
     files: Sequence[LiveFile],
     buffers: HostBuffers,
+    ready: Ready,
     *,
     staging_bytes: int | None,
     memory: MemoryPart | None = None,
 ) -> Snapshot:
     """Returns the snapshot of these files, with `memory` in a slot; after its `stage()` the state may change."""
     if kind == "none":
-        return LiveState(files, buffers.scratch)
+        return LiveState(files, buffers.scratch, ready)
     num_bytes = staged_bytes([file.planned for file in files])
     image = None
     if memory is not None:
         image = memory.take([file.planned.byte_length for file in files], staging_bytes=staging_bytes)
     elif staging_bytes is not None and num_bytes > staging_bytes:
-        return StateInWaves(files, buffers.staging.take(staging_bytes))
+        return StateInWaves(files, buffers.staging.take(staging_bytes), ready)
     threads = min(torch.get_num_threads(), _MAX_COPY_THREADS)
     if kind == "lazy":  # half of them beside training; when training waits, its thread brings as many
         threads = max(threads // 2, 1)
-    return StagedState(files, buffers.staging.take(num_bytes) if image is None else image, threads=threads)
+    return StagedState(files, buffers.staging.take(num_bytes) if image is None else image, ready, threads=threads)
 
 
 def allocate(
     planned: Sequence[PlannedFile],
     buffers: HostBuffers,
+    shards: ShardBlocks,
     *,
     staging_bytes: int | None,
-    memory: MemoryPart | None = None,
+    slots: MemoryPart | None = None,
 ) -> None:
-    """Allocates the memory that a snapshot of these files will take."""
-    if memory is not None:
-        memory.slots.reserve([file.byte_length for file in planned], max_bytes=memory.max_bytes)
+    """Allocates the memory that a snapshot of these files of these shards will take."""
+    if slots is not None:
+        slots.slots.reserve([file.byte_length for file in planned], max_bytes=slots.max_bytes)
         return
     num_bytes = staged_bytes(planned)
-    buffers.staging.take(num_bytes if staging_bytes is None else min(num_bytes, staging_bytes))
+    memory = buffers.staging.take(num_bytes if staging_bytes is None else min(num_bytes, staging_bytes))
+    for device in {shard.tensor.device for shard in shards.records() if not shard.address}:
+        if has_streams(device):
+            pin_memory_of(memory, device)
 
 
 class KeptBetweenSaves(NamedTuple):
@@ -87,6 +104,12 @@ class KeptBetweenSaves(NamedTuple):
 
     buffers: HostBuffers
     history: PhaseHistory
+    reuse: RootHistory | None
+    """None if the save takes no files of earlier ones."""
+
+    def frozen(self, entries: Sequence[Entry]) -> Collection[str]:
+        """Returns the FQNs of tensors that get files of their own, because later saves may take these again."""
+        return () if self.reuse is None else self.reuse.frozen(frozen_fqns(entries))
 
 
 class PreparedSave:
@@ -116,15 +139,17 @@ class PreparedSave:
         if memory is not None:
             memory.slots.begin_save()
         self.history = kept.history
+        self.reuse = kept.reuse
         self.call = call
         self.target = target
         self.buffers = kept.buffers
         self.options = options
         self._kind = kind
-        self._local_plan = local_plan
+        self._local_plan = local_plan._replace(save_id_prefix=target.save_id_prefix)
         self._snapshot: Snapshot | None = None
         """Snapshot of the cached plan, until the ranks have agreed; then of the agreed one."""
         self._agreed: AgreedPlan | None = None
+        self._ready: Ready = {}
 
     @property
     def is_lazy(self) -> bool:
@@ -146,10 +171,13 @@ class PreparedSave:
         with self.call.phase("stage"):
             if self.is_lazy:
                 self._local_plan = self._local_plan._replace(shards=_held_shards(entries, self._local_plan.shards))
+            # In the call, because only this thread knows the streams that training uses.
+            records = self._local_plan.shards.records()  # columns are on the host
+            self._ready = mark_streams(shard.tensor.device for shard in records if not shard.address)
             self.buffers.scratch.grow(self.options.writer_threads)
             if self._local_plan.cached is not None:
                 self._snapshot = self._snapshot_of(self._local_plan.cached)
-            if self.is_lazy and isinstance(self._snapshot, StagedState) and self._is_on_host():
+            if self.is_lazy and isinstance(self._snapshot, StagedState):
                 self._snapshot = ProposedState(self._snapshot)
         # Not if the caller waits for staging: the background has a low priority and would delay it.
         if not isinstance(self._snapshot, ProposedState):
@@ -175,7 +203,8 @@ class PreparedSave:
             ranks.enter()
             self.progress.is_numbered.set()
             self._refuse_existing()
-            agreed = exchange_plans(ranks, self._local_plan)
+            with reading_after(self._ready):
+                agreed = exchange_plans(ranks, self._local_plan)
         with self.call.phase("stage"):
             if isinstance(self._snapshot, ProposedState):
                 self._snapshot.agree(self._snapshot_of(agreed.rank_plan) if agreed.is_new else None)
@@ -197,8 +226,14 @@ class PreparedSave:
         with gc_paused():
             # New files for each snapshot, because a snapshot may change its own.
             files = [LiveFile(planned, self._local_plan.shards) for planned in plan.files]
-        staging_bytes = self.options.staging_bytes
-        return take_snapshot(self._kind, files, self.buffers, staging_bytes=staging_bytes, memory=self.memory)
+        return take_snapshot(
+            self._kind,
+            files,
+            self.buffers,
+            self._ready,
+            staging_bytes=self.options.staging_bytes,
+            memory=self.memory,
+        )
 
     def stage(self) -> None:
         """Stages the snapshot. From then on the training state may change."""
@@ -224,16 +259,10 @@ class PreparedSave:
 
     def close(self) -> None:
         """Drops the state: the error of a failed save keeps the frames of its functions."""
-        self._local_plan = self._local_plan._replace(shards=())
-
-    def _is_on_host(self) -> bool:
-        """Returns False if a tensor is on a device: its copy must follow the caller's stream, which a thread does not
-        know.
-        """
-        return all(shard.tensor.is_cpu for shard in self._local_plan.shards)
+        self._local_plan = self._local_plan._replace(shards=ShardBlocks([]))
 
 
-def _held_shards(entries: Sequence[Entry], shards: Sequence[LocalShard]) -> list[LocalShard]:
+def _held_shards(entries: Sequence[Entry], shards: ShardBlocks) -> ShardBlocks:
     """Returns the shards for a lazy snapshot. Buffers of modules, and tensors that share memory with one, are copied,
     because a forward pass changes them without waiting. All others keep the memory that they have now, even if their
     tensors are given other memory meanwhile.
@@ -242,14 +271,26 @@ def _held_shards(entries: Sequence[Entry], shards: Sequence[LocalShard]) -> list
     """
     check_can_be_lazy(entries)
     changing = {_storage_of(buffer) for buffer in buffers_in(entries)}
+    return ShardBlocks(_held(block, changing) for block in shards.blocks)
+
+
+def _held(block: Sequence[LocalShard], changing: Collection[int]) -> Sequence[LocalShard]:
+    if isinstance(block, ShardColumns):
+        block.copy_changing(changing, to_host)
+        return block
     # Not by `_replace`, which costs more than all the rest of this.
     return [
         LocalShard(
             *shard[:4],
-            to_host(shard.tensor) if changing and _storage_of(shard.tensor) in changing else shard.tensor.detach(),
+            _copied(shard.tensor) if changing and _storage_of(shard.tensor) in changing else shard.tensor.detach(),
         )
-        for shard in shards
+        for shard in block
     ]
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    # On a device with streams a copy is queued behind the work that it waits for; to the host it would wait here.
+    return tensor.detach().clone() if has_streams(tensor.device) and not tensor.is_cpu else to_host(tensor)
 
 
 def _storage_of(tensor: torch.Tensor) -> int:

@@ -51,7 +51,7 @@ def part_digests(shards: Sequence[LocalShard], fqns: Iterable[str], aliases: Map
     for fqn in fqns:
         fqns_of.setdefault(aliases.get(fqn, fqn), []).append(fqn)
     digests = PartDigests()
-    for shard in shards:
+    for shard in shards if fqns_of else ():
         if shard.fqn in fqns_of:
             part = (*shard.region, digest_of(shard.tensor))
             for fqn in fqns_of[shard.fqn]:

@@ -23,11 +23,14 @@ from bytecheckpoint.manifest import DataFile, Manifest, TensorTable, decode_mani
 from bytecheckpoint.planner.file_layout import PlacedChunk
 from bytecheckpoint.planner.save_plan import SavePlan
 from bytecheckpoint.runtime.gc_pause import gc_paused
+from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.chunk_locations import ChunkLocations, pack_locations
 from bytecheckpoint.saving.global_plan import AgreedPlan, WrittenTensors
+from bytecheckpoint.saving.slow_phases import TimedReport
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.staging.compress import ChunkLocation
 from bytecheckpoint.staging.memory_slots import GENERATION
+from bytecheckpoint.staging.reuse import FileReuse
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import one_block
@@ -59,6 +62,19 @@ class _RankReport(msgspec.Struct, frozen=True, array_like=True):
         return [file.byte_length for file in self.files]
 
 
+def timed_report(
+    agreed: AgreedPlan,
+    written: Sequence[WrittenFile],
+    timer: PhaseTimer,
+    *,
+    reuse: FileReuse | None,
+    is_direct: bool = False,
+) -> TimedReport:
+    """Returns the report of a rank that wrote these files, with its times."""
+    reused_bytes = 0 if reuse is None else reuse.reused_bytes
+    return TimedReport(encode_report(agreed, written), timer.seconds, is_direct, reused_bytes)
+
+
 def encode_report(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> bytes:
     """Returns the report of a rank that wrote these files."""
     varies = any(file.locations is not None for file in written)
@@ -81,7 +97,7 @@ def _locations(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> Iterator[t
 
 def encode_manifest_and_info(
     agreed: AgreedPlan,
-    reports: Sequence[bytes],
+    timed: Sequence[TimedReport],
     call: SaveCall,
     target: SaveTarget,
     *,
@@ -95,7 +111,11 @@ def encode_manifest_and_info(
     """
     with gc_paused():
         manifest = build_manifest(
-            agreed, reports, global_ranks=call.ranks.global_ranks, step=target.step, metadata=metadata
+            agreed,
+            [each.report for each in timed],
+            global_ranks=call.ranks.global_ranks,
+            step=target.step,
+            metadata=metadata,
         )
         if generation is not None:
             manifest = replace(manifest, provenance={**manifest.provenance, GENERATION: generation})
@@ -111,7 +131,8 @@ def encode_manifest_and_info(
         written = agreed.rank_plan.written
         if written is not None:  # decoded columns are faster to encode
             agreed.rank_plan.written = replace(written, tensors=decoded.tensors)
-        return content, msgspec.msgpack.encode(describe_checkpoint(decoded, path=target.path, seconds={}))
+        info = describe_checkpoint(decoded, path=target.path, seconds={})
+        return content, msgspec.msgpack.encode(replace(info, reused_bytes=sum(each.reused_bytes for each in timed)))
 
 
 def build_manifest(

@@ -29,6 +29,8 @@ class TimedReport(msgspec.Struct, frozen=True, array_like=True):
     seconds: dict[str, float]
     is_direct: bool = False
     """True if data went past the local stage."""
+    reused_bytes: int = 0
+    """Bytes of files that were taken from an earlier checkpoint."""
 
 
 class SlowPhase(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,10 +17,12 @@ from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.local_stage import LocalStage
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.inventory import refuse_occupied
-from bytecheckpoint.storage.layout import save_location
+from bytecheckpoint.storage.layout import root_of, step_folder
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Store, UnconditionalStore, full_location
+from bytecheckpoint.storage.store import Store, SupportsDuplicate, UnconditionalStore, full_location
+
+logger = logging.getLogger("bytecheckpoint")
 
 _DOING = {"wait": "waiting for the slot of the save", "plan": "planning the save", "stage": "staging the save"}
 
@@ -68,6 +71,8 @@ class SaveTarget(NamedTuple):
     """None if nobody owns the root."""
     memory: str = ""
     """What must be the same on all ranks of a memory tier, in words; empty without one."""
+    reuse: bool = False
+    """True if files of the newest checkpoint are taken where they are equal."""
 
     @property
     def path(self) -> str:
@@ -76,7 +81,13 @@ class SaveTarget(NamedTuple):
     def __str__(self) -> str:
         overwriting = ", overwriting what is there" if self.overwrite else ""
         staged = ", through a local stage" if self.stage is not None else ""
-        return f"{full_location(self.store, self.folder)} (step={self.step}{overwriting}{staged}{self.memory})"
+        reusing = ", reusing files" if self.reuse else ""
+        return f"{full_location(self.store, self.folder)} (step={self.step}{overwriting}{staged}{reusing}{self.memory})"
+
+    @property
+    def save_id_prefix(self) -> str:
+        """First characters of the save id; empty if the root has no owner."""
+        return self.owner.save_id_prefix if self.owner is not None else ""
 
     def may_replace(self) -> bool:
         """Returns True if a checkpoint that stands there may be replaced. Asked by the coordinator. Raises what the
@@ -106,7 +117,7 @@ def open_target(
     owner: SaveOwner | None = None,
 ) -> SaveTarget:
     """Opens the store and the local stage of a save. Raises what the checks of the role and of both folders raise."""
-    root, folder = save_location(path, step=step, role=role)
+    root, folder = root_of(path, role), "" if step is None else step_folder(step)
     store = open_store(
         root,
         storage_options=storage_options,
@@ -114,7 +125,10 @@ def open_target(
         timeout_s=options.timeout_s,
     )
     stage = LocalStage(options) if options.local_stage else None
-    return SaveTarget(store, folder, step, options.overwrite, stage, owner)
+    can_reuse = options.reuse and isinstance(store, SupportsDuplicate)
+    if options.reuse and not can_reuse:
+        logger.info("%s can neither link nor copy files, so each save writes all of them", root)
+    return SaveTarget(store, folder, step, options.overwrite, stage, owner, reuse=can_reuse)
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:

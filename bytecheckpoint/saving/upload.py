@@ -19,13 +19,19 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import CheckpointInfo, LocalInfo
 from bytecheckpoint.planner.save_plan import SavePlan
 from bytecheckpoint.runtime.progress import ProgressMeter
-from bytecheckpoint.saving.commit import broadcast_or_discard, commit_together, discard, warn_of_slow_phases
+from bytecheckpoint.saving.commit import (
+    broadcast_or_discard,
+    commit_together,
+    discard,
+    remember_files,
+    warn_of_slow_phases,
+)
 from bytecheckpoint.saving.local_stage import LocalStage
 from bytecheckpoint.saving.prepare import PreparedSave
-from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report, write_telemetry
+from bytecheckpoint.saving.report import encode_manifest_and_info, timed_report, write_telemetry
 from bytecheckpoint.saving.slow_phases import TimedReport
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
-from bytecheckpoint.saving.write import SaveFiles, write_files
+from bytecheckpoint.saving.write import SaveFiles, find_reusable, write_files
 from bytecheckpoint.storage import layout, stage_folder
 from bytecheckpoint.storage.inventory import refuse_beside
 from bytecheckpoint.storage.stage_folder import Journal
@@ -82,6 +88,7 @@ def write_upload_and_commit(
             _upload(call, files, stage, plan, prepared.meter)
             prepared.meter.begin("commit")
             info = commit_together(call, files, content, staged.info)
+            remember_files(prepared, files, stage.files)
             warn_of_slow_phases(prepared, reports, info)
         if not staged.is_recoverable:
             prepared.progress.reach_local(local)
@@ -100,6 +107,7 @@ def _write_to_stage(
     with ExitStack() as undo, together(ranks, doing, about=about):
         undo.callback(discard, files)
         with timer.phase("write"), closing(prepared.snapshot) as snapshot:
+            reuse = find_reusable(ranks, target, prepared.reuse)
             stage.begin(_new_journal(ranks, target, stage, save_id=agreed.save_id))
             written = write_files(
                 files,
@@ -108,9 +116,10 @@ def _write_to_stage(
                 prepared.meter,
                 writer_threads=prepared.options.writer_threads,
                 scratch=prepared.buffers.scratch,
+                reuse=reuse,
             )
             stage.complete([file for file, _ in written])
-        report = msgspec.msgpack.encode(TimedReport(encode_report(agreed, written), timer.seconds, stage.is_direct))
+        report = msgspec.msgpack.encode(timed_report(agreed, written, timer, reuse=reuse, is_direct=stage.is_direct))
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may keep it, even if this rank fails
         with report_straggler_rate(ranks, agreed.rank_plan.global_plan, timer.seconds["write"]):
@@ -118,9 +127,8 @@ def _write_to_stage(
         reports = [msgspec.msgpack.decode(payload, type=TimedReport) for payload in gathered]
         payload, content = b"", b""
         if ranks.rank == COORDINATOR:
-            encoded = [each.report for each in reports]
             content, info = encode_manifest_and_info(
-                agreed, encoded, call, target, metadata=metadata, generation=prepared.generation
+                agreed, reports, call, target, metadata=metadata, generation=prepared.generation
             )
             is_recoverable = stage.write_manifest(content)
             direct_ranks = tuple(ranks.global_ranks[rank] for rank, each in enumerate(reports) if each.is_direct)

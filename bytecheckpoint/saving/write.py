@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+import msgspec
+
+from bytecheckpoint.distributed.ranks import Ranks
+from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.runtime.buffers import BufferPool
@@ -18,10 +23,62 @@ from bytecheckpoint.saving.report import WrittenFile
 from bytecheckpoint.saving.target import SaveTarget
 from bytecheckpoint.staging.compress import CompressedFile, allocate_for, compress_file
 from bytecheckpoint.staging.file_image import PlannedFile
+from bytecheckpoint.staging.reuse import FileReuse, ReusableFiles, RootHistory, content_digest
 from bytecheckpoint.staging.snapshots import Snapshot
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.object_io import FileImage, write_image
 from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import SupportsDuplicate
+
+
+def find_reusable(ranks: Ranks, target: SaveTarget, history: RootHistory | None) -> FileReuse | None:
+    """Returns the files of the newest checkpoint under the root that this rank may take; None if it is to write all.
+
+    All ranks call this together: the coordinator says which checkpoint that is, and sends its files to ranks that have
+    not saved it themselves.
+    """
+    store = target.store
+    if history is None or not isinstance(store, SupportsDuplicate):
+        return None
+
+    def replies(known_ids: Sequence[bytes]) -> list[bytes]:
+        folder = history.newest.folder if history.newest.save_id else None
+        files = _reusable_of(target, folder, [known.decode() for known in known_ids])
+        return [msgspec.msgpack.encode(each) for each in files]
+
+    reply = ranks.reduce_scatter(history.newest.save_id.encode(), replies)
+    known = msgspec.msgpack.decode(reply, type=ReusableFiles | None)
+    return FileReuse(store, history.newest if known is None else known)
+
+
+def _reusable_of(target: SaveTarget, folder: str | None, known_ids: Sequence[str]) -> list[ReusableFiles | None]:
+    """Returns the reusable files of the newest checkpoint for each rank, None for those that know them by its save id.
+    None as the `folder` says that the coordinator does not know that checkpoint.
+    """
+    if folder is not None and len(set(known_ids)) == 1:
+        return [None] * len(known_ids)
+    try:
+        if folder is None:
+            wanted: Literal["latest"] | None = "latest" if target.step is not None else None
+            folder = layout.find_checkpoint(target.store, wanted, location=str(target.store))
+        manifest = layout.read_manifest(target.store, folder)
+    except CheckpointError:  # there is none, or none that can be read: all files are written
+        return [ReusableFiles()] * len(known_ids)
+    by_rank: dict[int, list[DataFile]] = {}
+    for file in manifest.files:
+        if file.content_digest:
+            plain = file._replace(extent_lengths=tuple(file.extent_lengths), extent_digests=tuple(file.extent_digests))
+            by_rank.setdefault(_rank_of(file), []).append(plain)
+    return [
+        None if known == manifest.save_id else ReusableFiles(manifest.save_id, folder, tuple(by_rank.get(rank, ())))
+        for rank, known in enumerate(known_ids)
+    ]
+
+
+def _rank_of(file: DataFile) -> int:
+    """Returns the rank in the name of a data file; -1 where it has none."""
+    rank = file.name.rpartition("/")[2].split("-")[1:2]
+    return int(rank[0]) if rank and rank[0].isdigit() else -1
 
 
 class SaveFiles(NamedTuple):
@@ -45,11 +102,14 @@ def write_files(
     *,
     writer_threads: int,
     scratch: BufferPool,
+    reuse: FileReuse | None,
 ) -> list[WrittenFile]:
-    """Writes all files of this rank durably. Compressed ones are put together in `scratch`."""
+    """Writes all files of this rank durably, but for those that `reuse` has. Compressed ones are put together in
+    `scratch`.
+    """
     meter.begin("write", sum(planned.byte_length for planned in files.planned))
     num_raw = sum(not planned.codecs for planned in files.planned)  # they come first
-    written = [_write_raw(files, number, snapshot, timer, meter) for number in range(num_raw)]
+    written = [_write_raw(files, number, snapshot, timer, meter, reuse=reuse) for number in range(num_raw)]
     if num_raw == len(files.planned):
         return written
     numbers = range(num_raw, len(files.planned))
@@ -71,7 +131,10 @@ def write_files(
     def write(number: int) -> None:
         file = compressed.pop(number)
         image = file.image(files.name(number), scratch)
-        written.append(WrittenFile(_write_image(files.target, image, timer), file.locations))
+        of_frozen = reuse if files.planned[number].is_frozen else None
+        taken = _take(files.target, image, of_frozen, timer)
+        in_manifest = taken.file or _write_image(files.target, image, timer)
+        written.append(WrittenFile(in_manifest._replace(content_digest=taken.digest), file.locations))
 
     for steps in zip_longest(
         [None, *(partial(write, number) for number in numbers)], [partial(compress, number) for number in numbers]
@@ -81,11 +144,43 @@ def write_files(
 
 
 def _write_raw(
-    files: SaveFiles, number: int, snapshot: Snapshot, timer: PhaseTimer, meter: ProgressMeter
+    files: SaveFiles,
+    number: int,
+    snapshot: Snapshot,
+    timer: PhaseTimer,
+    meter: ProgressMeter,
+    *,
+    reuse: FileReuse | None,
 ) -> WrittenFile:
     planned = files.planned[number]
-    image = FileImage(files.name(number), planned.extent_lengths, _with_content(planned, snapshot, meter))
-    return WrittenFile(_write_image(files.target, image, timer), None)
+    blocks = [block._replace(content=partial(snapshot.content, block)) for block in planned.blocks]
+    image = FileImage(files.name(number), planned.extent_lengths, blocks)
+    taken = _take(files.target, image, reuse if planned.is_frozen else None, timer)
+    if taken.file is not None:
+        meter.add(planned.byte_length)
+        return WrittenFile(taken.file, None)
+    counted = image._replace(blocks=_with_content(planned, snapshot, meter))
+    return WrittenFile(_write_image(files.target, counted, timer)._replace(content_digest=taken.digest), None)
+
+
+class _TakenFile(NamedTuple):
+    file: DataFile | None
+    """None if the file is to be written."""
+    digest: bytes
+    """Digest of its content; empty if nobody asks for it."""
+
+
+def _take(target: SaveTarget, image: FileImage, reuse: FileReuse | None, timer: PhaseTimer) -> _TakenFile:
+    """Takes a file from the newest checkpoint, if that has an equal one."""
+    if reuse is None:
+        return _TakenFile(None, b"")
+    started = time.perf_counter()
+    digest = content_digest(image.blocks)
+    timer.add("checksum", time.perf_counter() - started)
+    file = reuse.take(image, join_name(target.folder, image.name), digest)
+    if file is not None and target.stage is not None:
+        target.stage.leave_out(image.name)
+    return _TakenFile(file, digest)
 
 
 def _with_content(planned: PlannedFile, snapshot: Snapshot, meter: ProgressMeter) -> list[Block]:

@@ -5,25 +5,32 @@ snapshots.py decides when, and into which memory.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
+from bytecheckpoint.adapters.shard_columns import ShardBlocks
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.manifest.frames import count_frames, frame_bytes
 from bytecheckpoint.manifest.plain_wire import unsupported
 from bytecheckpoint.manifest.ranges import Block, cut_blocks
 from bytecheckpoint.memory.batched_copy import gather_pieces
 from bytecheckpoint.memory.device_to_host import has_streams
-from bytecheckpoint.memory.tensor_bytes import narrowed, to_host, view_region
+from bytecheckpoint.memory.tensor_bytes import is_flat, narrowed, to_host, view_region
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.file_layout import CodecOption, PlacedChunk, codec_of, cut_extents, lay_out_files
 from bytecheckpoint.planner.write_items import ItemRegion, WriteItem
 from bytecheckpoint.region import Region, split_rows, whole
 from bytecheckpoint.storage.object_io import BLOCK_BYTES
 from bytecheckpoint.storage.safetensors_header import chunk_entry, encode_header
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Int64s = NDArray[np.int64]
 
 COPY_BYTES = 4 << 20
 """Bytes copied at a time of a tensor that is not flat on the host."""
@@ -53,6 +60,12 @@ class PlannedFile(NamedTuple):
     compressed."""
     byte_length: int
     """Length of header and chunks before compression."""
+    lengths: Int64s
+    """Bytes of each chunk before compression."""
+    whole: Int64s
+    """Index of the write item of each chunk that is all of its shard, -1 for the others."""
+    is_frozen: bool = False
+    """True if its tensors are expected not to change, so that a later save may take the file again."""
 
 
 def cut_to_files(shard: LocalShard, options: SaveOptions) -> list[LocalShard]:
@@ -72,36 +85,54 @@ def plan_files(
     max_file_bytes: int,
     codec: CodecOption,
     num_ranks: int,
+    frozen: Collection[str],
 ) -> list[PlannedFile]:
     """Returns the data files of these writes of one rank, one of `num_ranks` that write about as much each. Files of
-    compressed tensors come last. `together` is as in `lay_out_files`.
+    compressed tensors come last. The FQNs in `frozen` share no file with others. `together` is as in `lay_out_files`.
     """
     codecs = {index: codec_of(items[index].fqn, codec) for index in {write.item for write in writes}}
-    raw = [write for write in writes if codecs[write.item] == "none"]
-    others = [write for write in writes if codecs[write.item] != "none"]
-    laid_out = lay_out_files(items, raw, groups=together, max_file_bytes=max_file_bytes)
-    state_bytes = num_ranks * sum(chunk.byte_length for chunks in laid_out for chunk in chunks)
-    files = [_plan_file(number, chunks, items, state_bytes) for number, chunks in enumerate(laid_out)]
-    max_bytes = min(max_file_bytes, MAX_COMPRESSED_FILE_BYTES)
-    compressed = lay_out_files(items, others, groups=together, max_file_bytes=max_bytes)
+
+    def lay_out(*, is_raw: bool, max_bytes: int) -> list[tuple[bool, Sequence[PlacedChunk]]]:
+        wanted = [write for write in writes if (codecs[write.item] == "none") == is_raw]
+        by_kind: dict[bool, list[ItemRegion]] = {False: [], True: []}
+        for write in wanted:
+            by_kind[items[write.item].fqn in frozen].append(write)
+        return [
+            (is_frozen, chunks)
+            for is_frozen, alike in by_kind.items()
+            for chunks in lay_out_files(items, alike, groups=together, max_file_bytes=max_bytes)
+        ]
+
+    laid_out = lay_out(is_raw=True, max_bytes=max_file_bytes)
+    state_bytes = num_ranks * sum(chunk.byte_length for _, chunks in laid_out for chunk in chunks)
+    files = [
+        _plan_file(number, chunks, items, state_bytes)._replace(is_frozen=is_frozen)
+        for number, (is_frozen, chunks) in enumerate(laid_out)
+    ]
+    compressed = lay_out(is_raw=False, max_bytes=min(max_file_bytes, MAX_COMPRESSED_FILE_BYTES))
     return files + [
-        _plan_compressed_file(number, chunks, items, [codecs[chunk.item] for chunk in chunks])
-        for number, chunks in enumerate(compressed, start=len(files))
+        _plan_compressed_file(number, chunks, items, [codecs[chunk.item] for chunk in chunks])._replace(
+            is_frozen=is_frozen
+        )
+        for number, (is_frozen, chunks) in enumerate(compressed, start=len(files))
     ]
 
 
 def _plan_file(number: int, chunks: Sequence[PlacedChunk], items: Sequence[WriteItem], state_bytes: int) -> PlannedFile:
     lengths, groups = [chunk.byte_length for chunk in chunks], [chunk.group for chunk in chunks]
+    parts = _parts(chunks, items)
     header = encode_file_header([(chunk, chunk.byte_length, "none") for chunk in chunks])
     extent_lengths = cut_extents(len(header), lengths, block_bytes=BLOCK_BYTES, state_bytes=state_bytes, groups=groups)
     return PlannedFile(
         chunks=chunks,
-        parts=_parts(chunks, items),
+        parts=parts,
         codecs=(),
         header=header,
         extent_lengths=extent_lengths,
         blocks=cut_blocks(extent_lengths, max_bytes=BLOCK_BYTES, file=number),
         byte_length=len(header) + sum(lengths),
+        lengths=np.array(lengths, np.int64),
+        whole=_whole_items(chunks, parts),
     )
 
 
@@ -112,11 +143,18 @@ def _plan_compressed_file(
         frame_bytes(chunk.byte_length, frame) for chunk in chunks for frame in range(count_frames(chunk.byte_length))
     ]
     blocks = cut_blocks(frames, max_bytes=BLOCK_BYTES, file=number)
-    return PlannedFile(chunks, _parts(chunks, items), codecs, b"", (), blocks, sum(frames))
+    parts = _parts(chunks, items)
+    lengths = np.array([chunk.byte_length for chunk in chunks], np.int64)
+    return PlannedFile(chunks, parts, codecs, b"", (), blocks, sum(frames), lengths, _whole_items(chunks, parts))
 
 
 def _parts(chunks: Sequence[PlacedChunk], items: Sequence[WriteItem]) -> list[Region | None]:
     return [None if chunk.region == items[chunk.item].region else chunk.region for chunk in chunks]
+
+
+def _whole_items(chunks: Sequence[PlacedChunk], parts: Sequence[Region | None]) -> Int64s:
+    both = zip(chunks, parts, strict=True)
+    return np.array([chunk.item if part is None else -1 for chunk, part in both], np.int64)
 
 
 def encode_file_header(chunks: Sequence[tuple[PlacedChunk, int, str]]) -> bytes:
@@ -130,36 +168,53 @@ def encode_file_header(chunks: Sequence[tuple[PlacedChunk, int, str]]) -> bytes:
     )
 
 
+class _Piece(NamedTuple):
+    """Consecutive bytes of a file, and the tensor that they are in."""
+
+    tensor: torch.Tensor
+    nbytes: int
+    address: int
+    """0 where the bytes have to be copied by torch."""
+
+
 class LiveFile:
     """One data file whose bytes are those of live tensors.
 
     Flat host tensors are kept as addresses, so that one call gathers a thousand small ones; all others are copied.
     """
 
-    def __init__(self, planned: PlannedFile, shards: Sequence[LocalShard]) -> None:
+    def __init__(self, planned: PlannedFile, shards: ShardBlocks) -> None:
         self.planned = planned
         self._shards = shards  # keeps alive the memory behind the addresses
-        self._others: dict[int, torch.Tensor] = {}
-        """Tensors that are not flat, or not on the host, by index. Their address is 0."""
-        lengths, addresses = [len(planned.header)], [_address_of(planned.header)]
-        for chunk, part in zip(planned.chunks, planned.parts, strict=True):
-            shard = shards[chunk.item]
-            tensor = shard.tensor if part is None else view_region(shard, part)
-            # `is_flat` inlined: a file may have 100,000 small tensors, and every save does this.
-            if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-                address = tensor.data_ptr()
-                if not address and chunk.byte_length:
-                    advice = "save when it has its values again: outside of what frees it meanwhile"
-                    raise unsupported(chunk.fqn, "a tensor whose memory has been freed", advice)
-                lengths.append(chunk.byte_length)
-                addresses.append(address)
-            else:
-                for copied in filter(torch.Tensor.numel, _in_copies(tensor)):  # a device copies no empty tensor
-                    self._others[len(lengths)] = copied
-                    lengths.append(copied.nbytes)
-                    addresses.append(0)
-        self._lengths, self._addresses = np.array(lengths, np.int64), np.array(addresses, np.int64)
+        located = np.append(shards.addresses(), 0)[planned.whole]  # the last, 0, is for what is not whole
+        is_seen = (located == 0) & (planned.lengths > 0)
+        seen = list(map(self._look_at, np.flatnonzero(is_seen).tolist()))
+        num_pieces = np.ones(len(located), np.int64)
+        num_pieces[is_seen] = list(map(len, seen))
+        lengths, addresses = np.repeat(planned.lengths, num_pieces), np.repeat(located, num_pieces)
+        places = np.flatnonzero(np.repeat(is_seen, num_pieces))
+        pieces = list(chain.from_iterable(seen))
+        lengths[places], addresses[places] = [piece.nbytes for piece in pieces], [piece.address for piece in pieces]
+        header = planned.header
+        self._lengths, self._addresses = np.append(len(header), lengths), np.append(_address_of(header), addresses)
         self._starts = np.cumsum(self._lengths) - self._lengths
+        self._others = {
+            place + 1: piece.tensor for place, piece in zip(places.tolist(), pieces, strict=True) if not piece.address
+        }
+        """Tensors that are not flat, or not on the host, by index. Their address is 0."""
+
+    def _look_at(self, index: int) -> list[_Piece]:
+        """Returns the pieces of a chunk that was not found by its shard alone."""
+        chunk, part = self.planned.chunks[index], self.planned.parts[index]
+        shard = self._shards[chunk.item]
+        tensor = shard.tensor if part is None else view_region(shard, part)
+        if not is_flat(tensor):
+            return [_Piece(each, each.nbytes, 0) for each in _in_copies(tensor)]
+        address = tensor.data_ptr()
+        if not address:
+            advice = "save when it has its values again: outside of what frees it meanwhile"
+            raise unsupported(chunk.fqn, "a tensor whose memory has been freed", advice)
+        return [_Piece(tensor, chunk.byte_length, address)]
 
     def leave_out_devices(self) -> dict[int, torch.Tensor]:
         """Returns the tensors on devices with streams, by byte offset in the file. From now on `gather` skips them, and

@@ -4,16 +4,18 @@ copy into it.
 
 from __future__ import annotations
 
-import mmap
-from contextlib import suppress
+from collections.abc import Callable
 
 import torch
 
+from bytecheckpoint.memory.host_mapping import HostMapping, map_memory
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.storage.object_io import BLOCK_BYTES
 
 _SCRATCH_BLOCKS = 3
 """Two are written while a third is filled."""
+_MAX_SMALL_TAKES = 4
+"""Saves in a row that need less than half of the memory, after which it is given back."""
 
 
 class HostBuffers:
@@ -22,29 +24,35 @@ class HostBuffers:
     def __init__(self) -> None:
         self.staging = StagingMemory()
         """Memory for the snapshot of one asynchronous save at a time."""
-        self.scratch = BufferPool(BLOCK_BYTES, _SCRATCH_BLOCKS)
+        self.scratch = BufferPool(BLOCK_BYTES, _SCRATCH_BLOCKS, new_block=_scratch_block)
         """Blocks for writing without a snapshot, and for putting compressed files together."""
 
 
 class StagingMemory:
-    """One buffer, as large as the largest save so far. Only one save may use it at a time."""
+    """One buffer, as large as the largest of the last saves. Only one save may use it at a time."""
 
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+    def __init__(self, new_mapping: Callable[[int], HostMapping] = map_memory) -> None:
+        """`new_mapping` returns memory of exactly that length, which need not be paged in."""
+        self._new_mapping = new_mapping
+        self._mapping: HostMapping | None = None
+        self._num_small_takes = 0
 
     def take(self, num_bytes: int) -> memoryview:
         """Returns paged-in memory of this length that starts at a page. Memory taken earlier is overwritten."""
-        if num_bytes > self._buffer.numel():
-            self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees the old memory first
-            self._buffer = _allocate(num_bytes)
-        return self._buffer[:num_bytes].numpy().data
+        held_bytes = 0 if self._mapping is None else len(self._mapping)
+        self._num_small_takes = self._num_small_takes + 1 if num_bytes < held_bytes // 2 else 0
+        if num_bytes > held_bytes or self._num_small_takes >= _MAX_SMALL_TAKES:
+            self._mapping, self._num_small_takes = None, 0  # frees the old memory first
+            self._mapping = self._paged_in(num_bytes) if num_bytes else None
+        return memoryview(b"" if self._mapping is None else self._mapping)[:num_bytes]
+
+    def _paged_in(self, num_bytes: int) -> HostMapping:
+        # No large pages: the kernel may take seconds to find so many, and the first save would stall.
+        mapping = self._new_mapping(num_bytes)
+        torch.frombuffer(mapping, dtype=torch.uint8).zero_()
+        return mapping
 
 
-def _allocate(num_bytes: int) -> torch.Tensor:
-    if torch.cuda.is_available():
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # No large pages: the kernel may take seconds to find so many, and the first save would stall.
-    with suppress(OSError, AttributeError):  # a forked data loader does not need it, and would slow down every copy
-        memory.madvise(mmap.MADV_DONTFORK)
-    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
+def _scratch_block(num_bytes: int) -> memoryview:
+    # Large pages make direct writes cheaper.
+    return memoryview(map_memory(num_bytes, advice=("MADV_HUGEPAGE",)))

@@ -7,14 +7,11 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from typing import NamedTuple
-
-import numpy as np
-import torch
 
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.memory.host_mapping import HostMapping
 from bytecheckpoint.staging.copy_slots import CopySlots
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.memory_root import slot_file, version_files
@@ -44,8 +41,6 @@ class JobMemory:
         self._filling: Slot | None = None
         self._lengths: list[int] = []
         self._warned: set[str] = set()
-        self._pinned: dict[str, int] = {}
-        """Addresses of the slots that devices copy into, by their paths."""
         self._settled: Collection[str] | None = None
         """Saves whose slots must stay; None as long as only the folder tells."""
         self.newest = VersionRecord("", 0, 0, 0, "")
@@ -111,7 +106,6 @@ class JobMemory:
         spare = [slot for slot in self._slots if slot.save_id != save_id]
         for slot in spare[_SLOTS - (len(spare) < len(self._slots)) :]:  # it was not known which save was complete
             self._slots.remove(slot)
-            self._unpin(slot)
             slot.remove()
 
     def trim(self, num_ranks: int) -> None:
@@ -213,9 +207,8 @@ class JobMemory:
         new_bytes = num_bytes - slot.capacity
         if new_bytes > 0:
             self._check_room(new_bytes, max_bytes)
-            self._unpin(slot)  # before its memory moves
         try:
-            slot.reserve(num_bytes)
+            slot.reserve(num_bytes, HostMapping)
         except OSError as error:
             raise CheckpointSaveError(
                 f"the memory root {self.job.root} had no room for a slot of {num_bytes} bytes ({error.strerror}); "
@@ -224,20 +217,6 @@ class JobMemory:
                 kind="no_space",
                 path=self.job.root,
             ) from error
-        self._pin(slot)
-
-    def _pin(self, slot: Slot) -> None:
-        """Lets a device copy straight into the slot. Where that is refused, copies are slower."""
-        if torch.cuda.is_available() and slot.path not in self._pinned:
-            memory = np.frombuffer(slot.memory, np.uint8)
-            with suppress(RuntimeError):
-                torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # type: ignore[no-untyped-call]
-                self._pinned[slot.path] = memory.ctypes.data
-
-    def _unpin(self, slot: Slot) -> None:
-        address = self._pinned.pop(slot.path, None)
-        if address is not None:
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
     def _check_room(self, new_bytes: int, max_bytes: int | None) -> None:
         held = sum(found.capacity for found in slot_file.scan(self.job.slots))
@@ -246,7 +225,6 @@ class JobMemory:
     def close(self) -> None:
         """Gives all slots up, with what they hold, for the process that goes on."""
         for slot in self._slots:
-            self._unpin(slot)
             slot.release()
         self.copies.close()
         self.parity.close()

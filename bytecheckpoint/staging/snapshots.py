@@ -6,17 +6,22 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Protocol
 
+import torch
+
 from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.memory.device_to_host import DeviceCopies, DeviceRanges
-from bytecheckpoint.runtime.buffers import BufferPool
+from bytecheckpoint.runtime.buffers import BufferPool, CopyEvent
 from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.staging.file_image import LiveFile, PlannedFile
 from bytecheckpoint.storage.object_io import BLOCK_BYTES
+
+Ready = Mapping[torch.device, CopyEvent]
+"""By device, the event after which its tensors are as they were at the call, made on the caller's thread."""
 
 _PAGE_BYTES = 4096
 _GATHERED = object()
@@ -46,10 +51,10 @@ class Snapshot(Protocol):
 class LiveState:
     """The state itself, which cannot change while the caller waits, gathered block by block."""
 
-    def __init__(self, files: Sequence[LiveFile], scratch: BufferPool) -> None:
+    def __init__(self, files: Sequence[LiveFile], scratch: BufferPool, ready: Ready) -> None:
         self._files = files
         self._scratch = scratch
-        self._on_device = DeviceRanges(file.leave_out_devices() for file in files)
+        self._on_device = DeviceRanges((file.leave_out_devices() for file in files), ready)
 
     def stage(self) -> None:
         """Does nothing."""
@@ -81,7 +86,7 @@ def staged_bytes(planned: Sequence[PlannedFile]) -> int:
 class StagedState:
     """A copy of all of the state in staging memory, made by several threads."""
 
-    def __init__(self, files: Sequence[LiveFile], memory: memoryview, *, threads: int) -> None:
+    def __init__(self, files: Sequence[LiveFile], memory: memoryview, ready: Ready, *, threads: int) -> None:
         """Each call of `stage` uses `threads` threads."""
         self._files = files
         self._threads = threads
@@ -90,7 +95,8 @@ class StagedState:
         for file in files:
             self._places.append(memory[start : start + file.planned.byte_length])
             start += _whole_pages(file.planned.byte_length)
-        self._on_device = DeviceCopies(zip((file.leave_out_devices() for file in files), self._places, strict=True))
+        on_devices = zip((file.leave_out_devices() for file in files), self._places, strict=True)
+        self._on_device = DeviceCopies(on_devices, ready)
         self._blocks = list(_blocks_of(files))
         self._held_by: list[object] = [None] * len(self._blocks)
         """Thread that gathers each block, `_GATHERED`, or None."""
@@ -170,6 +176,7 @@ class StagedState:
 
     def close(self) -> None:
         self._files, self._places = (), []  # a kept error must not keep the state
+        self._on_device.close()
 
 
 class ProposedState:
@@ -227,9 +234,9 @@ class ProposedState:
 class StateInWaves:
     """A copy in waves, through staging memory smaller than the state: each written block makes room for another."""
 
-    def __init__(self, files: Sequence[LiveFile], memory: memoryview) -> None:
+    def __init__(self, files: Sequence[LiveFile], memory: memoryview, ready: Ready) -> None:
         self._files = files
-        self._on_device = DeviceRanges(file.leave_out_devices() for file in files)
+        self._on_device = DeviceRanges((file.leave_out_devices() for file in files), ready)
         starts = range(0, memory.nbytes - BLOCK_BYTES + 1, BLOCK_BYTES)
         self._free = deque(memory[start : start + BLOCK_BYTES] for start in starts)
         self._staged: dict[Block, memoryview] = {}

@@ -16,9 +16,8 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.runtime.threads import run_jobs
-from bytecheckpoint.storage.layout import listed_lengths
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Store
+from bytecheckpoint.storage.store import Store, listed_lengths
 
 READ_BYTES = 8 << 20
 """Length of one read; a thread holds one buffer of this size."""

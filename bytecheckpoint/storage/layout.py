@@ -7,9 +7,9 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import compress
-from typing import Literal, NamedTuple, SupportsIndex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress, islice
+from typing import Literal, SupportsIndex
 
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
@@ -24,7 +24,15 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.manifest import Manifest, decode_manifest, open_manifest
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Store, SupportsByteLength, UnconditionalStore, one_block, read_whole
+from bytecheckpoint.storage.store import (
+    Store,
+    SupportsByteLength,
+    SupportsInFolders,
+    UnconditionalStore,
+    listed_lengths,
+    one_block,
+    read_whole,
+)
 
 MANIFEST_NAME = "manifest.bcp"
 DATA_FOLDER = "data"
@@ -34,6 +42,7 @@ MAX_MANIFEST_BYTES = 1 << 30
 _STEP_FOLDER = re.compile(r"\Astep_([0-9]{8,})\Z")
 _MAX_NAMED = 10
 _LOOKS_IN_FLIGHT = 16
+_MAX_LOOKS = 1024
 
 
 def step_folder(step: int) -> str:
@@ -48,15 +57,6 @@ def parse_step(name: str) -> int | None:
     match = _STEP_FOLDER.match(name)
     step = int(match.group(1)) if match and len(name) < 64 else None
     return step if step is not None and step_folder(step) == name else None
-
-
-class CheckpointLocation(NamedTuple):
-    """The folder of one checkpoint."""
-
-    root: str
-    """Path or URL that a store is opened at."""
-    folder: str
-    """The checkpoint's folder inside it; "" for the root itself."""
 
 
 def root_of(path: str | os.PathLike[str], role: str | None) -> str:
@@ -86,11 +86,6 @@ def check_step(step: object) -> int | None:
     return step.__index__()
 
 
-def save_location(path: str | os.PathLike[str], *, step: int | None, role: str | None) -> CheckpointLocation:
-    """Returns the location that a save writes to."""
-    return CheckpointLocation(root_of(path, role), "" if step is None else step_folder(step))
-
-
 def data_file_name(save_id: str, rank: int, index: int) -> str:
     """Returns the name, inside its checkpoint, of data file number `index` of a rank."""
     return f"{DATA_FOLDER}/{save_id}-{rank:05d}-{index}.safetensors"
@@ -118,10 +113,14 @@ def committed_steps(store: Store, folder: str = "") -> list[int]:
 
 def _committed(store: Store, folder: str, listing: Mapping[str, int | None]) -> list[int]:
     steps = _step_folders(listing)
-    is_committed = map_jobs(
-        lambda step: _is_step(store, join_name(folder, step_folder(step))), steps, num_threads=_LOOKS_IN_FLIGHT
-    )
-    return list(compress(steps, is_committed))
+    return list(compress(steps, _are_steps(store, [join_name(folder, step_folder(step)) for step in steps])))
+
+
+def _are_steps(store: Store, folders: Sequence[str]) -> list[bool]:
+    found = store.in_folders(folders, MANIFEST_NAME) if isinstance(store, SupportsInFolders) else [None] * len(folders)
+    unknown = [folder for folder, is_there in zip(folders, found, strict=True) if is_there is None]
+    looks = iter(map_jobs(lambda folder: _is_step(store, folder), unknown, num_threads=_LOOKS_IN_FLIGHT))
+    return [next(looks) if is_there is None else is_there for is_there in found]
 
 
 def newest_steps(store: Store) -> Iterator[int]:
@@ -146,9 +145,15 @@ def steps_of_root(store: Store) -> list[int]:
 
 
 def steps_below(store: Store, folder: str, listing: Mapping[str, int | None]) -> Iterator[int]:
-    """Yields the committed steps in the folder with this listing, newest first."""
-    steps = reversed(_step_folders(listing))
-    return (step for step in steps if _is_step(store, join_name(folder, step_folder(step))))
+    """Yields the committed steps in the folder with this listing, newest first, which mostly is the first to be
+    looked into: after it twice as many each time, if that is cheap.
+    """
+    steps, num_looks = _step_folders(listing)[::-1], 1
+    growth = 2 if isinstance(store, SupportsInFolders) else 1
+    while steps:
+        looked, steps = steps[:num_looks], steps[num_looks:]
+        yield from compress(looked, _are_steps(store, [join_name(folder, step_folder(step)) for step in looked]))
+        num_looks = min(growth * num_looks, _MAX_LOOKS)
 
 
 def _mixed_root(newest: int, *, location: str) -> CheckpointMismatchError:
@@ -218,7 +223,7 @@ def find_checkpoint(store: Store, step: int | Literal["latest"] | None, *, locat
 
 def _no_step(store: Store, step: int, *, location: str) -> CheckpointNotFoundError:
     has_data = bool(store.list(step_folder(step)))
-    others = _name_steps(committed_steps(store))
+    others = _name_steps(store, store.list(""))
     if has_data:
         what = f"step {step} in {location} is not committed: it holds data but no {MANIFEST_NAME}, so its save did not "
         what, kind = f"{what}finish", "not_committed"
@@ -231,21 +236,24 @@ def _nothing_at_root(store: Store, listing: Mapping[str, int | None], *, locatio
     if not listing:
         what = f"there is nothing at {location}: it does not exist, or is empty; check the path"
         return CheckpointNotFoundError(what, kind="not_found", path=location)
-    steps = committed_steps(store)
-    if DATA_FOLDER in listing or (_step_folders(listing) and not steps):
+    has_steps = any(steps_below(store, "", listing))
+    if DATA_FOLDER in listing or (_step_folders(listing) and not has_steps):
         what = f"{location} is not committed: it holds data but no {MANIFEST_NAME}, so its save did not finish"
         kind = "not_committed"
     else:
         held = and_more(sorted(listing), _MAX_NAMED)
         what, kind = f"{location} is not a checkpoint: it has no {MANIFEST_NAME} (it holds {held})", "not_found"
-    return CheckpointNotFoundError(f"{what}; {_name_steps(steps)}", kind=kind, path=location)
+    return CheckpointNotFoundError(f"{what}; {_name_steps(store, listing)}", kind=kind, path=location)
 
 
-def _name_steps(steps: list[int]) -> str:
-    if not steps:
+def _name_steps(store: Store, listing: Mapping[str, int | None]) -> str:
+    """Names the newest committed steps of a root that may have thousands."""
+    newest = list(islice(steps_below(store, "", listing), _MAX_NAMED))
+    if not newest:
         return "no step there is committed: load from another path, or save again"
-    shown = and_more([str(step) for step in reversed(steps)], _MAX_NAMED)
-    return f"committed, and safe to load with step=..., are, newest first: {shown}"
+    num_older = sum(step < newest[-1] for step in _step_folders(listing)) if len(newest) == _MAX_NAMED else 0
+    older = f", and up to {num_older:,} older ones, which `bcp ls` lists" if num_older else ""
+    return f"committed, and safe to load with step=..., are, newest first: {', '.join(map(str, newest))}{older}"
 
 
 def read_manifest(store: Store, folder: str) -> Manifest:
@@ -318,12 +326,6 @@ def _lengths(store: Store, folder: str, names: Sequence[str]) -> list[int | None
         num_threads = _LOOKS_IN_FLIGHT if len(paths) > _LOOKS_IN_FLIGHT else 1
         return map_jobs(store.byte_length, paths, num_threads=num_threads)
     return listed_lengths(names, lambda parent: store.list(join_name(folder, parent)))
-
-
-def listed_lengths(names: Sequence[str], list_folder: Callable[[str], Mapping[str, int | None]]) -> list[int | None]:
-    """Returns the lengths of objects by listing the folders that they are in."""
-    listings = {parent: list_folder(parent) for parent in {name.rpartition("/")[0] for name in names}}
-    return [listings[parent].get(last) for parent, _, last in (name.rpartition("/") for name in names)]
 
 
 def commit(store: Store, folder: str, manifest: bytes, *, replace: bool) -> None:

@@ -124,6 +124,16 @@ class SupportsDeleteMany(Store, Protocol):
 
 
 @runtime_checkable
+class SupportsInFolders(Store, Protocol):
+    """A store that looks into many folders for less than a listing of each."""
+
+    def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
+        """Returns, for each folder, whether an object of this name lies in it; None where only a look into that folder
+        tells, such as behind a link.
+        """
+
+
+@runtime_checkable
 class SupportsReadWhole(Store, Protocol):
     """A store that reads an object of unknown length as it is at one moment."""
 
@@ -141,6 +151,27 @@ class SupportsByteLength(Store, Protocol):
 
     def byte_length(self, name: str) -> int | None:
         """Returns the length of an object, from opening it; None if it does not exist."""
+
+
+@runtime_checkable
+class SupportsDuplicate(Store, Protocol):
+    """A store that can give an object a second name, or copy it, without its bytes passing through this process."""
+
+    def duplicate(self, source: str, name: str, *, num_bytes: int) -> None:
+        """Makes `name` an object with the bytes of `source`, durably; deleting one leaves the other. To the inventory
+        it is a new object.
+
+        Raises CheckpointNotFoundError (missing_file) if there is no source of `num_bytes`, CheckpointExistsError
+        (exists) if the name is taken, and StorageError (unsupported) if this place can do neither.
+        """
+
+
+@runtime_checkable
+class SupportsFilePath(Store, Protocol):
+    """A store whose objects are files of this host."""
+
+    def file_path(self, name: str) -> str:
+        """Returns the path of an object, which need not exist."""
 
 
 @runtime_checkable
@@ -178,6 +209,12 @@ def read_whole(store: Store, name: str, *, max_bytes: int) -> bytes:
     content = bytearray(num_bytes)
     store.read_into(name, 0, memoryview(content))
     return bytes(content)
+
+
+def listed_lengths(names: Sequence[str], list_folder: Callable[[str], Mapping[str, int | None]]) -> list[int | None]:
+    """Returns the lengths of objects by listing the folders that they are in."""
+    listings = {parent: list_folder(parent) for parent in {name.rpartition("/")[0] for name in names}}
+    return [listings[parent].get(last) for parent, _, last in (name.rpartition("/") for name in names)]
 
 
 def delete_many(store: Store, names: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from bytecheckpoint.distributed import key_value_ranks as key_value_ranks_module
 from bytecheckpoint.distributed.failures import decode_failure, encode_failure, merge_errors
 from bytecheckpoint.distributed.key_value_ranks import GroupRanks
 from bytecheckpoint.distributed.ranks import Ranks, SoleRank, Subject, join_ranks, together
+from bytecheckpoint.distributed.waiting import CallStore, WaitingClients
 from bytecheckpoint.errors import (
     ERROR_CLASSES,
     CheckpointCorruptError,
@@ -38,11 +39,16 @@ NAMES = (4, 5, 9)
 """Global ranks of a group that is not the first."""
 
 
+def call_store(store: Any) -> CallStore:
+    return CallStore(WaitingClients(store, 2))
+
+
 def on_all(function: Callable[[Ranks], Any], timeout_s: float = 20.0) -> list[Any]:
     """What the function returns or raises on each of three ranks."""
     store = HashStore()
     ranks = [
-        GroupRanks(lambda: store, rank, NAMES, timeout_s, block_ranks=64, call="save") for rank in range(len(NAMES))
+        GroupRanks(lambda: call_store(store), rank, NAMES, timeout_s, block_ranks=64, call="save")
+        for rank in range(len(NAMES))
     ]
 
     def run(of_rank: Ranks) -> Any:
@@ -59,7 +65,7 @@ def in_blocks(function: Callable[[Ranks], Any], num_ranks: int, timeout_s: float
     """The same on more ranks, in blocks of two or three; None from those whose function is None."""
     store = HashStore()
     ranks = [
-        GroupRanks(lambda: store, rank, range(10, 10 + num_ranks), timeout_s, block_ranks=3, call="save")
+        GroupRanks(lambda: call_store(store), rank, range(10, 10 + num_ranks), timeout_s, block_ranks=3, call="save")
         for rank in range(num_ranks)
     ]
 
@@ -127,7 +133,7 @@ def test_for_a_plan_in_blocks_no_rank_reads_a_message_of_every_other() -> None:
     stores = [CountedStore(shared) for _ in range(6)]
 
     def plan(rank: int) -> AgreedPlan:
-        ranks = GroupRanks(lambda: stores[rank], rank, range(6), 20.0, block_ranks=2, call="save")
+        ranks = GroupRanks(lambda: call_store(stores[rank]), rank, range(6), 20.0, block_ranks=2, call="save")
         contents = [EntryContents(shards_of(rank), set())]
         return exchange_plans(ranks, make_local_plan(ranks, "/ckpt", contents, SaveOptions(), plans=PlanCache()))
 
@@ -136,13 +142,19 @@ def test_for_a_plan_in_blocks_no_rank_reads_a_message_of_every_other() -> None:
     assert [sum(len(file.chunks) for file in of_rank.rank_plan.files) for of_rank in agreed] == [1, 2] * 3
     assert stores[0].read == ["up/0/1", "up/0/block-2", "up/0/block-4"]
     assert [len(store.read) for store in stores] == [3, 2] * 3
-    # Up, a leader sends what it says itself and what its block says; down, there is a message a block and a word.
-    assert [len(store.written) for store in stores] == [4, 1, 2, 1, 2, 1]
+    # Up, a leader shows that it is there and sends what its block says; down, there is a message a block and a word.
+    written = [[key for key in store.written if "bell" not in key] for store in stores]
+    assert [len(keys) for keys in written] == [4, 1, 2, 1, 2, 1]
+    assert sorted(key for store in stores for key in store.written if "bell" in key) == [
+        f"up/0/bell-{reader}" for reader in (0, 2, 4)
+    ]
 
 
 def test_nothing_of_a_call_in_blocks_stays_in_the_store() -> None:
     store = HashStore()
-    ranks = [GroupRanks(lambda: store, rank, range(7), 20.0, block_ranks=3, call="save") for rank in range(7)]
+    ranks = [
+        GroupRanks(lambda: call_store(store), rank, range(7), 20.0, block_ranks=3, call="save") for rank in range(7)
+    ]
 
     def call(of_rank: Ranks) -> None:
         of_rank.gather(b"x")
@@ -158,7 +170,9 @@ def test_nothing_of_a_call_in_blocks_stays_in_the_store() -> None:
 @pytest.mark.parametrize("num_said_before", [0, 2])
 def test_nothing_of_a_call_that_fails_in_blocks_stays_in_the_store(failing_rank: int, num_said_before: int) -> None:
     store = HashStore()
-    ranks = [GroupRanks(lambda: store, rank, range(7), 20.0, block_ranks=3, call="save") for rank in range(7)]
+    ranks = [
+        GroupRanks(lambda: call_store(store), rank, range(7), 20.0, block_ranks=3, call="save") for rank in range(7)
+    ]
 
     def call(of_rank: Ranks) -> None:
         with suppress(CheckpointSaveError), together(of_rank, "trying", about=ABOUT):
@@ -317,7 +331,9 @@ def lose_the_store(rank: int, world_size: int, port: int, end: signal.Signals) -
         return "", (), ""
     store = TCPStore("127.0.0.1", port, is_master=False)
     pid = int(store.get("pid"))
-    ranks = GroupRanks(lambda: PrefixStore("x", store), 1, (0, 1), timeout_s=1.0, block_ranks=64, call="save")
+    ranks = GroupRanks(
+        lambda: call_store(PrefixStore("x", store)), 1, (0, 1), timeout_s=1.0, block_ranks=64, call="save"
+    )
     store.set("is up", "yes")
     time.sleep(0.4)
     try:
@@ -344,20 +360,22 @@ def test_a_store_that_is_gone_or_silent_is_an_error_and_no_hang(workers: WorkerP
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("late", [(1,), (2, 6), (3,)])
-def test_nothing_of_a_call_stays_in_the_store_if_an_ack_is_late(
+def test_nothing_of_a_call_stays_in_the_store_if_a_rank_leaves_late(
     late: tuple[int, ...], fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(key_value_ranks_module, "_CLOSE_S", 0.3)
     store = HashStore()
-    ranks = [GroupRanks(lambda: store, rank, range(7), 20.0, block_ranks=3, call="save") for rank in range(7)]
-    close = GroupRanks._close
+    ranks = [
+        GroupRanks(lambda: call_store(store), rank, range(7), 20.0, block_ranks=3, call="save") for rank in range(7)
+    ]
+    leave = GroupRanks._leave
 
-    def close_late(self: GroupRanks, *arguments: Any, **options: Any) -> None:
+    def leave_late(self: GroupRanks, *arguments: Any, **options: Any) -> None:
         if self.rank in late:
             time.sleep(1.0 + self.rank / 10)
-        close(self, *arguments, **options)
+        leave(self, *arguments, **options)
 
-    monkeypatch.setattr(GroupRanks, "_close", close_late)
+    monkeypatch.setattr(GroupRanks, "_leave", leave_late)
 
     def call(of_rank: Ranks) -> None:
         with suppress(CheckpointSaveError), together(of_rank, "trying", about=ABOUT):
@@ -377,7 +395,10 @@ def test_nothing_of_a_call_stays_in_the_store_if_an_ack_is_late(
 def test_ranks_that_make_different_calls_are_refused_by_name() -> None:
     store = HashStore()
     calls = ["save", "save", "load"]
-    ranks = [GroupRanks(lambda: store, rank, NAMES, 20.0, block_ranks=64, call=call) for rank, call in enumerate(calls)]
+    ranks = [
+        GroupRanks(lambda: call_store(store), rank, NAMES, 20.0, block_ranks=64, call=call)
+        for rank, call in enumerate(calls)
+    ]
 
     def run(of_rank: Ranks) -> CheckpointError:
         with pytest.raises(CheckpointMismatchError) as raised, together(of_rank, "trying", about=ABOUT):

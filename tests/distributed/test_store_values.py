@@ -18,6 +18,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 from bytecheckpoint.distributed.key_value_ranks import GroupRanks
 from bytecheckpoint.distributed.ranks import Ranks, Subject, together
 from bytecheckpoint.distributed.store_values import PART_BYTES, get_message, get_messages, keys_of, put_message
+from bytecheckpoint.distributed.waiting import CallStore, WaitingClients
 from bytecheckpoint.errors import CheckpointError, CheckpointSaveError
 from distributed.workers import WorkerDied, WorkerPool
 
@@ -70,6 +71,10 @@ def client(port: int, *, use_libuv: bool = True) -> TCPStore:
     return TCPStore("127.0.0.1", port, is_master=False, timeout=limit, use_libuv=use_libuv)
 
 
+def call_store(store: Any) -> CallStore:
+    return CallStore(WaitingClients(store, 2))
+
+
 def on_all(meeting: Meeting, function: Callable[[Ranks], Any], *, num_ranks: int = 4, block_ranks: int) -> list[Any]:
     """What the function returns or raises on each rank."""
     prefix = f"call {next(meeting.calls)}"
@@ -78,7 +83,9 @@ def on_all(meeting: Meeting, function: Callable[[Ranks], Any], *, num_ranks: int
     def run(rank: int) -> Any:
         try:
             return function(
-                GroupRanks(lambda: stores[rank], rank, range(num_ranks), 20.0, block_ranks=block_ranks, call="save")
+                GroupRanks(
+                    lambda: call_store(stores[rank]), rank, range(num_ranks), 20.0, block_ranks=block_ranks, call="save"
+                )
             )
         except CheckpointError as error:
             return error
@@ -219,7 +226,9 @@ def die_between_parts(rank: int, world_size: int, port: int, dying_rank: int, bl
     store: Any = PrefixStore("a call", client(port))
     way = DeadlyStore(store, 2) if rank == dying_rank else store
     # Others name rank 0 where it begins to wait so much later than they do, which on a busy machine is soon.
-    ranks = GroupRanks(lambda: way, rank, range(world_size), timeout_s=4.0, block_ranks=block_ranks, call="save")
+    ranks = GroupRanks(
+        lambda: call_store(way), rank, range(world_size), timeout_s=4.0, block_ranks=block_ranks, call="save"
+    )
     try:
         with together(ranks, "trying", about=ABOUT):
             ranks.gather(bytes(3 * PART_BYTES) if rank == dying_rank else b"")

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from faults.seams import Seam, Seen, before, seen
 
 import bytecheckpoint as bcp
-from bytecheckpoint.distributed.polling import store_lost
 from bytecheckpoint.distributed.ranks import SoleRank
+from bytecheckpoint.distributed.store_limits import store_lost
 from bytecheckpoint.distributed.stragglers import report_straggler_rate
 from bytecheckpoint.planner.save_plan import plan_save
 from bytecheckpoint.planner.write_items import WriteItem, pack_items

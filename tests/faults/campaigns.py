@@ -27,6 +27,7 @@ MODULES: tuple[str, ...] = (
     "faults.commit_machine",
     "faults.lost_ranks",
     "faults.manager_kills",
+    "faults.memory_kills",
     "faults.stopped_ranks",
     "faults.lost_hosts",
 )

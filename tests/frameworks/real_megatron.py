@@ -92,7 +92,7 @@ class Built(NamedTuple):
         return {"model": self.chunks, "optimizer": self.optimizer}
 
 
-def build(layout: Layout) -> Built:
+def build(layout: Layout, *, num_layers: int = LAYERS, width: int = WIDTH) -> Built:
     """With values of Megatron's own making."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -103,8 +103,8 @@ def build(layout: Layout) -> Built:
 
     dtype = torch.bfloat16 if layout.is_half else torch.float32
     config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=WIDTH,
+        num_layers=num_layers,
+        hidden_size=width,
         num_attention_heads=HEADS,
         use_cpu_initialization=True,
         gated_linear_unit=True,

@@ -39,7 +39,7 @@ from bytecheckpoint.formats.torch_save.sharded_tensors import (
     refuse_others,
 )
 from bytecheckpoint.formats.torch_save.unpickler_globals import StoredView, find_value
-from bytecheckpoint.manifest import Manifest, decode_manifest, encode_manifest, open_manifest
+from bytecheckpoint.manifest import Manifest, decode_manifest, encode_manifest, open_manifest, read_outline
 from bytecheckpoint.manifest.envelope import seal
 from bytecheckpoint.manifest.frames import CODECS
 from bytecheckpoint.manifest.validation import MAX_SAMPLE_BYTES
@@ -70,6 +70,7 @@ def read_manifest_body(data: bytes) -> None:
     """What is inside the envelope of a manifest, msgpack."""
     sealed = seal(data)
     use_manifest(open_manifest(sealed))
+    read_outline(sealed)
     check_manifest_is_sound(decode_manifest(sealed))
 
 
@@ -77,6 +78,7 @@ def read_manifest_file(data: bytes) -> None:
     """A manifest without the checksum at its end, which nobody who wants to do harm would forget."""
     sealed = data + struct.pack("<Q", xxhash.xxh3_64_intdigest(data))
     use_manifest(open_manifest(sealed))
+    read_outline(sealed)
     check_manifest_is_sound(decode_manifest(sealed))
 
 

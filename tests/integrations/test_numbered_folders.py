@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,18 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import CheckpointCorruptError
+from bytecheckpoint.integrations.shared import numbered_folders
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolders
 from bytecheckpoint.manager import retention
 
 
-def save(folders: NumberedFolders, number: int, *, num_kept: int = 0) -> bcp.SaveHandle:
-    metadata = folders.record(number).as_metadata()
+def save_of(folders: NumberedFolders, number: int, metadata: dict[str, Any] | None = None) -> bcp.SaveHandle:
     options = bcp.SaveOptions(overwrite=True)
-    handle = bcp.save(folders.path_of(number), {"model": {"w": torch.ones(4)}}, metadata=metadata, options=options)
+    return bcp.save(folders.path_of(number), {"model": {"w": torch.ones(4)}}, metadata=metadata, options=options)
+
+
+def save(folders: NumberedFolders, number: int, *, num_kept: int = 0) -> bcp.SaveHandle:
+    handle = save_of(folders, number, folders.record(number).as_metadata())
     folders.keep_newest(handle, number, num_kept)
     return handle
 
@@ -103,6 +108,31 @@ def test_what_is_being_saved_again_is_not_deleted_meanwhile(tmp_path: Path) -> N
     folders.retire(lambda: folders.committed()[:-1])
     folders.close(60)
     assert numbers(folders) == [1, 2]
+
+
+def test_a_deletion_that_hangs_holds_no_save_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = NumberedFolders(tmp_path, "step-", storage_options=None)
+    folders.begin()
+    for number in (1, 2):
+        save(folders, number)
+    begun, released = threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> None:
+        begun.set()
+        released.wait(60)
+
+    monkeypatch.setattr(numbered_folders, "_delete", hang)
+    monkeypatch.setattr(numbered_folders, "_HANGING_S", 0.2)
+    folders.retire(lambda: folders.committed()[:-1])
+    assert begun.wait(60)
+    folders.record(3)  # another one need not wait
+    with pytest.raises(bcp.StorageError, match=r"deletion of .*step-1.* has not ended .*nothing was written"):
+        folders.record(1)
+    folders.retire_after(save_of(folders, 3), 3, None)
+    folders.wait(3600)
+    released.set()
+    monkeypatch.undo()
+    folders.close(60)
 
 
 def test_files_of_others_stay_with_their_folder(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from bytecheckpoint.manifest import (
     decode_manifest,
     encode_manifest,
     encoding,
+    read_outline,
     records,
     tensor_record,
     validation,
@@ -689,3 +690,17 @@ def test_a_dtype_that_is_not_known_is_named() -> None:
     with pytest.raises(CheckpointMismatchError, match="qint8") as caught:
         itemsize("qint8")
     assert caught.value.kind == "dtype"
+
+
+def test_an_outline_says_what_the_whole_manifest_says() -> None:
+    manifest = replace(small_manifest(), metadata={"a": 1}, provenance={"world_size": 2})
+    content = encode_manifest(manifest)
+    assert read_outline(content) == decode_manifest(content).outline
+    assert read_outline(content).num_bytes == sum(file.byte_length for file in manifest.files)
+
+
+def test_an_outline_of_damaged_bytes_is_refused() -> None:
+    content = bytearray(encode_manifest(small_manifest()))
+    content[len(content) // 2] ^= 1
+    with pytest.raises(CheckpointCorruptError):
+        read_outline(bytes(content))

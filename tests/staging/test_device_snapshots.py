@@ -82,7 +82,7 @@ def test_copies_are_queued_behind_the_event_and_made_when_they_are_waited_for() 
     tensor, memory = torch.zeros(8, 4).T, bytearray(b"\xff" * 128)
     with on_late_streams() as streams:
         streams.give(lambda: tensor.fill_(1))
-        copies = DeviceCopies([({0: tensor}, memoryview(memory))])
+        copies = DeviceCopies([({0: tensor}, memoryview(memory))], mark_streams([tensor.device]))
         streams.give(lambda: tensor.fill_(2))
         copies.start()
         copies.start()
@@ -95,7 +95,7 @@ def test_copies_are_queued_behind_the_event_and_made_when_they_are_waited_for() 
 def test_what_fails_while_it_is_queued_is_queued_again() -> None:
     tensor, memory = torch.ones(8, 4).T, bytearray(128)
     with on_late_streams() as streams, pytest.MonkeyPatch.context() as patch:
-        copies = DeviceCopies([({0: tensor}, memoryview(memory))])
+        copies = DeviceCopies([({0: tensor}, memoryview(memory))], mark_streams([tensor.device]))
 
         def fail(*_: object, **__: object) -> None:
             raise RuntimeError("device lost")
@@ -122,7 +122,7 @@ def test_a_range_of_a_file_has_its_part_of_every_tensor_and_nothing_else(width: 
         expected[start : start + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     found = bytearray(b"\xee" * 100)
     with on_late_streams() as streams:
-        parts = DeviceRanges([{}, tensors])
+        parts = DeviceRanges([{}, tensors], mark_streams([torch.device("cpu")]))
         for start in range(0, 100, width):
             parts.gather(1, start, memoryview(found)[start : start + width])
         parts.gather(0, 0, memoryview(bytearray(10)))

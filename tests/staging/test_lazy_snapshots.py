@@ -395,3 +395,13 @@ def test_an_optimizer_steps_after_a_lazy_save_that_failed(tmp_path: Path) -> Non
             handle.result(20)
     optimizer.step()
     lazily(tmp_path, {"model": model, "optimizer": optimizer}).result(20)
+
+
+def test_an_optimizer_whose_steps_may_be_replayed_is_refused(tmp_path: Path) -> None:
+    """A CUDA graph runs no hooks, and only capturable optimizers can be in one."""
+    parameter = torch.nn.Parameter(torch.ones(4))
+    state = {"optimizer": torch.optim.AdamW([parameter], capturable=True), "parameter": parameter}
+    with pytest.raises(bcp.CheckpointSaveError, match=r'capturable.*snapshot="copy"') as raised:
+        lazily(tmp_path, state)
+    assert raised.value.kind == "unsupported_value"
+    bcp.save(tmp_path, state, async_save=True, options=OPTIONS["copy"]).result(20)

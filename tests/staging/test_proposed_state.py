@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +23,8 @@ class File(LiveFile):
 
     def __init__(self, value: int, go: threading.Event) -> None:
         blocks = [Block(number * BLOCK_BYTES, BLOCK_BYTES) for number in range(NUM_BLOCKS)]
-        self.planned = PlannedFile((), (), (), b"", (), blocks, NUM_BLOCKS * BLOCK_BYTES)
+        none = np.zeros(0, np.int64)
+        self.planned = PlannedFile((), (), (), b"", (), blocks, NUM_BLOCKS * BLOCK_BYTES, none, none)
         self._value, self._go = value, go
         self.num_gathered = 0
 
@@ -36,7 +38,7 @@ class File(LiveFile):
 
 
 def staged(files: Sequence[LiveFile], memory: bytearray, threads: int = 2) -> StagedState:
-    return StagedState(files, memoryview(memory), threads=threads)
+    return StagedState(files, memoryview(memory), {}, threads=threads)
 
 
 def held(is_held: bool) -> threading.Event:

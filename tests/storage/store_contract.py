@@ -16,10 +16,11 @@ from bytecheckpoint.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointSaveError,
+    StorageError,
     UnsafeCheckpointError,
 )
 from bytecheckpoint.manifest.ranges import Block
-from bytecheckpoint.storage.store import Store, delete_many, read_whole
+from bytecheckpoint.storage.store import Store, SupportsDuplicate, SupportsInFolders, delete_many, read_whole
 
 
 def blocks_of(data: bytes, *, block_bytes: int = 1 << 30, shift: int = 0) -> list[Block]:
@@ -245,6 +246,23 @@ class StoreContract:
         store.delete("folder/1")
         assert set(store.list("folder")) == {"2", "3"}
 
+    def test_a_look_into_many_folders_tells_which_hold_an_object(self, store):
+        if not isinstance(store, SupportsInFolders):
+            pytest.skip("looks into one folder at a time")
+        for folder in ("r/b", "r/d", "r/a", "r/e"):
+            put(store, f"{folder}/manifest.bcp", b"1")
+        put(store, "r/c/data/x", b"1")
+        put(store, "r/f/manifest.bcp/x", b"1")
+        put(store, "r/g/manifest.bcpx", b"1")
+        put(store, "r/h", b"1")
+        folders = [f"r/{name}" for name in "hbdagecfx"]
+        found = store.in_folders(folders, "manifest.bcp")
+        assert len(found) == len(folders)
+        told = dict(zip("hbdagecfx", found, strict=True))
+        assert {name for name, is_there in told.items() if is_there} <= set("bdae")
+        assert {name for name, is_there in told.items() if is_there is False} <= set("gchfx")
+        assert store.in_folders([], "manifest.bcp") == []
+
     def test_a_file_cannot_be_listed(self, store):
         put(store, "file", b"1")
         with pytest.raises(CheckpointNotFoundError) as caught:
@@ -314,3 +332,35 @@ class StoreContract:
         assert lost == ["exists"] * 7
         assert get(store, "manifest", len(contents[won[0]])) == contents[won[0]]
         assert store.list("") == {"manifest": len(contents[won[0]])}
+
+    def test_a_duplicate_is_an_object_of_its_own(self, store):
+        if not isinstance(store, SupportsDuplicate):
+            pytest.skip("this store makes no duplicates")
+        data = pattern(300_000)
+        put(store, "step_1/data/a", data)
+        with self._unless_unsupported():
+            store.duplicate("step_1/data/a", "step_2/data/b", num_bytes=len(data))
+            assert store.list("step_2/data") == {"b": len(data)}
+            store.delete("step_1/data/a")
+            assert get(store, "step_2/data/b", len(data)) == data
+
+    def test_a_duplicate_replaces_nothing_and_has_a_whole_source(self, store):
+        if not isinstance(store, SupportsDuplicate):
+            pytest.skip("this store makes no duplicates")
+        put(store, "a", pattern(10_000))
+        put(store, "taken", b"mine")
+        with self._unless_unsupported():
+            with pytest.raises(CheckpointExistsError):
+                store.duplicate("a", "taken", num_bytes=10_000)
+            assert get(store, "taken", 4) == b"mine"
+            for source, num_bytes in [("a", 9_999), ("none", 10_000), ("none/at/all", 1)]:
+                with pytest.raises(CheckpointNotFoundError):
+                    store.duplicate(source, "new", num_bytes=num_bytes)
+        assert set(store.list("")) == {"a", "taken"}
+
+    @contextmanager
+    def _unless_unsupported(self) -> Iterator[None]:
+        try:
+            yield
+        except StorageError as error:
+            assert error.kind == "unsupported"  # noqa: PT017 - any other kind fails the test

@@ -138,7 +138,7 @@ def test_a_step_whose_save_did_not_finish(store):
         _commit(store, step)
     error = _not_found(store, 7)
     assert (error.kind, error.step) == ("not_committed", 7)
-    assert "114, 113, 112, 111, 110, 109, 108, 107, 106, 105 and 5 more" in str(error)
+    assert "114, 113, 112, 111, 110, 109, 108, 107, 106, 105, and up to 6 older ones" in str(error)
 
 
 def test_a_step_that_is_not_there(store):
@@ -146,6 +146,27 @@ def test_a_step_that_is_not_there(store):
     error = _not_found(store, 6)
     assert (error.kind, error.step) == ("not_found", 6)
     assert "newest first: 5" in str(error)
+
+
+def test_a_missing_step_is_told_without_a_look_at_all_steps(store):
+    for step in range(100):
+        _commit(store, step)
+    counting = FaultyStore(store)
+    assert _not_found(counting, 500).kind == "not_found"
+    assert len(counting.operations) <= 20
+
+
+def test_many_steps_are_found_without_a_listing_of_each(store, monkeypatch):
+    for step in range(50):
+        _commit(store, step)
+    put(store, "step_00000025/data/x", b"")
+    put(store, "step_00000100/data/x", b"its save did not finish")
+    lists = []
+    real = type(store).list
+    monkeypatch.setattr(type(store), "list", lambda self, folder: lists.append(folder) or real(self, folder))
+    assert committed_steps(store) == list(range(50))
+    assert next(newest_steps(store)) == 49
+    assert lists == ["", ""]
 
 
 def test_steps_where_a_checkpoint_was_expected(store):

@@ -11,7 +11,7 @@ import pytest
 
 from bytecheckpoint.errors import CheckpointError, CheckpointExistsError, CheckpointSaveError, StorageError
 from bytecheckpoint.manifest.ranges import Block
-from bytecheckpoint.storage.backends import s3_requests, s3_upload
+from bytecheckpoint.storage.backends import s3_copy, s3_requests, s3_upload
 from bytecheckpoint.storage.backends.s3_store import S3Store
 from bytecheckpoint.storage.open_store import open_store
 
@@ -709,3 +709,71 @@ def test_credentials_never_show(s3, s3_prefix, s3_faults, caplog, monkeypatch):
 def test_credentials_that_are_no_text_are_refused_by_name():
     with pytest.raises(StorageError, match=r"storage_options\['secret'\] is of type int, and has to be a str"):
         S3Store("s3://bucket/x", {"key": "access", "secret": 123}, writer_threads=1, timeout_s=5)
+
+
+@pytest.fixture
+def small_copies(s3, monkeypatch):
+    """Copies in parts from 100 kB on."""
+    if s3.faults is None:
+        pytest.skip("a real service takes no parts as small as these")
+    monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 0)
+    monkeypatch.setattr(s3_copy, "MAX_COPY_BYTES", 100_000)
+    monkeypatch.setattr(s3_copy, "_PART_BYTES", 60_000)
+
+
+@pytest.mark.usefixtures("small_copies")
+def test_a_large_object_is_copied_in_parts(s3, s3_prefix, store):
+    data = pattern(250_000)
+    put(store, "a", data)
+    store.duplicate("a", "b", num_bytes=len(data))
+    assert get(store, "b", len(data)) == data
+    assert s3.uploads(s3_prefix) == []
+
+
+@pytest.mark.usefixtures("small_copies", "hasty")
+@pytest.mark.parametrize("request_line", ["POST .*uploadId", "PUT .*partNumber", "POST .*uploads"])
+def test_a_copy_in_parts_goes_on_where_an_answer_is_lost(s3, s3_prefix, s3_faults, store, request_line):
+    data = pattern(250_000)
+    put(store, "a", data)
+    s3_faults.choose = FirstFew(request_line, Lose())
+    store.duplicate("a", "b", num_bytes=len(data))
+    s3_faults.reset()
+    assert get(store, "b", len(data)) == data
+    assert s3.uploads(s3_prefix) == []
+
+
+@pytest.mark.usefixtures("small_copies", "hasty")
+def test_a_copy_in_parts_that_fails_leaves_nothing(s3, s3_prefix, s3_faults, store):
+    put(store, "a", pattern(250_000))
+    s3_faults.choose = always("PUT .*partNumber", Refuse(403, "AccessDenied"))
+    with pytest.raises(StorageError):
+        store.duplicate("a", "b", num_bytes=250_000)
+    s3_faults.reset()
+    assert set(store.list("")) == {"a"}
+    assert s3.uploads(s3_prefix) == []
+
+
+def test_many_folders_are_looked_into_with_few_requests(s3_faults, store):
+    for step in range(30):
+        put(store, f"step_{step:08d}/data/x", b"1")
+        if step % 5:
+            put(store, f"step_{step:08d}/manifest.bcp", b"1")
+    folders = [f"step_{step:08d}" for step in range(29, -1, -1)]
+    s3_faults.requests.clear()
+    assert store.in_folders(folders, "manifest.bcp") == [step % 5 > 0 for step in range(29, -1, -1)]
+    assert len(s3_faults.requests) == 1
+
+
+def test_pages_that_reach_one_folder_only_are_given_up(store, monkeypatch):
+    for step in range(5):
+        for number in range(4):
+            put(store, f"step_{step}/data/{number}", b"1")
+        put(store, f"step_{step}/manifest.bcp", b"1")
+    real = store._requests.call
+    monkeypatch.setattr(
+        store._requests,
+        "call",
+        lambda operation, policy, **given: real(operation, policy, **given, MaxKeys=3),
+    )
+    folders = [f"step_{step}" for step in range(5)]
+    assert store.in_folders(folders, "manifest.bcp") == [True, None, None, None, None]

@@ -277,3 +277,17 @@ def test_a_folder_that_may_not_be_listed_is_named(call, tmp_path, monkeypatch) -
     result = call("ls", tmp_path, "--json").json
     assert len(result["checkpoints"]) == 1
     assert result["not_listed"] == [str(tmp_path / "private")]
+
+
+def test_a_list_of_many_steps_opens_each_manifest_once_and_checks_no_chunk(call, tmp_path, monkeypatch) -> None:
+    for step in range(12):
+        bcp.save(tmp_path, {"w": torch.ones(4)}, step=step)
+    looks: list[str] = []
+    for method in ("list", "read_whole", "byte_length"):
+        real = getattr(LocalStore, method)
+        monkeypatch.setattr(
+            LocalStore, method, lambda self, name, real=real, **given: looks.append(name) or real(self, name, **given)
+        )
+    monkeypatch.setattr("bytecheckpoint.storage.layout.decode_manifest", None)
+    assert call("ls", tmp_path).code == 0
+    assert len(looks) == 1 + 2 * 12

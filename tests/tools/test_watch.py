@@ -7,12 +7,20 @@ import select
 import signal
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from checkpoint_files import flip
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.storage.backends.local_store import LocalStore
+from bytecheckpoint.tools.listing.commits import CommitWatch
+from bytecheckpoint.tools.main import cli
+
+watch_command = import_module("bytecheckpoint.tools.listing.watch")
 
 PROGRAM = [sys.executable, "-m", "bytecheckpoint.tools", "watch"]
 
@@ -93,3 +101,86 @@ def test_a_folder_that_may_not_be_listed_does_not_hide_the_others(call, root, mo
     ended = call("watch", root, "--once")
     assert ended.code == 0
     assert len(ended.out.splitlines()) == 2
+
+
+def commits_of(watch: CommitWatch) -> list[tuple[str, bool]]:
+    return [(commit.checkpoint.folder, commit.is_replacement) for commit in watch.look()]
+
+
+def replace(root: Path, *, step: int) -> None:
+    bcp.save(root, {"x": 2}, step=step, options=bcp.SaveOptions(overwrite=True))
+
+
+def test_a_step_that_is_replaced_in_place_is_printed_again(tmp_path) -> None:
+    bcp.save(tmp_path, {"x": 1}, step=1)
+    command = [*PROGRAM, str(tmp_path), "--interval", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        replace(tmp_path, step=1)
+        assert "  step 1 (replaced)  " in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+
+
+def test_a_replaced_one_is_told_once_and_a_deleted_one_is_new_when_it_comes_back(tmp_path) -> None:
+    for step in (1, 2):
+        bcp.save(tmp_path, {"x": 1}, step=step)
+    watch = CommitWatch(LocalStore(str(tmp_path), writer_threads=1))
+    watch.begin()
+    assert commits_of(watch) == []
+    replace(tmp_path, step=1)
+    assert [commits_of(watch), commits_of(watch)] == [[("step_00000001", True)], []]
+    bcp.delete(tmp_path, step=2)
+    assert commits_of(watch) == []
+    bcp.save(tmp_path, {"x": 1}, step=2)
+    assert [commits_of(watch), commits_of(watch)] == [[("step_00000002", False)], []]
+
+
+def test_an_old_step_that_is_replaced_is_found_when_its_turn_comes_and_a_look_reads_few(tmp_path, monkeypatch) -> None:
+    for step in range(40):
+        bcp.save(tmp_path, {"x": 1}, step=step)
+    watch = CommitWatch(LocalStore(str(tmp_path), writer_threads=1))
+    watch.begin()
+    for _ in range(4):  # all have had their turn
+        assert commits_of(watch) == []
+    replace(tmp_path, step=20)
+    listed: list[str] = []
+    list_folder = LocalStore.list
+    monkeypatch.setattr(LocalStore, "list", lambda store, name: listed.append(name) or list_folder(store, name))
+    found = []
+    for _ in range(4):
+        listed.clear()
+        found += commits_of(watch)
+        assert len([name for name in listed if name.startswith("step_")]) <= 18
+    assert found == [("step_00000020", True)]
+
+
+def test_a_storage_error_does_not_end_it_and_nothing_is_lost(tmp_path, capsys, monkeypatch) -> None:
+    bcp.save(tmp_path, {"x": 1}, step=1)
+    looks = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 1:
+            bcp.save(tmp_path, {"x": 1}, step=2)
+        if len(looks) == 5:
+            raise KeyboardInterrupt
+
+    read_into = LocalStore.read_into
+
+    def refuse(store: LocalStore, name: str, *rest: object, **named: object) -> None:
+        if 1 <= len(looks) <= 2:
+            raise StorageError("the server is away", kind="unavailable")
+        read_into(store, name, *rest, **named)
+
+    monkeypatch.setattr(LocalStore, "read_into", refuse)
+    monkeypatch.setattr(watch_command, "time", SimpleNamespace(sleep=sleep))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["watch", str(tmp_path), "--interval", "0.5"])
+    shown = capsys.readouterr()
+    assert ended.value.code == 130
+    assert [line.split("  ")[1] for line in shown.out.splitlines()[1:]] == ["step 2"]
+    warning, again = shown.err.splitlines()
+    assert warning == "warning: the server is away; looking again every 0.5 s"
+    assert again == "the storage answers again"

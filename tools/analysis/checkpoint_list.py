@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import NamedTuple
@@ -19,9 +18,10 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.formats.detect import find_file, find_folder
-from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, manifest_of
+from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, outline_of
 from bytecheckpoint.info import OWN_FORMAT, describe_checkpoint
 from bytecheckpoint.manager import step_records
+from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.deletion import LEASES_FOLDER, METRICS_FOLDER, PIN_NAME
 from bytecheckpoint.storage.paths import join_name
@@ -92,16 +92,15 @@ def list_checkpoints(store: Store) -> CheckpointList:
 
     Raises CheckpointNotFoundError where the root is a file, StorageError where it cannot be listed.
     """
-    with ThreadPoolExecutor(_LOOKS_IN_FLIGHT, thread_name_prefix="bcp-ls") as pool:
-        entries = store.list("")
-        root = _ListedFolder("", _look_into(store, "", entries), entries)
-        looks = list(pool.map(lambda name: _look(store, name), _folders(entries)))
-        runs, skipped = _runs_to_list([look for look in looks if not look.checkpoint])
-        inside = [join_name(run.folder, name) for run in runs for name in _folders(run.entries or {})]
-        of_runs = [look.checkpoint for look in pool.map(lambda name: _look(store, name), inside)]
-        holders = [root] if root.checkpoint is None else []
-        files = [(look.folder, *file) for look in (*holders, *runs) for file in _files(look.entries or {})]
-        of_files = list(pool.map(lambda file: _look_at_file(store, *file), files))
+    entries = store.list("")
+    root = _ListedFolder("", _look_into(store, "", entries), entries)
+    looks = _look_at_all(store, _folders(entries))
+    runs, skipped = _runs_to_list([look for look in looks if not look.checkpoint])
+    inside = [join_name(run.folder, name) for run in runs for name in _folders(run.entries or {})]
+    of_runs = [look.checkpoint for look in _look_at_all(store, inside)]
+    holders = [root] if root.checkpoint is None else []
+    files = [(look.folder, *file) for look in (*holders, *runs) for file in _files(look.entries or {})]
+    of_files = map_jobs(lambda file: _look_at_file(store, *file), files, num_threads=_LOOKS_IN_FLIGHT)
     of_root = [root.checkpoint, *(look.checkpoint for look in looks)]
     in_runs = [replace(item, run=item.folder.rpartition("/")[0]) for item in (*of_runs, *of_files) if item]
     found = [*filter(None, of_root), *in_runs]
@@ -131,6 +130,10 @@ def _runs_to_list(looks: Sequence[_ListedFolder]) -> tuple[list[_ListedFolder], 
             runs.append(look)
             num_folders += count
     return runs, skipped
+
+
+def _look_at_all(store: Store, folders: Sequence[str]) -> list[_ListedFolder]:
+    return map_jobs(lambda folder: _look(store, folder), folders, num_threads=_LOOKS_IN_FLIGHT)
 
 
 def _look(store: Store, folder: str) -> _ListedFolder:
@@ -176,7 +179,7 @@ def read_checkpoint(
     folder, path = found.folder, found.path
     own_format = found.foreign.format if found.foreign else OWN_FORMAT
     try:
-        info = describe_checkpoint(manifest_of(found), path=path, seconds={})
+        info = describe_checkpoint(outline_of(found), path=path, seconds={})
     except (CheckpointCorruptError, CheckpointMismatchError, UnsafeCheckpointError) as error:
         return ListedCheckpoint(
             folder=folder,

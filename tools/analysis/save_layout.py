@@ -55,13 +55,18 @@ def chunks_by_file(manifest: Manifest) -> list[int]:
 
 def cut_names(manifest: Manifest) -> dict[str, str]:
     """Returns how each tensor is cut: `whole`, parts along each dimension (`4 x 1`), or `irregular`."""
-    columns, counts = manifest.table.columns, chunk_counts(manifest)
+    columns, described = manifest.table.columns, manifest.describe_all()
     lengths = columns.grid_parts.tolist()
     bounds = pairwise([0, *np.cumsum(columns.num_dims * columns.is_grid).tolist()])
+    rows = zip(manifest.tensors, columns.num_chunks.tolist(), columns.is_grid.tolist(), bounds, strict=True)
     names = {}
-    for fqn, is_grid, (start, stop) in zip(counts, columns.is_grid.tolist(), bounds, strict=True):
-        parts = " x ".join(map(str, grid_counts(manifest.describe(fqn)[1], lengths[start:stop]))) if is_grid else ""
-        names[fqn] = "whole" if counts[fqn] <= 1 else parts or "irregular"
+    for fqn, num_chunks, is_grid, (start, stop) in rows:
+        if num_chunks <= 1:
+            names[fqn] = "whole"
+        elif is_grid:
+            names[fqn] = " x ".join(map(str, grid_counts(described[fqn][1], lengths[start:stop]))) or "irregular"
+        else:
+            names[fqn] = "irregular"
     return names
 
 

@@ -79,7 +79,8 @@ class ManifestSummary:
         stored = manifest.describe_all()
         tensors = [TensorEntry(fqn, dtype, shape, None) for fqn, (dtype, shape) in stored.items()]
         tensors += [TensorEntry(alias, *stored[fqn], fqn) for alias, fqn in manifest.aliases.items()]
-        self.tensors = sorted(tensors, key=lambda tensor: natural_order(tensor.fqn))
+        order = NaturalOrder()
+        self.tensors = sorted(tensors, key=lambda tensor: order.key(tensor.fqn))
 
     @cached_property
     def entries(self) -> list[TensorTotals]:
@@ -179,9 +180,22 @@ class ManifestSummary:
         return [tensor for tensor in self.tensors if tensor.fqn in wanted]
 
 
-def natural_order(fqn: str) -> list[str | tuple[int, str]]:
-    """Returns a sort key under which numbers in a name count as numbers."""
-    parts: list[Any] = _DIGITS.split(fqn)
+class NaturalOrder:
+    """Sorts names so that numbers in them count as numbers. Names of modules share most of their parts, so each part is
+    taken apart once.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[str | tuple[int, str]]] = {}
+
+    def key(self, fqn: str) -> list[list[str | tuple[int, str]]]:
+        """Returns the sort key of a name."""
+        known = self._parts
+        return [known.get(part) or known.setdefault(part, _in_numbers(part)) for part in fqn.split(".")]
+
+
+def _in_numbers(text: str) -> list[str | tuple[int, str]]:
+    parts: list[Any] = _DIGITS.split(text)
     parts[1::2] = [(int(digits[:18]), digits) for digits in parts[1::2]]
     return parts
 
@@ -189,8 +203,8 @@ def natural_order(fqn: str) -> list[str | tuple[int, str]]:
 def no_such_tensor(path: str, pattern: str, names: Iterable[str]) -> CheckpointNotFoundError:
     """Returns the error, with near names, about a name or a glob that no tensor has."""
     last = pattern.rsplit(".", 1)[-1]
-    near = sorted((name for name in names if pattern in name), key=natural_order)
-    near = near or sorted((name for name in names if name.endswith(last)), key=natural_order)
+    near = sorted((name for name in names if pattern in name), key=NaturalOrder().key)
+    near = near or sorted((name for name in names if name.endswith(last)), key=NaturalOrder().key)
     hint = f"near matches: {some_of(near, 5)}" if near else "`bcp show CKPT --limit 0` lists all"
     what = f"no tensor of {path} is named or matches {pattern!r}; {hint}"
     return CheckpointNotFoundError(what, kind="not_found", path=path)
@@ -226,7 +240,8 @@ def plain_objects(opened: Opened) -> list[PlainSummary]:
     found = [_plain(fqn, None, value) for fqn, value in values]
     for fqn in opened.manifest.rank_objects:
         found += [_plain(fqn, rank, value) for rank, value in checkpoint.rank_values(fqn).items()]
-    return sorted(found, key=lambda plain: (natural_order(plain.fqn), -1 if plain.rank is None else plain.rank))
+    order = NaturalOrder()
+    return sorted(found, key=lambda plain: (order.key(plain.fqn), -1 if plain.rank is None else plain.rank))
 
 
 def _plain(fqn: str, rank: int | None, value: Any) -> PlainSummary:

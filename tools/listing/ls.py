@@ -92,9 +92,13 @@ def ls(
 def _mixed(found: Sequence[ListedCheckpoint]) -> str | None:
     """Returns the warning for a root, or a run, that is a checkpoint and has steps below it."""
     own = [item for item in found if item.committed and item.format == OWN_FORMAT]
+    steps_below: dict[str, list[int | None]] = {}
     for item in own:
-        beside = [other for other in own if other.folder.rpartition("/")[0] == item.folder != other.folder]
-        steps = [other.step for other in beside if layout.parse_step(other.folder.rpartition("/")[2]) is not None]
+        parent, _, name = item.folder.rpartition("/")
+        if layout.parse_step(name) is not None:
+            steps_below.setdefault(parent, []).append(item.step)
+    for item in own:
+        steps = steps_below.get(item.folder)
         if steps:
             return (
                 f"{item.path} is a checkpoint and has committed steps below it: load and the other commands ask for "

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import NoReturn
 
 import click
 
 from bytecheckpoint.diagnostics.telemetry import end_of, phases_of, read_save_records
-from bytecheckpoint.errors import CheckpointNotFoundError, StorageError
-from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, Opening, find_checkpoint
-from bytecheckpoint.storage import layout
+from bytecheckpoint.errors import CheckpointSaveError, StorageError
+from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint
 from bytecheckpoint.storage.open_store import open_store
-from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
 from .. import exit_codes
-from ..analysis.checkpoint_list import ListedCheckpoint, read_checkpoint
 from ..arguments import AccessOptions, finite, with_output_options
 from ..completion.param_types import StoredPath
 from ..render.number_format import count_text, size_text, time_text
-from ..render.terminal import Screen, print_json, to_json
+from ..render.terminal import Screen, print_json, printable, to_json
 from ..render.timeline_text import seconds_text
+from .commits import CommitWatch, NewCheckpoint
 
 _EXAMPLE = """\b
 Example:
@@ -53,6 +51,8 @@ class WatchedCheckpoint:
     slowest_phase_seconds: float | None
     slowest_rank: int | None
     """The rank that took longest in that phase."""
+    is_replacement: bool
+    """True if another checkpoint stood at this path when it was last looked at."""
     problem: str | None
     """Error of reading the manifest."""
 
@@ -61,6 +61,7 @@ class WatchedCheckpoint:
         """One line for people."""
         name = self.path.rpartition("/")[2] if self.step is None else f"step {self.step}"
         name = f"{self.run}: {name}" if self.run else name
+        name += " (replaced)" if self.is_replacement else ""
         saved_by = "" if self.num_ranks is None else f" by {count_text(self.num_ranks, 'rank')}"
         what = f"{time_text(self.created_at)}  {name}  {size_text(self.num_bytes)}{saved_by}"
         if self.problem is not None:
@@ -91,17 +92,18 @@ class WatchedCheckpoint:
 def watch(*, root: str, interval_s: float, once: bool, access: AccessOptions, as_json: bool) -> int:
     """Print each new checkpoint under ROOT as it commits: a line with its step, size and timings.
 
+    One that replaces another at its path is a new one, too. While the storage fails, the command says so and goes on.
+
     ROOT may be a root of steps, or a folder of such roots, and need not be there yet. Ends with Ctrl-C and exit code
     130; with --once, prints what is there and ends with exit code 0. With --json, each checkpoint is one object in a
     line of its own; with --once, all are one object.
     """
     store = open_store(root, storage_options=access.storage_options, writer_threads=1)
-    seen: set[str] = set()
+    commits = CommitWatch(store)
     if once:
-        folders = _new_folders(store, seen)
-        if not folders:
+        found = [_watched(store, commit) for commit in commits.look()]
+        if not found:
             find_checkpoint(root, "latest", Opening(access.storage_options))  # raises with what is there instead
-        found = list(_checkpoints(store, folders))
         if as_json:
             print_json({"root": str(store), "checkpoints": found})
         else:
@@ -109,15 +111,30 @@ def watch(*, root: str, interval_s: float, once: bool, access: AccessOptions, as
                 _print(item, as_json=False)
         return exit_codes.CORRUPT if any(item.problem for item in found) else exit_codes.FINE
     try:
-        num_before = len(_new_folders(store, seen))
+        commits.begin()
         if not as_json:
-            Screen().line(f"watching {store}: {count_text(num_before, 'checkpoint')} so far", style="bold")
-        while True:
-            time.sleep(interval_s)
-            for item in _checkpoints(store, _new_folders(store, seen)):
-                _print(item, as_json=as_json)
+            Screen().line(f"watching {store}: {count_text(commits.num_seen, 'checkpoint')} so far", style="bold")
+        _watch(store, commits, interval_s=interval_s, as_json=as_json)
     except KeyboardInterrupt:  # the usual way to end this command, so no error is printed
         return exit_codes.INTERRUPTED
+
+
+def _watch(store: Store, commits: CommitWatch, *, interval_s: float, as_json: bool) -> NoReturn:
+    is_failing = False
+    while True:
+        time.sleep(interval_s)
+        try:
+            for commit in commits.look():
+                _print(_watched(store, commit), as_json=as_json)
+        except (StorageError, CheckpointSaveError) as error:  # a store that was there before may be there again
+            if not is_failing:
+                what = printable(" ".join(error.message.split()))
+                click.echo(f"warning: {what}; looking again every {interval_s:g} s", err=True)
+            is_failing = True
+            continue
+        if is_failing:
+            click.echo("the storage answers again", err=True)
+            is_failing = False
 
 
 def _print(item: WatchedCheckpoint, *, as_json: bool) -> None:
@@ -127,58 +144,8 @@ def _print(item: WatchedCheckpoint, *, as_json: bool) -> None:
         Screen().line(item.line)
 
 
-def _new_folders(store: Store, seen: set[str]) -> list[str]:
-    """Returns the folders of committed checkpoints that are not in `seen`, and adds them to it.
-
-    A folder that was seen is not listed again, so a long run costs as much as a short one.
-    """
-    folders = [folder for folder in _committed_folders(store, seen) if folder not in seen]
-    seen.update(folders)
-    return folders
-
-
-def _checkpoints(store: Store, folders: Sequence[str]) -> Iterator[WatchedCheckpoint]:
-    """Yields the checkpoints in these folders, by time, but for those that are gone by now."""
-    listed = [read_checkpoint(FoundCheckpoint(store, 0, folder, None), _step_of(folder)) for folder in folders]
-    found = [item for item in listed if item is not None]
-    for item in sorted(found, key=lambda item: item.created_at.timestamp() if item.created_at else 0.0):
-        yield _watched(store, item)
-
-
-def _step_of(folder: str) -> int | None:
-    return layout.parse_step(folder.rpartition("/")[2])
-
-
-def _committed_folders(store: Store, seen: set[str]) -> Iterator[str]:
-    """Yields folders with a manifest: the root, folders in it, and folders in those that are neither."""
-    for folder, entries in _listings(store, [""], seen):
-        if layout.has_manifest(entries):
-            yield folder
-        names = [join_name(folder, name) for name, size in entries.items() if size is None]
-        for inner, inner_entries in _listings(store, names, seen):
-            if layout.has_manifest(inner_entries):
-                yield inner
-            elif inner not in seen and layout.DATA_FOLDER not in inner_entries:
-                deeper = [join_name(inner, name) for name, size in inner_entries.items() if size is None]
-                yield from (name for name, held in _listings(store, deeper, seen) if layout.has_manifest(held))
-
-
-def _listings(store: Store, folders: list[str], seen: set[str]) -> Iterator[tuple[str, dict[str, int | None]]]:
-    for folder in folders:
-        if folder in seen and folder:
-            continue
-        try:
-            entries = dict(store.list(folder))
-        except CheckpointNotFoundError:  # it is gone by now, or a file
-            continue
-        except StorageError as error:
-            if error.kind != "permission" or not folder:
-                raise
-            continue  # a folder of somebody else beside the checkpoints, such as lost+found
-        yield folder, entries
-
-
-def _watched(store: Store, item: ListedCheckpoint) -> WatchedCheckpoint:
+def _watched(store: Store, commit: NewCheckpoint) -> WatchedCheckpoint:
+    item = commit.checkpoint
     ranks = read_save_records(store, item.folder, item.save_id).ranks if item.save_id else []
     slowest = max(phases_of(ranks), key=lambda phase: phase.max_s, default=None)
     return WatchedCheckpoint(
@@ -194,5 +161,6 @@ def _watched(store: Store, item: ListedCheckpoint) -> WatchedCheckpoint:
         slowest_phase=slowest and slowest.name,
         slowest_phase_seconds=slowest and slowest.max_s,
         slowest_rank=slowest and slowest.slowest_rank,
+        is_replacement=commit.is_replacement,
         problem=item.problem,
     )

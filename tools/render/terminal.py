@@ -114,12 +114,16 @@ class Screen:
         titles = [printable(column.title) for column in columns]
         lines = [titles, *rows] if any(titles) else rows
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        for line in lines:
-            padded = [
+        padded = (
+            [
                 cell.rjust(width) if column.is_right else cell.ljust(width)
                 for column, cell, width in zip(columns, line, widths, strict=True)
             ]
-            click.echo(" " * indent + GAP.join(padded).rstrip(), file=self._stream)
+            for line in lines
+        )
+        text = "\n".join(" " * indent + GAP.join(cells).rstrip() for cells in padded)
+        if lines:
+            click.echo(text, file=self._stream)
 
     def _rich_table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]], indent: int) -> None:
         from rich.cells import cell_len  # noqa: PLC0415 - a pipe does not wait for rich

@@ -35,6 +35,7 @@ from bytecheckpoint.adapters.native.subclass_flatten import flat_parts, is_facts
 from bytecheckpoint.adapters.native.subclass_match import Refusals, refusals
 from bytecheckpoint.adapters.plain.plain_data import encode_plain
 from bytecheckpoint.adapters.plain.plain_tree import leaves
+from bytecheckpoint.adapters.shard_columns import ShardBlocks, WholeTensors
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards, refuse_lazy
 from bytecheckpoint.adapters.tied import split_tied, with_flat_ties
 from bytecheckpoint.adapters.tree_loader import TreeTarget, keep_for_rank
@@ -132,8 +133,7 @@ class ModuleEntry:
 
     def collect(self) -> EntryContents:
         held = self._held()
-        shards = LocalShards()
-        shards.add_all(held.tensors.items())
+        of_tensors, shards = WholeTensors(tuple(held.tensors), list(held.tensors.values())), LocalShards()
         for fqn, flat in held.flat:
             shards.found += flat.part.shards(fqn, flat.memory)
         on_tensor = partial(keep_for_rank, shards)
@@ -143,7 +143,7 @@ class ModuleEntry:
         encoded |= {fqn: ("shared", encode_plain(value, fqn, on_tensor)) for fqn, value in held.facts.items()}
         names = {name for fqn, value in held.extra.items() for name in leaves(value, fqn)}
         names |= {*held.names(), *held.facts}
-        return EntryContents(shards.found, names, encoded, held.aliases, held.stages)
+        return EntryContents(ShardBlocks([of_tensors, shards.found]), names, encoded, held.aliases, held.stages)
 
     def expect(self, checkpoint: CheckpointView) -> Expectation:
         held = self._held()

@@ -140,6 +140,10 @@ def check_steps_wait(fqn: str, optimizers: Iterable[torch.optim.Optimizer], wrap
             what = f"an optimizer, {name}, whose step does not run torch's step hooks (torch.optim.Optimizer.__init__ "
             what += "sets them up), so it would not wait for a lazy snapshot"
             raise unsupported(fqn, what, f"call super().__init__() in its __init__, or {_LAZY_ADVICE}")
+        if any(group.get("capturable") for group in optimizer.param_groups):
+            what = "an optimizer with capturable=True, whose step may be replayed from a CUDA graph, without hooks, so "
+            what += "it would not wait for a lazy snapshot"
+            raise unsupported(fqn, what, _LAZY_ADVICE)
     for flat in wrapped:
         if any(group.get("use_muon") for group in flat.optimizer.param_groups):
             what = "DeepSpeed's Muon, which changes its momentum outside of the optimizer's step, so it would not wait"

@@ -44,6 +44,7 @@ from bytecheckpoint.adapters.optimizers.param_state import (
 )
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer, is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
+from bytecheckpoint.adapters.shard_columns import ShardBlocks, WholeTensors
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards
 from bytecheckpoint.manifest.plain_wire import unsupported
 
@@ -120,8 +121,8 @@ class OptimizerEntry:
                 plain = collect_state(f"{self.fqn}.state.{names.name}.", state, tensors, keys)
                 if plain:
                     tree["state"][names.name] = plain
-        shards.add_all(tensors)
-        num_whole = len(shards.found)
+        fqns = tuple(fqn for fqn, _ in tensors)
+        whole_tensors = WholeTensors(fqns, [tensor for _, tensor in tensors])
         for flat in self._flat_states():
             tree["state"].update(flat.collect(shards))
         groups = ((group.values, self._optimized.names(group.parameters)) for group in self._groups())
@@ -135,13 +136,13 @@ class OptimizerEntry:
             tree["outside_model"] = dict.fromkeys(outside)  # a dict, because dicts of ranks are united
         if self.wrapped:
             tree["facts"] = self._facts()
-        all_fqns = {fqn for fqn, _ in tensors}
+        all_fqns = set(fqns)
         if len(all_fqns) < len(tensors):
-            fqn = next(fqn for fqn, number in Counter(fqn for fqn, _ in tensors).items() if number > 1)
+            fqn = next(fqn for fqn, number in Counter(fqns).items() if number > 1)
             raise unsupported(fqn, "the name of two values", "rename a parameter or a key of its state")
         encoded = encode_plain(tree, self.fqn, keep_in_tree)  # a learning rate may be a tensor
-        all_fqns.update(shard.fqn for shard in shards.found[num_whole:])
-        return EntryContents(shards.found, all_fqns, {self.fqn: ("shared", encoded)})
+        all_fqns |= shards.names()
+        return EntryContents(ShardBlocks([whole_tensors, shards.found]), all_fqns, {self.fqn: ("shared", encoded)})
 
     def _facts(self) -> dict[str, Any]:
         """Returns the facts of all wrapped optimizers, which a list of them has once."""

@@ -63,13 +63,15 @@ def encode_plain(value: Any, fqn: str, on_tensor: TensorHook) -> bytes:
 
 
 @lru_cache(maxsize=16)
-def encode_refs(fqn: str, names: tuple[str, ...]) -> tuple[tuple[str, ...], bytes]:
-    """Returns the FQNs and the encoding of a dict of tensors alone, which depend on the names only."""
+def encode_refs(fqn: str, names: tuple[str, ...]) -> tuple[tuple[str, ...], frozenset[str], bytes]:
+    """Returns the FQNs, once more as a set, and the encoding of a dict of tensors alone, which depend on the names
+    only.
+    """
     for name in names:
         wire.check_key(name, fqn)
     fqns = tuple(f"{fqn}.{name}" for name in names)
     refs = {name: wire.ext(wire.REF, of_tensor) for name, of_tensor in zip(names, fqns, strict=True)}
-    return fqns, encode(refs)
+    return fqns, frozenset(fqns), encode(refs)
 
 
 def keep_in_tree(_fqn: str, tensor: torch.Tensor) -> torch.Tensor:

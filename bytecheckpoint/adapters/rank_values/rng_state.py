@@ -62,7 +62,7 @@ class RngState:
             "torch": torch.get_rng_state(),
         }
         # Asking for the state of a device that was never used would make a context on it, hundreds of megabytes each.
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             devices = [generator.get_state() for generator in torch.cuda.default_generators]
             state["cuda"] = {"current": torch.cuda.current_device(), "devices": devices}
         if (tracked := megatron_rng.read_tracker()) is not None:

@@ -18,6 +18,7 @@ from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.rank_values.rank_local import RankLocal
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
+from bytecheckpoint.distributed.store_limits import run_on_thread
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointSaveError, and_more
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, join_fqn, too_deep
 from bytecheckpoint.saving.in_flight import wait_until_numbered
@@ -56,7 +57,7 @@ def mark_differing(
                 kind="conflict",
                 ranks=tuple(ranks.global_ranks),
             )
-    ranks.close()
+    run_on_thread(ranks.close)  # the save, which follows, need not wait until every rank has read the answer
     if differing and ranks.rank == COORDINATOR:
         warnings.warn(
             f"{len(differing)} values differ between ranks: {and_more(differing, _NUM_SHOWN)}. Each rank's is saved, "

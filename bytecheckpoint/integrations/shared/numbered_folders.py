@@ -22,12 +22,14 @@ from bytecheckpoint.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointNotFoundError,
+    StorageError,
     UnsafeCheckpointError,
 )
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
 from bytecheckpoint.manager.retention import JOURNAL_FOLDER, delete_one, finish_deletions
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.deletion import LEASES_FOLDER, METRICS_FOLDER
 from bytecheckpoint.storage.inventory import clock_of
 from bytecheckpoint.storage.open_store import expand_home, is_plain_path, open_store
@@ -42,7 +44,8 @@ _JOURNALS = JOURNAL_FOLDER.partition("/")[0]
 _OWN_FOLDERS = (layout.DATA_FOLDER, layout.TELEMETRY_FOLDER, METRICS_FOLDER, LEASES_FOLDER, JOURNAL_FOLDER, _JOURNALS)
 _FAILING_S = 30.0
 """Time that `wait` gives deletions that fail; those that have begun are finished by the next run."""
-_HANGING_AT_EXIT_S = 60.0
+_HANGING_S = 60.0
+"""Longest wait for a deletion that makes no progress. One rank deletes, and others may wait for it in a collective."""
 _DAMAGED = (CheckpointCorruptError, UnsafeCheckpointError)
 _NEVER_SAVED = -1
 
@@ -194,11 +197,21 @@ class NumberedFolders:
         self._ask()
 
     def record(self, number: int, *, model_only: bool = False) -> FolderRecord:
-        """Returns the record for the next save, which is at this number. It is not deleted until `retire_after`."""
+        """Returns the record for the next save, which is at this number. It is not deleted until `retire_after`.
+
+        Raises StorageError (unavailable) where a deletion of what was there before hangs.
+        """
         with self._changed:
             self._saving.add(number)
             # Hazard: a deletion under way could take the new manifest for the one that it is to delete.
-            self._changed.wait_for(lambda: self._deleting != number)
+            if not self._changed.wait_for(lambda: self._deleting != number, _HANGING_S):
+                self._saving.discard(number)
+                raise StorageError(
+                    f"the deletion of {showable_url(self.path_of(number))}, a checkpoint that training has left, has "
+                    f"not ended within {_HANGING_S:g} s; nothing was written, and other checkpoints are as they were: "
+                    "look at the storage, and save again",
+                    kind="unavailable",
+                )
         record = FolderRecord(sequence=self._next_sequence, model_only=model_only)
         self._next_sequence += 1
         return record
@@ -243,18 +256,19 @@ class NumberedFolders:
         self._work.close()
 
     def wait(self, hanging_s: float) -> None:
-        """Waits until saves have ended and what is due is deleted. Deletions that fail, or hang for so long, are named
-        in a warning.
+        """Waits until saves have ended and what is due is deleted. Deletions that fail, or hang for so long or for a
+        minute, are named in a warning.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._num_awaited, hanging_s)
+        hanging_s = min(hanging_s, _HANGING_S)
         failure = self._work.wait(began=time.monotonic(), failing_s=min(_FAILING_S, hanging_s), hanging_s=hanging_s)
         if failure is not None:
             logger.warning("deletions in %s are not finished (%s): the next run finishes them", self.root, failure)
 
     def _ask(self) -> None:
         atexit.unregister(self.close)
-        atexit.register(self.close, _HANGING_AT_EXIT_S)
+        atexit.register(self.close, _HANGING_S)
         self._work.ask()
 
     def _delete_due(self) -> None:

@@ -72,7 +72,7 @@ class BcpFSDPCheckpointManager(FSDPCheckpointManager):
                 kind="conflict",
                 path=local_path,
             )
-        self._saves.wait()
+        self._saves.settle()
         is_lora_only = bool(self.should_save_lora_only and self._has_lora())
         state = self._state(
             is_model=self.should_save_model,

@@ -49,7 +49,7 @@ class BcpMegatronCheckpointManager(MegatronCheckpointManager):
     ) -> None:
         """Saves as BcpFSDPCheckpointManager does."""
         del hdfs_path  # for copies, which are not made here
-        self._saves.wait()
+        self._saves.settle()
         self.previous_global_step = global_step
         Path(local_path).mkdir(parents=True, exist_ok=True)
         if "hf_model" in self.checkpoint_save_contents:

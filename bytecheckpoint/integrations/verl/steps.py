@@ -74,7 +74,7 @@ class RoleSaves:
         once all its roles and the driver's loader are there. Otherwise it returns when the checkpoint is committed.
         Raises the errors of `bytecheckpoint.save`, also that of the save before.
         """
-        self.wait()
+        self.settle()
         place = Path(local_path)
         is_role = _STEP.fullmatch(place.parent.name) is not None
         folders = self._find_folders(place)
@@ -100,8 +100,14 @@ class RoleSaves:
         self._handle = handle
 
     def wait(self) -> None:
-        """Returns when the save in flight is committed, the tracker file names its step if that is whole, and old
-        checkpoints are deleted; raises the error of the save.
+        """Does what `settle` does, and returns when old checkpoints are deleted."""
+        self.settle()
+        if self._folders is not None:
+            self._folders.wait(self._options.timeout_s)
+
+    def settle(self) -> None:
+        """Returns when the save in flight is committed and the tracker file names its step if that is whole; raises the
+        error of the save. It waits for no deletion: rank 0 alone deletes, and the others would wait for it.
         """
         handle, self._handle = self._handle, None
         if handle is not None:
@@ -109,12 +115,10 @@ class RoleSaves:
         step = self._to_track
         if step is not None and is_whole(step, since=self._began):
             self._write_tracker(step)
-        if self._folders is not None:
-            self._folders.wait(self._options.timeout_s)
 
     def load(self, local_path: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """Loads the state, and returns the metadata of the checkpoint. Raises the errors of `bytecheckpoint.load`."""
-        self.wait()
+        self.settle()
         report = api.load(local_path, state, step=None, options=self._load_options)
         self._find_folders(Path(local_path), resumed=report.save_id)
         return metadata_of(local_path)

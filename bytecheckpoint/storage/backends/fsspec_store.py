@@ -17,6 +17,7 @@ from fsspec.spec import AbstractFileSystem
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from bytecheckpoint.manifest.ranges import Block
+from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.backends.fsspec_upload import FsspecUpload, reason_against_replacing, send, takes
 from bytecheckpoint.storage.backends.posix_errors import (
     already_exists,
@@ -34,6 +35,7 @@ from bytecheckpoint.storage.store import Access, FillHook, one_block
 
 _READ_BYTES = 64 << 20
 """Length of one request of a read into a buffer: the backend's copy of it costs memory."""
+_LOOKS_IN_FLIGHT = 16
 _MAX_READS = 10
 """Attempts to read an object that others replace meanwhile."""
 _ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
@@ -191,6 +193,24 @@ class FsspecStore:
             if not last.startswith(TEMPORARY_PREFIX):
                 sizes[last] = sizes.get(last) if is_folder else int(entry["size"])
         return sizes
+
+    def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
+        """Implements `SupportsInFolders`: reads one byte of each object, for which fsspec's memory, unlike for a
+        listing, does not go through the whole store. A backend that reads through an open file asks several times.
+        """
+        if self._exactly():
+            return [None] * len(folders)
+        return map_jobs(lambda folder: self._is_there(join_name(folder, name)), folders, num_threads=_LOOKS_IN_FLIGHT)
+
+    def _is_there(self, name: str) -> bool | None:
+        path = self._path(name)
+        try:
+            with self._translated(self._show(name), read_error):
+                return bool(self._fs.cat_file(path, start=0, end=1)) or None  # an empty one, or a mark of a folder
+        except CheckpointNotFoundError:
+            return False
+        except CheckpointError:
+            return None
 
     def delete(self, name: str) -> None:
         with suppress(CheckpointNotFoundError), self._translated(self._show(name), _delete_error):

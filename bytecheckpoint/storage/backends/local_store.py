@@ -15,18 +15,21 @@ from contextlib import contextmanager, suppress
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
 from bytecheckpoint.manifest.ranges import Block
+from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.backends.direct_io import DirectFile
 from bytecheckpoint.storage.backends.posix_errors import (
     already_exists,
     describe,
     is_a_file,
     missing_file,
+    no_links,
     read_error,
     too_long,
     truncated,
     write_error,
 )
 from bytecheckpoint.storage.backends.posix_files import (
+    link,
     make_folders,
     publish,
     read_fully,
@@ -41,6 +44,9 @@ from bytecheckpoint.storage.store import Access, FillHook
 _MAX_SUFFIX = 200
 """Characters of an object's name that its temporary file repeats; names end at 255 bytes."""
 _FOLDER = -1
+_FOLDER_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOOKERS = 16
+_LOOKS_AT_ONCE = 64
 _ACCESS = Access(latency_s=50e-6, bytes_per_s=2.5e9)
 """A file is found and opened for every read, and its bytes may be in the page cache."""
 
@@ -84,6 +90,21 @@ class LocalStore:
         with writing:
             self._make_name_durable(path, replace=replace)
 
+    def duplicate(self, source: str, name: str, *, num_bytes: int) -> None:
+        """Implements `SupportsDuplicate` by a hard link."""
+        path, linked = self._path_of_name(name), self._resolve(check_name(source))
+        with _reading(linked), _opened(linked) as (_, found_bytes):
+            if found_bytes != num_bytes:
+                raise missing_file(linked)
+        writing = _WriteErrors(path, 0)
+        with writing:
+            make_folders(os.path.dirname(path))
+            if not link(linked, path):
+                raise no_links(path)
+            with suppress(OSError):
+                os.utime(path)  # garbage collection takes a save whose objects are all old for a dead one
+            self._make_name_durable(path, replace=False)
+
     def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: FillHook | None = None) -> None:
         path = self._resolve(check_name(name))
         flat = buffer.cast("B") if buffer.nbytes else memoryview(b"")
@@ -104,6 +125,10 @@ class LocalStore:
             raise truncated(path, wanted_end=num_bytes, found_end=filled)
         return bytes(content)
 
+    def file_path(self, name: str) -> str:
+        """Implements `SupportsFilePath`."""
+        return self._resolve(check_name(name))
+
     def byte_length(self, name: str) -> int | None:
         """Implements `SupportsByteLength`."""
         path = self._resolve(check_name(name))
@@ -112,6 +137,33 @@ class LocalStore:
                 return num_bytes
         except CheckpointNotFoundError:
             return None
+
+    def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
+        """Implements `SupportsInFolders`."""
+        check_name(name)
+        batches = [folders[start : start + _LOOKS_AT_ONCE] for start in range(0, len(folders), _LOOKS_AT_ONCE)]
+        looks = map_jobs(lambda batch: [self._is_in(folder, name) for folder in batch], batches, num_threads=_LOOKERS)
+        return [is_there for looked in looks for is_there in looked]
+
+    def _is_in(self, folder: str, name: str) -> bool | None:
+        """Opens both by name, following no link: on a network file system a look without opening may be old."""
+        folder_fd = -1
+        try:
+            if os.path.dirname(folder):
+                self._resolve(os.path.dirname(check_name(folder)))
+            folder_fd = os.open(f"{self._root}/{folder}", _FOLDER_FLAGS)
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=folder_fd)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return None  # a link, or no permission
+        finally:
+            if folder_fd >= 0:
+                os.close(folder_fd)
+        try:
+            return stat.S_ISREG(os.fstat(fd).st_mode)
+        finally:
+            os.close(fd)
 
     def list(self, folder: str) -> Mapping[str, int | None]:
         path = self._resolve(check_name(folder) if folder else "")
@@ -169,6 +221,21 @@ class LocalStore:
         return os.path.join(self._root, folder, last)
 
     def _resolve(self, name: str) -> str:
+        """Returns a path inside the root. Where no part of the name is a link, which is looked at alone, that is the
+        name below the root; else what the links lead to.
+
+        Raises UnsafeCheckpointError (path_escape) if they lead out of the root.
+        """
+        path = self._root
+        for part in name.split("/") if name else ():
+            path = f"{path}/{part}"
+            try:
+                if stat.S_ISLNK(os.lstat(path).st_mode):
+                    break
+            except OSError:  # nothing is there: nor is anything behind it
+                return f"{self._root}/{name}"
+        else:
+            return path
         resolved = os.path.realpath(os.path.join(self._root, name))
         root = os.path.realpath(self._root)
         if resolved != root and not resolved.startswith(root.rstrip("/") + "/"):

@@ -106,6 +106,15 @@ def already_exists(path: str) -> CheckpointExistsError:
     )
 
 
+def no_links(path: str) -> StorageError:
+    """Makes the error for a file system without hard links, or one that refuses this one."""
+    return StorageError(
+        f"the file system of {path} makes no hard link to an earlier file; nothing was changed: write the file instead",
+        kind="unsupported",
+        path=path,
+    )
+
+
 def replaced_meanwhile(path: str) -> CheckpointExistsError:
     """Makes the error for a name that another writer has replaced or deleted meanwhile."""
     return CheckpointExistsError(

@@ -96,6 +96,22 @@ def publish(temporary: str, path: str, *, replace: bool) -> None:
     remove_quietly(temporary)
 
 
+def link(existing: str, path: str) -> bool:
+    """Gives an existing file a second name. Returns False if the file system cannot. Raises FileExistsError if the name
+    is taken.
+    """
+    try:
+        os.link(existing, path)
+    except FileExistsError:  # as in `publish`
+        if not os.path.samefile(existing, path):
+            raise
+    except OSError as error:
+        if error.errno not in _NO_LINKS | {errno.EXDEV}:
+            raise
+        return False
+    return True
+
+
 def _rename_without_replacing(temporary: str, path: str) -> None:
     if _renameat2(temporary, path):
         return

@@ -15,15 +15,17 @@ from botocore.exceptions import BotoCoreError
 
 from bytecheckpoint.errors import CheckpointError, StorageError
 from bytecheckpoint.manifest.ranges import Block
-from bytecheckpoint.runtime.threads import run_jobs
+from bytecheckpoint.runtime.threads import map_jobs, run_jobs
 from bytecheckpoint.storage.backends.posix_errors import (
     already_exists,
     is_a_file,
+    missing_file,
     replaced_meanwhile,
     too_long,
     truncated,
 )
 from bytecheckpoint.storage.backends.s3_client import client_for
+from bytecheckpoint.storage.backends.s3_copy import S3CopySource, copy
 from bytecheckpoint.storage.backends.s3_errors import (
     FailedRequestError,
     describe_s3,
@@ -53,6 +55,9 @@ _ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
 _DELETE_MANY = "delete_objects"
 _MAX_DELETIONS = 1000
 """Number of objects that one such request may name."""
+_MIN_SCANNED = 4
+_SCANNED_AT_ONCE = 2000
+"""Number of folders after which another thread scans."""
 _MIN_IN_FLIGHT = 8
 """One connection to S3 carries some 80 MB/s."""
 
@@ -110,6 +115,24 @@ class S3Store:
             except TakenError as error:
                 raise (replaced_meanwhile(shown) if replace else already_exists(shown)) from error
 
+    def duplicate(self, source: str, name: str, *, num_bytes: int) -> None:
+        """Implements `SupportsDuplicate` by a copy that the service makes."""
+        key, shown, policy = self._key(name), self._show(name), self._policy()
+        with self._translated(shown, doing="write"):
+            if self._requests.head(key, policy) is not None:
+                raise already_exists(shown)
+            found = self._requests.head(self._key(source), policy)
+            if found is None or found.get("ContentLength") != num_bytes:
+                raise missing_file(self._show(source))
+            etag, bucket = str(found.get("ETag", "")), self._requests.service.bucket
+            copy(
+                self._requests,
+                S3CopySource(bucket, self._key(source), etag, num_bytes),
+                key,
+                policy,
+                in_flight=self._in_flight,
+            )
+
     def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: FillHook | None = None) -> None:
         key, shown = self._key(name), self._show(name)
         if not buffer.nbytes:
@@ -146,6 +169,38 @@ class S3Store:
                 raise is_a_file(shown)
         # An object with the folder's own name is a marker that consoles make.
         return {name: size for name, size in sizes.items() if name and not name.startswith(TEMPORARY_PREFIX)}
+
+    def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
+        """Implements `SupportsInFolders`: a page of keys from the first folder on tells of all folders that it reaches.
+        A page that reaches no second folder was not worth it, and one that is out of order, as in directory buckets,
+        tells nothing.
+        """
+        wanted = sorted(self._key(join_name(folder, name)) for folder in folders)
+        if len(wanted) < _MIN_SCANNED:
+            return [None] * len(wanted)
+        parts = [wanted[start : start + _SCANNED_AT_ONCE] for start in range(0, len(wanted), _SCANNED_AT_ONCE)]
+        with self._translated(self._shown, doing="list"):
+            scans = map_jobs(self._scan, parts, num_threads=_MIN_IN_FLIGHT)
+        found = {key: is_there for scan in scans for key, is_there in scan.items()}
+        return [found.get(self._key(join_name(folder, name))) for folder in folders]
+
+    def _scan(self, wanted: Sequence[str]) -> Mapping[str, bool]:
+        """Returns, for keys in order, which exist, as far as the pages tell."""
+        found: dict[str, bool] = {}
+        while len(found) < len(wanted):
+            left = wanted[len(found) :]
+            page = self._requests.call(
+                "list_objects_v2", self._policy(), Prefix=self._prefix_of(""), StartAfter=left[0][:-1]
+            )
+            keys = [str(entry["Key"]) for entry in page.get("Contents", ())]
+            if keys != sorted(keys) or any(key <= left[0][:-1] for key in keys[:1]):
+                break
+            reached = [key for key in left if key <= keys[-1]] if page.get("IsTruncated") else left
+            there = set(keys)
+            found |= {key: key in there for key in reached}
+            if len(reached) < 2:
+                break
+        return found
 
     def delete(self, name: str) -> None:
         with self._translated(self._show(name), doing="delete"):

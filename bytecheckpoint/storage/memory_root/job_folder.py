@@ -26,6 +26,8 @@ from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
 
 _HOST = "host"
 _ABOUT = "job"
+_MAKING_S = 10.0
+"""Seconds for which a file may have no lock because it is being made."""
 _ALIVE = "alive"
 _LOCK = "lock"
 _ID = re.compile(r"\A[0-9a-f]{16}\Z")
@@ -93,12 +95,12 @@ class JobFolder(NamedTuple):
         alive, found = os.path.join(self.path, _ALIVE), []
         for name in sorted(os.listdir(alive)):
             path = os.path.join(alive, name)
+            is_new = name.startswith(TEMPORARY_PREFIX)  # not locked yet, or about to get its name
             with suppress(FileNotFoundError):
-                if is_locked(path):
-                    if not name.startswith(TEMPORARY_PREFIX):
-                        found.append(LivingProcess(name, os.stat(path).st_mtime_ns))
-                elif time.time() - os.stat(path).st_mtime > 1 or not name.startswith(TEMPORARY_PREFIX):
+                if not is_locked(path) and time.time() - os.stat(path).st_mtime > is_new * _MAKING_S:
                     os.unlink(path)
+                elif not is_new:
+                    found.append(LivingProcess(name, os.stat(path).st_mtime_ns))
         return found
 
 

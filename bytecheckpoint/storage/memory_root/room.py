@@ -19,7 +19,7 @@ _CONTAINER_BYTES = 64 << 20
 _UNLIMITED = 1 << 60
 
 
-class Limit(NamedTuple):
+class RoomLimit(NamedTuple):
     """Bytes that may still be allocated, and what limits them."""
 
     free_bytes: int
@@ -33,7 +33,7 @@ def check_room(root: str, new_bytes: int, *, held_bytes: int, max_bytes: int | N
     """
     limits = [*_file_system(root), *_host_memory(), *container_limits()]
     if max_bytes is not None:
-        limits.append(Limit(max_bytes - held_bytes + _SPARE_BYTES, f"Memory(max_bytes={max_bytes})", "raise it"))
+        limits.append(RoomLimit(max_bytes - held_bytes + _SPARE_BYTES, f"Memory(max_bytes={max_bytes})", "raise it"))
     least = min(limits)
     if new_bytes + _SPARE_BYTES <= least.free_bytes or not new_bytes:
         return
@@ -46,7 +46,7 @@ def check_room(root: str, new_bytes: int, *, held_bytes: int, max_bytes: int | N
     )
 
 
-def _file_system(root: str) -> Iterator[Limit]:
+def _file_system(root: str) -> Iterator[RoomLimit]:
     status = os.statvfs(root)
     free, whole = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     advice = "free space there (`bcp gc --memory` lists what ended jobs left), or mount it larger"
@@ -55,17 +55,17 @@ def _file_system(root: str) -> Iterator[Limit]:
             "that is the small /dev/shm of a container: run it with --shm-size, or in Kubernetes mount an emptyDir of "
             "medium Memory there"
         )
-    yield Limit(free, f"its file system of {whole} bytes", advice)
+    yield RoomLimit(free, f"its file system of {whole} bytes", advice)
 
 
-def _host_memory() -> Iterator[Limit]:
+def _host_memory() -> Iterator[RoomLimit]:
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         line = next(line for line in lines if line.startswith("MemAvailable:"))
-        yield Limit(int(line.split()[1]) * 1024, "the memory of the host", "take a host with more")
+        yield RoomLimit(int(line.split()[1]) * 1024, "the memory of the host", "take a host with more")
 
 
-def container_limits(groups: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup") -> Iterator[Limit]:
+def container_limits(groups: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup") -> Iterator[RoomLimit]:
     """Yields the limits of the control groups that this process is in, of version 1 and 2: tmpfs counts into them, and
     the kernel ends a process that passes one.
     """
@@ -82,7 +82,7 @@ def container_limits(groups: str = "/proc/self/cgroup", mount: str = "/sys/fs/cg
             yield from _limits_of(Path(mount, "memory"), path, *names)
 
 
-def _limits_of(mount: Path, path: str, limit_name: str, usage_name: str, reclaimable: str) -> Iterator[Limit]:
+def _limits_of(mount: Path, path: str, limit_name: str, usage_name: str, reclaimable: str) -> Iterator[RoomLimit]:
     """Yields the limits of a group and of those above it, of which a container may see only the innermost, as the
     root.
     """
@@ -94,4 +94,4 @@ def _limits_of(mount: Path, path: str, limit_name: str, usage_name: str, reclaim
             fields = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
             if limit < _UNLIMITED:
                 free = limit - usage + int(fields.get(reclaimable, 0))
-                yield Limit(free, f"the memory limit of the container ({limit} bytes)", "raise the limit")
+                yield RoomLimit(free, f"the memory limit of the container ({limit} bytes)", "raise the limit")

@@ -104,8 +104,10 @@ class Slot:
     def save_id(self) -> str:
         return self._header.save_id if self._header is not None else ""
 
-    def reserve(self, num_bytes: int) -> None:
-        """Makes the slot at least so long, with its pages allocated. Raises OSError if there is no room."""
+    def reserve(self, num_bytes: int, mapping: type[mmap.mmap] = mmap.mmap) -> None:
+        """Makes the slot at least so long, with its pages allocated, and maps it. Raises OSError if there is no
+        room.
+        """
         if self._memory is not None and len(self._memory) >= num_bytes:
             return
         self._memory = None  # before the file grows; views of it keep the old mapping
@@ -114,7 +116,7 @@ class Slot:
             # Hazard: without it, a store into a page for which tmpfs has no room kills the process.
             _allocate(fd, num_bytes)
             flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            self._memory = mmap.mmap(fd, os.fstat(fd).st_size, flags=flags)
+            self._memory = mapping(fd, os.fstat(fd).st_size, flags=flags)
         finally:
             os.close(fd)
         with suppress(OSError, AttributeError):  # a forked data loader does not need it

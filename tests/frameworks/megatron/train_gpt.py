@@ -9,7 +9,7 @@ import signal
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
@@ -23,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from frameworks.real_megatron import HEADS, LAYERS, VOCABULARY, WIDTH, Layout, build, on_host  # noqa: E402
 
 SAMPLES, LENGTH = 64, 8
+SIZES = {"train-iters": 6, "save-interval": 2, "global-batch-size": 8, "num-layers": LAYERS, "hidden-size": WIDTH}
 
 
-def parse_arguments() -> Namespace:
+def parse_arguments(given: Sequence[str] | None = None) -> Namespace:
     """Names and defaults of Megatron's arguments, and those of this program."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save")
@@ -33,7 +34,7 @@ def parse_arguments() -> Namespace:
     parser.add_argument("--pretrained-checkpoint")
     parser.add_argument("--non-persistent-ckpt-type")
     parser.add_argument("--non-persistent-global-ckpt-dir")
-    for name, default in {"train-iters": 6, "save-interval": 2, "global-batch-size": 8}.items():
+    for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     for name in ("ckpt-step", "save-retain-interval", "non-persistent-save-interval", "override-ckpt-iteration"):
         parser.add_argument(f"--{name}", type=int)
@@ -45,10 +46,10 @@ def parse_arguments() -> Namespace:
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--min-lr", type=float, default=0.0)
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     args.bf16, args.fp16, args.use_dist_ckpt = True, False, True
     args.params_dtype, args.rank, args.world_size = torch.bfloat16, dist.get_rank(), dist.get_world_size()
-    args.num_layers, args.hidden_size, args.num_attention_heads = LAYERS, WIDTH, HEADS
+    args.num_attention_heads = HEADS
     args.data_parallel_size = args.world_size // args.tensor_model_parallel_size // args.pipeline_model_parallel_size
     args.consumed_train_samples = args.skipped_train_samples = args.consumed_valid_samples = 0
     return args
@@ -88,7 +89,8 @@ class Training:
         self.args = args
         torch.manual_seed(3)
         megatron_random.model_parallel_cuda_manual_seed(5)
-        built = build(Layout(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size))
+        layout = Layout(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, is_half=args.bf16)
+        built = build(layout, num_layers=args.num_layers, width=args.hidden_size)
         self.model, self.optimizer = built.chunks, built.optimizer
         for group in self.optimizer.param_groups:
             group["max_lr"], group["min_lr"] = args.lr, args.min_lr

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 import bytecheckpoint as bcp
 from bytecheckpoint.memory.host_to_device import CudaCopyStream, copied_buffers
+from gpu.conftest import NEEDS_GPU
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+pytestmark = NEEDS_GPU
 
 MiB = 1 << 20
 TINY = bcp.LoadOptions(scratch_bytes=8 * MiB, reader_threads=2)

@@ -1,8 +1,7 @@
-"""Waits with a limit, for a key in a store or for the store itself."""
+"""Work on the store with a limit of time, because its client has none."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -11,10 +10,6 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.runtime.threads import shared_threads
 
 T = TypeVar("T")
-
-_SHORTEST_POLL_S = 0.0005
-"""Less is not a gain: each poll takes some 0.1 ms of a core, which the rank that is awaited may need."""
-_LONGEST_POLL_S = 0.02
 
 
 def run_with_timeout(limit_s: float, do: Callable[[], T]) -> T:
@@ -49,17 +44,3 @@ def store_lost(error: Exception) -> CheckpointError:
         kind="rank_missing",
         ranks=(0,),
     )
-
-
-def poll(is_done: Callable[[], bool], limit_s: float) -> bool:
-    """Calls `is_done` until it is True, or returns False after the limit. A blocking wait would hold the lock of the
-    store's client against the training thread.
-    """
-    started = time.monotonic()
-    while not is_done():
-        waited_s = time.monotonic() - started
-        if waited_s > limit_s:
-            return False
-        # Backoff in proportion, so that an answer is never noticed much later than it came.
-        time.sleep(min(max(waited_s / 10, _SHORTEST_POLL_S), _LONGEST_POLL_S))
-    return True

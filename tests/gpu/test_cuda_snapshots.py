@@ -13,8 +13,9 @@ from snapshot_cases import OPTIONS, save
 
 import bytecheckpoint as bcp
 from bytecheckpoint.saving.in_flight import process_state
+from gpu.conftest import NEEDS_GPU
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+pytestmark = NEEDS_GPU
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +76,7 @@ def test_kernels_that_follow_at_once_change_nothing(tmp_path: Path, kind: str, o
 
 def test_staging_memory_is_pinned(tmp_path: Path) -> None:
     bcp.save(tmp_path, on_device(), async_save=True, options=OPTIONS["copy"]).result(30)
-    assert process_state().buffers.staging._buffer.is_pinned()
+    assert torch.frombuffer(process_state().buffers.staging._mapping, dtype=torch.uint8).is_pinned()
 
 
 def test_an_optimizer_on_the_device_waits_for_a_lazy_save(tmp_path: Path) -> None:

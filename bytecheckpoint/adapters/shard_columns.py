@@ -1,0 +1,270 @@
+"""Whole, dense tensors of the host as columns: a state may hold 100,000 small ones, and a record of each would cost a
+save more than its bytes. What their names, dtypes and shapes decide is made once and found again by the names; each
+save looks at every tensor twice, a few hundred at a time: for what it is, and then for where it lies.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate, chain
+from math import prod
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+from bytecheckpoint.adapters.shards import (
+    NEW_TUPLE,
+    PLAIN_TENSORS,
+    LocalShard,
+    LocalShards,
+    check_has_all_memory,
+    kind_of,
+)
+from bytecheckpoint.region import Region
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Int64s = NDArray[np.int64]
+
+_LOOKS = attrgetter("dtype", "shape", "is_cpu")
+"""All that decides what is saved of a plain tensor with memory besides its elements."""
+_Tensor, _Storage = torch.Tensor, torch.UntypedStorage
+_AT_ONCE = 256
+"""Tensors that are looked at together: they stay in the processor's cache from one look to the next."""
+
+
+class _Layout(NamedTuple):
+    """What names and looks decide. Holds no tensor."""
+
+    looks: list[Any]
+    dtypes: list[str]
+    shapes: list[tuple[int, ...]]
+    regions: list[Region]
+    lengths: Int64s
+    """Bytes of each tensor."""
+    has_complex: bool
+    """True if torch may have yet to conjugate one."""
+    digest: bytes
+    """Digest of all that a plan depends on: names, dtypes, shapes and regions."""
+
+
+class _Known:
+    """The layout that tensors of these names had last."""
+
+    def __init__(self) -> None:
+        self.layout: _Layout | None = None
+
+
+@lru_cache(maxsize=16)
+def _known(fqns: tuple[str, ...]) -> _Known:  # noqa: ARG001  the key
+    return _Known()
+
+
+class _Places(NamedTuple):
+    """The memory of the tensors of one save, which it keeps alive."""
+
+    addresses: Int64s
+    """Address of the first byte of each tensor; 0 for those in `apart`, and for empty ones."""
+    starts: Int64s
+    """Address of each tensor's storage."""
+    storages: list[torch.UntypedStorage]
+    apart: dict[int, torch.Tensor]
+    """Tensors whose bytes do not follow in memory, and copies that stand for tensors, by number."""
+
+
+class ShardColumns(Sequence[LocalShard]):
+    """The shards of whole tensors on the host. Each record is made when it is asked for, which few are."""
+
+    def __init__(self, fqns: tuple[str, ...], layout: _Layout, places: _Places) -> None:
+        self._fqns = fqns
+        self._layout = layout
+        self._places = places
+
+    @property
+    def digest(self) -> bytes:
+        return self._layout.digest
+
+    @property
+    def addresses(self) -> Int64s:
+        """Address of each tensor; 0 for the empty ones, and for those that have to be looked at."""
+        return self._places.addresses
+
+    def __len__(self) -> int:
+        return len(self._fqns)
+
+    @overload
+    def __getitem__(self, index: int) -> LocalShard: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[LocalShard]: ...
+    def __getitem__(self, index: int | slice) -> LocalShard | Sequence[LocalShard]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        layout, index = self._layout, range(len(self))[index]
+        about = self._fqns[index], layout.dtypes[index], layout.shapes[index], layout.regions[index]
+        return NEW_TUPLE(LocalShard, (*about, self._memory_of(index), 0, None))
+
+    def _memory_of(self, index: int) -> torch.Tensor:
+        places, (dtype, shape, _) = self._places, self._layout.looks[index]
+        if index in places.apart:
+            return places.apart[index]
+        # From the storage: the tensor itself may have been given other memory since it was looked at.
+        memory = torch.empty(0, dtype=dtype, device="cpu")
+        if self._layout.lengths[index]:
+            memory = memory.set_(places.storages[index])
+        start = int(places.addresses[index] - places.starts[index]) // memory.element_size()
+        return memory[start : start + prod(shape)].view(shape)
+
+    def copy_changing(self, changing: Collection[int], copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replaces tensors in the storages at these addresses by what `copied` makes of them."""
+        if not changing:
+            return
+        places = self._places
+        for number in np.flatnonzero(np.isin(places.starts, np.fromiter(changing, np.int64))).tolist():
+            places.apart[number] = copied(self._memory_of(number))
+            places.addresses[number] = 0
+
+
+class WholeTensors(Sequence[LocalShard]):
+    """Whole tensors of an entry that nobody has looked at: they are looked at when all entries have been collected,
+    because what an object does to make its state may move the memory of others.
+    """
+
+    def __init__(self, fqns: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> None:
+        self._fqns = fqns
+        self._tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self._fqns)
+
+    @overload
+    def __getitem__(self, index: int) -> LocalShard: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[LocalShard]: ...
+    def __getitem__(self, index: int | slice) -> LocalShard | Sequence[LocalShard]:
+        return self.shards()[index]
+
+    def shards(self) -> Sequence[LocalShard]:
+        """Returns the shards: columns if all tensors are plain, dense and on the host.
+
+        Raises CheckpointSaveError (unsupported_value) for a tensor that cannot be saved, or whose memory is not all
+        there.
+        """
+        found = self._columns() if PLAIN_TENSORS.issuperset(map(type, self._tensors)) else None
+        if found is not None:
+            return found
+        shards = LocalShards()
+        shards.add_all(zip(self._fqns, self._tensors, strict=True))
+        return shards.found
+
+    def _columns(self) -> ShardColumns | None:
+        known = _known(self._fqns)
+        try:
+            places = None if known.layout is None else self._look(known.layout)
+            if places is None:
+                known.layout = self._new_layout()
+                places = None if known.layout is None else self._look(known.layout)
+        except (RuntimeError, NotImplementedError):  # a nested tensor has no shape, a sparse one no storage
+            return None
+        return None if known.layout is None or places is None else ShardColumns(self._fqns, known.layout, places)
+
+    def _new_layout(self) -> _Layout | None:
+        looks_of: dict[Any, Any] = {}
+        kinds: dict[Any, Any] = {}
+        looks, of_each = [], []
+        for fqn, tensor in zip(self._fqns, self._tensors, strict=True):
+            found = _LOOKS(tensor)
+            if found not in kinds:
+                kinds[found] = kind_of(fqn, tensor)
+            looks.append(looks_of.setdefault(found, found))
+            of_each.append(kinds[found])
+        if not all(is_cpu for *_, is_cpu in kinds):
+            return None
+        dtypes, shapes, regions, lengths = map(list, zip(*of_each, strict=True)) if of_each else ([], [], [], [])
+        has_complex = any(dtype.is_complex for dtype, *_ in kinds)
+        digest = xxhash.xxh3_128_digest(msgspec.msgpack.encode((self._fqns, dtypes, shapes, regions)))
+        return _Layout(looks, dtypes, shapes, regions, np.array(lengths, np.int64), has_complex, digest)
+
+    def _look(self, layout: _Layout) -> _Places | None:
+        """Returns where the tensors lie, which it looks at in one pass: each is a miss of the processor's cache. None
+        if they have another layout.
+        """
+        addresses, starts, sizes = np.zeros((3, len(self)), np.int64)
+        storages: list[torch.UntypedStorage] = []
+        others: list[int] = []
+        for first in range(0, len(self), _AT_ONCE):
+            some = slice(first, first + _AT_ONCE)
+            tensors = self._tensors[some]
+            if list(map(_LOOKS, tensors)) != layout.looks[some]:
+                return None
+            of_tensors = list(map(_Tensor.untyped_storage, tensors))
+            addresses[some] = list(map(_Tensor.data_ptr, tensors))
+            starts[some] = list(map(_Storage.data_ptr, of_tensors))
+            sizes[some] = list(map(_Storage.nbytes, of_tensors))
+            storages += of_tensors
+            if not all(map(_Tensor.is_contiguous, tensors)) or any(map(_Tensor.is_neg, tensors)) or layout.has_complex:
+                others += [first + number for number, each in enumerate(tensors) if not _is_flat(each)]
+        is_missing = (layout.lengths > 0) & (addresses - starts + layout.lengths > sizes)
+        for number in (*np.flatnonzero(is_missing).tolist(), *others):
+            check_has_all_memory(self._fqns[number], self._tensors[number])
+        addresses[others] = 0
+        return _Places(addresses, starts, storages, {number: self._tensors[number].detach() for number in others})
+
+
+def _is_flat(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+class ShardBlocks(Sequence[LocalShard]):
+    """Shards in blocks: of columns, or of records."""
+
+    def __init__(self, blocks: Iterable[Sequence[LocalShard]]) -> None:
+        each = (block.blocks if isinstance(block, ShardBlocks) else [block] for block in blocks)
+        self.blocks: list[Sequence[LocalShard]] = [block for block in chain.from_iterable(each) if len(block)]
+        self._starts = [0, *accumulate(map(len, self.blocks))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __iter__(self) -> Iterator[LocalShard]:
+        return chain.from_iterable(self.blocks)
+
+    @overload
+    def __getitem__(self, index: int) -> LocalShard: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[LocalShard]: ...
+    def __getitem__(self, index: int | slice) -> LocalShard | Sequence[LocalShard]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        block = bisect_right(self._starts, index) - 1
+        return self.blocks[block][index - self._starts[block]]
+
+    def looked_at(self) -> ShardBlocks:
+        """Returns the same with all tensors looked at; raises as `WholeTensors.shards` does."""
+        return ShardBlocks(block.shards() if isinstance(block, WholeTensors) else block for block in self.blocks)
+
+    def records(self) -> Iterator[LocalShard]:
+        """Yields the shards that are not in columns."""
+        return chain.from_iterable(block for block in self.blocks if not isinstance(block, ShardColumns))
+
+    def digests(self) -> list[Any]:
+        """Returns what a plan depends on, block by block: digests of columns, and names, dtypes, shapes and regions."""
+        return [
+            block.digest if isinstance(block, ShardColumns) else [*zip(*block, strict=True)][:4]
+            for block in self.blocks
+        ]
+
+    def addresses(self) -> Int64s:
+        """Returns the address of each shard as ShardColumns has it, 0 for all that are not in columns."""
+        zeros = np.zeros(len(self), np.int64)
+        for block, start in zip(self.blocks, self._starts, strict=False):
+            if isinstance(block, ShardColumns):
+                zeros[start : start + len(block)] = block.addresses
+        return zeros

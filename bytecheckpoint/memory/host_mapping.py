@@ -1,0 +1,111 @@
+"""Mapped host memory that a device can copy from and to by itself. It is pinned by whoever queues such a copy, and only
+then, so that states on the host never touch CUDA. Knows neither what lies in it nor what for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from bytecheckpoint.memory.cuda_device import on_cuda
+
+logger = logging.getLogger("bytecheckpoint")
+
+_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for all devices."""
+_LARGE = 32 << 20
+"""From here on a pin that fails is a warning; a block of scratch memory costs little time."""
+
+
+class HostMapping(mmap.mmap):
+    """Memory from a page on, of exactly the length that was asked for: anonymous, or of an open file. A memoryview of
+    it leads back to it (`memoryview.obj`), and it is unmapped with the last one.
+    """
+
+    _device: torch.device | None = None
+    """One for which it is pinned; it is for all."""
+    _is_tried = False
+    _pid = 0
+
+    def pin(self, device: torch.device) -> bool:
+        """Pins it for all CUDA devices, the first time; `device` is one whose context there is already. Returns False
+        if that was refused: copies work, but each makes the host wait.
+        """
+        if not self._is_tried:
+            self._is_tried, self._pid = True, os.getpid()
+            error = _register(self, device)
+            if error is None:
+                self._device = device
+            elif len(self) >= _LARGE:
+                logger.warning(
+                    "%.2f GiB of host memory could not be pinned (%s): copies from %s are slower, and nothing else "
+                    "changes. The container may have too little memory; SaveOptions(staging_bytes=...) needs less",
+                    len(self) / (1 << 30),
+                    error,
+                    device,
+                )
+        return self._device is not None
+
+    def unpin(self) -> None:
+        """Gives the pages back to the host. No copy may be under way."""
+        device, self._device = self._device, None
+        # Not in a forked child, where CUDA cannot be called; and at its end a process gives back everything.
+        if device is not None and self._pid == os.getpid() and not sys.is_finalizing():
+            with on_cuda(device):
+                cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                cudart.cudaHostUnregister(_address_of(self))
+
+    def __del__(self) -> None:
+        self.unpin()  # before it is unmapped
+
+
+def map_memory(num_bytes: int, *, advice: Sequence[str] = ()) -> HostMapping:
+    """Returns anonymous memory, with further advice to the kernel such as MADV_HUGEPAGE."""
+    memory = HostMapping(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A forked data loader does not need it, and would slow down every copy.
+    for name in (*advice, "MADV_DONTFORK"):
+        with suppress(OSError, AttributeError):
+            memory.madvise(getattr(mmap, name))
+    return memory
+
+
+def pin_memory_of(memory: memoryview, device: torch.device) -> bool:
+    """Pins all of the mapping that this memory is a part of. Returns False for other memory, or if it is refused."""
+    mapping = memory.obj
+    return isinstance(mapping, HostMapping) and mapping.pin(device)
+
+
+def _register(mapping: HostMapping, device: torch.device) -> str | None:
+    """Returns what went wrong. On a thread that ends with it: the runtime keeps a refusal as the last error of the
+    thread, and torch would raise it at the next kernel of training.
+    """
+    outcome = ["the call did not return"]
+
+    def register() -> None:
+        try:
+            with on_cuda(device):
+                cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+                result = cudart.cudaHostRegister(_address_of(mapping), len(mapping), _PORTABLE)
+                outcome[0] = str(cudart.cudaGetErrorString(result)) if int(result) else ""
+        except RuntimeError as error:
+            outcome[0] = str(error)
+
+    try:
+        thread = threading.Thread(target=register, name="bytecheckpoint-pin")
+        thread.start()
+    except RuntimeError as error:  # no more threads
+        return str(error)
+    thread.join()
+    return outcome[0] or None
+
+
+def _address_of(mapping: HostMapping) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))

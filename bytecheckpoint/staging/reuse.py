@@ -1,0 +1,149 @@
+"""Data files that need not be written, because an earlier checkpoint under the same root has the same bytes: which
+tensors are worth files of their own, and which files of the newest checkpoint a rank may take. Sends no messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+
+from bytecheckpoint.errors import CheckpointNotFoundError, StorageError
+from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.manifest.ranges import Block
+from bytecheckpoint.staging.file_image import PlannedFile
+from bytecheckpoint.storage.object_io import FileImage
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import SupportsDuplicate
+
+logger = logging.getLogger("bytecheckpoint")
+
+_MIN_SHARE = 0.01
+"""Share of a rank's bytes that must have been found unchanged to be worth a new plan."""
+
+
+class ReusableFiles(msgspec.Struct, frozen=True, array_like=True):
+    """The data files of one rank in a committed checkpoint that have digests of their whole content."""
+
+    save_id: str = ""
+    folder: str = ""
+    """Folder of the checkpoint inside the store."""
+    files: tuple[DataFile, ...] = ()
+
+
+class RootHistory:
+    """What one rank knows of the saves to one root: the files of the last one, and which tensors have changed."""
+
+    def __init__(self) -> None:
+        self.newest = ReusableFiles()
+        self._plan_id = ""
+        self._written: Sequence[DataFile] = ()
+        self._changed: frozenset[str] = frozenset()
+        """FQNs that were not the same in two saves in a row: they stay here, so that plans do not go back and forth."""
+        self._unchanged: frozenset[str] | None = None
+        """FQNs that the first two saves with one plan have found the same; None before."""
+
+    def frozen(self, marked: Collection[str]) -> frozenset[str]:
+        """Returns the FQNs that get files of their own: those `marked`, and those found unchanged."""
+        return (frozenset(marked) | (self._unchanged or frozenset())) - self._changed
+
+    def add(
+        self, newest: ReusableFiles, plan_id: str, planned: Sequence[PlannedFile], files: Sequence[DataFile]
+    ) -> None:
+        """Records a committed save: all its `files` of this rank, as `planned`."""
+        if plan_id == self._plan_id:
+            found = compare_files(planned, self._written, files)
+            self._changed |= found.changed
+            if self._unchanged is None:
+                is_worth_it = found.unchanged_bytes >= _MIN_SHARE * sum(file.byte_length for file in files)
+                self._unchanged = found.unchanged if is_worth_it else frozenset()
+        self.newest, self._plan_id, self._written = newest, plan_id, files
+
+
+class ReuseHistory:
+    """The histories of the roots that a process saves to."""
+
+    def __init__(self) -> None:
+        self._roots: dict[str, RootHistory] = {}
+        self._lock = threading.Lock()
+
+    def of_root(self, location: str) -> RootHistory:
+        with self._lock:
+            return self._roots.setdefault(location, RootHistory())
+
+
+class FoundChanges(NamedTuple):
+    """FQNs by whether their bytes were the same in two saves with one plan."""
+
+    changed: frozenset[str]
+    unchanged: frozenset[str]
+    unchanged_bytes: int
+
+
+def compare_files(
+    planned: Sequence[PlannedFile], earlier: Sequence[DataFile], later: Sequence[DataFile]
+) -> FoundChanges:
+    """Compares the files of two saves by the checksums of their extents: of each tensor, those that have bytes of it.
+
+    Files of compressed chunks are left out, because their extents move with the values.
+    """
+    of_chunks: list[tuple[str, bool, int]] = []
+    for plan, old, new in zip(planned, earlier, later, strict=True):
+        if not plan.codecs:
+            differ = np.array(old.extent_digests, np.uint64) != np.array(new.extent_digests, np.uint64)
+            num_differing = np.concatenate([[0], np.cumsum(differ)])
+            bounds = np.concatenate([[0], np.cumsum(np.array(plan.extent_lengths, np.int64))])
+            starts = np.array([len(plan.header) + chunk.data_offset for chunk in plan.chunks], np.int64)
+            lengths = np.array([chunk.byte_length for chunk in plan.chunks], np.int64)
+            first = np.searchsorted(bounds, starts, side="right") - 1
+            end = np.maximum(np.searchsorted(bounds, starts + lengths, side="left"), first)
+            is_changed = (num_differing[end] > num_differing[first]).tolist()
+            fqns = (chunk.fqn for chunk in plan.chunks)
+            of_chunks += zip(fqns, is_changed, lengths.tolist(), strict=True)
+    changed = frozenset(fqn for fqn, is_changed, _ in of_chunks if is_changed)
+    same = [(fqn, num_bytes) for fqn, _, num_bytes in of_chunks if fqn not in changed]
+    return FoundChanges(changed, frozenset(fqn for fqn, _ in same), sum(num_bytes for _, num_bytes in same))
+
+
+class FileReuse:
+    """The files that one rank may take from the newest checkpoint in one save."""
+
+    def __init__(self, store: SupportsDuplicate, known: ReusableFiles) -> None:
+        self._store = store
+        self._folder = known.folder
+        self._found = {(file.byte_length, file.content_digest): file for file in known.files if file.content_digest}
+        self.reused_bytes = 0
+
+    def take(self, image: FileImage, path: str, digest: bytes) -> DataFile | None:
+        """Makes the object `path` out of an equal file of the newest checkpoint, and returns its entry in the manifest.
+
+        Returns None if there is no such file any more, or the store cannot do this: then the file is to be written.
+        """
+        found = self._found.get((sum(image.extent_lengths), digest))
+        if found is None or list(found.extent_lengths) != list(image.extent_lengths):
+            return None
+        source = join_name(self._folder, found.name)
+        try:
+            self._store.duplicate(source, path, num_bytes=found.byte_length)
+        except (CheckpointNotFoundError, StorageError) as error:
+            if isinstance(error, StorageError) and error.kind != "unsupported":
+                raise
+            logger.info("%s is written again: %s", path, error.message)
+            self._found = {}  # its other files went with it, and are not asked for one by one
+            return None
+        self.reused_bytes += found.byte_length
+        return found._replace(name=image.name)
+
+
+def content_digest(blocks: Sequence[Block]) -> bytes:
+    """Returns the xxh3-128 of the blocks of a file: two files with the same one are taken for equal."""
+    hasher = xxhash.xxh3_128()
+    for block in blocks:
+        with block.content() as content:
+            hasher.update(content)
+    return hasher.digest()

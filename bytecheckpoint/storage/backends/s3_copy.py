@@ -1,0 +1,72 @@
+"""Copy of one object inside a bucket, made by the service: in one request, or in parts of an upload if it is large. It
+translates no errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from bytecheckpoint.runtime.threads import map_jobs
+from bytecheckpoint.storage.backends.s3_client import BROKEN_OFF
+from bytecheckpoint.storage.backends.s3_errors import FailedRequestError, is_no_upload
+from bytecheckpoint.storage.backends.s3_requests import RetryPolicy, S3Requests
+from bytecheckpoint.storage.backends.s3_upload import abort_uploads_of, begin_upload
+
+MAX_COPY_BYTES = 5 << 30
+"""S3 copies no longer object in one request."""
+_PART_BYTES = 1 << 30
+
+
+class S3CopySource(NamedTuple):
+    """The object to be copied, as it was found."""
+
+    bucket: str
+    key: str
+    etag: str
+    num_bytes: int
+
+    def parameters(self) -> dict[str, Any]:
+        """Returns the parameters of a request that copies it, unless it was replaced since."""
+        source = {"CopySource": {"Bucket": self.bucket, "Key": self.key}}
+        return {**source, "CopySourceIfMatch": self.etag} if self.etag else source
+
+
+def copy(requests: S3Requests, source: S3CopySource, key: str, policy: RetryPolicy, *, in_flight: int) -> None:
+    """Copies an object to a key that no other writer uses. Raises FailedRequestError."""
+    if source.num_bytes <= MAX_COPY_BYTES:
+        requests.call("copy_object", policy, Key=key, **source.parameters())
+        return
+    lost: list[bool] = []
+    upload_id = begin_upload(requests, key, policy, on_lost=lambda: lost.append(True))
+    try:
+        starts = range(0, source.num_bytes, _PART_BYTES)
+        request = partial(requests.call, "upload_part_copy", policy, Key=key, UploadId=upload_id, **source.parameters())
+        copy_part = partial(_copy_part, request, source.num_bytes)
+        parts = map_jobs(copy_part, list(enumerate(starts, 1)), num_threads=in_flight)
+        requests.persist(lambda _: _complete(requests, key, upload_id, parts), policy)
+    except FailedRequestError as failed:
+        found = requests.head(key, policy) if is_no_upload(failed.error) else None
+        if found is None or found.get("ContentLength") != source.num_bytes:  # else only the answer was lost
+            abort_uploads_of(requests, key)
+            raise
+    except BaseException:
+        abort_uploads_of(requests, key)
+        raise
+    if lost:
+        abort_uploads_of(requests, key)
+
+
+def _copy_part(request: Callable[..., Mapping[str, Any]], num_bytes: int, part: tuple[int, int]) -> Mapping[str, Any]:
+    number, start = part
+    end = min(start + _PART_BYTES, num_bytes)
+    answer = request(PartNumber=number, CopySourceRange=f"bytes={start}-{end - 1}")
+    return {"PartNumber": number, "ETag": answer["CopyPartResult"]["ETag"]}
+
+
+def _complete(requests: S3Requests, key: str, upload_id: str, parts: list[Mapping[str, Any]]) -> None:
+    listed = {"Parts": parts}
+    answer = requests.send("complete_multipart_upload", Key=key, UploadId=upload_id, MultipartUpload=listed)
+    if "ETag" not in answer:  # S3 answers 200 before it puts the parts together, and may break off after that
+        raise ConnectionError(BROKEN_OFF)

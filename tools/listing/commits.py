@@ -1,0 +1,135 @@
+"""Finds checkpoints under a root as they commit: new ones, and those that were replaced in place. A look costs as much
+in a run of ten thousand steps as in one of ten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from bytecheckpoint.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
+from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store
+
+from ..analysis.checkpoint_list import ListedCheckpoint, read_checkpoint
+
+_LOOKED_AT = 8
+"""Checkpoints that each look compares with what they were: the newest ones, and as many of the others, in turn."""
+_DIGEST_BYTES = 8
+_GONE = b""
+
+
+class NewCheckpoint(NamedTuple):
+    """A checkpoint that was committed since the last look."""
+
+    checkpoint: ListedCheckpoint
+    is_replacement: bool
+    """True if another one stood at its path."""
+
+
+class CommitWatch:
+    """The committed checkpoints of a store, as they were at the last look."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._seen: dict[str, bytes | None] = {}
+        """Folders, oldest commit first, with how their manifest ends; None until that is read."""
+        self._turn = 0
+
+    @property
+    def num_seen(self) -> int:
+        return len(self._seen)
+
+    def begin(self) -> None:
+        """Takes what is there as seen. Raises what the store raises."""
+        self._seen = dict.fromkeys(self._new_folders())
+        for folder in islice(reversed(self._seen), _LOOKED_AT):
+            self._seen[folder] = self._end_of_manifest(folder)
+
+    def look(self) -> Iterator[NewCheckpoint]:
+        """Yields what was committed since the last look, by time, but for what is gone by now.
+
+        Raises what the store raises; what was not yielded by then comes with a later look.
+        """
+        ends = {folder: self._end_of_manifest(folder) for folder in self._new_folders()}
+        for folder in self._compared():
+            end, before = self._end_of_manifest(folder), self._seen[folder]
+            if end == _GONE:  # what is committed there later is a new one
+                del self._seen[folder]
+            elif before is None or before == end:
+                self._seen[folder] = end
+            else:
+                ends[folder] = end
+        for item in self._read([*ends]):
+            is_replacement = self._seen.pop(item.folder, None) is not None
+            self._seen[item.folder] = ends[item.folder]
+            yield NewCheckpoint(item, is_replacement)
+
+    def _compared(self) -> list[str]:
+        """Returns the newest folders, and some of the others: after enough looks each had its turn."""
+        folders = list(self._seen)
+        old = folders[:-_LOOKED_AT]
+        first = self._turn if self._turn < len(old) else 0
+        self._turn = first + _LOOKED_AT
+        return folders[-_LOOKED_AT:] + old[first : first + _LOOKED_AT]
+
+    def _end_of_manifest(self, folder: str) -> bytes:
+        """Returns the checksum that a manifest ends with; empty if there is none."""
+        num_bytes = self._store.list(folder).get(layout.MANIFEST_NAME)
+        if num_bytes is None:
+            return _GONE
+        end = bytearray(min(_DIGEST_BYTES, num_bytes))
+        try:
+            name = join_name(folder, layout.MANIFEST_NAME)
+            self._store.read_into(name, num_bytes - len(end), memoryview(end))
+        except CheckpointNotFoundError:
+            return _GONE
+        except CheckpointCorruptError:  # replaced by a shorter one since it was listed
+            return self._end_of_manifest(folder)
+        return bytes(end)
+
+    def _read(self, folders: Sequence[str]) -> list[ListedCheckpoint]:
+        steps = [layout.parse_step(folder.rpartition("/")[2]) for folder in folders]
+        listed = [
+            read_checkpoint(FoundCheckpoint(self._store, 0, folder, None), step)
+            for folder, step in zip(folders, steps, strict=True)
+        ]
+        found = [item for item in listed if item is not None]
+        return sorted(found, key=lambda item: item.created_at.timestamp() if item.created_at else 0.0)
+
+    def _new_folders(self) -> list[str]:
+        """Returns the folders of committed checkpoints that were not seen. Those that were are not listed again."""
+        return [folder for folder in self._committed_folders() if folder not in self._seen]
+
+    def _committed_folders(self) -> Iterator[str]:
+        """Yields folders with a manifest: the root, folders in it, and folders in those that are neither."""
+        for folder, entries in self._listings([""]):
+            if layout.has_manifest(entries):
+                yield folder
+            for inner, inner_entries in self._listings(_folders(folder, entries)):
+                if layout.has_manifest(inner_entries):
+                    yield inner
+                elif layout.DATA_FOLDER not in inner_entries:
+                    deeper = self._listings(_folders(inner, inner_entries))
+                    yield from (name for name, held in deeper if layout.has_manifest(held))
+
+    def _listings(self, folders: Sequence[str]) -> Iterator[tuple[str, Mapping[str, int | None]]]:
+        for folder in folders:
+            if folder in self._seen and folder:
+                continue
+            try:
+                entries = dict(self._store.list(folder))
+            except CheckpointNotFoundError:  # it is gone by now, or a file
+                continue
+            except StorageError as error:
+                if error.kind != "permission" or not folder:
+                    raise
+                continue  # a folder of somebody else beside the checkpoints, such as lost+found
+            yield folder, entries
+
+
+def _folders(folder: str, entries: Mapping[str, int | None]) -> list[str]:
+    return [join_name(folder, name) for name, size in entries.items() if size is None]
