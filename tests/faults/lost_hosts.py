@@ -105,7 +105,9 @@ def resume(rank: int, world_size: int, folder: Path, hosts: Sequence[int], memor
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            report = bcp.resume(folder / "ckpt", state, options=options(folder, hosts[rank], memory))
+            given = options(folder, hosts[rank], memory)
+            patient = bcp.LoadOptions(timeout_s=20)
+            report = bcp.resume(folder / "ckpt", state, options=given, load_options=patient)
     except bcp.CheckpointError as error:
         return Resumed(0, f"{error.kind}: {error}")
     finally:
