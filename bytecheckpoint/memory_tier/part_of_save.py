@@ -13,14 +13,14 @@ from typing import Any
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.memory_tier.hold import hold, hold_and_finish
+from bytecheckpoint.memory_tier.job_location import location_of
 from bytecheckpoint.options import Memory, SaveOptions
 from bytecheckpoint.saving.in_flight import ProcessState
 from bytecheckpoint.saving.prepare import PreparedSave
 from bytecheckpoint.saving.target import SaveTarget
 from bytecheckpoint.staging.memory_slots import JobMemory, MemoryPart, refuse_without_step
 from bytecheckpoint.storage.memory_root.job_folder import is_in_memory, open_job
-from bytecheckpoint.storage.open_store import is_remote
-from bytecheckpoint.storage.store import Store, full_location
+from bytecheckpoint.storage.store import Store
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -78,11 +78,6 @@ def memory_of(process: ProcessState, memory: Memory, store: Store) -> JobMemory:
             )
         process.memories[job.path] = JobMemory(job)
     return process.memories[job.path]
-
-
-def location_of(store: Store) -> str:
-    """Returns the text that stands for the root of a job, the same by whatever links it is reached."""
-    return full_location(store, "") if is_remote(store) else os.path.realpath(str(store))
 
 
 def holding_first(

@@ -25,7 +25,8 @@ from bytecheckpoint.info import LoadReport
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.memory_tier.damage import damaged_files
-from bytecheckpoint.memory_tier.part_of_save import location_of, memory_of
+from bytecheckpoint.memory_tier.job_location import location_of
+from bytecheckpoint.memory_tier.part_of_save import memory_of
 from bytecheckpoint.memory_tier.rebuild import RebuildInput, needs_rebuild, rebuild
 from bytecheckpoint.memory_tier.seen import HostView, StoredManifest, look_at_host, look_at_path
 from bytecheckpoint.name_maps.load import CheckpointFolder, mapped_manifest
