@@ -14,11 +14,14 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from bytecheckpoint.distributed.connection import GRACE_S, Connection, PeerLeftError
+from bytecheckpoint.distributed.connection import Connection, PeerLeftError
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, Address, Listener, connect
 from bytecheckpoint.distributed.wire import HEADER, WireHeader, check_digest, damaged, seal
 from bytecheckpoint.runtime.thread_priority import lower_priority
+
+_TELL_S = 10.0
+"""Time in which a rank that has failed still connects to those that wait for it, so that they see it go."""
 
 
 class Piece(NamedTuple):
@@ -39,6 +42,11 @@ class Fetching(NamedTuple):
     """Returns the memory that a piece goes to, once it comes."""
     take: Callable[[Piece, memoryview], None]
     """Called with each piece that has arrived, by one thread for each rank."""
+
+
+def nothing_from(rank: int, address: Address) -> Fetching:
+    """Returns a fetch of no piece: the other rank waits no longer for this one."""
+    return Fetching(rank, address, [], lambda _: memoryview(b""), lambda *_: None)
 
 
 def transfer(
@@ -69,7 +77,7 @@ class _Transfer:
         self._inbound: list[Connection] = []
         self._outbound: list[Connection] = []
         self._errors: list[BaseException] = []
-        self._is_over = threading.Event()
+        self._is_over, self._is_interrupted = threading.Event(), threading.Event()
         self._futures: list[Future[None]] = []
 
     def run(self, listener: Listener, takers: Sequence[int], fetches: Sequence[Fetching]) -> None:
@@ -113,8 +121,11 @@ class _Transfer:
             _encode(fetch.pieces),
             timeout_s=self._timeout_s,
             on_open=self._inbound.append,
-            is_over=self._is_over,
+            is_over=self._is_interrupted,
         )
+        if self._is_over.is_set():  # it waits for this rank, and hears now that it goes
+            connection.interrupt()
+            raise PeerLeftError
         for piece in fetch.pieces:
             header = connection.receive_header()
             if (header.file, header.byte_offset, header.byte_length) != piece:
@@ -133,12 +144,16 @@ class _Transfer:
             self._errors.append(error)
             self._is_over.set()
             for connection in (*self._inbound, *self._outbound):
-                connection.interrupt()
+                if connection.is_established or connection in self._outbound:
+                    connection.interrupt()
             raise
 
     def _end(self) -> None:
         if self._errors:
-            wait(self._futures, timeout=GRACE_S)
+            wait(self._futures, timeout=_TELL_S)
+            self._is_interrupted.set()
+            for connection in (*self._inbound, *self._outbound):
+                connection.interrupt()
         self._pool.shutdown()
         for connection in (*self._inbound, *self._outbound):
             connection.close()

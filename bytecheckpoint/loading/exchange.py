@@ -44,6 +44,9 @@ from bytecheckpoint.runtime.buffers import ByteBudget
 
 _HEARTBEATS_IN_TIMEOUT = 4
 _MAX_HEARTBEAT_S = 30.0
+_TELL_S = 10.0
+"""Time in which a rank whose load has failed still connects to those that wait for it, to tell them."""
+_POLL_S = 0.01
 
 
 class Traffic(NamedTuple):
@@ -155,6 +158,11 @@ class _Exchange:
         """Those of all threads, in the order of time."""
         self._is_over = threading.Event()
         """Set with the first error."""
+        self._is_interrupted = threading.Event()
+        """Set when no reader rank is to be reached any more."""
+        self._awaiting: set[int] = set()
+        """Reader ranks that wait for this one to connect; those in `_connected` wait no more."""
+        self._connected: set[int] = set()
         num_threads = len(assigned.addresses) + len(assigned.share.peers) + 2 * MAX_UNAUTHENTICATED
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="bcp-exchange")
         self._futures: list[Future[None]] = []
@@ -168,6 +176,7 @@ class _Exchange:
             with self._failing_together():
                 for item in plan.received.items():
                     self._start(self._receive, *item)
+                    self._awaiting.add(item[0])
                 with self._activity.waiting():
                     listener.accept(peers, self._admit, self._start, timeout_s=timeout_s, is_over=self._is_over)
                 # The shared ones first: one that cannot be shared may begin at the same byte.
@@ -235,15 +244,8 @@ class _Exchange:
 
     def _receive(self, reader: int, fetches: Sequence[Fetch]) -> None:
         awaited = {(fetch.file, fetch.byte_offset): fetch for fetch in fetches}
-        connection = connect(
-            self._ranks.global_ranks[reader],
-            self._assigned.addresses[reader],
-            self._ranks.rank,
-            encode_request({unit: self.receiver.pieces(fetch) for unit, fetch in awaited.items()}),
-            timeout_s=self._source.options.timeout_s,
-            on_open=self._inbound.append,
-            is_over=self._is_over,
-        )
+        request = encode_request({unit: self.receiver.pieces(fetch) for unit, fetch in awaited.items()})
+        connection = self._connect(reader, request)
         while awaited and not self._is_over.is_set():
             header = connection.receive_header()
             fetch = awaited.pop((header.file, header.byte_offset), None)
@@ -255,6 +257,25 @@ class _Exchange:
             self.receiver.receive(connection, header, fetch)
         if not awaited:
             connection.send_ack()
+
+    def _connect(self, reader: int, request: bytes) -> Connection:
+        """Returns a connection to the reader rank. If this rank has failed meanwhile, it is told so."""
+        try:
+            connection = connect(
+                self._ranks.global_ranks[reader],
+                self._assigned.addresses[reader],
+                self._ranks.rank,
+                request,
+                timeout_s=self._source.options.timeout_s,
+                on_open=self._inbound.append,
+                is_over=self._is_interrupted,
+            )
+            if self._is_over.is_set():
+                connection.disconnect()
+                raise PeerLeftError
+        finally:
+            self._connected.add(reader)
+        return connection
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -275,7 +296,7 @@ class _Exchange:
             self._interrupt_all()
         self.receiver.scratch.break_off(PeerLeftError)
         self._outgoing.break_off(PeerLeftError)
-        for connection in self._inbound:
+        for connection in [each for each in self._inbound if each.is_established]:
             connection.disconnect()
 
     def _is_silent(self) -> bool:
@@ -283,12 +304,18 @@ class _Exchange:
         return any(not isinstance(error, Exception) for error in self._errors[:1])
 
     def _interrupt_all(self) -> None:
+        self._is_interrupted.set()
         for connection in (*self._inbound, *self._outbound):
             connection.interrupt()
 
     def _end(self) -> None:
         """Waits until nothing is under way, and raises the first error."""
         if self._errors:
+            deadline = time.monotonic() + _TELL_S
+            while not (
+                self._awaiting <= self._connected or self._is_interrupted.is_set() or time.monotonic() > deadline
+            ):
+                time.sleep(_POLL_S)
             wait(self._futures, timeout=GRACE_S)
             self._interrupt_all()
         self._pool.shutdown()

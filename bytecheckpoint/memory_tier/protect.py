@@ -17,7 +17,7 @@ import msgspec
 
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.distributed.rendezvous import Address, Listener
-from bytecheckpoint.distributed.transfer import Fetching, Piece, transfer
+from bytecheckpoint.distributed.transfer import Fetching, Piece, nothing_from, transfer
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.memory_tier.parity_block import MAX_MEMBERS, ParityBlock, ParityOrder, ParitySource, order_parity
@@ -62,6 +62,11 @@ class _CopyOrders(msgspec.Struct, frozen=True, array_like=True):
     parity: ParityOrder | None = None
     refusal: str = ""
     """The reason why there are no copies at all."""
+
+    def sources(self) -> list[tuple[int, Address]]:
+        """Returns the ranks that wait for this one, with their addresses."""
+        blocks = self.parity.sources if self.parity is not None else []
+        return [(order.owner, order.address) for order in self.orders] + [(each.rank, each.address) for each in blocks]
 
 
 class _CopyOutcome(msgspec.Struct, frozen=True, array_like=True):
@@ -130,11 +135,15 @@ class _Copying:
     def try_all(self, listener: Listener, orders: _CopyOrders, timeout_s: float) -> _CopyOutcome:
         """Sends and takes what is left. Failures are returned, because all ranks go on together."""
         try:
-            fetches = [self._fetching(order) for order in orders.orders]
-            if orders.parity is not None:
-                self._parity = self._parity or ParityBlock(self._slots, self._record, orders.parity, self._memory)
-                fetches += self._parity.fetches(orders.parity, self._files_of_save())
-            transfer(self._ranks, listener, self._image, takers=orders.takers, fetches=fetches, timeout_s=timeout_s)
+            try:
+                fetches = self._fetches(orders)
+            except (CheckpointError, OSError):
+                # Those that wait for this rank are not left waiting.
+                self._transfer(
+                    listener, orders, [nothing_from(rank, address) for rank, address in orders.sources()], timeout_s
+                )
+                raise
+            self._transfer(listener, orders, fetches, timeout_s)
             for order in orders.orders:
                 self._slots.copies.fill(order.owner, self._record.save_id, self._record.step, order.lengths)
             if self._parity is not None:
@@ -147,6 +156,16 @@ class _Copying:
         except OSError as error:
             return _CopyOutcome(f"copies on {socket.gethostname()} failed: {error}", "rank_failed")
         return _CopyOutcome()
+
+    def _transfer(self, listener: Listener, orders: _CopyOrders, fetches: Sequence[Fetching], timeout_s: float) -> None:
+        transfer(self._ranks, listener, self._image, takers=orders.takers, fetches=fetches, timeout_s=timeout_s)
+
+    def _fetches(self, orders: _CopyOrders) -> list[Fetching]:
+        fetches = [self._fetching(order) for order in orders.orders]
+        if orders.parity is not None:
+            self._parity = self._parity or ParityBlock(self._slots, self._record, orders.parity, self._memory)
+            fetches += self._parity.fetches(orders.parity, self._files_of_save())
+        return fetches
 
     def settle(self, own: _CopyOutcome) -> _CopyOutcome:
         """Returns the first failure of any rank; if there is none, older copies are given up."""

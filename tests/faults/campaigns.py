@@ -29,6 +29,7 @@ MODULES: tuple[str, ...] = (
     "faults.manager_kills",
     "faults.memory_kills",
     "faults.stopped_ranks",
+    "faults.lost_hosts",
 )
 """Each has a tuple CAMPAIGNS. Their order is that of the table."""
 EVERY = range(sys.maxsize)

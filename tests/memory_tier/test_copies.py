@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +15,13 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed import transfer
+from bytecheckpoint.distributed.connection import missing
 from bytecheckpoint.memory_tier import pieces
 from bytecheckpoint.staging.copy_slots import scan_copies
 from bytecheckpoint.storage.memory_root import slot_file
 from bytecheckpoint.storage.memory_root.job_folder import find_jobs
 from bytecheckpoint.storage.memory_root.slot_file import FoundSlot
-from distributed.workers import WorkerPool
+from distributed.workers import WorkerDied, WorkerPool
 
 NUM_ELEMENTS = 700_001
 
@@ -119,26 +124,26 @@ def test_one_host_is_warned_of_once_and_holds_the_save_all_the_same(workers: Wor
 def save_breaking(rank: int, world_size: int, folder: Path, breaks: int) -> tuple[str, list[int]]:
     """Saves while the first connections break in the middle; returns the answer and the pieces asked for each time."""
     asked: list[int] = []
-    encode, send = transfer._encode, transfer.Connection.send
+    encode, check = transfer._encode, transfer.check_digest
 
     def counting(wanted: Any) -> bytes:
         asked.append(len(wanted))
         return encode(wanted)
 
-    num_sent = 0
+    num_arrived = 0
 
-    def breaking(connection: Any, content: Any) -> None:
-        nonlocal num_sent, breaks
-        num_sent += 1
-        if rank == 0 and breaks and num_sent % 6 == 0:
+    def breaking(*arguments: Any, **names: Any) -> None:
+        nonlocal num_arrived, breaks
+        num_arrived += 1
+        if rank == 1 and breaks and num_arrived % 4 == 0:
             breaks -= 1
-            connection.interrupt()
-        send(connection, content)
+            raise missing((0,), "is cut off")
+        check(*arguments, **names)
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(transfer, "_encode", counting)
-        patch.setattr(transfer.Connection, "send", breaking)
+        patch.setattr(transfer, "check_digest", breaking)
         patch.setattr(pieces, "PIECE_BYTES", 300_000)
         given = options(folder, rank, 1)
         handle = bcp.save(folder / "ckpt", state_of(rank, 1), step=1, async_save=True, options=given, to="memory")
@@ -153,8 +158,7 @@ def save_breaking(rank: int, world_size: int, folder: Path, breaks: int) -> tupl
 def test_a_connection_that_breaks_goes_on_where_it_was(workers: WorkerPool, tmp_path: Path) -> None:
     (first, _), (second, asked) = workers.run(save_breaking, tmp_path, 2, world_size=2)
     assert (first, second) == ("memory", "memory")
-    assert len(asked) == 3
-    assert asked[0] > asked[1] > asked[2] > 0
+    assert asked == [asked[0], asked[0] - 3, asked[0] - 6]
     assert held_on(tmp_path, 0)[0].items() <= held_on(tmp_path, 1)[1].items()
 
 
@@ -216,3 +220,70 @@ def save_without_room(rank: int, world_size: int, folder: Path) -> tuple[str, st
 
 def test_a_host_without_room_for_copies_costs_no_checkpoint(workers: WorkerPool, tmp_path: Path) -> None:
     assert workers.run(save_without_room, tmp_path, world_size=2) == [("no_space", "memory", "storage")] * 2
+
+
+def save_and_die(rank: int, world_size: int, folder: Path) -> tuple[str, str, tuple[int, ...], str]:
+    """Rank 1 dies when a copy is on its way."""
+
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        given = replace(options(folder, rank, 1), timeout_s=3)
+        bcp.save(folder / "ckpt", state_of(rank, 1), step=1, options=given, to="memory")
+        if rank == 1:
+            patch.setattr(transfer, "check_digest", die)
+        handle = bcp.save(folder / "ckpt", state_of(rank, 2), step=2, async_save=True, options=given, to="memory")
+        tier = handle.held("process").tier
+        with pytest.raises(bcp.CheckpointError) as raised:
+            handle.held("host")
+        with pytest.raises(bcp.CheckpointError):
+            handle.result()
+        tier_after = handle.held("process").tier
+    return tier, raised.value.kind, raised.value.ranks, tier_after
+
+
+def test_a_peer_that_dies_is_named_and_what_the_process_holds_stays(workers: WorkerPool, tmp_path: Path) -> None:
+    first, second, third = workers.run_each(save_and_die, tmp_path, world_size=3)
+    assert isinstance(second.error, WorkerDied)
+    for outcome in (first, third):
+        assert outcome.value == ("memory", "rank_missing", (1,), "memory")
+    own, _ = held_on(tmp_path, 0)
+    assert len({name.partition("-")[0] for name in own}) == 2  # both steps
+
+
+def save_while_training(rank: int, world_size: int, folder: Path) -> tuple[int, bool]:
+    """Counts the steps of training that are made before the copies of a save are there."""
+    entered, may_go_on = threading.Event(), threading.Event()
+    check = transfer.check_digest
+
+    def waiting(*arguments: Any, **names: Any) -> None:
+        entered.set()
+        may_go_on.wait(20)
+        check(*arguments, **names)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(transfer, "check_digest", waiting)
+        given = options(folder, rank, 1)
+        state = state_of(rank, 1)
+        handle = bcp.save(folder / "ckpt", state, step=1, async_save=True, options=given, to="memory")
+        handle.staged()
+        handle.held("process")
+        entered.wait(20)
+        num_steps = 0
+        for _ in range(100):
+            state[f"of_rank_{rank}"] += 1
+            num_steps += 1
+        was_done = handle.done()
+        may_go_on.set()
+        handle.held("host")
+    return num_steps, was_done
+
+
+def test_training_goes_on_while_copies_are_sent_and_changes_nothing_of_them(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    assert workers.run(save_while_training, tmp_path, world_size=2) == [(100, False)] * 2
+    assert held_on(tmp_path, 0)[0].items() <= held_on(tmp_path, 1)[1].items()
