@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         latest,
         load,
         open,  # noqa: A004  bcp.open, as in gzip.open
+        resume,
         save,
         steps,
         warm_up,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from bytecheckpoint.manager.checkpoint_manager import CheckpointManager
     from bytecheckpoint.manager.options import ManagerOptions
     from bytecheckpoint.manager.stats import ManagerStats
-    from bytecheckpoint.options import LoadOptions, NameMap, SaveOptions
+    from bytecheckpoint.options import LoadOptions, Memory, NameMap, SaveOptions
     from bytecheckpoint.runtime.progress import Progress
     from bytecheckpoint.saving.handle import SaveHandle
     from bytecheckpoint.saving.recover import recover
@@ -77,6 +78,7 @@ __all__ = [
     "LoggedData",
     "ManagerOptions",
     "ManagerStats",
+    "Memory",
     "NameMap",
     "Progress",
     "RankLocal",
@@ -96,6 +98,7 @@ __all__ = [
     "open",
     "progress_bar",
     "recover",
+    "resume",
     "save",
     "save_policies",
     "steps",
@@ -121,8 +124,8 @@ _LAZY = {
         ("CheckpointInfo", "DataReport", "LoadReport", "LocalInfo", "LoggedData", "RecoveredSave"),
         "bytecheckpoint.info",
     ),
-    **dict.fromkeys(("LoadOptions", "NameMap", "SaveOptions"), "bytecheckpoint.options"),
-    **dict.fromkeys(("delete", "latest", "load", "open", "save", "steps", "warm_up"), "bytecheckpoint.api"),
+    **dict.fromkeys(("LoadOptions", "Memory", "NameMap", "SaveOptions"), "bytecheckpoint.options"),
+    **dict.fromkeys(("delete", "latest", "load", "open", "resume", "save", "steps", "warm_up"), "bytecheckpoint.api"),
 }
 _LAZY_MODULES = {
     "data": "bytecheckpoint.data",

@@ -1,46 +1,31 @@
-"""The public functions. Each phase of `save` and `load` is one block, read from top to bottom, whose names lead to the
-modules that do the work.
-"""
+"""The public functions, with what they promise. Their phases are in phases.py."""
 
 from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
 
-from bytecheckpoint.adapters.collect import collect_all, data_reports, entries_of, finish_all, random_restores
-from bytecheckpoint.adapters.finite_check import check_finite
+from bytecheckpoint.adapters.collect import collect_all, entries_of
 from bytecheckpoint.adapters.frameworks.detect import Framework
-from bytecheckpoint.adapters.key_map import KeyMap, listed_globs
+from bytecheckpoint.adapters.key_map import KeyMap
 from bytecheckpoint.checkpoint import Checkpoint
-from bytecheckpoint.distributed.ranks import COORDINATOR, Subject, join_ranks, together
+from bytecheckpoint.distributed.ranks import Subject, join_ranks, together
 from bytecheckpoint.info import LoadReport
-from bytecheckpoint.loading.exchange import Traffic, read_together
-from bytecheckpoint.loading.file_checks import plan_again, plan_together
-from bytecheckpoint.loading.match import Match, match_again
-from bytecheckpoint.loading.mismatches import warn_of_unused
-from bytecheckpoint.loading.name_scope import Fitted, NameScope, WantedState, fit_state
-from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, open_together, retry_replaced, wanted_step
-from bytecheckpoint.loading.overwrite_state import report_overwrite
-from bytecheckpoint.loading.read import Source
+from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, wanted_step
+from bytecheckpoint.memory_tier.resume import ResumeCall, ResumeLoads
 from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.phases import run_load, run_save
 from bytecheckpoint.runtime.gc_pause import gc_paused
-from bytecheckpoint.runtime.phase_timer import PhaseTimer
-from bytecheckpoint.saving.commit import write_and_commit
 from bytecheckpoint.saving.global_plan import exchange_plans, make_local_plan
 from bytecheckpoint.saving.handle import SaveHandle
-from bytecheckpoint.saving.in_flight import process_state, reentry_refused, wait_until_numbered, wait_until_staged
-from bytecheckpoint.saving.prepare import PreparedSave, allocate, kind_of_snapshot
-from bytecheckpoint.saving.target import SaveCall, SaveOwner, check_metadata, open_target
-from bytecheckpoint.saving.upload import write_upload_and_commit
+from bytecheckpoint.saving.in_flight import process_state, wait_until_numbered
+from bytecheckpoint.saving.prepare import allocate
 from bytecheckpoint.storage import deletion, layout
-from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.layout import check_step, root_of
 from bytecheckpoint.storage.open_store import open_store
 
@@ -59,6 +44,7 @@ def save(
     metadata: Mapping[str, Any] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     options: SaveOptions | None = None,
+    to: Literal["storage", "memory"] = "storage",
 ) -> SaveHandle:
     """Saves the state of all ranks as one checkpoint that any layout can load.
 
@@ -76,6 +62,8 @@ def save(
         metadata: Your own data for the manifest, of types that msgpack and JSON have; rank 0's counts.
         storage_options: For the fsspec backend; never stored.
         options: See SaveOptions.
+        to: `memory` holds the checkpoint in the memory of the hosts only, where `bcp.resume` finds it; `storage`
+            commits it at the path, and with `options.memory` holds it in memory first.
 
     Returns:
         A handle whose `result()` returns the CheckpointInfo once the checkpoint is committed; it has finished already
@@ -105,67 +93,8 @@ def save(
         storage_options=storage_options,
         options=options or SaveOptions(),
         owner=None,
+        to=to,
     )
-
-
-@reentry_refused()
-@gc_paused()  # for the whole call, so that the records of planning are freed before collections go on
-def run_save(
-    path: str | os.PathLike[str],
-    state: Mapping[str, Any],
-    framework: Framework,
-    *,
-    step: int | None,
-    async_save: bool,
-    process_group: dist.ProcessGroup | None,
-    role: str | None,
-    make_metadata: Callable[[], Mapping[str, Any] | None],
-    storage_options: Mapping[str, Any] | None,
-    options: SaveOptions,
-    owner: SaveOwner | None,
-) -> SaveHandle:
-    """Does what `save` says, for the `owner` of the root, if it has one. An error of `make_metadata` on one rank is
-    raised by all.
-    """
-    timer, process = PhaseTimer(), process_state()
-    wait_until_numbered()
-    kind = kind_of_snapshot(options.snapshot, async_save=async_save)
-    about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=True)
-    # The number of this call takes a thread, which would compete with training: a lazy save asks for it later.
-    ranks = join_ranks(process_group, options.timeout_s, about=about, enters_later=kind == "lazy")
-    call = SaveCall(ranks, about, timer)
-    with ExitStack() as slot:
-        with call.phase("wait"):
-            waiting = process.saves.slot(awaits_upload=not (async_save and options.local_stage))
-            staging_slot = slot.enter_context(waiting)
-            if not async_save:
-                slot.close()  # only what is staged needs the staging memory
-        with call.phase("plan"):
-            step, metadata = check_step(step), check_metadata(make_metadata())
-            target = open_target(
-                path, step=step, role=role, storage_options=storage_options, options=options, owner=owner
-            )
-            process.check_writable(target.store, ranks)
-            entries = entries_of(state, framework)
-            contents = collect_all(entries)
-            check_finite(contents, check=options.check_finite, path=about.path, rank=ranks.global_ranks[ranks.rank])
-            kept = process.kept(target)
-            frozen = kept.frozen(entries)
-            local_plan = make_local_plan(ranks, target, contents, options, plans=process.plans, frozen=frozen)
-            call = call._replace(about=about._replace(step=step))
-            prepared = PreparedSave(call, target, local_plan, kind=kind, options=options, kept=kept)
-
-        slot.callback(prepared.close)
-        with prepared.meter.reports_failure():
-            prepared.take_snapshot(entries)
-
-        finish = partial(write_and_commit, prepared, metadata)
-        if target.stage is not None:
-            uploading = process.saves.uploading(staging_slot, prepared.close)
-            finish = partial(write_upload_and_commit, prepared, metadata, target.stage, uploading)
-        if not (async_save and process.saves.run_in_background(prepared, finish, slot)):
-            process.saves.run_now(prepared.progress, finish, slot, raises=not async_save)
-    return SaveHandle(prepared.progress)
 
 
 def warm_up(
@@ -269,87 +198,62 @@ def load(
     )
 
 
-@retry_replaced
-@gc_paused()  # as for save
-def run_load(
+def resume(
     path: str | os.PathLike[str],
     state: Mapping[str, Any],
-    framework: Framework,
+    framework: Framework = "auto",
     *,
-    step: int | Literal["latest"] | None,
-    strict: bool,
-    key_map: KeyMap | None,
-    include: str | Sequence[str] | None,
-    exclude: str | Sequence[str] | None,
-    cast: bool,
-    process_group: dist.ProcessGroup | None,
-    role: str | None,
-    storage_options: Mapping[str, Any] | None,
-    options: LoadOptions,
-    ignored: Collection[str],
-) -> LoadReport:
-    """Does what `load` says, and with `strict` lets problems of the `ignored` kinds pass into the report."""
-    started = time.monotonic()
-    wait_until_numbered()
-    wait_until_staged()  # a lazy save may still read the state that this load will change
-    about = Subject(showable_url(str(path)), step if isinstance(step, int) else None, is_save=False)
-    ranks = join_ranks(process_group, options.timeout_s, about=about)
-    with together(ranks, f"looking for the checkpoint in {about.path}", about=about):
-        target = LoadTarget(root_of(path, role), wanted_step(step), storage_options)
-        source = open_together(ranks, target, options)
+    options: SaveOptions,
+    strict: bool = True,
+    key_map: KeyMap | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    cast: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    role: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    load_options: LoadOptions | None = None,
+) -> LoadReport | None:
+    """Fills the state of all ranks, in place, from the newest checkpoint that the memory of the hosts, their local
+    stages and the path hold. Any number of ranks in any layout; every byte is verified.
 
-    with together(ranks, f"matching the state with {about.path}", about=about):
-        included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)
-        scope = NameScope(source.manifest, ranks.rank, ranks.num_ranks, key_map, included, excluded)
-        wanted = WantedState(state, framework, cast=cast, strict=strict, ignored=ignored)
-        fitted = fit_state(ranks, scope, wanted, lambda seen: plan_together(ranks, source.showing(seen.manifest), seen))
-        entries, stored, match, manifest, fetches, findings = fitted
-        source = source.showing(manifest)
+    What is damaged is read from another holder, or the next older checkpoint is taken, by all ranks together. Newest
+    is by the branch of training first: a save after a load at a step is newer than all that were made before.
 
-    with report_overwrite(source.changes, ranks), together(ranks, f"reading {about.path}", about=about):
-        # Memory that does not exist yet is made only now that the load can no longer be refused.
-        if any([not shard.address and shard.tensor.is_meta for shard in match.shards]):  # noqa: C419  as in find_shared
-            source.changes.make_memory()
-            refused = {problem.fqn for problem in match.problems}
-            for entry in entries:
-                entry.prepare(stored, refused)
-            match = match_again(entries, stored, match, cast=cast)
-            fetches = plan_again(source, match, checked=fetches)
-        try:
-            with source.counting(ranks):
-                traffic = read_together(ranks, source, fetches, match)
-            match.zero_padding()
-        finally:
-            if source.changes.may_have_overwritten:
-                match.count_changes()
-        finish_all(entries, stored, source.changes.overwriting)
-        ranks.barrier()
-    ranks.close()
-    report = _report(source, fitted, match, traffic, time.monotonic() - started)
-    if ranks.rank == COORDINATOR:
-        warn_of_unused(findings, report.path)
-        logger.info("loaded %s in %.2f s", report.path, report.seconds)
-    return report
+    Args:
+        path: What was given to `save`.
+        state: As for `load`.
+        framework: As for `load`.
+        options: Those of the saves: `memory`, `local_stage` and `timeout_s`.
+        load_options: See LoadOptions. All other arguments are as for `load`.
 
+    Returns:
+        The report, with `sources`; None, with the state unchanged, where nothing was saved yet.
 
-def _report(source: Source, fitted: Fitted, match: Match, traffic: Traffic, seconds: float) -> LoadReport:
-    return LoadReport(
-        path=source.path,
-        step=source.manifest.step,
-        save_id=source.manifest.save_id,
-        num_tensors=len({shard.fqn for shard in match.shards}),
-        num_bytes_read=traffic.num_bytes_read,
-        num_bytes_received=traffic.num_bytes_received,
-        missing=[problem.fqn for problem in fitted.findings.problems if problem.kind == "missing_key"],
-        unexpected=fitted.findings.unexpected,
-        mismatched=[problem.text for problem in fitted.findings.problems if problem.kind != "missing_key"],
-        cast=sorted(match.cast),
-        skipped=sorted(match.skipped),
-        unused=list(map(str, fitted.findings.unused)),
-        data=data_reports(fitted.entries),
-        random_restores=random_restores(fitted.entries),
-        seconds=seconds,
+    Raises:
+        CheckpointCorruptError: Something was saved, and nothing of it is whole. The message lists it.
+        CheckpointMismatchError: `options` has no memory; or as `load`.
+        CheckpointError: As `load`.
+    """
+    root = root_of(path, role)
+    loading = partial(
+        run_load,
+        root,
+        state,
+        framework,
+        strict=strict,
+        key_map=key_map,
+        include=include,
+        exclude=exclude,
+        cast=cast,
+        process_group=process_group,
+        role=None,
+        storage_options=storage_options,
+        options=load_options or LoadOptions(),
+        ignored=(),
     )
+    calls = ResumeLoads(lambda step: loading(step=step), lambda opened: loading(step=None, opened=opened))
+    return ResumeCall(root, options, process_group=process_group, storage_options=storage_options).run(calls)
 
 
 def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file

@@ -39,6 +39,8 @@ class CheckpointInfo:
     """From `save` with `SaveOptions(reuse=True)` only: bytes of data files that an earlier checkpoint had already."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """From `CheckpointManager.best` only: metrics by name, also those that were reported after the save."""
+    tier: Literal["storage", "memory"] = "storage"
+    """`memory` for a save that only the memory of the hosts holds: from `save(to="memory")` only."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """From `save` only: seconds of each phase on this rank. `wait` for an earlier save, `plan`, `stage`, `write` (with
     it `checksum` and `compress`, summed over its threads), `upload` if there is a local stage, `commit`, `stall`, for
@@ -154,6 +156,9 @@ class LoadReport:
     """For each `DataLoaderState` that was loaded, by its FQN, how its streams were dealt out."""
     passed_over: Mapping[int, str] = field(default_factory=dict)
     """From `CheckpointManager.restore` only: newer steps that could not be restored, each with the reason."""
+    sources: Mapping[str, int] = field(default_factory=dict)
+    """From `resume` only: data files that all ranks together read from `memory` of the host that wanted them, from a
+    `peer`, from `parity`, from a `local` stage and from `storage`."""
     seconds: float = 0.0
     random_restores: Sequence[Callable[[], None]] | None = field(default=None, repr=False, compare=False)
     """Calls that `restore_rng` makes; None if the state has no random number generators."""

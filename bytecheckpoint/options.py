@@ -24,6 +24,42 @@ _MAX_S = 1e8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Checkpoints in the memory of the hosts: see docs/memory.md. Checked on creation, as SaveOptions. All but `root`
+    and `failure_domain` must be the same on all ranks.
+    """
+
+    copies: int = 2
+    """Hosts of different failure domains that hold each byte. 1 survives the death of processes, 2 that of a host."""
+    failure_domain: str | None = None
+    """Label of what this host fails together with, such as its rack; the same on all ranks of a host. None for each
+    host by itself."""
+    parity: int = 0
+    """Blocks of parity per group of hosts instead of copies, with `copies=1`: less memory, slower recovery of a host.
+    0 or 1."""
+    root: str | os.PathLike[str] = "/dev/shm/bytecheckpoint"  # noqa: S108  a host's memory is shared, folders in it are private
+    """A folder in tmpfs that outlives the processes. Ranks that share it are on one host. Stored as a str."""
+    max_bytes: int | None = None
+    """Most bytes that the job may hold on one host. None for as much as the host and its container allow."""
+
+    def __post_init__(self) -> None:
+        _check_at_least("Memory", "copies", self.copies, 1)
+        _check_at_least("Memory", "parity", self.parity, 0)
+        if self.parity > 1 or (self.copies > 1 and self.parity):
+            raise ValueError(
+                f"Memory(copies={self.copies}, parity={self.parity}): parity takes the place of copies beyond the "
+                "first; give copies=2, or copies=1 with parity=1"
+            )
+        _check_label("Memory.failure_domain", self.failure_domain)
+        root = _checked_folder("Memory.root", self.root)
+        if root is None or not os.path.isabs(root):  # noqa: PTH117 - it is kept as a str
+            raise ValueError(f"Memory.root takes an absolute path of a folder in tmpfs, not {self.root!r}")
+        object.__setattr__(self, "root", root)
+        if self.max_bytes is not None:
+            _check_at_least("Memory", "max_bytes", self.max_bytes, _MiB)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SaveOptions:
     """Options of a save. Checked on creation: a ValueError names the field, its value and the values that it takes."""
 
@@ -92,6 +128,9 @@ class SaveOptions:
     """Look for NaN and infinite values in floating-point and complex tensors before anything is written. `warn` logs
     their names; `refuse` raises CheckpointSaveError (`not_finite`) on every rank. It reads each tensor once in the
     call; tensors on a device make it wait for them. It does not look into RankLocal values and NumPy arrays."""
+    memory: Memory | None = None
+    """Hold each save in the memory of the hosts as well, where `bcp.resume` finds it, or with `to="memory"` there
+    alone. Takes no `codec`, and `staging_bytes` of at least what a rank writes."""
 
     def __post_init__(self) -> None:
         _check_bool("SaveOptions", "overwrite", self.overwrite)
@@ -108,6 +147,7 @@ class SaveOptions:
         if self.reuse and self.staging_bytes is not None:
             raise ValueError("SaveOptions.reuse=True compares whole files, and takes no staging_bytes: leave one out")
         _check_positive("SaveOptions", "timeout_s", self.timeout_s)
+        _check_memory(self.memory, self.codec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +233,23 @@ class LoadOptions:
         _check_bool("LoadOptions", "follow_links", self.follow_links)
         _check_at_least("LoadOptions", "scratch_bytes", self.scratch_bytes, MIN_SCRATCH_BYTES)
         _check_positive("LoadOptions", "timeout_s", self.timeout_s)
+
+
+def _check_memory(value: object, codec: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Memory):
+        raise ValueError(f"SaveOptions.memory takes a bcp.Memory, or None, not {value!r}")
+    if codec != "none":
+        raise ValueError(
+            f"SaveOptions(codec={codec!r}) does not go with memory: what memory holds is the data file itself, which "
+            "is only known when compression has ended; leave out one of the two"
+        )
+
+
+def _check_label(name: str, value: object) -> None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ValueError(f"{name} takes a label, or None, not {value!r}")
 
 
 def _check_callable(owner: str, name: str, value: object) -> None:

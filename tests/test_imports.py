@@ -32,6 +32,7 @@ PUBLIC_NAMES = {
     "LoggedData",
     "ManagerOptions",
     "ManagerStats",
+    "Memory",
     "NameMap",
     "Progress",
     "RankLocal",
@@ -51,6 +52,7 @@ PUBLIC_NAMES = {
     "open",
     "progress_bar",
     "recover",
+    "resume",
     "save",
     "save_policies",
     "steps",
@@ -93,7 +95,7 @@ def test_a_public_class_shows_nothing_that_is_not_documented(name: str) -> None:
 
 
 def test_a_handle_offers_what_is_promised_of_it() -> None:
-    promised = {"progress", "staged", "local", "result", "done", "exception", "add_done_callback"}
+    promised = {"progress", "staged", "local", "held", "result", "done", "exception", "add_done_callback"}
     assert {key for key in dir(bcp.SaveHandle) if not key.startswith("_")} == promised
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import click
 
 from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.memory_tier.flush import age_s, ended_jobs, remove_job
+from bytecheckpoint.memory_tier.job_location import location_of
 from bytecheckpoint.storage import garbage, layout, stage_folder
 from bytecheckpoint.storage.garbage import Garbage, GarbageObject
 from bytecheckpoint.storage.inventory import clock_of
@@ -21,6 +23,7 @@ from bytecheckpoint.storage.store import Store, endpoint_of
 from . import exit_codes
 from .arguments import AccessOptions, Age, at_home_folder, with_output_options
 from .completion.param_types import StoredPath
+from .memory_command import MEMORY_ROOT
 from .render.number_format import age_text, count_text, size_text, some_of
 from .render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, without
 
@@ -53,7 +56,7 @@ class GarbageRow:
 
 
 @click.command(name="gc", epilog=_EXAMPLE)
-@click.argument("root", type=StoredPath())
+@click.argument("root", type=StoredPath(), required=False)
 @click.option("--delete", "is_real", is_flag=True, help="Remove what is dead. Without it, nothing is changed.")
 @click.option(
     "--older-than",
@@ -77,14 +80,23 @@ class GarbageRow:
     metavar="FOLDER",
     help="Also list what saves to ROOT left in this local stage on this host; `bcp.recover` could finish them.",
 )
+@click.option(
+    "--memory",
+    "in_memory",
+    is_flag=True,
+    help="List the memory of ended jobs on this host instead; of ROOT, or of all.",
+)
+@MEMORY_ROOT
 @with_output_options
 def gc(
     *,
-    root: str,
+    root: str | None,
     is_real: bool,
     min_age_s: float,
     save_ids: Sequence[str],
     stage: str | None,
+    in_memory: bool,
+    roots: Sequence[str],
     access: AccessOptions,
     as_json: bool,
 ) -> int:
@@ -92,8 +104,16 @@ def gc(
     remove what dead saves left.
 
     A save is taken for dead when nothing that it wrote has changed for --older-than. Committed checkpoints are never
-    touched, nor is anything that no save of this library has written.
+    touched, nor is anything that no save of this library has written. With --memory, what an ended job holds in memory
+    is removed, committed or not: bring it to storage first with `bcp memory flush`.
     """
+    if in_memory:
+        location = None
+        if root is not None:
+            location = location_of(open_store(root, storage_options=access.storage_options, writer_threads=1))
+        return collect_memory(roots, location, min_age_s, is_real=is_real, as_json=as_json)
+    if root is None:
+        raise click.UsageError("give the ROOT of the checkpoints, or --memory")
     store = open_store(root, storage_options=access.storage_options, writer_threads=1)
     listing = store.list("")
     found = garbage.find_leftovers(store, "")
@@ -113,6 +133,27 @@ def gc(
     else:
         _print(store, rows, found, failures, is_real=is_real)
     return exit_codes.STORAGE if failures else exit_codes.FINE
+
+
+def collect_memory(
+    roots: Sequence[str], location: str | None, min_age_s: float, *, is_real: bool, as_json: bool
+) -> int:
+    """Lists the memory of jobs, and removes that of jobs that ended long enough ago."""
+    jobs = ended_jobs(roots, location)
+    dead = [job for job in jobs if not job.num_living and age_s(job) >= min_age_s]
+    kept = [job for job in dead if is_real and not remove_job(job.path.rpartition("/")[0], job.path)]
+    if as_json:
+        print_json({"deleted": is_real, "jobs": [{**job._asdict(), "is_dead": job in dead} for job in jobs]})
+        return exit_codes.STORAGE if kept else exit_codes.FINE
+    screen, did = Screen(), "removed" if is_real else "to be removed with --delete"
+    size = size_text(sum(job.num_bytes for job in dead))
+    screen.line(f"memory: {count_text(len(dead), 'ended job')}, {size}, {did}", style="bold")
+    for job in jobs:
+        state = "lives" if job.num_living else ("removed" if is_real else "dead") if job in dead else "young"
+        screen.line(f"{job.location}: {size_text(job.num_bytes)} in {count_text(job.num_slots, 'slot')} ({state})")
+    for job in kept:
+        screen.line(f"{job.path} has been taken by a process meanwhile, and was left alone", style="red")
+    return exit_codes.STORAGE if kept else exit_codes.FINE
 
 
 def _row(store: Store, item: GarbageObject, now_s: float, min_age_s: float, save_ids: Iterable[str]) -> GarbageRow:

@@ -20,7 +20,7 @@ import msgspec
 
 from bytecheckpoint.distributed.connection import GRACE_S, Activity, Connection, PeerLeftError
 from bytecheckpoint.distributed.failures import shown_ranks
-from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
+from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, Address, Listener, connect
 from bytecheckpoint.distributed.wire import OutgoingUnit, damaged, decode_request, encode_request, view_pieces
 from bytecheckpoint.errors import CheckpointError
@@ -31,21 +31,15 @@ from bytecheckpoint.manifest.frames import FRAME_BYTES
 from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory.host_to_device import CopyStreams, streams_to
 from bytecheckpoint.planner.byte_ranges import ByteRange, piece_of
-from bytecheckpoint.planner.exchange_plan import (
-    DividedPlan,
-    ExtentRun,
-    Extents,
-    ReaderShare,
-    ReadGroup,
-    divide_plan,
-    divide_reading,
-    share_of,
-    wanted_runs,
-)
+from bytecheckpoint.planner.exchange_plan import DividedPlan, ExtentRun, Extents, ReaderShare, divide_plan, wanted_runs
+from bytecheckpoint.planner.read_division import ReadGroup, divide_reading, share_of
 from bytecheckpoint.runtime.buffers import ByteBudget
 
 _HEARTBEATS_IN_TIMEOUT = 4
 _MAX_HEARTBEAT_S = 30.0
+_TELL_S = 10.0
+"""Time in which a rank whose load has failed still connects to those that wait for it, to tell them."""
+_POLL_S = 0.01
 
 
 class Traffic(NamedTuple):
@@ -63,6 +57,8 @@ class LocalReadPlan(msgspec.Struct, frozen=True, array_like=True):
     """The extents that it wants."""
     unit_bytes: int
     timeout_s: float
+    held: list[int] = []
+    """The files that it can read and not all ranks can."""
 
 
 class _EncodedReadPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -72,6 +68,7 @@ class _EncodedReadPlan(msgspec.Struct, frozen=True, array_like=True):
     runs: msgspec.Raw
     unit_bytes: int
     timeout_s: float
+    held: list[int] = []
 
     @property
     def key(self) -> bytes:
@@ -82,7 +79,7 @@ class _Reply(NamedTuple):
     """The coordinator's answer to all ranks that are in the same groups."""
 
     groups: list[ReadGroup]
-    common: list[ExtentRun]
+    common: list[tuple[int, ExtentRun]]
     addresses: dict[int, Address]
     """Those of all readers in the groups."""
     unit_bytes: int
@@ -114,13 +111,14 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
     tensors = (shard.tensor for shard in match.shards if not shard.address)
     with closing(Listener(towards=ranks.rendezvous_host)) as listener, streams_to(tensors) as lanes:
         runs, unit_bytes = wanted_runs(fetches, extents), source.unit_bytes(fetches)
-        local_plan = LocalReadPlan(listener.address, runs, unit_bytes, source.options.timeout_s)
+        held = sorted(source.held_files)
+        local_plan = LocalReadPlan(listener.address, runs, unit_bytes, source.options.timeout_s, held)
         reply = ranks.reduce_scatter(msgspec.msgpack.encode(local_plan), partial(assign, extents=extents))
         assigned = decode_assignment(reply, ranks.rank)
         plan = divide_plan(fetches, assigned.share, extents, unit_bytes=assigned.unit_bytes)
         source.begin_reading([*plan.shared, *plan.alone])
         exchange = _Exchange(ranks, source, match, assigned=assigned, lanes=lanes)
-        common = read_common(assigned.share.common, extents, ranks, source, lanes)
+        common = read_common(assigned.share, extents, ranks, source, lanes)
         for fetch in plan.common:
             exchange.receiver.place(fetch, common[fetch.file, fetch.byte_offset])
         try:
@@ -129,10 +127,12 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
             ranks.barrier()  # raises the error of the rank that failed
             raise
     source.fill_zeros(match.shards, match.stored_fqns)
-    is_reader = ranks.rank == COORDINATOR
-    received = chain(*plan.received.values(), () if is_reader else plan.common)
+    readers = dict(zip(common, assigned.share.common_readers, strict=True))
+    of_others = [fetch for fetch in plan.common if readers[fetch.file, fetch.byte_offset] != ranks.rank]
+    received = chain(*plan.received.values(), of_others)
+    own_common = sum(len(content) for run, content in common.items() if readers[run] == ranks.rank)
     return Traffic(
-        sum(fetch.byte_length for fetch in (*plan.shared, *plan.alone)) + is_reader * sum(map(len, common.values())),
+        sum(fetch.byte_length for fetch in (*plan.shared, *plan.alone)) + own_common,
         sum(piece_of(item).byte_length for fetch in received for item in (*fetch.parts, *fetch.frames)),
     )
 
@@ -143,7 +143,7 @@ def assign(payloads: Sequence[bytes], extents: Extents) -> list[bytes]:
     """
     plans = [msgspec.msgpack.decode(content, type=_EncodedReadPlan) for content in payloads]
     runs = {encoded: msgspec.msgpack.decode(encoded, type=list[ExtentRun]) for encoded in {plan.key for plan in plans}}
-    division = divide_reading([runs[plan.key] for plan in plans], extents)
+    division = divide_reading([runs[plan.key] for plan in plans], extents, [plan.held for plan in plans])
     unit_bytes, timeout_s = min(plan.unit_bytes for plan in plans), min(plan.timeout_s for plan in plans)
     heartbeat_s = min(timeout_s / _HEARTBEATS_IN_TIMEOUT, _MAX_HEARTBEAT_S)
     parts: dict[int, msgspec.Raw] = {}
@@ -199,6 +199,11 @@ class _Exchange:
         """Those of all threads, in the order of time."""
         self._is_over = threading.Event()
         """Set with the first error."""
+        self._is_interrupted = threading.Event()
+        """Set when no reader rank is to be reached any more."""
+        self._awaiting: set[int] = set()
+        """Reader ranks that wait for this one to connect; those in `_connected` wait no more."""
+        self._connected: set[int] = set()
         num_threads = len(assigned.addresses) + len(assigned.share.peers) + 2 * MAX_UNAUTHENTICATED
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="bcp-exchange")
         self._futures: list[Future[None]] = []
@@ -212,6 +217,7 @@ class _Exchange:
             with self._failing_together():
                 for item in plan.received.items():
                     self._start(self._receive, *item)
+                    self._awaiting.add(item[0])
                 with self._activity.waiting():
                     listener.accept(peers, self._admit, self._start, timeout_s=timeout_s, is_over=self._is_over)
                 # The shared ones first: one that cannot be shared may begin at the same byte.
@@ -279,15 +285,8 @@ class _Exchange:
 
     def _receive(self, reader: int, fetches: Sequence[Fetch]) -> None:
         awaited = {(fetch.file, fetch.byte_offset): fetch for fetch in fetches}
-        connection = connect(
-            self._ranks.global_ranks[reader],
-            self._assigned.addresses[reader],
-            self._ranks.rank,
-            encode_request({unit: self.receiver.pieces(fetch) for unit, fetch in awaited.items()}),
-            timeout_s=self._source.options.timeout_s,
-            on_open=self._inbound.append,
-            is_over=self._is_over,
-        )
+        request = encode_request({unit: self.receiver.pieces(fetch) for unit, fetch in awaited.items()})
+        connection = self._connect(reader, request)
         while awaited and not self._is_over.is_set():
             header = connection.receive_header()
             fetch = awaited.pop((header.file, header.byte_offset), None)
@@ -299,6 +298,25 @@ class _Exchange:
             self.receiver.receive(connection, header, fetch)
         if not awaited:
             connection.send_ack()
+
+    def _connect(self, reader: int, request: bytes) -> Connection:
+        """Returns a connection to the reader rank. If this rank has failed meanwhile, it is told so."""
+        try:
+            connection = connect(
+                self._ranks.global_ranks[reader],
+                self._assigned.addresses[reader],
+                self._ranks.rank,
+                request,
+                timeout_s=self._source.options.timeout_s,
+                on_open=self._inbound.append,
+                is_over=self._is_interrupted,
+            )
+            if self._is_over.is_set():
+                connection.disconnect()
+                raise PeerLeftError
+        finally:
+            self._connected.add(reader)
+        return connection
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -319,7 +337,7 @@ class _Exchange:
             self._interrupt_all()
         self.receiver.scratch.break_off(PeerLeftError)
         self._outgoing.break_off(PeerLeftError)
-        for connection in self._inbound:
+        for connection in [each for each in self._inbound if each.is_established]:
             connection.disconnect()
 
     def _is_silent(self) -> bool:
@@ -327,12 +345,18 @@ class _Exchange:
         return any(not isinstance(error, Exception) for error in self._errors[:1])
 
     def _interrupt_all(self) -> None:
+        self._is_interrupted.set()
         for connection in (*self._inbound, *self._outbound):
             connection.interrupt()
 
     def _end(self) -> None:
         """Waits until nothing is under way, and raises the first error."""
         if self._errors:
+            deadline = time.monotonic() + _TELL_S
+            while not (
+                self._awaiting <= self._connected or self._is_interrupted.is_set() or time.monotonic() > deadline
+            ):
+                time.sleep(_POLL_S)
             wait(self._futures, timeout=GRACE_S)
             self._interrupt_all()
         self._pool.shutdown()

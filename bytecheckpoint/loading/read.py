@@ -61,6 +61,8 @@ class Source:
         self.is_exchanged = is_exchanged
         self.path = join_name(str(store), folder) if path is None else path
         self.changes = StateChanges()
+        self.held_files: frozenset[int] = frozenset()
+        """Numbers of the files that this rank can read and not all ranks can; only where reading is shared."""
         self.meter: ProgressMeter | None = None
         """Counts the bytes that are read, if somebody watches."""
         self._sampled: set[int] = set()
@@ -99,6 +101,7 @@ class Source:
         options, is_exchanged = self.options, self.is_exchanged
         shown = Source(self.store, self.folder, manifest, options, is_exchanged=is_exchanged, path=self.path)
         shown.meter = self.meter
+        shown.held_files = self.held_files
         return shown
 
     def unit_bytes(self, fetches: Sequence[Fetch]) -> int:

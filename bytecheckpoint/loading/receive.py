@@ -24,7 +24,7 @@ from bytecheckpoint.manifest.ranges import Fetch, Frame, Part
 from bytecheckpoint.memory.host_to_device import CopyStreams
 from bytecheckpoint.planner.byte_ranges import ByteRange, first_names, piece_of
 from bytecheckpoint.planner.coalesce import fetch_of
-from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, packed
+from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, ReaderShare, packed
 from bytecheckpoint.runtime.buffers import ByteBudget
 from bytecheckpoint.storage.compression import decode_frame
 
@@ -96,38 +96,51 @@ class Receiver:
 
 
 def read_common(
-    runs: Sequence[ExtentRun], extents: Extents, ranks: Ranks, source: Source, lanes: CopyStreams
+    share: ReaderShare, extents: Extents, ranks: Ranks, source: Source, lanes: CopyStreams
 ) -> dict[tuple[int, int], memoryview]:
     """Returns few bytes that many ranks want, such as an optimizer's `step`: the content of each run, by its file and
-    byte offset. The coordinator reads and broadcasts them, so that no rank connects to another one for them. All ranks
-    must call this with the same runs.
+    byte offset. Its reader passes it to the coordinator, which broadcasts it, so that no rank connects to another one
+    for them. All ranks must call this with the same runs.
 
     Raises the errors of reading, and CheckpointCorruptError (checksum) for bytes that were damaged since.
     """
+    runs, readers = share.common, share.common_readers
     if not runs:
         return {}
     fetches = [fetch_of(run.file, *extents.span(run), ()) for run in runs]
     bounds = [*accumulate((fetch.byte_length for fetch in fetches), initial=0)]
     content = memoryview(bytearray(bounds[-1]))
     parts = [content[start:end] for start, end in pairwise(bounds)]
-    if ranks.rank == COORDINATOR:
-        given: Callable[[memoryview], AbstractContextManager[memoryview]] = nullcontext
-        reads = [
-            fetch._replace(target=partial(given, part), wanted_by=lambda *_: "what all ranks want")
-            for fetch, part in zip(fetches, parts, strict=True)
-        ]
-        source.run(reads, lanes)
+    own = [number for number, reader in enumerate(readers) if reader == ranks.rank]
+    given: Callable[[memoryview], AbstractContextManager[memoryview]] = nullcontext
+    reads = [
+        fetches[number]._replace(target=partial(given, parts[number]), wanted_by=lambda *_: "what all ranks want")
+        for number in own
+    ]
+    source.run(reads, lanes)
+    if {*readers} != {COORDINATOR}:
+        _gather_common(parts, readers, ranks)
     content[:] = ranks.broadcast(bytes(content))
     if source.options.verify:
-        for run, part in zip(runs, parts, strict=True):
-            _verify(part, run, extents.bounds(run.file), source.manifest.files[run.file])
+        for run, reader, part in zip(runs, readers, parts, strict=True):
+            name = f"rank {ranks.global_ranks[reader]}"
+            _verify(part, run, extents.bounds(run.file), source.manifest.files[run.file], reader=name)
     return {(fetch.file, fetch.byte_offset): part for fetch, part in zip(fetches, parts, strict=True)}
 
 
-def _verify(content: memoryview, run: ExtentRun, bounds: Sequence[int], file: DataFile) -> None:
-    """Compares each extent with the manifest, which finds bytes that changed in the coordinator's memory, too."""
+def _gather_common(parts: Sequence[memoryview], readers: Sequence[int], ranks: Ranks) -> None:
+    """Brings what each reader has read to the coordinator."""
+    own = b"".join(part for part, reader in zip(parts, readers, strict=True) if reader == ranks.rank)
+    for reader, payload in enumerate(ranks.gather(own)):
+        left = memoryview(payload)
+        for part in (part for part, of_rank in zip(parts, readers, strict=True) if of_rank == reader):
+            part[:], left = left[: part.nbytes], left[part.nbytes :]
+
+
+def _verify(content: memoryview, run: ExtentRun, bounds: Sequence[int], file: DataFile, *, reader: str) -> None:
+    """Compares each extent with the manifest, which finds bytes that changed in the reader's memory, too."""
     for number in range(run.first, run.end) if file.extent_lengths else ():
         start, end = bounds[number], bounds[number + 1]
         part = content[start - bounds[run.first] : end - bounds[run.first]]
         if xxhash.xxh3_64_intdigest(part) != file.extent_digests[number]:
-            raise damaged(f"bytes {start} to {end} of {file.name}, which rank 0 had read for all ranks, were")
+            raise damaged(f"bytes {start} to {end} of {file.name}, which {reader} had read for all ranks, were")

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
-from bytecheckpoint import api
+from bytecheckpoint import api, phases
 from bytecheckpoint.adapters.frameworks.detect import Framework
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
@@ -155,7 +155,7 @@ class ManagedSaves:
                 self._owned.background.saves.begin()
                 undo.callback(self._owned.background.saves.end)
             try:
-                handle = api.run_save(
+                handle = phases.run_save(
                     self._run.root,
                     state,
                     self._run.framework,

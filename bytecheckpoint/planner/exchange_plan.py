@@ -1,5 +1,5 @@
-"""Chooses the reader rank of every extent that several ranks want, and divides each rank's load plan into what it reads
-and what others read for it. Both are cut into units, which the reader rank and its peers derive alike from what was
+"""Divides each rank's load plan into what it reads and what others read for it, by the reader ranks that
+read_division.py has chosen. Both are cut into units, which the reader rank and its peers derive alike from what was
 agreed on. It knows extents of files and ranks, and no connections; it reads nothing.
 """
 
@@ -17,16 +17,6 @@ from bytecheckpoint.manifest.ranges import BoxPart, Fetch, FlatPart, Frame, Part
 from bytecheckpoint.planner.byte_ranges import boxes_in_run, item_bytes_of
 from bytecheckpoint.planner.coalesce import cut_flat, fetch_of
 
-MAX_TOGETHER = 64
-"""Ranks that share the reading of the same bytes. More are divided into groups that each read them once, so that no
-rank connects to all others."""
-FEW_RANKS = 4
-"""Largest number of ranks that connect to one reader rank for a few bytes. Bytes that more ranks want are broadcast as
-a message.
-"""
-_COMMON_BYTES = 256 << 10
-_COMMON_BYTES_OF_ALL = 256 << 20
-"""Limit for these messages to all ranks together: they come from one store."""
 _FEW_BITS = 64
 _UNCHECKED_BYTES = 1 << 20
 """Length of an extent in a file that has no checksums."""
@@ -51,33 +41,10 @@ class ReaderShare(NamedTuple):
     received: Sequence[tuple[int, ExtentRun]]
     """The reader rank of each run that this rank wants and does not read, in the order of the files."""
     common: Sequence[ExtentRun] = ()
-    """Runs that the coordinator reads and broadcasts. They are the same for every rank, whether it wants them or not.
-    """
-
-
-class ReadGroup(NamedTuple):
-    """Ranks that want the same runs, and share the reading of them."""
-
-    ranks: Sequence[int]
-    parts: Sequence[Sequence[ExtentRun]]
-    """The runs that each of them reads for all, in the order of the files. Equal for groups alike, so that what
-    thousands of ranks do takes little memory."""
-
-
-class ReadDivision(NamedTuple):
-    """Who reads what, of all ranks."""
-
-    groups: Sequence[ReadGroup]
-    common: Sequence[ExtentRun]
-    """As in ReaderShare."""
-
-    def groups_of_rank(self, num_ranks: int) -> list[list[int]]:
-        """Returns the numbers of the groups that each rank is in."""
-        numbers: list[list[int]] = [[] for _ in range(num_ranks)]
-        for number, group in enumerate(self.groups):
-            for rank in group.ranks:
-                numbers[rank].append(number)
-        return numbers
+    """Runs that one rank reads and the coordinator broadcasts. They are the same for every rank, whether it wants them
+    or not."""
+    common_readers: Sequence[int] = ()
+    """The rank that reads each of them."""
 
 
 class DividedPlan(NamedTuple):
@@ -93,7 +60,7 @@ class DividedPlan(NamedTuple):
     """Units that each of the reader ranks reads for this one, in file order. Units of which it wants nothing, such as
     those between the rows of a box, are left out; no unit may be left."""
     common: Sequence[Fetch]
-    """Fetches of whole runs that the coordinator reads and broadcasts."""
+    """Fetches of whole runs that the coordinator broadcasts."""
 
 
 class Extents:
@@ -121,81 +88,7 @@ class Extents:
         return end - start
 
 
-def assign_readers(wanted: Sequence[Sequence[ExtentRun]], extents: Extents) -> list[ReaderShare]:
-    """Returns the share of each rank in `divide_reading`."""
-    division = divide_reading(wanted, extents)
-    groups = ([division.groups[number] for number in numbers] for numbers in division.groups_of_rank(len(wanted)))
-    return [share_of(rank, of_rank, division.common) for rank, of_rank in enumerate(groups)]
-
-
-def divide_reading(wanted: Sequence[Sequence[ExtentRun]], extents: Extents) -> ReadDivision:
-    """Assigns a reader rank to every extent that two ranks or more want, such that all read about as many bytes.
-
-    `wanted` has the runs of each rank, which do not overlap and do not touch one another; ranks that want the same
-    should have the same list, which is then looked at once. The reader rank is one of those that want the extent; it
-    gets few, long runs. Few bytes that more than FEW_RANKS want are common. The same input always gives the same
-    groups.
-    """
-    by_ranks = _runs_by_ranks(wanted)
-    common = _take_common(by_ranks, extents, min(_COMMON_BYTES, _COMMON_BYTES_OF_ALL // len(wanted)))
-    groups: list[ReadGroup] = []
-    read_bytes = [0] * len(wanted)
-    # Replicas mostly have equal loads: their groups divide the same runs in the same way.
-    divided: dict[tuple[object, ...], tuple[Sequence[Sequence[ExtentRun]], Sequence[int]]] = {}
-    for together, runs in _runs_by_group(by_ranks):
-        least = min(read_bytes[rank] for rank in together)
-        loads = [read_bytes[rank] - least for rank in together]
-        key = (id(runs), *loads)
-        if key not in divided:
-            own = _divide_runs(runs, loads, extents)
-            divided[key] = own, [sum(map(extents.num_bytes, part)) for part in own]
-        parts, amounts = divided[key]
-        for rank, num_bytes in zip(together, amounts, strict=True):
-            read_bytes[rank] += num_bytes
-        if len(together) > 1:
-            groups.append(ReadGroup(together, parts))
-    return ReadDivision(groups, common)
-
-
-def share_of(rank: int, groups: Iterable[ReadGroup], common: Sequence[ExtentRun]) -> ReaderShare:
-    """Returns the share of a rank, of the groups that it is in."""
-    reads: list[ExtentRun] = []
-    received: list[tuple[int, ExtentRun]] = []
-    peers: set[int] = set()
-    for ranks, parts in groups:
-        for reader, part in zip(ranks, parts, strict=True):
-            if reader != rank:
-                received += [(reader, run) for run in part]
-            elif part:
-                reads += part
-                peers.update(ranks)
-    return ReaderShare(reads, sorted(peers - {rank}), sorted(received, key=lambda item: item[1]), common)
-
-
-def _take_common(by_ranks: dict[tuple[int, ...], list[ExtentRun]], extents: Extents, max_bytes: int) -> list[ExtentRun]:
-    """Takes out the runs that many ranks want, up to `max_bytes`; runs that the most ranks want come first."""
-    common: list[ExtentRun] = []
-    many = [ranks for ranks in by_ranks if len(ranks) > FEW_RANKS]
-    for ranks in sorted(many, key=lambda ranks: (-len(ranks), ranks)):
-        num_bytes = sum(map(extents.num_bytes, by_ranks[ranks]))
-        if num_bytes <= max_bytes:
-            max_bytes -= num_bytes
-            common += by_ranks.pop(ranks)
-    return sorted(common)
-
-
-def _runs_by_group(
-    by_ranks: Mapping[tuple[int, ...], list[ExtentRun]],
-) -> Iterator[tuple[Sequence[int], list[ExtentRun]]]:
-    """Yields groups of ranks that share the reading of some runs; small ones first, which have the least choice."""
-    for ranks in sorted(by_ranks, key=lambda ranks: (len(ranks), ranks)):
-        num_groups = -(-len(ranks) // MAX_TOGETHER)
-        ends = [len(ranks) * number // num_groups for number in range(num_groups + 1)]
-        for first, end in pairwise(ends):
-            yield ranks[first:end], by_ranks[ranks]
-
-
-def _runs_by_ranks(wanted: Sequence[Sequence[ExtentRun]]) -> dict[tuple[int, ...], list[ExtentRun]]:
+def runs_by_ranks(wanted: Sequence[Sequence[ExtentRun]]) -> dict[tuple[int, ...], list[ExtentRun]]:
     """Returns every wanted extent once, under exactly those ranks that want it; runs are in the order of the files.
     Those of one rank do not overlap.
     """
@@ -227,29 +120,6 @@ def _numbers_in(bits: int) -> Iterator[int]:
         lowest = bits & -bits
         yield lowest.bit_length() - 1
         bits ^= lowest
-
-
-def _divide_runs(runs: Sequence[ExtentRun], loads: Sequence[int], extents: Extents) -> list[list[ExtentRun]]:
-    """Divides the runs, in their order, into one part for each of the loads, which are bytes, so that the highest load
-    with its part is as low as can be. A part ends with the extent in which it is full.
-    """
-    amount = sum(map(extents.num_bytes, runs))
-    level = min(-(-(amount + filled) // count) for count, filled in enumerate(accumulate(sorted(loads)), start=1))
-    parts: list[list[ExtentRun]] = []
-    left = [*reversed(runs)]
-    position = 0
-    for quota_end in accumulate(max(0, level - load) for load in loads):
-        parts.append([])
-        while left and position < quota_end:
-            file, first, end = left.pop()
-            bounds = extents.bounds(file)
-            stop = bisect_left(bounds, bounds[first] + quota_end - position, first + 1, end)
-            parts[-1].append(ExtentRun(file, first, stop))
-            position += bounds[stop] - bounds[first]
-            if stop < end:
-                left.append(ExtentRun(file, stop, end))
-    parts[-1] += reversed(left)  # extents without bytes
-    return parts
 
 
 def can_share(fetch: Fetch, extents: Extents) -> bool:
@@ -296,7 +166,7 @@ def divide_plan(fetches: Iterable[Fetch], share: ReaderShare, extents: Extents, 
     for fetch in fetches:
         is_assigned = any(any(_overlapping(assigned, run)) for run in wanted_runs([fetch], extents))
         (mixed if is_assigned else alone).append(fetch)
-    left = _runs_by_ranks([wanted_runs(mixed, extents), assigned]).get((0,), [])
+    left = runs_by_ranks([wanted_runs(mixed, extents), assigned]).get((0,), [])
     units = {run: [*_units(run, extents, unit_bytes)] for run in (*assigned, *left)}
     units |= {run: [run] for run in share.common}
     cut = _cut_all(mixed, sorted(chain.from_iterable(units.values())), extents)

@@ -80,7 +80,9 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
         write_telemetry(call, target, agreed.save_id, [each.record for each in reports])
         content = info = b""
         if ranks.rank == COORDINATOR:
-            content, info = encode_manifest_and_info(agreed, reports, call, target, metadata=metadata)
+            content, info = encode_manifest_and_info(
+                agreed, reports, call, target, metadata=metadata, generation=prepared.generation
+            )
         undo.pop_all()
     prepared.meter.begin("commit")
     committed = commit_together(call, files, content, info)

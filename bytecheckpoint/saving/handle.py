@@ -9,13 +9,16 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
+from typing import Literal
 
-from bytecheckpoint.errors import CheckpointMismatchError, CheckpointSaveError
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.info import CheckpointInfo, LocalInfo
 from bytecheckpoint.runtime.notebook_html import facts_html
 from bytecheckpoint.runtime.progress import Progress, ProgressMeter
 from bytecheckpoint.runtime.reentrancy import awaited_threads, is_refusal
 from bytecheckpoint.staging.snapshots import Snapshot
+
+HELD_LEVELS = ("process", "host", "storage")
 
 
 class SaveHandle:
@@ -70,8 +73,33 @@ class SaveHandle:
             raise error
         return local.result()
 
+    def held(self, level: Literal["process", "host", "storage"], timeout: float | None = None) -> CheckpointInfo:
+        """Blocks until the save survives the death of its processes (`process`), of a host (`host`), or is committed
+        (`storage`). `process` on any rank means that the save is whole in memory on all hosts. `timeout` is in seconds.
+
+        Raises the error with which the save failed before, TimeoutError if it is not that far, and
+        CheckpointMismatchError (conflict) if the save does not go there.
+        """
+        if level not in HELD_LEVELS:
+            raise ValueError(f"held takes one of {', '.join(map(repr, HELD_LEVELS))}, not {level!r}")
+        refusal = self._progress.never_held.get(level)
+        if refusal is not None:
+            raise CheckpointMismatchError(refusal, kind="conflict", path=self._progress.path)
+        future = self._progress.outcome if level == "storage" else self._progress.held[level]
+        if not future.done():
+            awaited_threads().refuse()
+        error = future.exception(timeout)
+        refusal = self._progress.never_held.get(level)  # which may be known only now
+        if refusal is not None:
+            raise CheckpointMismatchError(refusal, kind="conflict", path=self._progress.path)
+        if error is not None:
+            self._progress.mark_seen()
+            raise error
+        return future.result()
+
     def result(self, timeout: float | None = None) -> CheckpointInfo:
-        """Blocks until the checkpoint is durable and committed on every rank; `timeout` is in seconds.
+        """Blocks until the checkpoint is durable and committed on every rank; `timeout` is in seconds. With
+        `to="memory"`, until memory holds it: as `held("host")`, or as `held("process")` where one host has all copies.
 
         Raises the error with which the save failed on any rank, or TimeoutError if it is still under way.
         """
@@ -100,12 +128,19 @@ class SaveHandle:
 class SaveProgress:
     """Progress and outcome of one save, for its handle and for the threads that work on it."""
 
-    def __init__(self, path: str, meter: ProgressMeter, *, is_staged: bool) -> None:
+    def __init__(self, path: str, meter: ProgressMeter, *, is_staged: bool, is_held: bool = False) -> None:
         self.path = path
         self.meter = meter
         self.is_numbered = threading.Event()
         """Set when all ranks know which call this is, so that other calls may begin."""
         self.local: Future[LocalInfo] | None = Future() if is_staged else None
+        self.held: dict[str, Future[CheckpointInfo]] = {"process": Future(), "host": Future()} if is_held else {}
+        """Outcomes of the levels that memory has."""
+        self.never_held: dict[str, str] = {}
+        """Levels that the save never reaches, each with the reason."""
+        if not is_held:
+            why = f"the save to {path} has no memory tier: give it SaveOptions.memory, or wait for result()"
+            self.never_held = {"process": why, "host": why}
         self.outcome: Future[CheckpointInfo] = Future()
         self.error: BaseException | None = None
         self._is_staged = threading.Event()
@@ -135,6 +170,20 @@ class SaveProgress:
         """Ends the wait for the local stage: every rank's data is durable there."""
         if self.local is not None:
             self.local.set_result(info)
+
+    def reach(self, level: Literal["process", "host"], info: CheckpointInfo) -> None:
+        """Ends the waits for a level of memory."""
+        self.held[level].set_result(info)
+
+    def miss(self, level: Literal["host"], error: CheckpointError) -> None:
+        """Makes waits for a level of memory raise this error; the save goes on."""
+        self.held[level].set_exception(error)
+
+    def never_reach(self, level: Literal["host", "storage"], why: str) -> None:
+        """Makes waits for a level raise at once."""
+        self.never_held[level] = why
+        if level == "host" and not self.held[level].done():
+            self.held[level].set_exception(CheckpointMismatchError(why, kind="conflict", path=self.path))
 
     def share(self, snapshot: Snapshot) -> None:
         """Lets each thread that waits for staging stage a part of this snapshot."""
@@ -198,6 +247,9 @@ class SaveProgress:
         else:
             if self.local is not None and not self.local.done():
                 self.local.set_exception(self.error)
+            for future in self.held.values():
+                if not future.done():
+                    future.set_exception(self.error)
             self.outcome.set_exception(self.error)
         if info is not None or self.was_seen:
             self._on_seen()

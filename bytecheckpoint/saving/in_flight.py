@@ -31,6 +31,7 @@ from bytecheckpoint.saving.prepare import KeptBetweenSaves, PreparedSave
 from bytecheckpoint.saving.slow_phases import PhaseHistory
 from bytecheckpoint.saving.target import SaveTarget
 from bytecheckpoint.staging.host_buffers import HostBuffers
+from bytecheckpoint.staging.memory_slots import JobMemory
 from bytecheckpoint.staging.reuse import ReuseHistory
 from bytecheckpoint.staging.snapshots import ProposedState, StagedState
 from bytecheckpoint.storage.store import RemoteStore, Store, full_location
@@ -316,9 +317,7 @@ def _print(text: str) -> None:
 
 
 class ProcessState:
-    """Everything that a process keeps between saves. One a process: it has one exit code, and staging memory for one
-    save at a time.
-    """
+    """Everything that a process keeps between saves. One a process, which stages one save at a time."""
 
     def __init__(self) -> None:
         self.saves = SavesInFlight()
@@ -328,7 +327,9 @@ class ProcessState:
         self.reuse = ReuseHistory()
         self._writable: set[str] = set()
         """Stores that were found to be writable."""
-        self._of_parent: list[HostBuffers] = []
+        self.memories: dict[str, JobMemory] = {}
+        """Slots of this process, by the folder of their job."""
+        self._of_parent: list[object] = []
 
     def kept(self, target: SaveTarget) -> KeptBetweenSaves:
         """Returns what a save takes from earlier ones."""
@@ -349,8 +350,8 @@ class ProcessState:
         """Forgets in a forked child the saves of the parent, whose threads it lacks, and the memory."""
         self.saves.reset()
         # The memory is not the child's, but freeing it here could free what has come to lie in the same place.
-        self._of_parent.append(self.buffers)
-        self.buffers, self.plans, self._writable = HostBuffers(), PlanCache(), set()
+        self._of_parent.append((self.buffers, self.memories))
+        self.buffers, self.memories, self.plans, self._writable = HostBuffers(), {}, PlanCache(), set()
         self.history, self.reuse = PhaseHistory(), ReuseHistory()
 
 
@@ -378,6 +379,13 @@ def wait_until_staged() -> None:
     """Returns when no save in flight needs the training state any more."""
     for state in _STATE.values():
         state.saves.wait_until_staged()
+
+
+def note_load() -> None:
+    """Notes that training goes on from what was loaded."""
+    for state in _STATE.values():
+        for memory in state.memories.values():
+            memory.note_load()
 
 
 @contextmanager

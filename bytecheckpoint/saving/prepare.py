@@ -27,6 +27,7 @@ from bytecheckpoint.saving.slow_phases import PhaseHistory
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.staging.file_image import LiveFile, PlannedFile
 from bytecheckpoint.staging.host_buffers import HostBuffers
+from bytecheckpoint.staging.memory_slots import MemoryPart
 from bytecheckpoint.staging.reuse import RootHistory
 from bytecheckpoint.staging.snapshots import (
     LiveState,
@@ -45,34 +46,52 @@ SnapshotKind = Literal["none", "copy", "lazy"]
 _MAX_COPY_THREADS = 4
 
 
-def kind_of_snapshot(wanted: str, *, async_save: bool) -> SnapshotKind:
-    """Returns the kind that an option selects. `auto` is `copy`, because a lazy snapshot is safe only if nothing but
-    steps of torch optimizers changes the state.
+def kind_of_snapshot(options: SaveOptions, *, async_save: bool) -> SnapshotKind:
+    """Returns the kind that the options select. `auto` is `copy`, because a lazy snapshot is safe only if nothing but
+    steps of torch optimizers changes the state. What memory is to hold is copied in any case.
     """
     if not async_save:
-        return "none"
+        return "none" if options.memory is None else "copy"
+    wanted = options.snapshot
     return "lazy" if wanted == "lazy" else "copy"
 
 
 def take_snapshot(
-    kind: SnapshotKind, files: Sequence[LiveFile], buffers: HostBuffers, ready: Ready, *, staging_bytes: int | None
+    kind: SnapshotKind,
+    files: Sequence[LiveFile],
+    buffers: HostBuffers,
+    ready: Ready,
+    *,
+    staging_bytes: int | None,
+    memory: MemoryPart | None = None,
 ) -> Snapshot:
-    """Returns the snapshot of these files; after its `stage()` the state may change."""
+    """Returns the snapshot of these files, with `memory` in a slot; after its `stage()` the state may change."""
     if kind == "none":
         return LiveState(files, buffers.scratch, ready)
     num_bytes = staged_bytes([file.planned for file in files])
-    if staging_bytes is not None and num_bytes > staging_bytes:
+    image = None
+    if memory is not None:
+        image = memory.take([file.planned.byte_length for file in files], staging_bytes=staging_bytes)
+    elif staging_bytes is not None and num_bytes > staging_bytes:
         return StateInWaves(files, buffers.staging.take(staging_bytes), ready)
     threads = min(torch.get_num_threads(), _MAX_COPY_THREADS)
     if kind == "lazy":  # half of them beside training; when training waits, its thread brings as many
         threads = max(threads // 2, 1)
-    return StagedState(files, buffers.staging.take(num_bytes), ready, threads=threads)
+    return StagedState(files, buffers.staging.take(num_bytes) if image is None else image, ready, threads=threads)
 
 
 def allocate(
-    planned: Sequence[PlannedFile], buffers: HostBuffers, shards: ShardBlocks, *, staging_bytes: int | None
+    planned: Sequence[PlannedFile],
+    buffers: HostBuffers,
+    shards: ShardBlocks,
+    *,
+    staging_bytes: int | None,
+    slots: MemoryPart | None = None,
 ) -> None:
     """Allocates the memory that a snapshot of these files of these shards will take."""
+    if slots is not None:
+        slots.slots.reserve([file.byte_length for file in planned], max_bytes=slots.max_bytes)
+        return
     num_bytes = staged_bytes(planned)
     memory = buffers.staging.take(num_bytes if staging_bytes is None else min(num_bytes, staging_bytes))
     for device in filter(has_streams, devices_of(shards)):
@@ -109,12 +128,20 @@ class PreparedSave:
         kind: SnapshotKind,
         options: SaveOptions,
         kept: KeptBetweenSaves,
+        memory: MemoryPart | None = None,
     ) -> None:
         ranks = call.ranks
         if ranks.rank == COORDINATOR:
             logger.info("saving %s from %d ranks", target.path, ranks.num_ranks)
         self.meter = ProgressMeter(target.path, ranks.global_ranks[ranks.rank], "save", options.on_progress)
-        self.progress = SaveProgress(target.path, self.meter, is_staged=target.stage is not None)
+        self.progress = SaveProgress(
+            target.path, self.meter, is_staged=target.stage is not None, is_held=memory is not None
+        )
+        self.memory = memory
+        self.generation: int | None = None
+        """Set on the coordinator once memory holds the save, if it does."""
+        if memory is not None:
+            memory.slots.begin_save()
         self.history = kept.history
         self.reuse = kept.reuse
         self.call = call
@@ -178,7 +205,7 @@ class PreparedSave:
         with self.call.phase("plan"):
             ranks.enter()
             self.progress.is_numbered.set()
-            self.target.refuse_existing(ranks)
+            self._refuse_existing()
             with reading_after(self._ready):
                 agreed = exchange_plans(ranks, self._local_plan)
         with self.call.phase("stage"):
@@ -189,11 +216,27 @@ class PreparedSave:
                 self._snapshot = self._snapshot_of(agreed.rank_plan)
         return agreed
 
+    def _refuse_existing(self) -> None:
+        memory, target = self.memory, self.target
+        if memory is not None and self.call.ranks.rank == COORDINATOR:
+            memory.slots.look_at(target.store)
+        if memory is None or not memory.is_only:
+            target.refuse_existing(self.call.ranks)
+        elif self.call.ranks.rank == COORDINATOR and not target.may_replace():
+            memory.slots.check_step(target.store, target.step or 0, target.path)
+
     def _snapshot_of(self, plan: RankPlan) -> Snapshot:
         with gc_paused():
             # New files for each snapshot, because a snapshot may change its own.
             files = [LiveFile(planned, self._local_plan.shards) for planned in plan.files]
-        return take_snapshot(self._kind, files, self.buffers, self._ready, staging_bytes=self.options.staging_bytes)
+        return take_snapshot(
+            self._kind,
+            files,
+            self.buffers,
+            self._ready,
+            staging_bytes=self.options.staging_bytes,
+            memory=self.memory,
+        )
 
     def stage(self) -> None:
         """Stages the snapshot. From then on the training state may change."""
@@ -210,7 +253,12 @@ class PreparedSave:
 
     def write_live(self) -> None:
         """Makes the save write the state itself, because there is no thread to write a snapshot later."""
-        self._kind, self._snapshot = "none", None
+        if self.memory is None:
+            self._kind, self._snapshot = "none", None
+            return
+        self._snapshot = None  # it was closed
+        self.agree()
+        self.stage()
 
     def close(self) -> None:
         """Drops the state: the error of a failed save keeps the frames of its functions."""

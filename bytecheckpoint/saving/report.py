@@ -31,6 +31,7 @@ from bytecheckpoint.saving.global_plan import AgreedPlan, WrittenTensors
 from bytecheckpoint.saving.slow_phases import TimedReport
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.staging.compress import ChunkLocation
+from bytecheckpoint.staging.memory_slots import GENERATION
 from bytecheckpoint.staging.reuse import FileReuse
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.paths import join_name
@@ -99,9 +100,16 @@ def _locations(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> Iterator[t
 
 
 def encode_manifest_and_info(
-    agreed: AgreedPlan, timed: Sequence[TimedReport], call: SaveCall, target: SaveTarget, *, metadata: Mapping[str, Any]
+    agreed: AgreedPlan,
+    timed: Sequence[TimedReport],
+    call: SaveCall,
+    target: SaveTarget,
+    *,
+    metadata: Mapping[str, Any],
+    generation: int | None = None,
 ) -> tuple[bytes, bytes]:
-    """Returns the manifest as it will be committed, and the CheckpointInfo of it without seconds.
+    """Returns the manifest as it will be committed, and the CheckpointInfo of it without seconds. `generation` is that
+    of a save with a memory tier.
 
     Raises CheckpointSaveError (storage) if the reports contradict the plan, or make a manifest that no reader accepts.
     """
@@ -114,6 +122,8 @@ def encode_manifest_and_info(
             step=target.step,
             metadata=metadata,
         )
+        if generation is not None:
+            manifest = replace(manifest, provenance={**manifest.provenance, GENERATION: generation})
         content = encode_manifest(manifest)
         try:
             decoded = open_manifest(content)

@@ -69,6 +69,8 @@ class SaveTarget(NamedTuple):
     """None where data goes to the store at once."""
     owner: SaveOwner | None = None
     """None if nobody owns the root."""
+    memory: str = ""
+    """What must be the same on all ranks of a memory tier, in words; empty without one."""
     reuse: bool = False
     """True if files of the newest checkpoint are taken where they are equal."""
 
@@ -80,7 +82,7 @@ class SaveTarget(NamedTuple):
         overwriting = ", overwriting what is there" if self.overwrite else ""
         staged = ", through a local stage" if self.stage is not None else ""
         reusing = ", reusing files" if self.reuse else ""
-        return f"{full_location(self.store, self.folder)} (step={self.step}{overwriting}{staged}{reusing})"
+        return f"{full_location(self.store, self.folder)} (step={self.step}{overwriting}{staged}{reusing}{self.memory})"
 
     @property
     def save_id_prefix(self) -> str:
@@ -126,7 +128,7 @@ def open_target(
     can_reuse = options.reuse and isinstance(store, SupportsDuplicate)
     if options.reuse and not can_reuse:
         logger.info("%s can neither link nor copy files, so each save writes all of them", root)
-    return SaveTarget(store, folder, step, options.overwrite, stage, owner, can_reuse)
+    return SaveTarget(store, folder, step, options.overwrite, stage, owner, reuse=can_reuse)
 
 
 def check_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:

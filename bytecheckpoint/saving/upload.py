@@ -127,7 +127,9 @@ def _write_to_stage(
         reports = [msgspec.msgpack.decode(payload, type=TimedReport) for payload in gathered]
         payload, content = b"", b""
         if ranks.rank == COORDINATOR:
-            content, info = encode_manifest_and_info(agreed, reports, call, target, metadata=metadata)
+            content, info = encode_manifest_and_info(
+                agreed, reports, call, target, metadata=metadata, generation=prepared.generation
+            )
             is_recoverable = stage.write_manifest(content)
             direct_ranks = tuple(ranks.global_ranks[rank] for rank, each in enumerate(reports) if each.is_direct)
             num_bytes = msgspec.msgpack.decode(info, type=CheckpointInfo).num_bytes

@@ -25,7 +25,7 @@ _NUM_COPIES = 2
 """Copies of a fetch beside the fetches under way: see `max_bytes_at_once`."""
 
 
-class Memory(Protocol):
+class FetchMemory(Protocol):
     """Allocates scratch memory."""
 
     def block_bytes(self, byte_length: int) -> int:
@@ -62,7 +62,7 @@ def run_fetches(
     threads: int,
     verify: bool,
     scratch_bytes: int,
-    memory: Memory,
+    memory: FetchMemory,
 ) -> None:
     """Carries out all fetches from these files of a folder; when one fails, those not begun are dropped and its error
     is raised.

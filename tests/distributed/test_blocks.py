@@ -14,7 +14,7 @@ from faults.seams import EXCHANGE_PHASES, SAVE_PHASES, Seen, before, loads_as, r
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed import ranks as ranks_module
 from bytecheckpoint.loading import exchange as exchange_module
-from bytecheckpoint.planner import exchange_plan
+from bytecheckpoint.planner import read_division
 from distributed.workers import WorkerPool
 
 OPTIONS = bcp.SaveOptions(timeout_s=20)
@@ -81,7 +81,7 @@ def in_twos() -> Iterator[None]:
     """Messages go through blocks of two ranks, and no more than two read together."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks_module, "BLOCK_RANKS", 2)
-        patch.setattr(exchange_plan, "MAX_TOGETHER", 2)
+        patch.setattr(read_division, "MAX_TOGETHER", 2)
         patch.setattr(exchange_module, "GRACE_S", 0.3)
         yield
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import bytecheckpoint as bcp
 from bytecheckpoint.loading import exchange as exchange_module
 from bytecheckpoint.loading import receive
-from bytecheckpoint.planner import deduplicate, exchange_plan, save_plan
+from bytecheckpoint.planner import deduplicate, read_division, save_plan
 from distributed.workers import WorkerPool
 
 WIDTH, NUM_LAYERS = 48, 12
@@ -141,9 +141,9 @@ def load_in_common(
 ) -> tuple[bool, int, int]:
     """As many ranks would, of which none connects with another: rank 0 reads and sends what all want."""
 
-    def verify_damaged(content: memoryview, *of_run: Any) -> None:
+    def verify_damaged(content: memoryview, *of_run: Any, reader: str) -> None:
         content[-1] ^= 1
-        verify(content, *of_run)
+        verify(content, *of_run, reader=reader)
 
     verify = receive._verify
     expected = local_tensors(*trained(world_size, num_replicas=1, seed=1))
@@ -153,7 +153,7 @@ def load_in_common(
         pytest.MonkeyPatch.context() as patch,
         before(Seam(exchange_module, "connect"), raising(AssertionError())),
     ):
-        patch.setattr(exchange_plan, "FEW_RANKS", 2)
+        patch.setattr(read_division, "FEW_RANKS", 2)
         if rank == damages_on:
             patch.setattr(receive, "_verify", verify_damaged)
         report = bcp.load(path, {"model": model, "optimizer": optimizer}, options=options)

@@ -27,7 +27,9 @@ MODULES: tuple[str, ...] = (
     "faults.commit_machine",
     "faults.lost_ranks",
     "faults.manager_kills",
+    "faults.memory_kills",
     "faults.stopped_ranks",
+    "faults.lost_hosts",
 )
 """Each has a tuple CAMPAIGNS. Their order is that of the table."""
 EVERY = range(sys.maxsize)

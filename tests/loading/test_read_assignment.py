@@ -7,7 +7,8 @@ import msgspec
 from bytecheckpoint.distributed.rendezvous import Address
 from bytecheckpoint.loading.exchange import LocalReadPlan, assign, decode_assignment
 from bytecheckpoint.manifest import DataFile
-from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, assign_readers
+from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents
+from bytecheckpoint.planner.read_division import assign_readers
 
 NUM_RANKS, SHARDS = 256, 8
 

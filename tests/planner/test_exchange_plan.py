@@ -5,22 +5,16 @@ to exactly those who want it too.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.manifest import DataFile
-from bytecheckpoint.planner import exchange_plan
-from bytecheckpoint.planner.exchange_plan import (
-    FEW_RANKS,
-    MAX_TOGETHER,
-    ExtentRun,
-    Extents,
-    ReaderShare,
-    assign_readers,
-    divide_reading,
-)
+from bytecheckpoint.planner import read_division
+from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, ReaderShare
+from bytecheckpoint.planner.read_division import FEW_RANKS, MAX_TOGETHER, assign_readers, divide_reading
 
 Wanted = list[list[ExtentRun]]
 
@@ -29,11 +23,13 @@ def file_of(lengths: list[int]) -> DataFile:
     return DataFile("f", sum(lengths), lengths, [0] * len(lengths))
 
 
-def shares_of(wanted: Wanted, extents: Extents, common_bytes: int = 0) -> list[ReaderShare]:
+def shares_of(
+    wanted: Wanted, extents: Extents, common_bytes: int = 0, held: Sequence[Collection[int]] | None = None
+) -> list[ReaderShare]:
     """The shares where so many bytes may be common."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange_plan, "_COMMON_BYTES", common_bytes)
-        return assign_readers(wanted, extents)
+        patch.setattr(read_division, "_COMMON_BYTES", common_bytes)
+        return assign_readers(wanted, extents, held or [()] * len(wanted))
 
 
 @st.composite
@@ -92,7 +88,7 @@ def test_every_shared_extent_is_read_once_and_passed_on_to_all_who_want_it(case:
 def test_where_many_want_the_same_they_are_divided_into_groups(case: tuple[Extents, Wanted]) -> None:
     extents, wanted = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange_plan, "MAX_TOGETHER", 2)
+        patch.setattr(read_division, "MAX_TOGETHER", 2)
         check_shares_in_groups(wanted, shares_of(wanted, extents))
 
 
@@ -222,3 +218,59 @@ def test_dividing_what_replicas_want_takes_steps_in_proportion_to_the_files(shar
             [number for number, group in enumerate(division.groups) if rank in group.ranks] for rank in range(num_ranks)
         ]
     assert looks[2] <= 2.2 * looks[1] <= 2.2 * 2.2 * looks[0]
+
+
+@st.composite
+def held_cases(draw: st.DrawFn) -> tuple[Extents, Wanted, list[set[int]]]:
+    """Each file can be read by all, or by some ranks."""
+    extents, wanted = draw(cases())
+    held: list[set[int]] = [set() for _ in wanted]
+    for file in range(3):
+        if draw(st.booleans()):
+            for rank in draw(st.sets(st.integers(0, len(wanted) - 1), min_size=1)):
+                held[rank].add(file)
+    return extents, wanted, held
+
+
+@given(held_cases(), st.sampled_from([0, 20]))
+@settings(max_examples=150, deadline=None)
+def test_bytes_that_few_hold_are_read_by_a_holder_and_reach_all_who_want_them(
+    case: tuple[Extents, Wanted, list[set[int]]], common_bytes: int
+) -> None:
+    extents, wanted, held = case
+    shares = shares_of(wanted, extents, common_bytes, held)
+    assert shares == shares_of(wanted, extents, common_bytes, held)
+    restricted = set().union(*held)
+    common = extents_in(list(shares[0].common))
+    for run, reader in zip(shares[0].common, shares[0].common_readers, strict=True):
+        assert run.file in held[reader] or run.file not in restricted
+    for rank, share in enumerate(shares):
+        own = extents_in(list(share.reads))
+        assert {file for file, _ in own} <= held[rank] | {0, 1, 2} - restricted
+        received = [extent for _, run in share.received for extent in extents_in([run])]
+        assert len(received) == len({*received})
+        for reader, run in share.received:
+            assert extents_in([run]) <= extents_in(list(shares[reader].reads))
+            assert rank in shares[reader].peers
+        alone = extents_in(wanted[rank]) - own - {*received} - common
+        assert {file for file, _ in alone} <= held[rank] | {0, 1, 2} - restricted
+        assert {*received} <= extents_in(wanted[rank])
+    reads = Counter(extent for share in shares for extent in extents_in(list(share.reads)))
+    assert all(count == 1 for count in reads.values())
+
+
+def test_a_lost_hosts_files_are_read_by_the_ranks_that_hold_the_copies_each_by_one() -> None:
+    """Ranks 0 to 3 are new; 4 to 7 hold their own files 4 to 7 and the copies of 0 to 3, of which each reads one."""
+    extents = Extents([file_of([10] * 10)] * 8)
+    wanted = [[ExtentRun(rank, 0, 10)] for rank in range(8)]
+    shares = shares_of(wanted, extents, 0, [set() if rank < 4 else {*range(8)} for rank in range(8)])
+    assert sorted(len(share.reads) for share in shares[4:]) == [1, 1, 1, 1]
+    assert [len(share.received) for share in shares] == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert all(len(share.peers) == 1 for share in shares[4:])
+
+
+def test_thousands_of_ranks_that_hold_what_they_want_pass_nothing_on() -> None:
+    extents = Extents([file_of([10] * 10)] * 4096)
+    wanted = [[ExtentRun(rank, 0, 10)] for rank in range(4096)]
+    shares = shares_of(wanted, extents, 0, [range(rank // 8 * 8, rank // 8 * 8 + 8) for rank in range(4096)])
+    assert not any(share.reads or share.received or share.peers for share in shares)

@@ -19,13 +19,13 @@ from bytecheckpoint.planner.exchange_plan import (
     DividedPlan,
     Extents,
     ReaderShare,
-    assign_readers,
     can_share,
     divide_plan,
     packed,
     wanted_runs,
 )
 from bytecheckpoint.planner.load_plan import Want, box_layout, plan_load
+from bytecheckpoint.planner.read_division import assign_readers
 from bytecheckpoint.region import Region, relative, rows, whole
 
 ITEM_BYTES = 2
@@ -76,10 +76,10 @@ def regions_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
     return Region(tuple(offsets), tuple(lengths))
 
 
-@given(cases(), st.integers(1, 200), st.integers(0, 50), st.booleans())
+@given(cases(), st.integers(1, 200), st.integers(0, 50), st.booleans(), st.integers(0, 4))
 @settings(max_examples=150, deadline=None)
 def test_what_ranks_read_and_pass_on_is_what_was_stored(
-    drawn: tuple[Case, list[Want]], unit_bytes: int, max_gap_bytes: int, verify: bool
+    drawn: tuple[Case, list[Want]], unit_bytes: int, max_gap_bytes: int, verify: bool, holder: int
 ) -> None:
     case, wants = drawn
     extents = Extents(case.manifest.files)
@@ -87,8 +87,9 @@ def test_what_ranks_read_and_pass_on_is_what_was_stored(
         plan_load(case.manifest, [want], verify=verify, max_gap_bytes=max_gap_bytes, max_fetch_bytes=100)
         for want in wants
     ]
+    held = [[0] if rank == holder else [] for rank in range(len(wants))]  # nobody, or one who alone can read
     sharable = [[fetch for fetch in plan if can_share(fetch, extents)] for plan in plans]
-    shares = assign_readers([wanted_runs(plan, extents) for plan in sharable], extents)
+    shares = assign_readers([wanted_runs(plan, extents) for plan in sharable], extents, held)
     for want, fetches, mine, share in zip(wants, plans, sharable, shares, strict=True):
         plan = divide_plan(mine, share, extents, unit_bytes=unit_bytes)
         check_units(plan, share, extents, unit_bytes)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint import api
+from bytecheckpoint import phases
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.saving.target import SaveOwner
 
 
 def save_owned(path: Path, owner: SaveOwner) -> bcp.CheckpointInfo:
-    return api.run_save(
+    return phases.run_save(
         path,
         {"weight": torch.ones(4)},
         "auto",

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.optim import Optimizer
 
-from bytecheckpoint import api
+from bytecheckpoint import phases
 from bytecheckpoint.adapters.rank_values.rank_local import RankLocal
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.distributed.ranks import Subject, join_ranks, together
@@ -187,7 +187,7 @@ def load(
         options = storage_reader.options if isinstance(storage_reader, BcpStorageReader) else LoadOptions()
     shown = _shown(state_dict)
     with _ranks_of(process_group, storage_reader, no_dist=no_dist) as group:
-        api.run_load(
+        phases.run_load(
             place.root,
             shown,
             "auto",

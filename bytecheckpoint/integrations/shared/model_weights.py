@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bytecheckpoint import api
+from bytecheckpoint import api, phases
 from bytecheckpoint.conversion.convert import ConvertLimits, ConvertRequest, convert
 from bytecheckpoint.distributed.ranks import Subject, join_ranks
 from bytecheckpoint.errors import and_more
@@ -68,7 +68,7 @@ def load_weights(
     """Fills modules, or tensors by their names, in place, and converts their dtypes. What else the checkpoint holds is
     named in the log. Raises the errors of a load.
     """
-    report = api.run_load(
+    report = phases.run_load(
         path,
         {"model": weights},
         "auto",

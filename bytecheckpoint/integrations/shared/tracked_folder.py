@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from bytecheckpoint import api
+from bytecheckpoint import phases
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.manifest.validation import UNSAFE_NAME
@@ -68,7 +68,7 @@ class TrackedFolder(NamedTuple):
         Raises the errors of `bytecheckpoint.save`, and StorageError for a file that cannot be written.
         """
         check = _nothing if tracked_as is None else partial(self._track, name, tracked_as, on_tracked)
-        return api.run_save(
+        return phases.run_save(
             self.path_of(name),
             state,
             "auto",

@@ -1,0 +1,175 @@
+"""Ranks fetch bytes out of the memory of one another, over the sockets of the exchange, each piece with a digest. The
+first failure ends what a rank has under way. It does not know what the bytes are for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from bytecheckpoint.distributed.connection import Connection, PeerLeftError
+from bytecheckpoint.distributed.ranks import Ranks
+from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, Address, Listener, connect
+from bytecheckpoint.distributed.wire import HEADER, WireHeader, check_digest, damaged, seal
+from bytecheckpoint.runtime.thread_priority import lower_priority
+
+_TELL_S = 10.0
+"""Time in which a rank that has failed still connects to those that wait for it, so that they see it go."""
+
+
+class Piece(NamedTuple):
+    """Consecutive bytes of one of the files that a rank offers."""
+
+    file: int
+    byte_offset: int
+    byte_length: int
+
+
+class Fetching(NamedTuple):
+    """The pieces that this rank fetches from another one."""
+
+    rank: int
+    address: Address
+    pieces: Sequence[Piece]
+    memory: Callable[[Piece], memoryview]
+    """Returns the memory that a piece goes to, once it comes."""
+    take: Callable[[Piece, memoryview], None]
+    """Called with each piece that has arrived, by one thread for each rank."""
+
+
+def nothing_from(rank: int, address: Address) -> Fetching:
+    """Returns a fetch of no piece: the other rank waits no longer for this one."""
+    return Fetching(rank, address, [], lambda _: memoryview(b""), lambda *_: None)
+
+
+def transfer(
+    ranks: Ranks,
+    listener: Listener,
+    offered: Sequence[memoryview],
+    *,
+    takers: Sequence[int],
+    fetches: Sequence[Fetching],
+    timeout_s: float,
+) -> None:
+    """Fetches all pieces, and serves what these ranks fetch from this one, who offers files.
+
+    Raises CheckpointError (rank_missing) for a rank that is gone or stuck, CheckpointCorruptError (checksum) for bytes
+    that were damaged on the way, and whatever `take` raises.
+    """
+    if takers or fetches:
+        _Transfer(ranks, offered, timeout_s).run(listener, takers, fetches)
+
+
+class _Transfer:
+    """The connections and threads of one rank."""
+
+    def __init__(self, ranks: Ranks, offered: Sequence[memoryview], timeout_s: float) -> None:
+        self._ranks = ranks
+        self._offered = offered
+        self._timeout_s = timeout_s
+        self._inbound: list[Connection] = []
+        self._outbound: list[Connection] = []
+        self._errors: list[BaseException] = []
+        self._is_over, self._is_interrupted = threading.Event(), threading.Event()
+        self._futures: list[Future[None]] = []
+
+    def run(self, listener: Listener, takers: Sequence[int], fetches: Sequence[Fetching]) -> None:
+        """Raises the first error of any thread."""
+        num_threads = len(takers) + len(fetches) + 2 * MAX_UNAUTHENTICATED
+        self._pool = ThreadPoolExecutor(num_threads, "bcp-copies", initializer=lower_priority)
+        peers = {rank: self._ranks.global_ranks[rank] for rank in takers}
+        try:
+            with self._failing_together():
+                for fetch in fetches:
+                    self._start(self._fetch, fetch)
+                if peers:
+                    listener.accept(peers, self._admit, self._start, timeout_s=self._timeout_s, is_over=self._is_over)
+                wait(self._futures, return_when=FIRST_EXCEPTION)
+        finally:
+            self._end()
+
+    def _start(self, do: Callable[..., None], *arguments: object) -> None:
+        self._futures.append(self._pool.submit(self._failing_together()(do), *arguments))
+
+    def _admit(self, connection: Connection, message: bytes) -> Callable[[], None]:
+        self._outbound.append(connection)
+        return partial(self._serve, connection, _decode(message, connection))
+
+    def _serve(self, connection: Connection, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            if self._is_over.is_set():
+                raise PeerLeftError
+            content = self._offered[piece.file][piece.byte_offset :][: piece.byte_length]
+            header = seal(WireHeader(piece.file, piece.byte_offset, content.nbytes), [content])
+            connection.send(HEADER.pack(*header))
+            connection.send(content)
+        connection.check_peer(self._timeout_s)  # until it has them all
+
+    def _fetch(self, fetch: Fetching) -> None:
+        reader = self._ranks.global_ranks[fetch.rank]
+        connection = connect(
+            reader,
+            fetch.address,
+            self._ranks.rank,
+            _encode(fetch.pieces),
+            timeout_s=self._timeout_s,
+            on_open=self._inbound.append,
+            is_over=self._is_interrupted,
+        )
+        if self._is_over.is_set():  # it waits for this rank, and hears now that it goes
+            connection.interrupt()
+            raise PeerLeftError
+        for piece in fetch.pieces:
+            header = connection.receive_header()
+            if (header.file, header.byte_offset, header.byte_length) != piece:
+                raise damaged(f"a piece of the memory of rank {reader}, or its header, was")
+            memory = fetch.memory(piece)
+            connection.receive_into(memory)
+            check_digest(header, [memory], reader=reader, wanted_by="a copy")
+            fetch.take(piece, memory)
+        connection.send_ack()
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._errors.append(error)
+            self._is_over.set()
+            for connection in (*self._inbound, *self._outbound):
+                if connection.is_established or connection in self._outbound:
+                    connection.interrupt()
+            raise
+
+    def _end(self) -> None:
+        if self._errors:
+            wait(self._futures, timeout=_TELL_S)
+            self._is_interrupted.set()
+            for connection in (*self._inbound, *self._outbound):
+                connection.interrupt()
+        self._pool.shutdown()
+        for connection in (*self._inbound, *self._outbound):
+            connection.close()
+        # One that was interrupted because another failed says less.
+        told = [error for error in self._errors if not isinstance(error, PeerLeftError)]
+        for error in (*told, *self._errors):
+            raise error
+
+
+def _encode(pieces: Sequence[Piece]) -> bytes:
+    content = msgspec.msgpack.encode(pieces)
+    return xxhash.xxh3_64_digest(content) + content
+
+
+def _decode(message: bytes, connection: Connection) -> Sequence[Piece]:
+    digest, content = message[:8], message[8:]
+    if digest != xxhash.xxh3_64_digest(content):
+        raise damaged(f"what rank {connection.global_rank} asked for ({len(message)} bytes) was")
+    return msgspec.msgpack.decode(content, type=list[Piece])

@@ -1,0 +1,42 @@
+"""Looks for the holders whose bytes are not those that were saved, after a load of a version failed: every file that
+the ranks of a host read, extent by extent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import xxhash
+
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.manifest.ranges import cut_blocks
+from bytecheckpoint.runtime.threads import map_jobs
+from bytecheckpoint.storage.memory_root.held_store import HeldStore
+from bytecheckpoint.storage.object_io import BLOCK_BYTES
+
+_THREADS = 4
+
+
+def damaged_files(store: HeldStore, files: Sequence[DataFile]) -> list[str]:
+    """Returns the names of those of the files that cannot be read as they were saved."""
+    is_damaged = map_jobs(lambda file: not _is_whole(store, file), files, num_threads=_THREADS)
+    return [file.name for file, damaged in zip(files, is_damaged, strict=True) if damaged]
+
+
+def _is_whole(store: HeldStore, file: DataFile) -> bool:
+    blocks = cut_blocks(file.extent_lengths, max_bytes=BLOCK_BYTES)
+    memory = memoryview(bytearray(max((block.byte_length for block in blocks), default=0)))
+    for block in blocks:
+        content = memory[: block.byte_length]
+        try:
+            store.read_into(file.name, block.byte_offset, content)
+        except CheckpointError:
+            return False
+        start = 0
+        for extent in block.extents:
+            end = start + file.extent_lengths[extent]
+            if xxhash.xxh3_64_intdigest(content[start:end]) != file.extent_digests[extent]:
+                return False
+            start = end
+    return True

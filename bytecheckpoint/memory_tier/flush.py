@@ -1,0 +1,219 @@
+"""What memory holds of a job that has ended, brought to its path without a trainer: each host uploads the files that it
+has, and the one that finds all of them there commits the checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+)
+from bytecheckpoint.memory_tier.job_location import location_of
+from bytecheckpoint.runtime.buffers import BufferPool
+from bytecheckpoint.staging.copy_slots import scan_copies
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.inventory import refuse_beside
+from bytecheckpoint.storage.memory_root import slot_file, version_files
+from bytecheckpoint.storage.memory_root.held_store import HeldStore
+from bytecheckpoint.storage.memory_root.job_folder import JobFolder, find_job, find_jobs
+from bytecheckpoint.storage.memory_root.slot_file import FilePlace
+from bytecheckpoint.storage.memory_root.version_files import HeldVersion
+from bytecheckpoint.storage.object_io import BLOCK_BYTES, copy_file
+from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store
+
+logger = logging.getLogger("bytecheckpoint")
+
+_WRITERS = 3
+
+
+class MemoryCheckpoint(NamedTuple):
+    """One version that a host knows."""
+
+    location: str
+    """Path or URL of the root that it can be committed below."""
+    root: str
+    """Memory root."""
+    save_id: str
+    step: int
+    is_complete: bool
+    num_here: int
+    """Its data files that are here; the manifest has `num_files`."""
+    num_files: int
+    num_bytes: int
+    """Bytes of the files that are here."""
+    num_living: int
+    """Processes of the job on this host that live."""
+
+
+class FlushedStep(NamedTuple):
+    """The outcome of a flush."""
+
+    path: str
+    step: int
+    save_id: str
+    num_uploaded: int
+    is_committed: bool
+    missing: Sequence[str]
+    """Data files that are neither here nor at the path."""
+
+
+class EndedJob(NamedTuple):
+    """The memory of one job."""
+
+    location: str
+    path: str
+    num_slots: int
+    num_bytes: int
+    num_living: int
+    changed_s: float
+    """Time of the last change of a version, in seconds since 1970."""
+
+
+def list_held(roots: Sequence[str]) -> Iterator[MemoryCheckpoint]:
+    """Yields the versions in these memory roots, oldest first in each job."""
+    for root in roots:
+        for job, about in find_jobs(root):
+            places = _places(job)
+            num_living = len(job.living())
+            for version in version_files.read_versions(job):
+                here = [file for file in version.files if file.name in places]
+                yield MemoryCheckpoint(
+                    about.location,
+                    root,
+                    version.record.save_id,
+                    version.record.step,
+                    version.is_complete,
+                    len(here),
+                    len(version.files),
+                    sum(file.byte_length for file in here),
+                    num_living,
+                )
+
+
+def flush(path: str, roots: Sequence[str], *, storage_options: Mapping[str, Any] | None = None) -> FlushedStep:
+    """Uploads the newest version of a job that these memory roots have, and commits it if all of it is at the path.
+
+    Raises CheckpointNotFoundError if they have nothing of the job, CheckpointSaveError (superseded) if processes of it
+    live, CheckpointExistsError if another save of the step is committed, and the errors of the store.
+    """
+    store = open_store(path, storage_options=storage_options, writer_threads=_WRITERS)
+    jobs = [job for root in roots if (job := find_job(root, location_of(store))) is not None]
+    versions = [version for job in jobs for version in version_files.read_versions(job)]
+    if not versions:
+        raise CheckpointNotFoundError(
+            f"no memory checkpoint of {store} is in {', '.join(roots)}; nothing was uploaded: run it on the hosts of "
+            "the job, as its user, with the path that was given to save, and its Memory(root=...) as --memory-root",
+            kind="not_found",
+            path=str(store),
+        )
+    complete = [version for version in versions if version.is_complete]
+    newest = max(complete or versions, key=lambda version: version.record.order)
+    with _locked(jobs, str(store)):
+        return _bring(store, newest, jobs)
+
+
+def _bring(store: Store, version: HeldVersion, jobs: Sequence[JobFolder]) -> FlushedStep:
+    record, folder = version.record, version.record.folder
+    location = join_name(str(store), folder)
+    committed = layout.committed_save_id(store, folder)
+    if committed == record.save_id:
+        return FlushedStep(location, record.step, record.save_id, 0, is_committed=True, missing=())
+    if committed:
+        raise layout.exists_error(location)
+    refuse_beside(store, folder, is_step=True)
+    places = {name: place for job in jobs for name, place in _places(job).items()}
+    held = HeldStore(places, version.content, shown=f"memory of {location}", elsewhere={})
+    scratch = BufferPool(BLOCK_BYTES, _WRITERS + 1)
+    there, uploaded = _sizes(store, folder), 0
+    for file in version.files:
+        if file.name in places and there.get(file.name) != file.byte_length:
+            try:
+                copy_file(held, store, folder, file, scratch)
+            except CheckpointCorruptError as error:
+                logger.error("%s is not uploaded: %s", file.name, error.message)  # noqa: TRY400
+            else:
+                uploaded += 1
+    there = _sizes(store, folder)
+    missing = [file.name for file in version.files if there.get(file.name) != file.byte_length]
+    if not missing:
+        layout.commit(store, folder, version.content, replace=False)
+    return FlushedStep(location, record.step, record.save_id, uploaded, is_committed=not missing, missing=missing)
+
+
+def ended_jobs(roots: Sequence[str], location: str | None) -> list[EndedJob]:
+    """Returns the memory of all jobs in these roots, or of one; also of those that live."""
+    found = []
+    for root in roots:
+        for job, about in find_jobs(root):
+            if location in {None, about.location}:
+                slots = [*slot_file.scan(job.slots), *scan_copies(job, "copies"), *scan_copies(job, "parity")]
+                changed_s = max(os.stat(path).st_mtime for path in (job.versions, job.slots))  # noqa: PTH116
+                found.append(
+                    EndedJob(
+                        about.location,
+                        job.path,
+                        len(slots),
+                        sum(slot.capacity for slot in slots),
+                        len(job.living()),
+                        changed_s,
+                    )
+                )
+    return found
+
+
+def remove_job(root: str, path: str) -> bool:
+    """Gives the memory of a job back, unless one of its processes lives. Returns False then."""
+    for job, about in find_jobs(root):
+        if job.path == path:
+            try:
+                with _locked([job], about.location):
+                    shutil.rmtree(job.path)
+            except CheckpointSaveError:
+                return False
+            return True
+    return False
+
+
+@contextmanager
+def _locked(jobs: Sequence[JobFolder], location: str) -> Iterator[None]:
+    """Takes the jobs, as a process of them would. Raises CheckpointSaveError (superseded) if others live."""
+    locks = [(job, *job.join()) for job in jobs]
+    try:
+        for job, _, own in locks:
+            if any(other.name != own.name for other in job.living()):
+                raise CheckpointSaveError(
+                    f"processes of the job that saves to {location} live on this host; nothing was changed: end them "
+                    "first, or let them save to storage",
+                    kind="superseded",
+                    path=location,
+                )
+        yield
+    finally:
+        for _, lock, _ in locks:
+            lock.release()
+
+
+def _places(job: JobFolder) -> dict[str, FilePlace]:
+    slots = [*scan_copies(job, "copies"), *slot_file.scan(job.slots)]
+    return {name: place for slot in slots for name, place in slot.places().items()}
+
+
+def _sizes(store: Store, folder: str) -> dict[str, int | None]:
+    names = store.list(join_name(folder, layout.DATA_FOLDER))
+    return {f"{layout.DATA_FOLDER}/{name}": size for name, size in names.items()}
+
+
+def age_s(job: EndedJob) -> float:
+    """Returns the seconds since the last change of a job's memory."""
+    return time.time() - job.changed_s

@@ -1,0 +1,288 @@
+"""The commit of a memory checkpoint. Two rounds of messages: each rank reports its slot, and the coordinator sends the
+manifest to one rank of every host; when every host has written it, the checkpoint is complete.
+
+No slot of the version before is taken until then, so at any moment one complete version is on all hosts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
+
+import msgspec
+
+from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, together
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
+from bytecheckpoint.info import CheckpointInfo
+from bytecheckpoint.manifest.ranges import Block
+from bytecheckpoint.memory_tier.protect import protect
+from bytecheckpoint.options import Memory
+from bytecheckpoint.runtime.phase_timer import PhaseTimer
+from bytecheckpoint.saving.prepare import PreparedSave
+from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report
+from bytecheckpoint.saving.slow_phases import TimedReport
+from bytecheckpoint.saving.write import SaveFiles, write_files
+from bytecheckpoint.staging.memory_slots import JobMemory, MemoryPart
+from bytecheckpoint.storage.memory_root import version_files
+from bytecheckpoint.storage.memory_root.version_files import VersionRecord
+from bytecheckpoint.storage.object_io import take_blocks
+from bytecheckpoint.storage.store import Access, FillHook
+
+logger = logging.getLogger("bytecheckpoint")
+
+
+class RankHolding(msgspec.Struct, frozen=True, array_like=True):
+    """The slot of one rank, in its message to the coordinator."""
+
+    report: bytes
+    host: str
+    failure_domain: str | None
+    process: str
+    since_ns: int
+    others: list[tuple[str, int]]
+    """Other living processes of the job on the host."""
+    generation: int
+    number: int
+    """The highest that the rank knows."""
+    opens_generation: bool
+
+
+class _HoldReply(msgspec.Struct, frozen=True, array_like=True):
+    """The coordinator's answer to one rank."""
+
+    record: VersionRecord
+    info: bytes
+    num_on_host: int
+    manifest: bytes = b""
+    """Empty but on the first rank of each host."""
+
+
+class HeldSave(NamedTuple):
+    """A save that is complete in memory."""
+
+    info: CheckpointInfo
+    record: VersionRecord
+    holdings: Sequence[RankHolding]
+    """Those of all ranks, on the coordinator."""
+
+
+_THREADS = 3
+
+
+class _NoStore:
+    """Takes the bytes of data files and leaves them where they are, in a slot, while their digests are computed."""
+
+    access = Access(0.0, 1.0)
+
+    def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
+        """Enters each block, on as many threads as a disk would get."""
+        del name, replace
+        take_blocks(blocks, _leave, num_threads=_THREADS)
+
+    def read_into(
+        self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: FillHook | None = None
+    ) -> NoReturn:
+        del name, byte_offset, buffer, on_filled
+        raise TypeError("what a slot holds is read from the slot")
+
+    def list(self, folder: str) -> Mapping[str, int | None]:
+        del folder
+        return {}
+
+    def delete(self, name: str) -> None:
+        """Does nothing."""
+
+
+def hold(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any]) -> CheckpointInfo:
+    """Holds a save in memory and nowhere else. Raises on every rank what `save` documents."""
+    call, target = prepared.call, prepared.target
+    prepared.progress.never_reach("storage", f"the save to {target.path} goes to memory only: it is never committed")
+    prepared.agree()
+    with closing(prepared.snapshot):
+        held = hold_in_memory(prepared, part, metadata)
+        error = _protect(prepared, part, held)
+        call.ranks.close()
+    if error is not None:
+        raise error
+    call.timer.end_stall()
+    if call.ranks.rank == COORDINATOR:
+        logger.info("memory holds %s after %.2f s", target.path, call.timer.total)
+    return _timed(held.info, call.timer)
+
+
+def hold_and_finish(
+    prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any], finish: Callable[[], CheckpointInfo]
+) -> CheckpointInfo:
+    """Holds a save in memory, and then does with it what is done without a memory tier. Raises like `hold`."""
+    prepared.agree()
+    with closing(prepared.snapshot):
+        held = hold_in_memory(prepared, part, metadata)
+        _protect(prepared, part, held)
+        info = finish()
+    part.slots.note_commit(prepared.target.step or 0)
+    return info
+
+
+def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any]) -> HeldSave:
+    """Makes a save complete in memory, in the course of a save that may go on to storage."""
+    agreed, call, target, slots = prepared.agree(), prepared.call, prepared.target, part.slots
+    ranks, about, timer = call
+    prepared.snapshot.wait()
+    doing = f"holding {target.path} in memory"
+    holdings: list[RankHolding] = []
+    with together(ranks, doing, about=about), timer.phase("hold"):
+        nowhere = target._replace(store=_NoStore(), stage=None)
+        files = SaveFiles(nowhere, agreed.save_id, ranks.rank, agreed.rank_plan.files)
+        written = write_files(
+            files,
+            prepared.snapshot,
+            timer,
+            prepared.meter,
+            writer_threads=prepared.options.writer_threads,
+            scratch=prepared.buffers.scratch,
+            reuse=None,
+        )
+        slots.fill(agreed.save_id, target.step or 0, ranks.rank)
+        holding = _holding(slots, encode_report(agreed, written), prepared.options.memory)
+        reduce = partial(_agree, prepared, metadata, holdings)
+        reply = msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(holding), reduce), type=_HoldReply)
+        if reply.manifest:
+            version_files.add_pending(slots.job, reply.record, reply.manifest)
+    with together(ranks, doing, about=about), timer.phase("hold"):
+        slots.doubt(agreed.save_id)
+        ranks.reduce_scatter(b"", _all_heard)
+        slots.settle(agreed.save_id)
+        slots.note_complete(reply.record)
+        if reply.manifest:
+            _tidy(slots, agreed.save_id, reply.num_on_host)
+    prepared.generation = reply.record.generation
+    info = msgspec.msgpack.decode(reply.info, type=CheckpointInfo)
+    held = HeldSave(_timed(info, timer), reply.record, holdings)
+    prepared.progress.reach("process", held.info)
+    return held
+
+
+def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> CheckpointError | None:
+    """Copies the save to other failure domains, and returns what went wrong with that, the same on all ranks."""
+    memory, progress = prepared.options.memory, prepared.progress
+    ranks, about, timer = prepared.call
+    if memory is None or (memory.copies == 1 and not memory.parity):
+        why = "its options have Memory(copies=1), so each byte is in the memory of one host"
+        progress.never_reach("host", f"the save to {prepared.target.path} never survives a host: {why}")
+        return None
+    with together(ranks, f"copying {about.path} to other hosts", about=about), timer.phase("copy"):
+        done = protect(ranks, part.slots, held.record, memory, timeout_s=prepared.options.timeout_s)
+    if done.refusal:
+        progress.never_reach("host", done.refusal)
+        part.slots.warn_once(done.refusal, is_told=ranks.rank == COORDINATOR)
+    elif done.error is not None:
+        progress.miss("host", done.error)
+    else:
+        progress.reach("host", _timed(held.info, timer))
+    return done.error
+
+
+def _tidy(slots: JobMemory, save_id: str, num_on_host: int) -> None:
+    """Notes on this host that the save is complete, and frees what it replaces. A failure costs no checkpoint."""
+    try:
+        version_files.mark_complete(slots.job, save_id)
+        slots.trim(num_on_host)
+    except OSError as error:
+        logger.warning("older memory checkpoints in %s could not be tidied up: %s", slots.job.path, error)
+
+
+def _timed(info: CheckpointInfo, timer: PhaseTimer) -> CheckpointInfo:
+    return replace(info, tier="memory", seconds={**timer.seconds, "total": timer.total})
+
+
+def _leave(content: memoryview, byte_offset: int) -> None:
+    del content, byte_offset
+
+
+def _all_heard(payloads: Sequence[bytes]) -> Sequence[bytes]:
+    return [b""] * len(payloads)
+
+
+def _holding(slots: JobMemory, report: bytes, memory: Memory | None) -> RankHolding:
+    generation, number = slots.seen()
+    return RankHolding(
+        report=report,
+        host=slots.job.host,
+        failure_domain=memory.failure_domain if memory is not None else None,
+        process=slots.process.name,
+        since_ns=slots.process.since_ns,
+        others=[(other.name, other.since_ns) for other in slots.others()],
+        generation=generation,
+        number=number,
+        opens_generation=slots.opens_generation,
+    )
+
+
+def _agree(
+    prepared: PreparedSave,
+    metadata: Mapping[str, Any],
+    holdings: list[RankHolding],
+    payloads: Sequence[bytes],
+) -> Sequence[bytes]:
+    """Makes the manifest, on the coordinator, and the answer to each rank."""
+    call, target = prepared.call, prepared.target
+    holdings += [msgspec.msgpack.decode(payload, type=RankHolding) for payload in payloads]
+    refuse_other_jobs(holdings, call.ranks, target.path)
+    refuse_mixed_domains(holdings, call.ranks)
+    generation = max(each.generation for each in holdings) + any(each.opens_generation for each in holdings)
+    number = max(each.number for each in holdings) + 1
+    agreed = prepared.agree()
+    record = VersionRecord(agreed.save_id, generation, target.step or 0, number, target.folder)
+    content, info = encode_manifest_and_info(
+        agreed,
+        [TimedReport(each.report, {}) for each in holdings],
+        call,
+        target,
+        metadata=metadata,
+        generation=generation,
+    )
+    hosts = [each.host for each in holdings]
+    return [
+        msgspec.msgpack.encode(
+            _HoldReply(record, info, hosts.count(host), content if hosts.index(host) == rank else b"")
+        )
+        for rank, host in enumerate(hosts)
+    ]
+
+
+def refuse_other_jobs(holdings: Sequence[RankHolding], ranks: Ranks, path: str) -> None:
+    """Raises CheckpointSaveError (superseded) if processes that are not part of this call have worked on the job for
+    longer, and live.
+    """
+    own = {each.process for each in holdings}
+    for host in {each.host for each in holdings}:
+        here = [each for each in holdings if each.host == host]
+        since = min(each.since_ns for each in here)
+        older = {name for each in here for name, other_ns in each.others if name not in own and other_ns < since}
+        if older:
+            raise CheckpointSaveError(
+                f"{len(older)} living processes on the host of rank {ranks.global_ranks[holdings.index(here[0])]} hold "
+                f"memory checkpoints of {path} already, and are not among the ranks of this save; nothing was held, "
+                "and theirs is as it was: end the other job, or save to another path",
+                kind="superseded",
+                path=path,
+            )
+
+
+def refuse_mixed_domains(holdings: Sequence[RankHolding], ranks: Ranks) -> None:
+    """Raises CheckpointMismatchError (conflict) if ranks of one host have different labels."""
+    first: dict[str, int] = {}
+    for rank, each in enumerate(holdings):
+        other = first.setdefault(each.host, rank)
+        if holdings[other].failure_domain != each.failure_domain:
+            raise CheckpointMismatchError(
+                f"ranks {ranks.global_ranks[other]} and {ranks.global_ranks[rank]} share a memory root, so they are on "
+                f"one host, but say failure_domain={holdings[other].failure_domain!r} and {each.failure_domain!r}; "
+                "nothing was held: give all ranks of a host the same label",
+                kind="conflict",
+                ranks=(ranks.global_ranks[other], ranks.global_ranks[rank]),
+            )

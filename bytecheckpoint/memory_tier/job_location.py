@@ -1,0 +1,13 @@
+"""The text that names a job, made from the root that it saves to."""
+
+from __future__ import annotations
+
+import os
+
+from bytecheckpoint.storage.open_store import is_remote
+from bytecheckpoint.storage.store import Store, full_location
+
+
+def location_of(store: Store) -> str:
+    """Returns the text that stands for the root of a job, the same by whatever links it is reached."""
+    return full_location(store, "") if is_remote(store) else os.path.realpath(str(store))

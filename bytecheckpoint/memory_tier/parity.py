@@ -1,0 +1,34 @@
+"""XOR of the bytes of several hosts, and the bytes of one of them out of it. Works on memory; planner/memory_tier says
+which bytes go where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+_BLOCK_BYTES = 256 << 10
+"""Bytes XORed at a time, so that they stay in the processor's cache."""
+
+
+def xor_into(parity: memoryview | bytearray, byte_offset: int, content: memoryview | bytes | bytearray) -> None:
+    """XORs the content into the bytes of the parity that begin there."""
+    source = np.frombuffer(content, np.uint8)
+    target = np.frombuffer(parity, np.uint8)[byte_offset : byte_offset + source.size]
+    for first in range(0, source.size, _BLOCK_BYTES):
+        block = slice(first, first + _BLOCK_BYTES)
+        np.bitwise_xor(_words(target[block]), _words(source[block]), out=_words(target[block]))
+
+
+def _words(block: np.ndarray) -> np.ndarray:
+    """Returns the bytes as words of eight where they are so many."""
+    return block.view(np.uint64) if block.size % 8 == 0 else block
+
+
+def xor_all(parts: Iterable[memoryview | bytes | bytearray], byte_length: int) -> bytearray:
+    """Returns the XOR of parts, each padded with zeros to that length."""
+    total = bytearray(byte_length)
+    for part in parts:
+        xor_into(total, 0, part)
+    return total

@@ -1,0 +1,184 @@
+"""The block of parity that one rank of each host makes of what other hosts staged, and keeps beside the copies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from bytecheckpoint.distributed.rendezvous import Address
+from bytecheckpoint.distributed.transfer import Fetching, Piece
+from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.memory_tier.parity import xor_into
+from bytecheckpoint.memory_tier.pieces import PIECE_BYTES, check_extents
+from bytecheckpoint.options import Memory
+from bytecheckpoint.planner.memory_tier.parity_plan import PlacedPiece, form_groups, pieces_at, segment_bytes
+from bytecheckpoint.planner.memory_tier.placement import RankPlace
+from bytecheckpoint.planner.memory_tier.resume_plan import HeldParity, ParityMember
+from bytecheckpoint.staging.copy_slots import scan_copies
+from bytecheckpoint.staging.memory_slots import JobMemory
+from bytecheckpoint.storage.layout import data_file_name
+from bytecheckpoint.storage.memory_root.job_folder import JobFolder
+from bytecheckpoint.storage.memory_root.slot_file import FilePlace, image_bytes, image_starts
+from bytecheckpoint.storage.memory_root.version_files import VersionRecord
+
+MAX_MEMBERS = 8
+"""Hosts in a group: parity takes a seventh of their memory then, and a rebuild moves seven images."""
+_MIN_DOMAINS = 3
+
+
+class ParitySource(msgspec.Struct, frozen=True, array_like=True):
+    """A rank whose files go into parity."""
+
+    rank: int
+    address: Address
+    lengths: list[int]
+
+
+class ParityOrder(msgspec.Struct, frozen=True, array_like=True):
+    """The block that one rank makes."""
+
+    held: HeldParity
+    sources: list[ParitySource]
+    """Ranks of other hosts with something to XOR."""
+
+
+class _BlockNotes(msgspec.Struct, frozen=True, array_like=True):
+    """Stands behind the block in its slot."""
+
+    held: HeldParity
+    digest: int
+    """The xxh3-64 of the block."""
+
+
+class FoundParity(NamedTuple):
+    """A block of parity on this host."""
+
+    save_id: str
+    held: HeldParity
+    digest: int
+    place: FilePlace
+
+
+def order_parity(
+    places: Sequence[RankPlace], sources: Sequence[ParitySource], save_id: str
+) -> dict[int, ParityOrder] | None:
+    """Returns the block that the first rank of each host makes; None if a host cannot be protected so."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        ranks_of.setdefault(place.host, []).append(rank)
+    domains = {place.host: place.failure_domain for place in places}
+    groups = form_groups(domains, MAX_MEMBERS)
+    if len({*domains.values()}) < _MIN_DOMAINS or any(len(group) == 1 for group in groups):
+        return None
+    orders = {}
+    for group in groups:
+        members = [ParityMember(host, _files(sources, ranks_of[host], save_id)) for host in group]
+        owners = {
+            name: rank for host in group for rank in ranks_of[host] for name, _ in _files(sources, [rank], save_id)
+        }
+        for position, host in enumerate(group):
+            wanted = sorted({owners[placed.piece.file] for placed in pieces_at(position, members)})
+            held = HeldParity(members, position)
+            orders[ranks_of[host][0]] = ParityOrder(held, [sources[rank] for rank in wanted])
+    return orders
+
+
+def _files(sources: Sequence[ParitySource], ranks: Sequence[int], save_id: str) -> list[tuple[str, int]]:
+    return [
+        (data_file_name(save_id, rank, number), length)
+        for rank in ranks
+        for number, length in enumerate(sources[rank].lengths)
+    ]
+
+
+class ParityBlock:
+    """A block that is being made."""
+
+    def __init__(self, slots: JobMemory, record: VersionRecord, order: ParityOrder, memory: Memory) -> None:
+        self._slot = slots.parity
+        self._record = record
+        self._held = order.held
+        self._position = order.held.position
+        self._length = segment_bytes(order.held.members)
+        self._lock = threading.Lock()
+        notes = msgspec.msgpack.encode(_BlockNotes(order.held, (1 << 64) - 1))
+        self._lengths = [self._length, len(notes)]
+        self._image = self._slot.take(self._position, self._lengths, max_bytes=memory.max_bytes)
+        self._image[: self._length] = bytes(self._length)
+        self._left: dict[str, list[PlacedPiece]] = {}
+        for placed in pieces_at(self._position, order.held.members):
+            self._left.setdefault(placed.piece.file, []).extend(_cut(placed))
+
+    def fetches(self, order: ParityOrder, files: Mapping[str, DataFile]) -> list[Fetching]:
+        """Returns what is still to be fetched."""
+        return [self._fetching(source, files) for source in order.sources]
+
+    def _fetching(self, source: ParitySource, files: Mapping[str, DataFile]) -> Fetching:
+        names = [data_file_name(self._record.save_id, source.rank, number) for number in range(len(source.lengths))]
+        places = {
+            Piece(number, placed.piece.byte_offset, placed.piece.byte_length): placed
+            for number, name in enumerate(names)
+            for placed in self._left.get(name, ())
+        }
+
+        def take(piece: Piece, content: memoryview) -> None:
+            placed = places[piece]
+            check_extents(files[placed.piece.file], piece, content, owner=source.rank)
+            with self._lock:
+                xor_into(self._image, placed.byte_offset, content)
+                self._left[placed.piece.file].remove(placed)
+
+        return Fetching(source.rank, source.address, list(places), partial(_scratch, bytearray(PIECE_BYTES)), take)
+
+    def fill(self) -> None:
+        """Notes that the block is whole."""
+        block = self._image[: self._length]
+        notes = msgspec.msgpack.encode(_BlockNotes(self._held, xxhash.xxh3_64_intdigest(block)))
+        # A digest may be encoded in fewer bytes than the largest one.
+        start = image_starts(self._lengths)[1]
+        self._image[start : start + len(notes)] = notes
+        self._lengths[1] = len(notes)
+        self._slot.fill(self._position, self._record.save_id, self._record.step, self._lengths)
+
+
+def _scratch(memory: bytearray, piece: Piece) -> memoryview:
+    return memoryview(memory)[: piece.byte_length]
+
+
+def _cut(placed: PlacedPiece) -> list[PlacedPiece]:
+    """Cuts what is XORed into parts that are sent at once."""
+    (_, first, length), at = placed
+    return [
+        PlacedPiece(
+            placed.piece._replace(byte_offset=first + start, byte_length=min(PIECE_BYTES, length - start)), at + start
+        )
+        for start in range(0, length, PIECE_BYTES)
+    ]
+
+
+def scan_parity(job: JobFolder) -> list[FoundParity]:
+    """Returns the blocks of parity on a host whose notes can be read."""
+    found = []
+    for slot in scan_copies(job, "parity"):
+        if slot.header is None or not slot.header.is_filled or len(slot.header.lengths) != len(("block", "notes")):
+            continue
+        block, notes = slot.places().values()
+        described = _read_notes(notes)
+        if described is not None and image_bytes([block.byte_length]) >= segment_bytes(described.held.members):
+            found.append(FoundParity(slot.save_id, described.held, described.digest, block))
+    return found
+
+
+def _read_notes(place: FilePlace) -> _BlockNotes | None:
+    with open(place.path, "rb") as file:  # noqa: PTH123 - paths are text here
+        file.seek(place.byte_offset)
+        content = file.read(place.byte_length)
+    try:
+        return msgspec.msgpack.decode(content, type=_BlockNotes)
+    except msgspec.MsgspecError:
+        return None

@@ -1,0 +1,92 @@
+"""The part of the memory tier in one call of `save`: where the save goes, and the slots that it takes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.info import CheckpointInfo
+from bytecheckpoint.memory_tier.hold import hold, hold_and_finish
+from bytecheckpoint.memory_tier.job_location import location_of
+from bytecheckpoint.options import Memory, SaveOptions
+from bytecheckpoint.saving.in_flight import ProcessState
+from bytecheckpoint.saving.prepare import PreparedSave
+from bytecheckpoint.saving.target import SaveTarget
+from bytecheckpoint.staging.memory_slots import JobMemory, MemoryPart, refuse_without_step
+from bytecheckpoint.storage.memory_root.job_folder import is_in_memory, open_job
+from bytecheckpoint.storage.store import Store
+
+logger = logging.getLogger("bytecheckpoint")
+
+DESTINATIONS = ("storage", "memory")
+
+
+def where_to(to: str, options: SaveOptions, path: str) -> tuple[SaveOptions, bool]:
+    """Returns the options of a save that goes there, and True if it goes to memory only.
+
+    Raises CheckpointMismatchError (conflict), which is a ValueError.
+    """
+    if to not in DESTINATIONS:
+        raise CheckpointMismatchError(f"to takes 'storage' or 'memory', not {to!r}; nothing was saved", kind="conflict")
+    if to == "storage":
+        return options, False
+    if options.memory is None:
+        raise CheckpointMismatchError(
+            f"the save to {path} was to go to memory, and its options have none; nothing was saved: pass "
+            "SaveOptions(memory=bcp.Memory())",
+            kind="conflict",
+            path=path,
+        )
+    return replace(options, local_stage=None, reuse=False), True
+
+
+def described(target: SaveTarget, options: SaveOptions, *, only: bool) -> SaveTarget:
+    """Returns the target with what must be the same on all ranks of a memory tier."""
+    memory = options.memory
+    if memory is None:
+        return target
+    agreed = f"copies={memory.copies}, parity={memory.parity}, max_bytes={memory.max_bytes}"
+    return target._replace(memory=f", {'only ' if only else ''}in memory with {agreed}")
+
+
+def memory_part(process: ProcessState, target: SaveTarget, options: SaveOptions, *, only: bool) -> MemoryPart | None:
+    """Returns the slots for a save, or None if it has no memory tier. Raises StorageError if the root cannot be used,
+    and CheckpointMismatchError (conflict) for a save without a step.
+    """
+    if options.memory is None:
+        return None
+    refuse_without_step(target.step, target.path)
+    return MemoryPart(memory_of(process, options.memory, target.store), only, options.memory.max_bytes)
+
+
+def memory_of(process: ProcessState, memory: Memory, store: Store) -> JobMemory:
+    """Returns the part of this process in the memory of the job that saves to this root."""
+    root = os.fspath(memory.root)
+    job = open_job(root, location_of(store))
+    if job.path not in process.memories:
+        if not is_in_memory(root):
+            warnings.warn(
+                f"the memory root {root} is on a disk and not in tmpfs: memory checkpoints work there, as fast as its "
+                "page cache writes back",
+                stacklevel=2,
+            )
+        process.memories[job.path] = JobMemory(job)
+    return process.memories[job.path]
+
+
+def holding_first(
+    prepared: PreparedSave,
+    part: MemoryPart,
+    metadata: Mapping[str, Any],
+    finish: Callable[[], CheckpointInfo],
+) -> Callable[[], CheckpointInfo]:
+    """Returns what finishes a save with a memory tier: `finish` commits it, unless memory is all that it goes to."""
+    if part.is_only:
+        return partial(hold, prepared, part, metadata)
+    return partial(hold_and_finish, prepared, part, metadata, finish)

@@ -1,0 +1,42 @@
+"""Pieces in which data files are sent from memory to memory, and the check of those that arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+import xxhash
+
+from bytecheckpoint.distributed.transfer import Piece
+from bytecheckpoint.errors import CheckpointCorruptError
+from bytecheckpoint.manifest import DataFile
+
+PIECE_BYTES = 4 << 20
+"""Extents are sent together up to this length."""
+
+
+def pieces_of(number: int, file: DataFile) -> Iterator[Piece]:
+    """Yields all of a file in pieces of whole extents."""
+    first = end = 0
+    for length in file.extent_lengths:
+        if end > first and end + length - first > PIECE_BYTES:
+            yield Piece(number, first, end - first)
+            first = end
+        end += length
+    if end > first:
+        yield Piece(number, first, end - first)
+
+
+def check_extents(file: DataFile, piece: Piece, content: memoryview, *, owner: int) -> None:
+    """Raises CheckpointCorruptError (checksum) if extents that are whole in a piece are not those of the manifest."""
+    starts = accumulate(file.extent_lengths, initial=0)
+    for start, length, digest in zip(starts, file.extent_lengths, file.extent_digests, strict=False):
+        first = start - piece.byte_offset
+        is_inside = 0 <= first <= content.nbytes - length
+        if is_inside and xxhash.xxh3_64_intdigest(content[first : first + length]) != digest:
+            raise CheckpointCorruptError(
+                f"bytes {start} to {start + length} of {file.name} came from the memory of rank {owner} with another "
+                "checksum than when they were staged: look at the memory of that host",
+                kind="checksum",
+                ranks=(owner,),
+            )

@@ -1,0 +1,276 @@
+"""Copies of a memory checkpoint in other failure domains, sent in the background once it is complete on all hosts.
+planner/memory_tier/placement.py chooses who holds whose copy.
+
+A copy that fails costs no checkpoint: the save survives its processes as before, and the next one places anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from bytecheckpoint.distributed.ranks import Ranks
+from bytecheckpoint.distributed.rendezvous import Address, Listener
+from bytecheckpoint.distributed.transfer import Fetching, Piece, nothing_from, transfer
+from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError
+from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.memory_tier.parity_block import MAX_MEMBERS, ParityBlock, ParityOrder, ParitySource, order_parity
+from bytecheckpoint.memory_tier.pieces import check_extents, pieces_of
+from bytecheckpoint.options import Memory
+from bytecheckpoint.planner.memory_tier.placement import RankPlace, place_copies
+from bytecheckpoint.staging.memory_slots import JobMemory
+from bytecheckpoint.storage.layout import data_file_name
+from bytecheckpoint.storage.memory_root import slot_file, version_files
+from bytecheckpoint.storage.memory_root.version_files import VersionRecord
+
+logger = logging.getLogger("bytecheckpoint")
+
+_ATTEMPTS = 3
+"""Connections may break; what has arrived is not sent again."""
+
+
+class _CopyOffer(msgspec.Struct, frozen=True, array_like=True):
+    """The message of a rank before the copies are sent."""
+
+    host: str
+    failure_domain: str | None
+    address: Address
+    lengths: list[int]
+    """Bytes of its data files."""
+
+
+class _CopyOrder(msgspec.Struct, frozen=True, array_like=True):
+    """One image that a rank holds for another one."""
+
+    owner: int
+    address: Address
+    lengths: list[int]
+
+
+class _CopyOrders(msgspec.Struct, frozen=True, array_like=True):
+    """The coordinator's answer to one rank."""
+
+    takers: list[int]
+    """The ranks that fetch something from it."""
+    orders: list[_CopyOrder]
+    parity: ParityOrder | None = None
+    refusal: str = ""
+    """The reason why there are no copies at all."""
+
+    def sources(self) -> list[tuple[int, Address]]:
+        """Returns the ranks that wait for this one, with their addresses."""
+        blocks = self.parity.sources if self.parity is not None else []
+        return [(order.owner, order.address) for order in self.orders] + [(each.rank, each.address) for each in blocks]
+
+
+class _CopyOutcome(msgspec.Struct, frozen=True, array_like=True):
+    """What became of the copies of one rank, or of all."""
+
+    failure: str = ""
+    kind: str = ""
+    ranks: tuple[int, ...] = ()
+
+
+class Protection(NamedTuple):
+    """What became of the copies of a save."""
+
+    refusal: str
+    """The reason why it never has copies; empty where it can."""
+    error: CheckpointError | None
+    """What went wrong, the same on all ranks."""
+
+
+def protect(ranks: Ranks, slots: JobMemory, record: VersionRecord, memory: Memory, *, timeout_s: float) -> Protection:
+    """Copies what every rank has staged to hosts of other failure domains. All ranks call it, after the checkpoint is
+    complete in memory and before another slot is taken.
+
+    Raises CheckpointError (rank_missing) for a rank that does not answer at all; what else fails is returned.
+    """
+    copying = _Copying(ranks, slots, record, memory)
+    outcome = _CopyOutcome()
+    for _ in range(_ATTEMPTS):
+        with closing(Listener(towards=ranks.rendezvous_host)) as listener:
+            orders = copying.agree(listener.address)
+            if orders.refusal:
+                return Protection(orders.refusal, None)
+            outcome = copying.settle(copying.try_all(listener, orders, timeout_s))
+        if outcome.kind not in _RETRIED:
+            break
+    return Protection("", _error_of(outcome, record) if outcome.failure else None)
+
+
+_RETRIED = {"rank_missing"}
+"""A connection that broke looks like a rank that died: who is dead does not answer the next message."""
+
+
+class _Copying:
+    """The copies of one save on one rank."""
+
+    def __init__(self, ranks: Ranks, slots: JobMemory, record: VersionRecord, memory: Memory) -> None:
+        self._ranks = ranks
+        self._slots = slots
+        self._record = record
+        self._memory = memory
+        self._image = slots.image()
+        self._files: dict[str, DataFile] | None = None
+        self._parity: ParityBlock | None = None
+        self._left: dict[int, list[Piece]] = {}
+        """By owner, what has not arrived yet."""
+
+    def agree(self, address: Address) -> _CopyOrders:
+        """Tells the coordinator what this rank has, and returns what it is to do."""
+        lengths = [content.nbytes for content in self._image]
+        offer = _CopyOffer(self._slots.job.host, self._memory.failure_domain, address, lengths)
+        place = partial(_place_parity, save_id=self._record.save_id)
+        reduce = place if self._memory.parity else partial(_place, copies=self._memory.copies)
+        reply = self._ranks.reduce_scatter(msgspec.msgpack.encode(offer), reduce)
+        return msgspec.msgpack.decode(reply, type=_CopyOrders)
+
+    def try_all(self, listener: Listener, orders: _CopyOrders, timeout_s: float) -> _CopyOutcome:
+        """Sends and takes what is left. Failures are returned, because all ranks go on together."""
+        try:
+            try:
+                fetches = self._fetches(orders)
+            except (CheckpointError, OSError):
+                # Those that wait for this rank are not left waiting.
+                self._transfer(
+                    listener, orders, [nothing_from(rank, address) for rank, address in orders.sources()], timeout_s
+                )
+                raise
+            self._transfer(listener, orders, fetches, timeout_s)
+            for order in orders.orders:
+                self._slots.copies.fill(order.owner, self._record.save_id, self._record.step, order.lengths)
+            if self._parity is not None:
+                self._parity.fill()
+            for held in (self._slots.copies, self._slots.parity):
+                held.doubt(self._record.save_id)
+        except CheckpointError as error:
+            where = f"rank {self._ranks.global_ranks[self._ranks.rank]} on {socket.gethostname()}"
+            return _CopyOutcome(f"{where}: {error.message}", error.kind, error.ranks)
+        except OSError as error:
+            return _CopyOutcome(f"copies on {socket.gethostname()} failed: {error}", "rank_failed")
+        return _CopyOutcome()
+
+    def _transfer(self, listener: Listener, orders: _CopyOrders, fetches: Sequence[Fetching], timeout_s: float) -> None:
+        transfer(self._ranks, listener, self._image, takers=orders.takers, fetches=fetches, timeout_s=timeout_s)
+
+    def _fetches(self, orders: _CopyOrders) -> list[Fetching]:
+        fetches = [self._fetching(order) for order in orders.orders]
+        if orders.parity is not None:
+            self._parity = self._parity or ParityBlock(self._slots, self._record, orders.parity, self._memory)
+            fetches += self._parity.fetches(orders.parity, self._files_of_save())
+        return fetches
+
+    def settle(self, own: _CopyOutcome) -> _CopyOutcome:
+        """Returns the first failure of any rank; if there is none, older copies are given up."""
+        reply = self._ranks.reduce_scatter(msgspec.msgpack.encode(own), _first_failure)
+        outcome = msgspec.msgpack.decode(reply, type=_CopyOutcome)
+        if not outcome.failure:
+            try:
+                self._slots.copies.settle(self._record.save_id)
+                self._slots.parity.settle(self._record.save_id)
+            except OSError as error:
+                logger.warning("older copies in %s could not be given up: %s", self._slots.job.path, error)
+        return outcome
+
+    def _fetching(self, order: _CopyOrder) -> Fetching:
+        files = [self._file(order.owner, number) for number in range(len(order.lengths))]
+        image = self._slots.copies.take(order.owner, order.lengths, max_bytes=self._memory.max_bytes)
+        starts = slot_file.image_starts(order.lengths)
+        if order.owner not in self._left:
+            self._left[order.owner] = [piece for number, file in enumerate(files) for piece in pieces_of(number, file)]
+        left = self._left[order.owner]
+
+        def memory(piece: Piece) -> memoryview:
+            return image[starts[piece.file] + piece.byte_offset :][: piece.byte_length]
+
+        def take(piece: Piece, content: memoryview) -> None:
+            check_extents(files[piece.file], piece, content, owner=self._ranks.global_ranks[order.owner])
+            left.remove(piece)
+
+        return Fetching(order.owner, order.address, [*left], memory, take)
+
+    def _file(self, owner: int, number: int) -> DataFile:
+        return self._files_of_save()[data_file_name(self._record.save_id, owner, number)]
+
+    def _files_of_save(self) -> dict[str, DataFile]:
+        """Returns the data files of the manifest, which this host has."""
+        if self._files is None:
+            versions = version_files.read_versions(self._slots.job)
+            found = next((version for version in versions if version.record.save_id == self._record.save_id), None)
+            if found is None:
+                raise CheckpointSaveError(
+                    f"the manifest of save {self._record.save_id} is gone from {self._slots.job.path}, or damaged",
+                    kind="rank_failed",
+                )
+            self._files = {file.name: file for file in found.files}
+        return self._files
+
+
+def _place(payloads: Sequence[bytes], *, copies: int) -> Sequence[bytes]:
+    """Makes the orders of all ranks."""
+    offers = [msgspec.msgpack.decode(payload, type=_CopyOffer) for payload in payloads]
+    places = [RankPlace(offer.host, offer.failure_domain) for offer in offers]
+    plan = place_copies(places, [sum(offer.lengths) for offer in offers], copies)
+    num_domains = len({place.failure_domain for place in places})
+    if plan.short:
+        refusal = (
+            f"Memory(copies={copies}) needs as many failure domains, and the ranks are in {num_domains}, on "
+            f"{len({place.host for place in places})} hosts: memory checkpoints survive the death of processes, and of "
+            "no host. Give each host a memory root and a failure domain of its own, or copies=1"
+        )
+        return [msgspec.msgpack.encode(_CopyOrders([], [], refusal=refusal))] * len(offers)
+    orders: list[list[_CopyOrder]] = [[] for _ in offers]
+    for owner, targets in enumerate(plan.targets):
+        for target in targets:
+            orders[target].append(_CopyOrder(owner, offers[owner].address, offers[owner].lengths))
+    return [
+        msgspec.msgpack.encode(_CopyOrders(list(targets), of_rank))
+        for targets, of_rank in zip(plan.targets, orders, strict=True)
+    ]
+
+
+def _place_parity(payloads: Sequence[bytes], *, save_id: str) -> Sequence[bytes]:
+    """Makes the orders of all ranks where parity takes the place of copies."""
+    offers = [msgspec.msgpack.decode(payload, type=_CopyOffer) for payload in payloads]
+    places = [RankPlace(offer.host, offer.failure_domain) for offer in offers]
+    sources = [ParitySource(rank, offer.address, offer.lengths) for rank, offer in enumerate(offers)]
+    found = order_parity(places, sources, save_id)
+    if found is None:
+        num_domains = len({place.failure_domain for place in places})
+        refusal = (
+            f"Memory(parity=1) needs hosts in three failure domains or more, none with more hosts than groups of "
+            f"{MAX_MEMBERS} leave to it, and the ranks are in {num_domains}: memory checkpoints survive the death of "
+            "processes, and of no host. Give copies=2, or copies=1 without parity"
+        )
+        return [msgspec.msgpack.encode(_CopyOrders([], [], refusal=refusal))] * len(offers)
+    takers: list[list[int]] = [[] for _ in offers]
+    for holder, order in found.items():
+        for source in order.sources:
+            takers[source.rank].append(holder)
+    return [msgspec.msgpack.encode(_CopyOrders(takers[rank], [], found.get(rank))) for rank in range(len(offers))]
+
+
+def _first_failure(payloads: Sequence[bytes]) -> Sequence[bytes]:
+    outcomes = [msgspec.msgpack.decode(payload, type=_CopyOutcome) for payload in payloads]
+    failed = [outcome for outcome in outcomes if outcome.failure]
+    # What is wrong with the bytes, or with a host, says more than a connection that was closed for it.
+    failed.sort(key=lambda outcome: outcome.kind in _RETRIED)
+    return [msgspec.msgpack.encode(failed[0] if failed else _CopyOutcome())] * len(payloads)
+
+
+def _error_of(outcome: _CopyOutcome, record: VersionRecord) -> CheckpointError:
+    cls = CheckpointCorruptError if outcome.kind == "checksum" else CheckpointSaveError
+    return cls(
+        f"{outcome.failure}. The copies of save {record.save_id} on other hosts are incomplete: it survives the death "
+        "of its processes, and the copies before it stay; the next save places its copies anew",
+        kind=outcome.kind or "rank_failed",
+        step=record.step,
+        ranks=outcome.ranks,
+    )

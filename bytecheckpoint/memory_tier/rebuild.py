@@ -1,0 +1,251 @@
+"""Rebuilds the data files of lost hosts from parity, before a version is loaded: each becomes a copy on a host that is
+here, and the plan of the resume finds it there. What cannot be rebuilt is told to that plan as damaged.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from bytecheckpoint.distributed.ranks import Ranks
+from bytecheckpoint.distributed.rendezvous import Address, Listener
+from bytecheckpoint.distributed.transfer import Fetching, Piece, transfer
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.memory_tier.parity import xor_into
+from bytecheckpoint.memory_tier.parity_block import FoundParity
+from bytecheckpoint.memory_tier.pieces import PIECE_BYTES, check_extents
+from bytecheckpoint.planner.memory_tier.parity_plan import pieces_without, plan_rebuild, segment_bytes
+from bytecheckpoint.planner.memory_tier.resume_plan import (
+    DamagedHolding,
+    FileHolder,
+    HeldParity,
+    ParityMember,
+    VersionPlan,
+)
+from bytecheckpoint.staging.memory_slots import JobMemory
+from bytecheckpoint.storage.memory_root.slot_file import FilePlace, image_starts
+
+logger = logging.getLogger("bytecheckpoint")
+
+_RANK_AND_NUMBER = re.compile(r"-(\d+)-(\d+)\.")
+
+
+class _HostOffer(msgspec.Struct, frozen=True, array_like=True):
+    """The message of one rank."""
+
+    host: str
+    address: Address
+    block: HeldParity | None
+    """Parity of the version on its host; None if it is damaged or there is none."""
+
+
+class _RebuildOrder(msgspec.Struct, frozen=True, array_like=True):
+    """A lost member that one rank rebuilds."""
+
+    members: list[ParityMember]
+    lost: int
+    servers: list[tuple[int, Address]]
+    """The rank, and its address, that reads for each member; for the lost one it counts nothing."""
+
+
+class _RebuildReply(msgspec.Struct, frozen=True, array_like=True):
+    """The coordinator's answer to one rank."""
+
+    takers: list[int]
+    orders: list[_RebuildOrder]
+
+
+class RebuildInput(NamedTuple):
+    """One rank's view of the version that is rebuilt."""
+
+    version: VersionPlan
+    places: Mapping[str, FilePlace]
+    """Data files in the memory of this host."""
+    block: FoundParity | None
+    files: Mapping[str, DataFile]
+    """All data files of the manifest."""
+    step: int
+
+
+def needs_rebuild(version: VersionPlan) -> bool:
+    """Returns True if a file is nowhere cheaper than in parity."""
+    return any(holders[0].kind == "parity" for holders in version.files.values())
+
+
+def rebuild(
+    ranks: Ranks, memory: JobMemory, given: RebuildInput, *, timeout_s: float, max_bytes: int | None
+) -> list[DamagedHolding]:
+    """Rebuilds what only parity has. All ranks call it. Returns what this rank found damaged; what was rebuilt is a
+    copy now.
+    """
+    host, save_id = memory.job.host, given.version.save_id
+    is_whole = given.block is not None and _is_whole(given.block)
+    damaged = []
+    if given.block is not None and not is_whole:
+        damaged.append(DamagedHolding(save_id, "", FileHolder("parity", host)))
+    with closing(Listener(towards=ranks.rendezvous_host)) as listener:
+        held = given.block.held if given.block is not None and is_whole else None
+        offer = _HostOffer(host, listener.address, held)
+        reduce = partial(_order, given.version)
+        reply = msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(offer), reduce), type=_RebuildReply)
+        memory.copies.begin_save()
+        works = [_Rebuild(order, given) for order in reply.orders]
+        fetches = [fetch for work in works for fetch in work.fetches()]
+        try:
+            offered = list(_offered(given, host))
+            transfer(ranks, listener, offered, takers=reply.takers, fetches=fetches, timeout_s=timeout_s)
+            for work in works:
+                work.keep(memory, max_bytes=max_bytes)
+            memory.copies.doubt(save_id)
+        except CheckpointError as error:
+            for order in reply.orders:
+                logger.error("host %s is not rebuilt: %s", order.members[order.lost].host, error.message)  # noqa: TRY400
+            damaged += [
+                DamagedHolding(save_id, name, FileHolder("parity", ""))
+                for order in reply.orders
+                for name, _ in order.members[order.lost].files
+            ]
+    return damaged
+
+
+def _is_whole(block: FoundParity) -> bool:
+    with _mapped(block.place) as content:
+        return xxhash.xxh3_64_intdigest(content) == block.digest
+
+
+def _mapped(place: FilePlace) -> memoryview:
+    """Returns a file in a slot as memory. It stays mapped for as long as the view is used."""
+    with open(place.path, "rb") as file:  # noqa: PTH123 - paths are text here
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    return memoryview(mapped)[place.byte_offset :][: place.byte_length]
+
+
+def _offered(given: RebuildInput, host: str) -> Iterator[memoryview]:
+    """Yields what this rank serves: the files of its host as a member, then the block."""
+    if given.block is None:
+        return
+    member = given.block.held.members[given.block.held.position]
+    if member.host != host:
+        return
+    for name, _ in member.files:
+        yield _mapped(given.places[name]) if name in given.places else memoryview(b"")
+    yield _mapped(given.block.place)
+
+
+def _order(version: VersionPlan, payloads: Sequence[bytes]) -> Sequence[bytes]:
+    """Gives each lost member to a rank, in turn."""
+    offers = [msgspec.msgpack.decode(payload, type=_HostOffer) for payload in payloads]
+    first: dict[str, int] = {}
+    for rank, offer in enumerate(offers):
+        if offer.block is not None:
+            first.setdefault(offer.host, rank)
+    takers: list[set[int]] = [set() for _ in offers]
+    orders: list[list[_RebuildOrder]] = [[] for _ in offers]
+    # Hosts that hold nothing of the version come first.
+    by_need = sorted(range(len(offers)), key=lambda rank: (offers[rank].block is not None, rank))
+    turn = 0
+    for members, lost in _lost_members(version, offers):
+        others = [member.host for number, member in enumerate(members) if number != lost]
+        if not all(host in first for host in others):
+            continue
+        rebuilder = by_need[turn % len(offers)]
+        turn += 1
+        servers = [(first.get(member.host, 0), offers[first.get(member.host, 0)].address) for member in members]
+        orders[rebuilder].append(_RebuildOrder(members, lost, servers))
+        for host in others:
+            takers[first[host]].add(rebuilder)
+    return [
+        msgspec.msgpack.encode(_RebuildReply(sorted(of_rank), own)) for of_rank, own in zip(takers, orders, strict=True)
+    ]
+
+
+def _lost_members(version: VersionPlan, offers: Sequence[_HostOffer]) -> Iterator[tuple[list[ParityMember], int]]:
+    """Yields the groups with the member of each that lacks a file."""
+    groups = {
+        tuple(member.host for member in offer.block.members): offer.block.members
+        for offer in offers
+        if offer.block is not None
+    }
+    for members in groups.values():
+        for lost, member in enumerate(members):
+            if any(version.files[name][0].kind == "parity" for name, _ in member.files if name in version.files):
+                yield members, lost
+
+
+class _Rebuild:
+    """The bytes of one lost member, while they come together."""
+
+    def __init__(self, order: _RebuildOrder, given: RebuildInput) -> None:
+        self._order = order
+        self._given = given
+        self._length = segment_bytes(order.members)
+        self._lock = threading.Lock()
+        self._content = bytearray(self._length * (len(order.members) - 1))
+
+    def fetches(self) -> list[Fetching]:
+        """Returns what the other members send: their segments, and their parity."""
+        members, lost = self._order.members, self._order.lost
+        numbers = {
+            name: (owner, at) for owner, member in enumerate(members) for at, (name, _) in enumerate(member.files)
+        }
+        wanted: dict[int, dict[Piece, list[int]]] = {owner: {} for owner in range(len(members)) if owner != lost}
+        for (name, first, length), place in pieces_without(lost, members):
+            owner, file = numbers[name]
+            _add(wanted[owner], Piece(file, first, length), place)
+        for step in plan_rebuild(lost, len(members)):
+            parity = len(members[step.holder].files)
+            _add(wanted[step.holder], Piece(parity, 0, self._length), step.number * self._length)
+        return [self._fetching(owner, places) for owner, places in wanted.items()]
+
+    def _fetching(self, owner: int, places: Mapping[Piece, Sequence[int]]) -> Fetching:
+        rank, address = self._order.servers[owner]
+        scratch = memoryview(bytearray(PIECE_BYTES))
+        names = [name for name, _ in self._order.members[owner].files]
+
+        def memory(piece: Piece) -> memoryview:
+            return scratch[: piece.byte_length]
+
+        def take(piece: Piece, content: memoryview) -> None:
+            if piece.file < len(names):
+                check_extents(self._given.files[names[piece.file]], piece, content, owner=rank)
+            with self._lock:
+                for place in places[piece]:
+                    xor_into(self._content, place, content)
+
+        return Fetching(rank, address, list(places), memory, take)
+
+    def keep(self, memory: JobMemory, *, max_bytes: int | None) -> None:
+        """Puts what was rebuilt into slots for copies, once it is found to be what the manifest says."""
+        position, content = 0, memoryview(self._content)
+        by_rank: dict[int, list[memoryview]] = {}
+        for name, length in self._order.members[self._order.lost].files:
+            found = _RANK_AND_NUMBER.search(name)
+            rank = int(found.group(1)) if found else 0
+            file = content[position : position + length]
+            check_extents(self._given.files[name], Piece(0, 0, length), file, owner=rank)
+            by_rank.setdefault(rank, []).append(file)
+            position += length
+        for rank, files in by_rank.items():
+            lengths = [file.nbytes for file in files]
+            image = memory.copies.take(rank, lengths, max_bytes=max_bytes)
+            for start, file in zip(image_starts(lengths), files, strict=False):
+                image[start : start + file.nbytes] = file
+            memory.copies.fill(rank, self._given.version.save_id, self._given.step, lengths)
+
+
+def _add(places: dict[Piece, list[int]], piece: Piece, place: int) -> None:
+    """Adds a piece, cut into parts that are sent at once."""
+    file, first, length = piece
+    for start in range(0, length, PIECE_BYTES):
+        part = Piece(file, first + start, min(PIECE_BYTES, length - start))
+        places.setdefault(part, []).append(place + start)

@@ -1,0 +1,396 @@
+"""The newest version that memory and storage hold, loaded by all ranks together. What is damaged is left out, and the
+next holder or the next older version is tried, until one loads: planner/memory_tier/resume_plan.py decides which.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import torch.distributed as dist
+
+from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, Subject, check_same, join_ranks, together
+from bytecheckpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    StorageError,
+)
+from bytecheckpoint.info import LoadReport
+from bytecheckpoint.loading.read import Source
+from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.memory_tier.damage import damaged_files
+from bytecheckpoint.memory_tier.job_location import location_of
+from bytecheckpoint.memory_tier.part_of_save import memory_of
+from bytecheckpoint.memory_tier.rebuild import RebuildInput, needs_rebuild, rebuild
+from bytecheckpoint.memory_tier.seen import HostView, StoredManifest, look_at_host, look_at_path
+from bytecheckpoint.name_maps.load import CheckpointFolder, mapped_manifest
+from bytecheckpoint.options import LoadOptions, NameMap, SaveOptions
+from bytecheckpoint.planner.memory_tier.resume_plan import (
+    DamagedHolding,
+    FileHolder,
+    PassedOver,
+    SeenByRank,
+    VersionPlan,
+    files_read_at,
+    plan_resume,
+)
+from bytecheckpoint.saving.in_flight import process_state
+from bytecheckpoint.staging.memory_slots import JobMemory
+from bytecheckpoint.storage.credentials import showable_url
+from bytecheckpoint.storage.layout import parse_manifest, step_folder
+from bytecheckpoint.storage.memory_root.held_store import HeldStore, StoredAt
+from bytecheckpoint.storage.memory_root.slot_file import FilePlace
+from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store
+
+logger = logging.getLogger("bytecheckpoint")
+
+SOURCES = ("memory", "peer", "parity", "local", "storage")
+_FEW_STEPS, _MANY_STEPS = 4, 32
+"""Steps at the path that are compared with those in memory: at first, and once something was damaged."""
+
+
+class ResumeLoads(NamedTuple):
+    """The loads that a resume makes."""
+
+    at_path: Callable[[int | Literal["latest"]], LoadReport]
+    """Loads a step at the path, or the newest."""
+    opened: Callable[[Callable[[Ranks, LoadOptions], Source]], LoadReport]
+    """Loads what is opened so."""
+
+
+class _Seen(msgspec.Struct, frozen=True, array_like=True):
+    """The message of one rank."""
+
+    location: str
+    seen: SeenByRank
+    folders: dict[str, str]
+    damaged: list[DamagedHolding]
+    failed: str
+    """Id of the save that was tried last and did not load; empty before the first try."""
+
+
+class _Choice(msgspec.Struct, frozen=True, array_like=True):
+    """The coordinator's answer to one rank."""
+
+    version: VersionPlan | None
+    """None where nothing was found."""
+    folder: str = ""
+    manifest_from: int = COORDINATOR
+    """Rank that has the manifest."""
+    hosts: list[str] = []
+    """Host of each rank."""
+    is_stored_only: bool = False
+
+
+class _Use(msgspec.Struct, frozen=True, array_like=True):
+    """The data files that one rank wanted."""
+
+    host: str
+    wanted: list[str]
+
+
+class ResumeCall:
+    """One call of `resume` on one rank."""
+
+    def __init__(
+        self,
+        root: str,
+        options: SaveOptions,
+        *,
+        process_group: dist.ProcessGroup | None,
+        storage_options: Mapping[str, Any] | None,
+    ) -> None:
+        self._root = root
+        self._options = options
+        self._group = process_group
+        self._about = Subject(showable_url(root), None, is_save=False, call="resume")
+        self._storage_options = storage_options
+        self._store: Store | None = None
+        self._memory: JobMemory | None = None
+        self._view: HostView | None = None
+        self._damaged: list[DamagedHolding] = []
+        self._given_up: dict[str, str] = {}
+        """Saves that did not load though no holder was found damaged, with the reason; on the coordinator."""
+        self._num_damaged = 0
+        """Damaged holdings of all ranks, before the last try; on the coordinator."""
+        self._failed = self._failure = ""
+        self._stored: dict[str, StoredManifest] = {}
+        self._held: HeldStore | None = None
+        self._rebuilt: dict[str, set[str]] = {}
+        """Data files of each save that were rebuilt, or were to be."""
+
+    def run(self, calls: ResumeLoads) -> LoadReport | None:
+        """Loads the newest version. Returns None if there is none."""
+        while True:
+            choice, content = self._choose()
+            version = choice.version
+            if version is None:
+                return self._load_what_is_there(calls)
+            if needs_rebuild(version):
+                self._rebuild(version, content)
+                continue
+            try:
+                if choice.is_stored_only:
+                    report = calls.at_path(version.step)
+                else:
+                    report = calls.opened(partial(self._open, choice, content))
+            except CheckpointError as error:
+                if not _is_damage(error):
+                    raise
+                logger.error("step %d is not resumed from what was tried: %s", version.step, error.message)  # noqa: TRY400
+                self._note_damage(choice, content, error)
+            else:
+                return replace(report, sources=self._settle(choice))
+
+    def _choose(self) -> tuple[_Choice, bytes]:
+        """Agrees with all ranks on the version to load next, and gets its manifest."""
+        ranks = join_ranks(self._group, self._options.timeout_s, about=self._about)
+        doing = f"looking for what memory and storage hold of {self._about.path}"
+        with together(ranks, doing, about=self._about):
+            store, memory = self._open_job()
+            stage = self._options.local_stage
+            view = look_at_host(memory.job, None if stage is None else str(stage), store)
+            self._view = view
+            message = _Seen(
+                location_of(store),
+                SeenByRank(memory.job.host, view.versions),
+                view.folders,
+                self._damaged,
+                self._failed,
+            )
+            reply = ranks.reduce_scatter(msgspec.msgpack.encode(message), partial(self._plan, ranks, store))
+            choice = msgspec.msgpack.decode(reply, type=_Choice)
+            content = b""
+            if choice.version is not None and not choice.is_stored_only:
+                content = self._share_manifest(ranks, choice, choice.version.save_id)
+        ranks.close()
+        return choice, content
+
+    def _open_job(self) -> tuple[Store, JobMemory]:
+        if self._store is None or self._memory is None:
+            if self._options.memory is None:
+                raise CheckpointMismatchError(
+                    "resume was given options without memory; nothing was changed: pass the options of the saves, with "
+                    "SaveOptions(memory=bcp.Memory()), or call load",
+                    kind="conflict",
+                )
+            process = process_state()
+            process.saves.wait_until_ended()
+            self._store = open_store(
+                self._root,
+                storage_options=self._storage_options,
+                writer_threads=1,
+                timeout_s=self._options.timeout_s,
+            )
+            self._memory = memory_of(process, self._options.memory, self._store)
+        return self._store, self._memory
+
+    def _plan(self, ranks: Ranks, store: Store, payloads: Sequence[bytes]) -> Sequence[bytes]:
+        """Decides, on the coordinator, which version is loaded next."""
+        messages = [msgspec.msgpack.decode(payload, type=_Seen) for payload in payloads]
+        check_same("resume from", [message.location for message in messages], ranks.global_ranks)
+        damaged = {holding for message in messages for holding in message.damaged}
+        folders = {save_id: folder for message in messages for save_id, folder in message.folders.items()}
+        if self._failed and len(damaged) == self._num_damaged:  # else it would be tried for ever
+            self._given_up[self._failed] = self._failure
+        self._num_damaged = len(damaged)
+        seen = [message.seen for message in messages]
+        try:
+            found = look_at_path(store, folders, most=_MANY_STEPS if self._failed else _FEW_STEPS)
+        except StorageError as error:
+            found = []
+            if not plan_resume(seen, [], damaged).versions:
+                raise
+            logger.warning("only memory is looked at, because the path is out of reach: %s", error.message)
+        self._stored = {each.version.save_id: each for each in found}
+        plan = plan_resume(seen, [each.version for each in found], damaged)
+        versions = [version for version in plan.versions if version.save_id not in self._given_up]
+        known = {version.save_id for rank in seen for version in rank.versions if version.needed is not None}
+        lacking = [each for each in plan.passed_over if each.save_id in known]
+        hosts = [message.seen.host for message in messages]
+        if not versions:
+            if lacking or self._given_up:
+                raise self._nothing_left(lacking)
+            return [msgspec.msgpack.encode(_Choice(None))] * ranks.num_ranks
+        version = versions[0]
+        is_stored_only = all(holders[0].kind == "storage" for holders in version.files.values())
+        has_manifest = [rank for rank, host in enumerate(hosts) if host in version.manifest_hosts]
+        choice = _Choice(
+            version,
+            folders.get(version.save_id, step_folder(version.step)),
+            has_manifest[0] if has_manifest else COORDINATOR,
+            hosts,
+            is_stored_only and version.save_id in self._stored and self._stored[version.save_id].version.is_committed,
+        )
+        return [msgspec.msgpack.encode(choice)] * ranks.num_ranks
+
+    def _nothing_left(self, lacking: Sequence[PassedOver]) -> CheckpointCorruptError:
+        named = [f"step {each.step} (save {each.save_id}): {each.what}" for each in lacking]
+        named += [f"save {save_id}: {why}" for save_id, why in self._given_up.items()]
+        state = "The state is undefined now: loads into it were begun" if self._failed else "The state is unchanged"
+        return CheckpointCorruptError(
+            f"nothing of what memory and storage hold of {self._about.path} can be resumed: {'; '.join(named)}. "
+            f"{state}. ResumeCall where all hosts of the saves are, load an older checkpoint, or begin anew without "
+            "resume",
+            kind="missing_file" if not self._failed else "checksum",
+            path=self._about.path,
+        )
+
+    def _share_manifest(self, ranks: Ranks, choice: _Choice, save_id: str) -> bytes:
+        content = b""
+        if ranks.rank == choice.manifest_from:
+            content = self._view.manifests.get(save_id, b"") if self._view is not None else b""
+            if not content and save_id in self._stored:
+                content = self._stored[save_id].content
+        if choice.manifest_from != COORDINATOR:
+            gathered = ranks.gather(content)
+            content = gathered[choice.manifest_from] if ranks.rank == COORDINATOR else b""
+        return ranks.broadcast(content)
+
+    def _open(self, choice: _Choice, content: bytes, ranks: Ranks, options: LoadOptions) -> Source:
+        """Returns the version as this rank can read it."""
+        version, store = choice.version, self._store
+        if version is None or store is None:
+            raise TypeError("a version was chosen")
+        path = join_name(str(store), choice.folder)
+        manifest = parse_manifest(content, path=path, whole=False)
+        host = choice.hosts[ranks.rank]
+        places = self._places(version, host)
+        is_storage = {name for name, holders in version.files.items() if holders[0].kind == "storage"}
+        readable = {*places, *is_storage}
+        elsewhere = {file.name: file.byte_length for file in manifest.files if file.name not in readable}
+        held = HeldStore(
+            places, content, shown=f"memory of {path}", elsewhere=elsewhere, stored=StoredAt(store, choice.folder)
+        )
+        self._held = held
+        options = replace(options, verify=True)  # what a process left when it was killed is never trusted
+        is_exchanged = ranks.num_ranks > 1 and (len(set(choice.hosts)) > 1 or options.exchange == "on")
+        source = Source(held, "", _mapped(manifest, held, options), options, is_exchanged=is_exchanged, path=path)
+        source.held_files = frozenset(number for number, file in enumerate(manifest.files) if file.name in places)
+        return source
+
+    def _places(self, version: VersionPlan, host: str) -> dict[str, FilePlace]:
+        """Returns the files that ranks of this host read, each from its cheapest holder."""
+        found = self._view.places if self._view is not None else {}
+        places = {}
+        for name in files_read_at(version, host):
+            kinds = [holder.kind for holder in version.files[name] if holder.host == host]
+            place = next(
+                (found[version.save_id, kind].get(name) for kind in kinds if (version.save_id, kind) in found), None
+            )
+            if place is not None:
+                places[name] = place
+        return places
+
+    def _rebuild(self, version: VersionPlan, content: bytes) -> None:
+        """Makes copies of what only parity has; the next plan finds them, or passes the version over."""
+        save_id, view = version.save_id, self._view
+        lost = {name for name, holders in version.files.items() if holders[0].kind == "parity"}
+        if lost <= self._rebuilt.get(save_id, set()):  # it was tried, and is not there
+            rebuild_failed = (DamagedHolding(save_id, name, FileHolder("parity", "")) for name in lost)
+            self._damaged += rebuild_failed
+            return
+        self._rebuilt.setdefault(save_id, set()).update(lost)
+        _, memory = self._open_job()
+        if view is None or self._options.memory is None:
+            raise TypeError("a host is looked at before it is rebuilt")
+        files = {file.name: file for file in parse_manifest(content, path="", whole=False).files}
+        given = RebuildInput(
+            version, view.places.get((save_id, "memory"), {}), view.parity.get(save_id), files, version.step
+        )
+        ranks = join_ranks(self._group, self._options.timeout_s, about=self._about)
+        with together(ranks, f"rebuilding {self._about.path} from parity", about=self._about):
+            max_bytes, timeout_s = self._options.memory.max_bytes, self._options.timeout_s
+            self._damaged += rebuild(ranks, memory, given, timeout_s=timeout_s, max_bytes=max_bytes)
+        ranks.close()
+
+    def _note_damage(self, choice: _Choice, content: bytes, error: CheckpointError) -> None:
+        """Looks for the holders on this host that caused the failure; the ranks of a host divide the files."""
+        version, held = choice.version, self._held
+        self._failed, self._failure = version.save_id if version is not None else "", error.message
+        if version is None or held is None or not content:
+            return
+        rank = dist.get_rank(self._group) if len(choice.hosts) > 1 else 0
+        host = choice.hosts[rank]
+        here = [other for other, name in enumerate(choice.hosts) if name == host]
+        places = self._places(version, host)
+        files = {file.name: file for file in parse_manifest(content, path="", whole=False).files}
+        own = [files[name] for name in sorted(places)][here.index(rank) :: len(here)]
+        for name in damaged_files(held, own):
+            holder = next(each for each in version.files[name] if each.host == host)
+            self._damaged.append(DamagedHolding(version.save_id, name, holder))
+        self._held = None
+
+    def _load_what_is_there(self, calls: ResumeLoads) -> LoadReport | None:
+        """Loads what is at the path where memory has nothing: also what other programs have written."""
+        try:
+            report = calls.at_path("latest")
+        except CheckpointNotFoundError as error:
+            if error.kind in {"not_found", "not_committed"}:
+                return None
+            raise
+        return replace(report, sources=dict.fromkeys(SOURCES, 0))
+
+    def _settle(self, choice: _Choice) -> dict[str, int]:
+        """Makes the resumed version the one whose slots stay, and counts from where all ranks together read it."""
+        version, memory = choice.version, self._memory
+        if version is None or memory is None:
+            raise TypeError("a version was chosen")
+        memory.settle(version.save_id)
+        memory.note_load()
+        ranks = join_ranks(self._group, self._options.timeout_s, about=self._about)
+        with together(ranks, f"resuming {self._about.path}", about=self._about):
+            wanted = sorted(self._held.wanted) if self._held is not None else []
+            use = msgspec.msgpack.encode(_Use(memory.job.host, wanted))
+            rebuilt = self._rebuilt.get(version.save_id, set())
+            reply = ranks.reduce_scatter(use, partial(_count_sources, version, rebuilt, choice.is_stored_only))
+        ranks.close()
+        return msgspec.msgpack.decode(reply, type=dict[str, int])
+
+
+def _mapped(manifest: Manifest, held: HeldStore, options: LoadOptions) -> Manifest:
+    if not isinstance(options.name_map, NameMap):
+        return manifest
+    return mapped_manifest(manifest, CheckpointFolder(held, ""), options.name_map)
+
+
+def _count_sources(
+    version: VersionPlan,
+    rebuilt: Collection[str],
+    is_stored_only: bool,  # noqa: FBT001
+    payloads: Sequence[bytes],
+) -> Sequence[bytes]:
+    uses = [msgspec.msgpack.decode(payload, type=_Use) for payload in payloads]
+    wanted: dict[str, set[str]] = {}
+    for use in uses:
+        for name in use.wanted:
+            wanted.setdefault(name, set()).add(use.host)
+    if is_stored_only:
+        wanted = {name: set() for name in version.files}
+    counts = dict.fromkeys(SOURCES, 0)
+    for name, hosts in wanted.items():
+        if name in version.files:
+            counts["parity" if name in rebuilt else _source_of(version.files[name], hosts)] += 1
+    return [msgspec.msgpack.encode(counts)] * len(payloads)
+
+
+def _source_of(holders: Sequence[FileHolder], hosts: set[str]) -> str:
+    """Returns the tier that a file was read from, for ranks on these hosts."""
+    cheapest = holders[0]
+    if cheapest.kind in {"memory", "peer"}:
+        is_own = any(holder.kind in {"memory", "peer"} and holder.host in hosts for holder in holders)
+        return "memory" if is_own else "peer"
+    return cheapest.kind
+
+
+def _is_damage(error: CheckpointError) -> bool:
+    """Returns True if the error is about the bytes of the version, so that another holder or version may load."""
+    return isinstance(error, CheckpointCorruptError) or error.kind == "missing_file"

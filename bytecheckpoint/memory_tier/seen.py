@@ -1,0 +1,158 @@
+"""The versions that one rank sees on its host, and those at the path: what the plan of a resume is made from."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.manifest import DataFile, open_manifest
+from bytecheckpoint.memory_tier.parity_block import FoundParity, scan_parity
+from bytecheckpoint.planner.memory_tier.resume_plan import HolderKind, SeenVersion, StoredVersion
+from bytecheckpoint.staging.copy_slots import scan_copies
+from bytecheckpoint.staging.memory_slots import generation_of
+from bytecheckpoint.storage import layout, stage_folder
+from bytecheckpoint.storage.memory_root import slot_file, version_files
+from bytecheckpoint.storage.memory_root.job_folder import JobFolder
+from bytecheckpoint.storage.memory_root.slot_file import FilePlace
+from bytecheckpoint.storage.paths import join_name
+from bytecheckpoint.storage.store import Store
+
+logger = logging.getLogger("bytecheckpoint")
+
+
+class HostView(NamedTuple):
+    """All that a rank can read on its host, by save id."""
+
+    versions: list[SeenVersion]
+    manifests: dict[str, bytes]
+    folders: dict[str, str]
+    """Folder of each version below the path."""
+    places: dict[tuple[str, HolderKind], dict[str, FilePlace]]
+    """Data files by save id and kind of holder."""
+    parity: dict[str, FoundParity]
+
+
+class StoredManifest(NamedTuple):
+    """A committed step."""
+
+    version: StoredVersion
+    content: bytes
+    files: Sequence[DataFile]
+
+
+def look_at_host(job: JobFolder, local_stage: str | None, store: Store) -> HostView:
+    """Returns the versions in the job's folder, and in the local stage the files of saves to the store. Changes
+    nothing.
+    """
+    held = {version.record.save_id: version for version in version_files.read_versions(job)}
+    places: dict[tuple[str, HolderKind], dict[str, FilePlace]] = {}
+    steps = {save_id: version.record.step for save_id, version in held.items()}
+    kinds: Sequence[HolderKind] = ("memory", "peer")
+    for kind, slots in zip(kinds, (slot_file.scan(job.slots), scan_copies(job, "copies")), strict=True):
+        for slot in slots:
+            if found := slot.places():
+                places.setdefault((slot.save_id, kind), {}).update(found)
+                steps.setdefault(slot.save_id, slot.header.step if slot.header is not None else 0)
+    parity = {found.save_id: found for found in scan_parity(job)}
+    for save_id in parity:
+        steps.setdefault(save_id, 0)
+    manifests = {save_id: version.content for save_id, version in held.items()}
+    folders = {save_id: version.record.folder for save_id, version in held.items()}
+    records = {save_id: (version.record.generation, version.record.number) for save_id, version in held.items()}
+    for staged in _staged(local_stage, store):
+        places.setdefault((staged.save_id, "local"), {}).update(staged.places)
+        steps.setdefault(staged.save_id, staged.step)
+        folders.setdefault(staged.save_id, staged.folder)
+        if staged.content and staged.save_id not in manifests:
+            with suppress(CheckpointError):
+                records[staged.save_id] = generation_of(open_manifest(staged.content)) or 0, 0
+                manifests[staged.save_id] = staged.content
+    versions = [
+        SeenVersion(
+            save_id,
+            *(records[save_id][0] if save_id in records else 0, step, records.get(save_id, (0, 0))[1]),
+            needed=_lengths(manifests[save_id]) if save_id in manifests else None,
+            memory=_held(places, save_id, "memory"),
+            copies=_held(places, save_id, "peer"),
+            local=_held(places, save_id, "local"),
+            parity=[parity[save_id].held] if save_id in parity else [],
+        )
+        for save_id, step in steps.items()
+    ]
+    return HostView(versions, manifests, folders, places, parity)
+
+
+def _held(places: dict[tuple[str, HolderKind], dict[str, FilePlace]], save_id: str, kind: HolderKind) -> dict[str, int]:
+    return {name: place.byte_length for name, place in places.get((save_id, kind), {}).items()}
+
+
+def _lengths(content: bytes) -> dict[str, int]:
+    return {file.name: file.byte_length for file in open_manifest(content).files}
+
+
+class _Staged(NamedTuple):
+    """The files of one rank of a save in a local stage."""
+
+    save_id: str
+    step: int
+    folder: str
+    places: dict[str, FilePlace]
+    content: bytes
+    """The manifest, if it is there."""
+
+
+def _staged(root: str | None, store: Store) -> Iterator[_Staged]:
+    if root is None:
+        return
+    for found in stage_folder.scan(os.path.abspath(root)):  # noqa: PTH100 - paths are text here
+        journal = found.journal
+        if journal is None or journal.step is None or journal.root != str(store):
+            continue
+        folder = f"{os.path.abspath(root)}/{found.name}"  # noqa: PTH100
+        places = {
+            file.name: FilePlace(f"{folder}/{file.name}", 0, file.byte_length)
+            for file in journal.files or []
+            if found.sizes.get(file.name) == file.byte_length
+        }
+        content = b""
+        if found.has_manifest:
+            with suppress(CheckpointError):
+                content = stage_folder.read_manifest(stage_folder.store_of(root, found.name)) or b""
+        yield _Staged(journal.save_id, journal.step, journal.folder, places, content)
+
+
+def look_at_path(store: Store, folders: dict[str, str], *, most: int) -> list[StoredManifest]:
+    """Returns the newest committed steps, at most so many, and what saves that never committed have brought to their
+    `folders`.
+    """
+    found: list[StoredManifest] = []
+    listing = store.list("")
+    for step, _ in zip(layout.steps_below(store, "", listing), range(most), strict=False):
+        folder = layout.step_folder(step)
+        try:
+            content = layout.read_manifest_bytes(store, folder)
+            manifest = layout.parse_manifest(content, path=join_name(str(store), folder), whole=False)
+        except CheckpointError as error:
+            logger.error("step %d at the path is passed over: %s", step, error.message)  # noqa: TRY400
+            continue
+        files = {file.name: file.byte_length for file in manifest.files}
+        version = StoredVersion(manifest.save_id, generation_of(manifest), step, files, is_committed=True)
+        found.append(StoredManifest(version, content, manifest.files))
+    committed = {each.version.save_id for each in found}
+    for save_id, folder in folders.items():
+        if save_id not in committed and (sizes := _brought(store, folder, save_id)):
+            found.append(StoredManifest(StoredVersion(save_id, None, 0, sizes, is_committed=False), b"", ()))
+    return found
+
+
+def _brought(store: Store, folder: str, save_id: str) -> dict[str, int]:
+    names = store.list(join_name(folder, layout.DATA_FOLDER))
+    return {
+        f"{layout.DATA_FOLDER}/{name}": size
+        for name, size in names.items()
+        if size is not None and name.startswith(f"{save_id}-")
+    }

@@ -1,0 +1,223 @@
+"""Decides who holds whose copy: never the same host and never the same failure domain, with about as many bytes on each
+host. Replicas that ranks of several domains hold anyway are staged where they are, so that no copy is sent. It knows
+ranks, hosts and labels, and moves nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+Domain = tuple[str, bool]
+"""Label of a failure domain, or the id of a host that is its own, and True for the latter."""
+
+
+class RankPlace(NamedTuple):
+    """The place of a rank."""
+
+    host: str
+    """Id of the memory root."""
+    domain: str | None
+    """Label of the failure domain; None where each host is its own."""
+
+    @property
+    def failure_domain(self) -> Domain:
+        return (self.host, True) if self.domain is None else (self.domain, False)
+
+
+class CopyPlan(NamedTuple):
+    """The ranks that hold copies."""
+
+    targets: Sequence[Sequence[int]]
+    """For each rank those that hold a copy of what it staged, each in a domain of its own."""
+    short: Sequence[int]
+    """Ranks for which there are not enough domains."""
+
+
+class ReplicaGroup(NamedTuple):
+    """Bytes that some ranks hold alike."""
+
+    ranks: Sequence[int]
+    num_bytes: int
+
+
+class Divergence(NamedTuple):
+    """An extent of which not all that staged it have the same bytes."""
+
+    file: str
+    extent: int
+    ranks: Sequence[int]
+    """Those whose digest is another than that of the first rank, which counts."""
+    first: int
+
+
+def check_places(places: Sequence[RankPlace]) -> list[str]:
+    """Returns the hosts, sorted, on which ranks gave different labels."""
+    labels: dict[str, set[str | None]] = {}
+    for place in places:
+        labels.setdefault(place.host, set()).add(place.domain)
+    return sorted(host for host, given in labels.items() if len(given) > 1)
+
+
+def place_copies(places: Sequence[RankPlace], staged_bytes: Sequence[int], copies: int) -> CopyPlan:
+    """Chooses the ranks that hold `copies - 1` copies of what each rank staged.
+
+    The ranks of one host go to as few hosts as an even spread allows: the fewer pairs of hosts there are, the fewer
+    losses of two hosts matter. Equal hosts form a ring, with steps longer than any domain. Where a ring is uneven or
+    impossible, each goes to the host that holds the least, those with the least choice first.
+    """
+    tried = [_place_greedily(places, staged_bytes, copies)]
+    ring = _place_on_a_ring(places, copies)
+    if ring is not None:
+        tried.append(ring)
+    hosts = min(tried, key=lambda of_ranks: _unevenness(of_ranks, places, staged_bytes))
+    ranks = _RanksOfHosts(places, staged_bytes)
+    targets = [[ranks.take(host, rank) for host in of_rank] for rank, of_rank in enumerate(hosts)]
+    return CopyPlan(targets, [rank for rank, of_rank in enumerate(targets) if len(of_rank) < copies - 1])
+
+
+def _unevenness(
+    hosts: Sequence[Sequence[str]], places: Sequence[RankPlace], staged_bytes: Sequence[int]
+) -> tuple[int, int, int]:
+    """Returns the number of copies, negated, the bytes of the fullest host, and the pairs of hosts."""
+    held: Counter[str] = Counter()
+    pairs: set[tuple[str, str]] = set()
+    for place, of_rank, num_bytes in zip(places, hosts, staged_bytes, strict=True):
+        pairs.update((place.host, host) for host in of_rank)
+        held.update(dict.fromkeys(of_rank, num_bytes))
+    return -sum(map(len, hosts)), max(held.values(), default=0), len(pairs)
+
+
+class _RanksOfHosts:
+    """Shares what a host holds among its ranks."""
+
+    def __init__(self, places: Sequence[RankPlace], staged_bytes: Sequence[int]) -> None:
+        self._bytes = staged_bytes
+        self._held = [0] * len(places)
+        self._ranks: dict[str, list[int]] = {}
+        for rank, place in enumerate(places):
+            self._ranks.setdefault(place.host, []).append(rank)
+
+    def take(self, host: str, rank: int) -> int:
+        """Returns the rank on the host that is to hold a copy of that of `rank`."""
+        target = min(self._ranks[host], key=lambda other: (self._held[other], other))
+        self._held[target] += self._bytes[rank]
+        return target
+
+
+def _place_on_a_ring(places: Sequence[RankPlace], copies: int) -> list[list[str]] | None:
+    """Returns the hosts for each rank; None if one domain has so many hosts that steps over it meet it again."""
+    domains = {place.host: place.failure_domain for place in places}
+    hosts = sorted(domains, key=lambda host: (domains[host], host))
+    step = max(Counter(domains.values()).values(), default=0)
+    if copies * step > len(hosts):
+        return None
+    numbers = {host: number for number, host in enumerate(hosts)}
+    return [[hosts[(numbers[place.host] + turn * step) % len(hosts)] for turn in range(1, copies)] for place in places]
+
+
+def _place_greedily(places: Sequence[RankPlace], staged_bytes: Sequence[int], copies: int) -> list[list[str]]:
+    """Returns the hosts for each rank."""
+    domains = {place.host: place.failure_domain for place in places}
+    bytes_of: Counter[Domain] = Counter()
+    for place, num_bytes in zip(places, staged_bytes, strict=True):
+        bytes_of[place.failure_domain] += num_bytes
+    num_hosts = Counter(domains.values())
+    pressure = {domain: bytes_of[domain] / max(len(domains) - num_hosts[domain], 1) for domain in num_hosts}
+    level = max([sum(staged_bytes) / max(len(domains), 1), *pressure.values()])
+    order = sorted(
+        range(len(places)),
+        key=lambda rank: (-pressure[places[rank].failure_domain], places[rank].failure_domain, places[rank].host, rank),
+    )
+    chosen: list[list[str]] = [[] for _ in places]
+    least = _LeastFilled(domains)
+    for turn in range(1, copies):
+        partners: dict[str, str] = {}
+        for rank in order:
+            place, num_bytes = places[rank], staged_bytes[rank]
+            used = {domains[host] for host in (place.host, *chosen[rank])}
+            partner = partners.get(place.host)
+            if partner is None or domains[partner] in used or least.held[partner] + num_bytes > turn * level:
+                partner = least.find(used)
+            if partner is not None:
+                partners[place.host] = partner
+                least.held[partner] += num_bytes
+                chosen[rank].append(partner)
+    return chosen
+
+
+class _LeastFilled:
+    """Finds the host that holds the least outside of a few domains, without a look at all hosts."""
+
+    def __init__(self, domains: Mapping[str, Domain]) -> None:
+        self.held = dict.fromkeys(sorted(domains), 0)
+        """Bytes, by host. They may rise at any time."""
+        self._hosts: dict[Domain, list[tuple[int, str]]] = {}
+        for host in self.held:
+            self._hosts.setdefault(domains[host], []).append((0, host))
+        self._domains = sorted((of_domain[0], domain) for domain, of_domain in self._hosts.items())
+
+    def find(self, used: Collection[Domain]) -> str | None:
+        """Returns a host of another domain than these; None if there is none."""
+        skipped: list[tuple[tuple[int, str], Domain]] = []
+        found = None
+        while self._domains and found is None:
+            top, domain = heapq.heappop(self._domains)
+            current = self._top(domain)
+            if current != top:
+                heapq.heappush(self._domains, (current, domain))
+                continue
+            skipped.append((top, domain))
+            if domain not in used:
+                found = top[1]
+        for item in skipped:
+            heapq.heappush(self._domains, item)
+        return found
+
+    def _top(self, domain: Domain) -> tuple[int, str]:
+        """Returns the least filled host of a domain. What the heap says of a host may be too low."""
+        heap = self._hosts[domain]
+        while heap[0][0] != self.held[heap[0][1]]:
+            heapq.heapreplace(heap, (self.held[heap[0][1]], heap[0][1]))
+        return heap[0]
+
+
+def choose_stagers(
+    groups: Sequence[ReplicaGroup], places: Sequence[RankPlace], loads: Sequence[int], copies: int
+) -> list[tuple[int, ...]]:
+    """Chooses for each group of replicas the ranks that stage it: up to `copies` of its holders, in different domains,
+    those that stage the least. `loads` has the bytes that each rank stages anyway.
+
+    The lowest of the chosen ranks counts where their bytes differ, and comes first.
+    """
+    staged = list(loads)
+    chosen: list[tuple[int, ...]] = [()] * len(groups)
+    for number in sorted(range(len(groups)), key=lambda number: (len(groups[number].ranks), -groups[number].num_bytes)):
+        group = groups[number]
+        stagers: list[int] = []
+        used: set[Domain] = set()
+        for rank in sorted(group.ranks, key=lambda rank: (staged[rank], rank)):
+            if len(stagers) < copies and places[rank].failure_domain not in used:
+                stagers.append(rank)
+                used.add(places[rank].failure_domain)
+                staged[rank] += group.num_bytes
+        chosen[number] = tuple(sorted(stagers))
+    return chosen
+
+
+def find_divergence(digests: Mapping[str, Mapping[int, Sequence[int]]]) -> Iterator[Divergence]:
+    """Yields the extents that not all ranks have alike. `digests` has those of each file, by the rank that staged it;
+    the lowest rank counts.
+    """
+    for file, by_rank in digests.items():
+        first = min(by_rank)
+        for extent, expected in enumerate(by_rank[first]):
+            odd = [rank for rank in sorted(by_rank) if _digest(by_rank[rank], extent) != expected]
+            if odd:
+                yield Divergence(file, extent, odd, first)
+
+
+def _digest(digests: Sequence[int], extent: int) -> int | None:
+    return digests[extent] if extent < len(digests) else None

@@ -1,0 +1,146 @@
+"""The slots of this process for copies of what ranks of other hosts staged, or for parity of it. As of the slots of a
+rank, one is whole at any moment, and all outlive the process.
+"""
+
+# ruff: noqa: PTH102, PTH118, PTH123 - the calls of `os` by name, as in posix_files.py
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from typing import Literal
+
+import msgspec
+
+from bytecheckpoint.errors import CheckpointSaveError
+from bytecheckpoint.storage.memory_root import slot_file
+from bytecheckpoint.storage.memory_root.job_folder import JobFolder, replace_file
+from bytecheckpoint.storage.memory_root.room import check_room
+from bytecheckpoint.storage.memory_root.slot_file import FoundSlot, Slot
+
+CopyKind = Literal["copies", "parity"]
+_NEEDED = "needed"
+
+
+class CopySlots:
+    """The copies that this process holds for one job. Used by one save at a time."""
+
+    def __init__(self, job: JobFolder, kind: CopyKind) -> None:
+        self._job = job
+        self._kind = kind
+        self._folder = _folder_of(job, kind)
+        self._slots: list[Slot] = []
+        self._taken: dict[int, Slot] = {}
+        """By the rank whose image it is to hold."""
+
+    def begin_save(self) -> None:
+        """Ends what an earlier save has left of its slots."""
+        self._taken = {}
+
+    def take(self, owner: int, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
+        """Returns memory for a copy of the image of this rank. Called again by the same save, the same memory, with
+        what it has got.
+
+        Raises CheckpointSaveError (no_space).
+        """
+        slot = self._taken.get(owner)
+        if slot is not None:
+            return self._image(slot, lengths)
+        num_bytes = slot_file.slot_bytes(lengths)
+        with self._job.locked():
+            with suppress(FileExistsError):
+                os.mkdir(self._folder, 0o700)
+            slot = self._taken[owner] = self._free_slot(num_bytes)
+            self._reserve(slot, num_bytes, max_bytes)
+        return slot.begin(lengths)
+
+    def fill(self, owner: int, save_id: str, step: int, lengths: Sequence[int]) -> None:
+        """Notes that the copy is whole."""
+        self._taken[owner].fill(save_id, step, owner, lengths)
+
+    def doubt(self, save_id: str) -> None:
+        """Keeps the copies of this save beside those that are needed: other hosts may go on from it."""
+        if self._taken:
+            self._write_needed([*self._needed(), save_id])
+
+    def settle(self, save_id: str) -> None:
+        """Keeps the copies of this save only, all of which are whole, and unlinks those of earlier placements."""
+        if not os.path.isdir(self._folder):  # noqa: PTH112
+            return
+        self._write_needed([save_id])
+        spare = [slot for slot in self._slots if slot.save_id != save_id]
+        for slot in spare[len(self._taken) :]:
+            self._slots.remove(slot)
+            slot.remove()
+        with self._job.locked():
+            for found in slot_file.scan(self._folder):
+                if found.save_id != save_id and (left := slot_file.take(found.path)) is not None:
+                    left.remove()
+
+    def close(self) -> None:
+        """Gives all slots up, with what they hold, for the process that goes on."""
+        for slot in self._slots:
+            slot.release()
+
+    def _free_slot(self, num_bytes: int) -> Slot:
+        needed, busy = self._needed(), {slot.path for slot in self._taken.values()}
+        own = [slot for slot in self._slots if slot.save_id not in needed and slot.path not in busy]
+        if own:
+            return min(own, key=lambda slot: (slot.capacity < num_bytes, abs(slot.capacity - num_bytes)))
+        paths = {slot.path for slot in self._slots}
+        free = sorted(
+            (each for each in slot_file.scan(self._folder) if each.save_id not in needed and each.path not in paths),
+            key=lambda each: (each.capacity < num_bytes, abs(each.capacity - num_bytes)),
+        )
+        slot = next((slot for each in free if (slot := slot_file.take(each.path)) is not None), None)
+        if slot is None:
+            slot = slot_file.create(self._folder)
+        self._slots.append(slot)
+        return slot
+
+    def _reserve(self, slot: Slot, num_bytes: int, max_bytes: int | None) -> None:
+        new_bytes = num_bytes - slot.capacity
+        if new_bytes > 0:
+            slots = (
+                *slot_file.scan(self._job.slots),
+                *scan_copies(self._job, "copies"),
+                *scan_copies(self._job, "parity"),
+            )
+            held_bytes = sum(found.capacity for found in slots)
+            check_room(self._job.root, new_bytes, held_bytes=held_bytes, max_bytes=max_bytes)
+        try:
+            slot.reserve(num_bytes)
+        except OSError as error:
+            raise CheckpointSaveError(
+                f"the memory root {self._job.root} had no room for a copy of {num_bytes} bytes ({error.strerror}); "
+                "this save survives the death of its processes, and no host: free space there, or save with "
+                "Memory(copies=1)",
+                kind="no_space",
+                path=self._job.root,
+            ) from error
+
+    def _needed(self) -> Collection[str]:
+        """Returns the saves whose copies must stay."""
+        name = os.path.join(self._folder, _NEEDED)
+        with suppress(FileNotFoundError, msgspec.MsgspecError), open(name, "rb") as file:
+            return msgspec.json.decode(file.read(), type=list[str])
+        return []
+
+    def _write_needed(self, save_ids: Sequence[str]) -> None:
+        content = msgspec.json.encode(list(dict.fromkeys(save_ids)))
+        replace_file(os.path.join(self._folder, _NEEDED), content)
+
+    @staticmethod
+    def _image(slot: Slot, lengths: Sequence[int]) -> memoryview:
+        first = slot_file.header_bytes(len(lengths))
+        return memoryview(slot.memory)[first : first + slot_file.image_bytes(lengths)]
+
+
+def scan_copies(job: JobFolder, kind: CopyKind) -> list[FoundSlot]:
+    """Returns the copies that a host holds, as slots of the ranks whose images they are, or its parity."""
+    return list(slot_file.scan(_folder_of(job, kind)))
+
+
+def _folder_of(job: JobFolder, kind: CopyKind) -> str:
+    return os.path.join(job.path, kind)

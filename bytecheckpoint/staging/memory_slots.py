@@ -1,0 +1,271 @@
+"""The slots of this process for one job: staging memory whose bytes outlive the process. One slot has the newest memory
+checkpoint that is complete, the other takes the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
+from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.memory.host_mapping import HostMapping
+from bytecheckpoint.staging.copy_slots import CopySlots
+from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.memory_root import slot_file, version_files
+from bytecheckpoint.storage.memory_root.job_folder import JobFolder, LivingProcess
+from bytecheckpoint.storage.memory_root.room import check_room
+from bytecheckpoint.storage.memory_root.slot_file import FoundSlot, Slot
+from bytecheckpoint.storage.memory_root.version_files import VersionRecord
+from bytecheckpoint.storage.open_store import is_remote
+from bytecheckpoint.storage.store import Store
+
+logger = logging.getLogger("bytecheckpoint")
+
+GENERATION = "memory_generation"
+"""Key in the provenance of a manifest."""
+_SLOTS = 2
+
+
+class JobMemory:
+    """The part that this process has in the memory of one job. Used by one save at a time."""
+
+    def __init__(self, job: JobFolder) -> None:
+        self.job = job
+        self.copies, self.parity = CopySlots(job, "copies"), CopySlots(job, "parity")
+        """What this process holds for other hosts."""
+        self._lock, self.process = job.join()
+        self._slots: list[Slot] = []
+        self._filling: Slot | None = None
+        self._lengths: list[int] = []
+        self._warned: set[str] = set()
+        self._settled: Collection[str] | None = None
+        """Saves whose slots must stay; None as long as only the folder tells."""
+        self.newest = VersionRecord("", 0, 0, 0, "")
+        """The newest version that any rank was seen to know."""
+        self.opens_generation = True
+        """True if the next save begins a branch: the process is new, or has loaded."""
+        self._committed: set[int] | None = None
+        """Steps at the path, as far as the coordinator knows; None before it has looked."""
+        with job.locked():
+            slot_file.remove_stale_temporaries(job.slots)
+
+    def begin_save(self) -> None:
+        """Ends what an earlier save has left of its slot."""
+        self._filling = None
+        self.copies.begin_save()
+        self.parity.begin_save()
+
+    def take(self, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
+        """Returns memory for an image with files of these lengths: a slot that holds nothing which is still needed.
+        Called again by the same save, it returns the same slot.
+
+        Raises CheckpointSaveError (no_space).
+        """
+        self._lengths = list(lengths)
+        num_bytes = slot_file.slot_bytes(lengths)
+        if self._filling is None:
+            self._filling = self._free_slot(num_bytes, max_bytes)
+        slot = self._filling
+        self._reserve(slot, num_bytes, max_bytes)
+        return slot.begin(lengths)
+
+    def reserve(self, lengths: Sequence[int], *, max_bytes: int | None) -> None:
+        """Allocates both slots ahead of the first save."""
+        num_bytes = slot_file.slot_bytes(lengths)
+        while len(self._slots) < _SLOTS:
+            self._add_slot(num_bytes, max_bytes)
+        for slot in self._slots:
+            self._reserve(slot, num_bytes, max_bytes)
+
+    def image(self) -> list[memoryview]:
+        """Returns the data files of the image that was filled last."""
+        if self._filling is None:
+            raise RuntimeError("a slot is filled before its files are asked for")
+        memory, first = memoryview(self._filling.memory), slot_file.header_bytes(len(self._lengths))
+        starts = slot_file.image_starts(self._lengths)
+        return [
+            memory[first + start :][:length].toreadonly() for start, length in zip(starts, self._lengths, strict=False)
+        ]
+
+    def fill(self, save_id: str, step: int, rank: int) -> None:
+        """Notes that the image is whole."""
+        if self._filling is None:
+            raise RuntimeError("a slot is taken before it is filled")
+        self._filling.fill(save_id, step, rank, self._lengths)
+
+    def doubt(self, save_id: str) -> None:
+        """Keeps the slots of this save as well: other ranks may have seen it complete, and this one will not know."""
+        self._settled = {*self._protected(), save_id}
+
+    def settle(self, save_id: str) -> None:
+        """Keeps the slots of this save only: it is complete on all hosts, or what all ranks go on from."""
+        self._settled = {save_id}
+        spare = [slot for slot in self._slots if slot.save_id != save_id]
+        for slot in spare[_SLOTS - (len(spare) < len(self._slots)) :]:  # it was not known which save was complete
+            self._slots.remove(slot)
+            slot.remove()
+
+    def trim(self, num_ranks: int) -> None:
+        """Unlinks slots that no process holds, beyond two for each of the ranks on this host."""
+        with self.job.locked():
+            found = list(slot_file.scan(self.job.slots))
+            free = sorted((each for each in found if self._is_free(each)), key=lambda each: each.capacity)
+            for each in free[: max(len(found) - _SLOTS * num_ranks, 0)]:
+                if (slot := slot_file.take(each.path)) is not None:
+                    slot.remove()
+
+    def note_seen(self, generation: int, number: int) -> None:
+        """Notes the highest generation and number that any rank knows."""
+        seen = self.newest
+        self.newest = VersionRecord("", max(seen.generation, generation), 0, max(seen.number, number), "")
+
+    def note_complete(self, record: VersionRecord) -> None:
+        """Notes the newest version that is complete: the branch goes on."""
+        self.newest, self.opens_generation = record, False
+
+    def note_load(self) -> None:
+        """Notes that training goes on from what was loaded: a new branch."""
+        self.opens_generation = True
+
+    def warn_once(self, message: str, *, is_told: bool) -> None:
+        """Warns of this once in the process, on the rank that tells it."""
+        if is_told and message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=2)
+
+    def seen(self) -> tuple[int, int]:
+        """Returns the highest generation and number that this host knows."""
+        if self.opens_generation:
+            for version in version_files.read_versions(self.job):
+                self.note_seen(version.record.generation, version.record.number)
+        return self.newest.generation, self.newest.number
+
+    def others(self) -> list[LivingProcess]:
+        """Returns the other processes on this host that work on the job."""
+        return [process for process in self.job.living() if process.name != self.process.name]
+
+    def look_at(self, store: Store) -> None:
+        """Looks at the path, once, for the generation of what is there. Called by the coordinator."""
+        self._committed_steps(store)
+
+    def check_step(self, store: Store, step: int, path: str) -> None:
+        """Raises CheckpointExistsError if the step is committed at the path. The coordinator looks at a remote store
+        once, and knows what this process has committed since: a store that is slow or away does not delay memory.
+        """
+        if not is_remote(store):
+            is_committed = layout.has_manifest(store.list(layout.step_folder(step)))
+        else:
+            is_committed = step in self._committed_steps(store)
+        if is_committed:
+            raise layout.exists_error(path)
+
+    def note_commit(self, step: int) -> None:
+        if self._committed is not None:
+            self._committed.add(step)
+
+    def _committed_steps(self, store: Store) -> set[int]:
+        if self._committed is None:
+            self._committed = set()
+            try:
+                self._committed.update(layout.committed_steps(store))
+                if self._committed:
+                    newest = layout.read_manifest_bytes(store, layout.step_folder(max(self._committed)))
+                    self.note_seen(generation_of(layout.parse_manifest(newest, path=str(store), whole=False)) or 0, 0)
+            except CheckpointError as error:
+                logger.warning("memory checkpoints go on without a look at %s: %s", store, error.message)
+        return self._committed
+
+    def _protected(self) -> Collection[str]:
+        return version_files.protected_saves(self.job) if self._settled is None else self._settled
+
+    def _is_free(self, found: FoundSlot) -> bool:
+        return found.save_id not in self._protected() and all(found.path != slot.path for slot in self._slots)
+
+    def _free_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
+        protected = self._protected()
+        own = [slot for slot in self._slots if slot.save_id not in protected]
+        return own[0] if own else self._add_slot(num_bytes, max_bytes)
+
+    def _add_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
+        """Takes a slot that no process holds, the smallest that is large enough or else the largest; or makes one."""
+        with self.job.locked():
+            free = sorted(
+                (each for each in slot_file.scan(self.job.slots) if self._is_free(each)),
+                key=lambda each: (each.capacity < num_bytes, abs(each.capacity - num_bytes)),
+            )
+            taken = next((slot for each in free if (slot := slot_file.take(each.path)) is not None), None)
+            if taken is None:
+                self._check_room(num_bytes * max(_SLOTS - len(self._slots), 1), max_bytes)
+                taken = slot_file.create(self.job.slots)
+            self._slots.append(taken)
+            return taken
+
+    def _reserve(self, slot: Slot, num_bytes: int, max_bytes: int | None) -> None:
+        new_bytes = num_bytes - slot.capacity
+        if new_bytes > 0:
+            self._check_room(new_bytes, max_bytes)
+        try:
+            slot.reserve(num_bytes, HostMapping)
+        except OSError as error:
+            raise CheckpointSaveError(
+                f"the memory root {self.job.root} had no room for a slot of {num_bytes} bytes ({error.strerror}); "
+                "nothing was written, and what memory held before is as it was: free space there, or save without "
+                "Memory",
+                kind="no_space",
+                path=self.job.root,
+            ) from error
+
+    def _check_room(self, new_bytes: int, max_bytes: int | None) -> None:
+        held = sum(found.capacity for found in slot_file.scan(self.job.slots))
+        check_room(self.job.root, new_bytes, held_bytes=held, max_bytes=max_bytes)
+
+    def close(self) -> None:
+        """Gives all slots up, with what they hold, for the process that goes on."""
+        for slot in self._slots:
+            slot.release()
+        self.copies.close()
+        self.parity.close()
+        self._lock.release()
+
+
+class MemoryPart(NamedTuple):
+    """The memory tier of one save."""
+
+    slots: JobMemory
+    is_only: bool
+    """True if the save goes nowhere else."""
+    max_bytes: int | None
+
+    def take(self, lengths: Sequence[int], *, staging_bytes: int | None) -> memoryview:
+        """Returns the memory for an image. Raises CheckpointSaveError (no_space, unsupported_value)."""
+        num_bytes = slot_file.image_bytes(lengths)
+        if staging_bytes is not None and staging_bytes < num_bytes:
+            raise CheckpointSaveError(
+                f"SaveOptions.staging_bytes={staging_bytes} is less than the {num_bytes} bytes that this rank writes, "
+                "and memory holds them all at once; nothing was written: leave staging_bytes out, or give it at least "
+                "this, or save without Memory",
+                kind="unsupported_value",
+            )
+        return self.slots.take(lengths, max_bytes=self.max_bytes)
+
+
+def refuse_without_step(step: int | None, path: str) -> None:
+    """Raises CheckpointMismatchError (conflict) for a save without a step, which has no place in the order of memory
+    checkpoints.
+    """
+    if step is None:
+        raise CheckpointMismatchError(
+            f"the save to {path} has no step, and memory checkpoints are ordered by it; nothing was written: pass "
+            "step=, or save without Memory",
+            kind="conflict",
+            path=path,
+        )
+
+
+def generation_of(manifest: Manifest) -> int | None:
+    """Returns the generation of a save with a memory tier, None for any other."""
+    generation = manifest.provenance.get(GENERATION)
+    return generation if isinstance(generation, int) and not isinstance(generation, bool) else None

@@ -1,0 +1,247 @@
+"""The folder of one job in a memory root: who it belongs to, and which living processes work on it. The files in it are
+described by slot_file.py and version_files.py.
+"""
+
+# ruff: noqa: PTH101, PTH102, PTH103, PTH104, PTH108, PTH110, PTH116, PTH118, PTH120, PTH123, PTH208 - the calls of `os` by name, as in posix_files.py
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from bytecheckpoint.errors import CheckpointError, StorageError
+from bytecheckpoint.storage.backends.file_lock import ProcessLock, is_locked
+from bytecheckpoint.storage.backends.posix_errors import describe
+from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
+
+_HOST = "host"
+_ABOUT = "job"
+_MAKING_S = 10.0
+"""Seconds for which a file may have no lock because it is being made."""
+_ALIVE = "alive"
+_LOCK = "lock"
+_ID = re.compile(r"\A[0-9a-f]{16}\Z")
+_SHARED_MODE = 0o1777
+_READABLE = 0o644
+_OTHERS = 0o077
+_TMPFS = "tmpfs"
+
+
+class JobDescription(msgspec.Struct, frozen=True):
+    """The job that a folder belongs to."""
+
+    location: str
+    """Path or URL of the root that the job saves to, without credentials."""
+    uid: int
+    version: int = 1
+
+
+class LivingProcess(NamedTuple):
+    """A process that works on the job."""
+
+    name: str
+    since_ns: int
+    """Time of its first call, by the clock of the host."""
+
+
+class JobFolder(NamedTuple):
+    """A job's folder in a memory root, private to the user."""
+
+    root: str
+    path: str
+    host: str
+    """Random id of the memory root, which stands for the host."""
+
+    @property
+    def slots(self) -> str:
+        return os.path.join(self.path, "slots")
+
+    @property
+    def versions(self) -> str:
+        return os.path.join(self.path, "versions")
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Excludes all other processes that look for free slots in the folder, or remove some."""
+        fd = os.open(os.path.join(self.path, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def join(self) -> tuple[ProcessLock, LivingProcess]:
+        """Makes this process one that works on the job, until it ends or the lock is released."""
+        alive = os.path.join(self.path, _ALIVE)
+        name = secrets.token_hex(8)
+        temporary, path = os.path.join(alive, f"{TEMPORARY_PREFIX}{name}"), os.path.join(alive, name)
+        os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        lock = ProcessLock(temporary)
+        os.rename(temporary, path)  # locked from the moment it is visible
+        return lock, LivingProcess(name, os.stat(path).st_mtime_ns)
+
+    def living(self) -> list[LivingProcess]:
+        """Returns the processes that work on the job, and forgets those that have ended."""
+        alive, found = os.path.join(self.path, _ALIVE), []
+        for name in sorted(os.listdir(alive)):
+            path = os.path.join(alive, name)
+            is_new = name.startswith(TEMPORARY_PREFIX)  # not locked yet, or about to get its name
+            with suppress(FileNotFoundError):
+                if not is_locked(path) and time.time() - os.stat(path).st_mtime > is_new * _MAKING_S:
+                    os.unlink(path)
+                elif not is_new:
+                    found.append(LivingProcess(name, os.stat(path).st_mtime_ns))
+        return found
+
+
+def job_name(location: str) -> str:
+    """Returns the name of the folder of the job that saves to this root. Each user has one of their own."""
+    return xxhash.xxh3_64_hexdigest(f"{os.geteuid()}\0{location}".encode())
+
+
+def open_job(root: str, location: str) -> JobFolder:
+    """Returns the folder of a job, made if it is missing. Raises StorageError if it cannot be used, or is not private
+    to this user.
+    """
+    with _using(root):
+        host = _prepare_root(root)
+        job = JobFolder(root, os.path.join(root, job_name(location)), host)
+        with suppress(FileExistsError):
+            os.mkdir(job.path, 0o700)
+        _check_private(job.path)
+        for folder in (os.path.join(job.path, _ALIVE), job.slots, job.versions):
+            with suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
+        about = os.path.join(job.path, _ABOUT)
+        if not os.path.exists(about):
+            replace_file(about, msgspec.json.encode(JobDescription(location, os.geteuid())))
+        return job
+
+
+def find_job(root: str, location: str) -> JobFolder | None:
+    """Returns the folder of a job, or None if there is none. Raises StorageError as `open_job` does."""
+    return next((job for job, _ in find_jobs(root) if job.path.endswith(f"/{job_name(location)}")), None)
+
+
+def find_jobs(root: str) -> list[tuple[JobFolder, JobDescription]]:
+    """Returns the folders of this user's jobs in a memory root, with what they say of the jobs."""
+    found: list[tuple[JobFolder, JobDescription]] = []
+    with _using(root):
+        try:
+            names = sorted(os.listdir(root))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        host = _read_host(root)
+        for name in filter(_ID.match, names):
+            path = os.path.join(root, name)
+            if host is None or os.lstat(path).st_uid != os.geteuid():
+                continue
+            _check_private(path)
+            about = JobDescription("(unknown)", os.geteuid())
+            with suppress(OSError, msgspec.MsgspecError), open(os.path.join(path, _ABOUT), "rb") as file:
+                about = msgspec.json.decode(file.read(), type=JobDescription)
+            found.append((JobFolder(root, path, host), about))
+    return found
+
+
+def is_in_memory(root: str) -> bool:
+    """Returns False if the folder is known to lie on something else than tmpfs or ramfs."""
+    path, best = os.path.realpath(root), ("", _TMPFS)
+    with suppress(OSError), open("/proc/self/mounts", encoding="utf-8", errors="replace") as mounts:
+        for line in mounts:
+            _, place, kind, *_ = line.split(" ")
+            place = place.replace("\\040", " ")
+            inside = path == place or path.startswith(place.rstrip("/") + "/")
+            if inside and len(place) >= len(best[0]):
+                best = (place, kind)
+    return best[1] in {_TMPFS, "ramfs"}
+
+
+def replace_file(path: str, *parts: bytes) -> None:
+    """Writes a small file as a whole, so that a process that is killed leaves the old one or the new one."""
+    temporary = f"{os.path.dirname(path)}/{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+    try:
+        with open(temporary, "xb", opener=_private) as file:
+            file.writelines(parts)
+        os.rename(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def _prepare_root(root: str) -> str:
+    """Makes the root, for all users of the host, and returns its id."""
+    try:
+        os.makedirs(root)
+    except FileExistsError:
+        pass
+    else:
+        os.chmod(root, _SHARED_MODE)  # whatever the umask: jobs of other users have folders of their own there
+    if (host := _read_host(root)) is not None:
+        return host
+    temporary = os.path.join(root, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+    with open(temporary, "x", encoding="ascii") as file:
+        file.write(secrets.token_hex(8))
+    os.chmod(temporary, _READABLE)
+    with suppress(FileExistsError):  # another process was faster, and its id counts
+        os.link(temporary, os.path.join(root, _HOST))
+    os.unlink(temporary)
+    host = _read_host(root)
+    if host is None:
+        raise StorageError(
+            f"{os.path.join(root, _HOST)}, the id of the memory root, is damaged; nothing was changed: if no job uses "
+            f"{root}, remove it",
+            kind="unsupported",
+            path=root,
+        )
+    return host
+
+
+def _read_host(root: str) -> str | None:
+    with suppress(FileNotFoundError, UnicodeDecodeError), open(os.path.join(root, _HOST), encoding="ascii") as file:
+        host = file.read(64)
+        return host if _ID.match(host) else None
+    return None
+
+
+def _check_private(path: str) -> None:
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & _OTHERS:
+        raise StorageError(
+            f"{path} is not a folder that only this user can open (owner {status.st_uid}, mode "
+            f"{stat.S_IMODE(status.st_mode):o}), so what is in it is not trusted; nothing was changed: remove it, or "
+            "give Memory(root=...) a folder of your own",
+            kind="permission",
+            path=path,
+        )
+
+
+@contextmanager
+def _using(root: str) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        kind = "permission" if isinstance(error, PermissionError) else "unavailable"
+        raise StorageError(
+            f"the memory root {root} cannot be used: {describe(error)}; nothing was changed: give Memory(root=...) a "
+            "folder in tmpfs that this process may write to",
+            kind=kind,
+            path=root,
+        ) from error

@@ -1,0 +1,97 @@
+"""Room for slots: the file system of the memory root, the memory of the host, the limit of the container, and what the
+user allows. The least of them counts, and it is looked at before a byte is staged.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from bytecheckpoint.errors import CheckpointSaveError
+
+_SPARE_BYTES = 16 << 20
+"""Left free: for manifests, and for what other processes of the host write meanwhile."""
+_CONTAINER_BYTES = 64 << 20
+"""The size of /dev/shm in a container that was given no other."""
+_UNLIMITED = 1 << 60
+
+
+class RoomLimit(NamedTuple):
+    """Bytes that may still be allocated, and what limits them."""
+
+    free_bytes: int
+    name: str
+    advice: str
+
+
+def check_room(root: str, new_bytes: int, *, held_bytes: int, max_bytes: int | None) -> None:
+    """Raises CheckpointSaveError (no_space) if the root cannot hold so many bytes more than the `held_bytes` of all
+    slots of the job on this host.
+    """
+    limits = [*_file_system(root), *_host_memory(), *container_limits()]
+    if max_bytes is not None:
+        limits.append(RoomLimit(max_bytes - held_bytes + _SPARE_BYTES, f"Memory(max_bytes={max_bytes})", "raise it"))
+    least = min(limits)
+    if new_bytes + _SPARE_BYTES <= least.free_bytes or not new_bytes:
+        return
+    raise CheckpointSaveError(
+        f"the memory checkpoints of this rank need {new_bytes} bytes more in {root}, two slots of which one is always "
+        f"whole, and {least.name} leaves {max(least.free_bytes - _SPARE_BYTES, 0)}; nothing was written, and what "
+        f"memory held before is as it was: {least.advice}, or save without Memory",
+        kind="no_space",
+        path=root,
+    )
+
+
+def _file_system(root: str) -> Iterator[RoomLimit]:
+    status = os.statvfs(root)
+    free, whole = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    advice = "free space there (`bcp gc --memory` lists what ended jobs left), or mount it larger"
+    if whole <= _CONTAINER_BYTES:
+        advice = (
+            "that is the small /dev/shm of a container: run it with --shm-size, or in Kubernetes mount an emptyDir of "
+            "medium Memory there"
+        )
+    yield RoomLimit(free, f"its file system of {whole} bytes", advice)
+
+
+def _host_memory() -> Iterator[RoomLimit]:
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        yield RoomLimit(int(line.split()[1]) * 1024, "the memory of the host", "take a host with more")
+
+
+def container_limits(groups: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup") -> Iterator[RoomLimit]:
+    """Yields the limits of the control groups that this process is in, of version 1 and 2: tmpfs counts into them, and
+    the kernel ends a process that passes one.
+    """
+    try:
+        lines = Path(groups).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            yield from _limits_of(Path(mount), path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _limits_of(Path(mount, "memory"), path, *names)
+
+
+def _limits_of(mount: Path, path: str, limit_name: str, usage_name: str, reclaimable: str) -> Iterator[RoomLimit]:
+    """Yields the limits of a group and of those above it, of which a container may see only the innermost, as the
+    root.
+    """
+    inside = Path(path.strip("/"))
+    for group in {mount / inside, *(mount / above for above in inside.parents), mount}:
+        with suppress(OSError, ValueError):
+            limit = int((group / limit_name).read_text(encoding="ascii"))  # "max" is none
+            usage = int((group / usage_name).read_text(encoding="ascii"))
+            fields = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+            if limit < _UNLIMITED:
+                free = limit - usage + int(fields.get(reclaimable, 0))
+                yield RoomLimit(free, f"the memory limit of the container ({limit} bytes)", "raise the limit")

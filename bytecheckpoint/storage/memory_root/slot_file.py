@@ -1,0 +1,259 @@
+"""A slot: one file of a memory root with the image of the data files of one rank in one save. Its pages are kept from
+save to save, because the first touch of a page costs more than the copy into it.
+
+    header: magic, length, checksum, then a SlotHeader; up to a page boundary
+    image: the data files, each from a page boundary on, as staging lays them out
+
+A slot belongs to the process that holds its lock. The header says `filling` before a byte of the image changes, and
+`filled` after the last one: a process that is killed in between leaves a slot that nobody takes for whole.
+"""
+
+# ruff: noqa: PTH104, PTH108, PTH116, PTH118, PTH123, PTH208 - the calls of `os` by name, as in posix_files.py
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import secrets
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from bytecheckpoint.storage.backends.file_lock import ProcessLock
+from bytecheckpoint.storage.layout import data_file_name
+from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
+
+PAGE_BYTES = 4096
+_PREFIX = struct.Struct("<8sIQ")  # magic, length and checksum of the header
+_MAGIC = b"BCPSLOT1"
+_NAME = re.compile(r"\A[0-9a-f]{16}\Z")
+_FIXED_BYTES = 256
+"""Most bytes of a header without the lengths of its files."""
+_LENGTH_BYTES = 9
+_MAX_HEADER_BYTES = 64 << 20
+_STEP_BYTES = 64 << 20
+
+
+class SlotHeader(msgspec.Struct, frozen=True, array_like=True):
+    """The contents of a slot."""
+
+    save_id: str
+    step: int
+    rank: int
+    is_filled: bool
+    image_offset: int
+    lengths: list[int]
+    """Bytes of each data file, in their order."""
+
+
+class FilePlace(NamedTuple):
+    """A data file inside another file."""
+
+    path: str
+    byte_offset: int
+    byte_length: int
+
+
+class FoundSlot(NamedTuple):
+    """A slot file of the folder."""
+
+    path: str
+    capacity: int
+    header: SlotHeader | None
+    """None for a slot that was never filled, or whose header is torn."""
+
+    @property
+    def save_id(self) -> str:
+        """The save whose bytes it has, whole or not; empty if there is none."""
+        return self.header.save_id if self.header is not None else ""
+
+    def places(self) -> dict[str, FilePlace]:
+        """Returns the data files that are whole here, by their names in the checkpoint."""
+        header = self.header
+        if header is None or not header.is_filled:
+            return {}
+        starts = image_starts(header.lengths)
+        return {
+            data_file_name(header.save_id, header.rank, number): FilePlace(
+                self.path, header.image_offset + start, byte_length
+            )
+            for number, (start, byte_length) in enumerate(zip(starts, header.lengths, strict=False))
+        }
+
+
+class Slot:
+    """A slot that this process holds."""
+
+    def __init__(self, path: str, lock: ProcessLock) -> None:
+        self.path = path
+        self._lock = lock
+        self._memory: mmap.mmap | None = None
+        self._header: SlotHeader | None = None
+
+    @property
+    def capacity(self) -> int:
+        return os.stat(self.path).st_size
+
+    @property
+    def save_id(self) -> str:
+        return self._header.save_id if self._header is not None else ""
+
+    def reserve(self, num_bytes: int, mapping: type[mmap.mmap] = mmap.mmap) -> None:
+        """Makes the slot at least so long, with its pages allocated, and maps it. Raises OSError if there is no
+        room.
+        """
+        if self._memory is not None and len(self._memory) >= num_bytes:
+            return
+        self._memory = None  # before the file grows; views of it keep the old mapping
+        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            # Hazard: without it, a store into a page for which tmpfs has no room kills the process.
+            _allocate(fd, num_bytes)
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            self._memory = mapping(fd, os.fstat(fd).st_size, flags=flags)
+        finally:
+            os.close(fd)
+        with suppress(OSError, AttributeError):  # a forked data loader does not need it
+            self._memory.madvise(mmap.MADV_DONTFORK)
+
+    def begin(self, lengths: Sequence[int]) -> memoryview:
+        """Marks the slot as being filled, and returns the memory of an image with these files."""
+        offset = header_bytes(len(lengths))
+        self._write_header(SlotHeader("", 0, 0, False, offset, []))
+        return memoryview(self.memory)[offset : offset + image_bytes(lengths)]
+
+    def fill(self, save_id: str, step: int, rank: int, lengths: Sequence[int]) -> None:
+        """Marks the image as whole: these files of a save."""
+        self._write_header(SlotHeader(save_id, step, rank, True, header_bytes(len(lengths)), list(lengths)))
+
+    @property
+    def memory(self) -> mmap.mmap:
+        """All of the file; it was reserved before."""
+        if self._memory is None:
+            raise RuntimeError("a slot is reserved before it is filled")
+        return self._memory
+
+    def _write_header(self, header: SlotHeader) -> None:
+        encoded, memory = msgspec.msgpack.encode(header), self.memory
+        memory[: _PREFIX.size] = bytes(_PREFIX.size)  # what comes next is nothing until its checksum stands before it
+        memory[_PREFIX.size : _PREFIX.size + len(encoded)] = encoded
+        memory[: _PREFIX.size] = _PREFIX.pack(_MAGIC, len(encoded), xxhash.xxh3_64_intdigest(encoded))
+        self._header = header
+
+    def release(self) -> None:
+        """Gives the slot to whoever takes it next."""
+        self._memory = None
+        self._lock.release()
+
+    def remove(self) -> None:
+        """Gives the memory back to the host."""
+        with suppress(FileNotFoundError):
+            os.unlink(self.path)
+        self.release()
+
+
+def _allocate(fd: int, num_bytes: int) -> None:
+    # In steps: when a signal comes, tmpfs takes back all that a call has allocated.
+    for start in range(os.fstat(fd).st_size, num_bytes, _STEP_BYTES):
+        os.posix_fallocate(fd, start, min(_STEP_BYTES, num_bytes - start))
+
+
+def whole_pages(num_bytes: int) -> int:
+    """Returns the bytes of as many pages as hold so many bytes."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def header_bytes(num_files: int) -> int:
+    """Returns the bytes before the image of so many files."""
+    return whole_pages(_PREFIX.size + _FIXED_BYTES + _LENGTH_BYTES * num_files)
+
+
+def image_bytes(lengths: Sequence[int]) -> int:
+    """Returns the bytes of an image with these files."""
+    return sum(map(whole_pages, lengths))
+
+
+def slot_bytes(lengths: Sequence[int]) -> int:
+    """Returns the bytes of a slot for these files."""
+    return header_bytes(len(lengths)) + image_bytes(lengths)
+
+
+def image_starts(lengths: Sequence[int]) -> list[int]:
+    """Returns the place in the image of each file."""
+    return list(accumulate(map(whole_pages, lengths), initial=0))
+
+
+def create(folder: str) -> Slot:
+    """Makes a new slot without memory, held by this process."""
+    name = secrets.token_hex(8)
+    temporary, path = os.path.join(folder, f"{TEMPORARY_PREFIX}{name}"), os.path.join(folder, name)
+    os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    lock = ProcessLock(temporary)
+    os.rename(temporary, path)  # locked from the moment it is visible
+    return Slot(path, lock)
+
+
+def take(path: str) -> Slot | None:
+    """Takes a slot over; None if a living process holds it, or it is gone. The caller holds the folder's lock."""
+    with suppress(BlockingIOError, FileNotFoundError):
+        return Slot(path, ProcessLock(path))
+    return None
+
+
+def scan(folder: str) -> Iterator[FoundSlot]:
+    """Yields the slots of a folder. Nothing is changed."""
+    try:
+        names = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return
+    for name in filter(_NAME.match, names):
+        path = os.path.join(folder, name)
+        with suppress(FileNotFoundError), open(path, "rb") as file:
+            capacity = os.fstat(file.fileno()).st_size
+            header = _decode(file.read(PAGE_BYTES), capacity)
+            if isinstance(header, int):
+                file.seek(0)
+                header = _decode(file.read(header), capacity)
+            yield FoundSlot(path, capacity, header if isinstance(header, SlotHeader) else None)
+
+
+def remove_stale_temporaries(folder: str) -> None:
+    """Removes slots whose making was interrupted. The caller holds the folder's lock."""
+    for name in os.listdir(folder):
+        if name.startswith(TEMPORARY_PREFIX) and (slot := take(os.path.join(folder, name))) is not None:
+            slot.remove()
+
+
+def _decode(content: bytes, capacity: int) -> SlotHeader | int | None:
+    """Returns the header at the start of a slot, how many bytes it needs if these are too few, or None if it is torn
+    or does not fit the file.
+    """
+    if len(content) < _PREFIX.size:
+        return None
+    magic, num_bytes, digest = _PREFIX.unpack_from(content)
+    end = _PREFIX.size + num_bytes
+    if magic != _MAGIC or end > min(capacity, _MAX_HEADER_BYTES):
+        return None
+    if end > len(content):
+        return end if len(content) == PAGE_BYTES else None
+    encoded = content[_PREFIX.size : end]
+    if xxhash.xxh3_64_intdigest(encoded) != digest:
+        return None
+    with suppress(msgspec.MsgspecError):
+        header = msgspec.msgpack.decode(encoded, type=SlotHeader)
+        if _fits(header, capacity):
+            return header
+    return None
+
+
+def _fits(header: SlotHeader, capacity: int) -> bool:
+    return (
+        min([header.image_offset, *header.lengths, header.rank]) >= 0
+        and header.image_offset + image_bytes(header.lengths) <= capacity
+    )

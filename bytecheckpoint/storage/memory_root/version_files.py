@@ -1,0 +1,131 @@
+"""The memory checkpoints that a host knows: a copy of the manifest of each, and its place in the order of versions.
+
+A version is pending from the moment that its data is whole on all hosts, and complete once the manifest is on all of
+them. A pending one can be recovered, too; but other hosts may already have gone on from the one before.
+"""
+
+# ruff: noqa: PTH104, PTH108, PTH118, PTH123, PTH208 - the calls of `os` by name, as in posix_files.py
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from contextlib import suppress
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.manifest import DataFile, open_manifest
+from bytecheckpoint.storage.memory_root.job_folder import JobFolder, replace_file
+from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
+
+_PREFIX = struct.Struct("<8sIQ")  # magic, length and checksum of the record
+_MAGIC = b"BCPMEMV1"
+_NAME = re.compile(r"\A([0-9a-f]{16})\.(pending|manifest)\Z")
+_KEPT = 2
+"""The newest complete version, and the one before it, of which the slots may still be whole."""
+
+
+class VersionRecord(msgspec.Struct, frozen=True, array_like=True):
+    """The place of a memory checkpoint among all of the job."""
+
+    save_id: str
+    generation: int
+    """Rises with the first memory save after a load, so that a branch that training left is never resumed."""
+    step: int
+    number: int
+    """Rises with every memory save of the job."""
+    folder: str
+    """Folder of the checkpoint below the path, where it can be committed."""
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        return self.generation, self.step, self.number
+
+
+class HeldVersion(NamedTuple):
+    """A version that a host knows."""
+
+    record: VersionRecord
+    is_complete: bool
+    content: bytes
+    """The manifest, encoded."""
+    files: tuple[DataFile, ...]
+
+
+def add_pending(job: JobFolder, record: VersionRecord, content: bytes) -> None:
+    """Writes the manifest of a version whose data is whole on all hosts."""
+    encoded = msgspec.msgpack.encode(record)
+    prefix = _PREFIX.pack(_MAGIC, len(encoded), xxhash.xxh3_64_intdigest(encoded))
+    replace_file(_path(job, record.save_id, "pending"), prefix, encoded, content)
+
+
+def mark_complete(job: JobFolder, save_id: str) -> None:
+    """Notes that all hosts have the manifest, and forgets versions whose slots have been taken for others."""
+    os.rename(_path(job, save_id, "pending"), _path(job, save_id, "manifest"))
+    found = sorted(read_versions(job), key=lambda version: version.record.number)
+    newest = next((version.record.number for version in found if version.record.save_id == save_id), 0)
+    earlier = [version for version in found if version.record.number <= newest]
+    for version in earlier[:-_KEPT]:
+        remove(job, version.record.save_id)
+
+
+def remove(job: JobFolder, save_id: str) -> None:
+    """Forgets a version."""
+    for ending in ("pending", "manifest"):
+        with suppress(FileNotFoundError):
+            os.unlink(_path(job, save_id, ending))
+
+
+def read_versions(job: JobFolder) -> list[HeldVersion]:
+    """Returns the versions that the host knows, oldest first. A damaged manifest is left out."""
+    found = []
+    for name in os.listdir(job.versions):
+        match = _NAME.match(name)
+        if match is None:
+            continue
+        with suppress(FileNotFoundError), open(os.path.join(job.versions, name), "rb") as file:
+            version = _decode(file.read(), is_complete=match.group(2) == "manifest")
+            if version is not None and version.record.save_id == match.group(1):
+                found.append(version)
+    return sorted(found, key=lambda version: version.record.order)
+
+
+def remove_stale_temporaries(job: JobFolder) -> None:
+    """Removes manifests whose writing was interrupted. No save may be under way."""
+    for name in os.listdir(job.versions):
+        if name.startswith(TEMPORARY_PREFIX):
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(job.versions, name))
+
+
+def protected_saves(job: JobFolder) -> set[str]:
+    """Returns the saves whose slots must stay, as far as this host can tell alone: the newest complete version, and
+    pending ones after it, one of which other hosts may have completed.
+    """
+    found = sorted(read_versions(job), key=lambda version: version.record.number)
+    complete = [number for number, version in enumerate(found) if version.is_complete]
+    return {version.record.save_id for version in found[complete[-1] if complete else 0 :]}
+
+
+def _path(job: JobFolder, save_id: str, ending: str) -> str:
+    return os.path.join(job.versions, f"{save_id}.{ending}")
+
+
+def _decode(content: bytes, *, is_complete: bool) -> HeldVersion | None:
+    if len(content) < _PREFIX.size:
+        return None
+    magic, num_bytes, digest = _PREFIX.unpack_from(content)
+    end = _PREFIX.size + num_bytes
+    encoded, rest = content[_PREFIX.size : end], content[end:]
+    if magic != _MAGIC or xxhash.xxh3_64_intdigest(encoded) != digest:
+        return None
+    with suppress(msgspec.MsgspecError, CheckpointError):
+        record = msgspec.msgpack.decode(encoded, type=VersionRecord)
+        manifest = open_manifest(rest)
+        if manifest.save_id == record.save_id:
+            return HeldVersion(record, is_complete, rest, tuple(manifest.files))
+    return None

@@ -1,0 +1,289 @@
+"""Copies on other hosts: ranks that have memory roots of their own stand for hosts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint.distributed import transfer
+from bytecheckpoint.distributed.connection import missing
+from bytecheckpoint.memory_tier import pieces
+from bytecheckpoint.staging.copy_slots import scan_copies
+from bytecheckpoint.storage.memory_root import slot_file
+from bytecheckpoint.storage.memory_root.job_folder import find_jobs
+from bytecheckpoint.storage.memory_root.slot_file import FoundSlot
+from distributed.workers import WorkerDied, WorkerPool
+
+NUM_ELEMENTS = 700_001
+
+
+def state_of(rank: int, step: int) -> dict[str, Any]:
+    """Every rank has a tensor of its own, of another length."""
+    return {f"of_rank_{rank}": torch.arange(NUM_ELEMENTS + 1000 * rank, dtype=torch.float32) + step}
+
+
+def options(folder: Path, rank: int, ranks_a_host: int, **memory: Any) -> bcp.SaveOptions:
+    root = folder / f"host{rank // ranks_a_host}"
+    return bcp.SaveOptions(memory=bcp.Memory(root=root, **memory), timeout_s=20)
+
+
+def save_steps(rank: int, world_size: int, folder: Path, ranks_a_host: int, steps: range, to: str) -> list[str]:
+    """Saves, and returns what each save answers about hosts."""
+    answers = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in steps:
+            given = options(folder, rank, ranks_a_host)
+            handle = bcp.save(folder / "ckpt", state_of(rank, step), step=step, async_save=True, options=given, to=to)
+            assert handle.held("process").tier == "memory"
+            answers.append(handle.held("host").tier)
+            handle.result()
+    return answers
+
+
+def contents(slots: list[FoundSlot]) -> dict[str, bytes]:
+    """The data files in slots, by name."""
+    return {
+        name: Path(place.path).read_bytes()[place.byte_offset :][: place.byte_length]
+        for slot in slots
+        for name, place in slot.places().items()
+    }
+
+
+def held_on(folder: Path, host: int) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """What ranks of a host staged, and the copies that it has."""
+    ((job, _),) = find_jobs(str(folder / f"host{host}"))
+    return contents(list(slot_file.scan(job.slots))), contents(scan_copies(job, "copies"))
+
+
+@pytest.mark.parametrize(("world_size", "ranks_a_host"), [(2, 1), (4, 2), (4, 1), (3, 2)])
+@pytest.mark.parametrize("to", ["memory", "storage"])
+def test_every_image_is_on_another_host_too(
+    workers: WorkerPool, tmp_path: Path, world_size: int, ranks_a_host: int, to: str
+) -> None:
+    answers = workers.run(save_steps, tmp_path, ranks_a_host, range(1, 5), to, world_size=world_size)
+    assert answers == [["memory"] * 4] * world_size
+    hosts = range(-(-world_size // ranks_a_host))
+    held = [held_on(tmp_path, host) for host in hosts]
+    for host in hosts:
+        own, _ = held[host]
+        others = {name: content for other in hosts if other != host for name, content in held[other][1].items()}
+        missing = {name for name, content in own.items() if others.get(name) != content}
+        assert own
+        assert missing == set()
+
+
+def test_slots_of_copies_are_used_again(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(save_steps, tmp_path, 1, range(1, 4), "memory", world_size=2)
+    before = [scan_slots(tmp_path, host) for host in range(2)]
+    workers.run(save_steps, tmp_path, 1, range(4, 8), "memory", world_size=2)
+    assert [scan_slots(tmp_path, host) for host in range(2)] == before
+    assert [len(paths) for paths in before] == [2, 2]
+
+
+def scan_slots(folder: Path, host: int) -> set[str]:
+    ((job, _),) = find_jobs(str(folder / f"host{host}"))
+    return {slot.path for slot in scan_copies(job, "copies")}
+
+
+def save_alone(rank: int, world_size: int, folder: Path) -> tuple[list[str], str, str]:
+    """All ranks share a root: there is no other host."""
+    told: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in (1, 2):
+            given = options(folder, rank, world_size)
+            handle = bcp.save(
+                folder / "ckpt", state_of(rank, step), step=step, async_save=True, options=given, to="memory"
+            )
+            tier = handle.result().tier
+        told += [str(warning.message) for warning in caught if "failure domains" in str(warning.message)]
+    with pytest.raises(bcp.CheckpointMismatchError, match="needs as many failure domains") as raised:
+        handle.held("host")
+    return told, tier, raised.value.kind
+
+
+def test_one_host_is_warned_of_once_and_holds_the_save_all_the_same(workers: WorkerPool, tmp_path: Path) -> None:
+    (first, *others), tiers, kinds = zip(*workers.run(save_alone, tmp_path, world_size=2), strict=True)
+    assert len(first) == 1
+    assert "are in 1, on 1 hosts" in first[0]
+    assert others == [[]]
+    assert {*tiers} == {"memory"}
+    assert {*kinds} == {"conflict"}
+
+
+def save_breaking(rank: int, world_size: int, folder: Path, breaks: int) -> tuple[str, list[int]]:
+    """Saves while the first connections break in the middle; returns the answer and the pieces asked for each time."""
+    asked: list[int] = []
+    encode, check = transfer._encode, transfer.check_digest
+
+    def counting(wanted: Any) -> bytes:
+        asked.append(len(wanted))
+        return encode(wanted)
+
+    num_arrived = 0
+
+    def breaking(*arguments: Any, **names: Any) -> None:
+        nonlocal num_arrived, breaks
+        num_arrived += 1
+        if rank == 1 and breaks and num_arrived % 4 == 0:
+            breaks -= 1
+            raise missing((0,), "is cut off")
+        check(*arguments, **names)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(transfer, "_encode", counting)
+        patch.setattr(transfer, "check_digest", breaking)
+        patch.setattr(pieces, "PIECE_BYTES", 300_000)
+        given = options(folder, rank, 1)
+        handle = bcp.save(folder / "ckpt", state_of(rank, 1), step=1, async_save=True, options=given, to="memory")
+        try:
+            answer = handle.held("host").tier
+        except bcp.CheckpointError as error:
+            answer = error.kind
+        handle.held("process")
+    return answer, asked
+
+
+def test_a_connection_that_breaks_goes_on_where_it_was(workers: WorkerPool, tmp_path: Path) -> None:
+    (first, _), (second, asked) = workers.run(save_breaking, tmp_path, 2, world_size=2)
+    assert (first, second) == ("memory", "memory")
+    assert asked == [asked[0], asked[0] - 3, asked[0] - 6]
+    assert held_on(tmp_path, 0)[0].items() <= held_on(tmp_path, 1)[1].items()
+
+
+def test_connections_that_break_for_ever_leave_what_the_process_holds(workers: WorkerPool, tmp_path: Path) -> None:
+    answers = workers.run(save_breaking, tmp_path, 99, world_size=2)
+    assert [answer for answer, _ in answers] == ["rank_missing"] * 2
+    assert held_on(tmp_path, 0)[1] == {}
+
+
+def save_flipped(rank: int, world_size: int, folder: Path) -> tuple[str, str, str]:
+    """A bit of rank 1's slot flips after it was staged; then a save is as it should be."""
+    seal = transfer.seal
+    is_flipping = rank == 1
+
+    def flipping(header: Any, buffers: Any) -> Any:
+        nonlocal is_flipping
+        if is_flipping:
+            is_flipping = False
+            ((job, _),) = find_jobs(str(folder / "host1"))
+            place = next(place for slot in slot_file.scan(job.slots) for place in slot.places().values())
+            with open(place.path, "r+b") as file:
+                file.seek(place.byte_offset + 100_000)
+                old = file.read(1)[0]
+                file.seek(-1, 1)
+                file.write(bytes([old ^ 1]))
+        return seal(header, buffers)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(transfer, "seal", flipping)
+        given = options(folder, rank, 1)
+        handle = bcp.save(folder / "ckpt", state_of(rank, 1), step=1, async_save=True, options=given, to="memory")
+        with pytest.raises(bcp.CheckpointCorruptError) as raised:
+            handle.held("host")
+        with pytest.raises(bcp.CheckpointCorruptError):
+            handle.result()
+        after = bcp.save(folder / "ckpt", state_of(rank, 2), step=2, async_save=True, options=given, to="memory")
+    return raised.value.kind, raised.value.message, after.held("host").tier
+
+
+def test_bits_that_flip_in_a_slot_are_found_when_it_is_copied(workers: WorkerPool, tmp_path: Path) -> None:
+    for kind, message, after in workers.run(save_flipped, tmp_path, world_size=2):
+        assert (kind, after) == ("checksum", "memory")
+        assert "came from the memory of rank 1 with another checksum than when they were staged" in message
+        assert "the next save places its copies anew" in message
+
+
+def save_without_room(rank: int, world_size: int, folder: Path) -> tuple[str, str, str]:
+    image = 4 * (NUM_ELEMENTS + 2000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        given = options(folder, rank, 1, max_bytes=2 * image + (1 << 20))
+        bcp.save(folder / "ckpt", state_of(rank, 0), step=0, options=given)
+        handle = bcp.save(folder / "ckpt", state_of(rank, 1), step=1, async_save=True, options=given)
+        with pytest.raises(bcp.CheckpointSaveError) as raised:
+            handle.held("host")
+    return raised.value.kind, handle.held("process").tier, handle.result().tier
+
+
+def test_a_host_without_room_for_copies_costs_no_checkpoint(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers.run(save_without_room, tmp_path, world_size=2) == [("no_space", "memory", "storage")] * 2
+
+
+def save_and_die(rank: int, world_size: int, folder: Path) -> tuple[str, str, tuple[int, ...], str]:
+    """Rank 1 dies when a copy is on its way."""
+
+    def die(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        given = replace(options(folder, rank, 1), timeout_s=3)
+        bcp.save(folder / "ckpt", state_of(rank, 1), step=1, options=given, to="memory")
+        if rank == 1:
+            patch.setattr(transfer, "check_digest", die)
+        handle = bcp.save(folder / "ckpt", state_of(rank, 2), step=2, async_save=True, options=given, to="memory")
+        tier = handle.held("process").tier
+        with pytest.raises(bcp.CheckpointError) as raised:
+            handle.held("host")
+        with pytest.raises(bcp.CheckpointError):
+            handle.result()
+        tier_after = handle.held("process").tier
+    return tier, raised.value.kind, raised.value.ranks, tier_after
+
+
+def test_a_peer_that_dies_is_named_and_what_the_process_holds_stays(workers: WorkerPool, tmp_path: Path) -> None:
+    first, second, third = workers.run_each(save_and_die, tmp_path, world_size=3)
+    assert isinstance(second.error, WorkerDied)
+    for outcome in (first, third):
+        assert outcome.value == ("memory", "rank_missing", (1,), "memory")
+    own, _ = held_on(tmp_path, 0)
+    assert len({name.partition("-")[0] for name in own}) == 2  # both steps
+
+
+def save_while_training(rank: int, world_size: int, folder: Path) -> tuple[int, bool]:
+    """Counts the steps of training that are made before the copies of a save are there."""
+    entered, may_go_on = threading.Event(), threading.Event()
+    check = transfer.check_digest
+
+    def waiting(*arguments: Any, **names: Any) -> None:
+        entered.set()
+        may_go_on.wait(20)
+        check(*arguments, **names)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(transfer, "check_digest", waiting)
+        given = options(folder, rank, 1)
+        state = state_of(rank, 1)
+        handle = bcp.save(folder / "ckpt", state, step=1, async_save=True, options=given, to="memory")
+        handle.staged()
+        handle.held("process")
+        entered.wait(20)
+        num_steps = 0
+        for _ in range(100):
+            state[f"of_rank_{rank}"] += 1
+            num_steps += 1
+        was_done = handle.done()
+        may_go_on.set()
+        handle.held("host")
+    return num_steps, was_done
+
+
+def test_training_goes_on_while_copies_are_sent_and_changes_nothing_of_them(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    assert workers.run(save_while_training, tmp_path, world_size=2) == [(100, False)] * 2
+    assert held_on(tmp_path, 0)[0].items() <= held_on(tmp_path, 1)[1].items()

@@ -1,0 +1,109 @@
+"""`bcp memory ls`, `bcp memory flush` and `bcp gc --memory`, after a job has ended."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import bytecheckpoint as bcp
+from bytecheckpoint.storage.memory_root.job_folder import find_jobs
+from bytecheckpoint.tools.main import cli
+
+pytestmark = pytest.mark.filterwarnings("ignore:the memory root")
+
+_PROGRAM = """
+import sys, warnings, torch, os
+import bytecheckpoint as bcp
+warnings.simplefilter("ignore")
+root, memory = sys.argv[1:]
+options = bcp.SaveOptions(memory=bcp.Memory(copies=1, root=memory), max_file_bytes=1 << 20)
+for step in range(3):
+    state = {str(n): torch.full((250_000,), float(step)) for n in range(4)}
+    bcp.save(root, {"x": state}, step=step, options=options, to="memory")
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> tuple[str, str]:
+    """The root and the memory root of a job that was killed after three steps."""
+    root, memory = str(tmp_path / "ckpt"), str(tmp_path / "memory")
+    subprocess.run([sys.executable, "-c", _PROGRAM, root, memory], check=False)
+    return root, memory
+
+
+def bcp_(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, list(arguments))
+
+
+def test_what_memory_holds_is_listed_and_flushed_without_a_trainer(killed: tuple[str, str]) -> None:
+    root, memory = killed
+    listed = json.loads(bcp_("memory", "ls", "--memory-root", memory, "--json").output)["checkpoints"]
+    assert [(each["step"], each["is_complete"], each["num_here"]) for each in listed][-1] == (2, True, 4)
+    assert "complete" in bcp_("memory", "ls", "--memory-root", memory).output
+    done = bcp_("memory", "flush", root, "--memory-root", memory)
+    assert done.exit_code == 0, done.output
+    assert "4 files uploaded" in done.output
+    state = {"x": {str(number): torch.zeros(250_000) for number in range(4)}}
+    assert bcp.load(root, state).step == 2
+    assert all(bool((tensor == 2).all()) for tensor in state["x"].values())
+    again = bcp_("memory", "flush", root, "--memory-root", memory)
+    assert (again.exit_code, "0 files uploaded" in again.output) == (0, True)
+
+
+def test_a_flush_that_lacks_files_names_them_and_ends_with_3(killed: tuple[str, str]) -> None:
+    root, memory = killed
+    ((job, _),) = find_jobs(memory)
+    for path in Path(job.slots).iterdir():
+        content = bytearray(path.read_bytes())
+        content[-9000] ^= 1
+        path.write_bytes(content)
+    done = bcp_("memory", "flush", root, "--memory-root", memory)
+    assert done.exit_code == 3
+    assert "not committed" in done.output
+    assert "-3.safetensors" in done.output
+    assert bcp.steps(root) == []
+
+
+def test_a_flush_where_nothing_is_held_says_where_to_look(tmp_path: Path) -> None:
+    done = bcp_("memory", "flush", str(tmp_path / "ckpt"), "--memory-root", str(tmp_path / "memory"))
+    assert done.exit_code == 3
+    assert "--memory-root" in done.output
+
+
+def test_a_living_job_is_left_alone(tmp_path: Path) -> None:
+    root, memory = str(tmp_path / "ckpt"), str(tmp_path / "memory")
+    options = bcp.SaveOptions(memory=bcp.Memory(copies=1, root=memory))
+    bcp.save(root, {"x": torch.zeros(10)}, step=1, options=options, to="memory")
+    code = f"from bytecheckpoint.memory_tier.flush import flush; flush({root!r}, [{memory!r}])"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert "processes of the job" in done.stderr
+    ended = bcp_("gc", "--memory", "--memory-root", memory, "--older-than", "0h", "--delete")
+    assert "lives" in ended.output
+    assert len(find_jobs(memory)) == 1
+
+
+def test_gc_frees_the_memory_of_ended_jobs(killed: tuple[str, str]) -> None:
+    root, memory = killed
+    young = bcp_("gc", root, "--memory", "--memory-root", memory, "--delete")
+    assert "young" in young.output
+    dry = bcp_("gc", root, "--memory", "--memory-root", memory, "--older-than", "0h")
+    assert "to be removed with --delete" in dry.output
+    assert len(find_jobs(memory)) == 1
+    gone = bcp_("gc", root, "--memory", "--memory-root", memory, "--older-than", "0h", "--delete", "--json")
+    assert json.loads(gone.output)["jobs"][0]["is_dead"] is True
+    assert find_jobs(memory) == []
+    shutil.rmtree(memory)
+
+
+def test_gc_without_a_root_needs_memory() -> None:
+    done = bcp_("gc")
+    assert done.exit_code == 2
+    assert "--memory" in done.output

@@ -1,0 +1,120 @@
+"""Hosts that are lost: their memory roots are erased, and the job resumes from what other hosts hold of them."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import bytecheckpoint as bcp
+from bytecheckpoint.saving.in_flight import process_state
+from distributed.workers import WorkerPool
+
+SHAPE = (601, 301)
+
+
+def state_of(step: int) -> dict[str, Any]:
+    """A tensor whose rows the ranks share, and small ones that all have."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    values = torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32).reshape(SHAPE) + 1000 * step
+    small = {f"b{number}": torch.full((17,), float(step + number)) for number in range(5)}
+    whole = {name: distribute_tensor(tensor, mesh, [Replicate()]) for name, tensor in small.items()}
+    return {"w": distribute_tensor(values, mesh, [Shard(0)]), **whole, "step": step}
+
+
+def differs(state: dict[str, Any], step: int) -> list[str]:
+    expected = state_of(step)
+    tensors = [name for name in expected if name != "step"]
+    odd = [name for name in tensors if not torch.equal(state[name].to_local(), expected[name].to_local())]
+    return odd + ["step"] * (state["step"] != step)
+
+
+def options(folder: Path, host: int, **memory: Any) -> bcp.SaveOptions:
+    return bcp.SaveOptions(memory=bcp.Memory(root=folder / f"host{host}", **memory), timeout_s=20)
+
+
+def save(rank: int, world_size: int, folder: Path, hosts: list[int], steps: range, memory: dict[str, Any]) -> list[str]:
+    """`hosts` has the host of each rank."""
+    tiers = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in steps:
+            given = options(folder, hosts[rank], **memory)
+            handle = bcp.save(folder / "ckpt", state_of(step), step=step, async_save=True, options=given, to="memory")
+            tiers.append(handle.held("host").tier)
+    return tiers
+
+
+def end_processes(rank: int, world_size: int) -> None:
+    """Gives up what the process holds, as its death would."""
+    memories = process_state().memories
+    for memory in memories.values():
+        memory.close()
+    memories.clear()
+
+
+def resume(
+    rank: int, world_size: int, folder: Path, hosts: list[int], memory: dict[str, Any]
+) -> tuple[int, list[str], dict[str, int]]:
+    state = state_of(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = bcp.resume(folder / "ckpt", state, options=options(folder, hosts[rank], **memory))
+    assert report is not None
+    return report.step, differs(state, report.step), report.sources
+
+
+COPIES = {"copies": 2}
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("world_size", [4, 3, 2, 1])
+def test_a_lost_host_is_resumed_from_copies_by_any_number_of_ranks(
+    workers: WorkerPool, tmp_path: Path, lost: int, world_size: int
+) -> None:
+    hosts = [0, 0, 1, 1]
+    assert workers.run(save, tmp_path, hosts, range(1, 4), COPIES, world_size=4) == [["memory"] * 3] * 4
+    workers.run(end_processes, world_size=4)
+    shutil.rmtree(tmp_path / f"host{lost}")
+    new_hosts = [2, 2, 1 - lost, 1 - lost][-world_size:]  # host 2 is new
+    results = workers.run(resume, tmp_path, new_hosts, COPIES, world_size=world_size)
+    for step, odd, sources in results:
+        assert (step, odd, sources["storage"], sum(sources.values())) == (3, [], 0, 4)
+    if len({*new_hosts}) > 1:
+        again = workers.run(save, tmp_path, new_hosts, range(4, 6), COPIES, world_size=world_size)
+        assert again == [["memory"] * 2] * world_size
+        step, odd, _ = workers.run(resume, tmp_path, new_hosts, COPIES, world_size=world_size)[0]
+        assert (step, odd) == (5, [])
+    workers.run(end_processes, world_size=4)
+
+
+PARITY = {"copies": 1, "parity": 1}
+
+
+@pytest.mark.parametrize("lost", range(4))
+@pytest.mark.parametrize("hosts", [[0, 1, 2], [0, 1, 2, 3], [0, 0, 1, 2]])
+def test_a_lost_host_is_rebuilt_from_parity(workers: WorkerPool, tmp_path: Path, hosts: list[int], lost: int) -> None:
+    if lost not in hosts:
+        return
+    world_size = len(hosts)
+    assert (
+        workers.run(save, tmp_path, hosts, range(1, 4), PARITY, world_size=world_size) == [["memory"] * 3] * world_size
+    )
+    workers.run(end_processes, world_size=world_size)
+    shutil.rmtree(tmp_path / f"host{lost}")
+    new_hosts = [9 if host == lost else host for host in hosts]
+    for step, odd, sources in workers.run(resume, tmp_path, new_hosts, PARITY, world_size=world_size):
+        assert (step, odd, sources["storage"], sources["peer"]) == (3, [], 0, 0)
+        assert sources["parity"] == hosts.count(lost)
+    assert (
+        workers.run(save, tmp_path, new_hosts, range(4, 6), PARITY, world_size=world_size)
+        == [["memory"] * 2] * world_size
+    )
+    workers.run(end_processes, world_size=world_size)

@@ -1,0 +1,225 @@
+"""Saves to memory and resumes from it, in one process and in programs that are killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint.storage.memory_root import slot_file
+from bytecheckpoint.storage.memory_root.job_folder import find_jobs
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "ckpt"
+
+
+def options(tmp_path: Path, **others: Any) -> bcp.SaveOptions:
+    return bcp.SaveOptions(memory=bcp.Memory(copies=1, root=tmp_path / "memory"), **others)
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"x": torch.arange(100_000, dtype=torch.float32) + step, "step": step}
+
+
+def empty() -> dict[str, Any]:
+    return {"x": torch.zeros(100_000), "step": -1}
+
+
+def check(state: dict[str, Any], step: int) -> None:
+    assert state["step"] == step
+    torch.testing.assert_close(state["x"], state_of(step)["x"], rtol=0, atol=0)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:the memory root")
+
+
+def test_what_memory_holds_is_resumed_and_load_never_sees_it(tmp_path: Path, root: Path) -> None:
+    for step in range(4):
+        handle = bcp.save(root, state_of(step), step=step, async_save=True, options=options(tmp_path), to="memory")
+        assert handle.held("process").tier == handle.result().tier == "memory"
+    state = empty()
+    report = bcp.resume(root, state, options=options(tmp_path))
+    assert report is not None
+    assert (report.step, report.sources) == (3, {"memory": 1, "peer": 0, "parity": 0, "local": 0, "storage": 0})
+    check(state, 3)
+    with pytest.raises(bcp.CheckpointNotFoundError):
+        bcp.load(root, empty())
+
+
+def test_nothing_is_none_and_leaves_the_state(tmp_path: Path, root: Path) -> None:
+    state = empty()
+    assert bcp.resume(root, state, options=options(tmp_path)) is None
+    assert state["step"] == -1
+
+
+def test_storage_wins_where_it_is_newer(tmp_path: Path, root: Path) -> None:
+    bcp.save(root, state_of(1), step=1, options=options(tmp_path), to="memory")
+    bcp.save(root, state_of(2), step=2)  # without a memory tier
+    state = empty()
+    report = bcp.resume(root, state, options=options(tmp_path))
+    assert report is not None
+    assert (report.step, report.sources["storage"], report.sources["memory"]) == (2, 1, 0)
+    check(state, 2)
+
+
+def test_a_save_to_storage_is_resumed_from_memory(tmp_path: Path, root: Path) -> None:
+    handle = bcp.save(root, state_of(5), step=5, async_save=True, options=options(tmp_path))
+    assert handle.held("storage").tier == "storage"
+    assert handle.held("process").save_id == handle.result().save_id
+    state = empty()
+    report = bcp.resume(root, state, options=options(tmp_path))
+    assert report is not None
+    assert (report.step, report.sources["memory"]) == (5, 1)
+    bcp.load(root, empty(), step=5)
+
+
+def test_an_abandoned_branch_is_never_resumed(tmp_path: Path, root: Path) -> None:
+    bcp.save(root, state_of(10), step=10, options=options(tmp_path))
+    bcp.save(root, state_of(90), step=90, options=options(tmp_path))
+    bcp.save(root, state_of(100), step=100, options=options(tmp_path), to="memory")
+    bcp.load(root, empty(), step=10)
+    bcp.save(root, state_of(11), step=11, options=options(tmp_path), to="memory")
+    state = empty()
+    report = bcp.resume(root, state, options=options(tmp_path))
+    assert report is not None
+    assert report.step == 11
+    check(state, 11)
+
+
+def damage(tmp_path: Path, save_id: str) -> int:
+    """Flips a bit in the image of each slot of the save, and returns their number."""
+    ((job, _),) = find_jobs(str(tmp_path / "memory"))
+    places = [
+        place for slot in slot_file.scan(job.slots) if slot.save_id == save_id for place in slot.places().values()
+    ]
+    for place in places:
+        with open(place.path, "r+b") as file:
+            file.seek(place.byte_offset + place.byte_length - 5)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 4]))
+    return len(places)
+
+
+def test_a_damaged_version_gives_way_to_the_one_before(tmp_path: Path, root: Path) -> None:
+    for step in (1, 2):
+        info = bcp.save(root, state_of(step), step=step, options=options(tmp_path), to="memory").result()
+    assert damage(tmp_path, info.save_id) == 1
+    state = empty()
+    report = bcp.resume(root, state, options=options(tmp_path))
+    assert report is not None
+    assert report.step == 1
+    check(state, 1)
+
+
+def test_a_damaged_slot_is_read_from_storage_instead(tmp_path: Path, root: Path) -> None:
+    bcp.save(root, state_of(1), step=1, options=options(tmp_path), to="memory")
+    info = bcp.save(root, state_of(2), step=2, options=options(tmp_path)).result()
+    assert damage(tmp_path, info.save_id) == 1
+    state = empty()
+    report = bcp.resume(root, state, options=options(tmp_path))
+    assert report is not None
+    assert (report.step, report.sources["storage"]) == (2, 1)
+    check(state, 2)
+
+
+def test_damage_everywhere_is_an_error_that_lists_it(tmp_path: Path, root: Path) -> None:
+    info = bcp.save(root, state_of(7), step=7, options=options(tmp_path), to="memory").result()
+    damage(tmp_path, info.save_id)
+    with pytest.raises(bcp.CheckpointCorruptError, match=f"step 7.*{info.save_id}.*state is undefined"):
+        bcp.resume(root, empty(), options=options(tmp_path))
+
+
+_PROGRAM = """
+import os, sys, torch, warnings
+import bytecheckpoint as bcp
+warnings.simplefilter("ignore")
+root, memory, first, last = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+options = bcp.SaveOptions(memory=bcp.Memory(copies=1, root=memory))
+for step in range(first, last):
+    state = {"x": torch.arange(100_000, dtype=torch.float32) + step, "step": step}
+    bcp.save(root, state, step=step, async_save=True, options=options, to="memory").held("process")
+os.kill(os.getpid(), 9)
+"""
+
+
+def killed_run(root: Path, tmp_path: Path, first: int, last: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, str(root), str(tmp_path / "memory"), str(first), str(last)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == -9, done.stderr
+
+
+def test_a_killed_process_leaves_its_last_step_and_slots_are_used_again(tmp_path: Path, root: Path) -> None:
+    killed_run(root, tmp_path, 0, 3)
+    killed_run(root, tmp_path, 3, 4)  # without a look at what there was: it must not take the slot of step 2 first
+    ((job, _),) = find_jobs(str(tmp_path / "memory"))
+    assert len(list(slot_file.scan(job.slots))) == 2
+    state = empty()
+    report = bcp.resume(root, state, options=options(tmp_path))
+    assert report is not None
+    check(state, 3)
+    bcp.save(root, state_of(4), step=4, options=options(tmp_path), to="memory")
+    assert len(list(slot_file.scan(job.slots))) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "needs"),
+    [
+        (lambda: bcp.Memory(copies=0), "copies"),
+        (lambda: bcp.Memory(copies=2, parity=1), "parity takes the place"),
+        (lambda: bcp.Memory(parity=2), "parity"),
+        (lambda: bcp.Memory(root="relative"), "absolute"),
+        (lambda: bcp.Memory(failure_domain=""), "label"),
+        (lambda: bcp.Memory(max_bytes=1), "max_bytes"),
+        (lambda: bcp.SaveOptions(memory=bcp.Memory(), codec="zstd"), "codec"),
+        (lambda: bcp.SaveOptions(memory=True), "bcp.Memory"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_values_are_refused_by_name(make: Callable[[], object], needs: str) -> None:
+    with pytest.raises(ValueError, match=needs):
+        make()
+
+
+def test_refusals_before_anything_is_staged(tmp_path: Path, root: Path) -> None:
+    with pytest.raises(bcp.CheckpointMismatchError, match="step="):
+        bcp.save(root, state_of(1), options=options(tmp_path))
+    with pytest.raises(bcp.CheckpointMismatchError, match="memory=bcp"):
+        bcp.save(root, state_of(1), step=1, to="memory")
+    with pytest.raises(bcp.CheckpointMismatchError, match="'storage' or 'memory'"):
+        bcp.save(root, state_of(1), step=1, to="disk")  # type: ignore[arg-type]
+    big = {"x": torch.zeros(10_000_000)}
+    with pytest.raises(bcp.CheckpointSaveError, match="staging_bytes=33554432 is less than the 4000"):
+        bcp.save(root, big, step=1, async_save=True, options=options(tmp_path, staging_bytes=32 << 20))
+    small = bcp.SaveOptions(memory=bcp.Memory(copies=1, root=tmp_path / "memory", max_bytes=1 << 20))
+    with pytest.raises(bcp.CheckpointSaveError, match="max_bytes=1048576") as caught:
+        bcp.save(root, big, step=1, options=small, to="memory")
+    assert caught.value.kind == "no_space"
+    bcp.save(root, state_of(1), step=1)
+    with pytest.raises(bcp.CheckpointExistsError):
+        bcp.save(root, state_of(1), step=1, options=options(tmp_path), to="memory")
+
+
+def test_a_save_without_memory_is_never_held(tmp_path: Path, root: Path) -> None:
+    handle = bcp.save(root, state_of(1), step=1)
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"SaveOptions\.memory"):
+        handle.held("process")
+    only = bcp.save(root, state_of(2), step=2, options=options(tmp_path), to="memory")
+    with pytest.raises(bcp.CheckpointMismatchError, match="never committed"):
+        only.held("storage")
+    with pytest.raises(bcp.CheckpointMismatchError, match="copies=1"):
+        only.held("host")
+    with pytest.raises(ValueError, match="'process', 'host', 'storage'"):
+        only.held("disk")  # type: ignore[arg-type]
