@@ -30,7 +30,7 @@ def main() -> None:
     if [text.split()[-1] for text in printed] != ["0", "51"]:
         raise SystemExit(f"the README's program printed {printed}")
     commands()
-    print("the installed package works")
+    sys.stdout.write("the installed package works\n")
 
 
 def commands() -> None:
