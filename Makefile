@@ -6,6 +6,7 @@
 #   make test-frameworks   the tests against DeepSpeed, Megatron and all other frameworks themselves, in environments of their own
 #   make test-framework-accelerate    the integration of one framework; its environment lies over that of the tests
 #   make test-gpu     the tests of devices, on the GPU of this machine
+#   make test-package      build sdist and wheel, and try the wheel in an environment of its own, away from this tree
 #   make lint     ruff and mypy
 #   make demo     train a small GPT, kill it and stop it, resume it on other layouts
 #   make bench    how long things take, beside what others take
@@ -33,7 +34,7 @@ BENCH_OBJECTS_ARGS ?= --size 0.25
 FRAMEWORKS := $(patsubst tests/frameworks/requirements-%.txt,%,$(wildcard tests/frameworks/requirements-*.txt))
 
 .DELETE_ON_ERROR:
-.PHONY: test test-gpu test-faults fault-table test-frameworks $(FRAMEWORKS:%=test-framework-%) lint docs demo bench bench-load bench-objects \
+.PHONY: test test-gpu test-package test-faults fault-table test-frameworks $(FRAMEWORKS:%=test-framework-%) lint docs demo bench bench-load bench-objects \
   cli-doc clean
 
 # Two processes share the files: tests wait more than they compute. `make test PYTEST_ARGS="-n 0 -k name"` uses one.
@@ -46,6 +47,17 @@ test-faults: $(VENV)/.installed-test
 # On a machine with a GPU: TORCH=torch installs a torch that has CUDA. Without one they say that they were skipped.
 test-gpu: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 0 tests/gpu $(PYTEST_ARGS)
+
+# The wheel is built out of the sdist, so this finds what either lacks; the environment has what a plain install brings.
+test-package: $(VENV)/.installed-test
+	@$(PIP) install build
+	@rm -rf dist .venv-package && mkdir dist
+	$(BIN)/python -m build --outdir dist . >dist/build.log 2>&1 || { tail -20 dist/build.log; exit 1; }
+	@$(PYTHON) -m venv --without-pip .venv-package
+	@$(PIP) --python .venv-package/bin/python install "$(TORCH)"
+	@$(PIP) --python .venv-package/bin/python install dist/*.whl
+	folder=$$(mktemp -d) && cp tests/package_smoke.py $$folder && cd $$folder \
+	  && $(CURDIR)/.venv-package/bin/python package_smoke.py $(CURDIR)/README.md && rm -rf $$folder
 
 # FAULT_ARGS="kill-calls flip-data" runs these rows only; --minutes 5 takes as many trials of each as fit.
 fault-table: $(VENV)/.installed-test

@@ -7,7 +7,7 @@ from bytecheckpoint.errors import CheckpointMismatchError
 DTYPE_ITEMSIZES: dict[str, int] = {
     **dict.fromkeys(("complex128",), 16),
     **dict.fromkeys(("float64", "complex64", "int64", "uint64"), 8),
-    **dict.fromkeys(("float32", "complex32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float32", "complex32", "bcomplex32", "int32", "uint32"), 4),
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16", "bits16"), 2),
     **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
     **dict.fromkeys(("float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2"), 1),

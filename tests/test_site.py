@@ -46,6 +46,20 @@ def test_every_public_object_has_a_docstring() -> None:
         assert getattr(module, name).__doc__, name
 
 
+def test_each_public_name_has_an_example_of_its_own() -> None:
+    """Right below its description; the pages run, and integrations have whole programs on pages of their own."""
+    lacking = []
+    for page in API:
+        if page.stem == "integrations":
+            continue
+        _, *parts = re.split(r"^::: bytecheckpoint\.", page.read_text(), flags=re.MULTILINE)
+        for part in parts:
+            name, _, rest = part.partition("\n")
+            if not rest.strip().startswith("```python\n"):
+                lacking.append(name)
+    assert lacking == []
+
+
 def public_integrations() -> dict[str, Path]:
     paths = [path for path in INTEGRATIONS.iterdir() if path.name not in {"shared", "__init__.py", "__pycache__"}]
     return {path.stem: path / "__init__.py" if path.is_dir() else path for path in paths}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -116,6 +117,8 @@ def join_ranks(
     the first message. Raises CheckpointMismatchError (conflict) on a process that is not in the group.
     """
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        if about.is_save:
+            _warn_of_others(about.path)
         return SoleRank()
     group = process_group if process_group is not None else dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):  # new_group returns something else to ranks that are not in the group
@@ -177,6 +180,18 @@ def group_peers() -> Callable[[dist.ProcessGroup], GroupPeers]:
         return peers
 
     return find
+
+
+def _warn_of_others(path: str) -> None:
+    """Warns where a launcher has started several processes that do not know of one another: each would save alone."""
+    num_processes = os.environ.get("WORLD_SIZE", "")
+    if dist.is_available() and dist.is_torchelastic_launched() and num_processes not in {"", "1"}:
+        warnings.warn(
+            f"this process saves to {path} by itself, although the launcher started {num_processes}: torch.distributed "
+            "is not initialized, so each of them writes a checkpoint of its own there; call "
+            "torch.distributed.init_process_group() before the first save",
+            stacklevel=4,
+        )
 
 
 def _call_store(clients: WaitingClients, call: int) -> CallStore:

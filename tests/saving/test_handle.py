@@ -388,3 +388,17 @@ def test_an_interrupt_where_there_can_be_no_thread_reaches_the_caller(
     bcp.save(tmp_path / "b", state)
     assert not (tmp_path / "a" / "manifest.bcp").exists()
     assert torch.equal(bcp.open(tmp_path / "b")["w"][:], state["w"])
+
+
+@pytest.mark.parametrize("world_size", ["1", "2"])
+def test_a_launched_process_without_a_process_group_is_warned_that_it_saves_alone(
+    tmp_path, monkeypatch, world_size
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    if world_size == "1":
+        bcp.save(tmp_path / "c", {"x": 1})
+    else:
+        with pytest.warns(UserWarning, match="init_process_group"):
+            bcp.save(tmp_path / "c", {"x": 1})
+    bcp.load(tmp_path / "c", {"x": 1})

@@ -21,7 +21,7 @@ COMMANDS = sorted(set(cli.commands) - {"completion"})
 """Commands about storages and checkpoints."""
 ABOUT_STORAGE = {"doctor", "gc"}
 """They look at what is not committed, or at no checkpoint at all."""
-ABOUT_ONE = sorted(set(COMMANDS) - {"du", "keep", "ls", "watch"} - ABOUT_STORAGE)
+ABOUT_ONE = sorted(set(COMMANDS) - {"du", "keep", "ls", "report", "watch"} - ABOUT_STORAGE)
 TAKE_ANY = {"nowhere": {"doctor"}, "empty": {"doctor"}, "noise": ABOUT_STORAGE}
 """Commands that succeed on a path without a checkpoint."""
 

@@ -45,7 +45,7 @@ _TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "modi
 """Names that backends give the time of an object, the best first."""
 
 _PACKAGES = {
-    **dict.fromkeys(("s3", "s3a"), "bytecheckpoint"),
+    **dict.fromkeys(("s3", "s3a"), "'bytecheckpoint[s3fs]'"),
     **dict.fromkeys(("gs", "gcs"), "'bytecheckpoint[gcs]'"),
     **dict.fromkeys(("az", "abfs", "abfss", "adl"), "'bytecheckpoint[azure]'"),
     **dict.fromkeys(("webdav", "dav"), "'bytecheckpoint[webdav]'"),
