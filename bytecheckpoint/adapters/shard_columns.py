@@ -41,8 +41,8 @@ _LOOKS = attrgetter("dtype", "shape", "is_cpu")
 """All that decides what is saved of a plain tensor with memory besides its elements."""
 
 
-class _Layout(NamedTuple):
-    """What names and looks decide. Holds no tensor."""
+class _ColumnLayout(NamedTuple):
+    """All that names and looks decide. Holds no tensor."""
 
     looks: list[Any]
     dtypes: list[str]
@@ -56,19 +56,19 @@ class _Layout(NamedTuple):
     """Digest of all that a plan depends on: names, dtypes, shapes and regions."""
 
 
-class _Known:
+class _KnownLayout:
     """The layout that tensors of these names had last."""
 
     def __init__(self) -> None:
-        self.layout: _Layout | None = None
+        self.layout: _ColumnLayout | None = None
 
 
 @lru_cache(maxsize=16)
-def _known(fqns: tuple[str, ...]) -> _Known:  # noqa: ARG001  the key
-    return _Known()
+def _known(fqns: tuple[str, ...]) -> _KnownLayout:  # noqa: ARG001  the key
+    return _KnownLayout()
 
 
-class _Places(NamedTuple):
+class _MemoryPlaces(NamedTuple):
     """The memory of the tensors of one save, which it keeps alive."""
 
     addresses: Int64s
@@ -83,7 +83,7 @@ class _Places(NamedTuple):
 class ShardColumns(Sequence[LocalShard]):
     """The shards of whole tensors on the host. Each record is made when it is asked for, which few are."""
 
-    def __init__(self, fqns: tuple[str, ...], layout: _Layout, places: _Places) -> None:
+    def __init__(self, fqns: tuple[str, ...], layout: _ColumnLayout, places: _MemoryPlaces) -> None:
         self._fqns = fqns
         self._layout = layout
         self._places = places
@@ -182,7 +182,7 @@ class WholeTensors(Sequence[LocalShard]):
             return None
         return None if layout is None or places is None else ShardColumns(self._fqns, layout, places)
 
-    def _new_layout(self) -> _Layout | None:
+    def _new_layout(self) -> _ColumnLayout | None:
         looks_of: dict[Any, Any] = {}
         kinds: dict[Any, Any] = {}
         looks, of_each = [], []
@@ -197,9 +197,9 @@ class WholeTensors(Sequence[LocalShard]):
         dtypes, shapes, regions, lengths = map(list, zip(*of_each, strict=True)) if of_each else ([], [], [], [])
         are_complex = any(dtype.is_complex for dtype, _, _ in kinds)
         digest = xxhash.xxh3_128_digest(msgspec.msgpack.encode((self._fqns, dtypes, shapes, regions)))
-        return _Layout(looks, dtypes, shapes, regions, np.array(lengths, np.int64), are_complex, digest)
+        return _ColumnLayout(looks, dtypes, shapes, regions, np.array(lengths, np.int64), are_complex, digest)
 
-    def _look(self, layout: _Layout) -> _Places | None:
+    def _look(self, layout: _ColumnLayout) -> _MemoryPlaces | None:
         """Returns where the tensors lie, which it looks at in one pass: each is a miss of the processor's cache. None
         if they have another layout.
         """
@@ -220,7 +220,7 @@ class WholeTensors(Sequence[LocalShard]):
         for number in (*np.flatnonzero(is_missing).tolist(), *others):
             check_has_all_memory(self._fqns[number], self._tensors[number])
         addresses[others] = 0
-        return _Places(addresses, starts, storages, {number: self._tensors[number].detach() for number in others})
+        return _MemoryPlaces(addresses, starts, storages, {number: self._tensors[number].detach() for number in others})
 
 
 class ShardBlocks(Sequence[LocalShard]):

@@ -212,7 +212,7 @@ def kind_of(fqn: str, tensor: torch.Tensor) -> _Kind:
 
 
 class Memories(NamedTuple):
-    """Where tensors on the host lie, as columns."""
+    """Places of tensors on the host, as columns."""
 
     addresses: Int64s
     """Address of the first byte of each tensor."""

@@ -196,7 +196,8 @@ def test_tensors_alone_in_a_dict_are_described_as_beside_plain_data(keys: list[s
     tensors = {key: torch.zeros(2) for key in keys}
     seen: dict[str, torch.Tensor] = {}
     encoded = encode_plain(tensors, "model", lambda fqn, tensor: seen.update({fqn: tensor}))
-    fqns, refs = encode_refs("model", tuple(keys))
+    fqns, names, refs = encode_refs("model", tuple(keys))
+    assert names == set(fqns)
     assert refs == encoded
     assert fqns == tuple(seen) == tuple(leaves(tensors, "model"))
 

@@ -11,9 +11,6 @@ from typing import Any
 from botocore.exceptions import ReadTimeoutError, ResponseStreamingError
 from botocore.response import StreamingBody
 
-_COPIED_BYTES = 256 << 10
-"""Length of one read of which the libraries make a copy or two."""
-
 
 def reader_of(body: Any) -> Callable[[memoryview], int]:
     """Returns what fills memory with the next bytes of a body, and returns how many: 0 at the end. Raises the errors of
@@ -24,7 +21,8 @@ def reader_of(body: Any) -> Callable[[memoryview], int]:
     answer = getattr(raw, "_fp", None)
     is_known = type(body) is StreamingBody and hasattr(raw, "release_conn")
     if not is_known or not isinstance(answer, HTTPResponse) or answer.getheader("Content-Encoding"):
-        return lambda memory: int(body.readinto(memory[:_COPIED_BYTES]))
+        own: Callable[[memoryview], int] = body.readinto
+        return own
 
     def readinto(memory: memoryview) -> int:
         try:

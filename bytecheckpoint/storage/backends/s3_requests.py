@@ -39,9 +39,8 @@ _MAX_BACKOFF_S = 2.0
 _FORGET_BACKOFF_S = 60.0
 """After this long without SlowDown the next backoff is a short one again."""
 _READ_BYTES = 256 << 10
-"""Length of one read from the connection. The client has these bytes once or twice in memory of its own."""
-_PLACED_BYTES = 1 << 20
-"""Length of one read into place: a connection that breaks costs at most as much."""
+"""Length of one read from the connection. A connection that breaks costs at most as much again; where bytes cannot be
+received in place, the client has these once or twice in memory of its own."""
 
 _PARTIAL = 206
 _CONTENT_RANGE = re.compile(r"\Abytes (?P<first>\d+)-(?P<last>\d+)/(?P<size>\d+|\*)\Z")
@@ -206,7 +205,7 @@ class S3Requests:
                 _check_range(answer, first, last)
                 readinto = reader_of(body)
                 while filled_bytes < buffer.nbytes:
-                    num_bytes = readinto(buffer[filled_bytes : filled_bytes + _PLACED_BYTES])
+                    num_bytes = readinto(buffer[filled_bytes : filled_bytes + _READ_BYTES])
                     if num_bytes == 0:
                         raise IncompleteReadError(actual_bytes=filled_bytes, expected_bytes=buffer.nbytes)
                     filled_bytes += num_bytes
