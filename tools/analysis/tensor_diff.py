@@ -83,7 +83,8 @@ class TensorDiff:
         # Before anything is cut into tiles: a manifest may claim a tensor of any size.
         for index, source in enumerate(self._sources):
             fqns = {pair[index] for pair, _ in self._regions}
-            source.check_files({file for fqn in fqns for file in source.manifest.tensors[fqn].files})
+            files = {file for fqn in fqns for file in source.manifest.tensors[fqn].files}
+            source.check_files(files, verify=source.options.verify)
 
         def do(batch: Sequence[_ComparedRegion]) -> None:
             found = self._compare(batch)
