@@ -4,6 +4,7 @@ connections and threads, for tensors so small that what does not shrink with the
     python benchmarks/run.py ranks                                 8, 16, 32 and 64 ranks; DCP up to 16
     python benchmarks/run.py ranks --ranks 8 64 --states dict --libraries bcp
     python benchmarks/run.py ranks --assign 1024 2048           also the coordinator's part of an exchange, alone
+    python benchmarks/run.py ranks --states                      only what waiting for a late rank takes
     python benchmarks/run.py ranks --json r.json --markdown r.md
 
 One process imports torch and starts no thread; the ranks are forked from it, and apart from them a process with the
@@ -97,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--tensors", type=int, default=200, help="weights in the state, each with what AdamW keeps")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--states", nargs="+", choices=STATES, default=STATES)
+    parser.add_argument("--states", nargs="*", choices=STATES, default=STATES)
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
     parser.add_argument("--dcp-up-to", type=int, default=16, metavar="RANKS", help="more take it minutes a call")
     parser.add_argument("--late", type=float, default=5.0, metavar="S", help="for how long ranks wait for one; 0: not")

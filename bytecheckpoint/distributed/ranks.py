@@ -176,7 +176,8 @@ def group_peers() -> Callable[[dist.ProcessGroup], GroupPeers]:
             rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
             watch = PeerWatch(store, rank, num_ranks, BLOCK_RANKS)
             peers = kept[group] = GroupPeers(WaitingClients(store, num_ranks), watch)
-            finalize(group, watch.close)
+            # Not at the end of the process, which other ranks are to see.
+            finalize(group, watch.close).atexit = False
         return peers
 
     return find

@@ -99,7 +99,7 @@ def test_deletions_synchronise_each_folder_once(tmp_path: Path, monkeypatch: pyt
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    delete_many(LocalStore(tmp_path, writer_threads=1), [*names, "c/never"])
+    delete_many(LocalStore(str(tmp_path), writer_threads=1), [*names, "c/never"])
     assert synced == [str(tmp_path / "a/b"), str(tmp_path / "c")]
     assert list(tmp_path.iterdir()) == []
 

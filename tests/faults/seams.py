@@ -63,7 +63,7 @@ COORDINATOR_PHASES = {
 LOAD_PHASES = {
     "opening": Seam(open_checkpoint, "open_above"),
     "matching": Seam(name_scope, "match_state"),
-    "planning": Seam(read.Source, "plan"),
+    "planning": Seam(read.Source, "plan_unchecked"),
     "reading": Seam(read.Source, "read"),
 }
 

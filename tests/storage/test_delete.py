@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,11 +194,12 @@ class _Refusing(LocalStore):
         self.refused = refused
         self.num_asked = 0
 
-    def delete(self, name: str) -> None:
-        self.num_asked += 1
-        if name in self.refused:
-            raise bcp.StorageError(f"{name} is kept", kind="permission")
-        super().delete(name)
+    def delete_many(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.num_asked += 1
+            if name in self.refused:
+                raise bcp.StorageError(f"{name} is kept", kind="permission")
+            super().delete_many([name])
 
 
 def _deleted(root: Path, refused: Collection[int]) -> tuple[list[str], _Refusing]:
