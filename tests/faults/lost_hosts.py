@@ -204,15 +204,21 @@ class Truth:
 
 
 def files_in(folder: Path, hosts: Sequence[int]) -> list[Path]:
-    """Slots, copies, blocks of parity and manifests that are left."""
-    kinds = ("slots", "copies", "parity", "versions")
-    return [
-        path
-        for host in sorted({*hosts})
-        for kind in kinds
-        for path in sorted(root_of(folder, host).glob(f"*/{kind}/*"))
-        if path.name != "needed"
-    ]
+    """Slots, copies, blocks of parity and manifests that are left, in an order that does not hang on their names, which
+    are drawn anew for each run.
+    """
+    found: list[Path] = []
+    for job in filter(None, (job_on(folder, host) for host in sorted({*hosts}))):
+        for slots in (slots_of(job, "memory"), scan_copies(job, "copies"), scan_copies(job, "parity")):
+            found += [Path(slot.path) for slot in sorted(slots, key=_place_in_order)]
+        steps = {version.record.save_id: version.record.step for version in version_files.read_versions(job)}
+        manifests = [path for path in Path(job.versions).iterdir() if path.stem in steps]
+        found += sorted(manifests, key=lambda path: steps[path.stem])
+    return found
+
+
+def _place_in_order(slot: FoundSlot) -> tuple[int, int]:
+    return (slot.header.step, slot.header.rank) if slot.header is not None else (0, 0)
 
 
 def flip(draw: random.Random, path: Path, others: Sequence[Path]) -> None:
