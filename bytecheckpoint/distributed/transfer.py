@@ -24,7 +24,7 @@ _TELL_S = 10.0
 """Time in which a rank that has failed still connects to those that wait for it, so that they see it go."""
 
 
-class Piece(NamedTuple):
+class SentPiece(NamedTuple):
     """Consecutive bytes of one of the files that a rank offers."""
 
     file: int
@@ -37,10 +37,10 @@ class Fetching(NamedTuple):
 
     rank: int
     address: Address
-    pieces: Sequence[Piece]
-    memory: Callable[[Piece], memoryview]
+    pieces: Sequence[SentPiece]
+    memory: Callable[[SentPiece], memoryview]
     """Returns the memory that a piece goes to, once it comes."""
-    take: Callable[[Piece, memoryview], None]
+    take: Callable[[SentPiece, memoryview], None]
     """Called with each piece that has arrived, by one thread for each rank."""
 
 
@@ -102,7 +102,7 @@ class _Transfer:
         self._outbound.append(connection)
         return partial(self._serve, connection, _decode(message, connection))
 
-    def _serve(self, connection: Connection, pieces: Sequence[Piece]) -> None:
+    def _serve(self, connection: Connection, pieces: Sequence[SentPiece]) -> None:
         for piece in pieces:
             if self._is_over.is_set():
                 raise PeerLeftError
@@ -163,13 +163,13 @@ class _Transfer:
             raise error
 
 
-def _encode(pieces: Sequence[Piece]) -> bytes:
+def _encode(pieces: Sequence[SentPiece]) -> bytes:
     content = msgspec.msgpack.encode(pieces)
     return xxhash.xxh3_64_digest(content) + content
 
 
-def _decode(message: bytes, connection: Connection) -> Sequence[Piece]:
+def _decode(message: bytes, connection: Connection) -> Sequence[SentPiece]:
     digest, content = message[:8], message[8:]
     if digest != xxhash.xxh3_64_digest(content):
         raise damaged(f"what rank {connection.global_rank} asked for ({len(message)} bytes) was")
-    return msgspec.msgpack.decode(content, type=list[Piece])
+    return msgspec.msgpack.decode(content, type=list[SentPiece])

@@ -11,7 +11,7 @@ import msgspec
 import xxhash
 
 from bytecheckpoint.distributed.rendezvous import Address
-from bytecheckpoint.distributed.transfer import Fetching, Piece
+from bytecheckpoint.distributed.transfer import Fetching, SentPiece
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.memory_tier.parity import xor_into
 from bytecheckpoint.memory_tier.pieces import PIECE_BYTES, check_extents
@@ -121,12 +121,12 @@ class ParityBlock:
     def _fetching(self, source: ParitySource, files: Mapping[str, DataFile]) -> Fetching:
         names = [data_file_name(self._record.save_id, source.rank, number) for number in range(len(source.lengths))]
         places = {
-            Piece(number, placed.piece.byte_offset, placed.piece.byte_length): placed
+            SentPiece(number, placed.piece.byte_offset, placed.piece.byte_length): placed
             for number, name in enumerate(names)
             for placed in self._left.get(name, ())
         }
 
-        def take(piece: Piece, content: memoryview) -> None:
+        def take(piece: SentPiece, content: memoryview) -> None:
             placed = places[piece]
             check_extents(files[placed.piece.file], piece, content, owner=source.rank)
             with self._lock:
@@ -146,7 +146,7 @@ class ParityBlock:
         self._slot.fill(self._position, self._record.save_id, self._record.step, self._lengths)
 
 
-def _scratch(memory: bytearray, piece: Piece) -> memoryview:
+def _scratch(memory: bytearray, piece: SentPiece) -> memoryview:
     return memoryview(memory)[: piece.byte_length]
 
 

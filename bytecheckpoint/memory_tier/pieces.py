@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import xxhash
 
-from bytecheckpoint.distributed.transfer import Piece
+from bytecheckpoint.distributed.transfer import SentPiece
 from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.manifest import DataFile
 
@@ -15,19 +15,19 @@ PIECE_BYTES = 4 << 20
 """Extents are sent together up to this length."""
 
 
-def pieces_of(number: int, file: DataFile) -> Iterator[Piece]:
+def pieces_of(number: int, file: DataFile) -> Iterator[SentPiece]:
     """Yields all of a file in pieces of whole extents."""
     first = end = 0
     for length in file.extent_lengths:
         if end > first and end + length - first > PIECE_BYTES:
-            yield Piece(number, first, end - first)
+            yield SentPiece(number, first, end - first)
             first = end
         end += length
     if end > first:
-        yield Piece(number, first, end - first)
+        yield SentPiece(number, first, end - first)
 
 
-def check_extents(file: DataFile, piece: Piece, content: memoryview, *, owner: int) -> None:
+def check_extents(file: DataFile, piece: SentPiece, content: memoryview, *, owner: int) -> None:
     """Raises CheckpointCorruptError (checksum) if extents that are whole in a piece are not those of the manifest."""
     starts = accumulate(file.extent_lengths, initial=0)
     for start, length, digest in zip(starts, file.extent_lengths, file.extent_digests, strict=False):

@@ -17,7 +17,7 @@ import msgspec
 
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.distributed.rendezvous import Address, Listener
-from bytecheckpoint.distributed.transfer import Fetching, Piece, nothing_from, transfer
+from bytecheckpoint.distributed.transfer import Fetching, SentPiece, nothing_from, transfer
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.memory_tier.parity_block import MAX_MEMBERS, ParityBlock, ParityOrder, ParitySource, order_parity
@@ -120,7 +120,7 @@ class _Copying:
         self._image = slots.image()
         self._files: dict[str, DataFile] | None = None
         self._parity: ParityBlock | None = None
-        self._left: dict[int, list[Piece]] = {}
+        self._left: dict[int, list[SentPiece]] = {}
         """By owner, what has not arrived yet."""
 
     def agree(self, address: Address) -> _CopyOrders:
@@ -187,10 +187,10 @@ class _Copying:
             self._left[order.owner] = [piece for number, file in enumerate(files) for piece in pieces_of(number, file)]
         left = self._left[order.owner]
 
-        def memory(piece: Piece) -> memoryview:
+        def memory(piece: SentPiece) -> memoryview:
             return image[starts[piece.file] + piece.byte_offset :][: piece.byte_length]
 
-        def take(piece: Piece, content: memoryview) -> None:
+        def take(piece: SentPiece, content: memoryview) -> None:
             check_extents(files[piece.file], piece, content, owner=self._ranks.global_ranks[order.owner])
             left.remove(piece)
 

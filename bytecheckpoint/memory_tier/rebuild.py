@@ -18,7 +18,7 @@ import xxhash
 
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.distributed.rendezvous import Address, Listener
-from bytecheckpoint.distributed.transfer import Fetching, Piece, transfer
+from bytecheckpoint.distributed.transfer import Fetching, SentPiece, transfer
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.memory_tier.parity import xor_into
@@ -198,24 +198,24 @@ class _Rebuild:
         numbers = {
             name: (owner, at) for owner, member in enumerate(members) for at, (name, _) in enumerate(member.files)
         }
-        wanted: dict[int, dict[Piece, list[int]]] = {owner: {} for owner in range(len(members)) if owner != lost}
+        wanted: dict[int, dict[SentPiece, list[int]]] = {owner: {} for owner in range(len(members)) if owner != lost}
         for (name, first, length), place in pieces_without(lost, members):
             owner, file = numbers[name]
-            _add(wanted[owner], Piece(file, first, length), place)
+            _add(wanted[owner], SentPiece(file, first, length), place)
         for step in plan_rebuild(lost, len(members)):
             parity = len(members[step.holder].files)
-            _add(wanted[step.holder], Piece(parity, 0, self._length), step.number * self._length)
+            _add(wanted[step.holder], SentPiece(parity, 0, self._length), step.number * self._length)
         return [self._fetching(owner, places) for owner, places in wanted.items()]
 
-    def _fetching(self, owner: int, places: Mapping[Piece, Sequence[int]]) -> Fetching:
+    def _fetching(self, owner: int, places: Mapping[SentPiece, Sequence[int]]) -> Fetching:
         rank, address = self._order.servers[owner]
         scratch = memoryview(bytearray(PIECE_BYTES))
         names = [name for name, _ in self._order.members[owner].files]
 
-        def memory(piece: Piece) -> memoryview:
+        def memory(piece: SentPiece) -> memoryview:
             return scratch[: piece.byte_length]
 
-        def take(piece: Piece, content: memoryview) -> None:
+        def take(piece: SentPiece, content: memoryview) -> None:
             if piece.file < len(names):
                 check_extents(self._given.files[names[piece.file]], piece, content, owner=rank)
             with self._lock:
@@ -232,7 +232,7 @@ class _Rebuild:
             found = _RANK_AND_NUMBER.search(name)
             rank = int(found.group(1)) if found else 0
             file = content[position : position + length]
-            check_extents(self._given.files[name], Piece(0, 0, length), file, owner=rank)
+            check_extents(self._given.files[name], SentPiece(0, 0, length), file, owner=rank)
             by_rank.setdefault(rank, []).append(file)
             position += length
         for rank, files in by_rank.items():
@@ -243,9 +243,9 @@ class _Rebuild:
             memory.copies.fill(rank, self._given.version.save_id, self._given.step, lengths)
 
 
-def _add(places: dict[Piece, list[int]], piece: Piece, place: int) -> None:
+def _add(places: dict[SentPiece, list[int]], piece: SentPiece, place: int) -> None:
     """Adds a piece, cut into parts that are sent at once."""
     file, first, length = piece
     for start in range(0, length, PIECE_BYTES):
-        part = Piece(file, first + start, min(PIECE_BYTES, length - start))
+        part = SentPiece(file, first + start, min(PIECE_BYTES, length - start))
         places.setdefault(part, []).append(place + start)
