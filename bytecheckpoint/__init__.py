@@ -6,7 +6,7 @@
     bcp.load("ckpt", {"model": model, "optimizer": optimizer})                # the newest, in any other layout
     bcp.open("ckpt")["model.embed.weight"][:10]                               # a few rows, without a model
 
-`api.py` tells the story of a save and of a load, top to bottom; docs/architecture.md says where everything else is.
+`phases.py` tells the story of a save and of a load, top to bottom; docs/architecture.md says where everything else is.
 """
 
 import sys
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from bytecheckpoint.manager import keep_policies, save_policies
     from bytecheckpoint.manager.checkpoint_manager import CheckpointManager
     from bytecheckpoint.manager.options import ManagerOptions
+    from bytecheckpoint.manager.save_policies import every
     from bytecheckpoint.manager.stats import ManagerStats
     from bytecheckpoint.options import LoadOptions, Memory, NameMap, SaveOptions
     from bytecheckpoint.runtime.progress import Progress
@@ -91,6 +92,7 @@ __all__ = [
     "__version__",
     "data",
     "delete",
+    "every",
     "keep_policies",
     "latest",
     "load",
@@ -113,6 +115,7 @@ _LAZY = {
     "DataLoaderState": "bytecheckpoint.adapters.data.loader_state",
     "ManagerOptions": "bytecheckpoint.manager.options",
     "ManagerStats": "bytecheckpoint.manager.stats",
+    "every": "bytecheckpoint.manager.save_policies",
     "Progress": "bytecheckpoint.runtime.progress",
     "RankLocal": "bytecheckpoint.adapters.rank_values.rank_local",
     "RngState": "bytecheckpoint.adapters.rank_values.rng_state",

@@ -185,6 +185,15 @@ def test_the_way_through_a_local_disk_runs(tmp_path: Path) -> None:
     assert list((tmp_path / "nvme").iterdir()) == []
 
 
+def test_the_way_through_memory_runs(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    (block,) = blocks_of(ROOT / "docs" / "memory.md")
+    block = block.replace("/dev/shm/bytecheckpoint", str(tmp_path / "memory"))
+    names = run(block, {"bcp": bcp, "root": tmp_path / "run", "state": {"model": mlp()}})
+    assert names["handle"].result().tier == "memory"
+    assert bcp.latest(tmp_path / "run") == 2002
+    assert {str(each.message)[:15] for each in recwarn} <= {"the memory root"}
+
+
 def test_random_numbers_are_saved_and_restored_as_the_page_says(tmp_path: Path) -> None:
     first, places, own = blocks_of(ROOT / "docs" / "random_numbers.md")
     model = torch.nn.Linear(2, 2)
@@ -270,6 +279,7 @@ def test_there_is_no_block_of_python_that_no_test_knows() -> None:
         "format.md": 2,
         "frameworks.md": 4,
         "local_stage.md": 1,
+        "memory.md": 1,
         "data.md": 4,  # tests/frameworks/test_data_streams.py runs the one for accelerate
         "manager.md": 1,
         "random_numbers.md": 3,

@@ -45,6 +45,7 @@ PUBLIC_NAMES = {
     "__version__",
     "data",
     "delete",
+    "every",
     "keep_policies",
     "latest",
     "load",

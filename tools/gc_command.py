@@ -23,7 +23,7 @@ from bytecheckpoint.storage.store import Store, endpoint_of
 from . import exit_codes
 from .arguments import AccessOptions, Age, at_home_folder, with_output_options
 from .completion.param_types import StoredPath
-from .memory_command import MEMORY_ROOT
+from .listing.memory import MEMORY_ROOT
 from .render.number_format import age_text, count_text, size_text, some_of
 from .render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, without
 

@@ -40,7 +40,7 @@ _COMMANDS = {
     "gc": _Place("gc_command", "List what dead saves left; remove it with --delete."),
     "keep": _Place("keep", "List which checkpoints policies keep; delete the others with --delete."),
     "ls": _Place("listing.ls", "List the checkpoints under a root."),
-    "memory": _Place("memory_command", "List what memory holds; bring it to storage."),
+    "memory": _Place("listing.memory", "List what memory holds; bring it to storage."),
     "pin": _Place("pin", "Protect one checkpoint from retention."),
     "report": _Place("listing.report", "Write one page about all checkpoints of a run."),
     "rm": _Place("pin", "Delete one checkpoint."),

@@ -13,7 +13,6 @@ from functools import partial
 from types import NoneType
 from typing import Any, Literal, Self
 
-import msgspec
 import torch.distributed as dist
 
 from bytecheckpoint.adapters.frameworks.detect import Framework
@@ -24,13 +23,14 @@ from bytecheckpoint.manager.after_commit.background import Background
 from bytecheckpoint.manager.after_commit.step_marks import StepMarks, end_pins_ahead, refuse_read_only
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock, offset_of
 from bytecheckpoint.manager.agreement.due_steps import DueSteps
+from bytecheckpoint.manager.agreement.memory_steps import MemorySteps, with_memory
 from bytecheckpoint.manager.agreement.stopping import StopRequests, check_deadline, join_stop, rank_in
 from bytecheckpoint.manager.data.log_writer import log_of
 from bytecheckpoint.manager.data.managed_data import ManagedData
 from bytecheckpoint.manager.keep_policies import KeepPolicy
 from bytecheckpoint.manager.managed_saves import ManagedRun, ManagedSaves, OwnedRoot
 from bytecheckpoint.manager.options import ManagerOptions, check_options, check_policies
-from bytecheckpoint.manager.ownership import claim
+from bytecheckpoint.manager.ownership import OpenedRoot, claim
 from bytecheckpoint.manager.restore import (
     RestoreChoice,
     begin_attempt,
@@ -43,6 +43,7 @@ from bytecheckpoint.manager.restore import (
 )
 from bytecheckpoint.manager.save_policies import SavePolicy
 from bytecheckpoint.manager.stats import Goodput, ManagerStats
+from bytecheckpoint.options import Memory
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
@@ -52,19 +53,6 @@ logger = logging.getLogger("bytecheckpoint")
 
 _SAVE_OFTEN = save_policies.EverySteps(500) | save_policies.EverySeconds(900) | save_policies.Preempted()
 _KEEP_ALL = keep_policies.All()
-
-
-class _OpenedRoot(msgspec.Struct, frozen=True):
-    """The root as rank 0 found it."""
-
-    token: str
-    newest: int | None
-    """Newest committed step."""
-    abandoned: list[int]
-    save_s: float
-    """Seconds that the newest save took; 0.0 if it left no record."""
-    generation: int
-    """The claimed one; 0 if the manager only reads."""
 
 
 class CheckpointManager:
@@ -81,13 +69,16 @@ class CheckpointManager:
         role: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         options: ManagerOptions | None = None,
+        memory: Memory | None = None,
+        memory_every: int | SavePolicy = 1,
     ) -> None:
-        """Claims the root, unless `options.read_only`: from now on saves of an earlier manager are refused.
+        """Claims the root, unless `options.read_only`: from now on saves of an earlier manager are refused. `memory`
+        holds saves in memory as well, and steps that `memory_every` asks for in memory alone.
 
         Raises TypeError for what is no policy or no ManagerOptions, and what opening the root raises.
         """
         check_policies(save=save, keep=keep)
-        self._options = check_options(options)
+        self._options = with_memory(check_options(options), memory)
         self._root, self._role = layout.root_of(root, role), role
         self._policy, self._keep = save, keep
         self._goodput = Goodput()
@@ -103,12 +94,13 @@ class CheckpointManager:
         self._is_closed = False
         self.next_step = 0
         """First step to train: the restored one and 1, else 0."""
-        opened = self._decisions.hear(f"opening {self._root}", self._open, _OpenedRoot)
+        opened = self._decisions.hear(f"opening {self._root}", self._open, OpenedRoot)
         log = log_of(self._store, opened.generation, process_group, timeout_s=timeout_s)
         self._saves = ManagedSaves(
             self._run, self._options, decisions=self._decisions, goodput=self._goodput, owned=self._owned, log=log
         )
         self._data = ManagedData(self._run, self._saves, decisions=self._decisions, log=log, options=self._options.load)
+        self._memory = MemorySteps(memory_every, self._saves, self._run, self._options, decisions=self._decisions)
         self._due = DueSteps(save, self._saves, decisions=self._decisions, goodput=self._goodput, owned=self._owned)
         self._goodput.earlier_save_s = opened.save_s
         self._saves.begin_at(opened.newest, opened.abandoned)
@@ -120,7 +112,7 @@ class CheckpointManager:
         )
         self._stop = join_stop(self._requests, process_group, token=opened.token, timeout_s=timeout_s)
 
-    def _open(self) -> _OpenedRoot:
+    def _open(self) -> OpenedRoot:
         """Opens the root, on rank 0, without a look at each step."""
         if self._options.read_only:
             return self._look(None, 0)
@@ -139,14 +131,14 @@ class CheckpointManager:
         background.begin()
         return opened
 
-    def _look(self, clock: StorageClock | None, generation: int) -> _OpenedRoot:
+    def _look(self, clock: StorageClock | None, generation: int) -> OpenedRoot:
         """Looks at the newest step, which the clock is not to be behind, and at those that training left."""
         newest, save_s = next(layout.newest_steps(self._store), None), 0.0
         if newest is not None and clock is not None and (found := step_records.read_step(self._store, newest)):
             clock.keep_after(found.info.time)
             save_s = found.info.seconds.get("total", 0.0)
         abandoned = sorted(abandoned_steps.present_abandoned(self._store))
-        return _OpenedRoot(secrets.token_hex(8), newest, abandoned, save_s, generation)
+        return OpenedRoot(secrets.token_hex(8), newest, abandoned, save_s, generation)
 
     def restore(
         self,
@@ -168,6 +160,13 @@ class CheckpointManager:
         check_load_arguments(as_load, initial=initial, storage_options=storage_options)
         as_load = {"options": self._options.load, "strict": strict, **as_load}
         self._saves.settle()  # a save in flight would commit a step of the branch that training leaves
+        if self._memory.is_on and is_latest(step):
+            report = self._memory.resume(state, **as_load)
+            if report is None:
+                return self._start_fresh(state, initial, storage_options, **as_load)
+            self._continue_from(report.step or 0, {})
+            self._data.leave_branch(state)
+            return report
         passed_over: dict[int, str] = {}
         while True:
             choice = self._decisions.hear(
@@ -262,7 +261,7 @@ class CheckpointManager:
             if not self._due.is_due(step, is_forced=force, is_stopping=is_stopping):
                 if self._due.is_known_due(step + 1):
                     self._saves.prepared.prepare(step + 1, state)
-                return None
+                return self._memory.save(step, state, metadata) if self._memory.is_due(step) else None
             self._saves.settle()
             return self._saves.begin(step, state, metrics, metadata=metadata, pin=pin, is_stopping=is_stopping)
         finally:

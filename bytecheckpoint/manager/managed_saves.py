@@ -126,6 +126,8 @@ class ManagedSaves:
         manager has committed beyond it, and is not abandoned, came after the claim."""
         self._pinned_ahead: set[int] = set()
         """Steps that were pinned for a commit which has not come."""
+        self.settle_memory: Callable[[], object] = lambda: None
+        """Waits for the save that goes to memory alone."""
         self.prepared = PreparedState()
         """State that was gathered ahead of the next save."""
 
@@ -310,6 +312,7 @@ class ManagedSaves:
         """Waits for the save in flight. Its error counts by `on_failed_save`. With `is_end`, one that the handle has
         raised is not raised again; without, all ranks raise it, because all go on together.
         """
+        self.settle_memory()
         if self.begun is None:
             return
         step, _, handle, is_noted = self.begun

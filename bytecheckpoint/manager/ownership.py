@@ -25,6 +25,19 @@ _ATTEMPTS = 100
 _MAX_BYTES = 1 << 16
 
 
+class OpenedRoot(msgspec.Struct, frozen=True):
+    """The root as rank 0 found it."""
+
+    token: str
+    newest: int | None
+    """Newest committed step."""
+    abandoned: list[int]
+    save_s: float
+    """Seconds that the newest save took; 0.0 if it left no record."""
+    generation: int
+    """The claimed one; 0 if the manager only reads."""
+
+
 class Claim(msgspec.Struct, frozen=True):
     """The process that claimed a generation."""
 

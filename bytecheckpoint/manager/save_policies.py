@@ -36,6 +36,7 @@ logger = logging.getLogger("bytecheckpoint")
 
 __all__ = [
     "AtSteps",
+    "Budget",
     "Continuous",
     "Deadline",
     "EverySeconds",
@@ -46,6 +47,7 @@ __all__ = [
     "Preempted",
     "SavePolicy",
     "When",
+    "every",
 ]
 
 
@@ -278,6 +280,34 @@ class Overhead(_JoinableSavePolicy):
             return True
         stalls = (info.seconds["stall"] for info in reversed(saved) if "stall" in info.seconds)
         return saved[-1].committed and max(now.time - saved[-1].time, 0.0) >= next(stalls, 0.0) / self.fraction
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Budget(_JoinableSavePolicy):
+    """Due as often as is worth it: training waits for saves at most `budget` of the time; and with `mtbf_s`, the mean
+    time between failures in seconds, no more often than where waiting and lost work together are least.
+    """
+
+    budget: float = 0.01
+    mtbf_s: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", check_fraction(self, "budget", self.budget))
+        if self.mtbf_s is not None:
+            object.__setattr__(self, "mtbf_s", check_seconds(self, "mtbf_s", self.mtbf_s, may_be_zero=False))
+
+    def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
+        """Returns True if the time since the last save is worth another one."""
+        if not saved:
+            return True
+        stall = next((info.seconds["stall"] for info in reversed(saved) if "stall" in info.seconds), 0.0)
+        interval = max(stall / self.budget, math.sqrt(2 * stall * (self.mtbf_s or 0.0)))
+        return saved[-1].committed and max(now.time - saved[-1].time, 0.0) >= interval
+
+
+def every(*, budget: float = 0.01, mtbf_s: float | None = None) -> Budget:
+    """Returns a save policy that says how often by cost: see Budget."""
+    return Budget(budget, mtbf_s)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

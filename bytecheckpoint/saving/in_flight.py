@@ -328,7 +328,6 @@ class ProcessState:
         self._writable: set[str] = set()
         """Stores that were found to be writable."""
         self.memories: dict[str, JobMemory] = {}
-        """Slots of this process, by the folder of their job."""
         self._of_parent: list[object] = []
 
     def kept(self, target: SaveTarget) -> KeptBetweenSaves:

@@ -14,6 +14,7 @@ from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.memory.host_mapping import HostMapping
 from bytecheckpoint.staging.copy_slots import CopySlots
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.backends.file_lock import ProcessLock
 from bytecheckpoint.storage.memory_root import slot_file, version_files
 from bytecheckpoint.storage.memory_root.job_folder import JobFolder, LivingProcess
 from bytecheckpoint.storage.memory_root.room import check_room
@@ -36,7 +37,7 @@ class JobMemory:
         self.job = job
         self.copies, self.parity = CopySlots(job, "copies"), CopySlots(job, "parity")
         """What this process holds for other hosts."""
-        self._lock, self.process = job.join()
+        self._joined: tuple[ProcessLock, LivingProcess] | None = None
         self._slots: list[Slot] = []
         self._filling: Slot | None = None
         self._lengths: list[int] = []
@@ -47,8 +48,8 @@ class JobMemory:
         """The newest version that any rank was seen to know."""
         self.opens_generation = True
         """True if the next save begins a branch: the process is new, or has loaded."""
-        self._committed: set[int] | None = None
-        """Steps at the path, as far as the coordinator knows; None before it has looked."""
+        self._present: set[int] | None = None
+        """Steps with a folder at the path, as far as the coordinator knows; None before it has looked."""
         with job.locked():
             slot_file.remove_stale_temporaries(job.slots)
 
@@ -143,40 +144,47 @@ class JobMemory:
                 self.note_seen(version.record.generation, version.record.number)
         return self.newest.generation, self.newest.number
 
+    @property
+    def process(self) -> LivingProcess:
+        """This process, which from its first save on is one that works on the job."""
+        if self._joined is None:
+            self._joined = self.job.join()
+        return self._joined[1]
+
     def others(self) -> list[LivingProcess]:
         """Returns the other processes on this host that work on the job."""
-        return [process for process in self.job.living() if process.name != self.process.name]
+        own = self.process.name
+        return [process for process in self.job.living() if process.name != own]
 
     def look_at(self, store: Store) -> None:
         """Looks at the path, once, for the generation of what is there. Called by the coordinator."""
-        self._committed_steps(store)
+        if self._present is not None:
+            return
+        self._present = set()
+        try:
+            steps = (layout.parse_step(name) for name in store.list(""))
+            self._present.update(step for step in steps if step is not None)
+            newest = next(layout.newest_steps(store), None)
+            if newest is not None:
+                content = layout.read_manifest_bytes(store, layout.step_folder(newest))
+                manifest = layout.parse_manifest(content, path=str(store), whole=False)
+                self.note_seen(generation_of(manifest) or 0, 0)
+        except CheckpointError as error:
+            logger.warning("memory checkpoints go on without a look at %s: %s", store, error.message)
 
     def check_step(self, store: Store, step: int, path: str) -> None:
-        """Raises CheckpointExistsError if the step is committed at the path. The coordinator looks at a remote store
-        once, and knows what this process has committed since: a store that is slow or away does not delay memory.
+        """Raises CheckpointExistsError if the step is committed at the path. The coordinator lists a remote store once,
+        and knows what this process has committed since: a store that is slow or away does not delay memory.
         """
-        if not is_remote(store):
-            is_committed = layout.has_manifest(store.list(layout.step_folder(step)))
-        else:
-            is_committed = step in self._committed_steps(store)
-        if is_committed:
+        self.look_at(store)
+        may_exist = not is_remote(store) or step in (self._present or ())
+        if may_exist and layout.has_manifest(store.list(layout.step_folder(step))):
             raise layout.exists_error(path)
 
     def note_commit(self, step: int) -> None:
-        if self._committed is not None:
-            self._committed.add(step)
-
-    def _committed_steps(self, store: Store) -> set[int]:
-        if self._committed is None:
-            self._committed = set()
-            try:
-                self._committed.update(layout.committed_steps(store))
-                if self._committed:
-                    newest = layout.read_manifest_bytes(store, layout.step_folder(max(self._committed)))
-                    self.note_seen(generation_of(layout.parse_manifest(newest, path=str(store), whole=False)) or 0, 0)
-            except CheckpointError as error:
-                logger.warning("memory checkpoints go on without a look at %s: %s", store, error.message)
-        return self._committed
+        """Notes a step that this process has committed."""
+        if self._present is not None:
+            self._present.add(step)
 
     def _protected(self) -> Collection[str]:
         return version_files.protected_saves(self.job) if self._settled is None else self._settled
@@ -221,14 +229,6 @@ class JobMemory:
     def _check_room(self, new_bytes: int, max_bytes: int | None) -> None:
         held = sum(found.capacity for found in slot_file.scan(self.job.slots))
         check_room(self.job.root, new_bytes, held_bytes=held, max_bytes=max_bytes)
-
-    def close(self) -> None:
-        """Gives all slots up, with what they hold, for the process that goes on."""
-        for slot in self._slots:
-            slot.release()
-        self.copies.close()
-        self.parity.close()
-        self._lock.release()
 
 
 class MemoryPart(NamedTuple):

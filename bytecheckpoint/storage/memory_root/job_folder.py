@@ -2,7 +2,7 @@
 described by slot_file.py and version_files.py.
 """
 
-# ruff: noqa: PTH101, PTH102, PTH103, PTH104, PTH108, PTH110, PTH116, PTH118, PTH120, PTH123, PTH208 - the calls of `os` by name, as in posix_files.py
+# ruff: noqa: PTH101, PTH102, PTH103, PTH104, PTH108, PTH110, PTH112, PTH116, PTH118, PTH120, PTH123, PTH208 - the calls of `os` by name, as in posix_files.py
 
 from __future__ import annotations
 
@@ -186,12 +186,10 @@ def _private(path: str, flags: int) -> int:
 
 def _prepare_root(root: str) -> str:
     """Makes the root, for all users of the host, and returns its id."""
-    try:
-        os.makedirs(root)
-    except FileExistsError:
-        pass
-    else:
-        os.chmod(root, _SHARED_MODE)  # whatever the umask: jobs of other users have folders of their own there
+    if not os.path.isdir(root):
+        os.makedirs(root, exist_ok=True)
+        with suppress(PermissionError):  # another user was faster
+            os.chmod(root, _SHARED_MODE)  # whatever the umask: jobs of other users have folders of their own there
     if (host := _read_host(root)) is not None:
         return host
     temporary = os.path.join(root, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")

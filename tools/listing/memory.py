@@ -11,11 +11,11 @@ import click
 from bytecheckpoint.memory_tier.flush import FlushedStep, MemoryCheckpoint, flush, list_held
 from bytecheckpoint.options import Memory
 
-from . import exit_codes
-from .arguments import AccessOptions, with_output_options
-from .completion.param_types import StoredPath
-from .render.number_format import count_text, size_text, some_of
-from .render.terminal import LAST_DROP, Column, Screen, TableShape, print_json
+from .. import exit_codes
+from ..arguments import AccessOptions, with_output_options
+from ..completion.param_types import StoredPath
+from ..render.number_format import count_text, size_text, some_of
+from ..render.terminal import LAST_DROP, Column, Screen, TableShape, print_json
 
 _LS_EXAMPLE = """\b
 Example:

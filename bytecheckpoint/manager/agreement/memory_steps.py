@@ -1,0 +1,131 @@
+"""The steps of a run that memory alone holds, between those that go to storage: which are due, their saves, and the
+resume from them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from bytecheckpoint import api, phases
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.info import LoadReport
+from bytecheckpoint.manager import save_policies
+from bytecheckpoint.manager.agreement.decisions import Decisions
+from bytecheckpoint.manager.managed_saves import ManagedRun, ManagedSaves
+from bytecheckpoint.manager.options import ManagerOptions
+from bytecheckpoint.manager.save_policies import EverySteps, SavePolicy
+from bytecheckpoint.manager.step_info import StepInfo
+from bytecheckpoint.options import Memory
+from bytecheckpoint.saving.handle import SaveHandle
+
+logger = logging.getLogger("bytecheckpoint")
+
+
+def with_memory(options: ManagerOptions, memory: Memory | None) -> ManagerOptions:
+    """Returns the options of a manager whose saves are held in memory as well."""
+    return options if memory is None else replace(options, save=replace(options.save, memory=memory))
+
+
+class MemorySteps:
+    """The memory saves of one manager. Each method is called by all ranks together."""
+
+    def __init__(
+        self,
+        every: int | SavePolicy,
+        saves: ManagedSaves,
+        run: ManagedRun,
+        options: ManagerOptions,
+        *,
+        decisions: Decisions,
+    ) -> None:
+        """Raises ValueError or TypeError for what is neither a number of steps nor a policy."""
+        self._policy = EverySteps(every) if isinstance(every, int) else every
+        if not callable(getattr(self._policy, "due", None)):
+            raise TypeError(f"memory_every takes a number of steps or a save policy, not {every!r}")
+        self._saves = saves
+        saves.settle_memory = self.settle
+        self._run = run
+        self._options = options
+        self._decisions = decisions
+        self._handle: SaveHandle | None = None
+        self._held: list[StepInfo] = []
+        """The newest step that memory was asked to hold, as the policy sees it."""
+
+    @property
+    def is_on(self) -> bool:
+        """True if the manager has a memory tier."""
+        return self._options.save.memory is not None
+
+    def is_due(self, step: int) -> bool:
+        """Returns True if this step is to be held in memory, given that it does not go to storage."""
+        if not self.is_on or self._options.read_only:
+            return False
+        if save_policies.is_step_only(self._policy):
+            return self._ask(step)
+        return self._decisions.hear(f"deciding about step {step} in memory", partial(self._ask, step), bool)
+
+    def _ask(self, step: int) -> bool:
+        now_s = time.time()
+        now = StepInfo(step, now_s, {}, {}, pinned=False, committed=False, host_time=now_s)
+        return bool(self._policy.due(now, self._held))
+
+    def save(self, step: int, state: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> SaveHandle | None:
+        """Begins to hold a step. Returns None if that failed at once and `on_failed_save` lets training go on."""
+        self._saves.settle()
+        options = self._options.save
+        if step in self._saves.abandoned:
+            options = replace(options, overwrite=True)
+        now, began = time.time(), time.monotonic()
+        try:
+            self._handle = phases.run_save(
+                self._run.root,
+                state,
+                self._run.framework,
+                step=step,
+                async_save=self._options.async_save,
+                process_group=self._run.group,
+                role=None,
+                make_metadata=lambda: metadata,
+                storage_options=self._run.storage_options,
+                options=options,
+                owner=None,
+                to="memory",
+            )
+        except CheckpointError as error:
+            self._fail(error)
+        stall_s = time.monotonic() - began
+        self._held = [StepInfo(step, now, {}, {"stall": stall_s}, pinned=False, committed=True)]
+        return self._handle
+
+    def settle(self) -> None:
+        """Waits for the memory save in flight. Its error counts by `on_failed_save`."""
+        handle, self._handle = self._handle, None
+        error = handle.exception() if handle is not None else None
+        if isinstance(error, CheckpointError):
+            self._fail(error)
+        elif error is not None:
+            raise error
+
+    def _fail(self, error: CheckpointError) -> None:
+        if self._options.on_failed_save == "raise":
+            raise error
+        logger.error("memory does not hold step %s: %s", error.step, error.message)
+
+    def resume(self, state: Mapping[str, Any], **as_load: Any) -> LoadReport | None:
+        """Loads the newest of memory and storage."""
+        load_options = as_load.pop("options")
+        return api.resume(
+            self._run.root,
+            state,
+            self._run.framework,
+            options=self._options.save,
+            load_options=load_options,
+            process_group=self._run.group,
+            storage_options=self._run.storage_options,
+            **as_load,
+        )

@@ -1,0 +1,66 @@
+"""A manager whose steps are held in memory between those that go to storage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint.manager.save_policies import EverySteps
+from bytecheckpoint.manager.step_info import StepInfo
+
+pytestmark = pytest.mark.filterwarnings("ignore:the memory root")
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {"x": torch.full((1000,), float(step))}
+
+
+def manager_of(tmp_path: Path, **others: Any) -> bcp.CheckpointManager:
+    memory = bcp.Memory(copies=1, root=tmp_path / "memory")
+    return bcp.CheckpointManager(tmp_path / "run", save=EverySteps(10), memory=memory, **others)
+
+
+def test_steps_between_go_to_memory_and_the_newest_is_restored(tmp_path: Path) -> None:
+    with manager_of(tmp_path, memory_every=2) as manager:
+        assert manager.restore(state_of(-1)) is None
+        handles = {step: manager.save(step, state_of(step)) for step in range(1, 15)}
+        tiers = {step: handle.result().tier for step, handle in handles.items() if handle is not None}
+        assert tiers == {2: "memory", 4: "memory", 6: "memory", 8: "memory", 10: "storage", 12: "memory", 14: "memory"}
+        assert manager.steps() == [10]
+    state = state_of(-1)
+    with manager_of(tmp_path) as manager:
+        report = manager.restore(state)
+        assert report is not None
+        assert (report.step, manager.next_step, report.sources["memory"]) == (14, 15, 1)
+        assert bool((state["x"] == 14).all())
+        manager.save(20, state_of(20))
+        manager.wait()
+        assert manager.steps() == [10, 20]
+        manager.restore(state, step=10)
+        assert bool((state["x"] == 10).all())
+
+
+def test_without_memory_nothing_is_held(tmp_path: Path) -> None:
+    with bcp.CheckpointManager(tmp_path / "run", save=EverySteps(10)) as manager:
+        assert manager.save(3, state_of(3)) is None
+    with pytest.raises(TypeError, match="memory_every"):
+        manager_of(tmp_path, memory_every="often")
+
+
+def test_a_budget_says_how_often() -> None:
+    saved = [StepInfo(1, 100.0, {}, {"stall": 0.5}, pinned=False, committed=True)]
+
+    def due(policy: Any, after_s: float) -> bool:
+        now = StepInfo(2, 100.0 + after_s, {}, {}, pinned=False, committed=False)
+        return bool(policy.due(now, saved))
+
+    assert due(bcp.every(budget=0.01), 50.0)
+    assert not due(bcp.every(budget=0.01), 49.0)
+    assert due(bcp.every(budget=0.5, mtbf_s=10_000.0), 100.0)  # where waiting and lost work are least
+    assert not due(bcp.every(budget=0.5, mtbf_s=10_000.0), 99.0)
+    with pytest.raises(ValueError, match="budget"):
+        bcp.every(budget=0.0)
