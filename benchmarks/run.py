@@ -27,6 +27,7 @@ BENCHMARKS = {
     "convert": "conversion to other formats, beside torch's tools; loads through links",
     "gpu": "saves and loads of a job on a GPU, beside DCP and bare pinned copies",
     "manager": "the checkpoint manager: steps that are not due, many steps, deletions beside saves",
+    "memory": "saves to memory and resumes, beside torch.save and DCP to tmpfs",
     "reuse": "bytes and seconds of saves that take files of the newest checkpoint",
     "data_state": "the state of data loaders: many streams, and token buffers beside weights",
     "data_prefetch": "the stall of a save with data loaders whose state takes seconds to gather",

@@ -66,6 +66,8 @@ MAY_PRINT = {
 MAY_READ_ENVIRONMENT = {
     # the user names the variable of a deadline: a scheduler has no other way to tell a job when it ends
     "bytecheckpoint/manager/save_policies.py",
+    # a launcher tells in no other way that it started several processes
+    "bytecheckpoint/distributed/ranks.py",
 }
 POLICIES = {"EverySteps", "EverySeconds", "When"}
 """Names of a save policy and of a keep policy, which users tell apart by their modules."""

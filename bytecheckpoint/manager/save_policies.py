@@ -36,8 +36,8 @@ logger = logging.getLogger("bytecheckpoint")
 
 __all__ = [
     "AtSteps",
-    "Budget",
     "Continuous",
+    "CostBudget",
     "Deadline",
     "EverySeconds",
     "EverySteps",
@@ -283,7 +283,7 @@ class Overhead(_JoinableSavePolicy):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Budget(_JoinableSavePolicy):
+class CostBudget(_JoinableSavePolicy):
     """Due as often as is worth it: training waits for saves at most `budget` of the time; and with `mtbf_s`, the mean
     time between failures in seconds, no more often than where waiting and lost work together are least.
     """
@@ -305,9 +305,9 @@ class Budget(_JoinableSavePolicy):
         return saved[-1].committed and max(now.time - saved[-1].time, 0.0) >= interval
 
 
-def every(*, budget: float = 0.01, mtbf_s: float | None = None) -> Budget:
-    """Returns a save policy that says how often by cost: see Budget."""
-    return Budget(budget, mtbf_s)
+def every(*, budget: float = 0.01, mtbf_s: float | None = None) -> CostBudget:
+    """Returns a save policy that says how often by cost: see CostBudget."""
+    return CostBudget(budget, mtbf_s)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

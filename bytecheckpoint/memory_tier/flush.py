@@ -175,13 +175,14 @@ def ended_jobs(roots: Sequence[str], location: str | None) -> list[EndedJob]:
 def remove_job(root: str, path: str) -> bool:
     """Gives the memory of a job back, unless one of its processes lives. Returns False then."""
     for job, about in find_jobs(root):
-        if job.path == path:
-            try:
-                with _locked([job], about.location):
-                    shutil.rmtree(job.path)
-            except CheckpointSaveError:
-                return False
-            return True
+        if job.path != path:
+            continue
+        try:
+            with _locked([job], about.location):
+                shutil.rmtree(job.path)
+        except CheckpointSaveError:
+            return False
+        return True
     return False
 
 

@@ -27,11 +27,11 @@ from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.manifest import DataFile, open_manifest
 from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.saving.prepare import PreparedSave
-from bytecheckpoint.saving.report import encode_manifest_and_info, telemetry_record, timed_report, write_telemetry
+from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report, telemetry_record, write_telemetry
 from bytecheckpoint.saving.slow_phases import TimedReport, slow_text
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.saving.write import SaveFiles, find_reusable, write_files
-from bytecheckpoint.staging.reuse import ReusableFiles
+from bytecheckpoint.staging.reuse import ReusableFiles, reused_bytes
 from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.garbage import MIN_AGE_S, sweep
 from bytecheckpoint.storage.open_store import is_remote
@@ -72,7 +72,8 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
                 reuse=reuse,
             )
         record = telemetry_record(call, agreed.save_id, [file for file, _ in written])
-        report = msgspec.msgpack.encode(timed_report(agreed, written, timer, reuse=reuse, record=record))
+        timed = TimedReport(encode_report(agreed, written), timer.seconds, False, reused_bytes(reuse), record)
+        report = msgspec.msgpack.encode(timed)
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit it, even if this rank fails
         with report_straggler_rate(ranks, agreed.rank_plan.global_plan, timer.seconds["write"]):

@@ -24,7 +24,6 @@ from bytecheckpoint.manifest import DataFile, Manifest, TensorRecord, TensorTabl
 from bytecheckpoint.planner.file_layout import PlacedChunk
 from bytecheckpoint.planner.save_plan import SavePlan
 from bytecheckpoint.runtime.gc_pause import gc_paused
-from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.saving.chunk_locations import ChunkLocations, pack_locations
 from bytecheckpoint.saving.global_plan import AgreedPlan, WrittenTensors
@@ -32,7 +31,6 @@ from bytecheckpoint.saving.slow_phases import TimedReport
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.staging.compress import ChunkLocation
 from bytecheckpoint.staging.memory_slots import GENERATION
-from bytecheckpoint.staging.reuse import FileReuse
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import one_block
@@ -63,20 +61,6 @@ class _RankReport(msgspec.Struct, frozen=True, array_like=True):
     @property
     def file_lengths(self) -> list[int]:
         return [file.byte_length for file in self.files]
-
-
-def timed_report(
-    agreed: AgreedPlan,
-    written: Sequence[WrittenFile],
-    timer: PhaseTimer,
-    *,
-    reuse: FileReuse | None,
-    is_direct: bool = False,
-    record: bytes = b"",
-) -> TimedReport:
-    """Returns the report of a rank that wrote these files, with its times and its telemetry."""
-    reused_bytes = 0 if reuse is None else reuse.reused_bytes
-    return TimedReport(encode_report(agreed, written), timer.seconds, is_direct, reused_bytes, record)
 
 
 def encode_report(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> bytes:

@@ -28,10 +28,11 @@ from bytecheckpoint.saving.commit import (
 )
 from bytecheckpoint.saving.local_stage import LocalStage
 from bytecheckpoint.saving.prepare import PreparedSave
-from bytecheckpoint.saving.report import encode_manifest_and_info, telemetry_record, timed_report, write_telemetry
+from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report, telemetry_record, write_telemetry
 from bytecheckpoint.saving.slow_phases import TimedReport
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.saving.write import SaveFiles, find_reusable, write_files
+from bytecheckpoint.staging.reuse import reused_bytes
 from bytecheckpoint.storage import layout, stage_folder
 from bytecheckpoint.storage.inventory import refuse_beside
 from bytecheckpoint.storage.stage_folder import Journal
@@ -119,7 +120,8 @@ def _write_to_stage(
                 reuse=reuse,
             )
             stage.complete([file for file, _ in written])
-        report = msgspec.msgpack.encode(timed_report(agreed, written, timer, reuse=reuse, is_direct=stage.is_direct))
+        timed = TimedReport(encode_report(agreed, written), timer.seconds, stage.is_direct, reused_bytes(reuse))
+        report = msgspec.msgpack.encode(timed)
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may keep it, even if this rank fails
         with report_straggler_rate(ranks, agreed.rank_plan.global_plan, timer.seconds["write"]):

@@ -168,7 +168,7 @@ def encode_file_header(chunks: Sequence[tuple[PlacedChunk, int, str]]) -> bytes:
     )
 
 
-class _FilePiece(NamedTuple):
+class _TensorPiece(NamedTuple):
     """Consecutive bytes of a file, and the tensor that they are in."""
 
     tensor: torch.Tensor
@@ -203,18 +203,18 @@ class LiveFile:
         }
         """Tensors that are not flat, or not on the host, by index. Their address is 0."""
 
-    def _look_at(self, index: int) -> list[_FilePiece]:
+    def _look_at(self, index: int) -> list[_TensorPiece]:
         """Returns the pieces of a chunk that was not found by its shard alone."""
         chunk, part = self.planned.chunks[index], self.planned.parts[index]
         shard = self._shards[chunk.item]
         tensor = shard.tensor if part is None else view_region(shard, part)
         if not is_flat(tensor):
-            return [_FilePiece(each, each.nbytes, 0) for each in _in_copies(tensor)]
+            return [_TensorPiece(each, each.nbytes, 0) for each in _in_copies(tensor)]
         address = tensor.data_ptr()
         if not address:
             advice = "save when it has its values again: outside of what frees it meanwhile"
             raise unsupported(chunk.fqn, "a tensor whose memory has been freed", advice)
-        return [_FilePiece(tensor, chunk.byte_length, address)]
+        return [_TensorPiece(tensor, chunk.byte_length, address)]
 
     def leave_out_devices(self) -> dict[int, torch.Tensor]:
         """Returns the tensors on devices with streams, by byte offset in the file. From now on `gather` skips them, and

@@ -230,6 +230,15 @@ class JobMemory:
         held = sum(found.capacity for found in slot_file.scan(self.job.slots))
         check_room(self.job.root, new_bytes, held_bytes=held, max_bytes=max_bytes)
 
+    def close(self) -> None:
+        """Gives all slots up, with what they hold, to whichever process takes them next."""
+        for slot in self._slots:
+            slot.release()
+        self.copies.close()
+        self.parity.close()
+        if self._joined is not None:
+            self._joined[0].release()
+
 
 class MemoryPart(NamedTuple):
     """The memory tier of one save."""

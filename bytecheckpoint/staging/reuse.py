@@ -140,6 +140,11 @@ class FileReuse:
         return found._replace(name=image.name)
 
 
+def reused_bytes(reuse: FileReuse | None) -> int:
+    """Returns the bytes of files that a save has taken."""
+    return 0 if reuse is None else reuse.reused_bytes
+
+
 def content_digest(blocks: Sequence[Block]) -> bytes:
     """Returns the xxh3-128 of the blocks of a file: two files with the same one are taken for equal."""
     hasher = xxhash.xxh3_128()

@@ -1,0 +1,122 @@
+"""Processor time of memory checkpoints, beside what others pay for the same in tmpfs: one process, warm.
+
+    python benchmarks/run.py memory                 # 1 GiB
+    python benchmarks/run.py memory --mib 256 --rounds 9
+
+`call` is what an asynchronous save takes before it returns, `all` with its work in the background until it is held or
+written. The best of the rounds counts, in seconds of one core, which a busy machine changes least. Loads fill
+memory that exists; only the memory tier verifies what it reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import bytecheckpoint as bcp
+
+_TENSORS = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mib", type=int, default=1024, help="of float32 weights")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="a folder in tmpfs")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    warnings.simplefilter("ignore")
+    folder = Path(tempfile.mkdtemp(prefix="bench-memory-", dir=arguments.tmpfs))
+    try:
+        bench = Bench(folder, arguments.mib << 20)
+        print("| work | call, CPU s | all, CPU s |")
+        print("| --- | --- | --- |")
+        for name, begin, end in bench.works():
+            call_s, all_s = best(begin, end, arguments.rounds)
+            print(f"| {name} | {call_s:.3f} | {all_s:.3f} |", flush=True)
+    finally:
+        shutil.rmtree(folder)
+
+
+def best(begin: Callable[[], Any], end: Callable[[Any], object], rounds: int) -> tuple[float, float]:
+    """Returns the least processor time of the call and of all of its work, after two rounds that do not count."""
+    calls, alls = [], []
+    for number in range(rounds + 2):
+        started = time.process_time()
+        begun = begin()
+        called = time.process_time()
+        end(begun)
+        if number >= 2:
+            calls.append(called - started)
+            alls.append(time.process_time() - started)
+    return min(calls), min(alls)
+
+
+class Bench:
+    """The state, and what each library does with it."""
+
+    def __init__(self, folder: Path, num_bytes: int) -> None:
+        self.folder = folder
+        numel = num_bytes // 4 // _TENSORS
+        self.state = {str(number): torch.randn(numel) for number in range(_TENSORS)}
+        self.into = {name: torch.zeros_like(tensor) for name, tensor in self.state.items()}
+        self.options = bcp.SaveOptions(memory=bcp.Memory(copies=1, root=folder / "memory"))
+        self.step = 0
+
+    def works(self) -> list[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
+        def done(_: Any) -> None:
+            """The call has done all."""
+
+        return [
+            ("a bare copy of the state", self.copy, done),
+            ("save to memory", self.save_to_memory, lambda handle: handle.held("process")),
+            ("save of this library to a folder in tmpfs", self.save_to_folder, self.end_folder),
+            ("torch.save to tmpfs", self.torch_save, done),
+            ("DCP to tmpfs", self.dcp_save, done),
+            ("resume from memory, verified", self.resume, done),
+            ("torch.load(mmap=True) and a copy", self.torch_load, done),
+            ("DCP load", self.dcp_load, done),
+        ]
+
+    def copy(self) -> None:
+        for name, tensor in self.state.items():
+            self.into[name].copy_(tensor)
+
+    def save_to_memory(self) -> Any:
+        self.step += 1
+        return bcp.save(
+            self.folder / "run", self.state, step=self.step, async_save=True, options=self.options, to="memory"
+        )
+
+    def save_to_folder(self) -> Any:
+        self.step += 1
+        return bcp.save(self.folder / "files", self.state, step=self.step, async_save=True)
+
+    def end_folder(self, handle: Any) -> None:
+        bcp.delete(self.folder / "files", handle.result().step)
+
+    def torch_save(self) -> None:
+        torch.save(self.state, self.folder / "state.pt")
+
+    def dcp_save(self) -> None:
+        shutil.rmtree(self.folder / "dcp", ignore_errors=True)
+        dcp.save(self.state, checkpoint_id=self.folder / "dcp", no_dist=True)
+
+    def resume(self) -> None:
+        bcp.resume(self.folder / "run", self.into, options=self.options)
+
+    def torch_load(self) -> None:
+        for name, tensor in torch.load(self.folder / "state.pt", mmap=True).items():
+            self.into[name].copy_(tensor)
+
+    def dcp_load(self) -> None:
+        dcp.load(self.into, checkpoint_id=self.folder / "dcp", no_dist=True)
