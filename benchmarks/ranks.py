@@ -219,7 +219,7 @@ def row_of(rounds: list[list[dict[str, Any]]], *, state: str, library: str, rank
         files=int(median("files", max)),
         connections=int(median("connections", max)),
         threads=int(median("threads", max)),
-        sent_bytes=int(median("sent_bytes", lambda values: statistics.mean(values[1:]))),
+        sent_bytes=int(median("sent_bytes", lambda values: statistics.mean(values[1:] or [0]))),
     )
 
 

@@ -202,7 +202,7 @@ def test_a_rank_that_is_killed_at_the_end_is_named_by_the_other(launcher: Launch
     first, second = run_two(launcher, code, tmp_path / "ckpt")
     assert second[0] == -9
     assert first[0] == 1
-    assert "rank 1 did not answer" in first[1]
+    assert "rank 1 cannot answer, because process" in first[1]
 
 
 def test_the_death_of_the_rank_with_the_store_is_named_by_the_other(launcher: Launcher, tmp_path: Path) -> None:
