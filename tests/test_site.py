@@ -89,7 +89,7 @@ def public_names(module: Path) -> list[str]:
 
 
 @pytest.mark.timeout(600)  # the tutorial starts processes that import torch, which takes minutes on a busy machine
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:the memory root")
 @pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.stem)
 def test_the_blocks_of_a_page_run_in_its_order(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
@@ -97,7 +97,8 @@ def test_the_blocks_of_a_page_run_in_its_order(
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    replaced, environment = {"/nvme/stage": str(tmp_path / "nvme")}, {"SLURM_JOB_END_TIME": str(time.time() + 3600)}
+    replaced = {"/nvme/stage": str(tmp_path / "nvme"), "/dev/shm/bytecheckpoint": str(tmp_path / "memory")}
+    environment = {"SLURM_JOB_END_TIME": str(time.time() + 3600)}
     if "s3://bucket" in page.read_text():
         replaced["s3://bucket"] = request.getfixturevalue("s3_folder")
         environment |= request.getfixturevalue("s3_environment")
