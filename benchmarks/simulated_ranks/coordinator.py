@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from bytecheckpoint.adapters.collect import collect_all, entries_of
 from bytecheckpoint.distributed.blocks import COORDINATOR
 from bytecheckpoint.distributed.ranks import SoleRank, Subject
+from bytecheckpoint.distributed.waiting import WaitingClients
 from bytecheckpoint.loading.mismatches import merge_findings
 from bytecheckpoint.loading.name_scope import NameScope, WantedState, match_named
 from bytecheckpoint.loading.read import Source
@@ -57,7 +58,7 @@ def coordinate(connection: Connection, setting: Setting) -> None:
         before = memory_mb()
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         connection.send(store.port)
-        ranks = member(store, COORDINATOR, setting.num_ranks)
+        ranks = member(WaitingClients(store, setting.num_ranks), COORDINATOR, setting.num_ranks)
 
         connection.recv()
         started = time.process_time()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import zstandard
 
+from bytecheckpoint.adapters.shard_columns import ShardBlocks
 from bytecheckpoint.adapters.shards import LocalShard
 from bytecheckpoint.distributed.blocks import COORDINATOR
 from bytecheckpoint.distributed.key_value_ranks import GroupRanks
@@ -57,15 +58,16 @@ class Setting(NamedTuple):
         return self.root / layout.step_folder(STEP)
 
 
-def member(store: dist.Store, rank: int, num_ranks: int) -> GroupRanks:
-    """Returns a rank of a group of so many, which meets the others in this store."""
+def member(clients: WaitingClients, rank: int, num_ranks: int) -> GroupRanks:
+    """Returns a rank of a group of so many, which meets the others in the store of these clients."""
     return GroupRanks(
-        lambda: CallStore(WaitingClients(store, num_ranks)),
+        lambda: CallStore(clients),
         rank,
         range(num_ranks),
         _TIMEOUT_S,
         block_ranks=BLOCK_RANKS,
         call="save",
+        watch=None,
     )
 
 
@@ -74,8 +76,8 @@ class SimulatedRanks:
 
     def __init__(self, setting: Setting, port: int) -> None:
         self._setting = setting
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        self._ranks = [member(store, rank, setting.num_ranks) for rank in range(1, setting.num_ranks)]
+        clients = WaitingClients(dist.TCPStore("127.0.0.1", port, is_master=False), setting.num_ranks)
+        self._ranks = [member(clients, rank, setting.num_ranks) for rank in range(1, setting.num_ranks)]
         self.request_bytes = 0
         """Bytes of the requests of all of them."""
 
@@ -132,7 +134,9 @@ def local_plan_of_rank(setting: Setting, items: list[WriteItem]) -> LocalSavePla
         LocalShard(item.fqn, item.dtype, item.shape, item.region, torch.empty(item.lengths, device="meta"))
         for item in items
     ]
-    return LocalSavePlan(setting.described, shards, {}, {}, {}, options.max_file_bytes, options.codec, PlanCache())
+    return LocalSavePlan(
+        setting.described, ShardBlocks([shards]), {}, {}, {}, options.max_file_bytes, options.codec, PlanCache()
+    )
 
 
 def rows_of(tensors: Sequence[NamedShape], num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
@@ -148,7 +152,7 @@ def requests(setting: Setting) -> Iterator[bytes]:
     tensors, num_ranks, _ = setting
     items = items_of(tensors, COORDINATOR, num_ranks)
     request = global_plan._whole_message(
-        local_plan_of_rank(setting, items), member(dist.HashStore(), COORDINATOR, num_ranks)
+        local_plan_of_rank(setting, items), member(WaitingClients(dist.HashStore(), num_ranks), COORDINATOR, num_ranks)
     )
     numbers = np.array([number for item in items for number in (*item.offsets, *item.lengths)], "<i8")
     num_dims = np.array([len(shape) for _, shape in tensors])
