@@ -56,7 +56,10 @@ _KEEP_ALL = keep_policies.All()
 
 
 class CheckpointManager:
-    """The checkpoints of one training run, below one root. All ranks make the same calls in the same order."""
+    """The checkpoints of one training run, below one root. All ranks make the same calls in the same order.
+
+    `next_step` is where training goes on: 0 on a fresh start, else the restored step + 1.
+    """
 
     def __init__(
         self,
