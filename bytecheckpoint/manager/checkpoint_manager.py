@@ -56,10 +56,7 @@ _KEEP_ALL = keep_policies.All()
 
 
 class CheckpointManager:
-    """The checkpoints of one training run, below one root. All ranks make the same calls in the same order.
-
-    `next_step` is where training goes on: 0 on a fresh start, else the restored step + 1.
-    """
+    """The checkpoints of one training run, below one root. All ranks make the same calls in the same order."""
 
     def __init__(
         self,
@@ -156,8 +153,8 @@ class CheckpointManager:
         """Loads the newest complete checkpoint of the root, or a given step. Returns None on a fresh start.
 
         `initial` is a path that is loaded only while the root has no checkpoint, with these `storage_options`, by
-        default those of the manager. Other arguments are those of `load`. Rank 0 chooses the step. Raises what `load`
-        raises; CheckpointNotFoundError if a given step is not there.
+        default those of the manager. Other arguments are those of `load`. Rank 0 chooses the step. `next_step` is then
+        the restored step + 1, or 0. Raises what `load` raises; CheckpointNotFoundError if a given step is not there.
         """
         self._refuse_closed()
         check_load_arguments(as_load, initial=initial, storage_options=storage_options)
