@@ -239,7 +239,7 @@ def _check_memory(value: object, codec: object) -> None:
     if value is None:
         return
     if not isinstance(value, Memory):
-        raise ValueError(f"SaveOptions.memory takes a bcp.Memory, or None, not {value!r}")
+        raise ValueError(f"memory takes a bcp.Memory, such as bcp.Memory(copies=1), or None, not {value!r}")
     if codec != "none":
         raise ValueError(
             f"SaveOptions(codec={codec!r}) does not go with memory: what memory holds is the data file itself, which "

@@ -186,7 +186,12 @@ def test_the_way_through_a_local_disk_runs(tmp_path: Path) -> None:
 
 
 def test_the_way_through_memory_runs(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    (block,) = blocks_of(ROOT / "docs" / "memory.md")
+    managed, block = blocks_of(ROOT / "docs" / "memory.md")
+    memory = f'copies=1, root="{tmp_path / "memory"}"'
+    names = run(
+        managed.replace("copies=1", memory), {"bcp": bcp, "root": tmp_path / "managed", "state": {"model": mlp()}}
+    )
+    assert (names["manager"].steps(), names["manager"].next_step) == ([1000], 0)
     block = block.replace("/dev/shm/bytecheckpoint", str(tmp_path / "memory"))
     names = run(block, {"bcp": bcp, "root": tmp_path / "run", "state": {"model": mlp()}})
     assert names["handle"].result().tier == "memory"
@@ -279,7 +284,7 @@ def test_there_is_no_block_of_python_that_no_test_knows() -> None:
         "format.md": 2,
         "frameworks.md": 4,
         "local_stage.md": 1,
-        "memory.md": 1,
+        "memory.md": 2,
         "data.md": 4,  # tests/frameworks/test_data_streams.py runs the one for accelerate
         "manager.md": 1,
         "random_numbers.md": 3,

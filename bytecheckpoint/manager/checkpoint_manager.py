@@ -153,8 +153,8 @@ class CheckpointManager:
         """Loads the newest complete checkpoint of the root, or a given step. Returns None on a fresh start.
 
         `initial` is a path that is loaded only while the root has no checkpoint, with these `storage_options`, by
-        default those of the manager. Other arguments are those of `load`. Rank 0 chooses the step. Raises what `load`
-        raises; CheckpointNotFoundError if a given step is not there.
+        default those of the manager. Other arguments are those of `load`. Rank 0 chooses the step. `next_step` is then
+        the restored step + 1, or 0. Raises what `load` raises; CheckpointNotFoundError if a given step is not there.
         """
         self._refuse_closed()
         check_load_arguments(as_load, initial=initial, storage_options=storage_options)

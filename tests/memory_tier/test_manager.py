@@ -49,6 +49,8 @@ def test_without_memory_nothing_is_held(tmp_path: Path) -> None:
         assert manager.save(3, state_of(3)) is None
     with pytest.raises(TypeError, match="memory_every"):
         manager_of(tmp_path, memory_every="often")
+    with pytest.raises(ValueError, match="memory_every without memory"):
+        bcp.CheckpointManager(tmp_path / "run", memory_every=5)
 
 
 def test_a_budget_says_how_often() -> None:

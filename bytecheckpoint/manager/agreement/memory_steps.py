@@ -51,6 +51,8 @@ class MemorySteps:
         saves.settle_memory = self.settle
         self._run = run
         self._options = options
+        if every != 1 and not self.is_on:
+            raise ValueError("memory_every without memory holds nothing: pass memory=bcp.Memory(copies=1) as well")
         self._decisions = decisions
         self._handle: SaveHandle | None = None
         self._held: list[StepInfo] = []
