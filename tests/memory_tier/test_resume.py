@@ -15,8 +15,9 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint.saving.in_flight import process_state
+from bytecheckpoint.staging.memory_slots import JobMemory
 from bytecheckpoint.storage.memory_root import slot_file
-from bytecheckpoint.storage.memory_root.job_folder import find_jobs
+from bytecheckpoint.storage.memory_root.job_folder import find_jobs, open_job
 
 
 @pytest.fixture
@@ -241,3 +242,10 @@ def test_a_save_without_memory_is_never_held(tmp_path: Path, root: Path) -> None
         only.held("host")
     with pytest.raises(ValueError, match="'process', 'host', 'storage'"):
         only.held("disk")  # type: ignore[arg-type]
+
+
+def test_copies_that_are_held_for_others_count_into_the_limit_when_slots_are_taken(tmp_path: Path) -> None:
+    memory = JobMemory(open_job(str(tmp_path / "memory"), str(tmp_path / "ckpt")))
+    memory.copies.take(1, [3 << 20], max_bytes=8 << 20)
+    with pytest.raises(bcp.CheckpointSaveError, match="max_bytes=8388608"):
+        memory.take([3 << 20], max_bytes=8 << 20)  # two slots
