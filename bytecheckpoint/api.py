@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -17,9 +16,8 @@ from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.distributed.ranks import Subject, join_ranks, together
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, wanted_step
-from bytecheckpoint.memory_tier.resume import ResumeCall, ResumeLoads
 from bytecheckpoint.options import LoadOptions, SaveOptions
-from bytecheckpoint.phases import run_load, run_save
+from bytecheckpoint.phases import run_load, run_resume, run_save
 from bytecheckpoint.runtime.gc_pause import gc_paused
 from bytecheckpoint.saving.global_plan import exchange_plans, make_local_plan
 from bytecheckpoint.saving.handle import SaveHandle
@@ -235,25 +233,20 @@ def resume(
         CheckpointMismatchError: `options` has no memory; or as `load`.
         CheckpointError: As `load`.
     """
-    root = root_of(path, role)
-    loading = partial(
-        run_load,
-        root,
+    return run_resume(
+        root_of(path, role),
         state,
         framework,
+        options=options,
+        load_options=load_options or LoadOptions(),
         strict=strict,
         key_map=key_map,
         include=include,
         exclude=exclude,
         cast=cast,
         process_group=process_group,
-        role=None,
         storage_options=storage_options,
-        options=load_options or LoadOptions(),
-        ignored=(),
     )
-    calls = ResumeLoads(lambda step: loading(step=step), lambda opened: loading(step=None, opened=opened))
-    return ResumeCall(root, options, process_group=process_group, storage_options=storage_options).run(calls)
 
 
 def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file

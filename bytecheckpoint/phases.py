@@ -29,6 +29,7 @@ from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together, re
 from bytecheckpoint.loading.overwrite_state import report_overwrite
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.memory_tier.part_of_save import described, holding_first, memory_part, where_to
+from bytecheckpoint.memory_tier.resume import ResumeCall, ResumeLoads
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.runtime.gc_pause import gc_paused
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
@@ -185,6 +186,44 @@ def run_load(
         warn_of_unused(findings, report.path)
         logger.info("loaded %s in %.2f s", report.path, report.seconds)
     return report
+
+
+def run_resume(
+    root: str,
+    state: Mapping[str, Any],
+    framework: Framework,
+    *,
+    options: SaveOptions,
+    load_options: LoadOptions,
+    strict: bool,
+    key_map: KeyMap | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    cast: bool = False,
+    process_group: dist.ProcessGroup | None,
+    storage_options: Mapping[str, Any] | None,
+    abandoned: Collection[int] = (),
+) -> LoadReport | None:
+    """Does what `resume` says, and passes over the steps at the path that are `abandoned`."""
+    loading = partial(
+        run_load,
+        root,
+        state,
+        framework,
+        strict=strict,
+        key_map=key_map,
+        include=include,
+        exclude=exclude,
+        cast=cast,
+        process_group=process_group,
+        role=None,
+        storage_options=storage_options,
+        options=load_options,
+        ignored=(),
+    )
+    calls = ResumeLoads(lambda step: loading(step=step), lambda opened: loading(step=None, opened=opened))
+    call = ResumeCall(root, options, process_group=process_group, storage_options=storage_options, abandoned=abandoned)
+    return call.run(calls)
 
 
 def _report(source: Source, fitted: Fitted, match: Match, traffic: Traffic, seconds: float) -> LoadReport:

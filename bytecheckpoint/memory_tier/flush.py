@@ -102,7 +102,8 @@ def list_held(roots: Sequence[str]) -> Iterator[MemoryCheckpoint]:
 
 
 def flush(path: str, roots: Sequence[str], *, storage_options: Mapping[str, Any] | None = None) -> FlushedStep:
-    """Uploads the newest version of a job that these memory roots have, and commits it if all of it is at the path.
+    """Uploads the newest version of a job that these memory roots have, and commits it if all of it is at the path. Of
+    versions that are pending on this host, the newest that is whole at the path is committed.
 
     Raises CheckpointNotFoundError if they have nothing of the job, CheckpointSaveError (superseded) if processes of it
     live, CheckpointExistsError if another save of the step is committed, and the errors of the store.
@@ -117,10 +118,24 @@ def flush(path: str, roots: Sequence[str], *, storage_options: Mapping[str, Any]
             kind="not_found",
             path=str(store),
         )
-    complete = [version for version in versions if version.is_complete]
-    newest = max(complete or versions, key=lambda version: version.record.order)
     with _locked(jobs, str(store)):
-        return _bring(store, newest, jobs)
+        outcomes = []
+        for version in _to_bring(versions):
+            outcomes.append(_bring(store, version, jobs))
+            if outcomes[-1].is_committed:
+                return outcomes[-1]
+    return outcomes[0]
+
+
+def _to_bring(versions: Sequence[HeldVersion]) -> list[HeldVersion]:
+    """Returns the newest complete version and pending ones after it, newest first: other hosts may know one of those as
+    complete, or not at all, so each host uploads all of them until one is whole at the path.
+    """
+    complete = {version.record.save_id for version in versions if version.is_complete}
+    by_id = {version.record.save_id: version for version in versions}
+    newest_first = sorted(by_id.values(), key=lambda version: version.record.order, reverse=True)
+    last = next((number for number, each in enumerate(newest_first) if each.record.save_id in complete), None)
+    return newest_first if last is None else newest_first[: last + 1]
 
 
 def _bring(store: Store, version: HeldVersion, jobs: Sequence[JobFolder]) -> FlushedStep:
@@ -174,16 +189,16 @@ def ended_jobs(roots: Sequence[str], location: str | None) -> list[EndedJob]:
 
 def remove_job(root: str, path: str) -> bool:
     """Gives the memory of a job back, unless one of its processes lives. Returns False then."""
-    for job, about in find_jobs(root):
-        if job.path != path:
-            continue
-        try:
-            with _locked([job], about.location):
-                shutil.rmtree(job.path)
-        except CheckpointSaveError:
-            return False
-        return True
-    return False
+    found = next((each for each in find_jobs(root) if each[0].path == path), None)
+    if found is None:
+        return False
+    job, about = found
+    try:
+        with _locked([job], about.location):
+            shutil.rmtree(job.path)
+    except CheckpointSaveError:
+        return False
+    return True
 
 
 @contextmanager

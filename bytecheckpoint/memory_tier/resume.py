@@ -28,7 +28,8 @@ from bytecheckpoint.memory_tier.damage import damaged_files
 from bytecheckpoint.memory_tier.job_location import location_of
 from bytecheckpoint.memory_tier.part_of_save import memory_of
 from bytecheckpoint.memory_tier.rebuild import RebuildInput, needs_rebuild, rebuild
-from bytecheckpoint.memory_tier.seen import HostView, StoredManifest, look_at_host, look_at_path
+from bytecheckpoint.memory_tier.seen import HostView, StoredManifest, look_at_host, look_at_path, look_for_branches
+from bytecheckpoint.memory_tier.sources import SOURCES, Use, count_sources
 from bytecheckpoint.name_maps.load import CheckpointFolder, mapped_manifest
 from bytecheckpoint.options import LoadOptions, NameMap, SaveOptions
 from bytecheckpoint.planner.memory_tier.resume_plan import (
@@ -52,7 +53,6 @@ from bytecheckpoint.storage.store import Store
 
 logger = logging.getLogger("bytecheckpoint")
 
-SOURCES = ("memory", "peer", "parity", "local", "storage")
 _FEW_STEPS, _MANY_STEPS = 4, 32
 """Steps at the path that are compared with those in memory: at first, and once something was damaged."""
 
@@ -90,13 +90,6 @@ class _Choice(msgspec.Struct, frozen=True, array_like=True):
     is_stored_only: bool = False
 
 
-class _Use(msgspec.Struct, frozen=True, array_like=True):
-    """The data files that one rank wanted."""
-
-    host: str
-    wanted: list[str]
-
-
 class ResumeCall:
     """One call of `resume` on one rank."""
 
@@ -107,8 +100,11 @@ class ResumeCall:
         *,
         process_group: dist.ProcessGroup | None,
         storage_options: Mapping[str, Any] | None,
+        abandoned: Collection[int] = (),
     ) -> None:
+        """`abandoned` are steps at the path that training has left: they are passed over."""
         self._root = root
+        self._abandoned = abandoned
         self._options = options
         self._group = process_group
         self._about = Subject(showable_url(root), None, is_save=False, call="resume")
@@ -204,7 +200,10 @@ class ResumeCall:
         self._num_damaged = len(damaged)
         seen = [message.seen for message in messages]
         try:
-            found = look_at_path(store, folders, most=_MANY_STEPS if self._failed else _FEW_STEPS)
+            most = _MANY_STEPS if self._failed else _FEW_STEPS
+            found = look_at_path(store, folders, most=most, abandoned=self._abandoned)
+            if not any(map(_is_held, plan_resume(seen, [each.version for each in found], damaged).versions[:1])):
+                found += look_for_branches(store, found, self._abandoned)
         except StorageError as error:
             found = []
             if not plan_resume(seen, [], damaged).versions:
@@ -221,7 +220,7 @@ class ResumeCall:
                 raise self._nothing_left(lacking)
             return [msgspec.msgpack.encode(_Choice(None))] * ranks.num_ranks
         version = versions[0]
-        is_stored_only = all(holders[0].kind == "storage" for holders in version.files.values())
+        is_stored_only = not _is_held(version)
         has_manifest = [rank for rank, host in enumerate(hosts) if host in version.manifest_hosts]
         choice = _Choice(
             version,
@@ -238,7 +237,7 @@ class ResumeCall:
         state = "The state is undefined now: loads into it were begun" if self._failed else "The state is unchanged"
         return CheckpointCorruptError(
             f"nothing of what memory and storage hold of {self._about.path} can be resumed: {'; '.join(named)}. "
-            f"{state}. ResumeCall where all hosts of the saves are, load an older checkpoint, or begin anew without "
+            f"{state}. Resume where all hosts of the saves are, load an older checkpoint, or begin anew without "
             "resume",
             kind="missing_file" if not self._failed else "checksum",
             path=self._about.path,
@@ -349,9 +348,9 @@ class ResumeCall:
         ranks = join_ranks(self._group, self._options.timeout_s, about=self._about)
         with together(ranks, f"resuming {self._about.path}", about=self._about):
             wanted = sorted(self._held.wanted) if self._held is not None else []
-            use = msgspec.msgpack.encode(_Use(memory.job.host, wanted))
+            use = msgspec.msgpack.encode(Use(memory.job.host, wanted))
             rebuilt = self._rebuilt.get(version.save_id, set())
-            reply = ranks.reduce_scatter(use, partial(_count_sources, version, rebuilt, choice.is_stored_only))
+            reply = ranks.reduce_scatter(use, partial(count_sources, version, rebuilt, choice.is_stored_only))
         ranks.close()
         return msgspec.msgpack.decode(reply, type=dict[str, int])
 
@@ -362,33 +361,9 @@ def _mapped(manifest: Manifest, held: HeldStore, options: LoadOptions) -> Manife
     return mapped_manifest(manifest, CheckpointFolder(held, ""), options.name_map)
 
 
-def _count_sources(
-    version: VersionPlan,
-    rebuilt: Collection[str],
-    is_stored_only: bool,  # noqa: FBT001
-    payloads: Sequence[bytes],
-) -> Sequence[bytes]:
-    uses = [msgspec.msgpack.decode(payload, type=_Use) for payload in payloads]
-    wanted: dict[str, set[str]] = {}
-    for use in uses:
-        for name in use.wanted:
-            wanted.setdefault(name, set()).add(use.host)
-    if is_stored_only:
-        wanted = {name: set() for name in version.files}
-    counts = dict.fromkeys(SOURCES, 0)
-    for name, hosts in wanted.items():
-        if name in version.files:
-            counts["parity" if name in rebuilt else _source_of(version.files[name], hosts)] += 1
-    return [msgspec.msgpack.encode(counts)] * len(payloads)
-
-
-def _source_of(holders: Sequence[FileHolder], hosts: set[str]) -> str:
-    """Returns the tier that a file was read from, for ranks on these hosts."""
-    cheapest = holders[0]
-    if cheapest.kind in {"memory", "peer"}:
-        is_own = any(holder.kind in {"memory", "peer"} and holder.host in hosts for holder in holders)
-        return "memory" if is_own else "peer"
-    return cheapest.kind
+def _is_held(version: VersionPlan) -> bool:
+    """Returns True if more than storage has files of the version."""
+    return any(holders[0].kind != "storage" for holders in version.files.values())
 
 
 def _is_damage(error: CheckpointError) -> bool:

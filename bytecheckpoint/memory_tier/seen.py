@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest import DataFile, open_manifest
 from bytecheckpoint.memory_tier.parity_block import FoundParity, scan_parity
 from bytecheckpoint.planner.memory_tier.resume_plan import HolderKind, SeenVersion, StoredVersion
+from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.staging.copy_slots import scan_copies
 from bytecheckpoint.staging.memory_slots import generation_of
 from bytecheckpoint.storage import layout, stage_folder
@@ -22,6 +25,8 @@ from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
 logger = logging.getLogger("bytecheckpoint")
+
+_LOOKS_AT_ONCE = 16
 
 
 class HostView(NamedTuple):
@@ -125,28 +130,57 @@ def _staged(root: str | None, store: Store) -> Iterator[_Staged]:
         yield _Staged(journal.save_id, journal.step, journal.folder, places, content)
 
 
-def look_at_path(store: Store, folders: dict[str, str], *, most: int) -> list[StoredManifest]:
-    """Returns the newest committed steps, at most so many, and what saves that never committed have brought to their
-    `folders`.
+def look_at_path(
+    store: Store, folders: dict[str, str], *, most: int, abandoned: Collection[int]
+) -> list[StoredManifest]:
+    """Returns the newest committed steps that are not abandoned, at most so many, and what saves that never committed
+    have brought to their `folders`.
     """
-    found: list[StoredManifest] = []
-    listing = store.list("")
-    for step, _ in zip(layout.steps_below(store, "", listing), range(most), strict=False):
-        folder = layout.step_folder(step)
-        try:
-            content = layout.read_manifest_bytes(store, folder)
-            manifest = layout.parse_manifest(content, path=join_name(str(store), folder), whole=False)
-        except CheckpointError as error:
-            logger.error("step %d at the path is passed over: %s", step, error.message)  # noqa: TRY400
-            continue
-        files = {file.name: file.byte_length for file in manifest.files}
-        version = StoredVersion(manifest.save_id, generation_of(manifest), step, files, is_committed=True)
-        found.append(StoredManifest(version, content, manifest.files))
+    steps = islice(_steps_at(store, abandoned), most)
+    found = [each for step in steps if (each := _read_step(store, step)) is not None]
     committed = {each.version.save_id for each in found}
     for save_id, folder in folders.items():
         if save_id not in committed and (sizes := _brought(store, folder, save_id)):
             found.append(StoredManifest(StoredVersion(save_id, None, 0, sizes, is_committed=False), b"", ()))
     return found
+
+
+def look_for_branches(
+    store: Store, looked: Sequence[StoredManifest], abandoned: Collection[int]
+) -> list[StoredManifest]:
+    """Returns the older committed steps that are of a later branch of training than all steps above them: those above
+    were left when training went back. Reads all manifests, unless none that was looked at has a branch.
+    """
+    generations = [each.version.generation for each in looked if each.version.generation is not None]
+    if not generations:
+        return []
+    newest, oldest = max(generations), min(each.version.step for each in looked if each.version.is_committed)
+    steps = (step for step in _steps_at(store, abandoned) if step < oldest)
+    found = []
+    while batch := list(islice(steps, _LOOKS_AT_ONCE)):
+        for each in map_jobs(partial(_read_step, store), batch, num_threads=_LOOKS_AT_ONCE):
+            if each is not None and (each.version.generation or 0) > newest:
+                newest = each.version.generation or 0
+                found.append(each)
+    return found
+
+
+def _steps_at(store: Store, abandoned: Collection[int]) -> Iterator[int]:
+    return (step for step in layout.steps_below(store, "", store.list("")) if step not in abandoned)
+
+
+def _read_step(store: Store, step: int) -> StoredManifest | None:
+    """Returns a committed step; None if its manifest cannot be read."""
+    folder = layout.step_folder(step)
+    try:
+        content = layout.read_manifest_bytes(store, folder)
+        manifest = layout.parse_manifest(content, path=join_name(str(store), folder), whole=False)
+    except CheckpointError as error:
+        logger.error("step %d at the path is passed over: %s", step, error.message)  # noqa: TRY400
+        return None
+    files = {file.name: file.byte_length for file in manifest.files}
+    version = StoredVersion(manifest.save_id, generation_of(manifest), step, files, is_committed=True)
+    return StoredManifest(version, content, manifest.files)
 
 
 def _brought(store: Store, folder: str, save_id: str) -> dict[str, int]:

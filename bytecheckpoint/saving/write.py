@@ -23,7 +23,7 @@ from bytecheckpoint.saving.report import WrittenFile
 from bytecheckpoint.saving.target import SaveTarget
 from bytecheckpoint.staging.compress import CompressedFile, allocate_for, compress_file
 from bytecheckpoint.staging.file_image import PlannedFile
-from bytecheckpoint.staging.reuse import FileReuse, ReusableFiles, RootHistory, content_digest
+from bytecheckpoint.staging.reuse import FileReuse, ReusableFiles, RootHistory, RunningDigest, content_digest
 from bytecheckpoint.staging.snapshots import Snapshot
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.object_io import FileImage, write_image
@@ -132,9 +132,10 @@ def write_files(
         file = compressed.pop(number)
         image = file.image(files.name(number), scratch)
         of_frozen = reuse if files.planned[number].is_frozen else None
-        taken = _take(files.target, image, of_frozen, timer)
-        in_manifest = taken.file or _write_image(files.target, image, timer)
-        written.append(WrittenFile(in_manifest._replace(content_digest=taken.digest), file.locations))
+        in_manifest = _take(files.target, image, of_frozen, timer)
+        if in_manifest is None:
+            in_manifest = _write_image(files.target, image, timer, is_digested=of_frozen is not None)
+        written.append(WrittenFile(in_manifest, file.locations))
 
     for steps in zip_longest(
         [None, *(partial(write, number) for number in numbers)], [partial(compress, number) for number in numbers]
@@ -155,32 +156,26 @@ def _write_raw(
     planned = files.planned[number]
     blocks = [block._replace(content=partial(snapshot.content, block)) for block in planned.blocks]
     image = FileImage(files.name(number), planned.extent_lengths, blocks)
-    taken = _take(files.target, image, reuse if planned.is_frozen else None, timer)
-    if taken.file is not None:
+    of_frozen = reuse if planned.is_frozen else None
+    taken = _take(files.target, image, of_frozen, timer)
+    if taken is not None:
         meter.add(planned.byte_length)
-        return WrittenFile(taken.file, None)
+        return WrittenFile(taken, None)
     counted = image._replace(blocks=_with_content(planned, snapshot, meter))
-    return WrittenFile(_write_image(files.target, counted, timer)._replace(content_digest=taken.digest), None)
+    return WrittenFile(_write_image(files.target, counted, timer, is_digested=of_frozen is not None), None)
 
 
-class _TakenFile(NamedTuple):
-    file: DataFile | None
-    """None if the file is to be written."""
-    digest: bytes
-    """Digest of its content; empty if nobody asks for it."""
-
-
-def _take(target: SaveTarget, image: FileImage, reuse: FileReuse | None, timer: PhaseTimer) -> _TakenFile:
-    """Takes a file from the newest checkpoint, if that has an equal one."""
-    if reuse is None:
-        return _TakenFile(None, b"")
+def _take(target: SaveTarget, image: FileImage, reuse: FileReuse | None, timer: PhaseTimer) -> DataFile | None:
+    """Takes a file from the newest checkpoint. Returns None if that has no equal one: then it is to be written."""
+    if reuse is None or not reuse.may_have(image):
+        return None
     started = time.perf_counter()
     digest = content_digest(image.blocks)
     timer.add("checksum", time.perf_counter() - started)
     file = reuse.take(image, join_name(target.folder, image.name), digest)
     if file is not None and target.stage is not None:
         target.stage.leave_out(image.name)
-    return _TakenFile(file, digest)
+    return file
 
 
 def _with_content(planned: PlannedFile, snapshot: Snapshot, meter: ProgressMeter) -> list[Block]:
@@ -195,9 +190,14 @@ def _counted_content(snapshot: Snapshot, block: Block, meter: ProgressMeter) -> 
     meter.add(block.byte_length)
 
 
-def _write_image(target: SaveTarget, image: FileImage, timer: PhaseTimer) -> DataFile:
-    path = join_name(target.folder, image.name)
+def _write_image(target: SaveTarget, image: FileImage, timer: PhaseTimer, *, is_digested: bool) -> DataFile:
+    path, digest = join_name(target.folder, image.name), RunningDigest()
+    if is_digested:
+        # Hazard: not the digest that a file was looked for by, because live state may have changed since.
+        image = image._replace(blocks=digest.taken_of(image.blocks))
     on_checksum = partial(timer.add, "checksum")
     if target.stage is not None:
-        return target.stage.write(image, target.store, path, on_checksum)
-    return write_image(target.store, path, image, on_checksum)
+        file = target.stage.write(image, target.store, path, on_checksum)
+    else:
+        file = write_image(target.store, path, image, on_checksum)
+    return file._replace(content_digest=digest.of_all(file.byte_length)) if is_digested else file

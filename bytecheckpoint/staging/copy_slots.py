@@ -102,13 +102,7 @@ class CopySlots:
     def _reserve(self, slot: Slot, num_bytes: int, max_bytes: int | None) -> None:
         new_bytes = num_bytes - slot.capacity
         if new_bytes > 0:
-            slots = (
-                *slot_file.scan(self._job.slots),
-                *scan_copies(self._job, "copies"),
-                *scan_copies(self._job, "parity"),
-            )
-            held_bytes = sum(found.capacity for found in slots)
-            check_room(self._job.root, new_bytes, held_bytes=held_bytes, max_bytes=max_bytes)
+            check_room(self._job.root, new_bytes, held_bytes=bytes_of_all_slots(self._job), max_bytes=max_bytes)
         try:
             slot.reserve(num_bytes)
         except OSError as error:
@@ -140,6 +134,12 @@ class CopySlots:
 def scan_copies(job: JobFolder, kind: CopyKind) -> list[FoundSlot]:
     """Returns the copies that a host holds, as slots of the ranks whose images they are, or its parity."""
     return list(slot_file.scan(_folder_of(job, kind)))
+
+
+def bytes_of_all_slots(job: JobFolder) -> int:
+    """Returns the bytes that a job holds on this host: of its own ranks, copies and parity."""
+    slots = (*slot_file.scan(job.slots), *scan_copies(job, "copies"), *scan_copies(job, "parity"))
+    return sum(found.capacity for found in slots)
 
 
 def _folder_of(job: JobFolder, kind: CopyKind) -> str:

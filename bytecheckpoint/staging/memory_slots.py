@@ -12,7 +12,7 @@ from typing import NamedTuple
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.memory.host_mapping import HostMapping
-from bytecheckpoint.staging.copy_slots import CopySlots
+from bytecheckpoint.staging.copy_slots import CopySlots, bytes_of_all_slots
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.backends.file_lock import ProcessLock
 from bytecheckpoint.storage.memory_root import slot_file, version_files
@@ -227,8 +227,7 @@ class JobMemory:
             ) from error
 
     def _check_room(self, new_bytes: int, max_bytes: int | None) -> None:
-        held = sum(found.capacity for found in slot_file.scan(self.job.slots))
-        check_room(self.job.root, new_bytes, held_bytes=held, max_bytes=max_bytes)
+        check_room(self.job.root, new_bytes, held_bytes=bytes_of_all_slots(self.job), max_bytes=max_bytes)
 
     def close(self) -> None:
         """Gives all slots up, with what they hold, to whichever process takes them next."""

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -119,6 +121,11 @@ class FileReuse:
         self._found = {(file.byte_length, file.content_digest): file for file in known.files if file.content_digest}
         self.reused_bytes = 0
 
+    def may_have(self, image: FileImage) -> bool:
+        """Returns False if no file is as long as the image, so that nothing need be hashed."""
+        num_bytes = sum(image.extent_lengths)
+        return any(byte_length == num_bytes for byte_length, _ in self._found)
+
     def take(self, image: FileImage, path: str, digest: bytes) -> DataFile | None:
         """Makes the object `path` out of an equal file of the newest checkpoint, and returns its entry in the manifest.
 
@@ -152,3 +159,29 @@ def content_digest(blocks: Sequence[Block]) -> bytes:
         with block.content() as content:
             hasher.update(content)
     return hasher.digest()
+
+
+class RunningDigest:
+    """The `content_digest` of a file, taken of the bytes that a store gets. Blocks are entered in file order."""
+
+    def __init__(self) -> None:
+        self._hasher = xxhash.xxh3_128()
+        self._num_bytes = 0
+
+    def taken_of(self, blocks: Sequence[Block]) -> list[Block]:
+        """Returns the blocks, each hashed as it is entered."""
+        return [block._replace(content=partial(self._content, block)) for block in blocks]
+
+    @contextmanager
+    def _content(self, block: Block) -> Iterator[memoryview]:
+        with block.content() as content:
+            if block.byte_offset == self._num_bytes:
+                self._hasher.update(content)
+                self._num_bytes += content.nbytes
+            yield content
+
+    def of_all(self, num_bytes: int) -> bytes:
+        """Returns the digest of a file of so many bytes; an empty one, by which nothing is found, if not all of them
+        came in their order.
+        """
+        return self._hasher.digest() if self._num_bytes == num_bytes else b""

@@ -13,7 +13,9 @@ import torch
 from click.testing import CliRunner, Result
 
 import bytecheckpoint as bcp
-from bytecheckpoint.storage.memory_root.job_folder import find_jobs
+from bytecheckpoint.storage.memory_root import slot_file
+from bytecheckpoint.storage.memory_root.job_folder import JobFolder, find_jobs
+from bytecheckpoint.storage.memory_root.version_files import read_versions
 from bytecheckpoint.tools.main import cli
 
 pytestmark = pytest.mark.filterwarnings("ignore:the memory root")
@@ -41,6 +43,37 @@ def killed(tmp_path: Path) -> tuple[str, str]:
 
 def bcp_(*arguments: str) -> Result:
     return CliRunner().invoke(cli, list(arguments))
+
+
+def pend_newest(memory: str) -> JobFolder:
+    """Takes back what the host noted last: that its newest version is on all hosts."""
+    ((job, _),) = find_jobs(memory)
+    newest = read_versions(job)[-1].record.save_id
+    (Path(job.versions) / f"{newest}.manifest").rename(Path(job.versions) / f"{newest}.pending")
+    return job
+
+
+def test_a_version_of_which_the_host_did_not_hear_that_it_is_complete_is_flushed_as_it_would_be_resumed(
+    killed: tuple[str, str],
+) -> None:
+    root, memory = killed
+    pend_newest(memory)
+    done = bcp_("memory", "flush", root, "--memory-root", memory)
+    assert done.exit_code == 0, done.output
+    assert bcp.load(root, {"x": {str(number): torch.zeros(250_000) for number in range(4)}}).step == 2
+
+
+def test_the_complete_version_is_flushed_too_where_the_pending_one_after_it_is_not_whole(
+    killed: tuple[str, str],
+) -> None:
+    root, memory = killed
+    job = pend_newest(memory)
+    for slot in slot_file.scan(job.slots):
+        if slot.header is not None and slot.header.step == 2:
+            Path(slot.path).unlink()
+    done = bcp_("memory", "flush", root, "--memory-root", memory)
+    assert done.exit_code == 0, done.output
+    assert bcp.load(root, {"x": {str(number): torch.zeros(250_000) for number in range(4)}}).step == 1
 
 
 def test_what_memory_holds_is_listed_and_flushed_without_a_trainer(killed: tuple[str, str]) -> None:

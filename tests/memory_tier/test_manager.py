@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import bytecheckpoint as bcp
 from bytecheckpoint.manager.save_policies import EverySteps
 from bytecheckpoint.manager.step_info import StepInfo
+from bytecheckpoint.saving.in_flight import process_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:the memory root")
 
@@ -42,6 +44,27 @@ def test_steps_between_go_to_memory_and_the_newest_is_restored(tmp_path: Path) -
         assert manager.steps() == [10, 20]
         manager.restore(state, step=10)
         assert bool((state["x"] == 10).all())
+
+
+def test_steps_that_training_left_are_not_restored_when_memory_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with bcp.CheckpointManager(tmp_path / "run", save=EverySteps(10)) as manager:  # no generations in its manifests
+        manager.restore(state_of(-1))
+        for step in (10, 20, 30):
+            manager.save(step, state_of(step))
+    with manager_of(tmp_path) as manager:
+        manager.restore(state_of(-1), step=10)
+        for step in (11, 20):
+            manager.save(step, state_of(step + 100))
+    shutil.rmtree(tmp_path / "memory")
+    monkeypatch.setattr(process_state(), "memories", {})
+    state = state_of(-1)
+    with manager_of(tmp_path) as manager:
+        report = manager.restore(state)
+    assert report is not None
+    assert report.step == 20
+    assert bool((state["x"] == 120).all())
 
 
 def test_without_memory_nothing_is_held(tmp_path: Path) -> None:

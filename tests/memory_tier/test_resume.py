@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,8 +14,10 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
+from bytecheckpoint.saving.in_flight import process_state
+from bytecheckpoint.staging.memory_slots import JobMemory
 from bytecheckpoint.storage.memory_root import slot_file
-from bytecheckpoint.storage.memory_root.job_folder import find_jobs
+from bytecheckpoint.storage.memory_root.job_folder import find_jobs, open_job
 
 
 @pytest.fixture
@@ -53,6 +56,22 @@ def test_what_memory_holds_is_resumed_and_load_never_sees_it(tmp_path: Path, roo
     check(state, 3)
     with pytest.raises(bcp.CheckpointNotFoundError):
         bcp.load(root, empty())
+
+
+def test_a_branch_that_was_left_is_not_resumed_from_storage_however_many_steps_it_has(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(10, 80, 10):
+        bcp.save(root, state_of(step), step=step, options=options(tmp_path))
+    bcp.load(root, empty(), step=10)
+    bcp.save(root, state_of(15), step=15, options=options(tmp_path))
+    shutil.rmtree(tmp_path / "memory")
+    monkeypatch.setattr(process_state(), "memories", {})
+    state = empty()
+    report = bcp.resume(root, state, options=options(tmp_path))
+    assert report is not None
+    assert (report.step, report.sources["storage"]) == (15, 1)
+    check(state, 15)
 
 
 def test_nothing_is_none_and_leaves_the_state(tmp_path: Path, root: Path) -> None:
@@ -223,3 +242,10 @@ def test_a_save_without_memory_is_never_held(tmp_path: Path, root: Path) -> None
         only.held("host")
     with pytest.raises(ValueError, match="'process', 'host', 'storage'"):
         only.held("disk")  # type: ignore[arg-type]
+
+
+def test_copies_that_are_held_for_others_count_into_the_limit_when_slots_are_taken(tmp_path: Path) -> None:
+    memory = JobMemory(open_job(str(tmp_path / "memory"), str(tmp_path / "ckpt")))
+    memory.copies.take(1, [3 << 20], max_bytes=8 << 20)
+    with pytest.raises(bcp.CheckpointSaveError, match="max_bytes=8388608"):
+        memory.take([3 << 20], max_bytes=8 << 20)  # two slots

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,9 @@ from storage.s3_service import S3Service
 
 import bytecheckpoint as bcp
 from bytecheckpoint.manifest import decode_manifest
+from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.saving.in_flight import process_state
-from bytecheckpoint.staging.reuse import ReuseHistory
+from bytecheckpoint.staging.reuse import ReuseHistory, content_digest
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.garbage import find_leftovers
@@ -170,6 +172,41 @@ def test_tensors_that_all_change_cost_no_digest_and_no_new_plan(
         plans.append(len(process_state().plans._plans))
     assert digests == []
     assert len(set(plans)) == 1
+
+
+def test_values_that_change_while_a_synchronous_save_writes_are_not_taken_for_those_that_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Adapted()
+    bcp.save(tmp_path, model.state(), step=0, options=REUSE)
+    with torch.no_grad():
+        model.base[0].weight.add_(1.0)
+    restart(monkeypatch)
+    wanted = model.base[0].weight.clone()
+
+    def digest_then_change(blocks: Sequence[Block]) -> bytes:
+        digest = content_digest(blocks)
+        with torch.no_grad():
+            model.base[0].weight.zero_()  # as another thread may
+        return digest
+
+    with monkeypatch.context() as patch:
+        patch.setattr("bytecheckpoint.saving.write.content_digest", digest_then_change)
+        bcp.save(tmp_path, model.state(), step=1, options=REUSE)
+    with torch.no_grad():
+        model.base[0].weight.copy_(wanted)
+    bcp.save(tmp_path, model.state(), step=2, options=REUSE)
+    assert is_restored(tmp_path, model, 2)
+
+
+def test_a_first_save_hashes_what_later_ones_may_take_only_as_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bytecheckpoint.saving.write.content_digest", refuse)
+    model = Adapted()
+    bcp.save(tmp_path, model.state(), step=0, options=REUSE)
+    monkeypatch.undo()
+    assert bcp.save(tmp_path, model.state(), step=1, options=REUSE).result().reused_bytes >= BASE_BYTES
 
 
 @pytest.mark.parametrize("damage", ["gone", "cut"])

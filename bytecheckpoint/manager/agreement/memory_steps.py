@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from bytecheckpoint import api, phases
+from bytecheckpoint import phases
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import LoadReport
-from bytecheckpoint.manager import save_policies
+from bytecheckpoint.manager import abandoned_steps, save_policies
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.manager.managed_saves import ManagedRun, ManagedSaves
 from bytecheckpoint.manager.options import ManagerOptions
@@ -119,9 +119,10 @@ class MemorySteps:
         logger.error("memory does not hold step %s: %s", error.step, error.message)
 
     def resume(self, state: Mapping[str, Any], **as_load: Any) -> LoadReport | None:
-        """Loads the newest of memory and storage."""
+        """Loads the newest of memory and storage, of the branch that training is on."""
         load_options = as_load.pop("options")
-        return api.resume(
+        left = partial(abandoned_steps.present_abandoned, self._run.store)
+        return phases.run_resume(
             self._run.root,
             state,
             self._run.framework,
@@ -129,5 +130,6 @@ class MemorySteps:
             load_options=load_options,
             process_group=self._run.group,
             storage_options=self._run.storage_options,
+            abandoned=self._decisions.hear("looking for the steps that training has left", left, dict[int, str]),
             **as_load,
         )
