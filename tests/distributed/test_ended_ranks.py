@@ -217,7 +217,7 @@ def test_a_link_sends_keepalives_that_miss_a_host_within_ten_seconds(links: tupl
 
 
 def give_up(links: HostLinks, rank: int) -> None:
-    """Closes a link as a kernel does whose keepalives had no answer: packets that come later are answered by a reset."""
+    """Closes a link as a kernel does whose keepalives had no answer: it answers later packets by a reset."""
     link = links._open.pop(rank)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     link.close()
