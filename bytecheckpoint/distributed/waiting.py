@@ -93,8 +93,8 @@ class CallStore:
             try:
                 return arrived.result(min(left_s, LOOK_S))
             except TimeoutError:
-                if arrived.done():
-                    raise
+                if arrived.done():  # since the wait was over, or the error is its own
+                    return arrived.result()
                 if look is not None:
                     look()
         if is_own and not self.is_set(key):

@@ -8,6 +8,7 @@ import ctypes
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -15,8 +16,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch.distributed as dist
 from faults.seams import SAVE_PHASES, before, loads_as, state_of
@@ -213,6 +216,62 @@ def test_a_link_sends_keepalives_that_miss_a_host_within_ten_seconds(links: tupl
         assert idle + interval * probes <= 10
 
 
+def give_up(links: HostLinks, rank: int) -> None:
+    """Closes a link as a kernel does whose keepalives had no answer: it answers later packets by a reset."""
+    link = links._open.pop(rank)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    link.close()
+
+
+@pytest.mark.parametrize("gives_up", ["leader", "other"])
+def test_a_rank_that_gave_up_a_link_which_did_not_answer_is_not_taken_for_ended(
+    links: tuple[HostLinks, HostLinks], gives_up: str
+) -> None:
+    leader, other = links
+    give_up(*((leader, 3) if gives_up == "leader" else (other, 0)))
+    if gives_up == "leader":
+        assert wait_until(lambda: not other.ended() and not leader.ended() and 3 in leader._open and 0 in other._open)
+    else:
+        assert wait_until(lambda: not leader.ended() and leader.needs(3))
+        assert leader.unreachable()
+    assert (leader.ended(), other.ended()) == (set(), set())
+
+
+def test_a_rank_whose_link_is_reset_and_that_listens_no_more_has_ended(links: tuple[HostLinks, HostLinks]) -> None:
+    leader, other = links
+    assert leader._listening is not None
+    leader._listening.close()
+    give_up(leader, 3)
+    assert wait_until(lambda: other.ended() == {0})
+
+
+def test_calls_that_begin_at_once_open_one_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+    threads = SimpleNamespace(begin=lambda _, run: begun.append(run))
+    monkeypatch.setattr(host_links, "shared_threads", lambda: threads)
+    leader, other = HostLinks(0, "127.0.0.1"), HostLinks(3, "127.0.0.1")
+    address = leader.listen()
+    other.connect(0, address)
+    assert not other.needs(0)
+    other.connect(0, address)
+    assert len(begun) == 1  # of two, one end could drop the first and the other the second
+    begun[0]()
+    assert wait_until(lambda: not leader.ended() and not leader.needs(3))
+    assert other.ended() == set()
+    other.close()
+    leader.close()
+
+
+def test_a_rank_that_closes_before_it_has_seen_a_link_is_not_taken_for_ended() -> None:
+    leader, other = HostLinks(0, "127.0.0.1"), HostLinks(3, "127.0.0.1")
+    other.connect(0, leader.listen())
+    assert wait_until(lambda: 0 in other._open)
+    leader.close()
+    assert wait_until(lambda: other.ended() or other.needs(0))
+    assert other.ended() == set()
+    other.close()
+
+
 def test_a_stranger_is_no_rank(links: tuple[HostLinks, HostLinks]) -> None:
     leader, _ = links
     assert leader.address is not None
@@ -236,3 +295,29 @@ def test_ranks_on_one_host_open_no_port() -> None:
     assert threading.active_count() == num_threads
     for watch in watches:
         watch.close()
+
+
+def test_a_watch_that_was_closed_takes_nobody_for_ended() -> None:
+    store = dist.HashStore()
+    watches = [PeerWatch(store, rank, 3, 64) for rank in range(3)]
+    for watch in watches:
+        watch.introduce()
+    watches[0].meet()
+    watches[0].close()  # with the group, while a save in the background waits
+    with Path(os.devnull).open() as reuses_a_descriptor:
+        assert watches[0].ended([1, 2]) == []
+        assert not reuses_a_descriptor.closed
+
+
+def test_a_process_of_another_host_with_the_same_kernel_id_is_not_looked_for_on_this_one() -> None:
+    """Virtual machines that are copies of one have that."""
+    store, own = dist.HashStore(), own_presence()
+    copy = type(own)(own.kernel, f"not-{own.host}", 1 << 29, own.started)
+    store.set("bytecheckpoint/presence/1", msgspec.msgpack.encode(copy))  # type: ignore[arg-type]
+    watch = PeerWatch(store, 0, 2, 64)
+    watch.introduce()
+    watch.meet()
+    watch.ended([1])
+    time.sleep(2 * peer_watch._LAST_MESSAGES_S)
+    assert watch.ended([1]) == []
+    watch.close()

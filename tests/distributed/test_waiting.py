@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -123,3 +123,18 @@ def test_a_look_may_end_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "LOOK_S", 0.05)
     call = CallStore(WaitingClients(tcp_store(use_libuv=True), 2), "call")
     assert call.wait("key", 20.0, look=lambda: call.store.set("key", b""))
+
+
+def test_a_wait_that_is_over_as_a_look_begins_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class JustOver(Future[bool]):
+        """Is set between the moment when the caller stopped to wait for it, and that when it looks."""
+
+        def result(self, timeout: float | None = None) -> bool:
+            if not self.done():
+                self.set_result(True)
+                raise TimeoutError
+            return super().result(timeout)
+
+    clients = WaitingClients(HashStore(), 2)
+    monkeypatch.setattr(clients, "begin", lambda *_: JustOver())
+    assert CallStore(clients).wait("key", 20.0)

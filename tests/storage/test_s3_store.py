@@ -784,6 +784,14 @@ def test_pages_that_reach_one_folder_only_are_given_up(store, monkeypatch):
     assert store.in_folders(folders, "manifest.bcp") == [True, None, None, None, None]
 
 
+def test_an_empty_page_that_is_not_the_last_tells_of_no_folder(store, monkeypatch):
+    folders = [f"step_{step}" for step in range(5)]
+    for folder in folders:
+        put(store, f"{folder}/manifest.bcp", b"1")
+    monkeypatch.setattr(store._requests, "call", lambda *_, **__: {"IsTruncated": True, "KeyCount": 0})
+    assert store.in_folders(folders, "manifest.bcp") == [None] * 5  # looked at one by one then
+
+
 def test_ranges_are_read_into_place_through_one_connection(monkeypatch):
     content = pattern(4 << 20)
     opened = []

@@ -10,8 +10,9 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -47,6 +48,10 @@ class HostLinks:
         self._open: dict[int, socket.socket] = {}
         self._new: list[socket.socket] = []
         """Accepted, and without its hello yet."""
+        self._connecting: set[int] = set()
+        """One link to each rank at a time: its other end takes a second one for the first anew."""
+        self._targets: dict[int, tuple[Any, bytes]] = {}
+        """Places to which this rank has opened links, and their tokens."""
         self._ended: set[int] = set()
         self._unreachable: dict[int, float] = {}
         """Times on the monotonic clock."""
@@ -62,26 +67,55 @@ class HostLinks:
 
     def needs(self, rank: int) -> bool:
         """Returns True if there is no link to this rank, or its host did not answer."""
-        return rank not in self._open and rank not in self._ended
+        return not any(rank in known for known in (self._open, self._ended, self._connecting))
 
     def connect(self, rank: int, address: LinkAddress) -> None:
         """Opens a link on a thread; without one this rank is only missed at the time limit of a call."""
-        with suppress(RuntimeError):  # there can be no more threads
-            shared_threads().begin("bcp-links", lambda: self._connect(rank, address))
+        self._begin(rank, lambda: self._connect(rank, address))
+
+    def _begin(self, rank: int, connect: Callable[[], None]) -> None:
+        if rank in self._connecting:
+            return
+        self._connecting.add(rank)
+
+        def run() -> None:
+            try:
+                connect()
+            finally:
+                self._connecting.discard(rank)
+
+        try:
+            shared_threads().begin("bcp-links", run)
+        except RuntimeError:  # there can be no more threads
+            self._connecting.discard(rank)
 
     def _connect(self, rank: int, address: LinkAddress) -> None:
         for host in address.hosts:
             with suppress(OSError, UnicodeError):  # the next one may be reached
-                link = socket.create_connection((host, address.port), timeout=_CONNECT_S)
-                link.sendall(_HELLO.pack(address.token, self._rank))
-                self._open[rank] = _kept(link)
-                self._unreachable.pop(rank, None)
+                self._open_link(rank, (host, address.port), address.token)
                 return
+
+    def _connect_again(self, rank: int) -> None:
+        """Finds out why a link was reset: its other end has ended, or has given up a link that did not answer."""
+        try:
+            self._open_link(rank, *self._targets[rank])
+        except ConnectionRefusedError:  # by a host that is there
+            self._ended.add(rank)
+        except OSError:
+            self._unreachable[rank] = time.monotonic()
+
+    def _open_link(self, rank: int, place: Any, token: bytes) -> None:
+        link = socket.create_connection(place, timeout=_CONNECT_S)
+        link.sendall(_HELLO.pack(token, self._rank))
+        self._targets[rank] = link.getpeername()[:2], token
+        self._open[rank] = _kept(link)
+        self._unreachable.pop(rank, None)
 
     def ended(self) -> set[int]:
         """Returns the ranks whose process has ended."""
         self._accept()
         by_descriptor = {link.fileno(): (rank, link) for rank, link in list(self._open.items())}
+        by_descriptor.pop(-1, None)  # of one that was closed meanwhile
         poll = select.poll()
         for descriptor in by_descriptor:
             poll.register(descriptor, select.POLLIN)
@@ -95,7 +129,8 @@ class HostLinks:
 
     def close(self) -> None:
         """Closes all links; their other ends learn that this process lives on."""
-        for link in self._open.values():
+        self._accept()
+        for link in [*self._new, *self._open.values()]:
             with suppress(OSError):
                 link.sendall(_GOODBYE)
         self.forget()
@@ -110,17 +145,22 @@ class HostLinks:
 
     def _note(self, rank: int, link: socket.socket) -> None:
         """Notes what a link that has become readable shows."""
+        is_ended = is_reset = False
         try:
             is_ended = link.recv(1) == b""
         except (BrokenPipeError, ConnectionResetError):
-            is_ended = True
+            is_reset = True
         except (TimeoutError, OSError):  # keepalives without an answer, or no route
-            is_ended = False
             self._unreachable[rank] = time.monotonic()
-        del self._open[rank]
+        if self._open.get(rank) is link:
+            del self._open[rank]
         link.close()
         if is_ended:
             self._ended.add(rank)
+        elif is_reset and rank in self._targets:
+            self._begin(rank, lambda: self._connect_again(rank))
+        elif is_reset:  # by an end that gave up the link, and opens another: nothing that it had to read was sent
+            self._unreachable[rank] = time.monotonic()
 
     def _accept(self) -> None:
         while self._listening is not None:

@@ -79,7 +79,8 @@ class LocalProcesses:
                 del self._unopened[rank]
 
     def ended(self) -> set[int]:
-        by_descriptor = {self._watched[descriptor] for descriptor, _ in self._poll.poll(0)}
+        watched = self._watched  # the watch may be closed meanwhile
+        by_descriptor = {watched[descriptor] for descriptor, event in self._poll.poll(0) if event & select.POLLIN}
         return by_descriptor | {rank for rank, process in self._unopened.items() if not self._is_running(process)}
 
     @staticmethod
@@ -87,9 +88,10 @@ class LocalProcesses:
         return _start_time(presence.pid) == presence.started
 
     def close(self) -> None:
-        for descriptor in self._watched:
+        """Ends the watch: from now on no process is known to have ended."""
+        watched, self._watched, self._poll, self._unopened = self._watched, {}, select.poll(), {}
+        for descriptor in watched:
             os.close(descriptor)
-        self._watched.clear()
 
 
 class PeerWatch:
@@ -175,7 +177,8 @@ class PeerWatch:
                 self._local.add(rank, presence)
 
     def _is_local(self, presence: Presence) -> bool:
-        return self._own is not None and bool(presence.kernel) and presence.kernel == self._own.kernel
+        own = self._own  # copies of one virtual machine have one kernel's id, and different names
+        return own is not None and bool(own.kernel) and (own.kernel, own.host) == (presence.kernel, presence.host)
 
     def _tell_unreachable(self) -> None:
         for rank, seconds in self.unreachable().items():

@@ -193,9 +193,10 @@ class S3Store:
                 "list_objects_v2", self._policy(), Prefix=self._prefix_of(""), StartAfter=left[0][:-1]
             )
             keys = [str(entry["Key"]) for entry in page.get("Contents", ())]
-            if keys != sorted(keys) or any(key <= left[0][:-1] for key in keys[:1]):
+            is_last = not page.get("IsTruncated")
+            if keys != sorted(keys) or any(key <= left[0][:-1] for key in keys[:1]) or not (keys or is_last):
                 break
-            reached = [key for key in left if key <= keys[-1]] if page.get("IsTruncated") else left
+            reached = left if is_last else [key for key in left if key <= keys[-1]]
             there = set(keys)
             found |= {key: key in there for key in reached}
             if len(reached) < 2:
