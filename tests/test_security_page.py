@@ -17,6 +17,7 @@ ROWS = re.findall(r"^\| (.+?) \| ([0-9,]+) \| `([A-Za-z_.0-9]+)` \|$", PAGE, re.
 IN_NO_TABLE = {
     "formats.file_reader._MAX_BLOCKS",  # a cache
     "storage.layout._MAX_NAMED",  # names in a message
+    "storage.layout._MAX_LOOKS",  # steps that are looked at together
     "storage.layout._MAX_FAILURES",  # of the library's own requests
     "formats.frameworks.dcp_folder._MAX_HEAD_BYTES",  # a cache
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import bytecheckpoint as bcp
-from bytecheckpoint import api
+from bytecheckpoint import phases
 from bytecheckpoint.runtime import threads
 from bytecheckpoint.staging import file_image
 from faults.launcher import Launcher
@@ -47,7 +47,7 @@ except bcp.CheckpointSaveError as error:
 bcp.save(f"{path}/next", state_of(0, 3.0), async_save=True).result(20)
 """
 STAGE = Seam(file_image.LiveFile, "gather")
-PLAN = Seam(api, "collect_all")
+PLAN = Seam(phases, "collect_all")
 HAND_OVER = Seam(threads.ThreadPool, "begin")
 
 

@@ -44,6 +44,7 @@ class Tuning(NamedTuple):
     reader_threads: int = 1
     max_gap_bytes: int | None = None
     scratch_bytes: int = 8 * MiB
+    direct: str = "off"
 
 
 @st.composite

@@ -12,7 +12,7 @@ import torch
 from storage.faulty_store import Fault, FaultyStore
 
 import bytecheckpoint as bcp
-from bytecheckpoint import api
+from bytecheckpoint import phases
 from bytecheckpoint.formats import find_checkpoint
 from bytecheckpoint.storage import range_reader
 
@@ -189,7 +189,7 @@ def test_plain_data_that_was_put_back_before_an_object_failed_counts(tmp_path: P
 
 def test_the_error_keeps_its_kind_and_its_cause(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cause = RuntimeError("boom")
-    monkeypatch.setattr(api, "read_together", raising(cause))
+    monkeypatch.setattr(phases, "read_together", raising(cause))
     with pytest.raises(bcp.CheckpointError) as error:
         bcp.load(saved, {"model": filled(0.0)})
     assert (error.value.kind, error.value.ranks, error.value.path) == ("rank_failed", (0,), str(saved))
