@@ -12,7 +12,7 @@ import torch
 from storage.faulty_store import Fault, FaultyStore
 
 import bytecheckpoint as bcp
-from bytecheckpoint import phases
+from bytecheckpoint import api, phases
 from bytecheckpoint.formats import find_checkpoint
 from bytecheckpoint.storage import range_reader
 
