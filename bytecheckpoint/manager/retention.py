@@ -31,7 +31,7 @@ from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.deletion import LEASES_FOLDER, METRICS_FOLDER, PIN_NAME, side_objects, written_files
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Store, SupportsDeleteMany, one_block, read_whole
+from bytecheckpoint.storage.store import RemoteStore, Store, SupportsDeleteMany, one_block, read_whole
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -268,11 +268,11 @@ def _read_journal(store: Store, name: str) -> DeletionJournal | None:
 
 
 def _delete_all(store: Store, folder: str, names: Sequence[str], pace: DeletionPace) -> None:
-    """Deletes objects, many with one request where the store can, and a bounded number in a second: a store that limits
-    requests must not slow down a save.
+    """Deletes objects, many with one request where the store takes requests, and a bounded number in a second: a store
+    that limits requests must not slow down a save. Between two files of a folder it waits for a save in flight.
     """
     paths = [join_name(folder, name) for name in names]
-    if isinstance(store, SupportsDeleteMany):
+    if isinstance(store, SupportsDeleteMany) and isinstance(store, RemoteStore):
         for start in range(0, len(paths), _OBJECTS_PER_REQUEST):
             request = paths[start : start + _OBJECTS_PER_REQUEST]
             pace.wait(len(request))
