@@ -109,6 +109,8 @@ def _read(store: Store, folder: str, name: str, num_bytes: int, *, save_id: str)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return [Unreadable(inside, _DAMAGED, str(error))]
     records = records if isinstance(records, list) else [records]
+    if not records:
+        return [Unreadable(inside, _DAMAGED, "it has no record of any rank")]
     faults = [_fault_of(record, save_id) for record in records]
     return [
         record if fault is None else Unreadable(inside, _DAMAGED, fault)

@@ -17,7 +17,7 @@ from bytecheckpoint.storage.backends import local_store
 from bytecheckpoint.tools.arguments import _parse_storage_options
 from bytecheckpoint.tools.main import cli
 
-COMMANDS = sorted(set(cli.commands) - {"completion"})
+COMMANDS = sorted(set(cli.commands) - {"completion", "memory"})  # memory has commands of its own
 """Commands about storages and checkpoints."""
 ABOUT_STORAGE = {"doctor", "gc"}
 """They look at what is not committed, or at no checkpoint at all."""

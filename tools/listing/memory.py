@@ -33,7 +33,7 @@ MEMORY_ROOT = click.option(
     type=click.Path(file_okay=False),
     metavar="FOLDER",
     default=(str(Memory().root),),
-    help="Memory root, as Memory(root=...) of the job. May be repeated. /dev/shm/bytecheckpoint if not given.",
+    help="Look into this memory root, as the job does. May be repeated. /dev/shm/bytecheckpoint if not given.",
 )
 
 
