@@ -102,7 +102,8 @@ class CopySlots:
     def _reserve(self, slot: Slot, num_bytes: int, max_bytes: int | None) -> None:
         new_bytes = num_bytes - slot.capacity
         if new_bytes > 0:
-            check_room(self._job.root, new_bytes, held_bytes=bytes_of_all_slots(self._job), max_bytes=max_bytes)
+            held_bytes = bytes_of_all_slots(self._job) + bytes_of_second_slots(self._job)
+            check_room(self._job.root, new_bytes, held_bytes=held_bytes, max_bytes=max_bytes)
         try:
             slot.reserve(num_bytes)
         except OSError as error:
@@ -140,6 +141,17 @@ def bytes_of_all_slots(job: JobFolder) -> int:
     """Returns the bytes that a job holds on this host: of its own ranks, copies and parity."""
     slots = (*slot_file.scan(job.slots), *scan_copies(job, "copies"), *scan_copies(job, "parity"))
     return sum(found.capacity for found in slots)
+
+
+def bytes_of_second_slots(job: JobFolder) -> int:
+    """Returns the bytes that ranks of this host with one slot need for their second. A copy must leave them free: a
+    rank without its second slot cannot save.
+    """
+    slots_of: dict[int, list[int]] = {}
+    for found in slot_file.scan(job.slots):
+        if found.header is not None:
+            slots_of.setdefault(found.header.rank, []).append(found.capacity)
+    return sum(capacities[0] for capacities in slots_of.values() if len(capacities) == 1)
 
 
 def _folder_of(job: JobFolder, kind: CopyKind) -> str:
