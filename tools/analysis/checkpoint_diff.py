@@ -14,7 +14,7 @@ from bytecheckpoint.manifest.plain_wire import TensorRef
 from ..arguments import Opened
 from ..render.terminal import byte_progress
 from .named_values import NamedValues, ValueKey, is_same, named_values
-from .summary import NaturalOrder, plain_value
+from .summary import NaturalOrder, in_natural_order, plain_value
 from .tensor_diff import ComparedTensors, TensorDiff, TensorPair
 from .value_difference import Tolerance, ValueDifference, can_compare
 
@@ -93,7 +93,7 @@ def compare_checkpoints(
     """
     started = time.monotonic()
     named_a, named_b = named_values(a.manifest, is_wanted), named_values(b.manifest, is_wanted)
-    common = sorted(named_a.tensors.keys() & named_b.tensors.keys(), key=NaturalOrder().key)
+    common = in_natural_order(named_a.tensors.keys() & named_b.tensors.keys())
     pairs = {fqn: TensorPair(named_a.tensors[fqn], named_b.tensors[fqn]) for fqn in common}
     same_shape = [pair for pair in pairs.values() if a.manifest.describe(pair.a)[1] == b.manifest.describe(pair.b)[1]]
     comparison = TensorDiff(a, b, same_shape, tolerance=tolerance)
@@ -102,8 +102,8 @@ def compare_checkpoints(
         compared = comparison.run(threads=threads, on_progress=on_progress)
     tensors = [_difference(fqn, pair, (a, b), compared, ignore_dtype=ignore_dtype) for fqn, pair in pairs.items()]
     return CheckpointDiff(
-        only_in_a=sorted(named_a.tensors.keys() - named_b.tensors.keys(), key=NaturalOrder().key),
-        only_in_b=sorted(named_b.tensors.keys() - named_a.tensors.keys(), key=NaturalOrder().key),
+        only_in_a=in_natural_order(named_a.tensors.keys() - named_b.tensors.keys()),
+        only_in_b=in_natural_order(named_b.tensors.keys() - named_a.tensors.keys()),
         num_tensors=len(common),
         tensors=[tensor for tensor in tensors if tensor.problems or _is_near(tensor)],
         objects=_object_differences(named_a, named_b, tolerance),
@@ -148,7 +148,7 @@ def _object_differences(a: NamedValues, b: NamedValues, tolerance: Tolerance | N
             continue
         (json_a, text_a), (json_b, text_b) = _shown(a, place), _shown(b, place)
         found.append(ObjectDifference(*place, only_in, (json_a, json_b), (text_a, text_b)))
-    order = NaturalOrder()
+    order = NaturalOrder(item.fqn for item in found)
     return sorted(found, key=lambda item: (order.key(item.fqn), -1 if item.rank is None else item.rank))
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from bytecheckpoint.manifest import Manifest
 
 from ..render.number_format import shortened
-from .summary import NaturalOrder, plain_value
+from .summary import in_natural_order, plain_value
 
 _MAX_SOURCE_TEXT = 60
 _SHARED_COUNTS = ("samples", "consumed_train_samples", "global_next_index")
@@ -81,8 +81,7 @@ def data_records(manifest: Manifest) -> list[DataRecord]:
 
     trees = {fqn: decode_stored(data) for fqn, data in manifest.objects.items() if has_mark(data)}
     whole = {fqn: tree for fqn, tree in trees.items() if is_whole(tree) and isinstance(tree["streams"], StreamTable)}
-    order = NaturalOrder()
-    return [_record(fqn, tree) for fqn, tree in sorted(whole.items(), key=lambda item: order.key(item[0]))]
+    return [_record(fqn, whole[fqn]) for fqn in in_natural_order(whole)]
 
 
 def _record(fqn: str, tree: Mapping[str, Any]) -> DataRecord:
@@ -90,7 +89,7 @@ def _record(fqn: str, tree: Mapping[str, Any]) -> DataRecord:
     owner_of = dict(zip(ids, owners, strict=False))
     plain, others = tree["streams"].decode(ids)
     states = {**plain, **others}
-    rows = [_row(each, owner_of.get(each), states[each]) for each in sorted(ids, key=NaturalOrder().key)]
+    rows = [_row(each, owner_of.get(each), states[each]) for each in in_natural_order(ids)]
     by_source: dict[str | None, list[StreamRow]] = {}
     for row in rows:
         by_source.setdefault(row.source, []).append(row)

@@ -5,7 +5,8 @@ file; only plain objects need torch to be decoded.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -76,21 +77,28 @@ class ManifestSummary:
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        stored = manifest.describe_all()
-        tensors = [TensorEntry(fqn, dtype, shape, None) for fqn, (dtype, shape) in stored.items()]
-        tensors += [TensorEntry(alias, *stored[fqn], fqn) for alias, fqn in manifest.aliases.items()]
-        order = NaturalOrder()
-        self.tensors = sorted(tensors, key=lambda tensor: order.key(tensor.fqn))
+        self._stored = manifest.describe_all()
+
+    @cached_property
+    def tensors(self) -> list[TensorEntry]:
+        """All tensors and their other names, in natural order."""
+        tensors = [TensorEntry(fqn, dtype, shape, None) for fqn, (dtype, shape) in self._stored.items()]
+        tensors += [TensorEntry(alias, *self._stored[fqn], fqn) for alias, fqn in self._manifest.aliases.items()]
+        order = NaturalOrder((*self._stored, *self._manifest.aliases))
+        return sorted(tensors, key=lambda tensor: order.key(tensor.fqn))
 
     @cached_property
     def entries(self) -> list[TensorTotals]:
-        """Totals by top-level name of the state."""
-        return self._totals(lambda tensor: tensor.fqn.split(".", 1)[0])
+        """Totals by top-level name of the state, in natural order."""
+        totals = self._totals([fqn.split(".", 1)[0] for fqn in (*self._stored, *self._manifest.aliases)])
+        order = NaturalOrder(total.name for total in totals)
+        return sorted(totals, key=lambda total: order.key(total.name))
 
     @cached_property
     def dtypes(self) -> list[TensorTotals]:
         """Totals by dtype, the largest first."""
-        return sorted(self._totals(lambda tensor: tensor.dtype), key=lambda total: -total.num_bytes)
+        totals = self._totals([dtype for dtype, _ in self._stored.values()])
+        return sorted(totals, key=lambda total: (-total.num_bytes, total.name))
 
     @cached_property
     def num_parameters(self) -> int:
@@ -98,7 +106,7 @@ class ManifestSummary:
         optimizers = {
             name
             for name in {fqn.split(".", 1)[0] for fqn in self._manifest.objects}
-            if any(tensor.fqn.startswith(f"{name}.state.") for tensor in self.tensors)
+            if any(fqn.startswith(f"{name}.state.") for fqn in (*self._stored, *self._manifest.aliases))
         }
         return sum(entry.num_elements for entry in self.entries if entry.name not in optimizers)
 
@@ -113,35 +121,29 @@ class ManifestSummary:
     @cached_property
     def cuts(self) -> list[TensorTotals]:
         """Totals by the way in which tensors are cut, most bytes first."""
-        names = cut_names(self._manifest)
-        totals = self._totals(lambda tensor: names[tensor.stored_fqn])
+        totals = self._totals(list(cut_names(self._manifest).values()))
         return sorted(totals, key=lambda total: (-total.num_bytes, total.name))
 
-    def _totals(self, name_of: Callable[[TensorEntry], str]) -> list[TensorTotals]:
-        totals: dict[str, TensorTotals] = {}
-        for tensor, num_elements, num_chunks, num_bytes in self._counted:
-            name = name_of(tensor)
-            total = totals.get(name)
-            if total is None:
-                total = totals[name] = TensorTotals(name)
-            if tensor.alias_of is None:
-                total.num_tensors += 1
-                total.num_elements += num_elements
-                total.num_chunks += num_chunks
-                total.num_bytes += num_bytes
+    def _totals(self, names: Sequence[str]) -> list[TensorTotals]:
+        """Sums the stored tensors up by the names of their groups, given in the order of the manifest. Names after
+        those of the last stored tensor are of aliases, which do not count.
+        """
+        totals = {name: TensorTotals(name) for name in dict.fromkeys(names)}
+        for name, (num_elements, num_chunks, num_bytes) in zip(names, self._counted, strict=False):
+            total = totals[name]
+            total.num_tensors += 1
+            total.num_elements += num_elements
+            total.num_chunks += num_chunks
+            total.num_bytes += num_bytes
         return list(totals.values())
 
     @cached_property
-    def _counted(self) -> list[tuple[TensorEntry, int, int, int]]:
-        """Each tensor with its elements, chunks and bytes, found once for all totals."""
-        chunks = self._num_chunks
-        itemsizes = {dtype: itemsize(dtype) for dtype in {tensor.dtype for tensor in self.tensors}}
-        counted = []
-        for tensor in self.tensors:
-            fqn, dtype, shape, alias_of = tensor
-            num_elements = prod(shape)
-            counted.append((tensor, num_elements, chunks[alias_of or fqn], num_elements * itemsizes[dtype]))
-        return counted
+    def _counted(self) -> list[tuple[int, int, int]]:
+        """Elements, chunks and bytes of each stored tensor."""
+        itemsizes = {dtype: itemsize(dtype) for dtype in {dtype for dtype, _ in self._stored.values()}}
+        elements = [prod(shape) for _, shape in self._stored.values()]
+        sizes = [count * itemsizes[dtype] for count, (dtype, _) in zip(elements, self._stored.values(), strict=True)]
+        return list(zip(elements, self._num_chunks.values(), sizes, strict=True))
 
     def record(self, tensor: TensorEntry) -> TensorRecord:
         return self._manifest.tensors[tensor.stored_fqn]
@@ -181,17 +183,25 @@ class ManifestSummary:
 
 
 class NaturalOrder:
-    """Sorts names so that numbers in them count as numbers. Names of modules share most of their parts, so each part is
-    taken apart once.
+    """Sorts names so that numbers in them count as numbers. Names of modules share most of their parts, so the parts
+    are sorted first, and a name's key has a character for each of its parts.
     """
 
-    def __init__(self) -> None:
-        self._parts: dict[str, list[str | tuple[int, str]]] = {}
+    def __init__(self, names: Iterable[str]) -> None:
+        parts = sorted({part for name in names for part in name.split(".")}, key=_in_numbers)
+        self._is_text = len(parts) <= sys.maxunicode
+        places = range(len(parts))
+        self._places = dict(zip(parts, map(chr, places) if self._is_text else places, strict=True))
 
-    def key(self, fqn: str) -> list[list[str | tuple[int, str]]]:
-        """Returns the sort key of a name."""
-        known = self._parts
-        return [known.get(part) or known.setdefault(part, _in_numbers(part)) for part in fqn.split(".")]
+    def key(self, name: str) -> str | list[int]:
+        """Returns the sort key of one of the names."""
+        places: Any = [self._places[part] for part in name.split(".")]
+        return "".join(places) if self._is_text else places
+
+
+def in_natural_order(names: Collection[str]) -> list[str]:
+    """Sorts names as NaturalOrder does."""
+    return sorted(names, key=NaturalOrder(names).key)
 
 
 def _in_numbers(text: str) -> list[str | tuple[int, str]]:
@@ -203,9 +213,8 @@ def _in_numbers(text: str) -> list[str | tuple[int, str]]:
 def no_such_tensor(path: str, pattern: str, names: Iterable[str]) -> CheckpointNotFoundError:
     """Returns the error, with near names, about a name or a glob that no tensor has."""
     last = pattern.rsplit(".", 1)[-1]
-    near = sorted((name for name in names if pattern in name), key=NaturalOrder().key)
-    near = near or sorted((name for name in names if name.endswith(last)), key=NaturalOrder().key)
-    hint = f"near matches: {some_of(near, 5)}" if near else "`bcp show CKPT --limit 0` lists all"
+    near = [name for name in names if pattern in name] or [name for name in names if name.endswith(last)]
+    hint = f"near matches: {some_of(in_natural_order(near), 5)}" if near else "`bcp show CKPT --limit 0` lists all"
     what = f"no tensor of {path} is named or matches {pattern!r}; {hint}"
     return CheckpointNotFoundError(what, kind="not_found", path=path)
 
@@ -240,7 +249,7 @@ def plain_objects(opened: Opened) -> list[PlainSummary]:
     found = [_plain(fqn, None, value) for fqn, value in values]
     for fqn in opened.manifest.rank_objects:
         found += [_plain(fqn, rank, value) for rank, value in checkpoint.rank_values(fqn).items()]
-    order = NaturalOrder()
+    order = NaturalOrder(plain.fqn for plain in found)
     return sorted(found, key=lambda plain: (order.key(plain.fqn), -1 if plain.rank is None else plain.rank))
 
 
