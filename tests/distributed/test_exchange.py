@@ -286,7 +286,7 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 
 def test_many_loads_leave_no_threads_descriptors_or_keys(workers: WorkerPool, tmp_path: Path) -> None:
     for counts in workers.run(load_again_and_again, str(tmp_path), world_size=3):
-        assert counts[1] == counts[2], counts
+        assert all(later <= before for before, later in zip(counts[1], counts[2], strict=True)), counts
 
 
 def interrupted_while_reading(rank: int, world_size: int, path: str) -> tuple[str, tuple[int, ...]]:
