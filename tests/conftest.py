@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -15,6 +17,11 @@ from distributed.workers import WorkerPool
 
 if TYPE_CHECKING:
     from storage.s3_service import S3Service
+
+# Images of containers switch bytecode off, and then each of the hundreds of processes that tests start compiles the
+# library anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # How long an example takes says how busy the machine is, and nothing of what is tested.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
