@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import pickle
 import signal
@@ -104,6 +105,7 @@ def serve(rank: int, connection: Connection, stacks: str) -> None:
 
     no_pickle.install()
     torch.set_num_threads(1)
+    gc.freeze()  # a collection would copy every page that the server has filled
     with Path(stacks).open("w") as file:
         faulthandler.enable(file=file, all_threads=True)  # what a crash in native code leaves behind
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
