@@ -31,15 +31,20 @@ settings.load_profile("untimed")
 
 no_pickle.install()
 
-LONGEST = {
-    *("test_matrix.py", "test_frameworks_matrix.py", "test_campaigns.py", "test_store_values.py", "test_benchmarks.py"),
-    *("test_object_store_faults.py", "test_store_faults.py", "test_exit.py", "test_dcp_example.py", "test_site.py"),
-}
-"""Files that take longest: they come first, so that no process is left with one at the end."""
+LONGEST = [
+    *("test_histories.py", "test_tracked_loader.py", "test_data_log.py", "test_matrix.py", "test_frameworks_matrix.py"),
+    *("test_benchmarks.py", "test_store_values.py", "test_site.py", "test_campaigns.py", "test_notebook.py"),
+    *("test_lost_ranks.py", "test_layouts.py", "test_fsdp1.py", "test_load_costs.py", "test_failures.py"),
+    *("test_webhdfs_store.py", "test_store_faults.py", "test_object_store_faults.py", "test_exit.py"),
+]
+"""Files that take longest: they come first, so that no process is left with one at the end. The first ones fork, which
+costs more the more memory a process has.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    turns = {name: turn for turn, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: turns.get(item.path.name, len(turns)))
 
 
 def pytest_collection_finish() -> None:

@@ -62,8 +62,8 @@ def test_one_rank_reads_the_manifest_for_all(workers: WorkerPool, tmp_path: Path
     assert workers.run(count_manifests, str(tmp_path), exchange, world_size=4) == [1, 0, 0, 0]
 
 
-ROWS, COLUMNS = 3000, 4001
-SCRATCH_BYTES = 8 * MiB
+ROWS, COLUMNS = 1500, 4001
+SCRATCH_BYTES = 4 * MiB
 PLAN_BYTES = 1 * MiB
 """What a load has of Python's objects: the manifest, plans, messages."""
 
