@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import no_pickle
+import no_sync
 import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
@@ -30,6 +31,7 @@ settings.load_profile("untimed")
 
 
 no_pickle.install()
+no_sync.install()
 
 LONGEST = [
     *("test_histories.py", "test_tracked_loader.py", "test_data_log.py", "test_matrix.py", "test_frameworks_matrix.py"),
@@ -61,6 +63,12 @@ def _nothing_in_the_library_pickles() -> Iterator[None]:
     yield
     uses, no_pickle.uses[:] = no_pickle.uses[:], []
     assert not uses
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves of this process wait for the disk."""
+    monkeypatch.setattr(os, "fsync", no_sync.real_fsync)
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import no_sync
 from python_stand_in import CODE_BYTES, KINDS, STANDARD_FILES
 
 _MAX_BYTES = 1 << 20
@@ -223,6 +224,7 @@ def main() -> None:
     for name in _PRELOADED:
         importlib.import_module(name)
     torch.set_num_threads(1)
+    no_sync.install()
     server = Server(path)
     gc.collect()
     gc.freeze()  # collections in the programs would copy every page

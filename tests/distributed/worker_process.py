@@ -101,9 +101,11 @@ def serve(rank: int, connection: Connection, stacks: str) -> None:
     """The life of a worker: calls come in, outcomes go out, until the pool closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pool, which then ends its workers
     import no_pickle
+    import no_sync
     import torch
 
     no_pickle.install()
+    no_sync.install()
     torch.set_num_threads(1)
     gc.freeze()  # a collection would copy every page that the server has filled
     with Path(stacks).open("w") as file:
