@@ -1,6 +1,6 @@
-"""Files that nobody waits for to reach the disk, which takes longer than all else in a small save. Tests see which files
-are synced and in which order all the same. What outlives a power cut is shown by programs of tests/faults, and tests of
-local files ask for the fixture `synced`: they wait.
+"""Files that nobody waits for to reach the disk, which takes longer than all else in a small save. Tests see which
+files are synced and in which order all the same. What outlives a power cut is shown by programs of tests/faults, and
+tests of local files ask for the fixture `synced`: they wait.
 """
 
 from __future__ import annotations
