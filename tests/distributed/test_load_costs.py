@@ -9,7 +9,7 @@ import os
 import sys
 import tracemalloc
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,8 @@ def test_one_rank_reads_the_manifest_for_all(workers: WorkerPool, tmp_path: Path
     assert workers.run(count_manifests, str(tmp_path), exchange, world_size=4) == [1, 0, 0, 0]
 
 
-ROWS, COLUMNS = 1500, 4001
-SCRATCH_BYTES = 4 * MiB
+ROWS, COLUMNS = 3000, 4001
+SCRATCH_BYTES = 8 * MiB
 PLAN_BYTES = 1 * MiB
 """What a load has of Python's objects: the manifest, plans, messages."""
 
@@ -75,6 +75,7 @@ def part_of(tensor: torch.Tensor, how: str, rank: int, world_size: int) -> Any:
     return distribute_tensor(tensor, mesh, [placement], src_data_rank=None)
 
 
+@cache
 def values() -> torch.Tensor:
     """They get smaller by a codec, by a third."""
     return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -232,17 +232,17 @@ def peak_of(load: Callable[[], object]) -> int:
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_scratch_memory_stays_within_what_it_may_take(tmp_path: Path, is_at_a_url: bool, codec: Any) -> None:
     """One tensor goes through scratch memory, the other straight into its target."""
-    state = {"a": compressible(torch.int16, (1000, 3000), 1), "b": compressible(torch.int16, (4 * MiB,), 2)}
+    state = {"a": compressible(torch.int16, (1000, 6000), 1), "b": compressible(torch.int16, (8 * MiB,), 2)}
     bcp.save(tmp_path, state, options=bcp.SaveOptions(codec=codec))
     path = url_of(tmp_path) if is_at_a_url else str(tmp_path)
     for threads, verify in ((1, True), (4, False), (4, True), (16, True)):
-        target = {"a": torch.zeros(3000, 1000, dtype=torch.int16).t(), "b": torch.zeros(4 * MiB, dtype=torch.int16)}
-        options = bcp.LoadOptions(scratch_bytes=4 * MiB, reader_threads=threads, verify=verify)
+        target = {"a": torch.zeros(6000, 1000, dtype=torch.int16).t(), "b": torch.zeros(8 * MiB, dtype=torch.int16)}
+        options = bcp.LoadOptions(scratch_bytes=8 * MiB, reader_threads=threads, verify=verify)
         load = partial(bcp.load, path, target, options=options)
         load()  # what is kept for the next load is there afterwards
         peak_bytes = peak_of(load)
         assert all(same_bits(target[name], tensor) for name, tensor in state.items())
-        assert 1 * MiB < peak_bytes < 5 * MiB, (threads, verify)
+        assert 1 * MiB < peak_bytes < 9 * MiB, (threads, verify)
 
 
 def test_half_of_what_was_saved_reads_half_of_the_bytes(tmp_path: Path) -> None:
