@@ -37,9 +37,9 @@ FRAMEWORKS := $(patsubst tests/frameworks/requirements-%.txt,%,$(wildcard tests/
 .PHONY: test test-gpu test-package test-faults fault-table test-frameworks $(FRAMEWORKS:%=test-framework-%) lint docs demo bench bench-load bench-objects \
   cli-doc clean
 
-# Two processes share the files: tests wait more than they compute. `make test PYTEST_ARGS="-n 0 -k name"` uses one.
+# Three processes share the files: tests wait as long as they compute. `make test PYTEST_ARGS="-n 0 -k name"` uses one.
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-faults: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)

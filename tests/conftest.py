@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import no_pickle
+import no_sync
 import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
@@ -16,22 +20,41 @@ from distributed.workers import WorkerPool
 if TYPE_CHECKING:
     from storage.s3_service import S3Service
 
+# Images of containers switch bytecode off, and then each of the hundreds of processes that tests start compiles the
+# library anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # How long an example takes says how busy the machine is, and nothing of what is tested.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 
 no_pickle.install()
+no_sync.install()
 
-LONGEST = {
-    *("test_matrix.py", "test_frameworks_matrix.py", "test_campaigns.py", "test_store_values.py", "test_benchmarks.py"),
-    *("test_object_store_faults.py", "test_store_faults.py", "test_exit.py", "test_dcp_example.py", "test_site.py"),
-}
-"""Files that take longest: they come first, so that no process is left with one at the end."""
+LONGEST = [
+    *("test_histories.py", "test_tracked_loader.py", "test_data_log.py", "test_matrix.py", "test_frameworks_matrix.py"),
+    *("test_benchmarks.py", "test_store_values.py", "test_site.py", "test_campaigns.py", "test_notebook.py"),
+    *("test_lost_ranks.py", "test_layouts.py", "test_fsdp1.py", "test_load_costs.py", "test_failures.py"),
+    *("test_webhdfs_store.py", "test_store_faults.py", "test_object_store_faults.py", "test_exit.py"),
+]
+"""Files that take longest: they come first, so that no process is left with one at the end. The first ones fork, which
+costs more the more memory a process has.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    turns = {name: turn for turn, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: turns.get(item.path.name, len(turns)))
+
+
+def pytest_collection_finish() -> None:
+    """Whatever was imported and collected stays to the end. Where no collection of garbage looks at it, a process that
+    is forked copies none of its pages.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +63,12 @@ def _nothing_in_the_library_pickles() -> Iterator[None]:
     yield
     uses, no_pickle.uses[:] = no_pickle.uses[:], []
     assert not uses
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves of this process wait for the disk."""
+    monkeypatch.setattr(os, "fsync", no_sync.real_fsync)
 
 
 @pytest.fixture(scope="session")

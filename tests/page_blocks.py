@@ -13,12 +13,12 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from click.testing import CliRunner
+from forked_python import forked_python
 
 from bytecheckpoint.tools.main import cli
 
@@ -76,7 +76,7 @@ def _programs(folder: Path) -> Path:
     folder.mkdir()
     for name, line in PROGRAMS.items():
         program = folder / name
-        program.write_text(f"#!/bin/sh\n{line.format(python=sys.executable)}\n")
+        program.write_text(f"#!/bin/sh\n{line.format(python=forked_python())}\n")
         program.chmod(0o755)
     return folder
 

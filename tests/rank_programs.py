@@ -31,12 +31,13 @@ def run_ranks(
     timeout_s: float = 240.0,
     environment: Mapping[str, str] | None = None,
     exit_codes: Sequence[int] | None = None,
+    python: str = sys.executable,
 ) -> list[Ended]:
     """Starts the program on each rank and waits for all; a test fails unless they end with these codes, each 0 if None.
 
     The program finds the variables that `dist.init_process_group("gloo")` reads.
     """
-    with RankProcesses(program, arguments, world_size=world_size, environment=environment) as ranks:
+    with RankProcesses(program, arguments, world_size=world_size, environment=environment, python=python) as ranks:
         all_ended = ranks.wait(timeout_s)
     expected = [0] * world_size if exit_codes is None else list(exit_codes)
     assert [ended.exit_code for ended in all_ended] == expected, "\n".join(map(_told, all_ended))
@@ -57,13 +58,14 @@ class RankProcesses:
         *,
         world_size: int = 1,
         environment: Mapping[str, str] | None = None,
+        python: str = sys.executable,
     ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
         shared |= {"LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
         shared |= {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", **(environment or {})}
-        command = [sys.executable, str(program), *map(str, arguments)]
+        command = [python, str(program), *map(str, arguments)]
         self.processes = [
             subprocess.Popen(
                 command,

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_python import forked_python
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 RUN = BENCHMARKS / "run.py"
@@ -117,7 +118,7 @@ LONG = {
 
 @pytest.mark.parametrize("call", QUICK)
 def test_a_benchmark_runs_at_its_least_size(tmp_path: Path, call: str) -> None:
-    check_that_it_runs(call, tmp_path, QUICK[call], within_s=QUICK_S)
+    check_that_it_runs(call, tmp_path, QUICK[call], within_s=QUICK_S, python=forked_python())
 
 
 @pytest.mark.long
@@ -126,7 +127,7 @@ def test_a_benchmark_runs_at_its_least_size(tmp_path: Path, call: str) -> None:
 def test_a_benchmark_that_starts_many_processes_runs_at_its_least_size(tmp_path: Path, call: str) -> None:
     if call.startswith("object_store"):
         pytest.importorskip("s3fs")
-    check_that_it_runs(call, tmp_path, LONG[call], within_s=LONG_S)
+    check_that_it_runs(call, tmp_path, LONG[call], within_s=LONG_S, python=sys.executable)
 
 
 IN_FRAMEWORKS = "in_trainers"
@@ -140,8 +141,8 @@ def test_no_benchmark_is_left_out() -> None:
     assert {IN_FRAMEWORKS, *(call.split()[0] for call in (*QUICK, *LONG))} == set(names) == modules
 
 
-def check_that_it_runs(call: str, folder: Path, patterns: list[str], *, within_s: float) -> None:
-    command = [sys.executable, str(RUN), *call.format(checkout=BENCHMARKS.parent).split()]
+def check_that_it_runs(call: str, folder: Path, patterns: list[str], *, within_s: float, python: str) -> None:
+    command = [python, str(RUN), *call.format(checkout=BENCHMARKS.parent).split()]
     done = subprocess.run(
         command,
         capture_output=True,

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_python import forked_python
 
 import bytecheckpoint as bcp
 
@@ -28,7 +28,7 @@ TINY = ["--width=32", "--depth=1", "--batch=2", "--length=16", "--save-every=100
 
 
 def start(out: Path, num_steps: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(SCRIPT), f"--out={out}", f"--steps={num_steps}", *TINY]
+    command = [forked_python(), str(SCRIPT), f"--out={out}", f"--steps={num_steps}", *TINY]
     return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
@@ -63,7 +63,7 @@ def start_packed(out: Path, seen: Path, num_processes: int) -> list[subprocess.P
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, str(PACKED_SCRIPT), f"--out={out}", f"--seen={seen}", "--save-every=3", "--width=32"]
+    command = [forked_python(), str(PACKED_SCRIPT), f"--out={out}", f"--seen={seen}", "--save-every=3", "--width=32"]
     command += [f"--rows={NUM_ROWS}", f"--steps={NUM_ROWS * NUM_EPOCHS}", "--length=32"]
     of_all = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     of_all |= {"WORLD_SIZE": str(num_processes)}

@@ -95,8 +95,13 @@ def modules() -> list[Module]:
     return [Module(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths]
 
 
+@cache
+def tree_of(module: Module) -> ast.Module:
+    return ast.parse(module.source)
+
+
 def findings(module: Module) -> list[str]:
-    tree = ast.parse(module.source)
+    tree = tree_of(module)
     found = [*about_the_file(module, tree), *about_imports(module, tree)]
     for node in ast.walk(tree):
         if isinstance(node, Function):
@@ -236,14 +241,14 @@ def dotted(path: str) -> str:
 
 def imported_modules(module: Module) -> set[str]:
     """Returns the dotted names that a module imports, and the modules that they would be names in."""
-    names = {name for node in ast.walk(ast.parse(module.source)) for name in imported_names(node, package_of(module))}
+    names = {name for node in ast.walk(tree_of(module)) for name in imported_names(node, package_of(module))}
     return names | {name.rpartition(".")[0] for name in names}
 
 
 def test_a_class_name_stands_for_one_class() -> None:
     owners: dict[str, list[str]] = {}
     for module in modules():
-        for node in ast.walk(ast.parse(module.source)):
+        for node in ast.walk(tree_of(module)):
             if isinstance(node, ast.ClassDef):
                 owners.setdefault(node.name.lstrip("_"), []).append(module.path)
     assert {name: paths for name, paths in owners.items() if len(paths) > 1 and name not in POLICIES} == {}
@@ -253,7 +258,7 @@ def test_docstrings_begin_with_a_verb_or_the_thing() -> None:
     texts = [
         (f"{module.path}:{node.lineno}", text.split()[0])
         for module in modules()
-        for node in ast.walk(ast.parse(module.source))
+        for node in ast.walk(tree_of(module))
         if isinstance(node, ast.ClassDef | Function) and (text := ast.get_docstring(node))
     ]
     vague = [where for where, word in texts if word in VAGUE_OPENINGS]
@@ -262,7 +267,7 @@ def test_docstrings_begin_with_a_verb_or_the_thing() -> None:
 
 def test_an_import_makes_no_object_that_changes() -> None:
     """State of the process is made by the first call that needs it: an empty dict at most waits for it."""
-    trees = [(module, ast.parse(module.source)) for module in modules()]
+    trees = [(module, tree_of(module)) for module in modules()]
     changing = {
         node.name
         for _, tree in trees
@@ -289,7 +294,7 @@ def test_no_name_is_a_metaphor() -> None:
     found = {
         f"{module.path}:{node.lineno}: {name}"
         for module in modules()
-        for node in ast.walk(ast.parse(module.source))
+        for node in ast.walk(tree_of(module))
         for name in defined_names(node)
         if METAPHORS & {word.removesuffix("s") for word in words_of(name)}
     }

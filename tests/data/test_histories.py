@@ -20,6 +20,8 @@ from bytecheckpoint.data.tracked_loader import TrackedLoader
 
 FEW, MANY = 15, 250
 """Histories of each of two kinds."""
+MANY_WORKERS = (3, 9)
+"""Of the few in step, those that are left to the long tests: others have as many worker processes."""
 
 
 @pytest.mark.parametrize("seed", range(FEW))
@@ -27,7 +29,9 @@ def test_no_sample_is_lost_or_repeated(seed: int) -> None:
     play_freely(seed, in_memory, kind=list(KINDS)[seed % len(KINDS)])
 
 
-@pytest.mark.parametrize("seed", range(FEW))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.long if seed in MANY_WORKERS else ()) for seed in range(FEW)]
+)
 def test_each_global_batch_is_that_of_the_run_that_was_not_interrupted(seed: int) -> None:
     play_in_step(seed, in_memory, kind=list(KINDS)[seed % len(KINDS)])
 

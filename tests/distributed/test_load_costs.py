@@ -9,7 +9,7 @@ import os
 import sys
 import tracemalloc
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ def part_of(tensor: torch.Tensor, how: str, rank: int, world_size: int) -> Any:
     return distribute_tensor(tensor, mesh, [placement], src_data_rank=None)
 
 
+@cache
 def values() -> torch.Tensor:
     """They get smaller by a codec, by a third."""
     return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import pickle
 import signal
@@ -100,10 +101,13 @@ def serve(rank: int, connection: Connection, stacks: str) -> None:
     """The life of a worker: calls come in, outcomes go out, until the pool closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the pool, which then ends its workers
     import no_pickle
+    import no_sync
     import torch
 
     no_pickle.install()
+    no_sync.install()
     torch.set_num_threads(1)
+    gc.freeze()  # a collection would copy every page that the server has filled
     with Path(stacks).open("w") as file:
         faulthandler.enable(file=file, all_threads=True)  # what a crash in native code leaves behind
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from forked_python import forked_python
 from rank_programs import run_ranks
 
 import bytecheckpoint as bcp
@@ -15,7 +16,7 @@ MAX_LINES = 80
 
 def run(out: Path, *, steps: int, world_size: int) -> str:
     """What rank 0 prints."""
-    return run_ranks(EXAMPLE, ["--out", out, "--steps", steps], world_size=world_size)[0].output
+    return run_ranks(EXAMPLE, ["--out", out, "--steps", steps], world_size=world_size, python=forked_python())[0].output
 
 
 def test_the_example_trains_and_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:

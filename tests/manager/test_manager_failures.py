@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_python import forked_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint import api, keep_policies, save_policies
@@ -498,7 +498,7 @@ def test_a_pin_of_a_save_that_was_killed_before_its_commit_protects_no_later_one
     with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
         manager.save(1, state_at(1))
     pin = tmp_path / step_folder(2) / "pin.json"
-    done = subprocess.run([sys.executable, "-c", KILLED_WITH_A_PIN, str(tmp_path), "2"], check=False)
+    done = subprocess.run([forked_python(), "-c", KILLED_WITH_A_PIN, str(tmp_path), "2"], check=False)
     assert done.returncode == -signal.SIGKILL
     assert pin.exists()
     assert bcp.steps(tmp_path) == [1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_python import forked_python
 from storage.s3_service import S3Service
 
 import bytecheckpoint as bcp
@@ -165,7 +165,7 @@ manager.close()
 
 def test_a_restart_goes_on_with_the_copies_that_are_missing(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(here), str(there)], check=False, timeout=120)
+    killed = subprocess.run([forked_python(), "-c", KILLED, str(here), str(there)], check=False, timeout=120)
     assert killed.returncode < 0
     assert (bcp.steps(here), bcp.steps(there) if there.exists() else []) == ([1], [])
     with manager_at(tmp_path) as manager:
@@ -260,7 +260,7 @@ manager.close()
 
 def test_a_file_that_a_killed_copy_was_writing_is_removed_by_the_next_manager(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
-    killed = subprocess.run([sys.executable, "-c", KILLED_IN_A_FILE, str(here), str(there)], check=False, timeout=120)
+    killed = subprocess.run([forked_python(), "-c", KILLED_IN_A_FILE, str(here), str(there)], check=False, timeout=120)
     assert killed.returncode < 0
     data = there / "step_00000001" / "data"
     assert len(list(data.glob(".tmp-*"))) == 1

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from forked_python import forked_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint.storage.memory_root import slot_file
@@ -37,7 +38,7 @@ os.kill(os.getpid(), 9)
 def killed(tmp_path: Path) -> tuple[str, str]:
     """The root and the memory root of a job that was killed after three steps."""
     root, memory = str(tmp_path / "ckpt"), str(tmp_path / "memory")
-    subprocess.run([sys.executable, "-c", _PROGRAM, root, memory], check=False)
+    subprocess.run([forked_python(), "-c", _PROGRAM, root, memory], check=False)
     return root, memory
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked_python import forked_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint.saving.in_flight import process_state
@@ -173,7 +173,7 @@ os.kill(os.getpid(), 9)
 
 def killed_run(root: Path, tmp_path: Path, first: int, last: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, str(root), str(tmp_path / "memory"), str(first), str(last)],
+        [forked_python(), "-c", _PROGRAM, str(root), str(tmp_path / "memory"), str(first), str(last)],
         check=False,
         capture_output=True,
         text=True,

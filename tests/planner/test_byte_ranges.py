@@ -16,7 +16,7 @@ OFFSET, ITEM_BYTES = 5, 2
 
 @st.composite
 def boxes(draw: st.DrawFn) -> BoxPart:
-    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     lengths = [draw(st.integers(1, length)) for length in shape]
     offsets = [draw(st.integers(0, length - taken)) for length, taken in zip(shape, lengths, strict=True)]
     region = Region(tuple(offsets), tuple(lengths))
@@ -31,10 +31,11 @@ def test_a_box_touches_the_ranges_in_which_it_has_a_byte(part: BoxPart) -> None:
     is_wanted = np.zeros(shape, bool)
     is_wanted[tuple(map(slice, part.region.offsets, part.region.ends))] = True
     of_file = np.concatenate([np.zeros(OFFSET, bool), is_wanted.reshape(-1).repeat(ITEM_BYTES), np.zeros(3, bool)])
+    num_before = [0, *of_file.cumsum().tolist()]
     piece = piece_of(part)
     for start in range(len(of_file)):
         for end in range(start, len(of_file) + 1):
-            assert piece.touches(start, end) == of_file[start:end].any(), (piece, start, end)
+            assert piece.touches(start, end) == (num_before[start] < num_before[end]), (piece, start, end)
 
 
 def test_names_are_those_of_parts_and_frames_in_the_range() -> None:

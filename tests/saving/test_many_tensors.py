@@ -12,7 +12,7 @@ import torch
 
 import bytecheckpoint as bcp
 
-FEW, MANY = 600, 1800
+FEW, MANY = 300, 900
 KINDS: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "copy": {"async_save": True, "options": bcp.SaveOptions(snapshot="copy")},

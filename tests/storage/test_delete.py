@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from faults.seams import Seam, after, before, files_under, raising
+from forked_python import forked_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint.loading import open_checkpoint, read
@@ -91,7 +92,7 @@ def test_a_killed_deletion_leaves_no_checkpoint_and_leftovers_that_are_found(tmp
         "deletion.discard = lambda *_: os._exit(9)\n"
         "bcp.delete(sys.argv[1], 1)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    ended = subprocess.run([forked_python(), "-c", program, str(tmp_path)], check=False)
     assert ended.returncode == 9
     assert bcp.steps(tmp_path) == []
     (leftover,) = find_leftovers(LocalStore(str(tmp_path), writer_threads=1), "").found

@@ -28,6 +28,8 @@ from bytecheckpoint.storage.backends.local_store import LocalStore
 
 from .store_contract import StoreContract, blocks_of, get, pattern, put
 
+pytestmark = pytest.mark.usefixtures("synced")
+
 
 class TestLocalStore(StoreContract):
     @pytest.fixture
