@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import itemgetter
 from typing import NamedTuple
 
 from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, ReaderShare, runs_by_ranks
 
 HOSTS_TOGETHER = 5
-"""Hosts that share the reading of the same bytes. More are divided into blocks that each read them once, so that a rank
-connects to four others at most, and four to it."""
+"""Hosts that share the reading of the same bytes; more are divided, and each part reads them once. A host exchanges
+bytes with one less, and a rank with one rank of each: it connects to four others at most, and four to it."""
 FEW_RANKS = 4
 """Largest number of ranks that connect to one reader rank for a few bytes. Bytes that more ranks want are broadcast as
 a message.
@@ -35,11 +35,6 @@ class Hosts:
         self.of_rank = {rank: number for number, of_host in enumerate(ranks) for rank in of_host}
         self.lanes = {rank: lane for of_host in ranks for lane, rank in enumerate(of_host)}
         """The place of each rank on its host. A rank connects to those in the same place on other hosts."""
-        self._num_blocks = -(-len(ranks) // HOSTS_TOGETHER)
-
-    def block_of(self, rank: int) -> int:
-        """Returns the block of hosts that share reading with that of this rank."""
-        return self.of_rank[rank] * self._num_blocks // len(self.ranks)
 
     def relay(self, reader: int, host: int) -> int:
         """Returns the rank through which a host gets what this rank reads."""
@@ -52,7 +47,7 @@ class Hosts:
         """
         hosts = {self.of_rank[rank] for rank in ranks}
         num_lanes = min(len(self.ranks[host]) for host in hosts)
-        return ranks if len(hosts) == 1 else [rank for rank in ranks if self.lanes[rank] < num_lanes] or ranks
+        return ranks if len(hosts) == 1 else [rank for rank in ranks if self.lanes[rank] < num_lanes]
 
 
 class ReadPath(NamedTuple):
@@ -141,8 +136,8 @@ def divide_reading(
     division = _Division(len(wanted), extents, hosts)
     for ranks in sorted(by_ranks, key=lambda ranks: (len(ranks), ranks)):  # small ones have the least choice
         for of_file, runs in _runs_by_holders(by_ranks[ranks], holders):
-            # What few can read is read once for all: a second block might have nobody else to read it.
-            for together in [ranks] if of_file is not None else _in_blocks(ranks, hosts):
+            # What few can read is read once for all: of some hosts nobody might be able to.
+            for together in [ranks] if of_file is not None else division.parts_of(ranks):
                 division.add(together, of_file, runs)
     return ReadDivision(division.groups, [(min(holders.get(run.file, (COMMON_READER,))), run) for run in common], hosts)
 
@@ -177,14 +172,6 @@ def share_of(
     )
 
 
-def _in_blocks(ranks: Sequence[int], hosts: Hosts) -> Iterable[Sequence[int]]:
-    """Returns the ranks of each block of hosts."""
-    of_block: dict[int, list[int]] = {}
-    for rank in ranks:
-        of_block.setdefault(hosts.block_of(rank), []).append(rank)
-    return of_block.values()
-
-
 def _holders_by_file(held: Sequence[Collection[int]]) -> dict[int, list[int]]:
     """Returns the ranks, rising, that can read each file that not all can."""
     holders: dict[int, list[int]] = {}
@@ -214,10 +201,38 @@ class _Division:
     def __init__(self, num_ranks: int, extents: Extents, hosts: Hosts) -> None:
         self.groups: list[ReadGroup] = []
         self._hosts = hosts
+        self._partners: list[set[int]] = [set() for _ in hosts.ranks]
+        """The hosts with which each one exchanges bytes."""
         self._extents = extents
         self._read_bytes = [0] * num_ranks
         self._divided: dict[tuple[int, ...], _Divided] = {}
         """By the id of the runs and the loads. Replicas mostly have equal loads, and divide the same runs alike."""
+
+    def parts_of(self, ranks: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Yields the ranks in parts that share reading, each of all that a few hosts have of them: of hosts that do so
+        already, where it can be.
+        """
+        by_host: dict[int, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(self._hosts.of_rank[rank], []).append(rank)
+        left = dict.fromkeys(by_host)
+        while left:
+            max_hosts = -(-len(left) // -(-len(left) // HOSTS_TOGETHER))
+            first = next(iter(left))
+            part: list[int] = []
+            for host in [first, *sorted(self._partners[first] & left.keys()), *islice(left, 1, max_hosts)]:
+                if host not in part and len(part) < max_hosts and self._can_join(host, part):
+                    part.append(host)
+            for host in part:
+                self._partners[host].update(set(part) - {host})
+                del left[host]
+            yield sorted(rank for host in part for rank in by_host[host])
+
+    def _can_join(self, host: int, part: Sequence[int]) -> bool:
+        """Returns True if none of the hosts gets more partners than it may have."""
+        known = self._partners
+        joined = [len(known[other] | {host, *part} - {other}) < HOSTS_TOGETHER for other in part]
+        return all(joined) and len(known[host] | {*part}) < HOSTS_TOGETHER
 
     def add(self, together: Sequence[int], holders: Sequence[int] | None, runs: Sequence[ExtentRun]) -> None:
         """Divides runs that these ranks want among those of them that can read, or among others."""

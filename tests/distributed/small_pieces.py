@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import pytest
 
 from bytecheckpoint import options
-
 from bytecheckpoint.planner import coalesce, file_layout
 
 

@@ -15,14 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults.lost_ranks import LATER_S, NOISE_S
-from faults.seams import EXCHANGE_PHASES as PHASES
-from faults.seams import Seam, Seen, before, loads_as, raising, seen, state_of
+from faults.seams import EXCHANGE_PHASES, SOCKET_PHASES, Seam, Seen, before, loads_as, raising, seen, state_of
 
 import bytecheckpoint as bcp
 from bytecheckpoint.storage.backends import local_store
+from distributed.played_hosts import on_host
 from distributed.small_pieces import small_pieces
 from distributed.workers import WorkerDied, WorkerPool
 
+PHASES = EXCHANGE_PHASES | SOCKET_PHASES
 GROUP_SIZE, NUM_GROUPS = 2, 4
 TIMEOUT_S = 1.5
 
@@ -60,7 +61,7 @@ def go_missing(rank: int, world_size: int, root: str, cases: list[Case]) -> tupl
     dist.all_gather_object(pids, os.getpid(), group=group)
     bcp.save(path, state_of(own_rank, 1.0), process_group=group)
     options = bcp.LoadOptions(exchange="on", timeout_s=TIMEOUT_S)
-    with going_missing(case) if own_rank == case.missing_rank else nullcontext():
+    with going_missing(case) if own_rank == case.missing_rank else nullcontext(), in_phase(case.phase, own_rank):
         error = seen(lambda: bcp.load(path, state_of(own_rank, 9.0), options=options, process_group=group))
     if case.how == "killed":
         return error, True
@@ -69,6 +70,11 @@ def go_missing(rank: int, world_size: int, root: str, cases: list[Case]) -> tupl
     dist.barrier(group=group)
     patient = bcp.LoadOptions(exchange="on", timeout_s=30)
     return error, loads_as(path, own_rank, 1.0, options=patient, process_group=group)
+
+
+def in_phase(phase: str, rank: int) -> Any:
+    """Where the ranks are for it: on one host, or each on its own."""
+    return on_host(rank if phase in SOCKET_PHASES else 0)
 
 
 def going_missing(case: Case) -> Any:
@@ -102,13 +108,14 @@ def test_every_phase_is_tried_with_a_dead_and_a_stopped_rank() -> None:
 def fail_in(rank: int, world_size: int, path: str, phase: str, failing_rank: int) -> tuple[Seen | None, bool]:
     bcp.save(path, state_of(rank, 1.0))
     options = bcp.LoadOptions(exchange="on", timeout_s=30)
-    with before(PHASES[phase], raising(OSError("boom"))) if rank == failing_rank else nullcontext():
+    fails = before(PHASES[phase], raising(OSError("boom"))) if rank == failing_rank else nullcontext()
+    with fails, in_phase(phase, rank):
         error = seen(lambda: bcp.load(path, state_of(rank, 0.0), options=options))
     dist.barrier()
     return error, loads_as(path, rank, 1.0, options=options)
 
 
-@pytest.mark.parametrize("phase", ["planning what to exchange", "letting in", "taking in", "finishing"])
+@pytest.mark.parametrize("phase", ["planning what to exchange", "letting in", "taking in", "taking", "finishing"])
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_what_fails_in_any_phase_fails_all(workers: WorkerPool, tmp_path: Path, phase: str, failing_rank: int) -> None:
     """Other phases are in test_exchange.py and test_failures.py."""
