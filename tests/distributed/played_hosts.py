@@ -1,4 +1,4 @@
-"""Ranks that take one another for processes on other hosts, by the label of their kernel, though all are on this one."""
+"""Ranks that take one another for processes on other hosts, by the label of their kernel; all are on this one."""
 
 from __future__ import annotations
 
