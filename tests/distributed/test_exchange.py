@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -326,14 +327,20 @@ def test_an_interrupt_on_one_rank_is_noticed_by_the_others_at_once(workers: Work
 
 
 def reading_on(rank: int, world_size: int, path: str) -> int:
-    """Rank 1 fails. How many reads rank 0 begins afterwards, of many that only it wants."""
+    """Rank 1 fails once rank 0 reads. How many reads that begins afterwards, of many that only it wants."""
+    store, is_reading = dist.distributed_c10d._get_default_store(), "rank 0 reads"
     is_over, num_late = threading.Event(), 0
     was_over: list[bool] = []
 
     def slowly() -> None:
         nonlocal num_late
+        store.set(is_reading, "")
         num_late += is_over.is_set()
         was_over.append(is_over.wait(30))
+
+    def fail() -> None:
+        store.wait([is_reading], timedelta(seconds=30))
+        raise RuntimeError("boom")
 
     state = tensors_of(Replicate(), is_filled=False)
     if rank == 0:
@@ -345,7 +352,7 @@ def reading_on(rank: int, world_size: int, path: str) -> int:
             stack.enter_context(before(Seam(exchange_module._Exchange, "_stop"), is_over.set))
             stack.enter_context(before(read, slowly))
         else:
-            stack.enter_context(before(read, raising(RuntimeError("boom"))))
+            stack.enter_context(before(read, fail))
         error = seen(lambda: bcp.load(path, state, options=options))
     assert error is not None
     assert error.ranks == (1,)
