@@ -193,7 +193,8 @@ class _Exchange:
                 if self._requests:
                     raise damaged(f"what was asked for of {len(self._requests)} units that this rank does not read was")
                 alone = self._source.with_targets(plan.alone, self._targets, self._stored_fqns)
-                self._source.run([*passed_on, *alone], self._lanes)
+                no_slots = partial(self._arenas.read.break_off, PeerLeftError)
+                self._source.run([*passed_on, *alone], self._lanes, no_slots)
                 wait(relays, return_when=FIRST_EXCEPTION)
                 self._host.end_giving()
                 wait(self._futures, return_when=FIRST_EXCEPTION)

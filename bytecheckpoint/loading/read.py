@@ -168,8 +168,10 @@ class Source:
         """Returns the fetches of a plan that was made for these shards, with the memory that they go to."""
         return [self._with_target(fetch, targets, stored_fqns) for fetch in fetches]
 
-    def run(self, fetches: Sequence[Fetch], lanes: CopyStreams) -> None:
-        """Carries out fetches with targets; copies into devices may still be under way until the lanes are closed."""
+    def run(self, fetches: Sequence[Fetch], lanes: CopyStreams, on_failure: Callable[[], None] = lambda: None) -> None:
+        """Carries out fetches with targets; copies into devices may still be under way until the lanes are closed.
+        `on_failure` is called as soon as one fails.
+        """
         meter = self.meter
         if meter is not None:
             fetches = [fetch._replace(place=partial(_counted, fetch.place, meter)) for fetch in fetches]
@@ -183,6 +185,7 @@ class Source:
                 verify=self.options.verify,
                 scratch_bytes=self._scratch_bytes,
                 memory=lanes,
+                on_failure=on_failure,
             )
 
     def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:

@@ -63,9 +63,10 @@ def run_fetches(
     verify: bool,
     scratch_bytes: int,
     memory: FetchMemory,
+    on_failure: Callable[[], None] = lambda: None,
 ) -> None:
     """Carries out all fetches from these files of a folder; when one fails, those not begun are dropped and its error
-    is raised.
+    is raised. `on_failure` is called at once then, to end what others wait for in their targets.
 
     Fetches that go through scratch memory wait for one another if `scratch_bytes` do not suffice for one per thread.
     More than that is taken only for a longer fetch, with the frame that it decompresses, which is there twice. If
@@ -114,8 +115,11 @@ def run_fetches(
                 return
             try:
                 carry_out(fetch)
-            except BaseException:
+            except BaseException as error:
+                if has_failed and isinstance(error, Exception):  # perhaps because of the other one
+                    return
                 has_failed = True
+                on_failure()
                 raise
 
     run_jobs(run, fetches, num_threads=threads)

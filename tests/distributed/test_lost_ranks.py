@@ -153,24 +153,31 @@ def test_a_reader_that_is_slow_is_waited_for(workers: WorkerPool, tmp_path: Path
     assert min(seconds for _, seconds in outcomes) > SLOW_READ_S * NUM_SLOW_READS > 3 * TIMEOUT_S
 
 
-def lose_a_peer(rank: int, world_size: int, path: str) -> Seen | None:
+def lose_a_peer(rank: int, world_size: int, path: str, phase: str) -> Seen | None:
     """Rank 2 has so much of its own to read that it reads nothing for others, and dies of the first unit."""
     state = {name: torch.zeros_like(value) for name, value in VALUES.items() if rank == 2 or name == "first"}
-    dies = before(PHASES["taking in"], lambda: os.kill(os.getpid(), signal.SIGKILL))
-    with small_pieces(extent_bytes=EXTENT_BYTES), dies if rank == 2 else nullcontext():
+    dies = before(PHASES[phase], lambda: os.kill(os.getpid(), signal.SIGKILL))
+    with small_pieces(extent_bytes=EXTENT_BYTES), dies if rank == 2 else nullcontext(), in_phase(phase, rank):
         options = bcp.LoadOptions(exchange="on", timeout_s=300, scratch_bytes=40_000)
         return seen(lambda: bcp.load(path, state, options=options))
 
 
-def test_a_peer_that_dies_is_known_long_before_the_timeout(workers: WorkerPool, tmp_path: Path) -> None:
+LOST = {
+    "taking in": "was to take what this one reads, and is gone",
+    "taking": "shared memory with this one, and its process has ended",
+}
+
+
+@pytest.mark.parametrize("phase", LOST)
+def test_a_peer_that_dies_is_known_long_before_the_timeout(workers: WorkerPool, tmp_path: Path, phase: str) -> None:
     with small_pieces(extent_bytes=EXTENT_BYTES):
         bcp.save(tmp_path, VALUES)
-    *others, lost = workers.run_each(lose_a_peer, str(tmp_path), world_size=3, timeout_s=100)
+    *others, lost = workers.run_each(lose_a_peer, str(tmp_path), phase, world_size=3, timeout_s=100)
     assert isinstance(lost.error, WorkerDied)
     for outcome in others:
         assert outcome.error is None, outcome.error
         assert (outcome.value.kind, outcome.value.ranks) == ("rank_missing", (2,))
-        assert "was to take what this one reads, and is gone" in outcome.value.message
+        assert LOST[phase] in outcome.value.message
 
 
 HOLD_S = 4.0
