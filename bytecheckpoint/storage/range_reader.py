@@ -89,7 +89,8 @@ def run_fetches(
     num_buffers = max(1, min(2 * threads, scratch_bytes // max(1, bytes_per_fetch)))
     contents, raws = memory.new_buffers(num_buffers, content_bytes), memory.new_buffers(num_buffers, raw_bytes)
     digests = {number: _digests_of(files[number]) for number in {fetch.file for fetch in fetches} if verify}
-    has_failed = False
+    errors: list[BaseException] = []
+    """In the order of time."""
 
     def carry_out(fetch: Fetch) -> None:
         name = join_name(folder, files[fetch.file].name)
@@ -109,18 +110,16 @@ def run_fetches(
                     frame.place(raw[: frame.raw_bytes])
 
     def run(fetch: Fetch) -> None:
-        nonlocal has_failed
         with nullcontext() if store_budget is None else store_budget.taken(fetch.byte_length):
-            if has_failed:  # another one, while this one waited
+            if errors:  # of another one, while this one waited
                 return
             try:
                 carry_out(fetch)
             except BaseException as error:
-                if has_failed and isinstance(error, Exception):  # perhaps because of the other one
-                    return
-                has_failed = True
+                errors.append(error)
                 on_failure()
-                raise
+                if errors[0] is error or not isinstance(error, Exception):  # others may fail because of the first one
+                    raise
 
     run_jobs(run, fetches, num_threads=threads)
 
