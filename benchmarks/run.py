@@ -17,6 +17,7 @@ import sys
 BENCHMARKS = {
     "save": "saves, beside other libraries and the machine's limits",
     "load": "loads, from the page cache, the disk and a slow store",
+    "exchange": "loads whose ranks pass on what they read: bytes over sockets, connections, time",
     "cold": "cold loads of one file, beside preadv of it",
     "object_store": "saves and loads of an object store, beside DCP and bare client libraries",
     "ranks": "saves and loads by the number of ranks",

@@ -181,7 +181,8 @@ class LoadOptions:
     contiguous range may cost as much more at each end.
     """
     exchange: Literal["auto", "on", "off"] = "auto"
-    """Exchange of bytes that several ranks need: one reader rank reads them and sends them to the others.
+    """Exchange of bytes that several ranks need: one reader rank reads them. The others of its host copy them out of
+    memory that they share, and one rank of each other host receives them for all there.
 
     `auto` exchanges if the checkpoint is at a URL. A local folder is in the page cache, from which every rank of a host
     reads faster than over the network. Rank 0's option counts for all.

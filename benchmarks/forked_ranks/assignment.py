@@ -1,6 +1,6 @@
 """Times the coordinator's part of an exchange between thousands of simulated ranks: their local plans are decoded,
-extents assigned and answers encoded, for layouts of real jobs and for small replicas in one file and, as earlier
-versions wrote them, in every file. Each in a process of its own, for its memory.
+extents assigned and answers encoded, for layouts of real jobs on hosts of 8 ranks, and for small replicas in one file
+and, as earlier versions wrote them, in every file. Each in a process of its own, for its memory.
 """
 
 from __future__ import annotations
@@ -11,14 +11,22 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from bytecheckpoint.distributed.rendezvous import Address
-from bytecheckpoint.loading.exchange import LocalReadPlan, assign
+from bytecheckpoint.loading.between_ranks.assignment import LocalReadPlan, assign, decode_assignment
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents
 from shared.child_process import in_a_process
 from shared.memory import PeakMemory, own_memory
 from shared.tables import table
 
-TITLES = ["layout", "ranks", "CPU s", "MB beyond the plans", "MB of plans", "MB of answers", "most readers of a rank"]
+TITLES = [
+    "layout",
+    "ranks",
+    "CPU s",
+    "MB beyond the plans",
+    "MB of plans",
+    "MB of answers",
+    "most connections of a rank",
+]
 EXTENT_BYTES, NUM_EXTENTS = 1 << 20, 8
 SMALL_BYTES = 16 << 10
 SHARDS = 8
@@ -36,7 +44,9 @@ def measure_layout(name: str, num_ranks: int) -> list[str]:
     files, wanted = LAYOUTS[name](num_ranks)
     plans = [
         msgspec.msgpack.encode(
-            LocalReadPlan(Address(["10.0.0.1", f"host-{rank}"], 40000, bytes(32)), runs, 8 << 20, 600.0)
+            LocalReadPlan(
+                Address(["10.0.0.1", f"host-{rank}"], 40000, bytes(32)), runs, 8 << 20, 600.0, [], rank // 8 * 8
+            )
         )
         for rank, runs in enumerate(wanted)
     ]
@@ -45,10 +55,11 @@ def measure_layout(name: str, num_ranks: int) -> list[str]:
         started = time.process_time()
         answers = assign(plans, Extents(files))
         seconds = time.process_time() - started
-    each = [msgspec.msgpack.decode(answer) for answer in {*answers}]
-    readers = max(sum(max(len(ranks) - 1, 0) for ranks, _ in answer[0]) for answer in each)
+    some = range(0, num_ranks, max(1, num_ranks // 64))
+    shares = [decode_assignment(answers[rank], rank).share for rank in some]
+    connections = max(len(share.peers) + len({reader for reader, _ in share.relayed}) for share in shares)
     sizes = [f"{num_bytes / 1e6:.1f}" for num_bytes in (peak.bytes, sum(map(len, plans)), sum(map(len, answers)))]
-    return [name, str(num_ranks), f"{seconds:.2f}", *sizes, str(readers)]
+    return [name, str(num_ranks), f"{seconds:.2f}", *sizes, str(connections)]
 
 
 def one_file_a_rank(num_ranks: int) -> list[DataFile]:

@@ -11,7 +11,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 
@@ -148,10 +148,11 @@ class Connection:
         except OSError as error:
             raise missing((self.global_rank,), f"was to pass on what it reads, and is gone ({error})") from error
 
-    def receive_header(self) -> WireHeader:
+    def receive_header(self, on_heartbeat: Callable[[], object] = lambda: None) -> WireHeader:
         """Returns the next header, past heartbeats. Raises PeerLeftError at DISCONNECT, or as `receive_into` does."""
         content = bytearray(HEARTBEAT)
         while content == HEARTBEAT:
+            on_heartbeat()
             self.receive_into(memoryview(content))
         if content == DISCONNECT:
             raise PeerLeftError

@@ -65,7 +65,7 @@ class Listener:
         self,
         peers: Mapping[int, int],
         admit: Admit,
-        start: Callable[..., None],
+        start: Callable[..., object],
         *,
         timeout_s: float,
         is_over: threading.Event,

@@ -5,7 +5,7 @@ reads a header with the pieces that the peer asked for. Nothing here knows socke
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -83,15 +83,23 @@ class OutgoingUnit:
     """Pieces of a unit behind their header, on the way to all peers that asked for the same."""
 
     def __init__(
-        self, read: Fetch, views: list[np.ndarray], num_peers: int, *, budget: ByteBudget, verify: bool
+        self,
+        read: Fetch,
+        views: list[np.ndarray],
+        num_peers: int,
+        *,
+        budget: ByteBudget,
+        verify: bool,
+        done: Callable[[], None],
     ) -> None:
-        """Takes the pieces where they are, if the content stays there and they are single rows, else as a copy; waits
-        until the budget has that many bytes, which it gets back when all peers have the copy.
+        """Takes the pieces where they are, if they are single rows, else as a copy; waits until the budget has that
+        many bytes, which it gets back when all peers have them. Until `done` is called then, the pieces must stay.
         """
         num_bytes = sum(view.size for view in views)
-        is_copied = read.target is None or any(view.ndim > 1 for view in views)
+        is_copied = any(view.ndim > 1 for view in views)
         self._budget = budget
         self._num_copied = num_bytes if is_copied else 0
+        self._done = done
         self._budget.take(self._num_copied)
         buffers = [np.concatenate(views, axis=None).data] if is_copied else [view.data for view in views]
         header = WireHeader(read.file, read.byte_offset, num_bytes)
@@ -102,6 +110,7 @@ class OutgoingUnit:
         """Counts another peer that has it."""
         if self._peers_left.pop() == 0:  # one thread alone gets the 0
             self._budget.give(self._num_copied)
+            self._done()
 
 
 def damaged(what: str) -> CheckpointCorruptError:

@@ -1,15 +1,16 @@
 """Carries out the load plans of several ranks together: what more than one of them wants is read by one, the reader
-rank, and passed on to its peers while reading goes on. It does not choose the reader ranks, and opens no file.
+rank, and passed on while reading goes on: to the ranks of its host in memory that they share, and once to each other
+host, where a relay passes it on likewise. It does not choose these ranks, and opens no file.
 
-No circle of ranks can wait for one another: a peer always takes what comes, into its tensors or into memory that is
-freed again without the help of other ranks, so every unit that is sent arrives, and makes room for the next read.
+No circle of ranks can wait for one another: a rank always takes what comes, into memory that is freed again without the
+help of other hosts, so every unit that is sent arrives, and makes room for the next read.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from functools import partial
@@ -20,23 +21,24 @@ import msgspec
 
 from bytecheckpoint.distributed.connection import GRACE_S, Activity, Connection, PeerLeftError
 from bytecheckpoint.distributed.failures import shown_ranks
+from bytecheckpoint.distributed.key_value_ranks import MAX_GRACE_S
 from bytecheckpoint.distributed.ranks import Ranks
-from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, Address, Listener, connect
+from bytecheckpoint.distributed.rendezvous import MAX_UNAUTHENTICATED, Listener, connect
+from bytecheckpoint.distributed.same_host.host_ranks import HostRanks, meet_on_host
 from bytecheckpoint.distributed.wire import OutgoingUnit, damaged, decode_request, encode_request, view_pieces
 from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.loading.between_ranks.assignment import LocalReadPlan, ReadAssignment, assign, decode_assignment
+from bytecheckpoint.loading.between_ranks.host_exchange import NUM_THREADS, HostExchange, Limits, divided
 from bytecheckpoint.loading.match import Match
 from bytecheckpoint.loading.read import Source
-from bytecheckpoint.loading.receive import Receiver, read_common
-from bytecheckpoint.manifest.frames import FRAME_BYTES
+from bytecheckpoint.loading.receive import Receiver, pieces_of, read_common, united
 from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory.host_to_device import CopyStreams, streams_to
-from bytecheckpoint.planner.byte_ranges import ByteRange, piece_of
-from bytecheckpoint.planner.exchange_plan import DividedPlan, ExtentRun, Extents, ReaderShare, divide_plan, wanted_runs
-from bytecheckpoint.planner.read_division import ReadGroup, divide_reading, share_of
-from bytecheckpoint.runtime.buffers import ByteBudget
+from bytecheckpoint.planner.byte_ranges import ByteRange, names_in
+from bytecheckpoint.planner.exchange_plan import DividedPlan, Extents, divide_plan, wanted_runs
+from bytecheckpoint.runtime.buffers import ByteBudget, Slot
+from bytecheckpoint.storage.range_reader import ALIGNMENT
 
-_HEARTBEATS_IN_TIMEOUT = 4
-_MAX_HEARTBEAT_S = 30.0
 _TELL_S = 10.0
 """Time in which a rank whose load has failed still connects to those that wait for it, to tell them."""
 _POLL_S = 0.01
@@ -49,52 +51,26 @@ class Traffic(NamedTuple):
     num_bytes_received: int
 
 
-class LocalReadPlan(msgspec.Struct, frozen=True, array_like=True):
-    """The message of a rank to the coordinator."""
+class Budgets(NamedTuple):
+    """The parts of a load's memory that are not for reading alone, in bytes."""
 
-    address: Address
-    runs: list[ExtentRun]
-    """The extents that it wants."""
-    unit_bytes: int
-    timeout_s: float
-    held: list[int] = []
-    """The files that it can read and not all ranks can."""
-
-
-class _EncodedReadPlan(msgspec.Struct, frozen=True, array_like=True):
-    """A LocalReadPlan of which the runs were not decoded."""
-
-    address: Address
-    runs: msgspec.Raw
-    unit_bytes: int
-    timeout_s: float
-    held: list[int] = []
-
-    @property
-    def key(self) -> bytes:
-        return bytes(self.runs)
+    read: int
+    """For what is read for other ranks, too. It holds any unit."""
+    received: int
+    """For what comes from other hosts. It holds any unit."""
+    outgoing: int
+    """For pieces that are put together for other hosts."""
+    scratch: int
+    """For pieces of other hosts, and for what is decompressed."""
 
 
-class _Reply(NamedTuple):
-    """The coordinator's answer to all ranks that are in the same groups."""
-
-    groups: list[ReadGroup]
-    common: list[tuple[int, ExtentRun]]
-    addresses: dict[int, Address]
-    """Those of all readers in the groups."""
-    unit_bytes: int
-    heartbeat_s: float
-
-
-class ReadAssignment(NamedTuple):
-    """The part of one rank in the load, as the coordinator has assigned it."""
-
-    share: ReaderShare
-    addresses: dict[int, Address]
-    """Addresses of the reader ranks of what it receives."""
-    unit_bytes: int
-    heartbeat_s: float
-    """Time between heartbeats: a fraction of the shortest timeout of any rank."""
+def budgets_of(source: Source, extents: Extents, wanted_bytes: int) -> Budgets:
+    """Divides half of the scratch memory; the other half is for what this rank reads for itself alone."""
+    scratch_bytes = source.options.scratch_bytes
+    least = extents.longest_unit(source.unit_bytes) + ALIGNMENT
+    # Shared memory costs before it is used, and no rank reads more for others than it wants, but for few bytes.
+    read, received = (max(least, min(wanted_bytes, scratch_bytes // part)) for part in (4, 8))
+    return Budgets(read, received, scratch_bytes // 16, scratch_bytes // 16)
 
 
 def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match: Match) -> Traffic:
@@ -109,84 +85,60 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
         return Traffic(sum(fetch.byte_length for fetch in fetches), 0)
     extents = Extents(source.manifest.files)
     tensors = (shard.tensor for shard in match.shards if not shard.address)
-    with closing(Listener(towards=ranks.rendezvous_host)) as listener, streams_to(tensors) as lanes:
-        runs, unit_bytes = wanted_runs(fetches, extents), source.unit_bytes(fetches)
-        held = sorted(source.held_files)
-        local_plan = LocalReadPlan(listener.address, runs, unit_bytes, source.options.timeout_s, held)
+    runs = wanted_runs(fetches, extents)
+    budgets = budgets_of(source, extents, sum(map(extents.num_bytes, runs)))
+    meeting = meet_on_host(ranks, budgets.read + budgets.received)
+    with closing(Listener(towards=ranks.rendezvous_host)) as listener, meeting as met, streams_to(tensors) as lanes:
+        held, timeout_s = sorted(source.held_files), source.options.timeout_s
+        local_plan = LocalReadPlan(listener.address, runs, source.unit_bytes, timeout_s, held, met.host)
         reply = ranks.reduce_scatter(msgspec.msgpack.encode(local_plan), partial(assign, extents=extents))
         assigned = decode_assignment(reply, ranks.rank)
+        met.share_with({*assigned.share.takers, *(rank for rank, _ in assigned.share.received)})
         plan = divide_plan(fetches, assigned.share, extents, unit_bytes=assigned.unit_bytes)
         source.begin_reading([*plan.shared, *plan.alone])
-        exchange = _Exchange(ranks, source, match, assigned=assigned, lanes=lanes)
+        exchange = _Exchange(ranks, source, match, plan, met=met, budgets=budgets, assigned=assigned, lanes=lanes)
         common = read_common(assigned.share, extents, ranks, source, lanes)
         for fetch in plan.common:
             exchange.receiver.place(fetch, common[fetch.file, fetch.byte_offset])
         try:
-            exchange.run(plan, listener)
+            exchange.run(listener)
         except PeerLeftError:
             ranks.barrier()  # raises the error of the rank that failed
             raise
     source.fill_zeros(match.shards, match.stored_fqns)
     readers = dict(zip(common, assigned.share.common_readers, strict=True))
     of_others = [fetch for fetch in plan.common if readers[fetch.file, fetch.byte_offset] != ranks.rank]
-    received = chain(*plan.received.values(), of_others)
+    received = chain(*plan.received.values(), *plan.relayed.values(), of_others)
     own_common = sum(len(content) for run, content in common.items() if readers[run] == ranks.rank)
     return Traffic(
         sum(fetch.byte_length for fetch in (*plan.shared, *plan.alone)) + own_common,
-        sum(piece_of(item).byte_length for fetch in received for item in (*fetch.parts, *fetch.frames)),
+        sum(piece.byte_length for fetch in received for piece in pieces_of(fetch)),
     )
-
-
-def assign(payloads: Sequence[bytes], extents: Extents) -> list[bytes]:
-    """Makes the encoded groups of each rank of the encoded local plans of all. Thousands of ranks want the same, and
-    get the same: each is decoded and encoded once.
-    """
-    plans = [msgspec.msgpack.decode(content, type=_EncodedReadPlan) for content in payloads]
-    runs = {encoded: msgspec.msgpack.decode(encoded, type=list[ExtentRun]) for encoded in {plan.key for plan in plans}}
-    division = divide_reading([runs[plan.key] for plan in plans], extents, [plan.held for plan in plans])
-    unit_bytes, timeout_s = min(plan.unit_bytes for plan in plans), min(plan.timeout_s for plan in plans)
-    heartbeat_s = min(timeout_s / _HEARTBEATS_IN_TIMEOUT, _MAX_HEARTBEAT_S)
-    parts: dict[int, msgspec.Raw] = {}
-    replies: dict[tuple[int, ...], bytes] = {}
-    numbers_of_rank = [*map(tuple, division.groups_of_rank(len(plans)))]
-    for numbers in numbers_of_rank:
-        if numbers in replies:
-            continue
-        groups = [division.groups[number] for number in numbers]
-        for group in groups:
-            if id(group.parts) not in parts:
-                parts[id(group.parts)] = msgspec.Raw(msgspec.msgpack.encode(group.parts))
-        readers = {rank for group in groups for rank, part in zip(group.ranks, group.parts, strict=True) if part}
-        addresses = {reader: plans[reader].address for reader in sorted(readers)}
-        encoded = [(group.ranks, parts[id(group.parts)]) for group in groups]
-        replies[numbers] = msgspec.msgpack.encode((encoded, division.common, addresses, unit_bytes, heartbeat_s))
-    return [replies[numbers] for numbers in numbers_of_rank]
-
-
-def decode_assignment(reply: bytes, rank: int) -> ReadAssignment:
-    """Returns what the coordinator has assigned to a rank."""
-    groups, common, addresses, unit_bytes, heartbeat_s = msgspec.msgpack.decode(reply, type=_Reply)
-    share = share_of(rank, groups, common)
-    of_readers = {reader: addresses[reader] for reader, _ in share.received}
-    return ReadAssignment(share, of_readers, unit_bytes, heartbeat_s)
 
 
 class _Exchange:
     """The connections, threads and memory of one load on one rank. `run` is called once."""
 
     def __init__(
-        self, ranks: Ranks, source: Source, match: Match, *, assigned: ReadAssignment, lanes: CopyStreams
+        self,
+        ranks: Ranks,
+        source: Source,
+        match: Match,
+        plan: DividedPlan,
+        *,
+        met: HostRanks,
+        budgets: Budgets,
+        assigned: ReadAssignment,
+        lanes: CopyStreams,
     ) -> None:
-        # Half of the scratch memory is for reading. The rest is halved between what goes out and what comes in, unless
-        # a frame that comes in would not fit, which is decompressed beside itself.
-        rest_bytes = source.options.scratch_bytes // 2
-        incoming_bytes = max(rest_bytes // 2, min(3 * FRAME_BYTES, 3 * rest_bytes // 4))
         self._targets = source.targets(match.shards, match.stored_fqns, lanes)
-        self.receiver = Receiver(source, match, self._targets, scratch_bytes=incoming_bytes)
-        self._outgoing = ByteBudget(rest_bytes - incoming_bytes)
+        self.receiver = Receiver(source, match, self._targets, scratch_bytes=budgets.scratch)
+        self._outgoing = ByteBudget(budgets.outgoing)
         self._ranks = ranks
+        self._global_ranks = ranks.global_ranks
         self._source = source
         self._stored_fqns = match.stored_fqns
+        self._plan = plan
         self._assigned = assigned
         self._lanes = lanes
         self._activity = Activity()
@@ -204,33 +156,52 @@ class _Exchange:
         self._awaiting: set[int] = set()
         """Reader ranks that wait for this one to connect; those in `_connected` wait no more."""
         self._connected: set[int] = set()
-        num_threads = len(assigned.addresses) + len(assigned.share.peers) + 2 * MAX_UNAUTHENTICATED
+        self._met = met
+        self._arenas = divided(met, budgets.read)
+        timeout_s = source.options.timeout_s
+        self._host = HostExchange(
+            met,
+            self.receiver,
+            self._activity,
+            self._is_over,
+            received=plan.received,
+            takers=assigned.share.takers,
+            global_ranks=ranks.global_ranks,
+            limits=Limits(timeout_s, timeout_s + min(timeout_s, MAX_GRACE_S), assigned.heartbeat_s),
+        )
+        num_threads = len(assigned.addresses) + len(assigned.share.peers) + 2 * MAX_UNAUTHENTICATED + NUM_THREADS
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="bcp-exchange")
         self._futures: list[Future[None]] = []
 
-    def run(self, plan: DividedPlan, listener: Listener) -> None:
+    def run(self, listener: Listener) -> None:
         """Raises the first error of any thread."""
-        peers = {rank: self._ranks.global_ranks[rank] for rank in self._assigned.share.peers}
+        plan, share = self._plan, self._assigned.share
+        peers = {rank: self._ranks.global_ranks[rank] for rank in share.peers}
         timeout_s = self._source.options.timeout_s
         try:
             # There may be no more threads, and the wait may be interrupted.
             with self._failing_together():
-                for item in plan.received.items():
-                    self._start(self._receive, *item)
-                    self._awaiting.add(item[0])
+                self._host.ask()
+                for _ in range(NUM_THREADS if self._met.others else 0):
+                    self._start(self._host.serve)
+                relays = [self._start(self._relay, *item) for item in plan.relayed.items()]
+                self._awaiting.update(plan.relayed)
                 with self._activity.waiting():
                     listener.accept(peers, self._admit, self._start, timeout_s=timeout_s, is_over=self._is_over)
-                # The shared ones first: one that cannot be shared may begin at the same byte.
-                reads = self._source.with_targets([*plan.shared, *plan.alone], self._targets, self._stored_fqns)
-                passed_on = [self._passing_on(read) for read in reads]
+                self._host.wait_for_requests()
+                passed_on = [self._passing_on(read) for read in plan.shared]
                 if self._requests:
                     raise damaged(f"what was asked for of {len(self._requests)} units that this rank does not read was")
-                self._source.run(passed_on, self._lanes)
+                alone = self._source.with_targets(plan.alone, self._targets, self._stored_fqns)
+                no_slots = partial(self._arenas.read.break_off, PeerLeftError)
+                self._source.run([*passed_on, *alone], self._lanes, no_slots)
+                wait(relays, return_when=FIRST_EXCEPTION)
+                self._host.end_giving()
                 wait(self._futures, return_when=FIRST_EXCEPTION)
         finally:
             self._end()
 
-    def _start(self, do: Callable[..., None], *arguments: object) -> None:
+    def _start(self, do: Callable[..., None], *arguments: object) -> Future[None]:
         """Calls `do` on a thread. Raises CheckpointError (rank_failed) if there can be no more threads."""
         try:
             self._futures.append(self._pool.submit(self._failing_together()(do), *arguments))
@@ -242,6 +213,7 @@ class _Exchange:
                 'this one is connected to: raise the limit, or load with LoadOptions(exchange="off")',
                 kind="rank_failed",
             ) from error
+        return self._futures[-1]
 
     def _admit(self, connection: Connection, message: bytes) -> Callable[[], None]:
         """Notes what a peer asks for, and returns what sends it."""
@@ -254,27 +226,49 @@ class _Exchange:
         return partial(self._send, connection, len(request))
 
     def _passing_on(self, read: Fetch) -> Fetch:
-        """Returns the read of a unit, after which the peers get the pieces that they asked for."""
-        requests = self._requests.pop((read.file, read.byte_offset), {})
+        """Returns the read of a unit into memory of the host, after which the others get what they asked for."""
+        unit = read.file, read.byte_offset
+        requests = self._requests.pop(unit, {})
+        slots: list[Slot] = []
 
-        def place(content: memoryview) -> None:
+        @contextmanager
+        def target() -> Iterator[memoryview]:
+            # Bytes that are aligned in the file are aligned in memory.
+            slots.append(self._arenas.read.take(read.byte_length, lead_bytes=read.byte_offset % ALIGNMENT))
+            yield slots[0].content
+
+        def place(_: memoryview) -> None:
             if self._is_over.is_set():
                 raise PeerLeftError
-            read.place(content)
             self._activity.step()
-            for pieces, peers in requests.items():
-                views, verify = view_pieces(content, read.byte_offset, pieces), self._source.options.verify
-                unit = OutgoingUnit(read, views, len(peers), budget=self._outgoing, verify=verify)
-                for connection in peers:
-                    connection.units.put(unit)
+            self._pass_on(read, slots[0], requests)
 
         def wanted_by(start: int, end: int) -> str:
-            """Names the peers as well: they rely on the reader rank to verify."""
-            touching = [pieces for pieces in requests if any(piece.touches(start, end) for piece in pieces)]
-            peers = sorted({connection.global_rank for key in touching for connection in requests[key]})
-            return read.wanted_by(start, end) or (f"what {shown_ranks(peers)} asked for" if peers else "")
+            """Names other ranks as well: they rely on the reader rank to verify."""
+            names = self._global_ranks
+            of_host = self._host.requests.get(unit, {})
+            asked = [(pieces, [peer.global_rank for peer in peers]) for pieces, peers in requests.items()]
+            asked += [(pieces, [names[rank] for rank in ranks]) for pieces, ranks in of_host.items()]
+            touching = [ranks for pieces, ranks in asked if any(piece.touches(start, end) for piece in pieces)]
+            ranks = sorted({*chain.from_iterable(touching)})
+            own = names_in(read, self._stored_fqns, start, end)
+            return own or (f"what {shown_ranks(ranks)} asked for" if ranks else "")
 
-        return read._replace(place=place, wanted_by=wanted_by)
+        return Fetch(*unit, read.byte_length, (), is_direct=False, target=target, place=place, wanted_by=wanted_by)
+
+    def _pass_on(
+        self, fetch: Fetch, slot: Slot, requests: Mapping[tuple[ByteRange, ...], Sequence[Connection]]
+    ) -> None:
+        """Passes on a unit that is in the slot, and takes what this rank wants of it."""
+        self._host.announce((fetch.file, fetch.byte_offset), slot)
+        for pieces, peers in requests.items():
+            slot.hold()
+            views, verify = view_pieces(slot.content, fetch.byte_offset, pieces), self._source.options.verify
+            unit = OutgoingUnit(fetch, views, len(peers), budget=self._outgoing, verify=verify, done=slot.release)
+            for connection in peers:
+                connection.units.put(unit)
+        self.receiver.place(fetch, slot.content)
+        slot.release()
 
     def _send(self, connection: Connection, num_units: int) -> None:
         try:
@@ -283,19 +277,26 @@ class _Exchange:
             self._is_over.wait(GRACE_S)  # if the peer is also a reader rank of this one, that says why
             raise
 
-    def _receive(self, reader: int, fetches: Sequence[Fetch]) -> None:
-        awaited = {(fetch.file, fetch.byte_offset): fetch for fetch in fetches}
-        request = encode_request({unit: self.receiver.pieces(fetch) for unit, fetch in awaited.items()})
-        connection = self._connect(reader, request)
+    def _relay(self, reader: int, fetches: Sequence[Fetch]) -> None:
+        """Receives from a reader rank on another host what any rank of this one wants, and passes it on."""
+        self._host.wait_for_requests()
+        awaited: dict[tuple[int, int], tuple[Fetch, tuple[ByteRange, ...]]] = {}
+        for fetch in fetches:
+            unit = fetch.file, fetch.byte_offset
+            if pieces := united(fetch, [pieces_of(fetch), *self._host.requests.get(unit, ())]):
+                awaited[unit] = fetch, pieces
+        connection = self._connect(reader, encode_request({unit: pieces for unit, (_, pieces) in awaited.items()}))
         while awaited and not self._is_over.is_set():
-            header = connection.receive_header()
-            fetch = awaited.pop((header.file, header.byte_offset), None)
-            if fetch is None:
+            header = connection.receive_header(self._host.beat)
+            if (header.file, header.byte_offset) not in awaited:
                 raise damaged(
                     f"{header.byte_length} bytes from rank {connection.global_rank} that were not asked for "
                     f"(file {header.file}, byte {header.byte_offset}), were"
                 )
-            self.receiver.receive(connection, header, fetch)
+            fetch, pieces = awaited.pop((header.file, header.byte_offset))
+            slot = self._arenas.received.take(fetch.byte_length, lead_bytes=fetch.byte_offset % ALIGNMENT)
+            self.receiver.receive(connection, header, fetch, pieces, slot.content)
+            self._pass_on(fetch, slot, {})
         if not awaited:
             connection.send_ack()
 
@@ -333,10 +334,12 @@ class _Exchange:
 
     def _stop(self) -> None:
         """Ends all waits of other threads. May be called several times."""
+        self._met.leave(is_silent=self._is_silent())
         if self._is_silent():
             self._interrupt_all()
-        self.receiver.scratch.break_off(PeerLeftError)
-        self._outgoing.break_off(PeerLeftError)
+        for memory in (self.receiver.scratch, self._outgoing, *self._arenas):
+            memory.break_off(PeerLeftError)
+        self._host.stop()
         for connection in [each for each in self._inbound if each.is_established]:
             connection.disconnect()
 

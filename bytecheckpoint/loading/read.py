@@ -17,7 +17,6 @@ from bytecheckpoint.loading.overwrite_state import StateChanges
 from bytecheckpoint.loading.replacement import detect_replacement
 from bytecheckpoint.loading.scatter import Targets, device_memory_of, memory_of, place_all, takes_bytes
 from bytecheckpoint.manifest import Manifest
-from bytecheckpoint.manifest.frames import FRAME_BYTES
 from bytecheckpoint.manifest.ranges import Fetch, Frame, ignore_bytes
 from bytecheckpoint.memory.device_to_host import has_streams
 from bytecheckpoint.memory.direct_reader import DirectRead, find_direct_reader
@@ -36,6 +35,8 @@ logger = logging.getLogger("bytecheckpoint")
 
 _EXTENT_BYTES = 1 << 20
 """Longest extent of an ordinary file."""
+_UNITS_IN_SCRATCH = 16
+"""Of what is read for others as well: several are read while others are passed on."""
 
 
 class Source:
@@ -104,10 +105,10 @@ class Source:
         shown.held_files = self.held_files
         return shown
 
-    def unit_bytes(self, fetches: Sequence[Fetch]) -> int:
-        """Returns the longest fetch of what other ranks want too, unless an extent is longer."""
-        has_frames = any(fetch.frames for fetch in fetches)  # which are decompressed beside it
-        return max(self.max_fetch_bytes - (2 * FRAME_BYTES if has_frames else 0), 1)
+    @property
+    def unit_bytes(self) -> int:
+        """Longest fetch of what other ranks want too, unless an extent is longer."""
+        return max(1, min(self.max_fetch_bytes, self.options.scratch_bytes // _UNITS_IN_SCRATCH))
 
     def plan(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Fetch]:
         """Returns the fetches that fill these shards, each from the stored tensor of its number; checks the data files.
@@ -167,8 +168,10 @@ class Source:
         """Returns the fetches of a plan that was made for these shards, with the memory that they go to."""
         return [self._with_target(fetch, targets, stored_fqns) for fetch in fetches]
 
-    def run(self, fetches: Sequence[Fetch], lanes: CopyStreams) -> None:
-        """Carries out fetches with targets; copies into devices may still be under way until the lanes are closed."""
+    def run(self, fetches: Sequence[Fetch], lanes: CopyStreams, on_failure: Callable[[], None] = lambda: None) -> None:
+        """Carries out fetches with targets; copies into devices may still be under way until the lanes are closed.
+        `on_failure` is called as soon as one fails.
+        """
         meter = self.meter
         if meter is not None:
             fetches = [fetch._replace(place=partial(_counted, fetch.place, meter)) for fetch in fetches]
@@ -182,6 +185,7 @@ class Source:
                 verify=self.options.verify,
                 scratch_bytes=self._scratch_bytes,
                 memory=lanes,
+                on_failure=on_failure,
             )
 
     def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:

@@ -1,39 +1,38 @@
-"""Puts bytes that other ranks have read into tensors: straight into their memory where they are contiguous there, else
-through scratch memory that all connections share. What the coordinator broadcasts arrives without a connection.
+"""Puts bytes that other ranks have read into tensors. What another host has sent comes first into memory that the ranks
+of this one share. What the coordinator broadcasts arrives without a connection.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 import xxhash
 
 from bytecheckpoint.distributed.connection import Connection
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks
-from bytecheckpoint.distributed.wire import WireHeader, check_digest, damaged
+from bytecheckpoint.distributed.wire import WireHeader, check_digest, damaged, view_pieces
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.loading.match import Match
 from bytecheckpoint.loading.read import Source
-from bytecheckpoint.loading.scatter import Targets, memory_of
+from bytecheckpoint.loading.scatter import Targets
 from bytecheckpoint.manifest import DataFile
-from bytecheckpoint.manifest.ranges import Fetch, Frame, Part
+from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory.host_to_device import CopyStreams
 from bytecheckpoint.planner.byte_ranges import ByteRange, first_names, piece_of
 from bytecheckpoint.planner.coalesce import fetch_of
-from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, ReaderShare, packed
+from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, ReaderShare
 from bytecheckpoint.runtime.buffers import ByteBudget
 from bytecheckpoint.storage.compression import decode_frame
 
-_MIN_DIRECT_BYTES = 1 << 16
-"""Smaller pieces go through scratch memory, where they share a system call with their neighbours."""
+_MOST_OF_A_UNIT = 0.95
 
 
 class Receiver:
-    """The destination of received bytes. Used by one thread for each connection."""
+    """Puts bytes that other ranks have read into tensors. Used by several threads."""
 
     def __init__(self, source: Source, match: Match, targets: Targets, *, scratch_bytes: int) -> None:
         self.scratch = ByteBudget(scratch_bytes)
@@ -41,58 +40,63 @@ class Receiver:
         self._stored_fqns = match.stored_fqns
         self._targets = targets
 
-    def pieces(self, fetch: Fetch) -> tuple[ByteRange, ...]:
-        """Returns the pieces to ask for, in the order in which `receive` takes them."""
-        direct, others = self._split(fetch)
-        return tuple(map(piece_of, (*(part for part, _ in direct), *others)))
-
-    def receive(self, connection: Connection, header: WireHeader, fetch: Fetch) -> None:
-        """Receives the pieces behind the header, and puts them into the tensors.
+    def receive(
+        self,
+        connection: Connection,
+        header: WireHeader,
+        fetch: Fetch,
+        pieces: Sequence[ByteRange],
+        content: memoryview,
+    ) -> None:
+        """Receives the pieces behind the header to their places in the content of the unit. Bytes between them stay as
+        they are.
 
         Raises CheckpointCorruptError (checksum) if they are not those that were sent.
         """
-        direct, others = self._split(fetch)
-        bounds = [*accumulate((piece_of(item).byte_length for item in others), initial=0)]
-        scratch_bytes = bounds[-1]
-        num_bytes = scratch_bytes + sum(part.byte_length for part, _ in direct)
-        names = first_names(self._stored_fqns[part.want] for part in fetch.all_parts)
+        names = first_names(self._stored_fqns[part.want] for part in fetch.all_parts) or "what other ranks wanted"
+        num_bytes = sum(piece.byte_length for piece in pieces)
         if header.byte_length != num_bytes:
             raise CheckpointError(
                 f"rank {connection.global_rank} passed on {header.byte_length} bytes of {names}, and {num_bytes} "
                 "were asked for: they were damaged on the way, or the ranks have different releases of bytecheckpoint",
                 kind="rank_failed",
             )
-        # A frame is there twice while it is decoded: as the codec returns it, and in its order.
-        decoding_bytes = max((2 * frame.raw_bytes for frame in fetch.frames), default=0)
-        with self.scratch.taken(scratch_bytes + decoding_bytes):
-            scratch = np.empty(scratch_bytes, np.uint8).data
-            buffers = [*(memory for _, memory in direct), scratch]
-            with self._source.changes.overwriting() if direct else nullcontext():
-                for buffer in buffers:
-                    connection.receive_into(buffer)
+        views = view_pieces(content, fetch.byte_offset, pieces)
+        is_whole = len(views) == 1 and views[0].ndim == 1
+        with nullcontext() if is_whole else self.scratch.taken(num_bytes):
+            received = views[0] if is_whole else np.empty(num_bytes, np.uint8)
+            connection.receive_into(received.data)
             if self._source.options.verify:
-                check_digest(header, buffers, reader=connection.global_rank, wanted_by=names)
-            self.place(fetch_of(fetch.file, 0, scratch_bytes, [*map(packed, others, bounds)]), scratch)
+                check_digest(header, [received.data], reader=connection.global_rank, wanted_by=names)
+            for view, end in [] if is_whole else zip(views, accumulate(view.size for view in views), strict=True):
+                view[...] = received[end - view.size : end].reshape(view.shape)
 
     def place(self, fetch: Fetch, content: memoryview) -> None:
-        """Puts the verified, writable bytes of a fetch into the tensors."""
+        """Puts the verified bytes of a fetch, in writable memory, into the tensors."""
+        if not fetch.all_parts:
+            return
         indirect = fetch._replace(is_direct=False)
         (fetch,) = self._source.with_targets([indirect], self._targets, self._stored_fqns)
-        for frame in fetch.frames:
-            encoded = content[frame.byte_offset - fetch.byte_offset :][: frame.byte_length]
-            raw = np.empty(frame.raw_bytes, np.uint8).data if frame.target is None else frame.target
-            decode_frame(frame.codec, encoded, frame.item_bytes, raw)
-            frame.place(raw)
+        # A frame is there twice while it is decoded: as the codec returns it, and in its order.
+        with self.scratch.taken(max((2 * frame.raw_bytes for frame in fetch.frames), default=0)):
+            for frame in fetch.frames:
+                encoded = content[frame.byte_offset - fetch.byte_offset :][: frame.byte_length]
+                raw = np.empty(frame.raw_bytes, np.uint8).data if frame.target is None else frame.target
+                decode_frame(frame.codec, encoded, frame.item_bytes, raw)
+                frame.place(raw)
         fetch.place(content)
 
-    def _split(self, fetch: Fetch) -> tuple[list[tuple[Part, memoryview]], list[Part | Frame]]:
-        """Returns the parts that are received straight into tensor memory, with that memory, and the other items."""
-        direct: list[tuple[Part, memoryview]] = []
-        others: list[Part | Frame] = []
-        for part in fetch.parts:
-            memory = memory_of(part, self._targets) if part.byte_length >= _MIN_DIRECT_BYTES else None
-            others.append(part) if memory is None else direct.append((part, memory))
-        return direct, [*others, *fetch.frames]
+
+def pieces_of(fetch: Fetch) -> tuple[ByteRange, ...]:
+    """Returns the bytes that a fetch is for."""
+    return tuple(map(piece_of, (*fetch.parts, *fetch.frames)))
+
+
+def united(fetch: Fetch, requests: Iterable[Iterable[ByteRange]]) -> tuple[ByteRange, ...]:
+    """Returns what to ask for if several ranks want pieces of a unit: all of it, unless that is clearly more."""
+    pieces = tuple(dict.fromkeys(chain.from_iterable(requests)))
+    is_most = sum(piece.byte_length for piece in pieces) >= _MOST_OF_A_UNIT * fetch.byte_length
+    return (ByteRange(fetch.byte_offset, (fetch.byte_length,), (1,)),) if is_most else pieces
 
 
 def read_common(

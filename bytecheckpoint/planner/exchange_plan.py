@@ -37,9 +37,14 @@ class ReaderShare(NamedTuple):
     reads: Sequence[ExtentRun]
     """Runs that this rank reads for itself and for other ranks."""
     peers: Sequence[int]
-    """The ranks that this rank sends bytes to, rising."""
+    """The ranks of other hosts that this rank sends bytes to, rising."""
     received: Sequence[tuple[int, ExtentRun]]
-    """The reader rank of each run that this rank wants and does not read, in the order of the files."""
+    """The rank of this host in whose memory each run is that this rank wants and neither reads nor relays, in the order
+    of the files."""
+    relayed: Sequence[tuple[int, ExtentRun]] = ()
+    """The reader rank, on another host, of each run that this rank receives for all of its host, in the same order."""
+    takers: Sequence[int] = ()
+    """The ranks of this host that take what this rank reads or relays, rising."""
     common: Sequence[ExtentRun] = ()
     """Runs that one rank reads and the coordinator broadcasts. They are the same for every rank, whether it wants them
     or not."""
@@ -57,8 +62,10 @@ class DividedPlan(NamedTuple):
     alone: Sequence[Fetch]
     """Fetches that this rank reads for itself alone."""
     received: Mapping[int, Sequence[Fetch]]
-    """Units that each of the reader ranks reads for this one, in file order. Units of which it wants nothing, such as
-    those between the rows of a box, are left out; no unit may be left."""
+    """Units that this rank takes from the memory of each other rank of its host, in file order. Units of which it wants
+    nothing, such as those between the rows of a box, are left out; no unit may be left."""
+    relayed: Mapping[int, Sequence[Fetch]]
+    """Units that each reader rank on another host may send to this one, for all of its host."""
     common: Sequence[Fetch]
     """Fetches of whole runs that the coordinator broadcasts."""
 
@@ -77,6 +84,11 @@ class Extents:
             unchecked = [*range(0, byte_length, _UNCHECKED_BYTES), byte_length]
             self._bounds[file] = [0, *accumulate(lengths)] if lengths else unchecked
         return self._bounds[file]
+
+    def longest_unit(self, unit_bytes: int) -> int:
+        """Returns the length of the longest unit that there may be, of any file."""
+        longest = ((max(file.extent_lengths, default=_UNCHECKED_BYTES), file.byte_length) for file in self._files)
+        return max((min(max(extent, unit_bytes), length) for extent, length in longest), default=0)
 
     def span(self, run: ExtentRun) -> tuple[int, int]:
         """Returns the byte offsets in the file at which the run begins and ends."""
@@ -160,7 +172,8 @@ def divide_plan(fetches: Iterable[Fetch], share: ReaderShare, extents: Extents, 
 
     Units are of at most `unit_bytes`, or of one extent; all ranks must pass the same number.
     """
-    assigned = sorted([*share.reads, *(run for _, run in share.received), *share.common])
+    from_others = [run for _, run in (*share.received, *share.relayed)]
+    assigned = sorted([*share.reads, *from_others, *share.common])
     mixed: list[Fetch] = []
     alone: list[Fetch] = []
     for fetch in fetches:
@@ -171,12 +184,16 @@ def divide_plan(fetches: Iterable[Fetch], share: ReaderShare, extents: Extents, 
     units |= {run: [run] for run in share.common}
     cut = _cut_all(mixed, sorted(chain.from_iterable(units.values())), extents)
     received: dict[int, list[Fetch]] = {}
-    for reader, run in share.received:
-        received.setdefault(reader, []).extend(cut[unit] for unit in units[run] if cut[unit].all_parts)
+    for rank, run in share.received:
+        received.setdefault(rank, []).extend(cut[unit] for unit in units[run] if cut[unit].all_parts)
+    relayed: dict[int, list[Fetch]] = {}
+    for reader, run in share.relayed:
+        relayed.setdefault(reader, []).extend(cut[unit] for unit in units[run])
     return DividedPlan(
         shared=[cut[unit] for run in share.reads for unit in units[run]],
         alone=[*(cut[unit] for run in left for unit in units[run]), *alone],
         received=received,
+        relayed=relayed,
         common=[cut[run] for run in share.common if cut[run].all_parts],
     )
 
@@ -228,12 +245,3 @@ def _cut(item: Part | Frame, start: int, end: int) -> Iterable[Part | Frame]:
         max(start - chunk.byte_offset, 0) // item_bytes, min(end - chunk.byte_offset, chunk.byte_length) // item_bytes
     )
     return boxes_in_run(item.want, chunk, item.region, elements, byte_offset=chunk.byte_offset, item_bytes=item_bytes)
-
-
-def packed(item: Part | Frame, byte_offset: int) -> Part | Frame:
-    """Returns the item for bytes that begin there and lack the gaps between rows."""
-    if not isinstance(item, BoxPart):
-        return item._replace(byte_offset=byte_offset)
-    byte_length = item.region.numel * item_bytes_of(item)
-    chunk = item.chunk._replace(region=item.region, byte_offset=0, byte_length=byte_length)
-    return BoxPart(item.want, byte_offset, byte_length, item.region, chunk)

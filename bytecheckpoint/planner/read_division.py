@@ -1,19 +1,21 @@
-"""Chooses the reader rank of every extent that several ranks want, or that a rank wants and cannot read. It knows
-extents of files and ranks; how a rank carries out its share is in exchange_plan.py.
+"""Chooses the reader rank of every extent that several ranks want, or that a rank wants and cannot read, and the way
+of its bytes to them: once to each other host, and there through memory. It knows extents of files, ranks and hosts; how
+a rank carries out its share is in exchange_plan.py.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice
+from operator import itemgetter
 from typing import NamedTuple
 
 from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, ReaderShare, runs_by_ranks
 
-MAX_TOGETHER = 64
-"""Ranks that share the reading of the same bytes. More are divided into groups that each read them once, so that no
-rank connects to all others."""
+HOSTS_TOGETHER = 5
+"""Hosts that share the reading of the same bytes; more are divided, and each part reads them once. A host exchanges
+bytes with one less, and a rank with one rank of each: it connects to four others at most, and four to it."""
 FEW_RANKS = 4
 """Largest number of ranks that connect to one reader rank for a few bytes. Bytes that more ranks want are broadcast as
 a message.
@@ -23,6 +25,40 @@ _COMMON_BYTES_OF_ALL = 256 << 20
 """Limit for these messages to all ranks together: they come from one store."""
 COMMON_READER = 0
 """The rank that reads common bytes, if all can read them: the coordinator."""
+
+
+class Hosts:
+    """The ranks of each host. One that shares no memory with others is a host of its own."""
+
+    def __init__(self, ranks: Sequence[Sequence[int]]) -> None:
+        self.ranks = ranks
+        self.of_rank = {rank: number for number, of_host in enumerate(ranks) for rank in of_host}
+        self.lanes = {rank: lane for of_host in ranks for lane, rank in enumerate(of_host)}
+        """The place of each rank on its host. A rank connects to those in the same place on other hosts."""
+
+    def relay(self, reader: int, host: int) -> int:
+        """Returns the rank through which a host gets what this rank reads."""
+        of_host = self.ranks[host]
+        return reader if host == self.of_rank[reader] else of_host[self.lanes[reader] % len(of_host)]
+
+    def readers_among(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Returns those of the ranks that may read for all of them: on several hosts, as few of each as there are on
+        the smallest, because a rank there would receive from several of a larger one.
+        """
+        hosts = {self.of_rank[rank] for rank in ranks}
+        num_lanes = min(len(self.ranks[host]) for host in hosts)
+        return ranks if len(hosts) == 1 else [rank for rank in ranks if self.lanes[rank] < num_lanes]
+
+
+class ReadPath(NamedTuple):
+    """The way of runs to the ranks of one host."""
+
+    reader: int
+    relay: int
+    """The rank of the host in whose memory they are; the reader on its own host."""
+    takers: Sequence[int]
+    """The other ranks of the host that want them."""
+    runs: Sequence[ExtentRun]
 
 
 class ReadGroup(NamedTuple):
@@ -35,6 +71,17 @@ class ReadGroup(NamedTuple):
     """The runs that each of them reads for all, in the order of the files. Equal for groups alike, so that what
     thousands of ranks do takes little memory."""
 
+    def paths(self, hosts: Hosts) -> Iterator[ReadPath]:
+        """Yields the ways of all runs to all hosts of which a rank wants them."""
+        readers = {rank: part for rank, part in zip(self.ranks, self.parts, strict=True) if part}
+        by_host: dict[int, list[int]] = {}
+        for rank in self.ranks:
+            by_host.setdefault(hosts.of_rank[rank], []).append(rank)
+        for reader, part in readers.items():
+            for host, of_host in by_host.items():
+                relay = hosts.relay(reader, host)
+                yield ReadPath(reader, relay, [rank for rank in of_host if rank != relay], part)
+
 
 class ReadDivision(NamedTuple):
     """Who reads what, of all ranks."""
@@ -43,61 +90,86 @@ class ReadDivision(NamedTuple):
     common: Sequence[tuple[int, ExtentRun]]
     """The reader rank of each run that is broadcast."""
 
+    hosts: Hosts
+
     def groups_of_rank(self, num_ranks: int) -> list[list[int]]:
-        """Returns the numbers of the groups that each rank is in."""
+        """Returns the numbers of the groups that each rank is in, or relays for."""
         numbers: list[list[int]] = [[] for _ in range(num_ranks)]
         for number, group in enumerate(self.groups):
-            for rank in group.ranks:
+            for rank in sorted({*group.ranks, *(path.relay for path in group.paths(self.hosts))}):
                 numbers[rank].append(number)
         return numbers
 
 
 def assign_readers(
-    wanted: Sequence[Sequence[ExtentRun]], extents: Extents, held: Sequence[Collection[int]] = ()
+    wanted: Sequence[Sequence[ExtentRun]],
+    extents: Extents,
+    held: Sequence[Collection[int]] = (),
+    hosts: Hosts | None = None,
 ) -> list[ReaderShare]:
     """Returns the share of each rank in `divide_reading`."""
-    division = divide_reading(wanted, extents, held)
+    division = divide_reading(wanted, extents, held, hosts)
     groups = ([division.groups[number] for number in numbers] for numbers in division.groups_of_rank(len(wanted)))
-    return [share_of(rank, of_rank, division.common) for rank, of_rank in enumerate(groups)]
+    return [share_of(rank, of_rank, division.common, division.hosts) for rank, of_rank in enumerate(groups)]
 
 
 def divide_reading(
-    wanted: Sequence[Sequence[ExtentRun]], extents: Extents, held: Sequence[Collection[int]] = ()
+    wanted: Sequence[Sequence[ExtentRun]],
+    extents: Extents,
+    held: Sequence[Collection[int]] = (),
+    hosts: Hosts | None = None,
 ) -> ReadDivision:
     """Assigns a reader rank to every extent that two ranks or more want, or that its one rank cannot read, such that
     all read about as many bytes.
 
     `wanted` has the runs of each rank, which do not overlap and do not touch one another; ranks that want the same
     should have the same list, which is then looked at once. `held` has for each rank the files that it can read and
-    others may not: a file that nobody holds is read by all. The reader rank is one of those that want the extent, if
-    one of them can read it, else that holder of the file which reads the least; it gets few, long runs. Few bytes that
-    more than FEW_RANKS want are common. The same input always gives the same groups.
+    others may not: a file that nobody holds is read by all. Without `hosts` no ranks share memory. The reader rank is
+    one of those that want the extent, if one of them can read it, else that holder of the file which reads the least;
+    it gets few, long runs. Few bytes that more than FEW_RANKS want are common. The same input always gives the same
+    groups.
     """
+    hosts = Hosts([[rank] for rank in range(len(wanted))]) if hosts is None else hosts
     holders = _holders_by_file(held)
     by_ranks = runs_by_ranks(wanted)
     common = _take_common(by_ranks, extents, min(_COMMON_BYTES, _COMMON_BYTES_OF_ALL // len(wanted)))
-    division = _Division(len(wanted), extents)
-    for together, runs in _runs_by_group(by_ranks):
-        for of_file, same_runs in _runs_by_holders(runs, holders):
-            division.add(together, of_file, same_runs)
-    return ReadDivision(division.groups, [(min(holders.get(run.file, (COMMON_READER,))), run) for run in common])
+    division = _Division(len(wanted), extents, hosts)
+    for ranks in sorted(by_ranks, key=lambda ranks: (len(ranks), ranks)):  # small ones have the least choice
+        for of_file, runs in _runs_by_holders(by_ranks[ranks], holders):
+            # What few can read is read once for all: of some hosts nobody might be able to.
+            for together in [ranks] if of_file is not None else division.parts_of(ranks):
+                division.add(together, of_file, runs)
+    return ReadDivision(division.groups, [(min(holders.get(run.file, (COMMON_READER,))), run) for run in common], hosts)
 
 
-def share_of(rank: int, groups: Iterable[ReadGroup], common: Sequence[tuple[int, ExtentRun]]) -> ReaderShare:
-    """Returns the share of a rank, of the groups that it is in."""
+def share_of(
+    rank: int, groups: Iterable[ReadGroup], common: Sequence[tuple[int, ExtentRun]], hosts: Hosts
+) -> ReaderShare:
+    """Returns the share of a rank, of the groups that it is in or relays for."""
     reads: list[ExtentRun] = []
     received: list[tuple[int, ExtentRun]] = []
+    relayed: list[tuple[int, ExtentRun]] = []
     peers: set[int] = set()
-    for ranks, parts in groups:
-        for reader, part in zip(ranks, parts, strict=True):
-            if reader != rank:
-                received += [(reader, run) for run in part]
-            elif part:
-                reads += part
-                peers.update(ranks)
-    of_readers = sorted(received, key=lambda item: item[1])
+    takers: set[int] = set()
+    for path in (path for group in groups for path in group.paths(hosts)):
+        if path.relay == rank:
+            reads += path.runs if path.reader == rank else ()
+            relayed += [(path.reader, run) for run in path.runs if path.reader != rank]
+            takers.update(path.takers)
+        elif path.reader == rank:
+            peers.add(path.relay)
+        elif rank in path.takers:
+            received += [(path.relay, run) for run in path.runs]
     runs, readers = [run for _, run in common], [reader for reader, _ in common]
-    return ReaderShare(reads, sorted(peers - {rank}), of_readers, runs, readers)
+    return ReaderShare(
+        reads=reads,
+        peers=sorted(peers),
+        received=sorted(received, key=itemgetter(1)),
+        relayed=sorted(relayed, key=itemgetter(1)),
+        takers=sorted(takers),
+        common=runs,
+        common_readers=readers,
+    )
 
 
 def _holders_by_file(held: Sequence[Collection[int]]) -> dict[int, list[int]]:
@@ -126,16 +198,45 @@ def _runs_by_holders(
 class _Division:
     """The groups, while runs are assigned."""
 
-    def __init__(self, num_ranks: int, extents: Extents) -> None:
+    def __init__(self, num_ranks: int, extents: Extents, hosts: Hosts) -> None:
         self.groups: list[ReadGroup] = []
+        self._hosts = hosts
+        self._partners: list[set[int]] = [set() for _ in hosts.ranks]
+        """The hosts with which each one exchanges bytes."""
         self._extents = extents
         self._read_bytes = [0] * num_ranks
         self._divided: dict[tuple[int, ...], _Divided] = {}
         """By the id of the runs and the loads. Replicas mostly have equal loads, and divide the same runs alike."""
 
+    def parts_of(self, ranks: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Yields the ranks in parts that share reading, each of all that a few hosts have of them: of hosts that do so
+        already, where it can be.
+        """
+        by_host: dict[int, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(self._hosts.of_rank[rank], []).append(rank)
+        left = dict.fromkeys(by_host)
+        while left:
+            max_hosts = -(-len(left) // -(-len(left) // HOSTS_TOGETHER))
+            first = next(iter(left))
+            part: list[int] = []
+            for host in [first, *sorted(self._partners[first] & left.keys()), *islice(left, 1, max_hosts)]:
+                if host not in part and len(part) < max_hosts and self._can_join(host, part):
+                    part.append(host)
+            for host in part:
+                self._partners[host].update(set(part) - {host})
+                del left[host]
+            yield sorted(rank for host in part for rank in by_host[host])
+
+    def _can_join(self, host: int, part: Sequence[int]) -> bool:
+        """Returns True if none of the hosts gets more partners than it may have."""
+        known = self._partners
+        joined = [len(known[other] | {host, *part} - {other}) < HOSTS_TOGETHER for other in part]
+        return all(joined) and len(known[host] | {*part}) < HOSTS_TOGETHER
+
     def add(self, together: Sequence[int], holders: Sequence[int] | None, runs: Sequence[ExtentRun]) -> None:
         """Divides runs that these ranks want among those of them that can read, or among others."""
-        readers = together if holders is None else sorted({*together} & {*holders})
+        readers = self._hosts.readers_among(together) if holders is None else sorted({*together} & {*holders})
         if not readers and holders is not None:
             self._add_of_others(together, holders, runs)
             return
@@ -189,17 +290,6 @@ def _take_common(by_ranks: dict[tuple[int, ...], list[ExtentRun]], extents: Exte
             max_bytes -= num_bytes
             common += by_ranks.pop(ranks)
     return sorted(common)
-
-
-def _runs_by_group(
-    by_ranks: Mapping[tuple[int, ...], list[ExtentRun]],
-) -> Iterator[tuple[Sequence[int], list[ExtentRun]]]:
-    """Yields groups of ranks that share the reading of some runs; small ones first, which have the least choice."""
-    for ranks in sorted(by_ranks, key=lambda ranks: (len(ranks), ranks)):
-        num_groups = -(-len(ranks) // MAX_TOGETHER)
-        ends = [len(ranks) * number // num_groups for number in range(num_groups + 1)]
-        for first, end in pairwise(ends):
-            yield ranks[first:end], by_ranks[ranks]
 
 
 def _divide_runs(runs: Sequence[ExtentRun], loads: Sequence[int], extents: Extents) -> list[list[ExtentRun]]:

@@ -1,13 +1,18 @@
-"""Host memory that several threads share: a pool of equal blocks, and a budget counted in bytes. Knows no tensors."""
+"""Host memory that several threads share: a pool of equal blocks, parts of one piece, and a budget counted in bytes.
+Knows no tensors.
+"""
 
 from __future__ import annotations
 
 import mmap
 import threading
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
+
+_ALIGNMENT = 64
 
 
 class CopyEvent(Protocol):
@@ -156,3 +161,79 @@ class ByteBudget:
         with self._changed:
             self._broken_by = error
             self._changed.notify_all()
+
+
+class Slot:
+    """A part of an arena, which gets it back from the last of those that hold it."""
+
+    def __init__(self, arena: Arena, part: tuple[int, int], content: memoryview) -> None:
+        self.start = part[1] - content.nbytes
+        """Of the content, in the memory that the arena is a part of."""
+        self.content = content
+        self._part = part
+        self._arena = arena
+        self._num_holders = 1
+
+    def hold(self) -> None:
+        """Counts one more that will release it. Whoever calls this holds it."""
+        with self._arena.changed:
+            self._num_holders += 1
+
+    def release(self) -> None:
+        with self._arena.changed:
+            self._num_holders -= 1
+            if not self._num_holders:
+                self._arena.give(self._part)
+
+
+class Arena:
+    """A part of a memory that several threads share in slots of any length. A slot is where the first fits, so that few
+    pages are touched: the first touch costs more than a copy.
+    """
+
+    def __init__(self, memory: memoryview, bounds: range, *, max_slots: int) -> None:
+        """At most `max_slots` are lent at a time."""
+        self._memory = memory
+        self._bounds = bounds
+        self._max_slots = max_slots
+        self._lent: list[tuple[int, int]] = []
+        """First byte and end of each part, rising."""
+        self._broken_by: type[Exception] | None = None
+        self.changed = threading.Condition(threading.RLock())
+
+    def take(self, num_bytes: int, *, lead_bytes: int = 0) -> Slot:
+        """Waits until there is room for the content and so many bytes before it, which must not be more than the arena
+        has. Raises the error that `break_off` was given.
+        """
+        length = num_bytes + lead_bytes
+        with self.changed:
+            self.changed.wait_for(lambda: self._broken_by is not None or self._first_fit(length) is not None)
+            if self._broken_by is not None:
+                raise self._broken_by
+            first = self._first_fit(length) or self._bounds.start
+            part = (first, first + length)
+            insort(self._lent, part)
+        return Slot(self, part, self._memory[first + lead_bytes : first + length])
+
+    def give(self, part: tuple[int, int]) -> None:
+        """Takes back a part that nobody holds."""
+        with self.changed:
+            self._lent.remove(part)
+            self.changed.notify_all()
+
+    def break_off(self, error: type[Exception]) -> None:
+        """Makes every call of `take` raise this error, also those that wait."""
+        with self.changed:
+            self._broken_by = error
+            self.changed.notify_all()
+
+    def _first_fit(self, length: int) -> int | None:
+        """Returns the first byte of room, aligned for any dtype; None if there is none."""
+        if len(self._lent) >= self._max_slots:
+            return None
+        first = self._bounds.start
+        for start, end in self._lent:
+            if first + length <= start:
+                break
+            first = -(-end // _ALIGNMENT) * _ALIGNMENT
+        return first if first + length <= self._bounds.stop else None

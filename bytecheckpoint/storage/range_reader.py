@@ -63,9 +63,10 @@ def run_fetches(
     verify: bool,
     scratch_bytes: int,
     memory: FetchMemory,
+    on_failure: Callable[[], None] = lambda: None,
 ) -> None:
     """Carries out all fetches from these files of a folder; when one fails, those not begun are dropped and its error
-    is raised.
+    is raised. `on_failure` is called at once then, to end what others wait for in their targets.
 
     Fetches that go through scratch memory wait for one another if `scratch_bytes` do not suffice for one per thread.
     More than that is taken only for a longer fetch, with the frame that it decompresses, which is there twice. If
@@ -88,7 +89,8 @@ def run_fetches(
     num_buffers = max(1, min(2 * threads, scratch_bytes // max(1, bytes_per_fetch)))
     contents, raws = memory.new_buffers(num_buffers, content_bytes), memory.new_buffers(num_buffers, raw_bytes)
     digests = {number: _digests_of(files[number]) for number in {fetch.file for fetch in fetches} if verify}
-    has_failed = False
+    errors: list[BaseException] = []
+    """In the order of time."""
 
     def carry_out(fetch: Fetch) -> None:
         name = join_name(folder, files[fetch.file].name)
@@ -108,15 +110,16 @@ def run_fetches(
                     frame.place(raw[: frame.raw_bytes])
 
     def run(fetch: Fetch) -> None:
-        nonlocal has_failed
         with nullcontext() if store_budget is None else store_budget.taken(fetch.byte_length):
-            if has_failed:  # another one, while this one waited
+            if errors:  # of another one, while this one waited
                 return
             try:
                 carry_out(fetch)
-            except BaseException:
-                has_failed = True
-                raise
+            except BaseException as error:
+                errors.append(error)
+                on_failure()
+                if errors[0] is error or not isinstance(error, Exception):  # others may fail because of the first one
+                    raise
 
     run_jobs(run, fetches, num_threads=threads)
 

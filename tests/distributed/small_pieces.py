@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import pytest
 
 from bytecheckpoint import options
-from bytecheckpoint.loading import receive
 from bytecheckpoint.planner import coalesce, file_layout
 
 
@@ -20,6 +19,5 @@ def small_pieces(*, extent_bytes: int = 512) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(file_layout, "EXTENT_BYTES", extent_bytes)
         patch.setattr(coalesce, "MIN_DIRECT_BYTES", extent_bytes // 2)
-        patch.setattr(receive, "_MIN_DIRECT_BYTES", extent_bytes // 8)
         patch.setattr(options, "MIN_SCRATCH_BYTES", 1)
         yield

@@ -19,11 +19,13 @@ import bytecheckpoint as bcp
 from bytecheckpoint.distributed import rendezvous as rendezvous_module
 from bytecheckpoint.distributed.connection import Activity, Connection, PeerLeftError
 from bytecheckpoint.distributed.rendezvous import Address, Listener, connect
+from bytecheckpoint.distributed.same_host.host_ranks import HostRanks
 from bytecheckpoint.distributed.wire import DISCONNECT, HEADER, HEARTBEAT, OutgoingUnit, WireHeader, view_pieces
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.loading.exchange import ReadAssignment, _Exchange
+from bytecheckpoint.loading.between_ranks.assignment import ReadAssignment
+from bytecheckpoint.loading.exchange import Budgets, _Exchange
 from bytecheckpoint.loading.overwrite_state import StateChanges
-from bytecheckpoint.loading.receive import Receiver
+from bytecheckpoint.loading.receive import Receiver, pieces_of
 from bytecheckpoint.manifest.ranges import Fetch, FlatPart
 from bytecheckpoint.planner.byte_ranges import ByteRange
 from bytecheckpoint.planner.exchange_plan import DividedPlan, ReaderShare
@@ -153,14 +155,15 @@ def exchange_with_a_peer() -> _Exchange:
     match: Any = SimpleNamespace(shards=[], stored_fqns=[])
     ranks: Any = SimpleNamespace(global_ranks=[READER, PEER], rank=0)
     assigned = ReadAssignment(ReaderShare([], [1], []), {}, 1, 1.0)
-    return _Exchange(ranks, source, match, assigned=assigned, lanes=Any)
+    plan, met = DividedPlan([], [], {}, {}, []), HostRanks(0, memoryview(bytearray(64)))
+    return _Exchange(ranks, source, match, plan, met=met, budgets=Budgets(32, 32, 1, 1), assigned=assigned, lanes=Any)
 
 
 def test_a_damaged_request_ends_the_exchange_and_all_its_threads(listener: Listener) -> None:
     with ThreadPoolExecutor(1) as pool:
         theirs = pool.submit(connect_to, listener.address, request=b"damaged request")
         with pytest.raises(CheckpointError, match="damaged") as raised:
-            exchange_with_a_peer().run(DividedPlan([], [], {}, []), listener)
+            exchange_with_a_peer().run(listener)
         theirs.result().close()
     assert raised.value.kind == "checksum"  # and keeps the frames alive that it went through
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("bcp-exchange")]
@@ -203,7 +206,7 @@ def test_a_rendezvous_that_can_have_no_more_threads_says_what_to_do(
         socket.create_connection(("127.0.0.1", listener.address.port)),
         pytest.raises(CheckpointError, match=r"no more threads .*exchange=\"off\"") as raised,
     ):
-        exchange_with_a_peer().run(DividedPlan([], [], {}, []), listener)
+        exchange_with_a_peer().run(listener)
     assert raised.value.kind == "rank_failed"
 
 
@@ -329,7 +332,7 @@ def unit() -> OutgoingUnit:
     """Six bytes for one peer, behind the header (1, 2, 6)."""
     read = Fetch(1, 2, 6, (), is_direct=False)
     views = view_pieces(memoryview(b"pieces"), 2, [ByteRange(2, (6,), (1,))])
-    return OutgoingUnit(read, views, 1, budget=ByteBudget(6), verify=False)
+    return OutgoingUnit(read, views, 1, budget=ByteBudget(6), verify=False, done=lambda: None)
 
 
 def send_unit(connection: Connection, activity: Activity) -> None:
@@ -429,7 +432,7 @@ def test_a_unit_of_another_length_than_was_asked_for_is_refused_before_it_is_rec
     receiver = Receiver(Any, match, [], scratch_bytes=100)
     fetch = Fetch(0, 0, 100, (FlatPart(0, 0, 8, 0),), is_direct=False)
     with pytest.raises(CheckpointError, match="rank 41 passed on 9 bytes of w, and 8 were asked for"):
-        receiver.receive(Sender(), WireHeader(0, 0, 9), fetch)
+        receiver.receive(Sender(), WireHeader(0, 0, 9), fetch, pieces_of(fetch), memoryview(bytearray(100)))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed.connection import Connection
 from bytecheckpoint.loading import exchange as exchange_module
+from distributed.played_hosts import on_host
 from distributed.small_pieces import small_pieces
 from distributed.workers import WorkerPool
 
@@ -245,7 +246,7 @@ def load_over_a_bad_network(rank: int, world_size: int, path: str, way: Way, pos
         save_rows(path, way.codec)
         errors = []
         for position in positions:
-            with damaged_on_the_way(position) if rank == 1 else nullcontext():
+            with damaged_on_the_way(position) if rank == 1 else nullcontext(), on_host(rank):
                 errors.append(load(path, way))
             dist.barrier()
         assert load(path, way) is None
@@ -269,8 +270,9 @@ def test_a_byte_damaged_on_the_way_is_found_wherever_it_is(workers: WorkerPool, 
     assert any("that rank 1 had read" in error.message for error in by_rank[0])
 
 
-def ask_for_something_else(rank: int, world_size: int, path: str) -> Seen | None:
+def ask_for_something_else(rank: int, world_size: int, path: str, num_hosts: int) -> Seen | None:
     from bytecheckpoint.loading import exchange
+    from bytecheckpoint.loading.between_ranks import host_exchange
 
     encode_request = exchange.encode_request
 
@@ -280,15 +282,16 @@ def ask_for_something_else(rank: int, world_size: int, path: str) -> Seen | None
         return bytes(encoded)
 
     way = WAYS["on, columns, tiny"]
-    with in_small_pieces(), pytest.MonkeyPatch.context() as patch:
+    with in_small_pieces(), pytest.MonkeyPatch.context() as patch, on_host(rank % num_hosts):
         save_rows(path, "none")
         if rank == 1:
-            patch.setattr(exchange, "encode_request", damaged)
+            patch.setattr(exchange if num_hosts > 1 else host_exchange, "encode_request", damaged)
         return load(path, way)
 
 
-def test_a_damaged_request_is_not_answered(workers: WorkerPool, tmp_path: Path) -> None:
-    errors = workers.run(ask_for_something_else, str(tmp_path), world_size=WORLD_SIZE)
+@pytest.mark.parametrize("num_hosts", [1, WORLD_SIZE])
+def test_a_damaged_request_is_not_answered(workers: WorkerPool, tmp_path: Path, num_hosts: int) -> None:
+    errors = workers.run(ask_for_something_else, str(tmp_path), num_hosts, world_size=WORLD_SIZE)
     assert errors == [errors[0]] * WORLD_SIZE
     assert errors[0] is not None
     assert errors[0].kind == "checksum"

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,7 @@ from bytecheckpoint.distributed import ranks as ranks_module
 from bytecheckpoint.distributed.liveness import host_links, peer_watch
 from bytecheckpoint.distributed.liveness.host_links import HostLinks
 from bytecheckpoint.distributed.liveness.peer_watch import LocalProcesses, PeerWatch, own_presence
+from distributed.played_hosts import on_host
 from distributed.workers import WorkerDied, WorkerPool
 
 PATIENT = bcp.SaveOptions(timeout_s=600)
@@ -39,12 +40,8 @@ NAMED_S = 10.0
 @contextmanager
 def arranged(rank: int, *, block_ranks: int, num_hosts: int) -> Iterator[None]:
     """Blocks of so many ranks, which are on so many hosts."""
-    own = own_presence()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, on_host(rank % num_hosts) if num_hosts > 1 else nullcontext():
         patch.setattr(ranks_module, "BLOCK_RANKS", block_ranks)
-        if num_hosts > 1:
-            kernel = f"{own.kernel}-{rank % num_hosts}"
-            patch.setattr(peer_watch, "own_presence", lambda: type(own)(kernel, own.host, own.pid, own.started))
         yield
 
 

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 import bytecheckpoint as bcp
 from bytecheckpoint.loading import exchange as exchange_module
 from bytecheckpoint.loading import receive
+from bytecheckpoint.loading.between_ranks.host_exchange import HostExchange
 from bytecheckpoint.storage import range_reader
 from bytecheckpoint.storage.backends import local_store
 from distributed.collectives import Collectives, sequence_number
+from distributed.played_hosts import on_host
 from distributed.workers import WorkerDied, WorkerPool
 
 ON = bcp.LoadOptions(exchange="on", timeout_s=30)
@@ -189,21 +192,26 @@ def test_a_module_on_the_meta_device_is_filled(workers: WorkerPool, tmp_path: Pa
     assert workers.run(load_on_meta, str(tmp_path), world_size=2) == [[True, True]] * 2
 
 
-FAILURES: dict[str, str] = {
+FAILURES: dict[str, Seam] = {
     "reading": Seam(local_store.LocalStore, "read_into"),
+    "passing on": Seam(HostExchange, "announce"),
+    "taking": Seam(HostExchange, "_take"),
     "packing": Seam(exchange_module, "OutgoingUnit"),
     "connecting": Seam(exchange_module, "connect"),
     "placing": Seam(receive, "check_digest"),
     "dividing": Seam(exchange_module, "divide_plan"),
 }
+ON_SEVERAL_HOSTS = {"packing", "connecting", "placing"}
 
 
-def fail_in(rank: int, world_size: int, path: str, function: Seam, failing_rank: int) -> tuple[Seen | None, bool, bool]:
+def fail_in(rank: int, world_size: int, path: str, phase: str, failing_rank: int) -> tuple[Seen | None, bool, bool]:
     """Rank 1's error is not the first that the coordinator could hear of."""
+    function = FAILURES[phase]
     state = state_of(rank, 0.0)
     bcp.save(path, state_of(rank, 1.0))
     error = bcp.StorageError("you may not", kind="permission")
-    with before(function, raising(error)) if rank == failing_rank else nullcontext():
+    fails = before(function, raising(error)) if rank == failing_rank else nullcontext()
+    with fails, on_host(rank if phase in ON_SEVERAL_HOSTS else 0):
         found = seen(lambda: bcp.load(path, state, options=ON))
     dist.barrier()
     return found, holds(state, rank, 0.0), loads_as(path, rank, 1.0, options=ON)
@@ -214,7 +222,7 @@ def fail_in(rank: int, world_size: int, path: str, function: Seam, failing_rank:
 def test_what_fails_on_one_rank_fails_all_and_the_next_load_works(
     workers: WorkerPool, tmp_path: Path, phase: str, failing_rank: int
 ) -> None:
-    outcomes = workers.run(fail_in, str(tmp_path), FAILURES[phase], failing_rank, world_size=3)
+    outcomes = workers.run(fail_in, str(tmp_path), phase, failing_rank, world_size=3)
     errors = [error for error, _, _ in outcomes]
     assert errors[0] is not None
     assert errors == [errors[0]] * 3
@@ -227,14 +235,15 @@ def test_what_fails_on_one_rank_fails_all_and_the_next_load_works(
         assert "Nothing of the state" in errors[failing_rank].own
 
 
-def go_missing(rank: int, world_size: int, path: str, function: Seam, missing_rank: int, how: str) -> Seen | None:
+def go_missing(rank: int, world_size: int, path: str, phase: str, missing_rank: int, how: str) -> Seen | None:
     pids: list[int] = [0] * world_size
     dist.all_gather_object(pids, os.getpid())
     bcp.save(path, tensors_of(Replicate(), is_filled=True))
     number = signal.SIGKILL if how == "killed" else signal.SIGSTOP
     signals = iter([number])
     vanish = lambda: [os.kill(os.getpid(), sent) for sent in signals]  # noqa: E731  # once
-    with before(function, vanish) if rank == missing_rank else nullcontext():
+    vanishes = before(FAILURES[phase], vanish) if rank == missing_rank else nullcontext()
+    with vanishes, on_host(rank if phase in ON_SEVERAL_HOSTS else 0):
         error = seen(lambda: bcp.load(path, tensors_of(Replicate(), is_filled=False), options=IMPATIENT))
     if how == "stopped" and rank == (missing_rank + 1) % world_size:
         os.kill(pids[missing_rank], signal.SIGCONT)
@@ -243,14 +252,21 @@ def go_missing(rank: int, world_size: int, path: str, function: Seam, missing_ra
 
 @pytest.mark.parametrize(
     ("phase", "missing_rank", "how"),
-    [("packing", 1, "killed"), ("reading", 2, "killed"), ("packing", 0, "killed"), ("packing", 1, "stopped")],
+    [
+        ("packing", 1, "killed"),
+        ("reading", 2, "killed"),
+        ("packing", 0, "killed"),
+        ("packing", 1, "stopped"),
+        ("passing on", 1, "killed"),
+        ("passing on", 0, "stopped"),
+        ("taking", 2, "killed"),
+        ("taking", 1, "stopped"),
+    ],
 )
 def test_a_rank_that_is_gone_or_stuck_ends_the_load_on_all_others(
     workers: WorkerPool, tmp_path: Path, phase: str, missing_rank: int, how: str
 ) -> None:
-    outcomes = workers.run_each(
-        go_missing, str(tmp_path), FAILURES[phase], missing_rank, how, world_size=3, timeout_s=40
-    )
+    outcomes = workers.run_each(go_missing, str(tmp_path), phase, missing_rank, how, world_size=3, timeout_s=40)
     if how == "killed":
         assert isinstance(outcomes[missing_rank].error, WorkerDied)
     for rank, outcome in enumerate(outcomes):
@@ -311,14 +327,20 @@ def test_an_interrupt_on_one_rank_is_noticed_by_the_others_at_once(workers: Work
 
 
 def reading_on(rank: int, world_size: int, path: str) -> int:
-    """Rank 1 fails. How many reads rank 0 begins afterwards, of many that only it wants."""
+    """Rank 1 fails once rank 0 reads. How many reads that begins afterwards, of many that only it wants."""
+    store, is_reading = dist.distributed_c10d._get_default_store(), "rank 0 reads"
     is_over, num_late = threading.Event(), 0
     was_over: list[bool] = []
 
     def slowly() -> None:
         nonlocal num_late
+        store.set(is_reading, "")
         num_late += is_over.is_set()
         was_over.append(is_over.wait(30))
+
+    def fail() -> None:
+        store.wait([is_reading], timedelta(seconds=30))
+        raise RuntimeError("boom")
 
     state = tensors_of(Replicate(), is_filled=False)
     if rank == 0:
@@ -330,7 +352,7 @@ def reading_on(rank: int, world_size: int, path: str) -> int:
             stack.enter_context(before(Seam(exchange_module._Exchange, "_stop"), is_over.set))
             stack.enter_context(before(read, slowly))
         else:
-            stack.enter_context(before(read, raising(RuntimeError("boom"))))
+            stack.enter_context(before(read, fail))
         error = seen(lambda: bcp.load(path, state, options=options))
     assert error is not None
     assert error.ranks == (1,)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
-from bytecheckpoint.loading import receive
+from bytecheckpoint.loading.between_ranks.host_exchange import HostExchange
 from bytecheckpoint.storage.backends import local_store
 from bytecheckpoint.storage.layout import MANIFEST_NAME
 from distributed.small_pieces import small_pieces
@@ -156,7 +156,7 @@ def load_holding_back(rank: int, world_size: int, path: str) -> tuple[bool, int]
     if rank == 0:
         seam = before(Seam(local_store.LocalStore, "read_into"), hold_back)
     else:
-        seam = before(Seam(receive, "check_digest"), lambda: store.set(arrived, "1"))
+        seam = before(Seam(HostExchange, "_take"), lambda: store.set(arrived, "1"))
     with small_pieces(extent_bytes=EXTENT_BYTES), seam:
         options = bcp.LoadOptions(exchange="on", timeout_s=2 * WAIT_S, reader_threads=1, scratch_bytes=4 * EXTENT_BYTES)
         bcp.load(path, state, options=options)

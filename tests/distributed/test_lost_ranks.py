@@ -15,14 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults.lost_ranks import LATER_S, NOISE_S
-from faults.seams import EXCHANGE_PHASES as PHASES
-from faults.seams import Seam, Seen, before, loads_as, raising, seen, state_of
+from faults.seams import EXCHANGE_PHASES, SOCKET_PHASES, Seam, Seen, before, loads_as, raising, seen, state_of
 
 import bytecheckpoint as bcp
 from bytecheckpoint.storage.backends import local_store
+from distributed.played_hosts import on_host
 from distributed.small_pieces import small_pieces
 from distributed.workers import WorkerDied, WorkerPool
 
+PHASES = EXCHANGE_PHASES | SOCKET_PHASES
 GROUP_SIZE, NUM_GROUPS = 2, 4
 TIMEOUT_S = 1.5
 
@@ -60,7 +61,7 @@ def go_missing(rank: int, world_size: int, root: str, cases: list[Case]) -> tupl
     dist.all_gather_object(pids, os.getpid(), group=group)
     bcp.save(path, state_of(own_rank, 1.0), process_group=group)
     options = bcp.LoadOptions(exchange="on", timeout_s=TIMEOUT_S)
-    with going_missing(case) if own_rank == case.missing_rank else nullcontext():
+    with going_missing(case) if own_rank == case.missing_rank else nullcontext(), in_phase(case.phase, own_rank):
         error = seen(lambda: bcp.load(path, state_of(own_rank, 9.0), options=options, process_group=group))
     if case.how == "killed":
         return error, True
@@ -69,6 +70,11 @@ def go_missing(rank: int, world_size: int, root: str, cases: list[Case]) -> tupl
     dist.barrier(group=group)
     patient = bcp.LoadOptions(exchange="on", timeout_s=30)
     return error, loads_as(path, own_rank, 1.0, options=patient, process_group=group)
+
+
+def in_phase(phase: str, rank: int) -> Any:
+    """Where the ranks are for it: on one host, or each on its own."""
+    return on_host(rank if phase in SOCKET_PHASES else 0)
 
 
 def going_missing(case: Case) -> Any:
@@ -102,13 +108,14 @@ def test_every_phase_is_tried_with_a_dead_and_a_stopped_rank() -> None:
 def fail_in(rank: int, world_size: int, path: str, phase: str, failing_rank: int) -> tuple[Seen | None, bool]:
     bcp.save(path, state_of(rank, 1.0))
     options = bcp.LoadOptions(exchange="on", timeout_s=30)
-    with before(PHASES[phase], raising(OSError("boom"))) if rank == failing_rank else nullcontext():
+    fails = before(PHASES[phase], raising(OSError("boom"))) if rank == failing_rank else nullcontext()
+    with fails, in_phase(phase, rank):
         error = seen(lambda: bcp.load(path, state_of(rank, 0.0), options=options))
     dist.barrier()
     return error, loads_as(path, rank, 1.0, options=options)
 
 
-@pytest.mark.parametrize("phase", ["planning what to exchange", "letting in", "taking in", "finishing"])
+@pytest.mark.parametrize("phase", ["planning what to exchange", "letting in", "taking in", "taking", "finishing"])
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_what_fails_in_any_phase_fails_all(workers: WorkerPool, tmp_path: Path, phase: str, failing_rank: int) -> None:
     """Other phases are in test_exchange.py and test_failures.py."""
@@ -146,24 +153,31 @@ def test_a_reader_that_is_slow_is_waited_for(workers: WorkerPool, tmp_path: Path
     assert min(seconds for _, seconds in outcomes) > SLOW_READ_S * NUM_SLOW_READS > 3 * TIMEOUT_S
 
 
-def lose_a_peer(rank: int, world_size: int, path: str) -> Seen | None:
+def lose_a_peer(rank: int, world_size: int, path: str, phase: str) -> Seen | None:
     """Rank 2 has so much of its own to read that it reads nothing for others, and dies of the first unit."""
     state = {name: torch.zeros_like(value) for name, value in VALUES.items() if rank == 2 or name == "first"}
-    dies = before(PHASES["taking in"], lambda: os.kill(os.getpid(), signal.SIGKILL))
-    with small_pieces(extent_bytes=EXTENT_BYTES), dies if rank == 2 else nullcontext():
+    dies = before(PHASES[phase], lambda: os.kill(os.getpid(), signal.SIGKILL))
+    with small_pieces(extent_bytes=EXTENT_BYTES), dies if rank == 2 else nullcontext(), in_phase(phase, rank):
         options = bcp.LoadOptions(exchange="on", timeout_s=300, scratch_bytes=40_000)
         return seen(lambda: bcp.load(path, state, options=options))
 
 
-def test_a_peer_that_dies_is_known_long_before_the_timeout(workers: WorkerPool, tmp_path: Path) -> None:
+LOST = {
+    "taking in": "was to take what this one reads, and is gone",
+    "taking": "shared memory with this one, and its process has ended",
+}
+
+
+@pytest.mark.parametrize("phase", LOST)
+def test_a_peer_that_dies_is_known_long_before_the_timeout(workers: WorkerPool, tmp_path: Path, phase: str) -> None:
     with small_pieces(extent_bytes=EXTENT_BYTES):
         bcp.save(tmp_path, VALUES)
-    *others, lost = workers.run_each(lose_a_peer, str(tmp_path), world_size=3, timeout_s=100)
+    *others, lost = workers.run_each(lose_a_peer, str(tmp_path), phase, world_size=3, timeout_s=100)
     assert isinstance(lost.error, WorkerDied)
     for outcome in others:
         assert outcome.error is None, outcome.error
         assert (outcome.value.kind, outcome.value.ranks) == ("rank_missing", (2,))
-        assert "was to take what this one reads, and is gone" in outcome.value.message
+        assert LOST[phase] in outcome.value.message
 
 
 HOLD_S = 4.0

@@ -22,6 +22,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.distributed import key_value_ranks
 from bytecheckpoint.saving import commit
 from bytecheckpoint.storage import stage_folder
+from distributed.played_hosts import on_host
 from distributed.workers import Outcome as OfRank
 from distributed.workers import WorkerDied, WorkerPool
 from faults.campaigns import Asked, Broken, Campaign, Outcome, side_by_side
@@ -30,6 +31,7 @@ from faults.seams import (
     EXCHANGE_PHASES,
     LOAD_PHASES,
     SAVE_PHASES,
+    SOCKET_PHASES,
     STAGED_PHASES,
     Seam,
     Seen,
@@ -103,6 +105,8 @@ def seams(call: str) -> dict[str, PhaseSeam]:
         return {phase: PhaseSeam(function) for phase, function in LOAD_PHASES.items()} | leaving
     if call == "exchanged load":
         return {phase: PhaseSeam(function) for phase, function in EXCHANGE_PHASES.items()} | leaving
+    if call == "load across hosts":
+        return {phase: PhaseSeam(function) for phase, function in SOCKET_PHASES.items()} | leaving
     of_all = STAGED_PHASES if call == "staged save" else SAVE_PHASES
     of_coordinator = {
         phase: PhaseSeam(function, is_coordinators=True) for phase, function in COORDINATOR_PHASES.items()
@@ -115,7 +119,7 @@ def seams(call: str) -> dict[str, PhaseSeam]:
     return {phase: PhaseSeam(function) for phase, function in of_all.items()} | of_coordinator | telling | leaving
 
 
-CALLS = ("save", "async save", "lazy save", "staged save", "load", "exchanged load")
+CALLS = ("save", "async save", "lazy save", "staged save", "load", "exchanged load", "load across hosts")
 
 
 def all_cases() -> list[Case]:
@@ -222,9 +226,14 @@ def going_missing(case: Case, number: int) -> Iterator[None]:
 
 def _call(case: Case, path: str, rank: int, group: Any, stage: str) -> Callable[[], object]:
     if not case.is_save:
-        exchange: Any = "on" if case.call == "exchanged load" else "off"
+        exchange: Any = "off" if case.call == "load" else "on"
         options = bcp.LoadOptions(timeout_s=case.timeout_s, exchange=exchange)
-        return lambda: bcp.load(path, state_of(rank, 9.0), options=options, process_group=group)
+
+        def load() -> None:
+            with on_host(rank if case.call == "load across hosts" else 0):
+                bcp.load(path, state_of(rank, 9.0), options=options, process_group=group)
+
+        return load
     save_options = bcp.SaveOptions(
         timeout_s=case.timeout_s,
         snapshot="lazy" if case.call == "lazy save" else "auto",

@@ -22,6 +22,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.adapters import containers
 from bytecheckpoint.distributed import rendezvous
 from bytecheckpoint.loading import exchange, name_scope, open_checkpoint, read, receive
+from bytecheckpoint.loading.between_ranks.host_exchange import HostExchange
 from bytecheckpoint.saving import commit, global_plan, local_stage, prepare, report, target, upload, write
 from bytecheckpoint.storage import layout
 
@@ -73,14 +74,21 @@ EXCHANGE_PHASES = {
     "matching": Seam(name_scope, "match_state"),
     "planning what to exchange": Seam(exchange, "wanted_runs"),
     "dividing the work": Seam(exchange, "divide_plan"),
-    "connecting": Seam(exchange, "connect"),
-    "letting in": Seam(rendezvous.Listener, "accept"),
+    "meeting on the host": Seam(exchange, "meet_on_host"),
+    "asking": Seam(HostExchange, "ask"),
     "reading": Seam(read.Source, "run"),
-    "passing on": Seam(exchange, "OutgoingUnit"),
-    "taking in": Seam(receive, "check_digest"),
+    "passing on": Seam(HostExchange, "announce"),
+    "taking": Seam(HostExchange, "_take"),
     "finishing": Seam(containers.PlainEntry, "finish"),
 }
-"""Of a load whose ranks exchange what they read."""
+"""Of a load whose ranks exchange what they read, in the memory of their host."""
+SOCKET_PHASES = {
+    "connecting": Seam(exchange, "connect"),
+    "letting in": Seam(rendezvous.Listener, "accept"),
+    "sending": Seam(exchange, "OutgoingUnit"),
+    "taking in": Seam(receive, "check_digest"),
+}
+"""More of one between hosts."""
 STAGED_PHASES = {
     "opening": Seam(target, "open_store"),
     "planning": Seam(prepare, "exchange_plans"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from bytecheckpoint.distributed.rendezvous import Address
-from bytecheckpoint.loading.exchange import LocalReadPlan, assign, decode_assignment
+from bytecheckpoint.loading.between_ranks.assignment import LocalReadPlan, assign, decode_assignment
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents
-from bytecheckpoint.planner.read_division import assign_readers
+from bytecheckpoint.planner.read_division import Hosts, assign_readers
 
-NUM_RANKS, SHARDS = 256, 8
+NUM_RANKS, SHARDS, RANKS_OF_HOST = 256, 8, 4
 
 
 def address_of(rank: int) -> Address:
@@ -25,23 +25,41 @@ def replicated(num_ranks: int) -> tuple[Extents, list[list[ExtentRun]]]:
 
 
 def answers_of(extents: Extents, wanted: list[list[ExtentRun]]) -> list[bytes]:
-    plans = [LocalReadPlan(address_of(rank), runs, 8 << 20, 60.0 + rank) for rank, runs in enumerate(wanted)]
+    plans = [
+        LocalReadPlan(address_of(rank), runs, 8 << 20, 60.0 + rank, [], rank - rank % RANKS_OF_HOST)
+        for rank, runs in enumerate(wanted)
+    ]
     return assign([msgspec.msgpack.encode(plan) for plan in plans], extents)
 
 
 def test_each_rank_decodes_its_own_share_and_the_addresses_of_its_readers() -> None:
     extents, wanted = replicated(NUM_RANKS)
     answers = answers_of(extents, wanted)
-    for rank, share in enumerate(assign_readers(wanted, extents)):
+    hosts = Hosts([[*range(first, first + RANKS_OF_HOST)] for first in range(0, NUM_RANKS, RANKS_OF_HOST)])
+    for rank, share in enumerate(assign_readers(wanted, extents, (), hosts)):
         assigned = decode_assignment(answers[rank], rank)
         assert assigned.share == share
-        assert assigned.addresses == {reader: address_of(reader) for reader, _ in share.received}
+        assert assigned.addresses == {reader: address_of(reader) for reader, _ in share.relayed}
         assert (assigned.unit_bytes, assigned.heartbeat_s) == (8 << 20, 15.0)
 
 
 def test_ranks_of_the_same_groups_get_one_answer_however_many_they_are() -> None:
     extents, wanted = replicated(NUM_RANKS)
     answers = answers_of(extents, wanted)
-    assert len({id(answer) for answer in answers}) <= SHARDS * (NUM_RANKS // 64)
+    assert len({id(answer) for answer in answers}) <= SHARDS * (NUM_RANKS // RANKS_OF_HOST)
     alone = answers_of(extents, [[ExtentRun(rank, 0, 8)] for rank in range(NUM_RANKS)])
     assert len({id(answer) for answer in alone}) == 1
+
+
+def test_ranks_that_share_no_memory_are_hosts_of_their_own() -> None:
+    extents = Extents([DataFile("f", 80 << 20, [1 << 20] * 80)])
+    hosts = [0, 0, -1, -1]
+    plans = [
+        LocalReadPlan(address_of(rank), [ExtentRun(0, 0, 80)], 1, 60.0, [], host) for rank, host in enumerate(hosts)
+    ]
+    answers = assign([msgspec.msgpack.encode(plan) for plan in plans], extents)
+    shares = [decode_assignment(answer, rank).share for rank, answer in enumerate(answers)]
+    assert [list(share.takers) for share in shares] == [[1], [], [], []]
+    assert [list(share.peers) for share in shares] == [[2, 3], [], [0, 3], [0, 2]]
+    assert [{reader for reader, _ in share.relayed} for share in shares] == [{2, 3}, set(), {0, 3}, {0, 2}]
+    assert [{rank for rank, _ in share.received} for share in shares] == [set(), {0}, set(), set()]

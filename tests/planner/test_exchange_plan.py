@@ -1,5 +1,5 @@
-"""Which rank reads what several want: every extent that is shared has one reader, who wants it, and who passes it on
-to exactly those who want it too.
+"""Which rank reads what several want: every extent that is shared has one reader, comes once to each other host, and
+reaches there exactly those who want it; and no rank is connected to more than a few others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.planner import read_division
 from bytecheckpoint.planner.exchange_plan import ExtentRun, Extents, ReaderShare
-from bytecheckpoint.planner.read_division import FEW_RANKS, MAX_TOGETHER, assign_readers, divide_reading
+from bytecheckpoint.planner.read_division import FEW_RANKS, HOSTS_TOGETHER, Hosts, assign_readers, divide_reading
 
 Wanted = list[list[ExtentRun]]
 
@@ -24,12 +24,22 @@ def file_of(lengths: list[int]) -> DataFile:
 
 
 def shares_of(
-    wanted: Wanted, extents: Extents, common_bytes: int = 0, held: Sequence[Collection[int]] | None = None
+    wanted: Wanted,
+    extents: Extents,
+    common_bytes: int = 0,
+    held: Sequence[Collection[int]] | None = None,
+    hosts: Hosts | None = None,
 ) -> list[ReaderShare]:
     """The shares where so many bytes may be common."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(read_division, "_COMMON_BYTES", common_bytes)
-        return assign_readers(wanted, extents, held or [()] * len(wanted))
+        return assign_readers(wanted, extents, held or [()] * len(wanted), hosts)
+
+
+def hosts_of(num_ranks: int, ranks_of_host: int) -> Hosts:
+    return Hosts(
+        [[*range(first, min(first + ranks_of_host, num_ranks))] for first in range(0, num_ranks, ranks_of_host)]
+    )
 
 
 @st.composite
@@ -55,57 +65,91 @@ def extents_in(runs: list[ExtentRun]) -> set[tuple[int, int]]:
     return {(run.file, number) for run in runs for number in range(run.first, run.end)}
 
 
-def check_shares(wanted: Wanted, shares: list[ReaderShare], *, max_readers: int) -> None:
+def check_shares(wanted: Wanted, shares: list[ReaderShare], hosts: Hosts | None = None, *, max_readers: int) -> None:
+    hosts = hosts or hosts_of(len(wanted), 1)
     wants = [extents_in(runs) for runs in wanted]
     counts = Counter(extent for of_rank in wants for extent in of_rank)
     read = [extents_in(list(share.reads)) for share in shares]
-    passed_on: dict[int, set[int]] = {rank: set() for rank in range(len(wanted))}
+    relayed = [[extent for _, run in share.relayed for extent in extents_in([run])] for share in shares]
+    has = [{*of_reader, *of_relay} for of_reader, of_relay in zip(read, relayed, strict=True)]
+    peers: dict[int, set[int]] = {rank: set() for rank in range(len(wanted))}
     for rank, share in enumerate(shares):
-        received = [extent for reader, run in share.received for extent in extents_in([run])]
+        received = [extent for _, run in share.received for extent in extents_in([run])]
         assert len(received) == len(set(received))
-        assert not read[rank] & set(received)
-        assert read[rank] | set(received) == {extent for extent in wants[rank] if counts[extent] > 1}
-        for reader, run in share.received:
+        assert not has[rank] & set(received)
+        assert (has[rank] & wants[rank]) | {*received} == {extent for extent in wants[rank] if counts[extent] > 1}
+        for taken_from, run in share.received:
+            assert extents_in([run]) <= has[taken_from]
+            assert hosts.of_rank[taken_from] == hosts.of_rank[rank]
+            assert rank in shares[taken_from].takers
+        for reader, run in share.relayed:
             assert extents_in([run]) <= read[reader]
-            passed_on[reader].add(rank)
-        assert [run for _, run in share.received] == sorted(run for _, run in share.received)
+            assert hosts.of_rank[reader] != hosts.of_rank[rank]
+            peers[reader].add(rank)
+        for runs in (share.received, share.relayed):
+            assert [run for _, run in runs] == sorted(run for _, run in runs)
     readers = Counter(extent for of_rank in read for extent in of_rank)
     assert all(count <= max_readers for count in readers.values())
-    assert [list(share.peers) for share in shares] == [sorted(peers) for peers in passed_on.values()]
+    comes = Counter((hosts.of_rank[rank], extent) for rank, of_rank in enumerate(has) for extent in of_rank)
+    assert all(count == 1 for count in comes.values())
+    assert [list(share.peers) for share in shares] == [sorted(of_reader) for of_reader in peers.values()]
+    assert max(map(num_connections, shares)) <= MAX_CONNECTIONS
 
 
-@given(cases())
-@settings(max_examples=80, deadline=None)
-def test_every_shared_extent_is_read_once_and_passed_on_to_all_who_want_it(case: tuple[Extents, Wanted]) -> None:
+MAX_CONNECTIONS = 8
+
+
+def num_connections(share: ReaderShare) -> int:
+    return len(share.peers) + len({reader for reader, _ in share.relayed})
+
+
+@st.composite
+def partitions(draw: st.DrawFn, num_ranks: int) -> Hosts:
+    """Ranks on hosts of any sizes, in any order."""
+    numbers = draw(st.lists(st.integers(0, 4), min_size=num_ranks, max_size=num_ranks))
+    by_host: dict[int, list[int]] = {}
+    for rank, number in enumerate(numbers):
+        by_host.setdefault(number, []).append(rank)
+    return Hosts([*by_host.values()])
+
+
+@given(cases(), st.data())
+@settings(max_examples=150, deadline=None)
+def test_every_shared_extent_is_read_once_and_comes_once_to_each_host_that_wants_it(
+    case: tuple[Extents, Wanted], data: st.DataObject
+) -> None:
     extents, wanted = case
-    shares = shares_of(wanted, extents)
-    check_shares(wanted, shares, max_readers=1)
-    assert shares_of(wanted, extents) == shares
+    hosts = data.draw(partitions(len(wanted)))
+    shares = shares_of(wanted, extents, hosts=hosts)
+    check_shares(wanted, shares, hosts, max_readers=1)
+    assert shares_of(wanted, extents, hosts=hosts) == shares
 
 
-@given(cases())
+@given(cases(), st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
-def test_where_many_want_the_same_they_are_divided_into_groups(case: tuple[Extents, Wanted]) -> None:
+def test_where_many_hosts_want_the_same_they_are_divided(case: tuple[Extents, Wanted], ranks_of_host: int) -> None:
     extents, wanted = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read_division, "MAX_TOGETHER", 2)
-        check_shares_in_groups(wanted, shares_of(wanted, extents))
+        patch.setattr(read_division, "HOSTS_TOGETHER", 2)
+        hosts = hosts_of(len(wanted), ranks_of_host)
+        check_shares_in_parts(wanted, shares_of(wanted, extents, hosts=hosts))
 
 
-def check_shares_in_groups(wanted: Wanted, shares: list[ReaderShare]) -> None:
-    """A rank left over in a group of one reads for itself."""
+def check_shares_in_parts(wanted: Wanted, shares: list[ReaderShare]) -> None:
+    """A rank that is left over alone reads for itself."""
     wants = [extents_in(runs) for runs in wanted]
     for rank, share in enumerate(shares):
         received = [extent for _, run in share.received for extent in extents_in([run])]
         assert len(received) == len(set(received))
-        assert extents_in(list(share.reads)) | set(received) <= wants[rank]
-        assert all(extents_in([run]) <= extents_in(list(shares[reader].reads)) for reader, run in share.received)
+        assert {*received} <= wants[rank]
+        assert all(extents_in([run]) <= extents_in(list(shares[reader].reads)) for reader, run in share.relayed)
+        assert num_connections(share) <= 2
 
 
 def read_bytes(wanted: Wanted, shares: list[ReaderShare], extents: Extents) -> list[int]:
     """By each rank, with what it wants alone."""
     return [
-        sum(map(extents.num_bytes, runs)) - sum(extents.num_bytes(run) for _, run in share.received)
+        sum(map(extents.num_bytes, runs)) - sum(extents.num_bytes(run) for _, run in (*share.received, *share.relayed))
         for runs, share in zip(wanted, shares, strict=True)
     ]
 
@@ -147,19 +191,21 @@ def test_the_cost_grows_with_the_runs_and_not_with_pairs_of_ranks() -> None:
     extents = Extents([file_of([1] * 4096)])
     wanted = [[ExtentRun(0, 4 * rank, 4 * rank + 4)] for rank in range(num_ranks)]
     assert all(not share.reads and not share.received for share in shares_of(wanted, extents))
-    replicas = shares_of([[ExtentRun(0, 0, 4096)]] * num_ranks, extents)
-    assert {len(share.peers) for share in replicas} == {63}
-    assert {sum(map(extents.num_bytes, share.reads)) for share in replicas} == {64}
+    hosts = hosts_of(num_ranks, 8)
+    replicas = shares_of([[ExtentRun(0, 0, 4096)]] * num_ranks, extents, hosts=hosts)
+    assert max(map(num_connections, replicas)) == MAX_CONNECTIONS
+    assert max(sum(map(extents.num_bytes, share.reads)) for share in replicas) <= 4096 // 32
 
 
 def test_little_that_many_ranks_want_is_common_and_the_rest_is_shared_out() -> None:
     extents = Extents([file_of([100] * 40), file_of([100] * 4)])
     small, large, of_few = ExtentRun(0, 0, 3), ExtentRun(0, 5, 40), ExtentRun(1, 0, 2)
     wanted = [[small, *([of_few] if rank < 2 else [large])] for rank in range(FEW_RANKS + 3)]
-    shares = shares_of(wanted, extents, common_bytes=600)
+    hosts = hosts_of(len(wanted), len(wanted))
+    shares = shares_of(wanted, extents, common_bytes=600, hosts=hosts)
     assert all(share.common == [small] for share in shares)
     assert extents_in([run for share in shares for run in share.reads]) == extents_in([large, of_few])
-    check_shares([runs[1:] for runs in wanted], shares, max_readers=1)
+    check_shares([runs[1:] for runs in wanted], shares, hosts, max_readers=1)
 
 
 def test_what_few_ranks_want_is_not_common() -> None:
@@ -175,8 +221,9 @@ def test_ranks_that_have_one_list_get_what_those_with_equal_lists_get(case: tupl
     extents, wanted = case
     together = [runs for runs in wanted for _ in range(times)]
     apart = [[*runs] for runs in together]
-    assert shares_of(together, extents) == shares_of(apart, extents)
-    check_shares(together, shares_of(together, extents), max_readers=1)
+    hosts = hosts_of(len(together), 5)
+    assert shares_of(together, extents, hosts=hosts) == shares_of(apart, extents, hosts=hosts)
+    check_shares(together, shares_of(together, extents, hosts=hosts), hosts, max_readers=1)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=60), st.integers(2, 200))
@@ -184,11 +231,10 @@ def test_ranks_that_have_one_list_get_what_those_with_equal_lists_get(case: tupl
 def test_no_replica_reads_more_than_an_equal_part_and_one_extent(lengths: list[int], num_ranks: int) -> None:
     extents = Extents([file_of(lengths)])
     shares = shares_of([[ExtentRun(0, 0, len(lengths))]] * num_ranks, extents)
-    smallest_group = num_ranks // -(-num_ranks // MAX_TOGETHER)
-    most = -(-sum(lengths) // smallest_group) + max(lengths)
+    smallest_block = num_ranks // -(-num_ranks // HOSTS_TOGETHER)
+    most = -(-sum(lengths) // smallest_block) + max(lengths)
     assert max(sum(map(extents.num_bytes, share.reads)) for share in shares) <= most
-    assert all(len(share.peers) < MAX_TOGETHER for share in shares)
-    assert all(len({reader for reader, _ in share.received}) < MAX_TOGETHER for share in shares)
+    assert all(num_connections(share) <= MAX_CONNECTIONS for share in shares)
 
 
 class CountedExtents(Extents):
@@ -212,8 +258,8 @@ def test_dividing_what_replicas_want_takes_steps_in_proportion_to_the_files(shar
         of_shard = [[ExtentRun(file, 0, 4) for file in range(shard, num_ranks, shards)] for shard in range(shards)]
         division = divide_reading([of_shard[rank % shards] for rank in range(num_ranks)], extents)
         looks.append(extents.num_looks)
-        assert len({id(group.parts) for group in division.groups}) == shards
-        assert all(len(group.ranks) <= MAX_TOGETHER for group in division.groups)
+        assert len({id(group.parts) for group in division.groups}) <= 2 * shards  # parts of two sizes
+        assert all(len(group.ranks) <= HOSTS_TOGETHER for group in division.groups)
         assert division.groups_of_rank(num_ranks) == [
             [number for number, group in enumerate(division.groups) if rank in group.ranks] for rank in range(num_ranks)
         ]
@@ -232,31 +278,37 @@ def held_cases(draw: st.DrawFn) -> tuple[Extents, Wanted, list[set[int]]]:
     return extents, wanted, held
 
 
-@given(held_cases(), st.sampled_from([0, 20]))
+@given(held_cases(), st.sampled_from([0, 20]), st.integers(2, 7))
 @settings(max_examples=150, deadline=None)
 def test_bytes_that_few_hold_are_read_by_a_holder_and_reach_all_who_want_them(
-    case: tuple[Extents, Wanted, list[set[int]]], common_bytes: int
+    case: tuple[Extents, Wanted, list[set[int]]], common_bytes: int, ranks_of_host: int
 ) -> None:
     extents, wanted, held = case
-    shares = shares_of(wanted, extents, common_bytes, held)
-    assert shares == shares_of(wanted, extents, common_bytes, held)
+    hosts = hosts_of(len(wanted), ranks_of_host)
+    shares = shares_of(wanted, extents, common_bytes, held, hosts)
+    assert shares == shares_of(wanted, extents, common_bytes, held, hosts)
     restricted = set().union(*held)
     common = extents_in(list(shares[0].common))
     for run, reader in zip(shares[0].common, shares[0].common_readers, strict=True):
         assert run.file in held[reader] or run.file not in restricted
+    relays = [extents_in([run for _, run in share.relayed]) for share in shares]
     for rank, share in enumerate(shares):
         own = extents_in(list(share.reads))
         assert {file for file, _ in own} <= held[rank] | {0, 1, 2} - restricted
         received = [extent for _, run in share.received for extent in extents_in([run])]
         assert len(received) == len({*received})
-        for reader, run in share.received:
+        for taken_from, run in share.received:
+            assert extents_in([run]) <= extents_in(list(shares[taken_from].reads)) | relays[taken_from]
+            assert rank in shares[taken_from].takers
+        for reader, run in share.relayed:
             assert extents_in([run]) <= extents_in(list(shares[reader].reads))
             assert rank in shares[reader].peers
-        alone = extents_in(wanted[rank]) - own - {*received} - common
+        alone = extents_in(wanted[rank]) - own - {*received} - relays[rank] - common
         assert {file for file, _ in alone} <= held[rank] | {0, 1, 2} - restricted
         assert {*received} <= extents_in(wanted[rank])
     reads = Counter(extent for share in shares for extent in extents_in(list(share.reads)))
-    assert all(count == 1 for count in reads.values())
+    comes = Counter((hosts.of_rank[rank], extent) for rank, of_rank in enumerate(relays) for extent in of_rank)
+    assert all(count == 1 for count in (*reads.values(), *comes.values()))
 
 
 def test_a_lost_hosts_files_are_read_by_the_ranks_that_hold_the_copies_each_by_one() -> None:
@@ -265,7 +317,7 @@ def test_a_lost_hosts_files_are_read_by_the_ranks_that_hold_the_copies_each_by_o
     wanted = [[ExtentRun(rank, 0, 10)] for rank in range(8)]
     shares = shares_of(wanted, extents, 0, [set() if rank < 4 else {*range(8)} for rank in range(8)])
     assert sorted(len(share.reads) for share in shares[4:]) == [1, 1, 1, 1]
-    assert [len(share.received) for share in shares] == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert [len(share.relayed) for share in shares] == [1, 1, 1, 1, 0, 0, 0, 0]
     assert all(len(share.peers) == 1 for share in shares[4:])
 
 
@@ -273,4 +325,36 @@ def test_thousands_of_ranks_that_hold_what_they_want_pass_nothing_on() -> None:
     extents = Extents([file_of([10] * 10)] * 4096)
     wanted = [[ExtentRun(rank, 0, 10)] for rank in range(4096)]
     shares = shares_of(wanted, extents, 0, [range(rank // 8 * 8, rank // 8 * 8 + 8) for rank in range(4096)])
-    assert not any(share.reads or share.received or share.peers for share in shares)
+    assert not any(share.reads or share.relayed or share.peers for share in shares)
+
+
+@pytest.mark.parametrize("ranks_of_host", [1, 2, 4, 8])
+@pytest.mark.parametrize("shards", [1, 8, 16])
+def test_a_rank_is_connected_to_eight_others_at_most(shards: int, ranks_of_host: int) -> None:
+    """DDP and HSDP on any hosts, also where the last one has fewer ranks than the others; all ranks want some more."""
+    for num_ranks in (256, 250):
+        extents = Extents([file_of([1 << 20] * 4)] * num_ranks)
+        of_shard = [[ExtentRun(file, 0, 3) for file in range(shard, num_ranks, shards)] for shard in range(shards)]
+        wanted = [sorted([*of_shard[rank % shards], ExtentRun(0, 3, 4)]) for rank in range(num_ranks)]
+        shares = assign_readers(wanted, extents, (), hosts_of(num_ranks, ranks_of_host))
+        assert max(map(num_connections, shares)) <= MAX_CONNECTIONS
+
+
+def test_two_hosts_of_four_replicas_send_one_another_half_of_the_state() -> None:
+    extents = Extents([file_of([10] * 80)])
+    shares = shares_of([[ExtentRun(0, 0, 80)]] * 8, extents, hosts=hosts_of(8, 4))
+    crossing = [sum(extents.num_bytes(run) for _, run in share.relayed) for share in shares]
+    assert sum(crossing) == 800
+    assert crossing == [100] * 8
+    assert [list(share.peers) for share in shares] == [[4], [5], [6], [7], [0], [1], [2], [3]]
+
+
+def test_replicas_on_hosts_far_apart_share_reading() -> None:
+    """HSDP of two replicas: each shard is on two hosts, half of all hosts apart."""
+    num_ranks, half = 128, 64
+    extents = Extents([file_of([1 << 20] * 4)] * half)
+    shares = shares_of(
+        [[ExtentRun(rank % half, 0, 4)] for rank in range(num_ranks)], extents, hosts=hosts_of(num_ranks, 8)
+    )
+    assert {sum(map(extents.num_bytes, share.reads)) for share in shares} == {2 << 20}
+    assert {num_connections(share) for share in shares} == {2}

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.distributed.wire import view_pieces
+from bytecheckpoint.loading.receive import pieces_of
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, tensor_record
 from bytecheckpoint.manifest.ranges import BoxPart, Fetch, FlatPart, Part
 from bytecheckpoint.planner.byte_ranges import ByteRange, piece_of
@@ -21,11 +22,10 @@ from bytecheckpoint.planner.exchange_plan import (
     ReaderShare,
     can_share,
     divide_plan,
-    packed,
     wanted_runs,
 )
 from bytecheckpoint.planner.load_plan import Want, box_layout, plan_load
-from bytecheckpoint.planner.read_division import assign_readers
+from bytecheckpoint.planner.read_division import Hosts, assign_readers
 from bytecheckpoint.region import Region, relative, rows, whole
 
 ITEM_BYTES = 2
@@ -76,10 +76,10 @@ def regions_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
     return Region(tuple(offsets), tuple(lengths))
 
 
-@given(cases(), st.integers(1, 200), st.integers(0, 50), st.booleans(), st.integers(0, 4))
+@given(cases(), st.integers(1, 200), st.integers(0, 50), st.booleans(), st.integers(0, 4), st.integers(1, 4))
 @settings(max_examples=150, deadline=None)
 def test_what_ranks_read_and_pass_on_is_what_was_stored(
-    drawn: tuple[Case, list[Want]], unit_bytes: int, max_gap_bytes: int, verify: bool, holder: int
+    drawn: tuple[Case, list[Want]], unit_bytes: int, max_gap_bytes: int, verify: bool, holder: int, num_hosts: int
 ) -> None:
     case, wants = drawn
     extents = Extents(case.manifest.files)
@@ -89,7 +89,9 @@ def test_what_ranks_read_and_pass_on_is_what_was_stored(
     ]
     held = [[0] if rank == holder else [] for rank in range(len(wants))]  # nobody, or one who alone can read
     sharable = [[fetch for fetch in plan if can_share(fetch, extents)] for plan in plans]
-    shares = assign_readers([wanted_runs(plan, extents) for plan in sharable], extents, held)
+    by_host = [[*range(number, len(wants), num_hosts)] for number in range(num_hosts)]
+    hosts = Hosts([ranks for ranks in by_host if ranks])
+    shares = assign_readers([wanted_runs(plan, extents) for plan in sharable], extents, held, hosts)
     for want, fetches, mine, share in zip(wants, plans, sharable, shares, strict=True):
         plan = divide_plan(mine, share, extents, unit_bytes=unit_bytes)
         check_units(plan, share, extents, unit_bytes)
@@ -112,12 +114,17 @@ def carry_out(case: Case, want: Want, plan: DividedPlan, unsharable: Sequence[Fe
             assert fetch.byte_length == fetch.parts[0].byte_length
         for part in fetch.parts:
             place(part, content[part.byte_offset - fetch.byte_offset :], want, target)
-    for fetch in chain.from_iterable(plan.received.values()):
+    for fetch in (*chain(*plan.received.values()), *chain(*plan.relayed.values())):
         content = memoryview(bytearray(case.content[fetch.byte_offset : fetch.end]))
+        image = bytearray(fetch.byte_length)
+        for piece in pieces_of(fetch):  # as they come from another host
+            (sent,), (placed,) = (
+                view_pieces(each, fetch.byte_offset, [piece]) for each in (content, memoryview(image))
+            )
+            assert sent.size == piece.byte_length
+            placed[...] = sent
         for part in fetch.parts:
-            views = view_pieces(content, fetch.byte_offset, [piece_of(part)])
-            assert views[0].ndim > 1 or views[0].nbytes == piece_of(part).byte_length
-            place(packed(part, 0), views[0].tobytes(), want, target)
+            place(part, bytes(image[part.byte_offset - fetch.byte_offset :]), want, target)
     return target
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import mmap
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from bytecheckpoint.runtime.buffers import BufferPool
+from bytecheckpoint.runtime.buffers import Arena, BufferPool
 
 BLOCK_BYTES = 64 << 20
 SLACK_BYTES = 8 << 20
@@ -28,3 +29,35 @@ def test_a_small_save_takes_no_more_memory_than_it_fills() -> None:
         block[: mmap.PAGESIZE] = b"x" * mmap.PAGESIZE
         assert resident_bytes() - before < SLACK_BYTES
         assert len(block) == BLOCK_BYTES
+
+
+def arena(num_bytes: int, max_slots: int = 9) -> Arena:
+    """Of the second half of a memory."""
+    return Arena(memoryview(bytearray(2 * num_bytes)), range(num_bytes, 2 * num_bytes), max_slots=max_slots)
+
+
+def test_a_slot_is_where_the_first_fits_and_comes_back_with_the_last_holder() -> None:
+    memory = arena(256)
+    first, second = memory.take(60, lead_bytes=4), memory.take(100)
+    assert (first.start, len(first.content), second.start) == (260, 60, 320)
+    first.hold()
+    first.release()
+    assert memory.take(10).start == 320 + 128
+    first.release()
+    assert memory.take(64).start == 256
+
+
+@pytest.mark.parametrize(("num_bytes", "max_slots"), [(128, 9), (1024, 1)])
+def test_a_slot_is_waited_for_until_there_is_room(num_bytes: int, max_slots: int) -> None:
+    memory = arena(num_bytes, max_slots)
+    slot = memory.take(100)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(memory.take, 100)
+        assert not waiting.done()
+        slot.release()
+        taken = waiting.result()
+        waiting = pool.submit(memory.take, 100)
+        memory.break_off(KeyError)
+        with pytest.raises(KeyError):
+            waiting.result()
+    assert taken.start == num_bytes

@@ -1,0 +1,1 @@
+"""Loads in which ranks pass on what they read."""

@@ -1,0 +1,148 @@
+"""The ranks of one host that have one another's memory open, for one load. Those that cannot have it, because they are
+in other containers, may not look at one another, or lack memory, are hosts of their own, and nothing fails.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+
+from bytecheckpoint.distributed.liveness import peer_watch
+from bytecheckpoint.distributed.liveness.peer_watch import LocalProcesses
+from bytecheckpoint.distributed.ranks import Ranks
+from bytecheckpoint.distributed.same_host.shared_memory import (
+    QUEUE_MESSAGES,
+    MemoryOffer,
+    Message,
+    OwnMemory,
+    SharedMemory,
+)
+
+logger = logging.getLogger("bytecheckpoint")
+
+LEFT, GONE = 0, 1
+"""Kinds of messages: the sender's load has failed, and all learn why; it ends and says nothing."""
+
+
+class HostRanks:
+    """The memory of this rank, and those of the other ranks of its host."""
+
+    def __init__(self, rank: int, content: memoryview, own: OwnMemory | None = None) -> None:
+        """Without `own`, the `content` is memory of this rank alone."""
+        self.rank = rank
+        self.content = content
+        self.others: dict[int, SharedMemory] = {}
+        self._own = own
+        self._processes = LocalProcesses()
+        self._has_left = False
+
+    @property
+    def host(self) -> int:
+        """The lowest rank of the host: ranks with the same one share memory. -1 if this one shares none."""
+        return min(self.rank, *self.others) if self.others else -1
+
+    @property
+    def max_slots(self) -> int:
+        """Parts of the memory that may be announced at a time, so that no queue is ever full of them."""
+        return max(1, QUEUE_MESSAGES // (8 * (1 + len(self.others))))
+
+    def open(self, offers: Mapping[int, MemoryOffer]) -> None:
+        """Opens the memory of all other ranks of the host. Raises OSError if that of one cannot be had."""
+        try:
+            for rank, offer in offers.items():
+                if rank != self.rank:
+                    self.others[rank] = SharedMemory(offer)
+                    self._processes.add(rank, offer.presence)
+        except BaseException:
+            self.share_with(())
+            raise
+
+    def share_with(self, ranks: Collection[int]) -> None:
+        """Closes the memory of all others."""
+        for rank in [*self.others]:
+            if rank not in ranks:
+                self.others.pop(rank).close()
+
+    def send(self, to: int, kind: int, **fields: int) -> bool:
+        """Returns False if there is no room for the message."""
+        return self.others[to].send(Message(kind, self.rank, **fields))
+
+    def append(self, content: bytes) -> int:
+        """Puts bytes where others can `read` them."""
+        return self._own.append(content) if self._own is not None else 0
+
+    def receive(self, wait_s: float) -> Message | None:
+        return self._own.receive(wait_s) if self._own is not None else None
+
+    def wake(self, kind: int) -> None:
+        """Sends a message to this rank itself."""
+        if self._own is not None:
+            self._own.wake(Message(kind, self.rank))
+
+    def ended(self) -> set[int]:
+        """Returns the ranks of this host whose process has ended."""
+        return self._processes.ended() & {*self.others}
+
+    def leave(self, *, is_silent: bool) -> None:
+        """Tells the others, once, that this rank ends without what it was to do."""
+        if not self._has_left:
+            self._has_left = True
+            for rank in self.others:
+                self.send(rank, GONE if is_silent else LEFT)
+
+    def close(self) -> None:
+        self.share_with(())
+        self._processes.close()
+        if self._own is not None:
+            self._own.close()
+
+
+@contextmanager
+def meet_on_host(ranks: Ranks, num_bytes: int) -> Iterator[HostRanks]:
+    """Returns the ranks of this host with so many bytes of memory each. All ranks must call this. Whoever leaves it
+    with an error tells the others.
+    """
+    met = _with_memory(ranks.rank, num_bytes)
+    try:
+        presence = peer_watch.own_presence()
+        own = met._own.offer(presence) if met._own is not None and presence.kernel else None
+        reply = ranks.reduce_scatter(msgspec.msgpack.encode(own), _offers_by_host)
+        try:
+            met.open(msgspec.msgpack.decode(reply, type=dict[int, MemoryOffer]))
+        except OSError as error:
+            _tell("the memory of another one cannot be opened", error)
+        yield met
+    except BaseException as error:
+        met.leave(is_silent=not isinstance(error, Exception))
+        raise
+    finally:
+        met.close()
+
+
+def _with_memory(rank: int, num_bytes: int) -> HostRanks:
+    try:
+        own = OwnMemory(num_bytes)
+    except (OSError, AttributeError) as error:
+        _tell("there is no memory for it", error)
+        return HostRanks(rank, np.empty(num_bytes, np.uint8).data)
+    return HostRanks(rank, own.content, own)
+
+
+def _tell(what: str, error: Exception) -> None:
+    logger.debug("this rank exchanges through sockets with others of its host: %s (%s)", what, error)
+
+
+def _offers_by_host(payloads: Sequence[bytes]) -> list[bytes]:
+    """Returns for each rank the offers of all ranks of its host, by rank; none for one that offers no memory."""
+    offers = [msgspec.msgpack.decode(payload, type=MemoryOffer | None) for payload in payloads]
+    by_host: dict[tuple[str, str], dict[int, MemoryOffer]] = {}
+    for rank, offer in enumerate(offers):
+        if offer is not None:
+            by_host.setdefault((offer.presence.kernel, offer.presence.host), {})[rank] = offer
+    encoded = {key: msgspec.msgpack.encode(of_host) for key, of_host in by_host.items()}
+    nobody = msgspec.msgpack.encode({})
+    return [nobody if each is None else encoded[each.presence.kernel, each.presence.host] for each in offers]

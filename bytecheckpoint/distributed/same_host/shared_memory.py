@@ -1,0 +1,150 @@
+"""The memory that a rank shows to the ranks of its host, and the queue of short messages to it. It has no name and lies
+in no folder: others open it through the process that made it, and the kernel frees it with the last process that has it
+open, however that ends. So it needs no room in /dev/shm, and ranks that are killed leave nothing behind.
+
+A message is far shorter than what a pipe takes at once, so those of several ranks do not mix; and whoever has read one
+sees the memory that it is about. The meaning of messages is not known here.
+"""
+
+from __future__ import annotations
+
+import hmac
+import mmap
+import os
+import secrets
+import select
+import struct
+from contextlib import suppress
+from typing import NamedTuple
+
+import msgspec
+
+from bytecheckpoint.distributed.liveness.peer_watch import Presence
+
+_TOKEN_BYTES = 32
+_HEAD_BYTES = mmap.PAGESIZE
+"""The token is in front of the memory."""
+_MESSAGE = struct.Struct("<QQQQQQ16x")
+"""The layout of a Message: 64 bytes, so that pipes, which are made of pages, have no gaps."""
+QUEUE_MESSAGES = (64 << 10) // _MESSAGE.size
+"""Messages that a queue has room for."""
+
+
+class Message(NamedTuple):
+    """A message from one rank of the host to another one."""
+
+    kind: int
+    sender: int
+    """Rank within the group."""
+    file: int = 0
+    byte_offset: int = 0
+    start: int = 0
+    """First byte in the memory of the sender."""
+    byte_length: int = 0
+
+
+class MemoryOffer(msgspec.Struct, frozen=True, array_like=True):
+    """The descriptors of a memory in the process that made it."""
+
+    presence: Presence
+    memory: int
+    queue: int
+    num_bytes: int
+    token: bytes
+    """Tells it from what another process has under these numbers."""
+
+
+class OwnMemory:
+    """The memory of this rank, and the queue of messages to it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Raises OSError if there is no memory, or AttributeError on systems that have none of this kind."""
+        self._memory = os.memfd_create("bytecheckpoint")
+        self._received, self._sent = -1, -1
+        try:
+            # Without pages of its own it would end the process when they are touched.
+            os.posix_fallocate(self._memory, 0, _HEAD_BYTES + num_bytes)
+            self._received, self._sent = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            mapped = memoryview(mmap.mmap(self._memory, _HEAD_BYTES + num_bytes))
+        except BaseException:
+            self.close()
+            raise
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        mapped[:_TOKEN_BYTES] = self._token
+        self.content = mapped[_HEAD_BYTES:]
+        self._end = _HEAD_BYTES + num_bytes
+
+    def offer(self, presence: Presence) -> MemoryOffer:
+        return MemoryOffer(presence, self._memory, self._sent, self.content.nbytes, self._token)
+
+    def append(self, content: bytes) -> int:
+        """Puts bytes behind the memory, for `SharedMemory.read`; returns where they are. Raises OSError if there is no
+        memory. For one thread.
+        """
+        start = self._end
+        while content:
+            written = os.pwrite(self._memory, content, self._end)
+            content, self._end = content[written:], self._end + written
+        return start
+
+    def receive(self, wait_s: float) -> Message | None:
+        """Returns the next message, or None if there is none in time. Several threads may wait."""
+        poll = select.poll()  # one is for one thread
+        poll.register(self._received, select.POLLIN)
+        if poll.poll(wait_s * 1e3):
+            with suppress(BlockingIOError):  # another thread has it
+                return Message(*_MESSAGE.unpack(os.read(self._received, _MESSAGE.size)))
+        return None
+
+    def wake(self, message: Message) -> None:
+        """Puts a message into the own queue; if that is full, nobody waits."""
+        with suppress(BlockingIOError):
+            os.write(self._sent, _MESSAGE.pack(*message))
+
+    def close(self) -> None:
+        """Closes the descriptors; the memory stays for those who have it open."""
+        for descriptor in (self._memory, self._received, self._sent):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+class SharedMemory:
+    """The memory of another rank of this host, and the queue of messages to it."""
+
+    def __init__(self, offer: MemoryOffer) -> None:
+        """Raises OSError if this process may not open it, or it is not there."""
+        folder = f"/proc/{offer.presence.pid}/fd"
+        self._memory, self._queue = os.open(f"{folder}/{offer.memory}", os.O_RDWR | os.O_CLOEXEC), -1
+        try:
+            if not hmac.compare_digest(os.pread(self._memory, _TOKEN_BYTES, 0), offer.token):
+                raise FileNotFoundError("another file has its number")
+            self._queue = os.open(f"{folder}/{offer.queue}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            # To be written to as far as Python is concerned: torch and ctypes take no other memory.
+            self.content = memoryview(mmap.mmap(self._memory, _HEAD_BYTES + offer.num_bytes))[_HEAD_BYTES:]
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, message: Message) -> bool:
+        """Returns False if the queue is full. One that has been closed takes everything: nobody waits there."""
+        with suppress(BrokenPipeError):
+            try:
+                os.write(self._queue, _MESSAGE.pack(*message))
+            except BlockingIOError:
+                return False
+        return True
+
+    def read(self, start: int, byte_length: int) -> bytes:
+        """Returns what the other rank has appended."""
+        found = bytearray()
+        while len(found) < byte_length:
+            part = os.pread(self._memory, byte_length - len(found), start + len(found))
+            if not part:
+                raise FileNotFoundError("the other rank has appended less")
+            found += part
+        return bytes(found)
+
+    def close(self) -> None:
+        for descriptor in (self._memory, self._queue):
+            if descriptor >= 0:
+                os.close(descriptor)

@@ -1,0 +1,1 @@
+"""What ranks that read together tell one another, and pass on in the memory of their host."""

@@ -1,0 +1,228 @@
+"""Units that the ranks of one host take out of one another's memory. A unit is there once, as it lies in its file, in
+the memory of the rank that has read it or has it from another host; each rank copies from there what it wants. Which
+units, and how they get there, is not known here.
+
+No circle of ranks can wait for one another: a rank takes what is announced without the help of others.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from bytecheckpoint.distributed.connection import Activity, PeerLeftError, missing
+from bytecheckpoint.distributed.same_host.host_ranks import GONE, LEFT, HostRanks
+from bytecheckpoint.distributed.same_host.shared_memory import Message
+from bytecheckpoint.distributed.wire import UnitRequests, decode_request, encode_request
+from bytecheckpoint.loading.receive import Receiver, pieces_of
+from bytecheckpoint.manifest.ranges import Fetch
+from bytecheckpoint.planner.byte_ranges import ByteRange
+from bytecheckpoint.runtime.buffers import Arena, Slot
+
+NUM_THREADS = 2
+"""Threads of a rank that take units."""
+_REQUEST, _READY, _TAKEN, _HEARTBEAT, _WAKE = range(GONE + 1, GONE + 6)
+_CHECK_S = 0.1
+"""Time between two looks at ranks of which nothing is heard."""
+_FULL_S = 0.002
+
+Unit = tuple[int, int]
+"""File and byte offset."""
+
+
+class Limits(NamedTuple):
+    """Times of one load, in seconds."""
+
+    timeout_s: float
+    patience_s: float
+    """Time that a rank has to take a unit: longer, because it may be held up by another one, and that one is stuck."""
+    heartbeat_s: float
+
+
+class HostExchange:
+    """The part of one rank in what its host passes on within its memory. `serve` runs on NUM_THREADS threads."""
+
+    def __init__(
+        self,
+        met: HostRanks,
+        receiver: Receiver,
+        activity: Activity,
+        is_over: threading.Event,
+        *,
+        received: Mapping[int, Sequence[Fetch]],
+        takers: Sequence[int],
+        global_ranks: Sequence[int],
+        limits: Limits,
+    ) -> None:
+        self._met = met
+        self._receiver = receiver
+        self._activity = activity
+        self._is_over = is_over
+        self._awaited = {rank: {_unit(fetch): fetch for fetch in fetches} for rank, fetches in received.items()}
+        self._num_left = sum(map(len, self._awaited.values()))
+        self._takers = takers
+        self._global_ranks = global_ranks
+        self._limits = limits
+        self.requests: dict[Unit, dict[tuple[ByteRange, ...], list[int]]] = {}
+        """The pieces that other ranks of the host want of each unit, with these ranks."""
+        self._unasked = {*takers}
+        self._has_requests = threading.Event()
+        self._announced: dict[tuple[int, Unit], tuple[Slot, float]] = {}
+        """What takers have not taken yet, with the time since when."""
+        self._started_at = self._beat_at = time.monotonic()
+        self._checked_at = self._started_at
+        self._heard_at = dict.fromkeys((*self._awaited, *takers), self._started_at)
+        self._is_given = False
+        self._lock = threading.Lock()
+
+    def ask(self) -> None:
+        """Asks the other ranks for what this one wants."""
+        for rank, fetches in self._awaited.items():
+            message = encode_request({unit: pieces_of(fetch) for unit, fetch in fetches.items()})
+            self._send(rank, _REQUEST, start=self._met.append(message), byte_length=len(message))
+        if not self._unasked:
+            self._has_requests.set()
+
+    def wait_for_requests(self) -> None:
+        """Returns when all takers have asked. Raises PeerLeftError if the load has failed meanwhile."""
+        with self._activity.waiting():
+            self._has_requests.wait()
+        if self._is_over.is_set():
+            raise PeerLeftError
+
+    def announce(self, unit: Unit, slot: Slot) -> None:
+        """Lets all who have asked for this unit take it out of the slot."""
+        now = time.monotonic()
+        for rank in {rank for ranks in self.requests.get(unit, {}).values() for rank in ranks}:
+            slot.hold()
+            self._announced[rank, unit] = slot, now
+            file, byte_offset = unit
+            where = {"start": slot.start, "byte_length": slot.content.nbytes}
+            self._send(rank, _READY, file=file, byte_offset=byte_offset, **where)
+
+    def beat(self) -> None:
+        """Tells takers, from time to time, that this rank makes progress."""
+        now = time.monotonic()
+        if now - self._beat_at >= self._limits.heartbeat_s:
+            self._beat_at = now
+            for rank in self._takers:
+                self._met.send(rank, _HEARTBEAT)  # a taker that has so many messages to read needs no other
+
+    def end_giving(self) -> None:
+        """Ends `serve` on all threads, once this rank has taken what it wants."""
+        self._is_given = True
+        self._wake()
+
+    def stop(self) -> None:
+        """Ends all waits, after the load has failed."""
+        self._has_requests.set()
+        self._wake()
+
+    def serve(self) -> None:
+        """Takes what is announced. Raises PeerLeftError if the load of another rank has failed, and CheckpointError
+        (rank_missing) for one that is stuck or gone.
+        """
+        while (self._num_left or not self._is_given) and not self._is_over.is_set():
+            message = self._met.receive(_CHECK_S)
+            self._check_processes()
+            if message is not None:
+                self._handle(message)
+            else:
+                self._check_silence()
+        self._wake()
+
+    def _handle(self, message: Message) -> None:
+        sender, unit = message.sender, (message.file, message.byte_offset)
+        if sender in self._heard_at:
+            self._heard_at[sender] = time.monotonic()
+        if message.kind == LEFT:
+            raise PeerLeftError
+        if message.kind == GONE:
+            raise missing((self._global_ranks[sender],), "has ended its load, and says nothing")
+        if message.kind == _REQUEST:
+            content = self._met.others[sender].read(message.start, message.byte_length)
+            self._note_request(sender, decode_request(content, peer=self._global_ranks[sender]))
+        elif message.kind == _READY:
+            self._take(message, self._awaited[sender].pop(unit))
+        elif message.kind == _TAKEN:
+            self._announced.pop((sender, unit))[0].release()
+
+    def _note_request(self, sender: int, request: UnitRequests) -> None:
+        with self._lock:
+            for unit, pieces in request.items():
+                self.requests.setdefault(unit, {}).setdefault(pieces, []).append(sender)
+            self._unasked.discard(sender)
+            if not self._unasked:
+                self._has_requests.set()
+
+    def _take(self, message: Message, fetch: Fetch) -> None:
+        content = self._met.others[message.sender].content[message.start :][: message.byte_length]
+        self._receiver.place(fetch, content)
+        self._send(message.sender, _TAKEN, file=message.file, byte_offset=message.byte_offset)
+        with self._lock:
+            self._num_left -= 1
+
+    def _check_processes(self) -> None:
+        """Raises CheckpointError (rank_missing) for a rank of the host that is gone; tells others that this one is not
+        stuck.
+        """
+        with self._lock:
+            if time.monotonic() - self._checked_at < _CHECK_S:
+                return
+            self._checked_at = time.monotonic()
+            ended = self._met.ended()
+        if ended:
+            raise self._lost(ended, "shared memory with this one, and its process has ended")
+        if self._activity.is_active_since(self._beat_at):
+            self.beat()
+
+    def _check_silence(self) -> None:
+        """Raises CheckpointError (rank_missing) for a rank of which nothing has come for too long, and nothing is there
+        to be read.
+        """
+        now, (timeout_s, patience_s, _) = time.monotonic(), self._limits
+        silent = [rank for rank, units in self._awaited.items() if units and now - self._heard_at[rank] > timeout_s]
+        if silent:
+            raise self._lost(silent, f"passed nothing on for {timeout_s:g} s")
+        waits = [(rank, max(since, self._heard_at[rank])) for (rank, _), (_, since) in self._all_announced()]
+        if late := [rank for rank, since in waits if now - since > patience_s]:
+            raise self._lost(late, f"took nothing for {patience_s:g} s")
+        if self._unasked and now - self._started_at > timeout_s:
+            raise self._lost(self._unasked, f"did not connect to this one within {timeout_s:g} s")
+
+    def _all_announced(self) -> Sequence[tuple[tuple[int, Unit], tuple[Slot, float]]]:
+        return [*self._announced.items()]
+
+    def _lost(self, ranks: Iterable[int], what: str) -> Exception:
+        return missing(tuple(sorted({self._global_ranks[rank] for rank in ranks})), what)
+
+    def _send(self, to: int, kind: int, **fields: int) -> None:
+        while not self._met.send(to, kind, **fields):
+            if self._is_over.is_set():
+                raise PeerLeftError
+            time.sleep(_FULL_S)
+
+    def _wake(self) -> None:
+        for _ in range(NUM_THREADS if self._met.others else 0):
+            self._met.wake(_WAKE)
+
+
+class Arenas(NamedTuple):
+    """The memory of this rank in two parts. What is read for others and what is received for them do not wait for one
+    another: else two hosts could, whose memory is full of what the other one waits for.
+    """
+
+    read: Arena
+    received: Arena
+
+
+def divided(met: HostRanks, read_bytes: int) -> Arenas:
+    """Divides the memory; so many bytes are for what this rank reads."""
+    parts = (range(read_bytes), range(read_bytes, met.content.nbytes))
+    return Arenas(*(Arena(met.content, part, max_slots=met.max_slots) for part in parts))
+
+
+def _unit(fetch: Fetch) -> Unit:
+    return fetch.file, fetch.byte_offset
