@@ -4,7 +4,6 @@ real, and travel as those of a process group do.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +31,7 @@ from bytecheckpoint.storage import layout
 STEP = 1000
 VOCABULARY = 128_256
 _TIMEOUT_S = 600.0
+POWERS_OF_TEN = 10 ** np.arange(1, 19)
 
 
 class NamedShape(NamedTuple):
@@ -175,7 +175,9 @@ def reports(setting: Setting, orders: Sequence[bytes]) -> Iterator[bytes]:
     known: dict[tuple[bytes, bytes], tuple[RankPlan, list[object]]] = {}
     firsts, counts = rows_of(tensors, num_ranks)
     for rank, payload in enumerate(orders, 1):
-        digits = [np.char.str_len(numbers.astype(str)) for numbers in (firsts[rank], firsts[rank] + counts[rank])]
+        digits = [
+            np.searchsorted(POWERS_OF_TEN, each, side="right") for each in (firsts[rank], firsts[rank] + counts[rank])
+        ]
         key = counts[rank].tobytes(), np.add(*digits).tobytes()
         if key not in known:
             order = msgspec.msgpack.decode(payload, type=global_plan._PlanReply)
@@ -194,13 +196,13 @@ def reports(setting: Setting, orders: Sequence[bytes]) -> Iterator[bytes]:
 
 def write_files(setting: Setting, known: RankPlan, rank: int) -> list[WrittenFile]:
     """Writes sparse files of the right lengths, with random checksums."""
-    rng = random.Random(rank)
+    rng = np.random.default_rng(rank)
     (setting.folder / layout.DATA_FOLDER).mkdir(parents=True, exist_ok=True)
     files = []
     for number, planned in enumerate(known.files):
         name = layout.data_file_name(known.plan_id, rank, number)
         with (setting.folder / name).open("xb") as file:
             file.truncate(planned.byte_length)
-        digests = [rng.getrandbits(64) for _ in planned.extent_lengths]
+        digests = rng.integers(0, 1 << 64, len(planned.extent_lengths), np.uint64).tolist()
         files.append(WrittenFile(DataFile(name, planned.byte_length, planned.extent_lengths, digests), None))
     return files
