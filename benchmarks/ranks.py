@@ -5,7 +5,7 @@ connections and threads, for tensors so small that what does not shrink with the
     python benchmarks/run.py ranks --ranks 8 64 --states dict --libraries bcp
     python benchmarks/run.py ranks --assign 1024 2048           also the coordinator's part of an exchange, alone
     python benchmarks/run.py ranks --states                      only what waiting for a late rank takes
-    python benchmarks/run.py ranks --states --late 0 --assign 8192 --files 8192    only the coordinator's parts of 8,192 ranks
+    python benchmarks/run.py ranks --states --late 0 --assign 8192 --files 8192    only parts of one of 8,192 ranks
     python benchmarks/run.py ranks --json r.json --markdown r.md
 
 One process imports torch and starts no thread; the ranks are forked from it, and apart from them a process with the

@@ -1,5 +1,5 @@
-"""Times what is done once for each data file of a checkpoint of thousands of ranks, in a folder of this machine: the looks
-of a load, the coordinator's check before a commit, and the deletion.
+"""Times what is done once for each data file of a checkpoint of thousands of ranks, in a folder of this machine: the
+looks of a load, the coordinator's check before a commit, and the deletion.
 """
 
 from __future__ import annotations
