@@ -15,7 +15,7 @@ from urllib3.connection import HTTPConnection
 from bytecheckpoint.errors import CheckpointError, CheckpointExistsError, CheckpointSaveError, StorageError
 from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.storage.backends import s3_copy, s3_requests, s3_upload
-from bytecheckpoint.storage.backends.s3_body import reader_of
+from bytecheckpoint.storage.backends.s3_client import reader_of
 from bytecheckpoint.storage.backends.s3_store import S3Store
 from bytecheckpoint.storage.open_store import open_store
 
