@@ -23,6 +23,7 @@ from bytecheckpoint.distributed.waiting import CallStore, WaitingClients
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.write_items import WriteItem, pack_items
+from bytecheckpoint.runtime.threads import map_jobs, run_jobs
 from bytecheckpoint.saving import global_plan
 from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan, PlanCache, RankPlan
 from bytecheckpoint.saving.report import WrittenFile, encode_report
@@ -31,6 +32,8 @@ from bytecheckpoint.storage import layout
 STEP = 1000
 VOCABULARY = 128_256
 _TIMEOUT_S = 600.0
+AT_ONCE = 16
+"""Ranks that are at work together: each message waits for another thread, as everywhere."""
 POWERS_OF_TEN = 10 ** np.arange(1, 19)
 
 
@@ -87,15 +90,17 @@ class SimulatedRanks:
 
     def write(self) -> None:
         """Receives what each rank is to write, writes and reports it, and acknowledges the end."""
-        self._send(list(reports(self._setting, [rank.broadcast(b"") for rank in self._ranks])))
-        for rank in self._ranks:
-            rank.close()
+        orders = map_jobs(lambda rank: rank.broadcast(b""), self._ranks, num_threads=AT_ONCE)
+        self._send(list(reports(self._setting, orders)))
+        run_jobs(lambda rank: rank.close(), self._ranks, num_threads=AT_ONCE)
 
     def _send(self, payloads: Sequence[bytes]) -> None:
         self.request_bytes = self.request_bytes or sum(map(len, payloads))
+        each = list(zip(self._ranks, payloads, strict=True))
         # The leader of a block comes last: it forwards the messages of the others.
-        for rank, payload in zip(reversed(self._ranks), reversed(payloads), strict=True):
-            rank.gather(payload)
+        for are_leaders in (False, True):
+            some = [pair for pair in each if (pair[0].rank % BLOCK_RANKS == 0) == are_leaders]
+            run_jobs(lambda pair: pair[0].gather(pair[1]), some, num_threads=AT_ONCE)
 
 
 def model(num_tensors: int, *, width: int, with_adam: bool) -> list[NamedShape]:
