@@ -5,6 +5,7 @@ connections and threads, for tensors so small that what does not shrink with the
     python benchmarks/run.py ranks --ranks 8 64 --states dict --libraries bcp
     python benchmarks/run.py ranks --assign 1024 2048           also the coordinator's part of an exchange, alone
     python benchmarks/run.py ranks --states                      only what waiting for a late rank takes
+    python benchmarks/run.py ranks --states --late 0 --assign 8192 --files 8192    only parts of one of 8,192 ranks
     python benchmarks/run.py ranks --json r.json --markdown r.md
 
 One process imports torch and starts no thread; the ranks are forked from it, and apart from them a process with the
@@ -19,7 +20,8 @@ to the store are its messages in the call. Processor time is the mean of all ran
 saved. The first call of each kind is not counted.
 
 A second table has one rank late for a meeting of all: the share of a core that the process with the store and a rank
-that waits take meanwhile, and how soon the others are woken once it comes.
+that waits take meanwhile, and how soon the others are woken once it comes. DCP's ranks wait as they do in its planning:
+for a gather and a scatter of objects.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from forked_ranks.assignment import measure_assignment
+from forked_ranks.many_files import measure_files
 from forked_ranks.pool import ForkedRanks
 from shared.machine import facts_line, machine_facts
 from shared.process_pool import PoolError
@@ -50,8 +53,9 @@ STATES = ("dict", "objects")
 LIBRARIES = {"bcp": "bytecheckpoint", "dcp": "torch DCP"}
 TITLES = ["library", "ranks", "call", "wall s", "CPU ms a rank", "CPU ms rank 0", "read / wanted", "MB read"]
 TITLES += ["files", "connections", "threads", "kB a rank to the store"]
-WAITING_TITLES = ["ranks", "store's process, % of a core", "a waiting rank, %", "the busiest, %"]
-WAITING_TITLES += ["woken after, ms: first", "median", "last"]
+WAITING_TITLES = ["library", "ranks", "store's process, % of a core", "a waiting rank, %", "the busiest, %"]
+WAITING_TITLES += ["woken after, ms: first", "median", "last", "at most 5 %, 0.5 %, 30 ms"]
+STORE_SHARE, RANK_SHARE, WOKEN_MS = 0.05, 0.005, 30.0
 SETTLE_S = 2.0
 
 
@@ -83,6 +87,7 @@ class RankRow:
 class WaitingRow:
     """One rank late for so many others."""
 
+    library: str
     ranks: int
     store: float
     """Shares of a core."""
@@ -92,6 +97,11 @@ class WaitingRow:
     """Time from the arrival of the late rank to the first that is woken."""
     median_ms: float
     last_ms: float
+
+    @property
+    def is_reached(self) -> bool:
+        """True if no more is taken than may be."""
+        return self.store <= STORE_SHARE and self.rank <= RANK_SHARE and self.last_ms <= WOKEN_MS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dcp-up-to", type=int, default=16, metavar="RANKS", help="more take it minutes a call")
     parser.add_argument("--late", type=float, default=5.0, metavar="S", help="for how long ranks wait for one; 0: not")
     parser.add_argument("--assign", type=int, nargs="*", default=[], metavar="RANKS", help="time the coordinator alone")
+    parser.add_argument("--files", type=int, default=0, metavar="N", help="time what is done once for each of N files")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="of a call")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--markdown", type=Path, help="write the tables there")
@@ -131,12 +142,17 @@ def run(arguments: argparse.Namespace) -> None:
                 rows.append(row)
                 emit([table_line(row)])
     waits: list[WaitingRow] = []
-    if arguments.late and "bcp" in arguments.libraries:
+    if arguments.late:
         emit(["", f"## One rank {arguments.late:g} s late: what waiting for it takes, and how soon it is noticed", ""])
         emit(table(WAITING_TITLES, []))
         for num_ranks in arguments.ranks:
-            waits.append(measure_waiting(num_ranks, arguments))
-            emit([waiting_line(waits[-1])])
+            for library in arguments.libraries:
+                waits.append(measure_waiting(library, num_ranks, arguments))
+                emit([waiting_line(waits[-1])])
+    if arguments.files:
+        emit(["", "## Files of a checkpoint, on one rank", ""])
+        with tempfile.TemporaryDirectory() as root:
+            emit(measure_files(arguments.files, Path(root), rounds=arguments.rounds))
     if arguments.assign:
         emit(["", "## Assigning reads to ranks, on the coordinator", ""])
         emit(measure_assignment(arguments.assign))
@@ -176,8 +192,8 @@ def measure_ranks(
                     yield row_of(rounds[1:], state=state, library=LIBRARIES[library], ranks=num_ranks, call=call)
 
 
-def measure_waiting(num_ranks: int, arguments: argparse.Namespace) -> WaitingRow:
-    setting = {"library": "bcp", "state": "dict", "tensors": 1, "parts": num_ranks, "folder": ""}
+def measure_waiting(library: str, num_ranks: int, arguments: argparse.Namespace) -> WaitingRow:
+    setting = {"library": library, "state": "dict", "tensors": 1, "parts": num_ranks, "folder": ""}
     waits, woken = [], []
     with ForkedRanks(num_ranks, setting, timeout_s=arguments.timeout) as ranks:
         for number in range(arguments.rounds):
@@ -186,6 +202,7 @@ def measure_waiting(num_ranks: int, arguments: argparse.Namespace) -> WaitingRow
             waits.append(waiting)
             woken.append(sorted((each["woken_at"] - late["came_at"]) * 1e3 for each in others))
     return WaitingRow(
+        LIBRARIES[library],
         num_ranks,
         *map(statistics.median, zip(*waits, strict=True)),
         first_ms=statistics.median(each[0] for each in woken),
@@ -197,7 +214,8 @@ def measure_waiting(num_ranks: int, arguments: argparse.Namespace) -> WaitingRow
 def waiting_line(row: WaitingRow) -> str:
     shares = [f"{share * 100:.3f}" for share in (row.store, row.rank, row.busiest)]
     times = [f"{each:.1f}" for each in (row.first_ms, row.median_ms, row.last_ms)]
-    return f"| {' | '.join([str(row.ranks), *shares, *times])} |"
+    reached = "reached" if row.is_reached else "not reached"
+    return f"| {' | '.join([row.library, str(row.ranks), *shares, *times, reached])} |"
 
 
 def row_of(rounds: list[list[dict[str, Any]]], *, state: str, library: str, ranks: int, call: str) -> RankRow:

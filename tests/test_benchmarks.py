@@ -17,8 +17,10 @@ QUICK_S, LONG_S = 170, 840
 
 QUICK = {
     "manifest --tensors 2 --chunks 2": [r"\n +2 x 2 +[\d.]+ "],
-    "ranks --ranks 2 --tensors 8 --rounds 1 --late 0.5 --assign 16": [
-        r"\n\| 2 \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \|",
+    "ranks --ranks 2 --tensors 8 --rounds 1 --late 0.5 --assign 16 --files 20": [
+        r"\n\| bytecheckpoint \| 2 \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \| (not )?reached \|",
+        r"\n\| torch DCP \| 2 \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \| (not )?reached \|",
+        r"\n\| checked before a commit \| 20 \| [\d.]+ \| [\d.]+ \| 1 \| (yes|no) \|",
         r"\n\| bytecheckpoint \| 2 \| load, exchanged \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \|",
         r"\n\| bytecheckpoint \| 2 \| load on half \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \|",
         r"\n\| torch DCP \| 2 \| load \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \|",

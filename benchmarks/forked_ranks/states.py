@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -72,13 +73,19 @@ class Calls:
         return report.num_bytes_read + (Path(path, MANIFEST_NAME).stat().st_size if dist.get_rank() == 0 else 0)
 
     def _meet(self, *, late_s: float) -> None:
-        ranks = join_ranks(None, 600.0, about=Subject("(a meeting)", None, is_save=False))
+        is_own = self._library == "bcp"
+        ranks = join_ranks(None, 600.0, about=Subject("(a meeting)", None, is_save=False)) if is_own else None
         if dist.get_rank() == dist.get_world_size() - 1:
             time.sleep(late_s)
         self.came_at = time.monotonic()
-        ranks.barrier()
+        if ranks is not None:
+            ranks.barrier()
+        else:
+            of_dcp = _DistWrapper(None, use_dist=True, coordinator_rank=0)
+            of_dcp.reduce_scatter("meeting", lambda: None, lambda parts: parts)
         self.woken_at = time.monotonic()
-        ranks.close()
+        if ranks is not None:
+            ranks.close()
 
     def check(self, call: str) -> None:
         wrong = [name for name, tensor in self._held.items() if not torch.equal(tensor, self._expected[name])]

@@ -52,6 +52,7 @@ CANDIDATES = with_against(
         # As asynchronous saves are timed: once a round, and ranks that have returned train while others have not.
         SaveCandidate("agree", "limit: agreement of the ranks alone", "async", needs_ranks=True),
         SaveCandidate("work", "limit: a millisecond of work in the call, then training", "async"),
+        SaveCandidate("looks", "limit: a look at each tensor in the call, then training", "async"),
         SaveCandidate("memcpy-async", "limit: memcpy into warm memory, once, then training", "async"),
         SaveCandidate("write-async", "limit: O_DIRECT + fsync beside training, from memory at hand", "async"),
     ]

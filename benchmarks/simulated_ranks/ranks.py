@@ -4,7 +4,6 @@ real, and travel as those of a process group do.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from bytecheckpoint.distributed.waiting import CallStore, WaitingClients
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.write_items import WriteItem, pack_items
+from bytecheckpoint.runtime.threads import map_jobs, run_jobs
 from bytecheckpoint.saving import global_plan
 from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan, PlanCache, RankPlan
 from bytecheckpoint.saving.report import WrittenFile, encode_report
@@ -32,6 +32,9 @@ from bytecheckpoint.storage import layout
 STEP = 1000
 VOCABULARY = 128_256
 _TIMEOUT_S = 600.0
+AT_ONCE = 16
+"""Ranks that are at work together: each message waits for another thread, as everywhere."""
+POWERS_OF_TEN = 10 ** np.arange(1, 19)
 
 
 class NamedShape(NamedTuple):
@@ -87,15 +90,17 @@ class SimulatedRanks:
 
     def write(self) -> None:
         """Receives what each rank is to write, writes and reports it, and acknowledges the end."""
-        self._send(list(reports(self._setting, [rank.broadcast(b"") for rank in self._ranks])))
-        for rank in self._ranks:
-            rank.close()
+        orders = map_jobs(lambda rank: rank.broadcast(b""), self._ranks, num_threads=AT_ONCE)
+        self._send(list(reports(self._setting, orders)))
+        run_jobs(lambda rank: rank.close(), self._ranks, num_threads=AT_ONCE)
 
     def _send(self, payloads: Sequence[bytes]) -> None:
         self.request_bytes = self.request_bytes or sum(map(len, payloads))
+        each = list(zip(self._ranks, payloads, strict=True))
         # The leader of a block comes last: it forwards the messages of the others.
-        for rank, payload in zip(reversed(self._ranks), reversed(payloads), strict=True):
-            rank.gather(payload)
+        for are_leaders in (False, True):
+            some = [pair for pair in each if (pair[0].rank % BLOCK_RANKS == 0) == are_leaders]
+            run_jobs(lambda pair: pair[0].gather(pair[1]), some, num_threads=AT_ONCE)
 
 
 def model(num_tensors: int, *, width: int, with_adam: bool) -> list[NamedShape]:
@@ -175,7 +180,9 @@ def reports(setting: Setting, orders: Sequence[bytes]) -> Iterator[bytes]:
     known: dict[tuple[bytes, bytes], tuple[RankPlan, list[object]]] = {}
     firsts, counts = rows_of(tensors, num_ranks)
     for rank, payload in enumerate(orders, 1):
-        digits = [np.char.str_len(numbers.astype(str)) for numbers in (firsts[rank], firsts[rank] + counts[rank])]
+        digits = [
+            np.searchsorted(POWERS_OF_TEN, each, side="right") for each in (firsts[rank], firsts[rank] + counts[rank])
+        ]
         key = counts[rank].tobytes(), np.add(*digits).tobytes()
         if key not in known:
             order = msgspec.msgpack.decode(payload, type=global_plan._PlanReply)
@@ -194,13 +201,13 @@ def reports(setting: Setting, orders: Sequence[bytes]) -> Iterator[bytes]:
 
 def write_files(setting: Setting, known: RankPlan, rank: int) -> list[WrittenFile]:
     """Writes sparse files of the right lengths, with random checksums."""
-    rng = random.Random(rank)
+    rng = np.random.default_rng(rank)
     (setting.folder / layout.DATA_FOLDER).mkdir(parents=True, exist_ok=True)
     files = []
     for number, planned in enumerate(known.files):
         name = layout.data_file_name(known.plan_id, rank, number)
         with (setting.folder / name).open("xb") as file:
             file.truncate(planned.byte_length)
-        digests = [rng.getrandbits(64) for _ in planned.extent_lengths]
+        digests = rng.integers(0, 1 << 64, len(planned.extent_lengths), np.uint64).tolist()
         files.append(WrittenFile(DataFile(name, planned.byte_length, planned.extent_lengths, digests), None))
     return files

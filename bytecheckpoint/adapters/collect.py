@@ -305,7 +305,8 @@ def collect_all(entries: list[Entry]) -> list[EntryContents]:
             owner = next(entry for entry, earlier in zip(entries, collected, strict=False) if name in earlier.names)
             advice = f"rename one: {owner.fqn!r} and {entry.fqn!r} in the state both give it"
             raise unsupported(name, "the name of two values", advice)
-        taken |= contents.names
+        if len(entries) > 1:  # there may be 100,000 names, and mostly there is no one else to have them
+            taken |= contents.names
         collected.append(contents)
     return [contents._replace(shards=_looked_at(contents.shards)) for contents in collected]
 

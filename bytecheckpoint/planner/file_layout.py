@@ -14,6 +14,11 @@ from bytecheckpoint.region import Region
 
 EXTENT_BYTES = 1 << 20
 """Limit of an extent: a partial read may have to read as much beyond what it wants, at each end."""
+_MAX_EXTENTS = 1 << 21
+"""Approximate limit for the extents of a checkpoint: their checksums take 16 MB of its manifest, which all ranks get
+from one. Beyond 2 TiB extents are longer than EXTENT_BYTES."""
+_LONGEST_EXTENT_BYTES = 4 << 20
+"""Limit of an extent of any checkpoint: each thread that reads needs memory for one."""
 LARGE_CHUNK_BYTES = 16 << 20
 """Chunks from here on are large: extents are at most a sixteenth of the chunk, because parts that loads want are
 large."""
@@ -22,7 +27,7 @@ LARGE_CHUNK_EXTENT_BYTES = 256 << 10
 longer than extents of 1 MiB; at 64 KiB it would be 45%."""
 _MAX_LARGE_EXTENTS = 1 << 20
 """Approximate limit for extents of large chunks in a checkpoint: their checksums take 8 to 16 MB of its manifest, which
-all ranks get from one. Beyond 256 GiB extents are longer, from 1 TiB on EXTENT_BYTES."""
+all ranks get from one. Beyond 256 GiB extents are longer."""
 MIN_EXTENT_BYTES = 128 << 10
 """Extents no longer than this are not cut: a range request reads as much while it begins, and manifests stay short."""
 OWN_EXTENT_BYTES = 256 << 10
@@ -105,22 +110,27 @@ def cut_extents(
     checksums of its own bytes.
     """
     header = _cut(header_bytes, num_parts=_power_of_two(header_bytes, EXTENT_BYTES))
-    in_large_bytes = min(max(state_bytes // _MAX_LARGE_EXTENTS, LARGE_CHUNK_EXTENT_BYTES), EXTENT_BYTES)
-    return _split_at_blocks([*header, *_group_chunks(list(chunk_bytes), groups, in_large_bytes)], block_bytes)
+    longest = EXTENT_BYTES
+    while longest * _MAX_EXTENTS < state_bytes and longest < _LONGEST_EXTENT_BYTES:
+        longest *= 2
+    in_large_bytes = min(max(state_bytes // _MAX_LARGE_EXTENTS, LARGE_CHUNK_EXTENT_BYTES), longest)
+    extents = _group_chunks(list(chunk_bytes), groups, longest=longest, in_large_bytes=in_large_bytes)
+    return _split_at_blocks([*header, *extents], block_bytes)
 
 
-def _group_chunks(chunk_bytes: Sequence[int], groups: Sequence[int], in_large_bytes: int) -> list[int]:
-    """Returns the extents of chunks; extents of large chunks have at most `in_large_bytes`."""
-    counts = Counter(num_bytes for num_bytes in chunk_bytes if num_bytes >= OWN_EXTENT_BYTES)
-    parts_of = _choose_parts(counts, in_large_bytes)
+def _group_chunks(chunk_bytes: Sequence[int], groups: Sequence[int], *, longest: int, in_large_bytes: int) -> list[int]:
+    """Returns the extents of chunks, of at most `longest` bytes, of large chunks `in_large_bytes`."""
+    own_bytes = OWN_EXTENT_BYTES if longest == EXTENT_BYTES else longest
+    counts = Counter(num_bytes for num_bytes in chunk_bytes if num_bytes >= own_bytes)
+    parts_of = _choose_parts(counts, longest=longest, in_large_bytes=in_large_bytes)
     extents: list[int] = []
     small, last_group = 0, 0
     for num_bytes, group in zip(chunk_bytes, groups or repeat(0), strict=False):
-        if small and (small + num_bytes > EXTENT_BYTES or group != last_group):
+        if small and (small + num_bytes > longest or group != last_group):
             extents.append(small)
             small = 0
         last_group = group
-        if num_bytes >= OWN_EXTENT_BYTES:
+        if num_bytes >= own_bytes:
             extents += [small] if small else []
             extents += _cut(num_bytes, num_parts=parts_of[num_bytes])
             small = 0
@@ -129,12 +139,14 @@ def _group_chunks(chunk_bytes: Sequence[int], groups: Sequence[int], in_large_by
     return [*extents, small] if small else extents
 
 
-def _choose_parts(counts: Mapping[int, int], in_large_bytes: int) -> dict[int, int]:
+def _choose_parts(counts: Mapping[int, int], *, longest: int, in_large_bytes: int) -> dict[int, int]:
     """Returns the number of extents of a chunk, by its bytes; `counts` are the chunks of each length."""
     large = {
         num_bytes: _power_of_two(num_bytes, in_large_bytes) for num_bytes in counts if num_bytes >= LARGE_CHUNK_BYTES
     }
     others = {num_bytes: count for num_bytes, count in counts.items() if num_bytes < LARGE_CHUNK_BYTES}
+    if longest > EXTENT_BYTES:  # so many bytes have enough extents without cutting more often
+        return large | {num_bytes: _power_of_two(num_bytes, longest) for num_bytes in others}
     least = MIN_EXTENT_BYTES
     while True:
         parts_of = {

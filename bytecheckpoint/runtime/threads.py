@@ -7,9 +7,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import cache
+from itertools import islice
 from operator import length_hint
 from queue import SimpleQueue
 from typing import Generic, TypeVar
@@ -22,6 +24,8 @@ Job = TypeVar("Job")
 
 _IDLE_NAME = "bytecheckpoint-idle"
 _NO_JOB = object()
+_QUICK_LOOKS = 16
+_QUICK_LOOK_S = 0.001
 
 _Jobs = SimpleQueue[tuple[str, Callable[[], object]]]
 """The jobs of one thread, each with the name of the thread while it does that job."""
@@ -63,6 +67,20 @@ def map_jobs(do: Callable[[Job], T], jobs: Iterable[Job], *, num_threads: int) -
 
     run_jobs(run, range(len(jobs)), num_threads=num_threads)
     return [results[number] for number in range(len(jobs))]
+
+
+def map_looks(do: Callable[[Job], T], jobs: Iterable[Job], *, num_threads: int) -> list[T]:
+    """Does what `map_jobs` does, for looks at a store: where the first ones take no longer than they need the
+    processor, the caller's thread goes on alone, because others would only take turns with it.
+    """
+    jobs = iter(jobs)
+    results: list[T] = []
+    while some := list(islice(jobs, _QUICK_LOOKS)):
+        started = time.monotonic()
+        results += map(do, some)
+        if time.monotonic() - started > len(some) * _QUICK_LOOK_S:
+            return results + map_jobs(do, jobs, num_threads=num_threads)
+    return results
 
 
 class _JobRun(Generic[Job]):

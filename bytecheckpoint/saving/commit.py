@@ -25,7 +25,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.manifest import DataFile, open_manifest
-from bytecheckpoint.runtime.threads import run_jobs
+from bytecheckpoint.runtime.threads import map_looks
 from bytecheckpoint.saving.prepare import PreparedSave
 from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report, telemetry_record, write_telemetry
 from bytecheckpoint.saving.slow_phases import TimedReport, slow_text
@@ -44,7 +44,6 @@ _MAY_BE_COMMITTED = "All data is written; whether the checkpoint was committed, 
 _HELD_UP_S = MIN_AGE_S / 2
 """Age at which garbage collection may have taken the save for dead and deleted its data."""
 _LOOKS_IN_FLIGHT = 16
-_LOOKS_OF_THREAD = 16
 """Fewer files are looked at on one thread."""
 _VISIBILITY_PAUSES_S = (0.1, 0.4, 1.5)
 _CANNOT_BE_COMMITTED = {"no_space", "permission"}
@@ -161,7 +160,7 @@ def _create_manifest(call: SaveCall, files: SaveFiles, content: bytes, undo: Exi
         if call.timer.age_s > _HELD_UP_S:
             _refuse_if_collected(call, files, content)
         if call.ranks.num_ranks > 1 and not is_remote(store):
-            _refuse_unshared(call, files, content)
+            check_is_shared(call, files, content)
         overwrite = files.target.may_replace()
         if files.target.owner is not None:
             files.target.owner.before_commit()
@@ -214,7 +213,7 @@ def _refuse_if_collected(call: SaveCall, files: SaveFiles, content: bytes) -> No
         ) from error
 
 
-def _refuse_unshared(call: SaveCall, files: SaveFiles, content: bytes) -> None:
+def check_is_shared(call: SaveCall, files: SaveFiles, content: bytes) -> None:
     """Raises CheckpointSaveError (storage) if a file is not in the coordinator's folder, because hosts do not share it.
 
     It opens each file by its name: a network file system may list a folder as it was a minute ago.
@@ -235,8 +234,7 @@ def _refuse_unshared(call: SaveCall, files: SaveFiles, content: bytes) -> None:
             ) from error
 
     written = open_manifest(content).files  # whose millions of chunks were checked before
-    num_threads = min(_LOOKS_IN_FLIGHT, 1 + len(written) // _LOOKS_OF_THREAD)
-    run_jobs(check, written, num_threads=num_threads)
+    map_looks(check, written, num_threads=_LOOKS_IN_FLIGHT)
 
 
 def _read_last_byte(target: SaveTarget, file: DataFile) -> None:

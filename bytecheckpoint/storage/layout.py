@@ -22,7 +22,7 @@ from bytecheckpoint.errors import (
     and_more,
 )
 from bytecheckpoint.manifest import Manifest, decode_manifest, open_manifest
-from bytecheckpoint.runtime.threads import map_jobs
+from bytecheckpoint.runtime.threads import map_jobs, map_looks
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import (
     Store,
@@ -322,8 +322,7 @@ def _lengths(store: Store, folder: str, names: Sequence[str]) -> list[int | None
     """
     if isinstance(store, SupportsByteLength):
         paths = [join_name(folder, name) for name in names]
-        num_threads = _LOOKS_IN_FLIGHT if len(paths) > _LOOKS_IN_FLIGHT else 1
-        return map_jobs(store.byte_length, paths, num_threads=num_threads)
+        return map_looks(store.byte_length, paths, num_threads=_LOOKS_IN_FLIGHT)
     return listed_lengths(names, lambda parent: store.list(join_name(folder, parent)))
 
 

@@ -137,6 +137,14 @@ class SupportsInFolders(Store, Protocol):
 
 
 @runtime_checkable
+class SupportsListMany(Store, Protocol):
+    """A store that lists many folders for less than a listing of each."""
+
+    def list_many(self, folders: Sequence[str]) -> Sequence[Mapping[str, int | None] | None]:
+        """Returns what `list` does for each folder; None where only `list` tells."""
+
+
+@runtime_checkable
 class SupportsReadWhole(Store, Protocol):
     """A store that reads an object of unknown length as it is at one moment."""
 
@@ -214,6 +222,11 @@ def read_whole(store: Store, name: str, *, max_bytes: int) -> bytes:
     content = bytearray(num_bytes)
     store.read_into(name, 0, memoryview(content))
     return bytes(content)
+
+
+def list_many(store: Store, folders: Sequence[str]) -> Sequence[Mapping[str, int | None] | None]:
+    """Lists like `SupportsListMany.list_many`; None for each folder of another store."""
+    return store.list_many(folders) if isinstance(store, SupportsListMany) else [None] * len(folders)
 
 
 def listed_lengths(names: Sequence[str], list_folder: Callable[[str], Mapping[str, int | None]]) -> list[int | None]:

@@ -431,7 +431,19 @@ def test_checksums_cover_more_where_a_checkpoint_is_so_large_that_its_manifest_w
     state_bytes: int, num_extents: int
 ) -> None:
     assert len(cut_extents(4096, [64 * MiB], block_bytes=1 << 40, state_bytes=state_bytes)) == 1 + num_extents
-    assert len(cut_extents(4096, [64 * MiB], block_bytes=1 << 40, state_bytes=100 * state_bytes)) >= 1 + 64
+    assert len(cut_extents(4096, [64 * MiB], block_bytes=1 << 40, state_bytes=100 * state_bytes)) >= 1 + 16
+
+
+@pytest.mark.parametrize(
+    ("chunk_bytes", "num_chunks"), [(128 << 10, 2000), (384 << 10, 700), (5 * MiB, 50), (64 * MiB, 4)]
+)
+def test_a_checkpoint_of_many_terabytes_has_a_checksum_for_mebibytes(chunk_bytes: int, num_chunks: int) -> None:
+    """Its manifest, which all ranks get from one, would be mostly checksums: 33 million on 32,768 ranks."""
+    lengths = [chunk_bytes] * num_chunks
+    extents = cut_extents(4096, lengths, block_bytes=16 * MiB, state_bytes=32_768 * sum(lengths))
+    assert sum(extents) == 4096 + sum(lengths)
+    assert max(extents) <= 4 * MiB
+    assert len(extents) <= 2 + sum(lengths) / (2 * MiB)
 
 
 @pytest.mark.parametrize("num_ranks", [8, 64, 512, 1024, 2048])

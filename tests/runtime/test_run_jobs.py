@@ -11,8 +11,11 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.runtime.threads import run_jobs, shared_threads
+from bytecheckpoint.runtime import threads as threads_module
+from bytecheckpoint.runtime.threads import map_looks, run_jobs, shared_threads
 from bytecheckpoint.staging.file_image import LiveFile
+
+WAIT_S = 20
 
 
 @pytest.fixture
@@ -91,3 +94,23 @@ def test_an_interrupted_staging_is_told_once_and_the_next_save_works(
             bcp.save(tmp_path, state, step=1, async_save=True)
     bcp.save(tmp_path, state, step=2, async_save=True).result(20)
     assert bcp.steps(tmp_path) == [2]
+
+
+def test_quick_looks_stay_on_the_thread_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads_module, "_QUICK_LOOK_S", 60.0)
+    looked: set[int] = set()
+    found = map_looks(lambda number: looked.add(threading.get_ident()) or number, range(100), num_threads=4)
+    assert found == list(range(100))
+    assert looked == {threading.get_ident()}
+
+
+def test_looks_that_wait_for_the_store_are_made_several_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads_module, "_QUICK_LOOK_S", -1.0)
+    meeting = threading.Barrier(4)
+
+    def look(number: int) -> int:
+        if number >= 96:  # the last four wait for one another
+            meeting.wait(WAIT_S)
+        return number
+
+    assert map_looks(look, iter(range(100)), num_threads=4) == list(range(100))

@@ -152,7 +152,8 @@ class _Handler(BaseHTTPRequestHandler):
         if bucket != "bucket":
             return _error(404, "NoSuchBucket")
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
-        keys = sorted(key.removeprefix("bucket/") for key in self.server.objects)
+        every = sorted(key.removeprefix("bucket/") for key in self.server.objects)
+        keys = [key for key in every if key > query.get("start-after", "")]
         rest = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
         files = [key for key in rest if not delimiter or delimiter not in key]
         folders = sorted({key.split(delimiter)[0] + delimiter for key in rest if delimiter and delimiter in key})

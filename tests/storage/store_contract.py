@@ -20,7 +20,7 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.manifest.ranges import Block
-from bytecheckpoint.storage.store import Store, SupportsDuplicate, SupportsInFolders, delete_many, read_whole
+from bytecheckpoint.storage.store import Store, SupportsDuplicate, SupportsInFolders, delete_many, list_many, read_whole
 
 
 def blocks_of(data: bytes, *, block_bytes: int = 1 << 30, shift: int = 0) -> list[Block]:
@@ -262,6 +262,17 @@ class StoreContract:
         assert {name for name, is_there in told.items() if is_there} <= set("bdae")
         assert {name for name, is_there in told.items() if is_there is False} <= set("gchfx")
         assert store.in_folders([], "manifest.bcp") == []
+
+    def test_a_listing_of_many_folders_is_that_of_each(self, store):
+        for name in ("b/x", "b/c/y", "b/.tmp-1", "b-1/x", "b0", "d/e/f/g", "a", "zz/x"):
+            put(store, f"r/{name}", b"12")
+        folders = [f"r/{name}" for name in ("zz", "b", "nothing", "b-1", "d", "d/e", "b/c")]
+        found = list_many(store, folders)
+        assert [listing or {} for listing in found] in (
+            [store.list(folder) for folder in folders],
+            [{}] * len(folders),  # one at a time, then
+        )
+        assert list_many(store, []) == []
 
     def test_a_file_cannot_be_listed(self, store):
         put(store, "file", b"1")

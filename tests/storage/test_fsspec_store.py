@@ -418,3 +418,21 @@ def test_chained_urls(memory_url, tmp_path):
     put(FsspecStore(memory_url, None), "x", b"1")
     store = FsspecStore(f"simplecache::{memory_url}", {"simplecache": {"cache_storage": str(tmp_path)}})
     assert get(store, "x", 1) == b"1"
+
+
+def test_many_folders_of_memory_are_listed_in_one_pass(memory_url, monkeypatch):
+    store = FsspecStore(memory_url, None)
+    for step in range(20):
+        put(store, f"step_{step}/manifest.bcp", b"12")
+        put(store, f"step_{step}/data/x", b"1")
+    passes = []
+    for name in ("find", "ls"):
+        real = getattr(MemoryFileSystem, name)
+        monkeypatch.setattr(
+            MemoryFileSystem,
+            name,
+            lambda self, *args, real=real, **given: passes.append(1) or real(self, *args, **given),
+        )
+    folders = [f"step_{step}" for step in range(20)]
+    assert store.list_many(folders) == [{"manifest.bcp": 2, "data": None}] * 20
+    assert len(passes) == 1

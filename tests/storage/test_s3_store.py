@@ -15,7 +15,7 @@ from urllib3.connection import HTTPConnection
 from bytecheckpoint.errors import CheckpointError, CheckpointExistsError, CheckpointSaveError, StorageError
 from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.storage.backends import s3_copy, s3_requests, s3_upload
-from bytecheckpoint.storage.backends.s3_body import reader_of
+from bytecheckpoint.storage.backends.s3_client import reader_of
 from bytecheckpoint.storage.backends.s3_store import S3Store
 from bytecheckpoint.storage.open_store import open_store
 
@@ -769,19 +769,47 @@ def test_many_folders_are_looked_into_with_few_requests(s3_faults, store):
     assert len(s3_faults.requests) == 1
 
 
+def test_many_folders_are_listed_with_few_requests(s3_faults, store):
+    for step in range(30):
+        put(store, f"step_{step:08d}/manifest.bcp", b"123")
+        put(store, f"step_{step:08d}/data/x", b"1")
+    folders = [f"step_{step:08d}" for step in (*range(29, -1, -1), 40)]
+    s3_faults.requests.clear()
+    assert store.list_many(folders) == [{"manifest.bcp": 3, "data": None}] * 30 + [None]
+    assert len(s3_faults.requests) == 1
+
+
+def test_a_listing_goes_on_in_the_folder_in_which_a_page_ended(store, monkeypatch):
+    for step in range(6):
+        for name in ("data/1", "data/2", "manifest.bcp"):
+            put(store, f"step_{step}/{name}", b"1")
+    answered = _cut_pages(store, monkeypatch, max_keys=8)
+    listing = {"manifest.bcp": 1, "data": None}
+    assert store.list_many([f"step_{step}" for step in range(6)]) == [listing] * 6
+    assert [len(page["Contents"]) for page in answered] == [8, 8, 6]
+
+
+def _cut_pages(store, monkeypatch, *, max_keys):
+    answered = []
+    real = store._requests.call
+
+    def call(operation, policy, **given):
+        answered.append(real(operation, policy, **given, MaxKeys=max_keys))
+        return answered[-1]
+
+    monkeypatch.setattr(store._requests, "call", call)
+    return answered
+
+
 def test_pages_that_reach_one_folder_only_are_given_up(store, monkeypatch):
     for step in range(5):
         for number in range(4):
             put(store, f"step_{step}/data/{number}", b"1")
         put(store, f"step_{step}/manifest.bcp", b"1")
-    real = store._requests.call
-    monkeypatch.setattr(
-        store._requests,
-        "call",
-        lambda operation, policy, **given: real(operation, policy, **given, MaxKeys=3),
-    )
+    _cut_pages(store, monkeypatch, max_keys=3)
     folders = [f"step_{step}" for step in range(5)]
     assert store.in_folders(folders, "manifest.bcp") == [True, None, None, None, None]
+    assert store.list_many(folders) == [None] * 5
 
 
 def test_an_empty_page_that_is_not_the_last_tells_of_no_folder(store, monkeypatch):
@@ -790,6 +818,7 @@ def test_an_empty_page_that_is_not_the_last_tells_of_no_folder(store, monkeypatc
         put(store, f"{folder}/manifest.bcp", b"1")
     monkeypatch.setattr(store._requests, "call", lambda *_, **__: {"IsTruncated": True, "KeyCount": 0})
     assert store.in_folders(folders, "manifest.bcp") == [None] * 5  # looked at one by one then
+    assert store.list_many(folders) == [None] * 5
 
 
 def test_ranges_are_read_into_place_through_one_connection(monkeypatch):

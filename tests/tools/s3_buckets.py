@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableSequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,13 @@ from storage.s3_server import running_s3
 @contextmanager
 def filled_bucket(folder: Path) -> Iterator[list[str]]:
     """Yields the options of a command for a bucket that holds the files of the folder under `run`."""
+    with counted_bucket(folder) as (_, options):
+        yield options
+
+
+@contextmanager
+def counted_bucket(folder: Path) -> Iterator[tuple[MutableSequence[str], list[str]]]:
+    """Yields the requests to such a bucket, as they come, and the options."""
     with running_s3() as server:
         for path in folder.rglob("*"):
             if path.is_file():
@@ -24,4 +31,7 @@ def filled_bucket(folder: Path) -> Iterator[list[str]]:
             "client_kwargs": '{"region_name": "us-east-1"}',
             "config_kwargs": '{"retries": {"max_attempts": 1}}',
         }
-        yield [part for key, value in options.items() for part in ("--storage-option", f"{key}={value}")]
+        yield (
+            server.requests,
+            [part for key, value in options.items() for part in ("--storage-option", f"{key}={value}")],
+        )

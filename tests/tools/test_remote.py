@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-from s3_buckets import filled_bucket
+from s3_buckets import counted_bucket, filled_bucket
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of client libraries
 
@@ -28,6 +29,17 @@ def test_ls_and_show(call, bucket, saved_root, tmp_path) -> None:
     local = call("show", saved_root, *args).json
     assert shown["path"] == "s3://bucket/run/step_00001000"
     assert {**shown, "path": None} == {**local, "path": None}
+
+
+def test_ls_of_many_steps_takes_a_read_of_each_and_one_listing(call, saved_root, tmp_path) -> None:
+    root = tmp_path / "many"
+    for step in range(25):
+        shutil.copytree(saved_root / "step_00000005", root / f"step_{step:08d}")
+    with counted_bucket(root) as (requests, options):
+        listed = call("ls", "s3://bucket/run", "--json", *options).json
+    assert [item["step"] for item in listed["checkpoints"]] == list(range(25))
+    assert len([line for line in requests if "manifest.bcp" in line]) == 25
+    assert len(requests) <= 25 + 4
 
 
 def test_verify(call, bucket) -> None:

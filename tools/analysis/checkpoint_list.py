@@ -21,11 +21,11 @@ from bytecheckpoint.formats.detect import find_file, find_folder
 from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, outline_of
 from bytecheckpoint.info import OWN_FORMAT, describe_checkpoint
 from bytecheckpoint.manager import step_records
-from bytecheckpoint.runtime.threads import map_jobs
+from bytecheckpoint.runtime.threads import map_jobs, map_looks
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.deletion import LEASES_FOLDER, METRICS_FOLDER, PIN_NAME
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Store
+from bytecheckpoint.storage.store import Store, list_many
 
 _LOOKS_IN_FLIGHT = 8
 MAX_RUN_FOLDERS = 10_000
@@ -133,12 +133,13 @@ def _runs_to_list(looks: Sequence[_ListedFolder]) -> tuple[list[_ListedFolder], 
 
 
 def _look_at_all(store: Store, folders: Sequence[str]) -> list[_ListedFolder]:
-    return map_jobs(lambda folder: _look(store, folder), folders, num_threads=_LOOKS_IN_FLIGHT)
+    listed = zip(folders, list_many(store, folders), strict=True)
+    return map_looks(lambda look: _look(store, *look), listed, num_threads=_LOOKS_IN_FLIGHT)
 
 
-def _look(store: Store, folder: str) -> _ListedFolder:
+def _look(store: Store, folder: str, entries: Mapping[str, int | None] | None) -> _ListedFolder:
     try:
-        entries = store.list(folder)
+        entries = store.list(folder) if entries is None else entries
         return _ListedFolder(folder, _look_into(store, folder, entries), entries)
     except StorageError as error:
         if error.kind != "permission":

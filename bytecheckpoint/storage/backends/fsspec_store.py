@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 import fsspec.core
+from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations, registry
 from fsspec.spec import AbstractFileSystem
 
@@ -193,6 +194,19 @@ class FsspecStore:
             if not last.startswith(TEMPORARY_PREFIX):
                 sizes[last] = sizes.get(last) if is_folder else int(entry["size"])
         return sizes
+
+    def list_many(self, folders: Sequence[str]) -> Sequence[Mapping[str, int | None] | None]:
+        """Implements `SupportsListMany` for fsspec's memory, which goes through the whole store for each listing."""
+        if not isinstance(self._fs, MemoryFileSystem):
+            return [None] * len(folders)
+        listings: dict[str, dict[str, int | None]] = {folder: {} for folder in folders}
+        for found in self.inventory(""):
+            parts = found.name.split("/")
+            for depth in range(1, len(parts)):
+                listing = listings.get("/".join(parts[:depth]))
+                if listing is not None and not parts[depth].startswith(TEMPORARY_PREFIX):
+                    listing[parts[depth]] = found.num_bytes if depth == len(parts) - 1 else None
+        return [listings[folder] or None for folder in folders]  # an empty one may be an object
 
     def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
         """Implements `SupportsInFolders`: reads one byte of each object, for which fsspec's memory, unlike for a

@@ -1,5 +1,5 @@
-"""Clients of botocore for the options that s3fs takes, so that one dict of storage options serves both. They are cached
-in the process, because making one costs more than many requests.
+"""Clients of botocore for the options that s3fs takes, so that one dict of storage options serves both, and the
+bodies of their answers. Clients are cached in the process, because making one costs more than many requests.
 """
 
 from __future__ import annotations
@@ -7,14 +7,17 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from http.client import HTTPException, HTTPResponse
 from typing import Any, NamedTuple
 
 import botocore.session
 from botocore import UNSIGNED
 from botocore.config import Config
+from botocore.exceptions import ReadTimeoutError, ResponseStreamingError
+from botocore.response import StreamingBody
 from fsspec.config import apply_config
 
 BROKEN_OFF = "the answer broke off within its headers"
@@ -184,3 +187,29 @@ class _BodyParts:
 
     def seek(self, _position: int) -> None:
         """Called by botocore before it sends again after a redirect: each iteration starts anew."""
+
+
+def reader_of(body: Any) -> Callable[[memoryview], int]:
+    """Returns what fills memory with the next bytes of a body, and returns how many: 0 at the end. Raises the errors of
+    botocore's own `readinto`, which it is where another version of the libraries keeps the connection elsewhere, or has
+    to look at the bytes. botocore and urllib3 copy every byte once more, which costs as much as receiving it.
+    """
+    raw: Any = getattr(body, "_raw_stream", None)
+    answer = getattr(raw, "_fp", None)
+    is_known = type(body) is StreamingBody and hasattr(raw, "release_conn")
+    if not is_known or not isinstance(answer, HTTPResponse) or answer.getheader("Content-Encoding"):
+        own: Callable[[memoryview], int] = body.readinto
+        return own
+
+    def readinto(memory: memoryview) -> int:
+        try:
+            num_bytes = answer.readinto(memory)
+        except TimeoutError as error:
+            raise ReadTimeoutError(endpoint_url=None, error=error) from error
+        except (OSError, HTTPException) as error:
+            raise ResponseStreamingError(error=error) from error
+        if num_bytes and answer.isclosed():  # all was read, and the connection can serve another request
+            raw.release_conn()
+        return num_bytes
+
+    return readinto

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 from botocore.exceptions import IncompleteReadError
 
 from bytecheckpoint.errors import TransferProgress
-from bytecheckpoint.storage.backends.s3_body import reader_of
-from bytecheckpoint.storage.backends.s3_client import BROKEN_OFF, S3Client
+from bytecheckpoint.storage.backends.s3_client import BROKEN_OFF, S3Client, reader_of
 from bytecheckpoint.storage.backends.s3_errors import (
     S3_ERRORS,
     FailedRequestError,

@@ -7,9 +7,9 @@ from __future__ import annotations
 import re
 import secrets
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from botocore.exceptions import BotoCoreError
 
@@ -41,12 +41,15 @@ from bytecheckpoint.storage.backends.s3_requests import (
     S3Requests,
     TooLongError,
 )
+from bytecheckpoint.storage.backends.s3_scan import ReadPage, find_keys, list_folders
 from bytecheckpoint.storage.backends.s3_upload import TakenError, abort_uploads_of, begin_upload, new_target, send
 from bytecheckpoint.storage.credentials import contains_secret, describe_safely, find_secrets, showable_url
 from bytecheckpoint.storage.inventory import PendingUpload, StoredObject
 from bytecheckpoint.storage.object_io import count_bytes
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, join_name
 from bytecheckpoint.storage.store import Access, FillHook
+
+Found = TypeVar("Found")
 
 _URL = re.compile(r"\As3a?://([^/?#@:]+)(?:/(.*))?\Z", re.DOTALL)
 _AMAZON = re.compile(r"\.(?:amazonaws\.com(?:\.cn)?|api\.aws)(?::\d+)?\Z")
@@ -167,41 +170,35 @@ class S3Store:
                 }
             if not sizes and prefix and self._requests.head(prefix.removesuffix("/"), self._policy()) is not None:
                 raise is_a_file(shown)
-        # An object with the folder's own name is a marker that consoles make.
-        return {name: size for name, size in sizes.items() if name and not name.startswith(TEMPORARY_PREFIX)}
+        return _shown_names(sizes)
 
     def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
-        """Implements `SupportsInFolders`: a page of keys from the first folder on tells of all folders that it reaches.
-        A page that reaches no second folder was not worth it, and one that is out of order, as in directory buckets,
-        tells nothing.
-        """
-        wanted = sorted(self._key(join_name(folder, name)) for folder in folders)
-        if len(wanted) < _MIN_SCANNED:
-            return [None] * len(wanted)
-        parts = [wanted[start : start + _SCANNED_AT_ONCE] for start in range(0, len(wanted), _SCANNED_AT_ONCE)]
-        with self._translated(self._shown, doing="list"):
-            scans = map_jobs(self._scan, parts, num_threads=_MIN_IN_FLIGHT)
-        found = {key: is_there for scan in scans for key, is_there in scan.items()}
-        return [found.get(self._key(join_name(folder, name))) for folder in folders]
+        """Implements `SupportsInFolders`: a page of keys tells of all folders that it reaches."""
+        keys = [self._key(join_name(folder, name)) for folder in folders]
+        found = self._scan(find_keys, keys)
+        return [found.get(key) for key in keys]
 
-    def _scan(self, wanted: Sequence[str]) -> Mapping[str, bool]:
-        """Returns, for keys in order, which exist, as far as the pages tell."""
-        found: dict[str, bool] = {}
-        while len(found) < len(wanted):
-            left = wanted[len(found) :]
-            page = self._requests.call(
-                "list_objects_v2", self._policy(), Prefix=self._prefix_of(""), StartAfter=left[0][:-1]
-            )
-            keys = [str(entry["Key"]) for entry in page.get("Contents", ())]
-            is_last = not page.get("IsTruncated")
-            if keys != sorted(keys) or any(key <= left[0][:-1] for key in keys[:1]) or not (keys or is_last):
-                break
-            reached = left if is_last else [key for key in left if key <= keys[-1]]
-            there = set(keys)
-            found |= {key: key in there for key in reached}
-            if len(reached) < 2:
-                break
-        return found
+    def list_many(self, folders: Sequence[str]) -> Sequence[Mapping[str, int | None] | None]:
+        """Implements `SupportsListMany` in the same way."""
+        prefixes = list(map(self._prefix_of, folders))
+        found = self._scan(list_folders, prefixes)
+        return [_shown_names(found.get(prefix, {})) or None for prefix in prefixes]  # an empty one may be an object
+
+    def _scan(
+        self, scan: Callable[[Sequence[str], ReadPage], Mapping[str, Found]], keys: Sequence[str]
+    ) -> Mapping[str, Found]:
+        """Returns what the scan finds for the keys, many at a time."""
+        if len(keys) < _MIN_SCANNED:
+            return {}
+        wanted = sorted(keys)
+        parts = [wanted[start : start + _SCANNED_AT_ONCE] for start in range(0, len(wanted), _SCANNED_AT_ONCE)]
+
+        def read_page(after: str) -> Mapping[str, Any]:
+            return self._requests.call("list_objects_v2", self._policy(), Prefix=self._prefix_of(""), StartAfter=after)
+
+        with self._translated(self._shown, doing="list"):
+            scans = map_jobs(lambda part: scan(part, read_page), parts, num_threads=_MIN_IN_FLIGHT)
+        return {key: found for each in scans for key, found in each.items()}
 
     def delete(self, name: str) -> None:
         with self._translated(self._show(name), doing="delete"):
@@ -348,6 +345,11 @@ class S3Store:
             kind="unavailable",
             path=self._shown,
         )
+
+
+def _shown_names(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
+    # An object with the folder's own name is a marker that consoles make.
+    return {name: size for name, size in sizes.items() if name and not name.startswith(TEMPORARY_PREFIX)}
 
 
 def _check_credentials(options: Mapping[str, object]) -> None:
