@@ -146,6 +146,7 @@ def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[s
             scratch=prepared.buffers.scratch,
             reuse=None,
         )
+        prepared.extent_digests = [file.extent_digests for file, _ in written]
         slots.fill(agreed.save_id, target.step or 0, ranks.rank)
         holding = _holding(slots, encode_report(agreed, written), prepared.options.memory)
         reduce = partial(_agree, prepared, metadata, holdings)

@@ -4,7 +4,7 @@ a campaign does is its own business.
     python tests/faults/fault_table.py                             all of them, two at a time, the longest first
     python tests/faults/fault_table.py kill-times-copy flip-data   these
     python tests/faults/fault_table.py kill-times-copy --trials 17      one trial again; it keeps nothing
-    python tests/faults/fault_table.py kill-memory-calls --more --minutes 5    trials that were not done yet, added to the row
+    python tests/faults/fault_table.py damaged-slots --more --minutes 5    goes on where its row was cut short
     python tests/faults/fault_table.py --table                     the page alone, from what was kept
 """
 

@@ -5,7 +5,9 @@ line of what holds and resumes, or at any time.
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib
 import itertools
 import os
 import signal
@@ -21,8 +23,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import bytecheckpoint as bcp
 from bytecheckpoint.memory_tier import hold
@@ -31,6 +33,7 @@ from faults.system_calls import NEVER, be_traced, follow
 from faults.traced import Rank
 
 SHAPE = (48, 65)
+"""Of a tensor that ranks share in rows: 1 to 4 of them get as many each."""
 STORED_EVERY = 4
 TIMEOUT_S = 20.0
 WITHIN_S = 60.0
@@ -39,6 +42,12 @@ TRACED = {
     for folder in (Path(hold.__file__).parent, Path(slot_file.__file__).parent)
     for path in folder.glob("*.py")
 } | {str(Path(bcp.__file__).parent / "staging" / name) for name in ("memory_slots.py", "copy_slots.py")}
+
+
+def warm_up() -> None:
+    """Imports once what each rank would import with its first sharded tensor: a second of processor time."""
+    importlib.import_module("torch._dynamo")
+    importlib.import_module("faults.memory_kills")
 
 
 class Job(NamedTuple):
@@ -170,15 +179,16 @@ def be(job: Job, rank: int, joined: Rank | None, death: Death) -> None:
     gc.disable()
     if joined is not None:
         joined.join()
+        mesh_of(joined.world_size)
     if death.kind == "call" and death.rank == rank:
         be_traced()
     lines = kill_before_line(death.number) if death.kind == "line" and death.rank == rank else None
     options = options_of(job, rank)
     state = state_of(job, -1)
     report = bcp.resume(job.path, state, options=options)
-    step = -1 if report is None else report.step
+    first = 0 if report is None else report.step + 1
     say("resumed", -1 if report is None else value_of(job, state))
-    for step in range(step + 1, step + 1 + job.num_saves):
+    for step in range(first, first + job.num_saves):
         value = 100 * step + job.life
         to = "storage" if step % STORED_EVERY == STORED_EVERY - 1 else "memory"
         say("begun", value)
@@ -201,7 +211,8 @@ def be(job: Job, rank: int, joined: Rank | None, death: Death) -> None:
 
 
 def is_protected(job: Job) -> bool:
-    return job.memory["copies"] > 1 or bool(job.memory.get("parity"))
+    num_hosts = len({*job.hosts})
+    return num_hosts > 2 if job.memory.get("parity") else num_hosts >= job.memory["copies"] > 1
 
 
 def options_of(job: Job, rank: int) -> bcp.SaveOptions:
@@ -213,9 +224,15 @@ def state_of(job: Job, value: int) -> dict[str, Any]:
     whole = torch.full(SHAPE, value, dtype=torch.float32)
     if len(job.hosts) == 1:
         return {"w": whole, "x": torch.full((700,), value, dtype=torch.float32), "value": value}
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    # No collective of torch's: a rank that waits in one for a dead rank would end with torch's error.
+    own = whole.tensor_split(len(job.hosts))[dist.get_rank()].contiguous()
+    sharded = DTensor.from_local(own, mesh_of(len(job.hosts)), [Shard(0)], run_check=False)
     return {"w": sharded, "x": torch.full((700,), value, dtype=torch.float32), "value": value}
+
+
+@functools.cache
+def mesh_of(world_size: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (world_size,))
 
 
 def value_of(job: Job, state: dict[str, Any]) -> int:

@@ -1,6 +1,6 @@
 """Damage to what one host holds in memory, many times a second: slots, copies and manifests with flipped bits, cut off,
-exchanged, with the bytes of others, or as they were some saves ago. One process resumes then. It gets the newest version of
-which every byte is left, or an error; and never anything else.
+exchanged, with the bytes of others, or as they were some saves ago. One process resumes then. It gets the newest
+version of which every byte is left, or an error; and never anything else.
 
 Two jobs are tried in turn: of one rank, and of two on two hosts that hold copies of one another.
 """
@@ -202,8 +202,8 @@ def run(asked: Asked) -> Outcome:
 CAMPAIGNS = (
     Campaign(
         name="damaged-slots",
-        fault="slots, copies and manifests in the memory of one host: bits flipped, cut off, exchanged, with the bytes of "
-        "others, as they were some saves ago, a page lost",
+        fault="slots, copies and manifests in the memory of one host: bits flipped, cut off, exchanged, with the bytes "
+        "of others, as they were some saves ago, a page lost",
         how="up to three of them at once, anywhere; one process resumes what one rank saved, or two on two hosts",
         unit="damages",
         run=run,
