@@ -23,7 +23,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 import bytecheckpoint as bcp
 from bytecheckpoint.loading import exchange as exchange_module
+from bytecheckpoint import phases
 from bytecheckpoint.loading import receive
+from bytecheckpoint.loading.read import Source
 from bytecheckpoint.storage import range_reader
 from bytecheckpoint.storage.backends import local_store
 from distributed.collectives import Collectives, sequence_number
@@ -364,15 +366,24 @@ def test_ranks_that_choose_other_names_are_told(workers: WorkerPool, tmp_path: P
 
 
 def fails_before_it_has_connected(rank: int, world_size: int, path: str) -> Seen | None:
-    """Rank 1 fails in its first read, and its threads that go to other readers come to that only afterwards."""
-    state = tensors_of(Replicate(), is_filled=False)
-    failed = threading.Event()
+    """Only rank 0 can read the files, so it waits for rank 1 and gets nothing from it that could tell. Rank 1 fails, and
+    its thread that goes to rank 0 comes to that only afterwards.
+    """
+    state, failed = tensors_of(Replicate(), is_filled=False), threading.Event()
+    together = exchange_module.read_together
+
+    def of_rank_0(ranks: Any, source: Source, *others: Any) -> exchange_module.Traffic:
+        source.held_files = frozenset(range(len(source.manifest.files))) if rank == 0 else frozenset()
+        return together(ranks, source, *others)
+
     with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(phases, "read_together", of_rank_0)
         if rank == 1:
             stack.enter_context(after(Seam(exchange_module._Exchange, "_stop"), failed.set))
             stack.enter_context(before(Seam(exchange_module, "connect"), lambda: failed.wait(60)))
             error = bcp.StorageError("you may not", kind="permission")
-            stack.enter_context(before(Seam(range_reader, "_read"), raising(error)))
+            stack.enter_context(before(Seam(Source, "run"), raising(error)))
         return seen(lambda: bcp.load(path, state, options=bcp.LoadOptions(exchange="on", timeout_s=10)))
 
 
