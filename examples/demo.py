@@ -138,7 +138,9 @@ def kill_and_resume_from_memory(reference: Run, out: Path, memory: Path, console
     from_disk = Run("(f)", "FSDP2 x 4", layout="fsdp", num_processes=4, folder=out / "resumed-f-disk")
     killed.clear()
     console.rule("8. The same run, with steps held in memory, killed")
-    console.print(f"Every {SCHEDULE.memory_every}th step is held in memory. SIGKILL hits all processes at step {KILL_AT}.")
+    console.print(
+        f"Every {SCHEDULE.memory_every}th step is held in memory. SIGKILL hits all processes at step {KILL_AT}."
+    )
     killed.kill_at(KILL_AT, SCHEDULE, console)
     step = find_newest_step(killed, console)
     console.rule("9. Resumed (f): from disk, as if the memory had gone with the host")

@@ -275,7 +275,9 @@ def _too_much(found: JobFolder, job: Job, host: int) -> str | None:
     if len(version_files.read_versions(found)) > 2:
         return f"{len(version_files.read_versions(found))} manifests"
     # One in this folder is removed by the first who looks when it is older than the making of a file can take.
-    temporaries = [str(path.relative_to(found.path)) for path in Path(found.path).rglob(".*") if path.parent.name != "alive"]
+    temporaries = [
+        str(path.relative_to(found.path)) for path in Path(found.path).rglob(".*") if path.parent.name != "alive"
+    ]
     return f"temporaries are left: {temporaries}" if temporaries else None
 
 

@@ -67,24 +67,33 @@ def begin(workers: WorkerPool, folder: Path, world: World) -> Old:
 
 def flip(draw: random.Random, path: Path, old: Old) -> bytes:
     """Flips a bit, half of the time within what is in use at the beginning."""
-    content = bytearray(old.now[path])
+    content = bytearray(path.read_bytes() or b"0")
     bit = draw.randrange(8 * (len(content) if draw.random() < 0.5 else min(len(content), 5000)))
     content[bit // 8] ^= 1 << bit % 8
     return bytes(content)
 
 
 def cut(draw: random.Random, path: Path, old: Old) -> bytes:
-    return old.now[path][: draw.randrange(len(old.now[path]))]
+    content = path.read_bytes()
+    return content[: draw.randrange(max(len(content), 1))]
+
+
+def other_of(draw: random.Random, path: Path, old: Old) -> Path:
+    """Returns a file of the same kind."""
+    return draw.choice([each for each in old.now if each.parent == path.parent])
 
 
 def exchange(draw: random.Random, path: Path, old: Old) -> bytes:
-    """Puts another file of the same kind in its place."""
-    return old.now[draw.choice([each for each in old.now if each.parent == path.parent])]
+    """Exchanges it with another file of the same kind. What a save wrote is never there twice."""
+    other = other_of(draw, path, old)
+    mine, theirs = path.read_bytes(), other.read_bytes()
+    rewrite(other, mine)
+    return theirs
 
 
 def make_stale(draw: random.Random, path: Path, old: Old) -> bytes:
     """Puts the bytes of another file behind the header of this one, from a page on."""
-    content, other = old.now[path], exchange(draw, path, old)
+    content, other = path.read_bytes(), other_of(draw, path, old).read_bytes()
     start = PAGE * draw.randint(1, max(len(content) // PAGE, 1))
     return (content[:start] + other[start:] + content[len(other) :])[: len(content)]
 
@@ -95,7 +104,7 @@ def take_back(draw: random.Random, path: Path, old: Old) -> bytes:
 
 
 def lose_page(draw: random.Random, path: Path, old: Old) -> bytes:
-    content = bytearray(old.now[path])
+    content = bytearray(path.read_bytes())
     start = PAGE * draw.randrange(max(len(content) // PAGE, 1))
     content[start : start + PAGE] = bytes(len(content[start : start + PAGE]))
     return bytes(content)
@@ -139,7 +148,7 @@ def shoot(folder: Path, world: World, old: Old, truth: Truth, draw: random.Rando
             rewrite(path, damage(draw, path, old))
         found = judged(folder, world, truth.best((0,)))
     finally:
-        for path in damaged:
+        for path in old.now:
             rewrite(path, old.now[path])
     seen, wrong = found
     what = [(damage.__name__, path.parent.name) for damage, path in zip(damages, damaged, strict=True)]
