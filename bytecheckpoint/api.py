@@ -16,6 +16,7 @@ from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.distributed.ranks import Subject, join_ranks, together
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, wanted_step
+from bytecheckpoint.memory_tier.part_of_save import slots_for
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.phases import run_load, run_resume, run_save
 from bytecheckpoint.runtime.gc_pause import gc_paused
@@ -99,16 +100,20 @@ def warm_up(
     state: Mapping[str, Any],
     framework: Framework = "auto",
     *,
+    path: str | os.PathLike[str] | None = None,
     process_group: dist.ProcessGroup | None = None,
+    role: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
     options: SaveOptions | None = None,
 ) -> None:
     """Does ahead of time what only the first asynchronous save of this state does.
 
     Plans the save together with all ranks, which must all call this, and allocates the staging memory, at most
-    `staging_bytes` of the options. Writes nothing, and holds no tensor.
+    `staging_bytes` of the options; with `options.memory`, both slots of the job that saves to `path`. Writes nothing
+    there, and holds no tensor.
 
-    `state`, `framework` and `process_group` are as for `save`. Raises CheckpointMismatchError and CheckpointSaveError
-    like `save`, and the error of an earlier asynchronous save that the caller has not seen.
+    `path` is needed for `options.memory` only; the other arguments are as for `save`. Raises CheckpointMismatchError
+    and CheckpointSaveError like `save`, and the error of an earlier asynchronous save that the caller has not seen.
     """
     options, process = options or SaveOptions(), process_state()
     wait_until_numbered()
@@ -118,7 +123,13 @@ def warm_up(
         contents = collect_all(entries_of(state, framework))
         local_plan = make_local_plan(ranks, about.path, contents, options, plans=process.plans)
         agreed = exchange_plans(ranks, local_plan)
-        allocate(agreed.rank_plan.files, process.buffers, local_plan.shards, staging_bytes=options.staging_bytes)
+        allocate(
+            agreed.rank_plan.files,
+            process.buffers,
+            local_plan.shards,
+            staging_bytes=options.staging_bytes,
+            slots=slots_for(process, None if path is None else root_of(path, role), storage_options, options),
+        )
     ranks.close()
 
 

@@ -1,5 +1,5 @@
-"""Kills a training run and resumes it on three layouts, stops it with SIGTERM and resumes it on another one, and proves
-that nothing was lost but time. Started by `make demo`; everything it writes goes under --out. It compares runs by their
+"""Kills a training run and resumes it on three layouts, stops it with SIGTERM and resumes it on another one, kills it
+with steps in memory and resumes it from there, and proves that nothing was lost but time. Started by `make demo`; everything it writes goes under --out. It compares runs by their
 logs alone: how a run trains and saves is in train_gpt.py.
 """
 
@@ -8,7 +8,10 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from demo_report import Claim, plot_losses, print_claims, print_losses, show_checkpoint
@@ -17,7 +20,7 @@ from rich.console import Console
 
 import bytecheckpoint as bcp
 
-SCHEDULE = Schedule(steps=60, save_every=20, timeout_s=300)
+SCHEDULE = Schedule(steps=60, save_every=20, memory_every=5, timeout_s=300)
 KILL_AT = 47
 """A step after the last save, so that work is lost with the processes."""
 STOP_AT = 27
@@ -59,7 +62,17 @@ def run_demo(out: Path, console: Console) -> list[Claim]:
         f"processes. It saves every {SCHEDULE.save_every} steps and the last one, in the background."
     )
     reference.finish(SCHEDULE, console)
-    return [*kill_and_resume(reference, out, console), *stop_and_resume(reference, out, console)]
+    claims = [*kill_and_resume(reference, out, console), *stop_and_resume(reference, out, console)]
+    with memory_root(out) as memory:
+        return [*claims, *kill_and_resume_from_memory(reference, out, memory, console)]
+
+
+@contextmanager
+def memory_root(out: Path) -> Iterator[Path]:
+    """Yields an empty folder in memory, or beside the rest where there is no tmpfs, and removes it afterwards."""
+    tmpfs = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="bytecheckpoint-demo-", dir=tmpfs if tmpfs.is_dir() else out) as folder:
+        yield Path(folder)
 
 
 def kill_and_resume(reference: Run, out: Path, console: Console) -> list[Claim]:
@@ -108,6 +121,57 @@ def stop_and_resume(reference: Run, out: Path, console: Console) -> list[Claim]:
     print_losses(console, runs, resumed_after=step)
     plot_losses(runs, resumed_after=step, tolerance=LOSS_TOLERANCE, path=out / "losses-stopped.png")
     return judge_stopped(reference, stopped, resumed, step)
+
+
+def kill_and_resume_from_memory(reference: Run, out: Path, memory: Path, console: Console) -> list[Claim]:
+    killed = Run("killed", "FSDP2 x 4", layout="fsdp", num_processes=4, folder=out / "killed-memory", memory=memory)
+    checkpoints = killed.checkpoints
+    resumed = Run(
+        "(e)",
+        "FSDP2 x 4",
+        layout="fsdp",
+        num_processes=4,
+        folder=out / "resumed-e-memory",
+        checkpoints=checkpoints,
+        memory=memory,
+    )
+    from_disk = Run("(f)", "FSDP2 x 4", layout="fsdp", num_processes=4, folder=out / "resumed-f-disk")
+    killed.clear()
+    console.rule("8. The same run, with steps held in memory, killed")
+    console.print(
+        f"Every {SCHEDULE.memory_every}th step is held in memory. SIGKILL hits all processes at step {KILL_AT}."
+    )
+    killed.kill_at(KILL_AT, SCHEDULE, console)
+    step = find_newest_step(killed, console)
+    console.rule("9. Resumed (f): from disk, as if the memory had gone with the host")
+    resume(from_disk, killed, console)
+    console.rule("9. Resumed (e): from memory")
+    resumed.clear()
+    resumed.finish(SCHEDULE, console)
+
+    console.rule("10. Side by side")
+    print_losses(console, [reference, killed, from_disk, resumed], resumed_after=step)
+    return judge_memory(reference, killed, resumed, from_disk)
+
+
+def judge_memory(reference: Run, killed: Run, resumed: Run, from_disk: Run) -> list[Claim]:
+    """Returns the claims about the kill of a run that held steps in memory."""
+    of_memory, of_disk = resumed.events("loaded")[0], from_disk.events("loaded")[0]
+    step, last = of_memory["step"], max(killed.losses)
+    state = f"{resumed.name} {resumed.title}: starts from bit-identical parameters and optimizer state"
+    end = f"{resumed.name} {resumed.title}: ends with bit-identical parameters and optimizer state"
+    final = SCHEDULE.steps - 1
+    return [
+        Claim(
+            "killed with steps in memory: resumed from memory, at a newer step than from disk",
+            is_true=of_memory["from_memory"] and not of_disk["from_memory"] and step > of_disk["step"],
+            evidence=f"step {step} in {of_memory['load_s']:.2f} s, {last - step} steps done again; from disk step "
+            f"{of_disk['step']} in {of_disk['load_s']:.2f} s, {last - of_disk['step']} steps done again",
+        ),
+        same_state(state, resumed.digests("loaded", step), killed.digests("saving", step)),
+        same_losses(f"{resumed.name}: losses are bit-identical", resumed, reference, first=step + 1),
+        same_state(end, resumed.digests("saving", final), reference.digests("saving", final)),
+    ]
 
 
 def resume(run: Run, interrupted: Run, console: Console) -> None:

@@ -28,6 +28,8 @@ class Schedule(NamedTuple):
     steps: int
     save_every: int
     """Number of steps between saves."""
+    memory_every: int
+    """Number of steps between those that are held in memory, in a run that does that."""
     timeout_s: float
     """Time limit of a run; a run that takes longer is killed and the demo fails."""
 
@@ -39,17 +41,31 @@ class RunError(Exception):
 class Run:
     """One run of the training script, with a folder of its own."""
 
-    def __init__(self, name: str, title: str, *, layout: str, num_processes: int, folder: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        title: str,
+        *,
+        layout: str,
+        num_processes: int,
+        folder: Path,
+        checkpoints: Path | None = None,
+        memory: Path | None = None,
+    ) -> None:
+        """`checkpoints` are those of another run, which this one goes on with; `memory` holds steps in memory."""
         self.name = name
         self.title = title
         self.folder = folder
-        self.checkpoints = folder / "checkpoints"
+        self.checkpoints = checkpoints or folder / "checkpoints"
+        self._is_of_other = checkpoints is not None
+        self._memory = memory
         self._layout = layout
         self._num_processes = num_processes
 
     def clear(self) -> None:
         """Removes the files of an earlier demo, and nothing else."""
-        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        if not self._is_of_other:
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
         for name in (LOG, OUTPUT):
             (self.folder / name).unlink(missing_ok=True)
 
@@ -122,6 +138,9 @@ class Run:
             launcher += ["--master-addr=127.0.0.1", f"--master-port={_free_port()}"]
         arguments = [f"--layout={self._layout}", f"--out={self.folder}", "--digests"]
         arguments += [f"--steps={schedule.steps}", f"--save-every={schedule.save_every}"]
+        arguments += [f"--checkpoints={self.checkpoints}"]
+        if self._memory is not None:
+            arguments += [f"--memory-root={self._memory}", f"--memory-every={schedule.memory_every}"]
         return [*launcher, str(SCRIPT), *arguments]
 
     def _follow(self, process: subprocess.Popen[bytes], schedule: Schedule) -> Iterator[dict[str, Any]]:
@@ -164,7 +183,8 @@ def _show(event: dict[str, Any], console: Console) -> None:
     if event["event"] == "started":
         console.print(f"  {len(event['pids'])} process(es), {event['layout']}: pids {event['pids']}")
     elif event["event"] == "loaded":
-        console.print(f"  [cyan]loaded step {step}[/cyan] in {event['load_s']:.2f} s")
+        source = "memory" if event["from_memory"] else "disk"
+        console.print(f"  [cyan]loaded step {step}[/cyan] from {source} in {event['load_s']:.2f} s")
     elif event["event"] == "step" and step % STEPS_PER_LINE == 0:
         console.print(f"  step {step:3}  loss {event['loss']:.4f}  ({event['step_s']:.2f} s a step)")
     elif event["event"] == "saving":

@@ -50,10 +50,14 @@ def train(args: argparse.Namespace, *, rank: int, world_size: int) -> None:
     corpus = read_corpus()
 
     save = bcp.save_policies.EverySteps(args.save_every) | bcp.save_policies.Last(args.steps)
-    with bcp.CheckpointManager(args.out / "checkpoints", save=save) as manager:
+    # Between saves to disk, steps are held in the memory of the host; `restore` takes the newest of both.
+    memory = bcp.Memory(copies=1, root=args.memory_root.resolve()) if args.memory_root else None
+    root = args.checkpoints or args.out / "checkpoints"
+    with bcp.CheckpointManager(root, save=save, memory=memory, memory_every=args.memory_every) as manager:
         report = manager.restore(state)
         if report is not None:
-            log.write("loaded", step=report.step, load_s=report.seconds, **logged_digests(args, model, optimizer))
+            digests = logged_digests(args, model, optimizer)
+            log.write("loaded", step=report.step, load_s=report.seconds, from_memory=is_from_memory(report), **digests)
 
         for step in range(manager.next_step, args.steps):
             started = time.perf_counter()
@@ -157,6 +161,10 @@ def gather_pids(world_size: int) -> list[int]:
     return pids
 
 
+def is_from_memory(report: bcp.LoadReport) -> bool:
+    return bool(report.sources) and report.sources["memory"] > 0
+
+
 def logged_digests(args: argparse.Namespace, model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"digests": state_digests(model, optimizer)} if args.digests else {}
 
@@ -167,6 +175,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder of the log and the checkpoints")
     parser.add_argument("--steps", type=int, default=60, help="the schedule ends here; steps count from 0")
     parser.add_argument("--save-every", type=int, default=20, help="in steps")
+    parser.add_argument("--checkpoints", type=Path, help="folder of the checkpoints, if it is not one in --out")
+    parser.add_argument("--memory-root", type=Path, help="folder in tmpfs that holds steps in memory; none without it")
+    parser.add_argument("--memory-every", type=int, default=5, help="in steps")
     parser.add_argument("--digests", action="store_true", help="log digests of the state at every save and load")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--batch", type=int, default=8, help="sequences in the global batch")

@@ -146,6 +146,7 @@ def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[s
             scratch=prepared.buffers.scratch,
             reuse=None,
         )
+        prepared.extent_digests = [file.extent_digests for file, _ in written]
         slots.fill(agreed.save_id, target.step or 0, ranks.rank)
         holding = _holding(slots, encode_report(agreed, written), prepared.options.memory)
         reduce = partial(_agree, prepared, metadata, holdings)
@@ -190,6 +191,7 @@ def _tidy(slots: JobMemory, save_id: str, num_on_host: int) -> None:
     """Notes on this host that the save is complete, and frees what it replaces. A failure costs no checkpoint."""
     try:
         version_files.mark_complete(slots.job, save_id)
+        version_files.remove_stale_temporaries(slots.job)  # no other rank of this host writes manifests
         slots.trim(num_on_host)
     except OSError as error:
         logger.warning("older memory checkpoints in %s could not be tidied up: %s", slots.job.path, error)

@@ -20,6 +20,7 @@ from bytecheckpoint.saving.prepare import PreparedSave
 from bytecheckpoint.saving.target import SaveTarget
 from bytecheckpoint.staging.memory_slots import JobMemory, MemoryPart, refuse_without_step
 from bytecheckpoint.storage.memory_root.job_folder import is_in_memory, open_job
+from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.store import Store
 
 logger = logging.getLogger("bytecheckpoint")
@@ -63,6 +64,25 @@ def memory_part(process: ProcessState, target: SaveTarget, options: SaveOptions,
         return None
     refuse_without_step(target.step, target.path)
     return MemoryPart(memory_of(process, options.memory, target.store), only, options.memory.max_bytes)
+
+
+def slots_for(
+    process: ProcessState, root: str | None, storage_options: Mapping[str, Any] | None, options: SaveOptions
+) -> MemoryPart | None:
+    """Returns the slots for saves to this root, ahead of the first; None without a memory tier. Raises
+    CheckpointMismatchError (conflict) if no root is given for one.
+    """
+    memory = options.memory
+    if memory is None:
+        return None
+    if root is None:
+        raise CheckpointMismatchError(
+            "slots of memory checkpoints belong to the job that saves to a path, and none was given; nothing was "
+            "allocated: pass path= as to save, or options without Memory",
+            kind="conflict",
+        )
+    store = open_store(root, storage_options=storage_options, writer_threads=1, timeout_s=options.timeout_s)
+    return MemoryPart(memory_of(process, memory, store), is_only=False, max_bytes=memory.max_bytes)
 
 
 def memory_of(process: ProcessState, memory: Memory, store: Store) -> JobMemory:

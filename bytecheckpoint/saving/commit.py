@@ -55,7 +55,7 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
     agreed, call, target = prepared.agree(), prepared.call, prepared.target
     ranks, about, timer = call
     prepared.snapshot.wait()
-    files = SaveFiles(target, agreed.save_id, ranks.rank, agreed.rank_plan.files)
+    files = SaveFiles(target, agreed.save_id, ranks.rank, agreed.rank_plan.files, prepared.extent_digests)
     # Other ranks get the error first: files are deleted after `together` has ended.
     with ExitStack() as undo, together(ranks, f"writing {target.path}", about=about):
         undo.callback(discard, files)
@@ -266,7 +266,7 @@ def discard(files: SaveFiles) -> None:
 
     Deletes nothing if recovery can still commit the save.
     """
-    target, save_id, rank, planned = files
+    target, save_id, rank, planned, _ = files
     store, folder, stage = target.store, target.folder, target.stage
     if stage is not None:
         if stage.is_recoverable:

@@ -140,6 +140,8 @@ class PreparedSave:
         self.memory = memory
         self.generation: int | None = None
         """Set on the coordinator once memory holds the save, if it does."""
+        self.extent_digests: Sequence[Sequence[int]] = ()
+        """Those of each file of this rank, once memory holds the save."""
         if memory is not None:
             memory.slots.begin_save()
         self.history = kept.history

@@ -70,7 +70,7 @@ def write_upload_and_commit(
     agreed, target = prepared.agree(), prepared.target
     prepared.snapshot.wait()
     call, plan = prepared.call, agreed.rank_plan.global_plan
-    files = SaveFiles(target, agreed.save_id, call.ranks.rank, agreed.rank_plan.files)
+    files = SaveFiles(target, agreed.save_id, call.ranks.rank, agreed.rank_plan.files, prepared.extent_digests)
     with closing(stage):
         staged, content, reports = _write_to_stage(prepared, files, stage, metadata)
         local = LocalInfo(

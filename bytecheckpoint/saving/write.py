@@ -88,6 +88,8 @@ class SaveFiles(NamedTuple):
     save_id: str
     rank: int
     planned: Sequence[PlannedFile]
+    extent_digests: Sequence[Sequence[int]] = ()
+    """Those of each file, where memory holds what is written and they were computed for that."""
 
     def name(self, number: int) -> str:
         """Returns the name of a file inside the checkpoint's folder."""
@@ -155,7 +157,8 @@ def _write_raw(
 ) -> WrittenFile:
     planned = files.planned[number]
     blocks = [block._replace(content=partial(snapshot.content, block)) for block in planned.blocks]
-    image = FileImage(files.name(number), planned.extent_lengths, blocks)
+    digests = files.extent_digests[number] if files.extent_digests else None
+    image = FileImage(files.name(number), planned.extent_lengths, blocks, digests)
     of_frozen = reuse if planned.is_frozen else None
     taken = _take(files.target, image, of_frozen, timer)
     if taken is not None:

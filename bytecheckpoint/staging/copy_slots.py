@@ -74,6 +74,7 @@ class CopySlots:
             self._slots.remove(slot)
             slot.remove()
         with self._job.locked():
+            slot_file.remove_stale_temporaries(self._folder)
             for found in slot_file.scan(self._folder):
                 if found.save_id != save_id and (left := slot_file.take(found.path)) is not None:
                     left.remove()
@@ -124,7 +125,8 @@ class CopySlots:
 
     def _write_needed(self, save_ids: Sequence[str]) -> None:
         content = msgspec.json.encode(list(dict.fromkeys(save_ids)))
-        replace_file(os.path.join(self._folder, _NEEDED), content)
+        with self._job.locked():  # so that nobody takes what is being written for what a dead process left
+            replace_file(os.path.join(self._folder, _NEEDED), content)
 
     @staticmethod
     def _image(slot: Slot, lengths: Sequence[int]) -> memoryview:

@@ -18,14 +18,16 @@ import torch
 import torch.distributed as dist
 from fake_url_store import url_of
 from faults.lost_ranks import LATER_S, NOISE_S
-from faults.seams import Seam, Seen, before, holds, loads_as, raising, seen, state_of
+from faults.seams import Seam, Seen, after, before, holds, loads_as, raising, seen, state_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
+from bytecheckpoint import phases
 from bytecheckpoint.loading import exchange as exchange_module
 from bytecheckpoint.loading import receive
 from bytecheckpoint.loading.between_ranks.host_exchange import HostExchange
+from bytecheckpoint.loading.read import Source
 from bytecheckpoint.storage import range_reader
 from bytecheckpoint.storage.backends import local_store
 from distributed.collectives import Collectives, sequence_number
@@ -383,3 +385,34 @@ def test_ranks_that_choose_other_names_are_told(workers: WorkerPool, tmp_path: P
     assert errors[0] == errors[1]
     assert (errors[0].kind, errors[0].ranks) == ("conflict", (1,))
     assert "pass the same to all ranks" in errors[0].message
+
+
+def fails_before_it_has_connected(rank: int, world_size: int, path: str) -> Seen | None:
+    """Only rank 0 can read the files, so it waits for rank 1 and gets nothing from it that could tell. Rank 1 fails, and
+    its thread that goes to rank 0 comes to that only afterwards.
+    """
+    state, failed = tensors_of(Replicate(), is_filled=False), threading.Event()
+    together = exchange_module.read_together
+
+    def of_rank_0(ranks: Any, source: Source, *others: Any) -> exchange_module.Traffic:
+        source.held_files = frozenset(range(len(source.manifest.files))) if rank == 0 else frozenset()
+        return together(ranks, source, *others)
+
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(phases, "read_together", of_rank_0)
+        if rank == 1:
+            stack.enter_context(after(Seam(exchange_module._Exchange, "_stop"), failed.set))
+            stack.enter_context(before(Seam(exchange_module, "connect"), lambda: failed.wait(60)))
+            error = bcp.StorageError("you may not", kind="permission")
+            stack.enter_context(before(Seam(Source, "run"), raising(error)))
+        return seen(lambda: bcp.load(path, state, options=bcp.LoadOptions(exchange="on", timeout_s=10)))
+
+
+def test_a_rank_that_fails_before_it_has_connected_still_tells_those_that_wait_for_it(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "ckpt")
+    workers.run(save_rows, path, "none", world_size=2)
+    errors = workers.run(fails_before_it_has_connected, path, world_size=2)
+    assert [(error.kind, "you may not" in error.message) for error in errors] == [("permission", True)] * 2, errors

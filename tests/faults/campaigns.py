@@ -30,6 +30,7 @@ MODULES: tuple[str, ...] = (
     "faults.memory_kills",
     "faults.stopped_ranks",
     "faults.lost_hosts",
+    "faults.slot_damages",
 )
 """Each has a tuple CAMPAIGNS. Their order is that of the table."""
 EVERY = range(sys.maxsize)

@@ -4,6 +4,7 @@ a campaign does is its own business.
     python tests/faults/fault_table.py                             all of them, two at a time, the longest first
     python tests/faults/fault_table.py kill-times-copy flip-data   these
     python tests/faults/fault_table.py kill-times-copy --trials 17      one trial again; it keeps nothing
+    python tests/faults/fault_table.py damaged-slots --more --minutes 5    goes on where its row was cut short
     python tests/faults/fault_table.py --table                     the page alone, from what was kept
 """
 
@@ -14,14 +15,16 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,6 +70,43 @@ def run(campaign: Campaign, *, seed: int, trials: range, until_s: float = math.i
         commit=f"torch {torch.__version__}" if campaign.is_peer else _commit(),
         date=time.strftime("%Y-%m-%d"),
     )
+
+
+_COUNTED = re.compile(r"([\d,]+) (.+)")
+
+
+def added(before: Row, after: Row) -> Row:
+    """Returns the row of both runs of one campaign. What they saw is told as counts: `12 killed, 3 of them twice`."""
+    counts: Counter[str] = Counter()
+    for row in (before, after):
+        for part in row.result.split(", ") if row.result else []:
+            found = _COUNTED.fullmatch(part)
+            if found is None:
+                raise ValueError(f"{row.name} cannot be added to, because {part!r} is no count; run all of it at once")
+            counts[found[2]] += int(found[1].replace(",", ""))
+    commits = dict.fromkeys((before.commit, after.commit))
+    return replace(
+        after,
+        number=(before.number or 0) + (after.number or 0),
+        asked=before.asked,
+        broken=before.broken + after.broken,
+        first_broken=before.first_broken or after.first_broken,
+        result=", ".join(f"{number:,} {what}" for what, number in sorted(counts.items())),
+        tried=(before.tried or 0) + (after.tried or 0),
+        is_cut_short=after.is_cut_short,
+        seconds=round(before.seconds + after.seconds, 1),
+        commit=" to ".join(commits),
+    )
+
+
+def do_more(campaign: Campaign, until_s: float) -> Row:
+    """Does trials that the kept row has not, and adds them to it."""
+    before = _kept_row(campaign)
+    if before.number is None:
+        return run(campaign, seed=campaign.seed, trials=campaign.trials, until_s=until_s)
+    first = (before.tried or 0) if before.is_cut_short else campaign.trials.stop
+    after = run(campaign, seed=campaign.seed, trials=range(first, campaign.trials.stop), until_s=until_s)
+    return added(before, after)
 
 
 def _fast_folder() -> str | None:
@@ -251,6 +291,10 @@ def main() -> int:
     seed = campaign.seed if arguments.seed is None else arguments.seed
     trials = campaign.trials if arguments.trials is None else range_of(arguments.trials)
     until_s = time.monotonic() + 60 * arguments.minutes
+    if arguments.more:
+        keep(do_more(campaign, until_s))
+        write_page()
+        return int(_kept_row(campaign).broken > 0)
     row = run(campaign, seed=seed, trials=trials, until_s=until_s)
     sys.stdout.write(f"{json.dumps(asdict(row), indent=1)}\n")
     if (seed, trials) == (campaign.seed, campaign.trials):
@@ -304,6 +348,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("names", nargs="*", metavar="NAME", help="campaigns; all of them if none is named")
     parser.add_argument("--seed", type=int, help="another one than the campaign's own")
     parser.add_argument("--trials", metavar="N or N-M", help="only these trials of one campaign")
+    parser.add_argument("--more", action="store_true", help="of one campaign: go on where its kept row was cut short")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="campaigns at a time")
     parser.add_argument("--minutes", type=float, default=math.inf, help="for each campaign: begin no trial after that")
     parser.add_argument("--table", action="store_true", help="write the page only, from what was kept")

@@ -1,190 +1,379 @@
-"""SIGKILL of a run that holds its steps in memory, before every line of what holds and resumes them, and at random
-times: of the only rank, of one of several, of all of them. After each death the run starts again. What was held is
-resumed or something newer, every value is of one step, and nothing is left over.
+"""SIGKILL of a run that holds its steps in memory: before each system call of one of its ranks, before lines of what
+holds and resumes, at random times. The other ranks die with it, a moment later, or live on; hosts may be lost with
+their memory. Then another number of ranks resumes: what was held or something newer, every value of one step, and goes
+on; a second job on the host has lost nothing, and nothing is left over.
 """
 
 from __future__ import annotations
 
-import os
-import re
+import json
+import random
 import shutil
-import signal
+import sys
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from bytecheckpoint.storage.memory_root import slot_file
-from bytecheckpoint.storage.memory_root.job_folder import find_jobs
-from faults.campaigns import Asked, Broken, Campaign, Outcome
-from faults.launcher import Ended, Launcher, shared_launcher
-from faults.memory_run import HOSTS, NEVER, PROGRAM
+from bytecheckpoint.memory_tier.flush import remove_job
+from bytecheckpoint.staging.copy_slots import scan_copies
+from bytecheckpoint.storage.memory_root import slot_file, version_files
+from bytecheckpoint.storage.memory_root.job_folder import JobFolder, find_jobs
+from faults.campaigns import Asked, Broken, Campaign, Outcome, nothing_missing
+from faults.launcher import shared_launcher
+from faults.memory_run import NEVER, Death, Job, Lived, Said, be, end_of, fork, live, root_of
+from faults.system_calls import missing_for_calls
 from faults.traced import meeting_place
 
-STEPS_A_LIFE = 5
-WITHIN_S = 120.0
-LIVES = 3
-_RESUMED = re.compile(r"^resumed (-?\d+) (\d)$", re.MULTILINE)
-_HELD = re.compile(r"^held (\d+)$", re.MULTILINE)
-_BEGUN = re.compile(r"^begun (\d+)$", re.MULTILINE)
-_LINES = re.compile(r"^lines (\d+)$", re.MULTILINE)
+PROGRAM = """
+import sys
+from faults.memory_kills import try_many
+try_many(*sys.argv[1:])
+"""
+BATCH = 25
+"""Trials for which one process is forked: what it has measured of a scene is kept for the next."""
+WITHIN_S = 900.0
+FIRST_SAVES = 5
+LAST_LIFE = 9
+MOST_RANKS = 4
+UNDISTURBED = Death(0, "line")
+_STRIDE = 7919
+"""Prime: the numbers of calls come in an order in which any part of the trials is spread over all of them."""
 
 
-class Death(NamedTuple):
-    """What ends one life of the run."""
+class Scene(NamedTuple):
+    """A job, and what may happen to it."""
 
-    line: int = NEVER
-    """Line before which each dying rank ends; NEVER for one that runs to its end."""
-    after_s: float | None = None
-    """Seconds after its start; None for a line."""
-    is_of_all: bool = True
+    name: str
+    hosts: tuple[int, ...]
+    memory: dict[str, Any]
 
-
-class Life(NamedTuple):
-    """What came of one life."""
-
-    num_killed: int
-    resumed: int | None
-    held: int
-    begun: int
-    is_wrong: str | None
-    num_lines: int = 0
+    @property
+    def survives_hosts(self) -> int:
+        return self.memory["copies"] - 1 + self.memory.get("parity", 0)
 
 
-def live(launcher: Launcher, root: Path, number: int, *, world_size: int, port: int, death: Death, held: int) -> Life:
-    """Runs one life of all ranks. `held` is the newest step that an earlier one said to be held."""
-    last = max(held, -1) + STEPS_A_LIFE
-    programs = []
-    for rank in range(world_size):
-        dies = death.is_of_all or rank == number % world_size
-        line = death.line if dies else NEVER
-        arguments = (root, 0, last, line, rank, world_size, port, f"{root.name}-{number}")
-        programs.append((launcher.start(PROGRAM, *arguments), dies))
-    if death.after_s is not None:
-        time.sleep(death.after_s)
-        for pid, dies in programs:
-            if dies and not launcher.has_ended(pid):
-                os.kill(pid, signal.SIGKILL)
-    ended = [launcher.wait(pid, WITHIN_S) for pid, _ in programs]
-    return judge(ended, held)
+ALONE = (Scene("alone", (0,), {"copies": 1}),)
+RANKS = (
+    Scene("copies", (0, 1), {"copies": 2}),
+    Scene("parity", (0, 1, 2), {"copies": 1, "parity": 1}),
+    Scene("two-on-a-host", (0, 0, 1), {"copies": 2}),
+    Scene("no-copies", (0, 0, 1, 1), {"copies": 1}),
+)
 
 
-def judge(ended: list[Ended], held: int) -> Life:
-    """Returns what the ranks said, and the first thing that is wrong with it."""
-    is_killed = [one.exit_code == -signal.SIGKILL for one in ended]
-    resumed = {int(found[1]) for one in ended for found in [_RESUMED.search(one.output)] if found}
-    mixed = any(
-        found[2] == "0" and found[1] != "-1" for one in ended for found in [_RESUMED.search(one.output)] if found
-    )
-    now_held = max([held, *(int(step) for one in ended for step in _HELD.findall(one.output))])
-    begun = max([-1, *(int(step) for one in ended for step in _BEGUN.findall(one.output))])
-    lines = [int(found[1]) for one in ended for found in [_LINES.search(one.output)] if found]
-    wrong = None
-    if mixed:
-        wrong = f"values of more than one step, or of a wrong one: {sorted(resumed)}"
-    elif len(resumed) > 1:
-        wrong = f"ranks resumed different steps: {sorted(resumed)}"
-    elif resumed and min(resumed) < held:
-        wrong = f"step {held} was held, and {min(resumed)} was resumed"
-    elif not any(is_killed) and any(one.exit_code for one in ended):
-        wrong = f"a life without a kill failed: {[one.output[-600:] for one in ended if one.exit_code]}"
-    return Life(sum(is_killed), min(resumed, default=None), now_held, begun, wrong, max(lines, default=0))
+@dataclass(slots=True)
+class Calm:
+    """A scene before anything is killed: what was acknowledged, and how much there is to be killed at."""
+
+    said: list[list[int]]
+    num_points: dict[str, list[int]]
+    """Calls and lines of each rank."""
+    seconds: float
 
 
-def leftovers(root: Path, world_size: int) -> str | None:
-    """Returns what is in the memory roots that a run which has ended should not leave."""
-    for host in range(min(HOSTS, world_size)):
-        ((job, _),) = find_jobs(str(root / f"memory{host}"))
-        num_ranks = len(range(host, world_size, HOSTS))
-        slots = list(slot_file.scan(job.slots))
-        if len(slots) > 2 * num_ranks:
-            return f"host {host} has {len(slots)} slots for {num_ranks} ranks"
-        names = [name for _, _, names in os.walk(job.path) for name in names if name.startswith(".")]
-        if names:
-            return f"host {host} has temporaries left: {names}"
+@dataclass(slots=True)
+class Tried:
+    """What came of one trial."""
+
+    trial: int
+    num_kills: int = 0
+    """Lives that were ended by a kill."""
+    num_ranks: int = 0
+    """Processes that were killed."""
+    seen: list[str] = field(default_factory=list)
+    is_wrong: str | None = None
+
+
+class Trials:
+    """The trials of one scene, in a process that forks for each life."""
+
+    def __init__(self, folder: Path, scene: Scene, port: int) -> None:
+        self.scene, self.port = scene, port
+        self.folder, self.kept = folder / scene.name, folder / f"kept-{scene.name}"
+        notes = folder / f"{scene.name}.json"
+        if not notes.exists():
+            notes.write_text(json.dumps(asdict(self._begin())))
+        self.calm = Calm(**json.loads(notes.read_text()))
+
+    def _begin(self) -> Calm:
+        self.folder.mkdir()
+        first = self._undisturbed(Job(self.folder, self.scene.hosts, self.scene.memory, 0, FIRST_SAVES))
+        self._undisturbed(self._other(0, 2))
+        shutil.copytree(self.folder, self.kept)
+        num_points: dict[str, list[int]] = {"call": [], "line": []}
+        for kind, found in num_points.items():
+            for rank in range(len(self.scene.hosts)):
+                self.restore()
+                found.append(live(self._job(1), self.port, Death(rank, kind)).num_points)
+        self.restore()
+        started = time.monotonic()
+        self._undisturbed(self._job(1))
+        return Calm([sorted(values) for values in first.said], num_points, time.monotonic() - started)
+
+    def _undisturbed(self, job: Job) -> Lived:
+        lived = live(job, self.port, UNDISTURBED)
+        if lived.failed or len(lived.said.held) != job.num_saves:
+            raise RuntimeError(f"a life that nothing disturbs has failed: {lived}")
+        return lived
+
+    def _job(self, life: int, hosts: tuple[int, ...] = ()) -> Job:
+        num_saves = 2 if life == LAST_LIFE else 4
+        return Job(self.folder, hosts or self.scene.hosts, self.scene.memory, life, num_saves)
+
+    def _other(self, life: int, num_saves: int) -> Job:
+        """Returns a second job on the first host."""
+        return Job(self.folder, (0,), {"copies": 1}, life, num_saves, name="other")
+
+    def restore(self) -> None:
+        shutil.rmtree(self.folder)
+        shutil.copytree(self.kept, self.folder)
+
+    def try_one(self, trial: int, number: int, rng: random.Random, kind: str) -> Tried:
+        self.restore()
+        tried = Tried(trial)
+        lives = [Said(*map(set, self.calm.said))]
+        is_again, has_other = rng.random() < 0.3, rng.random() < 0.2
+        hosts = self.scene.hosts
+        for life in range(1, 3 if is_again else 2):
+            death = self._drawn(rng, kind, hosts, number if life == 1 else None)
+            other = self._start_other() if has_other and life == 1 else None
+            lived = live(self._job(life, hosts), self.port, death)
+            if other is not None:
+                end_of(other, 0.0)
+            tried.num_kills += lived.is_struck
+            tried.num_ranks += lived.num_killed
+            tried.is_wrong = wrong_with(lived, must_be(lives, 0, self.scene), lives)
+            if tried.is_wrong is not None:
+                return tried
+            lives.append(lived.said)
+            hosts = drawn_hosts(rng, hosts, ()) if rng.random() < 0.3 else hosts
+        lost = self._lose_hosts(rng, is_again=is_again)
+        tried.seen += ["lives that began with a kill in the one before"] * is_again
+        tried.seen += ["beside a second job that lives"] * has_other
+        tried.seen += [f"with {('a host', 'two hosts', 'three hosts')[len(lost) - 1]} lost"] if lost else []
+        tried.is_wrong = self._wrong_after(rng, lives, lost, tried, has_other=has_other)
+        return tried
+
+    def _drawn(self, rng: random.Random, kind: str, hosts: Sequence[int], number: int | None) -> Death:
+        rank = rng.randrange(len(hosts)) if number is None else number % len(hosts)
+        others_after_s = rng.choice([0.0, rng.uniform(0, 0.05), rng.uniform(0, 0.05)])
+        lives_on = len(hosts) > 1 and rng.random() < 0.01
+        after_s = rng.uniform(0, 1.1 * self.calm.seconds)
+        point = 0
+        if kind in self.calm.num_points:
+            most = self.calm.num_points[kind][min(rank, len(self.scene.hosts) - 1)]
+            point = rng.randrange(most) if number is None else number // len(hosts) * _STRIDE % most
+        return Death(rank, kind, point, after_s, None if lives_on else others_after_s)
+
+    def _start_other(self) -> int:
+        job = self._other(1, NEVER)
+        return fork(lambda: be(job, 0, None, UNDISTURBED), job.said(0))
+
+    def _lose_hosts(self, rng: random.Random, *, is_again: bool) -> tuple[int, ...]:
+        hosts = sorted({*self.scene.hosts})
+        num_lost = 0 if is_again or len(hosts) == 1 else rng.choice([0, 0, 1, 1, 2])
+        lost = tuple(rng.sample(hosts, min(num_lost, len(hosts))))
+        for host in lost:
+            shutil.rmtree(root_of(self.folder, host))
+        return lost
+
+    def _wrong_after(
+        self, rng: random.Random, lives: list[Said], lost: tuple[int, ...], tried: Tried, *, has_other: bool
+    ) -> str | None:
+        """Lets the job, and the second one, go on undisturbed; returns what is wrong then."""
+        must = must_be(lives, len(lost), self.scene)
+        is_alike = not lost and rng.random() < (0.8 if len(self.scene.hosts) == 1 else 0.4)
+        job = self._job(LAST_LIFE, self.scene.hosts if is_alike else drawn_hosts(rng, self.scene.hosts, lost))
+        lived = live(job, self.port, UNDISTURBED)
+        tried.seen += ["resumed by another number of ranks"] * (len(job.hosts) != len(self.scene.hosts))
+        tried.seen += ["resumed at a step newer than held"] * (max(lived.said.resumed, default=-1) > must)
+        wrong = wrong_with(lived, must, lives)
+        if wrong is None and (lived.failed or len(lived.said.held) != job.num_saves):
+            wrong = f"the last life did not go on: {lived}"
+        if wrong is not None:
+            return f"{wrong} (lost {lost}, back on {job.hosts})"
+        return (self._wrong_with_other(lost) if has_other else None) or leftovers(self.folder, job)
+
+    def _wrong_with_other(self, lost: tuple[int, ...]) -> str | None:
+        texts = [self._other(life, 0).said(0) for life in (0, 1)]
+        words = [line.split() for text in texts if text.exists() for line in text.read_text().splitlines()]
+        held = max(int(word[1]) for word in words if word[0] == "held")
+        stored = max((int(word[1]) for word in words if word[0] == "stored"), default=-1)
+        begun = {int(word[1]) for word in words if word[0] == "begun"}
+        (resumed,) = live(self._other(LAST_LIFE, 0), self.port, UNDISTURBED).said.resumed or {-3}
+        least = stored if 0 in lost else held
+        if resumed < least or resumed not in {*begun, -1}:
+            return f"the second job resumed {resumed}, at least {least} was expected, of {sorted(begun)}"
+        return None
+
+
+def drawn_hosts(rng: random.Random, hosts: Sequence[int], lost: Sequence[int]) -> tuple[int, ...]:
+    """Returns the host of each rank that comes back: all that are left, and perhaps new ones with the names of lost."""
+    left = sorted({*hosts} - {*lost}) or [0]
+    world_size = rng.randint(len(left), MOST_RANKS)
+    found = left + [rng.choice([*left, *lost]) for _ in range(world_size - len(left))]
+    rng.shuffle(found)
+    return tuple(found)
+
+
+def must_be(lives: Sequence[Said], num_lost: int, scene: Scene) -> int:
+    """Returns the oldest value that may be resumed after these lives."""
+    newest = -1
+    for said in lives:
+        if not num_lost:
+            newest = max(said.held or ({*said.resumed} - {-1}) or {newest})
+        else:
+            of_level = said.safe | said.stored if num_lost <= scene.survives_hosts else said.stored
+            newest = max(of_level or {newest})
+    return newest
+
+
+def wrong_with(lived: Lived, must: int, before: Sequence[Said]) -> str | None:
+    """Returns the first thing that is wrong with a life."""
+    resumed, known = lived.said.resumed, {value for said in before for value in said.begun}
+    if len(resumed) > 1:
+        return f"ranks resumed different values: {sorted(resumed)}"
+    for value in resumed:
+        if value == -2:
+            return "values of more than one step were resumed"
+        if value // 100 < must // 100 or value % 100 < must % 100 or value not in known:
+            return f"{value} was resumed, and {must} was held; {sorted(known)} were begun"
+    odd = [text for text in lived.failed if "bytecheckpoint.errors." not in text]
+    if odd:
+        return f"a rank ended otherwise than by the kill: {odd[0]}"
+    if not lived.num_killed and lived.failed:
+        return f"a life without a kill failed: {lived.failed[0]}"
     return None
 
 
-def try_one(
-    launcher: Launcher, root: Path, deaths: list[Death], *, world_size: int, port: int
-) -> tuple[int, str | None]:
-    """Lives as often as there are deaths, then once to the end, twice over; returns the kills and what is wrong."""
-    num_killed, held = 0, -1
-    for number, death in enumerate([*deaths, Death(), Death()]):
-        life = live(launcher, root, number, world_size=world_size, port=port, death=death, held=held)
-        num_killed += life.num_killed
-        held = life.held
-        if life.is_wrong is not None:
-            return num_killed, f"life {number}: {life.is_wrong}"
-    return num_killed, leftovers(root, world_size)
+def leftovers(folder: Path, job: Job) -> str | None:
+    """Returns what a run that has ended should not leave in the memory roots; then removes what it should."""
+    for host in sorted({*job.hosts}):
+        root = str(root_of(folder, host))
+        for found, about in find_jobs(root):
+            wrong = _too_much(found, job, host) if about.location.endswith("/ckpt") else None
+            if wrong is not None:
+                return f"host {host}: {wrong}"
+            if not remove_job(root, found.path) or Path(found.path).exists():
+                return f"host {host}: the memory of {about.location} cannot be given back"
+    return None
 
 
-def run(asked: Asked, *, world_size: int, by_line: bool) -> Outcome:
-    """Each trial draws the deaths of a few lives."""
-    launcher = shared_launcher("faults.kill_times")
-    num_killed, broken = 0, []
+def _too_much(found: JobFolder, job: Job, host: int) -> str | None:
+    num_ranks, num_slots = job.hosts.count(host), len(list(slot_file.scan(found.slots)))
+    if num_slots > 2 * num_ranks:
+        return f"{num_slots} slots for {num_ranks} ranks"
+    num_others = len(job.hosts) - num_ranks
+    for kind in ("copies", "parity"):
+        if len(scan_copies(found, kind)) > 2 * max(num_others, 1):
+            return f"{len(scan_copies(found, kind))} of {kind} for {num_others} ranks of other hosts"
+    if len(version_files.read_versions(found)) > 2:
+        return f"{len(version_files.read_versions(found))} manifests"
+    # One in this folder is removed by the first who looks when it is older than the making of a file can take.
+    temporaries = [
+        str(path.relative_to(found.path)) for path in Path(found.path).rglob(".*") if path.parent.name != "alive"
+    ]
+    return f"temporaries are left: {temporaries}" if temporaries else None
+
+
+def try_many(seed: str, numbers: str, folder: str, scenes: str, kind: str, port: str) -> None:
+    """Does some trials, and writes what came of each as a line of JSON."""
+    of_names = {scene.name: scene for scene in (*ALONE, *RANKS)}
+    chosen = [of_names[name] for name in scenes.split(",")]
+    at: dict[str, Trials] = {}
+    for trial in map(int, numbers.split(",")):
+        scene = chosen[trial % len(chosen)]
+        if scene.name not in at:
+            at[scene.name] = Trials(Path(folder), scene, int(port))
+        rng = random.Random(f"{seed}/{trial}")
+        tried = at[scene.name].try_one(trial, trial // len(chosen), rng, kind)
+        sys.stdout.write(f"{json.dumps(asdict(tried))}\n")
+        sys.stdout.flush()
+
+
+def batches(due: Iterator[int]) -> Iterator[list[int]]:
+    while batch := list(islice(due, BATCH)):
+        yield batch
+
+
+def run(asked: Asked, *, scenes: Sequence[Scene], kind: str) -> Outcome:
+    launcher = shared_launcher("faults.memory_run")
+    found: list[Tried] = []
     with meeting_place() as port:
-        calm = live(launcher, asked.folder / "calm", 0, world_size=world_size, port=port, death=Death(), held=-1)
-        if calm.is_wrong is not None or not calm.num_lines:
-            raise RuntimeError(f"a run that nothing disturbs has failed: {calm}")
-        for trial in asked.due():
-            rng, root = asked.rng(trial), asked.folder / str(trial)
-            deaths = [
-                Death(
-                    line=rng.randrange(calm.num_lines) if by_line else NEVER,
-                    after_s=None if by_line else rng.uniform(0.05, 1.5),
-                    is_of_all=world_size == 1 or rng.random() < 0.7,
-                )
-                for _ in range(LIVES)
-            ]
-            killed, wrong = try_one(launcher, root, deaths, world_size=world_size, port=port)
-            num_killed += killed
-            if wrong is None:
-                shutil.rmtree(root, ignore_errors=True)
-            else:
-                broken.append(Broken(trial, f"{wrong} (deaths {deaths})"))
-    return Outcome(num_killed, tuple(broken), f"{num_killed:,} kills; lines that a calm run passes: {calm.num_lines:,}")
+        for numbers in batches(asked.due()):
+            names = ",".join(scene.name for scene in scenes)
+            of_all = ",".join(map(str, numbers))
+            ended = launcher.run(PROGRAM, asked.seed, of_all, asked.folder, names, kind, port, timeout_s=WITHIN_S)
+            lines = [line for line in ended.output.splitlines() if line.startswith('{"trial"')]
+            if len(lines) != len(numbers):
+                raise RuntimeError(f"the trials {numbers} came to no end: {ended.output[-3000:]}")
+            found += [Tried(**json.loads(line)) for line in lines]
+    seen = Counter(what for tried in found for what in tried.seen)
+    seen["processes killed"] = sum(tried.num_ranks for tried in found)
+    told = ", ".join(f"{number:,} {what}" for what, number in sorted(seen.items()))
+    broken = tuple(Broken(tried.trial, tried.is_wrong) for tried in found if tried.is_wrong is not None)
+    return Outcome(sum(tried.num_kills for tried in found), broken, told)
 
 
-def campaign(name: str, fault: str, how: str, trials: int, quick: range, *, world_size: int, by_line: bool) -> Campaign:
+_HOW = {
+    "call": "ptrace by the process that has forked it",
+    "line": "a trace function, os.kill of itself",
+    "time": "os.kill by the process that has forked it",
+}
+_THEN = "then hosts are lost in some trials, and another number of ranks resumes"
+
+
+def campaign(name: str, scenes: Sequence[Scene], kind: str, trials: int, quick: int, fault: str) -> Campaign:
     return Campaign(
         name=name,
-        fault=fault,
-        how=how,
+        fault=f"{fault}; {_THEN}",
+        how=_HOW[kind],
         unit="kills",
-        run=partial(run, world_size=world_size, by_line=by_line),
+        run=partial(run, scenes=scenes, kind=kind),
         trials=range(trials),
-        quick=quick,
+        quick=range(quick),
+        missing=missing_for_calls if kind == "call" else nothing_missing,
     )
 
 
 CAMPAIGNS = (
     campaign(
+        "kill-memory-calls",
+        ALONE,
+        "call",
+        6000,
+        3,
+        "SIGKILL before each system call of a rank that resumes from memory and saves there and to storage",
+    ),
+    campaign(
         "kill-memory-lines",
-        "SIGKILL before any line of what holds steps in memory and resumes them, one rank; three lives, then two to "
-        "the end",
-        "a trace function, os.kill of itself",
-        1000,
-        range(1),
-        world_size=1,
-        by_line=True,
+        ALONE,
+        "line",
+        3000,
+        2,
+        "the same before lines of what holds and resumes, between which are stores into slots",
     ),
     campaign(
         "kill-memory-ranks",
-        "the same for four ranks on two hosts: one of them, or all",
-        "a trace function, os.kill of itself",
-        300,
-        range(0),
-        world_size=4,
-        by_line=True,
+        RANKS,
+        "call",
+        3000,
+        4,
+        "the same of one of 2 to 4 ranks on 2 and 3 hosts, with copies, parity or neither; the others die with it, up "
+        "to 50 ms later, or live on",
     ),
     campaign(
-        "kill-memory-times",
-        "SIGKILL at random times of a run that holds its steps in memory, one rank",
-        "a fork server, os.kill",
-        1000,
-        range(0),
-        world_size=1,
-        by_line=False,
+        "kill-memory-rank-lines",
+        RANKS,
+        "line",
+        2000,
+        0,
+        "the same before lines of what holds, copies and resumes",
     ),
+    campaign("kill-memory-times", RANKS, "time", 2000, 4, "the same at a random time"),
 )

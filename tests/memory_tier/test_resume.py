@@ -244,6 +244,33 @@ def test_a_save_without_memory_is_never_held(tmp_path: Path, root: Path) -> None
         only.held("disk")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("folder", ["versions", "slots"])
+def test_what_a_killed_process_was_writing_is_removed_by_the_run_that_goes_on(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    bcp.save(root, state_of(1), step=1, options=options(tmp_path), to="memory")
+    ((job, _),) = find_jobs(str(tmp_path / "memory"))
+    left = Path(job.path, folder, ".tmp-0123456789abcdef")
+    left.write_bytes(b"half of it")
+    for memory in process_state().memories.values():  # as the death of the process does
+        memory.close()
+    monkeypatch.setattr(process_state(), "memories", {})
+    assert bcp.resume(root, empty(), options=options(tmp_path)) is not None
+    bcp.save(root, state_of(2), step=2, options=options(tmp_path), to="memory")
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("name", [".tmp-0123456789abcdef", "0123456789abcdef"], ids=["being made", "of an old save"])
+def test_what_a_killed_process_was_copying_is_removed_when_the_next_copies_are_whole(tmp_path: Path, name: str) -> None:
+    memory = JobMemory(open_job(str(tmp_path / "memory"), str(tmp_path / "ckpt")))
+    memory.copies.take(1, [100], max_bytes=None)
+    left = Path(memory.job.path, "copies", name)
+    left.write_bytes(b"half of it")
+    memory.copies.fill(1, "fedcba9876543210", 3, [100])
+    memory.copies.settle("fedcba9876543210")
+    assert not left.exists()
+
+
 def test_copies_that_are_held_for_others_count_into_the_limit_when_slots_are_taken(tmp_path: Path) -> None:
     memory = JobMemory(open_job(str(tmp_path / "memory"), str(tmp_path / "ckpt")))
     memory.copies.take(1, [3 << 20], max_bytes=8 << 20)

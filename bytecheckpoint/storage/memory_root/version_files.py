@@ -95,7 +95,7 @@ def read_versions(job: JobFolder) -> list[HeldVersion]:
 
 
 def remove_stale_temporaries(job: JobFolder) -> None:
-    """Removes manifests whose writing was interrupted. No save may be under way."""
+    """Removes manifests whose writing was interrupted. Only the process that writes them may call this."""
     for name in os.listdir(job.versions):
         if name.startswith(TEMPORARY_PREFIX):
             with suppress(FileNotFoundError):

@@ -1,0 +1,88 @@
+"""The slots that a warm-up takes ahead of the first save to memory, and what a save does only once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+import bytecheckpoint as bcp
+from bytecheckpoint.storage import object_io
+from bytecheckpoint.storage.memory_root import slot_file
+from bytecheckpoint.storage.memory_root.job_folder import find_jobs
+from distributed.workers import WorkerPool
+
+pytestmark = pytest.mark.filterwarnings("ignore:the memory root")
+NUMEL = 300_000
+
+
+def options(tmp_path: Path, **others: Any) -> bcp.SaveOptions:
+    return bcp.SaveOptions(memory=bcp.Memory(copies=1, root=tmp_path / "memory"), **others)
+
+
+def slots_of(tmp_path: Path) -> dict[str, int]:
+    ((job, _),) = find_jobs(str(tmp_path / "memory"))
+    return {slot.path: slot.capacity for slot in slot_file.scan(job.slots)}
+
+
+def test_a_warm_up_allocates_both_slots_and_saves_take_no_others(tmp_path: Path) -> None:
+    state = {"x": torch.ones(NUMEL)}
+    bcp.warm_up(state, path=tmp_path / "ckpt", options=options(tmp_path))
+    ahead = slots_of(tmp_path)
+    assert len(ahead) == 2
+    assert min(ahead.values()) > 4 * NUMEL
+    for step in (1, 2, 3):
+        bcp.save(tmp_path / "ckpt", state, step=step, options=options(tmp_path), to="memory")
+    assert slots_of(tmp_path) == ahead
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_a_warm_up_for_memory_needs_the_path_of_the_saves(tmp_path: Path) -> None:
+    with pytest.raises(bcp.CheckpointMismatchError, match="path=") as caught:
+        bcp.warm_up({"x": torch.ones(3)}, options=options(tmp_path))
+    assert caught.value.kind == "conflict"
+    assert not (tmp_path / "memory").exists()
+
+
+def warm_up_and_save(rank: int, world_size: int, tmp_path: Path) -> tuple[dict[str, int], dict[str, int]]:
+    state = {"x": torch.ones(NUMEL), "own": bcp.RankLocal(torch.full((NUMEL,), float(rank)))}
+    own = tmp_path / f"host{rank}"
+    bcp.warm_up(state, path=tmp_path / "ckpt", options=options(own))
+    ahead = slots_of(own)
+    bcp.save(tmp_path / "ckpt", state, step=1, options=options(own), to="memory")
+    return ahead, slots_of(own)
+
+
+def test_ranks_warm_up_the_slots_of_their_own_hosts(workers: WorkerPool, tmp_path: Path) -> None:
+    for ahead, after in workers.run(warm_up_and_save, tmp_path, world_size=2):
+        assert len(ahead) == 2
+        assert after == ahead
+
+
+@pytest.mark.parametrize("has_stage", [False, True], ids=["to the path", "through a local stage"])
+def test_a_save_to_memory_and_storage_computes_each_checksum_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_stage: bool
+) -> None:
+    hashed_bytes = 0
+
+    class Counting:
+        @staticmethod
+        def xxh3_64_intdigest(content: memoryview) -> int:
+            nonlocal hashed_bytes
+            hashed_bytes += len(content)
+            return xxhash.xxh3_64_intdigest(content)
+
+    stage = {"local_stage": tmp_path / "stage"} if has_stage else {}
+    num_uploaded_bytes = 0
+    monkeypatch.setattr(object_io, "xxhash", Counting)
+    handle = bcp.save(
+        tmp_path / "ckpt", {"x": torch.ones(NUMEL)}, step=1, async_save=True, options=options(tmp_path, **stage)
+    )
+    handle.result()
+    if has_stage:  # what is uploaded is compared on its way, with or without memory
+        num_uploaded_bytes = 4 * NUMEL
+    assert 4 * NUMEL <= hashed_bytes - num_uploaded_bytes < 1.1 * 4 * NUMEL
+    assert bcp.load(tmp_path / "ckpt", {"x": torch.zeros(NUMEL)}).step == 1
