@@ -227,20 +227,20 @@ class _Rebuild:
     def keep(self, memory: JobMemory, *, max_bytes: int | None) -> None:
         """Puts what was rebuilt into slots for copies, once it is found to be what the manifest says."""
         position, content = 0, memoryview(self._content)
-        by_rank: dict[int, list[memoryview]] = {}
+        by_rank: dict[int, dict[int, memoryview]] = {}
         for name, length in self._order.members[self._order.lost].files:
             found = _RANK_AND_NUMBER.search(name)
-            rank = int(found.group(1)) if found else 0
+            rank, number = (int(found.group(1)), int(found.group(2))) if found else (0, 0)
             file = content[position : position + length]
             check_extents(self._given.files[name], SentPiece(0, 0, length), file, owner=rank)
-            by_rank.setdefault(rank, []).append(file)
+            by_rank.setdefault(rank, {})[number] = file
             position += length
         for rank, files in by_rank.items():
-            lengths = [file.nbytes for file in files]
+            lengths = [file.nbytes for file in files.values()]
             image = memory.copies.take(rank, lengths, max_bytes=max_bytes)
-            for start, file in zip(image_starts(lengths), files, strict=False):
+            for start, file in zip(image_starts(lengths), files.values(), strict=False):
                 image[start : start + file.nbytes] = file
-            memory.copies.fill(rank, self._given.version.save_id, self._given.step, lengths)
+            memory.copies.fill(rank, self._given.version.save_id, self._given.step, lengths, numbers=list(files))
 
 
 def _add(places: dict[SentPiece, list[int]], piece: SentPiece, place: int) -> None:

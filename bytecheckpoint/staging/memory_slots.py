@@ -41,6 +41,8 @@ class JobMemory:
         self._slots: list[Slot] = []
         self._filling: Slot | None = None
         self._lengths: list[int] = []
+        self._files: list[tuple[int, int]] = []
+        """Rank and number in the name of each file of the image that was filled last."""
         self._warned: set[str] = set()
         self._settled: Collection[str] | None = None
         """Saves whose slots must stay; None as long as only the folder tells."""
@@ -81,21 +83,25 @@ class JobMemory:
         for slot in self._slots:
             self._reserve(slot, num_bytes, max_bytes)
 
-    def image(self) -> list[memoryview]:
-        """Returns the data files of the image that was filled last."""
+    def image(self) -> dict[tuple[int, int], memoryview]:
+        """Returns the data files of the image that was filled last, by rank and number in their names."""
         if self._filling is None:
             raise RuntimeError("a slot is filled before its files are asked for")
         memory, first = memoryview(self._filling.memory), slot_file.header_bytes(len(self._lengths))
         starts = slot_file.image_starts(self._lengths)
-        return [
-            memory[first + start :][:length].toreadonly() for start, length in zip(starts, self._lengths, strict=False)
-        ]
+        return {
+            file: memory[first + start :][:length].toreadonly()
+            for file, start, length in zip(self._files, starts, self._lengths, strict=False)
+        }
 
-    def fill(self, save_id: str, step: int, rank: int) -> None:
-        """Notes that the image is whole."""
+    def fill(self, save_id: str, step: int, rank: int, files: Sequence[tuple[int, int]]) -> None:
+        """Notes that the image is whole: files with these ranks and numbers in their names. Called again, that some are
+        not: their rank is -1.
+        """
         if self._filling is None:
             raise RuntimeError("a slot is taken before it is filled")
-        self._filling.fill(save_id, step, rank, self._lengths)
+        self._files = list(files)
+        self._filling.fill(save_id, step, rank, self._lengths, self._files)
 
     def doubt(self, save_id: str) -> None:
         """Keeps the slots of this save as well: other ranks may have seen it complete, and this one will not know."""
@@ -252,7 +258,7 @@ class MemoryPart(NamedTuple):
         num_bytes = slot_file.image_bytes(lengths)
         if staging_bytes is not None and staging_bytes < num_bytes:
             raise CheckpointSaveError(
-                f"SaveOptions.staging_bytes={staging_bytes} is less than the {num_bytes} bytes that this rank writes, "
+                f"SaveOptions.staging_bytes={staging_bytes} is less than the {num_bytes} bytes that this rank stages, "
                 "and memory holds them all at once; nothing was written: leave staging_bytes out, or give it at least "
                 "this, or save without Memory",
                 kind="unsupported_value",
