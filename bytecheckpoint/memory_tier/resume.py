@@ -187,6 +187,7 @@ class ResumeCall:
                 timeout_s=self._options.timeout_s,
             )
             self._memory = memory_of(process, self._options.memory, self._store)
+            self._memory.join_to_resume()
         return self._store, self._memory
 
     def _plan(self, ranks: Ranks, store: Store, payloads: Sequence[bytes]) -> Sequence[bytes]:

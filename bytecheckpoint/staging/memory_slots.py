@@ -38,6 +38,7 @@ class JobMemory:
         self.copies, self.parity = CopySlots(job, "copies"), CopySlots(job, "parity")
         """What this process holds for other hosts."""
         self._joined: tuple[ProcessLock, LivingProcess] | None = None
+        self._resumed: tuple[ProcessLock, LivingProcess] | None = None
         self._slots: list[Slot] = []
         self._filling: Slot | None = None
         self._lengths: list[int] = []
@@ -155,12 +156,19 @@ class JobMemory:
         """This process, which from its first save on is one that works on the job."""
         if self._joined is None:
             self._joined = self.job.join()
+            if self._resumed is not None:
+                self._resumed[0].release()
         return self._joined[1]
 
+    def join_to_resume(self) -> None:
+        """Keeps what is held from being given back to the host while this process lives."""
+        if self._joined is None and self._resumed is None:
+            self._resumed = self.job.join(saves=False)
+
     def others(self) -> list[LivingProcess]:
-        """Returns the other processes on this host that work on the job."""
+        """Returns the other processes on this host that save for the job."""
         own = self.process.name
-        return [process for process in self.job.living() if process.name != own]
+        return [process for process in self.job.living() if process.has_saved and process.name != own]
 
     def look_at(self, store: Store) -> None:
         """Looks at the path, once, for the generation of what is there. Called by the coordinator."""
@@ -241,8 +249,9 @@ class JobMemory:
             slot.release()
         self.copies.close()
         self.parity.close()
-        if self._joined is not None:
-            self._joined[0].release()
+        for joined in (self._joined, self._resumed):
+            if joined is not None:
+                joined[0].release()
 
 
 class MemoryPart(NamedTuple):
