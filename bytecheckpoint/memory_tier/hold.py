@@ -176,9 +176,12 @@ def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> Checkp
     if memory is None or (memory.copies == 1 and not memory.parity):
         why = "its options have Memory(copies=1), so each byte is in the memory of one host"
         progress.never_reach("host", f"the save to {prepared.target.path} never survives a host: {why}")
+        part.slots.settle(held.record.save_id, is_protected=True)
         return None
     with together(ranks, f"copying {about.path} to other hosts", about=about), timer.phase("copy"):
         done = protect(ranks, part.slots, held.record, memory, timeout_s=prepared.options.timeout_s)
+    if done.error is None:
+        _note_protected(part.slots, held.record.save_id)
     if done.refusal:
         progress.never_reach("host", done.refusal)
         part.slots.warn_once(done.refusal, is_told=ranks.rank == COORDINATOR)
@@ -187,6 +190,15 @@ def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> Checkp
     else:
         progress.reach("host", _timed(held.info, timer))
     return done.error
+
+
+def _note_protected(slots: JobMemory, save_id: str) -> None:
+    """Frees the slots of the save before, which survived a host until this one does."""
+    try:
+        version_files.note_protected(slots.job, save_id)
+        slots.settle(save_id, is_protected=True)
+    except OSError as error:
+        logger.warning("older memory checkpoints in %s could not be tidied up: %s", slots.job.path, error)
 
 
 def _tidy(slots: JobMemory, save_id: str, num_on_host: int) -> None:

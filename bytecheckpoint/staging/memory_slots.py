@@ -106,13 +106,17 @@ class JobMemory:
 
     def doubt(self, save_id: str) -> None:
         """Keeps the slots of this save as well: other ranks may have seen it complete, and this one will not know."""
-        self._settled = {*self._protected(), save_id}
+        self._settled = {*self._needed(), save_id}
 
-    def settle(self, save_id: str) -> None:
-        """Keeps the slots of this save only: it is complete on all hosts, or what all ranks go on from."""
-        self._settled = {save_id}
-        spare = [slot for slot in self._slots if slot.save_id != save_id]
-        for slot in spare[_SLOTS - (len(spare) < len(self._slots)) :]:  # it was not known which save was complete
+    def settle(self, save_id: str, *, is_protected: bool = False) -> None:
+        """Keeps the slots of this save: it is complete on all hosts, or what all ranks go on from. Unless it survives a
+        host, as far as it ever will, those of the newest save that does stay as well.
+        """
+        protected = "" if is_protected else version_files.protected_save(self.job)
+        self._settled = {save_id, protected} - {""}
+        spare = [slot for slot in self._slots if slot.save_id not in self._settled]
+        num_kept = len(self._slots) - len(spare)
+        for slot in spare[max(_SLOTS + (num_kept > 1) - num_kept, 0) :]:  # it was not known which save was complete
             self._slots.remove(slot)
             slot.remove()
 
@@ -200,16 +204,30 @@ class JobMemory:
         if self._present is not None:
             self._present.add(step)
 
-    def _protected(self) -> Collection[str]:
-        return version_files.protected_saves(self.job) if self._settled is None else self._settled
+    def _needed(self) -> Collection[str]:
+        return version_files.needed_saves(self.job) if self._settled is None else self._settled
 
     def _is_free(self, found: FoundSlot) -> bool:
-        return found.save_id not in self._protected() and all(found.path != slot.path for slot in self._slots)
+        return found.save_id not in self._needed() and all(found.path != slot.path for slot in self._slots)
 
     def _free_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
-        protected = self._protected()
-        own = [slot for slot in self._slots if slot.save_id not in protected]
-        return own[0] if own else self._add_slot(num_bytes, max_bytes)
+        needed = self._needed()
+        own = [slot for slot in self._slots if slot.save_id not in needed]
+        if own:
+            return own[0]
+        try:
+            return self._add_slot(num_bytes, max_bytes)
+        except CheckpointSaveError:
+            protected = version_files.protected_save(self.job) if len(needed) > 1 else ""
+            given_up = next((slot for slot in self._slots if protected and slot.save_id == protected), None)
+            if given_up is None:
+                raise
+        logger.warning(
+            "there is no room in %s for a slot beside those of the newest save and of the newest one that survives a "
+            "host: until copies of a save succeed again, the loss of a host costs what memory holds",
+            self.job.root,
+        )
+        return given_up
 
     def _add_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
         """Takes a slot that no process holds, the smallest that is large enough or else the largest; or makes one."""

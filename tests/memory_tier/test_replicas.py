@@ -241,9 +241,7 @@ def save_in_one_rack(rank: int, world_size: int, folder: Path) -> tuple[str, int
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         counted = Counted(patch)
-        handle = bcp.save(
-            folder / "ckpt", state_of("hsdp", 1), step=1, async_save=True, options=given, to="memory"
-        )
+        handle = bcp.save(folder / "ckpt", state_of("hsdp", 1), step=1, async_save=True, options=given, to="memory")
         handle.held("process")
         with pytest.raises(bcp.CheckpointMismatchError, match="needs as many failure domains") as raised:
             handle.held("host")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
+from planner.memory_tier.test_placement import clusters, equal_hosts
 
 from bytecheckpoint.planner.memory_tier.mirrors import (
     Mirroring,
@@ -21,7 +22,6 @@ from bytecheckpoint.planner.memory_tier.mirrors import (
 from bytecheckpoint.planner.memory_tier.placement import RankPlace
 from bytecheckpoint.planner.save_plan import SavePlan, plan_save
 from bytecheckpoint.planner.write_items import WriteItem, pack_items
-from planner.memory_tier.test_placement import clusters, equal_hosts
 
 
 @given(clusters(), st.integers(1, 3), st.randoms(use_true_random=False))
