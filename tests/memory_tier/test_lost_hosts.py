@@ -15,6 +15,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
 from bytecheckpoint.saving.in_flight import process_state
+from bytecheckpoint.storage.memory_root import slot_file
+from bytecheckpoint.storage.memory_root.job_folder import find_jobs
 from distributed.workers import WorkerPool
 
 SHAPE = (601, 301)
@@ -119,3 +121,20 @@ def test_a_lost_host_is_rebuilt_from_parity(workers: WorkerPool, tmp_path: Path,
         == [["memory"] * 2] * world_size
     )
     workers.run(end_processes, world_size=world_size)
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_file_that_proves_damaged_is_rebuilt_from_parity(workers: WorkerPool, tmp_path: Path, damaged: int) -> None:
+    hosts = [0, 1, 2]
+    workers.run(save, tmp_path, hosts, range(1, 4), PARITY, world_size=3)
+    workers.run(end_processes, world_size=3)
+    ((job, _),) = find_jobs(str(tmp_path / f"host{damaged}"))
+    for slot in slot_file.scan(job.slots):
+        if slot.header is not None and slot.header.step == 3:
+            place = max(slot.places().values(), key=lambda place: place.byte_length)
+            with open(place.path, "r+b") as file:
+                file.seek(place.byte_offset + place.byte_length - 1)
+                file.write(b"?")
+    for step, odd, sources in workers.run(resume, tmp_path, hosts, PARITY, world_size=3):
+        assert (step, odd, sources["parity"]) == (3, [], 1)
+    workers.run(end_processes, world_size=3)
