@@ -6,13 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from memory_tier.test_lost_hosts import COPIES, PARITY, differs, end_processes, save, state_of
 
 import bytecheckpoint as bcp
 from bytecheckpoint.memory_tier.flush import flush
 from bytecheckpoint.storage.memory_root import slot_file
 from bytecheckpoint.storage.memory_root.job_folder import find_jobs
 from distributed.workers import WorkerPool
-from memory_tier.test_lost_hosts import COPIES, PARITY, differs, end_processes, save, state_of
 
 
 def load(rank: int, world_size: int, folder: Path) -> tuple[int | None, list[str]]:
