@@ -63,6 +63,11 @@ QUICK = {
         r"\n\| the first dcp.save, beyond torch \| [\d.]+ \(",
     ],
     "memory --mib 1 --rounds 1": [r"\| save to memory \| \d", r"\| resume from memory, verified \| \d"],
+    "memory_hosts --mib 1 --rounds 1": [
+        r"\| HSDP, a replica on each host \| 1.0 \| 0.0 \| 0.000 \|",
+        r"\| DDP \| 1.0 \| 0.0 \| 0.000 \|",
+        r"\| FSDP over all ranks \| 1.0 \| 1.1 \| 1.\d",
+    ],
     "codec --mib 1 --rounds 1": [r"\| bfloat16 \| zstd \| \d", r"\| float32 \| zstd \| \d"],
     # Two blocks of ranks, so that the leader of one forwards messages.
     "planning --ranks 66 --tensors 7 --dcp-up-to 66": [r"\n\| 66 \| 462 \| [\d.]+ \| \d.*\| 1/\d+ \| 1/\d+ \|\n"],
