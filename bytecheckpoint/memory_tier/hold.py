@@ -81,6 +81,8 @@ class HeldSave(NamedTuple):
     record: VersionRecord
     holdings: Sequence[RankHolding]
     """Those of all ranks, on the coordinator."""
+    tells_host: bool
+    """True on the one rank that writes down for its host what is held."""
 
 
 _THREADS = 3
@@ -164,7 +166,7 @@ def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[s
             _tidy(slots, agreed.save_id, reply.num_on_host)
     prepared.generation = reply.record.generation
     info = msgspec.msgpack.decode(reply.info, type=CheckpointInfo)
-    held = HeldSave(_timed(info, timer), reply.record, holdings)
+    held = HeldSave(_timed(info, timer), reply.record, holdings, bool(reply.manifest))
     prepared.progress.reach("process", held.info)
     return held
 
@@ -181,7 +183,7 @@ def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> Checkp
     with together(ranks, f"copying {about.path} to other hosts", about=about), timer.phase("copy"):
         done = protect(ranks, part.slots, held.record, memory, timeout_s=prepared.options.timeout_s)
     if done.error is None:
-        _note_protected(part.slots, held.record.save_id)
+        _note_protected(part.slots, held)
     if done.refusal:
         progress.never_reach("host", done.refusal)
         part.slots.warn_once(done.refusal, is_told=ranks.rank == COORDINATOR)
@@ -192,10 +194,12 @@ def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> Checkp
     return done.error
 
 
-def _note_protected(slots: JobMemory, save_id: str) -> None:
+def _note_protected(slots: JobMemory, held: HeldSave) -> None:
     """Frees the slots of the save before, which survived a host until this one does."""
+    save_id = held.record.save_id
     try:
-        version_files.note_protected(slots.job, save_id)
+        if held.tells_host:
+            version_files.note_protected(slots.job, save_id)
         slots.settle(save_id, is_protected=True)
     except OSError as error:
         logger.warning("older memory checkpoints in %s could not be tidied up: %s", slots.job.path, error)
