@@ -22,7 +22,7 @@ import statistics
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -60,8 +60,8 @@ def row_of(name: str, layout: str, arguments: argparse.Namespace) -> list[str]:
     folder = Path(tempfile.mkdtemp(prefix="bench-memory-hosts-", dir=arguments.tmpfs))
     fork = multiprocessing.get_context("fork")  # of a process that has imported torch and started no thread
     results: Any = fork.SimpleQueue()
-    given = (layout, str(folder), arguments.mib << 20, arguments.rounds, free_port(), results)
-    ranks = [fork.Process(target=measure, args=(rank, *given)) for rank in range(NUM_RANKS)]
+    given = Given(layout, str(folder), arguments.mib << 20, arguments.rounds, free_port())
+    ranks = [fork.Process(target=measure, args=(rank, given, results)) for rank in range(NUM_RANKS)]
     try:
         for rank in ranks:
             rank.start()
@@ -116,19 +116,29 @@ def state_of(layout: str, num_bytes: int) -> dict[str, Any]:
     return {str(number): distribute_tensor(weights + number, mesh, placements) for number in range(NUM_TENSORS)}
 
 
-def measure(rank: int, layout: str, folder: str, num_bytes: int, rounds: int, port: int, results: Any) -> None:
+class Given(NamedTuple):
+    """One row, for its ranks."""
+
+    layout: str
+    folder: str
+    num_bytes: int
+    rounds: int
+    port: int
+
+
+def measure(rank: int, given: Given, results: Any) -> None:
     """Runs a rank: the mean of the bytes of a save goes into the results."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=NUM_RANKS)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{given.port}", rank=rank, world_size=NUM_RANKS)
     host = rank // (NUM_RANKS // NUM_HOSTS)
-    options = bcp.SaveOptions(memory=bcp.Memory(copies=2, root=f"{folder}/host{host}"))
-    state = state_of(layout, num_bytes)
+    options = bcp.SaveOptions(memory=bcp.Memory(copies=2, root=f"{given.folder}/host{host}"))
+    state = state_of(given.layout, given.num_bytes)
     counts: list[tuple[int, int]] = []
     sent = Sent()
-    for step in range(rounds + 1):
+    for step in range(given.rounds + 1):
         sent.to_ranks = sent.to_store = 0
-        handle = bcp.save(f"{folder}/run", state, step=step, async_save=True, options=options, to="memory")
+        handle = bcp.save(f"{given.folder}/run", state, step=step, async_save=True, options=options, to="memory")
         handle.held("host")
         handle.result()
         counts.append((sent.to_ranks, sent.to_store))

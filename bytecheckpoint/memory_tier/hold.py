@@ -230,10 +230,9 @@ class _Staged:
         self._slots = slots
         self._rank = ranks.rank
         self._mirrors = {(mirror.owner, mirror.number): mirror for mirror in plan.mirrors}
-        planned = (*plan.files, *(mirror.planned for mirror in plan.mirrors))
         nowhere = prepared.target._replace(store=_NoStore(), stage=None)
         written = write_files(
-            SaveFiles(nowhere, agreed.save_id, ranks.rank, planned),
+            SaveFiles(nowhere, agreed.save_id, ranks.rank, plan.staged),
             prepared.snapshot,
             prepared.call.timer,
             prepared.meter,

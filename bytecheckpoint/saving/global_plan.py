@@ -79,6 +79,11 @@ class RankPlan:
     known_plain: Mapping[bytes, bytes] = field(default_factory=dict)
     """Plain data of the last save, by digest; empty but on the coordinator."""
 
+    @property
+    def staged(self) -> list[PlannedFile]:
+        """All files that this rank stages: its own first, which it alone writes to storage."""
+        return [*self.files, *(mirror.planned for mirror in self.mirrors)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenTensors:

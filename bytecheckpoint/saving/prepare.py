@@ -228,8 +228,7 @@ class PreparedSave:
     def _snapshot_of(self, plan: RankPlan) -> Snapshot:
         with gc_paused():
             # New files for each snapshot, because a snapshot may change its own.
-            mirrors = [mirror.planned for mirror in plan.mirrors]
-            files = [LiveFile(planned, self._local_plan.shards) for planned in (*plan.files, *mirrors)]
+            files = [LiveFile(planned, self._local_plan.shards) for planned in plan.staged]
         return take_snapshot(
             self._kind,
             files,
