@@ -230,14 +230,17 @@ class _Upload:
                 continue
             blocks = [_block_name(save_id, member) for member in members]
             try:
-                for name, content in rebuild_member(source, members, lost[0], blocks, files):
-                    if name in missing:
-                        self._store.write(join_name(self._folder, name), one_block(content), replace=False)
-                        self.num_files += 1
+                rebuilt = rebuild_member(source, members, lost[0], blocks, files)
+                self._write([(name, content) for name, content in rebuilt if name in missing])
             except CheckpointExistsError:
                 logger.info("another host rebuilds what is missing of %s", self._shown)
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
                 logger.info("what is missing of %s cannot be rebuilt here: %s", self._shown, error.message)
+
+    def _write(self, contents: Sequence[tuple[str, memoryview]]) -> None:
+        for name, content in contents:
+            self._store.write(join_name(self._folder, name), one_block(content), replace=False)
+            self.num_files += 1
 
     def remove_parity(self) -> None:
         prefix = f"{self._version.record.save_id}{_BLOCK}"

@@ -150,7 +150,7 @@ def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[s
     doing = f"holding {target.path} in memory"
     holdings: list[RankHolding] = []
     with together(ranks, doing, about=about), timer.phase("hold"):
-        staged = _Staged(prepared, slots)
+        staged = _StagedFiles(prepared, slots)
         holding = _holding(slots, staged, prepared.options.memory)
         reduce = partial(_agree, prepared, metadata, holdings)
         reply = msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(holding), reduce), type=_HoldReply)
@@ -222,7 +222,7 @@ def _leave(content: memoryview, byte_offset: int) -> None:
     del content, byte_offset
 
 
-class _Staged:
+class _StagedFiles:
     """The data files in the slot of this rank: its own, and those of others that hold the same."""
 
     def __init__(self, prepared: PreparedSave, slots: JobMemory) -> None:
@@ -267,7 +267,7 @@ def _all_heard(prepared: PreparedSave, payloads: Sequence[bytes]) -> Sequence[by
     return [b""] * len(payloads)
 
 
-def _holding(slots: JobMemory, staged: _Staged, memory: Memory | None) -> RankHolding:
+def _holding(slots: JobMemory, staged: _StagedFiles, memory: Memory | None) -> RankHolding:
     generation, number = slots.seen()
     return RankHolding(
         report=staged.report,

@@ -16,7 +16,7 @@ from bytecheckpoint.memory_tier.hold import hold, hold_and_finish
 from bytecheckpoint.memory_tier.job_location import location_of
 from bytecheckpoint.options import Memory, SaveOptions
 from bytecheckpoint.planner.memory_tier.placement import RankPlace
-from bytecheckpoint.saving.global_plan import ReplicaWish
+from bytecheckpoint.saving.global_plan import ReplicaCopies
 from bytecheckpoint.saving.in_flight import ProcessState
 from bytecheckpoint.saving.prepare import PreparedSave
 from bytecheckpoint.saving.target import SaveTarget
@@ -67,12 +67,12 @@ def memory_part(process: ProcessState, target: SaveTarget, options: SaveOptions,
     return MemoryPart(memory_of(process, options.memory, target.store), only, options.memory.max_bytes)
 
 
-def replicas_of(part: MemoryPart | None, options: SaveOptions) -> ReplicaWish | None:
+def replicas_of(part: MemoryPart | None, options: SaveOptions) -> ReplicaCopies | None:
     """Returns how often memory is to stage what ranks hold alike; None for once."""
     memory = options.memory
     if part is None or memory is None or (memory.copies == 1 and not memory.parity):
         return None
-    return ReplicaWish(RankPlace(part.slots.job.host, memory.failure_domain), max(memory.copies, 2))
+    return ReplicaCopies(RankPlace(part.slots.job.host, memory.failure_domain), max(memory.copies, 2))
 
 
 def memory_of(process: ProcessState, memory: Memory, store: Store) -> JobMemory:

@@ -116,8 +116,8 @@ class PlanCache:
                 self._plans.popitem(last=False)
 
 
-class ReplicaWish(NamedTuple):
-    """The wish of a rank that memory stages what ranks hold alike in several failure domains."""
+class ReplicaCopies(NamedTuple):
+    """The place of a rank, and how often memory stages what ranks hold alike."""
 
     place: RankPlace
     copies: int
@@ -148,7 +148,7 @@ class LocalSavePlan(NamedTuple):
     """First characters of the new save id; the others are random."""
     frozen: Collection[str] = ()
     """FQNs of tensors that get files of their own."""
-    replicas: ReplicaWish | None = None
+    replicas: ReplicaCopies | None = None
     """None if memory does not stage what ranks hold alike more than once."""
 
     def items(self) -> list[WriteItem]:
@@ -182,7 +182,7 @@ def make_local_plan(
     *,
     plans: PlanCache,
     frozen: Collection[str] = (),
-    replicas: ReplicaWish | None = None,
+    replicas: ReplicaCopies | None = None,
 ) -> LocalSavePlan:
     """Returns the plan of the entries that this rank holds, with the one of an earlier save if it is in the cache."""
     shards = ShardBlocks(entry.shards for entry in contents)

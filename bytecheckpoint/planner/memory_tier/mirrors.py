@@ -18,7 +18,7 @@ _SAME_MIRROR_BYTES = 1 << 20
 
 
 class Mirroring(NamedTuple):
-    """The wish of a save that replicas are staged in several failure domains."""
+    """The places of all ranks, and how often replicas are staged."""
 
     places: Sequence[RankPlace]
     """By rank."""

@@ -75,7 +75,7 @@ class PlanReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 def mirroring_of(messages: Sequence[LocalPlanMessage], copies: int, max_file_bytes: int) -> Mirroring | None:
-    """Returns the wish of all ranks for replicas in `copies` failure domains; None if a save has no use for them."""
+    """Returns how replicas are staged in `copies` failure domains; None if a save has no use for that."""
     places = [message.place for message in messages if message.place is not None]
     if copies < 2 or len(places) < len(messages):
         return None
