@@ -28,7 +28,7 @@ from bytecheckpoint.loading.name_scope import Fitted, NameScope, WantedState, fi
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together, retry_replaced, wanted_step
 from bytecheckpoint.loading.overwrite_state import report_overwrite
 from bytecheckpoint.loading.read import Source
-from bytecheckpoint.memory_tier.part_of_save import described, holding_first, memory_part, where_to
+from bytecheckpoint.memory_tier.part_of_save import described, holding_first, memory_part, replicas_of, where_to
 from bytecheckpoint.memory_tier.resume import ResumeCall, ResumeLoads
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.runtime.gc_pause import gc_paused
@@ -100,7 +100,10 @@ def run_save(
             check_finite(contents, check=options.check_finite, path=about.path, rank=ranks.global_ranks[ranks.rank])
             kept = process.kept(target)
             frozen = kept.frozen(entries)
-            local_plan = make_local_plan(ranks, target, contents, options, plans=process.plans, frozen=frozen)
+            replicas = replicas_of(memory, options)
+            local_plan = make_local_plan(
+                ranks, target, contents, options, plans=process.plans, frozen=frozen, replicas=replicas
+            )
             call = call._replace(about=about._replace(step=step))
             prepared = PreparedSave(call, target, local_plan, kind=kind, options=options, kept=kept, memory=memory)
 

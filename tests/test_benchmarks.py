@@ -69,6 +69,11 @@ QUICK = {
     "exchange --ranks 2 --mib 1 --rounds 1 --layouts DDP --hosts 2": [
         r"\n\| DDP \| 2 \| 2 \| this \| [\d.]+ \(.*\| 1.0\d\d \| 0.000 \| \d \| ",
     ],
+    "memory_hosts --mib 1 --rounds 1": [
+        r"\| HSDP, a replica on each host \| 1.0 \| 0.0 \| 0.000 \|",
+        r"\| DDP \| 1.0 \| 0.0 \| 0.000 \|",
+        r"\| FSDP over all ranks \| 1.0 \| 1.1 \| 1.\d",
+    ],
     "codec --mib 1 --rounds 1": [r"\| bfloat16 \| zstd \| \d", r"\| float32 \| zstd \| \d"],
     # Two blocks of ranks, so that the leader of one forwards messages.
     "planning --ranks 66 --tensors 7 --dcp-up-to 66": [r"\n\| 66 \| 462 \| [\d.]+ \| \d.*\| 1/\d+ \| 1/\d+ \|\n"],

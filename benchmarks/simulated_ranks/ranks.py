@@ -26,6 +26,7 @@ from bytecheckpoint.planner.write_items import WriteItem, pack_items
 from bytecheckpoint.runtime.threads import map_jobs, run_jobs
 from bytecheckpoint.saving import global_plan
 from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan, PlanCache, RankPlan
+from bytecheckpoint.saving.plans.messages import PlanReply
 from bytecheckpoint.saving.report import WrittenFile, encode_report
 from bytecheckpoint.storage import layout
 
@@ -185,7 +186,7 @@ def reports(setting: Setting, orders: Sequence[bytes]) -> Iterator[bytes]:
         ]
         key = counts[rank].tobytes(), np.add(*digits).tobytes()
         if key not in known:
-            order = msgspec.msgpack.decode(payload, type=global_plan._PlanReply)
+            order = msgspec.msgpack.decode(payload, type=PlanReply)
             plan = global_plan._rank_plan(
                 order, local_plan_of_rank(setting, items_of(tensors, rank, num_ranks)), (), num_ranks
             )

@@ -8,33 +8,40 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any, NamedTuple
 
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
+    CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointSaveError,
 )
+from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.memory_tier.job_location import location_of
+from bytecheckpoint.memory_tier.parity_block import scan_parity
+from bytecheckpoint.memory_tier.rebuild import is_whole_block, mapped_file, rebuild_member
+from bytecheckpoint.planner.memory_tier.resume_plan import ParityMember
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.staging.copy_slots import scan_copies
-from bytecheckpoint.storage import layout
+from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.inventory import refuse_beside
 from bytecheckpoint.storage.memory_root import slot_file, version_files
-from bytecheckpoint.storage.memory_root.held_store import HeldStore
+from bytecheckpoint.storage.memory_root.held_store import HeldStore, StoredAt
 from bytecheckpoint.storage.memory_root.job_folder import JobFolder, find_job, find_jobs
 from bytecheckpoint.storage.memory_root.slot_file import FilePlace
 from bytecheckpoint.storage.memory_root.version_files import HeldVersion
 from bytecheckpoint.storage.object_io import BLOCK_BYTES, copy_file
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import Store
+from bytecheckpoint.storage.store import Store, one_block
 
 logger = logging.getLogger("bytecheckpoint")
 
 _WRITERS = 3
+_BLOCK = "-parity-"
 
 
 class MemoryCheckpoint(NamedTuple):
@@ -84,7 +91,7 @@ def list_held(roots: Sequence[str]) -> Iterator[MemoryCheckpoint]:
     """Yields the versions in these memory roots, oldest first in each job."""
     for root in roots:
         for job, about in find_jobs(root):
-            places = _places(job)
+            places = dict(_holders(job))
             num_living = len(job.living())
             for version in version_files.read_versions(job):
                 here = [file for file in version.files if file.name in places]
@@ -147,23 +154,103 @@ def _bring(store: Store, version: HeldVersion, jobs: Sequence[JobFolder]) -> Flu
     if committed:
         raise layout.exists_error(location)
     refuse_beside(store, folder, is_step=True)
-    places = {name: place for job in jobs for name, place in _places(job).items()}
-    held = HeldStore(places, version.content, shown=f"memory of {location}", elsewhere={})
-    scratch = BufferPool(BLOCK_BYTES, _WRITERS + 1)
-    there, uploaded = _sizes(store, folder), 0
-    for file in version.files:
-        if file.name in places and there.get(file.name) != file.byte_length:
-            try:
-                copy_file(held, store, folder, file, scratch)
-            except CheckpointCorruptError as error:
-                logger.error("%s is not uploaded: %s", file.name, error.message)  # noqa: TRY400
-            else:
-                uploaded += 1
+    upload = _Upload(store, version, jobs)
     there = _sizes(store, folder)
-    missing = [file.name for file in version.files if there.get(file.name) != file.byte_length]
+    for file in version.files:
+        if there.get(file.name) != file.byte_length:
+            upload.bring(file)
+    if missing := _missing(store, version):
+        upload.bring_parity(missing)
+        upload.bring_rebuilt(missing)
+        missing = _missing(store, version)
     if not missing:
         layout.commit(store, folder, version.content, replace=False)
-    return FlushedStep(location, record.step, record.save_id, uploaded, is_committed=not missing, missing=missing)
+        upload.remove_parity()
+    return FlushedStep(
+        location, record.step, record.save_id, upload.num_files, is_committed=not missing, missing=missing
+    )
+
+
+def _missing(store: Store, version: HeldVersion) -> list[str]:
+    there = _sizes(store, version.record.folder)
+    return [file.name for file in version.files if there.get(file.name) != file.byte_length]
+
+
+class _Upload:
+    """What the roots of a host bring of one version to its path."""
+
+    def __init__(self, store: Store, version: HeldVersion, jobs: Sequence[JobFolder]) -> None:
+        self.num_files = 0
+        self._store = store
+        self._version = version
+        self._folder = version.record.folder
+        self._shown = f"memory of {join_name(str(store), self._folder)}"
+        self._places: dict[str, list[FilePlace]] = {}
+        for name, place in chain.from_iterable(map(_holders, jobs)):
+            self._places.setdefault(name, []).append(place)
+        found = (found for job in jobs for found in scan_parity(job) if found.save_id == version.record.save_id)
+        self._blocks = {_block_name(found.save_id, found.held.members[found.held.position]): found for found in found}
+        self._scratch = BufferPool(BLOCK_BYTES, _WRITERS + 1)
+
+    def bring(self, file: DataFile) -> None:
+        """Uploads a file from the first holder whose bytes are right, if there is one."""
+        for place in self._places.get(file.name, ()):
+            held = HeldStore({file.name: place}, self._version.content, shown=self._shown, elsewhere={})
+            try:
+                copy_file(held, self._store, self._folder, file, self._scratch)
+            except CheckpointExistsError:  # by the flush of another host
+                return
+            except CheckpointCorruptError as error:
+                logger.error("%s is not uploaded from %s: %s", file.name, place.path, error.message)  # noqa: TRY400
+            else:
+                self.num_files += 1
+                return
+
+    def bring_parity(self, missing: Collection[str]) -> None:
+        """Uploads the blocks of parity from which others, with their own, may rebuild a file. They go when the version
+        is committed; garbage collection takes them as files of a save, too.
+        """
+        for name, found in self._blocks.items():
+            covered = {file for member in found.held.members for file, _ in member.files}
+            if covered.isdisjoint(missing) or not is_whole_block(found):
+                continue
+            with suppress(CheckpointExistsError):
+                self._store.write(join_name(self._folder, name), one_block(mapped_file(found.place)), replace=False)
+
+    def bring_rebuilt(self, missing: Collection[str]) -> None:
+        """Uploads the files that the others of a group, with all its parity, make up for."""
+        source = HeldStore({}, b"", shown=self._shown, elsewhere={}, stored=StoredAt(self._store, self._folder))
+        files, save_id = {file.name: file for file in self._version.files}, self._version.record.save_id
+        groups = {
+            tuple(member.host for member in each.held.members): each.held.members for each in self._blocks.values()
+        }
+        for members in groups.values():
+            lost = [number for number, each in enumerate(members) if any(name in missing for name, _ in each.files)]
+            if len(lost) != 1:
+                continue
+            blocks = [_block_name(save_id, member) for member in members]
+            try:
+                rebuilt = rebuild_member(source, members, lost[0], blocks, files)
+                self._write([(name, content) for name, content in rebuilt if name in missing])
+            except CheckpointExistsError:
+                logger.info("another host rebuilds what is missing of %s", self._shown)
+            except (CheckpointCorruptError, CheckpointNotFoundError) as error:
+                logger.info("what is missing of %s cannot be rebuilt here: %s", self._shown, error.message)
+
+    def _write(self, contents: Sequence[tuple[str, memoryview]]) -> None:
+        for name, content in contents:
+            self._store.write(join_name(self._folder, name), one_block(content), replace=False)
+            self.num_files += 1
+
+    def remove_parity(self) -> None:
+        prefix = f"{self._version.record.save_id}{_BLOCK}"
+        there = self._store.list(join_name(self._folder, layout.DATA_FOLDER))
+        names = [f"{layout.DATA_FOLDER}/{name}" for name in there if name.startswith(prefix)]
+        deletion.discard(self._store, self._folder, names)
+
+
+def _block_name(save_id: str, member: ParityMember) -> str:
+    return f"{layout.DATA_FOLDER}/{save_id}{_BLOCK}{member.host}"
 
 
 def ended_jobs(roots: Sequence[str], location: str | None) -> list[EndedJob]:
@@ -220,9 +307,10 @@ def _locked(jobs: Sequence[JobFolder], location: str) -> Iterator[None]:
             lock.release()
 
 
-def _places(job: JobFolder) -> dict[str, FilePlace]:
-    slots = [*scan_copies(job, "copies"), *slot_file.scan(job.slots)]
-    return {name: place for slot in slots for name, place in slot.places().items()}
+def _holders(job: JobFolder) -> Iterator[tuple[str, FilePlace]]:
+    """Yields all that is held of data files, own slots first."""
+    for slot in (*slot_file.scan(job.slots), *scan_copies(job, "copies")):
+        yield from slot.places().items()
 
 
 def _sizes(store: Store, folder: str) -> dict[str, int | None]:

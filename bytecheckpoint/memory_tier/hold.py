@@ -19,11 +19,20 @@ from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, together
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointSaveError
 from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.manifest.ranges import Block
+from bytecheckpoint.memory_tier.divergence import (
+    DivergentFile,
+    DivergentReplica,
+    StagedFile,
+    divergent_files,
+    name_divergent,
+    staged_file,
+    warn_of_divergence,
+)
 from bytecheckpoint.memory_tier.protect import protect
 from bytecheckpoint.options import Memory
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving.prepare import PreparedSave
-from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report
+from bytecheckpoint.saving.report import encode_manifest_and_info, encode_report, reported_files
 from bytecheckpoint.saving.slow_phases import TimedReport
 from bytecheckpoint.saving.write import SaveFiles, write_files
 from bytecheckpoint.staging.memory_slots import JobMemory, MemoryPart
@@ -49,6 +58,8 @@ class RankHolding(msgspec.Struct, frozen=True, array_like=True):
     number: int
     """The highest that the rank knows."""
     opens_generation: bool
+    staged: list[StagedFile]
+    """Its own data files, and those of others that it holds as well."""
 
 
 class _HoldReply(msgspec.Struct, frozen=True, array_like=True):
@@ -59,6 +70,8 @@ class _HoldReply(msgspec.Struct, frozen=True, array_like=True):
     num_on_host: int
     manifest: bytes = b""
     """Empty but on the first rank of each host."""
+    divergent: list[DivergentFile] = []
+    """Files of others that are not the same here."""
 
 
 class HeldSave(NamedTuple):
@@ -68,6 +81,8 @@ class HeldSave(NamedTuple):
     record: VersionRecord
     holdings: Sequence[RankHolding]
     """Those of all ranks, on the coordinator."""
+    tells_host: bool
+    """True on the one rank that writes down for its host what is held."""
 
 
 _THREADS = 3
@@ -129,40 +144,29 @@ def hold_and_finish(
 
 def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any]) -> HeldSave:
     """Makes a save complete in memory, in the course of a save that may go on to storage."""
-    agreed, call, target, slots = prepared.agree(), prepared.call, prepared.target, part.slots
-    ranks, about, timer = call
+    agreed, target, slots = prepared.agree(), prepared.target, part.slots
+    ranks, about, timer = prepared.call
     prepared.snapshot.wait()
     doing = f"holding {target.path} in memory"
     holdings: list[RankHolding] = []
     with together(ranks, doing, about=about), timer.phase("hold"):
-        nowhere = target._replace(store=_NoStore(), stage=None)
-        files = SaveFiles(nowhere, agreed.save_id, ranks.rank, agreed.rank_plan.files)
-        written = write_files(
-            files,
-            prepared.snapshot,
-            timer,
-            prepared.meter,
-            writer_threads=prepared.options.writer_threads,
-            scratch=prepared.buffers.scratch,
-            reuse=None,
-        )
-        prepared.extent_digests = [file.extent_digests for file, _ in written]
-        slots.fill(agreed.save_id, target.step or 0, ranks.rank)
-        holding = _holding(slots, encode_report(agreed, written), prepared.options.memory)
+        staged = _StagedFiles(prepared, slots)
+        holding = _holding(slots, staged, prepared.options.memory)
         reduce = partial(_agree, prepared, metadata, holdings)
         reply = msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(holding), reduce), type=_HoldReply)
         if reply.manifest:
             version_files.add_pending(slots.job, reply.record, reply.manifest)
+        divergent = msgspec.msgpack.encode(staged.drop(reply.divergent))
     with together(ranks, doing, about=about), timer.phase("hold"):
         slots.doubt(agreed.save_id)
-        ranks.reduce_scatter(b"", _all_heard)
+        ranks.reduce_scatter(divergent, partial(_all_heard, prepared))
         slots.settle(agreed.save_id)
         slots.note_complete(reply.record)
         if reply.manifest:
             _tidy(slots, agreed.save_id, reply.num_on_host)
     prepared.generation = reply.record.generation
     info = msgspec.msgpack.decode(reply.info, type=CheckpointInfo)
-    held = HeldSave(_timed(info, timer), reply.record, holdings)
+    held = HeldSave(_timed(info, timer), reply.record, holdings, bool(reply.manifest))
     prepared.progress.reach("process", held.info)
     return held
 
@@ -174,9 +178,12 @@ def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> Checkp
     if memory is None or (memory.copies == 1 and not memory.parity):
         why = "its options have Memory(copies=1), so each byte is in the memory of one host"
         progress.never_reach("host", f"the save to {prepared.target.path} never survives a host: {why}")
+        part.slots.settle(held.record.save_id, is_protected=True)
         return None
     with together(ranks, f"copying {about.path} to other hosts", about=about), timer.phase("copy"):
         done = protect(ranks, part.slots, held.record, memory, timeout_s=prepared.options.timeout_s)
+    if done.error is None:
+        _note_protected(part.slots, held)
     if done.refusal:
         progress.never_reach("host", done.refusal)
         part.slots.warn_once(done.refusal, is_told=ranks.rank == COORDINATOR)
@@ -185,6 +192,17 @@ def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> Checkp
     else:
         progress.reach("host", _timed(held.info, timer))
     return done.error
+
+
+def _note_protected(slots: JobMemory, held: HeldSave) -> None:
+    """Frees the slots of the save before, which survived a host until this one does."""
+    save_id = held.record.save_id
+    try:
+        if held.tells_host:
+            version_files.note_protected(slots.job, save_id)
+        slots.settle(save_id, is_protected=True)
+    except OSError as error:
+        logger.warning("older memory checkpoints in %s could not be tidied up: %s", slots.job.path, error)
 
 
 def _tidy(slots: JobMemory, save_id: str, num_on_host: int) -> None:
@@ -205,14 +223,56 @@ def _leave(content: memoryview, byte_offset: int) -> None:
     del content, byte_offset
 
 
-def _all_heard(payloads: Sequence[bytes]) -> Sequence[bytes]:
+class _StagedFiles:
+    """The data files in the slot of this rank: its own, and those of others that hold the same."""
+
+    def __init__(self, prepared: PreparedSave, slots: JobMemory) -> None:
+        agreed, ranks, plan = prepared.agree(), prepared.call.ranks, prepared.agree().rank_plan
+        self._slots = slots
+        self._rank = ranks.rank
+        self._mirrors = {(mirror.owner, mirror.number): mirror for mirror in plan.mirrors}
+        nowhere = prepared.target._replace(store=_NoStore(), stage=None)
+        written = write_files(
+            SaveFiles(nowhere, agreed.save_id, ranks.rank, plan.staged),
+            prepared.snapshot,
+            prepared.call.timer,
+            prepared.meter,
+            writer_threads=prepared.options.writer_threads,
+            scratch=prepared.buffers.scratch,
+            reuse=None,
+        )
+        own = written[: len(plan.files)]
+        self.report = encode_report(agreed, own)
+        prepared.extent_digests = [file.extent_digests for file, _ in own]
+        names = [*((self._rank, number) for number in range(len(own))), *self._mirrors]
+        self._files = {name: each.file for name, each in zip(names, written, strict=True)}
+        self.files = [staged_file(*name, file) for name, file in self._files.items()]
+        self._fill = partial(slots.fill, agreed.save_id, prepared.target.step or 0, self._rank)
+        self._fill(names)
+
+    def drop(self, divergent: Sequence[DivergentFile]) -> list[DivergentReplica]:
+        """Forgets the files that are not as their owners have them, and returns what is not."""
+        if not divergent:
+            return []
+        odd = {(each.owner, each.number): each for each in divergent}
+        self._fill([(-1, number) if (owner, number) in odd else (owner, number) for owner, number in self._files])
+        return [
+            replica
+            for name, owned in odd.items()
+            for replica in name_divergent(self._rank, self._mirrors[name], self._files[name], owned)
+        ]
+
+
+def _all_heard(prepared: PreparedSave, payloads: Sequence[bytes]) -> Sequence[bytes]:
+    found = [each for of in payloads for each in msgspec.msgpack.decode(of, type=list[DivergentReplica])]
+    warn_of_divergence(found, prepared.target.path, prepared.call.ranks.global_ranks)
     return [b""] * len(payloads)
 
 
-def _holding(slots: JobMemory, report: bytes, memory: Memory | None) -> RankHolding:
+def _holding(slots: JobMemory, staged: _StagedFiles, memory: Memory | None) -> RankHolding:
     generation, number = slots.seen()
     return RankHolding(
-        report=report,
+        report=staged.report,
         host=slots.job.host,
         failure_domain=memory.failure_domain if memory is not None else None,
         process=slots.process.name,
@@ -221,6 +281,7 @@ def _holding(slots: JobMemory, report: bytes, memory: Memory | None) -> RankHold
         generation=generation,
         number=number,
         opens_generation=slots.opens_generation,
+        staged=staged.files,
     )
 
 
@@ -248,9 +309,10 @@ def _agree(
         generation=generation,
     )
     hosts = [each.host for each in holdings]
+    divergent = divergent_files([each.staged for each in holdings], lambda rank: reported_files(holdings[rank].report))
     return [
         msgspec.msgpack.encode(
-            _HoldReply(record, info, hosts.count(host), content if hosts.index(host) == rank else b"")
+            _HoldReply(record, info, hosts.count(host), content if hosts.index(host) == rank else b"", divergent[rank])
         )
         for rank, host in enumerate(hosts)
     ]

@@ -36,7 +36,8 @@ class ParitySource(msgspec.Struct, frozen=True, array_like=True):
 
     rank: int
     address: Address
-    lengths: list[int]
+    lengths: dict[int, int]
+    """By number in the names of the files."""
 
 
 class ParityOrder(msgspec.Struct, frozen=True, array_like=True):
@@ -92,7 +93,7 @@ def _files(sources: Sequence[ParitySource], ranks: Sequence[int], save_id: str) 
     return [
         (data_file_name(save_id, rank, number), length)
         for rank in ranks
-        for number, length in enumerate(sources[rank].lengths)
+        for number, length in sources[rank].lengths.items()
     ]
 
 
@@ -119,10 +120,10 @@ class ParityBlock:
         return [self._fetching(source, files) for source in order.sources]
 
     def _fetching(self, source: ParitySource, files: Mapping[str, DataFile]) -> Fetching:
-        names = [data_file_name(self._record.save_id, source.rank, number) for number in range(len(source.lengths))]
+        names = {number: data_file_name(self._record.save_id, source.rank, number) for number in source.lengths}
         places = {
             SentPiece(number, placed.piece.byte_offset, placed.piece.byte_length): placed
-            for number, name in enumerate(names)
+            for number, name in names.items()
             for placed in self._left.get(name, ())
         }
 

@@ -15,6 +15,8 @@ from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.memory_tier.hold import hold, hold_and_finish
 from bytecheckpoint.memory_tier.job_location import location_of
 from bytecheckpoint.options import Memory, SaveOptions
+from bytecheckpoint.planner.memory_tier.placement import RankPlace
+from bytecheckpoint.saving.global_plan import ReplicaCopies
 from bytecheckpoint.saving.in_flight import ProcessState
 from bytecheckpoint.saving.prepare import PreparedSave
 from bytecheckpoint.saving.target import SaveTarget
@@ -83,6 +85,14 @@ def slots_for(
         )
     store = open_store(root, storage_options=storage_options, writer_threads=1, timeout_s=options.timeout_s)
     return MemoryPart(memory_of(process, memory, store), is_only=False, max_bytes=memory.max_bytes)
+
+
+def replicas_of(part: MemoryPart | None, options: SaveOptions) -> ReplicaCopies | None:
+    """Returns how often memory is to stage what ranks hold alike; None for once."""
+    memory = options.memory
+    if part is None or memory is None or (memory.copies == 1 and not memory.parity):
+        return None
+    return ReplicaCopies(RankPlace(part.slots.job.host, memory.failure_domain), max(memory.copies, 2))
 
 
 def memory_of(process: ProcessState, memory: Memory, store: Store) -> JobMemory:

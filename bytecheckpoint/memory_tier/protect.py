@@ -1,5 +1,5 @@
 """Copies of a memory checkpoint in other failure domains, sent in the background once it is complete on all hosts.
-planner/memory_tier/placement.py chooses who holds whose copy.
+planner/memory_tier/placement.py chooses who holds whose copy. What is staged in several domains is not sent.
 
 A copy that fails costs no checkpoint: the save survives its processes as before, and the next one places anew.
 """
@@ -23,7 +23,8 @@ from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.memory_tier.parity_block import MAX_MEMBERS, ParityBlock, ParityOrder, ParitySource, order_parity
 from bytecheckpoint.memory_tier.pieces import check_extents, pieces_of
 from bytecheckpoint.options import Memory
-from bytecheckpoint.planner.memory_tier.placement import RankPlace, place_copies
+from bytecheckpoint.planner.memory_tier.mirrors import place_missing
+from bytecheckpoint.planner.memory_tier.placement import RankPlace
 from bytecheckpoint.staging.memory_slots import JobMemory
 from bytecheckpoint.storage.layout import data_file_name
 from bytecheckpoint.storage.memory_root import slot_file, version_files
@@ -43,13 +44,16 @@ class _CopyOffer(msgspec.Struct, frozen=True, array_like=True):
     address: Address
     lengths: list[int]
     """Bytes of its data files."""
+    mirrored: list[tuple[int, int]]
+    """Owner and number of the files of others that it has staged as well."""
 
 
 class _CopyOrder(msgspec.Struct, frozen=True, array_like=True):
-    """One image that a rank holds for another one."""
+    """Files that a rank holds for another one."""
 
     owner: int
     address: Address
+    numbers: list[int]
     lengths: list[int]
 
 
@@ -117,7 +121,9 @@ class _Copying:
         self._slots = slots
         self._record = record
         self._memory = memory
-        self._image = slots.image()
+        image = slots.image()
+        self._image = [content for (owner, _), content in image.items() if owner == ranks.rank]
+        self._mirrored = [file for file in image if file[0] not in {ranks.rank, -1}]
         self._files: dict[str, DataFile] | None = None
         self._parity: ParityBlock | None = None
         self._left: dict[int, list[SentPiece]] = {}
@@ -126,7 +132,7 @@ class _Copying:
     def agree(self, address: Address) -> _CopyOrders:
         """Tells the coordinator what this rank has, and returns what it is to do."""
         lengths = [content.nbytes for content in self._image]
-        offer = _CopyOffer(self._slots.job.host, self._memory.failure_domain, address, lengths)
+        offer = _CopyOffer(self._slots.job.host, self._memory.failure_domain, address, lengths, self._mirrored)
         place = partial(_place_parity, save_id=self._record.save_id)
         reduce = place if self._memory.parity else partial(_place, copies=self._memory.copies)
         reply = self._ranks.reduce_scatter(msgspec.msgpack.encode(offer), reduce)
@@ -145,7 +151,9 @@ class _Copying:
                 raise
             self._transfer(listener, orders, fetches, timeout_s)
             for order in orders.orders:
-                self._slots.copies.fill(order.owner, self._record.save_id, self._record.step, order.lengths)
+                self._slots.copies.fill(
+                    order.owner, self._record.save_id, self._record.step, order.lengths, numbers=order.numbers
+                )
             if self._parity is not None:
                 self._parity.fill()
             for held in (self._slots.copies, self._slots.parity):
@@ -180,11 +188,11 @@ class _Copying:
         return outcome
 
     def _fetching(self, order: _CopyOrder) -> Fetching:
-        files = [self._file(order.owner, number) for number in range(len(order.lengths))]
+        files = {number: self._file(order.owner, number) for number in order.numbers}
         image = self._slots.copies.take(order.owner, order.lengths, max_bytes=self._memory.max_bytes)
-        starts = slot_file.image_starts(order.lengths)
+        starts = dict(zip(order.numbers, slot_file.image_starts(order.lengths), strict=False))
         if order.owner not in self._left:
-            self._left[order.owner] = [piece for number, file in enumerate(files) for piece in pieces_of(number, file)]
+            self._left[order.owner] = [piece for number, file in files.items() for piece in pieces_of(number, file)]
         left = self._left[order.owner]
 
         def memory(piece: SentPiece) -> memoryview:
@@ -217,7 +225,7 @@ def _place(payloads: Sequence[bytes], *, copies: int) -> Sequence[bytes]:
     """Makes the orders of all ranks."""
     offers = [msgspec.msgpack.decode(payload, type=_CopyOffer) for payload in payloads]
     places = [RankPlace(offer.host, offer.failure_domain) for offer in offers]
-    plan = place_copies(places, [sum(offer.lengths) for offer in offers], copies)
+    plan = place_missing(places, [offer.lengths for offer in offers], _mirrors(offers), copies)
     num_domains = len({place.failure_domain for place in places})
     if plan.short:
         refusal = (
@@ -227,20 +235,36 @@ def _place(payloads: Sequence[bytes], *, copies: int) -> Sequence[bytes]:
         )
         return [msgspec.msgpack.encode(_CopyOrders([], [], refusal=refusal))] * len(offers)
     orders: list[list[_CopyOrder]] = [[] for _ in offers]
-    for owner, targets in enumerate(plan.targets):
-        for target in targets:
-            orders[target].append(_CopyOrder(owner, offers[owner].address, offers[owner].lengths))
-    return [
-        msgspec.msgpack.encode(_CopyOrders(list(targets), of_rank))
-        for targets, of_rank in zip(plan.targets, orders, strict=True)
-    ]
+    takers: list[list[int]] = [[] for _ in offers]
+    for (owner, target), numbers in plan.sent.items():
+        lengths = [offers[owner].lengths[number] for number in numbers]
+        orders[target].append(_CopyOrder(owner, offers[owner].address, list(numbers), lengths))
+        takers[owner].append(target)
+    return [msgspec.msgpack.encode(_CopyOrders(*of_rank)) for of_rank in zip(takers, orders, strict=True)]
+
+
+def _mirrors(offers: Sequence[_CopyOffer]) -> dict[tuple[int, int], list[int]]:
+    """Returns the ranks that have a file beside its owner."""
+    mirrors: dict[tuple[int, int], list[int]] = {}
+    for rank, offer in enumerate(offers):
+        for file in offer.mirrored:
+            mirrors.setdefault(file, []).append(rank)
+    return mirrors
 
 
 def _place_parity(payloads: Sequence[bytes], *, save_id: str) -> Sequence[bytes]:
     """Makes the orders of all ranks where parity takes the place of copies."""
     offers = [msgspec.msgpack.decode(payload, type=_CopyOffer) for payload in payloads]
     places = [RankPlace(offer.host, offer.failure_domain) for offer in offers]
-    sources = [ParitySource(rank, offer.address, offer.lengths) for rank, offer in enumerate(offers)]
+    mirrors = _mirrors(offers)
+    sources = [
+        ParitySource(
+            rank, offer.address, {n: length for n, length in enumerate(offer.lengths) if (rank, n) not in mirrors}
+        )
+        for rank, offer in enumerate(offers)
+    ]
+    if not any(source.lengths for source in sources):
+        return [msgspec.msgpack.encode(_CopyOrders([], []))] * len(offers)
     found = order_parity(places, sources, save_id)
     if found is None:
         num_domains = len({place.failure_domain for place in places})

@@ -34,6 +34,7 @@ from bytecheckpoint.planner.memory_tier.resume_plan import (
 )
 from bytecheckpoint.staging.memory_slots import JobMemory
 from bytecheckpoint.storage.memory_root.slot_file import FilePlace, image_starts
+from bytecheckpoint.storage.store import Store
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -89,7 +90,7 @@ def rebuild(
     copy now.
     """
     host, save_id = memory.job.host, given.version.save_id
-    is_whole = given.block is not None and _is_whole(given.block)
+    is_whole = given.block is not None and is_whole_block(given.block)
     damaged = []
     if given.block is not None and not is_whole:
         damaged.append(DamagedHolding(save_id, "", FileHolder("parity", host)))
@@ -118,12 +119,13 @@ def rebuild(
     return damaged
 
 
-def _is_whole(block: FoundParity) -> bool:
-    with _mapped(block.place) as content:
+def is_whole_block(block: FoundParity) -> bool:
+    """Returns True if a block of parity has the bytes that were made."""
+    with mapped_file(block.place) as content:
         return xxhash.xxh3_64_intdigest(content) == block.digest
 
 
-def _mapped(place: FilePlace) -> memoryview:
+def mapped_file(place: FilePlace) -> memoryview:
     """Returns a file in a slot as memory. It stays mapped for as long as the view is used."""
     with open(place.path, "rb") as file:  # noqa: PTH123 - paths are text here
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -138,8 +140,8 @@ def _offered(given: RebuildInput, host: str) -> Iterator[memoryview]:
     if member.host != host:
         return
     for name, _ in member.files:
-        yield _mapped(given.places[name]) if name in given.places else memoryview(b"")
-    yield _mapped(given.block.place)
+        yield mapped_file(given.places[name]) if name in given.places else memoryview(b"")
+    yield mapped_file(given.block.place)
 
 
 def _order(version: VersionPlan, payloads: Sequence[bytes]) -> Sequence[bytes]:
@@ -180,6 +182,38 @@ def _lost_members(version: VersionPlan, offers: Sequence[_HostOffer]) -> Iterato
         for lost, member in enumerate(members):
             if any(version.files[name][0].kind == "parity" for name, _ in member.files if name in version.files):
                 yield members, lost
+
+
+def rebuild_member(
+    source: Store, members: Sequence[ParityMember], lost: int, blocks: Sequence[str], files: Mapping[str, DataFile]
+) -> Iterator[tuple[str, memoryview]]:
+    """Yields the files of a lost member, made of those of the other members and of their `blocks` of parity, which the
+    source has under these names. Holds all of its bytes.
+
+    Raises CheckpointNotFoundError if one is missing, and CheckpointCorruptError if the result is not what was saved.
+    """
+    length = segment_bytes(members)
+    content = bytearray(length * (len(members) - 1))
+    scratch = memoryview(bytearray(PIECE_BYTES))
+    parts = [(name, first, num_bytes, place) for (name, first, num_bytes), place in pieces_without(lost, members)]
+    parts += [(blocks[step.holder], 0, length, step.number * length) for step in plan_rebuild(lost, len(members))]
+    for name, first, num_bytes, place in parts:
+        for start in range(0, num_bytes, PIECE_BYTES):
+            piece = scratch[: min(PIECE_BYTES, num_bytes - start)]
+            source.read_into(name, first + start, piece)
+            xor_into(content, place + start, piece)
+    position = 0
+    for name, byte_length in members[lost].files:
+        file = memoryview(content)[position : position + byte_length]
+        check_extents(files[name], SentPiece(0, 0, byte_length), file, owner=_rank_and_number(name)[0])
+        yield name, file
+        position += byte_length
+
+
+def _rank_and_number(name: str) -> tuple[int, int]:
+    """Returns those in the name of a data file."""
+    found = _RANK_AND_NUMBER.search(name)
+    return (int(found.group(1)), int(found.group(2))) if found else (0, 0)
 
 
 class _Rebuild:
@@ -227,20 +261,19 @@ class _Rebuild:
     def keep(self, memory: JobMemory, *, max_bytes: int | None) -> None:
         """Puts what was rebuilt into slots for copies, once it is found to be what the manifest says."""
         position, content = 0, memoryview(self._content)
-        by_rank: dict[int, list[memoryview]] = {}
+        by_rank: dict[int, dict[int, memoryview]] = {}
         for name, length in self._order.members[self._order.lost].files:
-            found = _RANK_AND_NUMBER.search(name)
-            rank = int(found.group(1)) if found else 0
+            rank, number = _rank_and_number(name)
             file = content[position : position + length]
             check_extents(self._given.files[name], SentPiece(0, 0, length), file, owner=rank)
-            by_rank.setdefault(rank, []).append(file)
+            by_rank.setdefault(rank, {})[number] = file
             position += length
         for rank, files in by_rank.items():
-            lengths = [file.nbytes for file in files]
+            lengths = [file.nbytes for file in files.values()]
             image = memory.copies.take(rank, lengths, max_bytes=max_bytes)
-            for start, file in zip(image_starts(lengths), files, strict=False):
+            for start, file in zip(image_starts(lengths), files.values(), strict=False):
                 image[start : start + file.nbytes] = file
-            memory.copies.fill(rank, self._given.version.save_id, self._given.step, lengths)
+            memory.copies.fill(rank, self._given.version.save_id, self._given.step, lengths, numbers=list(files))
 
 
 def _add(places: dict[SentPiece, list[int]], piece: SentPiece, place: int) -> None:

@@ -118,6 +118,8 @@ class ResumeCall:
         self._num_damaged = 0
         """Damaged holdings of all ranks, before the last try; on the coordinator."""
         self._failed = self._failure = ""
+        self._was_rebuilt = False
+        """True if something was rebuilt after the last try."""
         self._stored: dict[str, StoredManifest] = {}
         self._held: HeldStore | None = None
         self._rebuilt: dict[str, set[str]] = {}
@@ -187,6 +189,7 @@ class ResumeCall:
                 timeout_s=self._options.timeout_s,
             )
             self._memory = memory_of(process, self._options.memory, self._store)
+            self._memory.join_to_resume()
         return self._store, self._memory
 
     def _plan(self, ranks: Ranks, store: Store, payloads: Sequence[bytes]) -> Sequence[bytes]:
@@ -195,7 +198,7 @@ class ResumeCall:
         check_same("resume from", [message.location for message in messages], ranks.global_ranks)
         damaged = {holding for message in messages for holding in message.damaged}
         folders = {save_id: folder for message in messages for save_id, folder in message.folders.items()}
-        if self._failed and len(damaged) == self._num_damaged:  # else it would be tried for ever
+        if self._failed and len(damaged) == self._num_damaged and not self._was_rebuilt:  # else it would never end
             self._given_up[self._failed] = self._failure
         self._num_damaged = len(damaged)
         seen = [message.seen for message in messages]
@@ -291,7 +294,7 @@ class ResumeCall:
 
     def _rebuild(self, version: VersionPlan, content: bytes) -> None:
         """Makes copies of what only parity has; the next plan finds them, or passes the version over."""
-        save_id, view = version.save_id, self._view
+        save_id, view, self._was_rebuilt = version.save_id, self._view, True
         lost = {name for name, holders in version.files.items() if holders[0].kind == "parity"}
         if lost <= self._rebuilt.get(save_id, set()):  # it was tried, and is not there
             rebuild_failed = (DamagedHolding(save_id, name, FileHolder("parity", "")) for name in lost)
@@ -315,6 +318,7 @@ class ResumeCall:
         """Looks for the holders on this host that caused the failure; the ranks of a host divide the files."""
         version, held = choice.version, self._held
         self._failed, self._failure = version.save_id if version is not None else "", error.message
+        self._was_rebuilt = False
         if version is None or held is None or not content:
             return
         rank = dist.get_rank(self._group) if len(choice.hosts) > 1 else 0

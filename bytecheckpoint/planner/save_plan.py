@@ -8,13 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.planner.deduplicate import Replica, assign_writers, is_small, merge_aliases
 from bytecheckpoint.planner.grid_shards import GridShards, find_grid_shards
+from bytecheckpoint.planner.memory_tier.mirrors import (
+    Mirroring,
+    MirrorPlan,
+    ReplicatedChunk,
+    in_order,
+    plan_mirrors,
+)
 from bytecheckpoint.planner.shard_owners import Holders, RegionOwners, TensorItems, collect_items, find_owners
 from bytecheckpoint.planner.write_items import ItemRegion, ItemTable, PackedItems, unpack_items
 from bytecheckpoint.region import Region, part_of_grid
@@ -60,13 +67,19 @@ class SavePlan:
     """FQNs of small tensors that ranks hold with different values; the lowest rank's value is written."""
     compared: Mapping[tuple[int, ...], Sequence[Sequence[int]]]
     """Small tensors that ranks hold as equal replicas: ranks -> the indices of each rank's items, in one order."""
+    memory: MirrorPlan
+    """The files that memory stages on several ranks; empty lists where none was asked for."""
 
 
 def plan_save(
-    packed: Sequence[PackedItems], aliases: Sequence[Mapping[str, str]], *, global_ranks: Sequence[int]
+    packed: Sequence[PackedItems],
+    aliases: Sequence[Mapping[str, str]],
+    *,
+    global_ranks: Sequence[int],
+    mirroring: Mirroring | None = None,
 ) -> SavePlan:
     """Plans a save. `packed[r]` and `aliases[r]` (alias FQN -> stored FQN) come from rank r, whose global
-    rank, for errors, is `global_ranks[r]`.
+    rank, for errors, is `global_ranks[r]`. `mirroring` asks that replicas are staged in several failure domains.
 
     Raises CheckpointMismatchError: `conflict` if ranks disagree about a tensor or a tie, or hold parts that overlap,
     `coverage` if no rank holds a part of a tensor. One error is about all tensors.
@@ -86,7 +99,7 @@ def plan_save(
         else:
             planner.add_holders(fqn, owners)
     planner.assign_replicas()
-    return planner.plan(merged_aliases)
+    return planner.plan(merged_aliases, mirroring)
 
 
 class _Replicas(NamedTuple):
@@ -119,22 +132,28 @@ class _Planner:
         self._parts: list[list[ItemRegion]] = [[] for _ in range(num_ranks)]
         self._differing: list[str] = []
         self._compared: dict[tuple[int, ...], list[list[int]]] = {}
+        self._replicated: list[ReplicatedChunk] = []
+        """Chunks that other ranks than their writers hold as well."""
 
-    def plan(self, aliases: Mapping[str, str]) -> SavePlan:
+    def plan(self, aliases: Mapping[str, str], mirroring: Mirroring | None) -> SavePlan:
+        num_bytes = self._loads.tolist()
+        nothing: list[list[Any]] = [[] for _ in num_bytes]
         for fqn, chunks in self._chunks.items():
             self._planned[fqn] = _planned(fqn, self._tensors[fqn], sorted(chunks))
         return SavePlan(
             whole_items=np.split(self._is_whole, self._first_slots[1:-1]),
             item_parts=self._parts,
-            groups=[
-                [groups[holders] for holders in sorted(groups, key=lambda holders: (-len(holders), holders))]
-                for groups in self._groups
-            ],
-            num_bytes=self._loads.tolist(),
+            groups=[[groups[holders] for holders in in_order(groups)] for groups in self._groups],
+            num_bytes=num_bytes,
             tensors=[self._planned[fqn] for fqn in self._tensors if fqn in self._planned],
             aliases=aliases,
             differing_replicas=self._differing,
             compared=self._compared,
+            memory=(
+                MirrorPlan(nothing, nothing)
+                if mirroring is None
+                else plan_mirrors(self._replicated, num_bytes, mirroring)
+            ),
         )
 
     def add_grids(self, grids: GridShards) -> None:
@@ -209,6 +228,9 @@ class _Planner:
         if len(ranks) == 1 or not region.numel:
             self._write_whole(fqn, region, ranks[0], items[0])
             self._loads[ranks[0]] += num_bytes
+            if len(ranks) > 1:  # of no bytes
+                chunk = ReplicatedChunk(ranks[0], items[0], tuple(ranks), items, None, 0, is_grouped=False)
+                self._replicated.append(chunk)
         else:
             self._replicas.setdefault(tuple(ranks), []).append(Replica(fqn, region, num_bytes, items))
 
@@ -222,14 +244,19 @@ class _Planner:
             loads = self._loads[list(ranks)].tolist()
             for replica, region, position in assign_writers(self._replicas[ranks], loads):
                 rank, item = ranks[position], replica.items[position]
-                if is_small(replica.byte_length):
+                is_grouped = is_small(replica.byte_length)
+                slot, part = item, None
+                if is_grouped:
                     self._groups[rank].setdefault(ranks, []).append(item)
                 if region == replica.region:
                     self._write_whole(replica.fqn, region, rank, item)
-                    continue
-                slot = self._num_items[rank] + len(self._parts[rank])
-                self._parts[rank].append(ItemRegion(item, region))
-                self._chunks.setdefault(replica.fqn, []).append((region, rank, slot))
+                else:
+                    slot, part = self._num_items[rank] + len(self._parts[rank]), region
+                    self._parts[rank].append(ItemRegion(item, region))
+                    self._chunks.setdefault(replica.fqn, []).append((region, rank, slot))
+                num_bytes = region.numel * replica.byte_length // replica.region.numel
+                chunk = ReplicatedChunk(rank, slot, ranks, replica.items, part, num_bytes, is_grouped)
+                self._replicated.append(chunk)
             self._loads[list(ranks)] = loads
 
 

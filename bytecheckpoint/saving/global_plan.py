@@ -23,12 +23,14 @@ from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, check_same
 from bytecheckpoint.manifest import TensorRecord
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.file_layout import CodecOption
+from bytecheckpoint.planner.memory_tier.mirrors import Mirror
+from bytecheckpoint.planner.memory_tier.placement import RankPlace
 from bytecheckpoint.planner.save_plan import SavePlan, plan_save
-from bytecheckpoint.planner.write_items import ItemRegion, PackedItems, WriteItem, pack_items
+from bytecheckpoint.planner.write_items import ItemRegion, WriteItem, pack_items
 from bytecheckpoint.region import Region
 from bytecheckpoint.runtime.gc_pause import gc_paused
+from bytecheckpoint.saving.plans.messages import LocalPlanMessage, PlanReply, mirroring_of, new_replies
 from bytecheckpoint.saving.replica_checks import (
-    PartDigests,
     StageDigests,
     check_pipeline_stages,
     combined_digests,
@@ -38,9 +40,17 @@ from bytecheckpoint.saving.replica_checks import (
     warn_of_differing,
 )
 from bytecheckpoint.saving.target import empty_error
-from bytecheckpoint.staging.file_image import PlannedFile, cut_to_files, plan_files
+from bytecheckpoint.staging.file_image import FileApart, PlannedFile, cut_to_files, plan_apart, plan_files
 
 _MAX_PLANS = 8
+
+
+class MirroredImage(NamedTuple):
+    """A data file of another rank, planned on one that holds the same."""
+
+    owner: int
+    number: int
+    planned: PlannedFile
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,12 +70,19 @@ class RankPlan:
     num_items: int
     parts: Sequence[ItemRegion]
     """Parts of write items; see SavePlan."""
+    mirrors: Sequence[MirroredImage] = ()
+    """Files of other ranks that this one stages as well, for memory."""
     global_plan: SavePlan | None = None
     """None but on the coordinator."""
     written: WrittenTensors | None = None
     """Set on the coordinator by the first save that has built its manifest."""
     known_plain: Mapping[bytes, bytes] = field(default_factory=dict)
     """Plain data of the last save, by digest; empty but on the coordinator."""
+
+    @property
+    def staged(self) -> list[PlannedFile]:
+        """All files that this rank stages: its own first, which it alone writes to storage."""
+        return [*self.files, *(mirror.planned for mirror in self.mirrors)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +116,14 @@ class PlanCache:
                 self._plans.popitem(last=False)
 
 
+class ReplicaCopies(NamedTuple):
+    """The place of a rank, and how often memory stages what ranks hold alike."""
+
+    place: RankPlace
+    copies: int
+    """Domains, that of the writer included."""
+
+
 class LocalSavePlan(NamedTuple):
     """Everything that one rank holds and wants saved."""
 
@@ -123,6 +148,8 @@ class LocalSavePlan(NamedTuple):
     """First characters of the new save id; the others are random."""
     frozen: Collection[str] = ()
     """FQNs of tensors that get files of their own."""
+    replicas: ReplicaCopies | None = None
+    """None if memory does not stage what ranks hold alike more than once."""
 
     def items(self) -> list[WriteItem]:
         """Returns the shards as records for the planner, in the same order and without digests."""
@@ -130,53 +157,6 @@ class LocalSavePlan(NamedTuple):
             WriteItem(fqn, dtype, shape, region.offsets, region.lengths)
             for fqn, dtype, shape, region, *_ in self.shards
         ]
-
-
-class _LocalPlanMessage(msgspec.Struct, frozen=True, array_like=True):
-    """A local plan on its way to the coordinator."""
-
-    target: str
-    plan_id: str
-    """Id of the plan that this rank has cached for it; empty if it has none."""
-    digests: list[int]
-    """One digest for each of the compared groups of the cached plan."""
-    items: PackedItems | None
-    """None where a plan is cached."""
-    aliases: dict[str, str]
-    """Empty where a plan is cached."""
-    plain: dict[str, tuple[Scope, bytes]]
-    stages: dict[str, int] = {}
-    """Pipeline stages by FQN; if a plan is cached, only of the FQNs in `stage_digests`."""
-    stage_digests: PartDigests = {}
-    """Digests of the tensors that the coordinator asked for, now or when the plan was made."""
-    is_empty: bool = False
-    digested_plain: list[str] = []
-    """FQNs of plain data that are digests here."""
-
-
-class _PlanReply(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's part of the global plan."""
-
-    save_id: str = ""
-    plan_id: str = ""
-    whole: bytes = b""
-    """A bit for each write item of this rank: it writes all of it."""
-    parts: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
-    """Index of the item, offsets and lengths of the part that this rank writes."""
-    together: list[list[int]] = []
-    """Groups of its items; see SavePlan."""
-    compared: list[list[int]] = []
-    differing_replicas: list[str] = []
-    is_cached: bool = False
-    """True if the cached plan holds; `whole` to `differing_replicas` are empty."""
-    send_all: bool = False
-    """True if the coordinator needs the whole local plan before it can reply."""
-    send_plain: bool = False
-    """True if the coordinator needs plain data of which it has only digests."""
-    digested: list[str] = []
-    """FQNs of tensors for all parts of which it needs digests."""
-    has_locations: bool = False
-    """True if the coordinator has the chunk locations of this plan."""
 
 
 class AgreedPlan(NamedTuple):
@@ -202,6 +182,7 @@ def make_local_plan(
     *,
     plans: PlanCache,
     frozen: Collection[str] = (),
+    replicas: ReplicaCopies | None = None,
 ) -> LocalSavePlan:
     """Returns the plan of the entries that this rank holds, with the one of an earlier save if it is in the cache."""
     shards = ShardBlocks(entry.shards for entry in contents)
@@ -218,8 +199,9 @@ def make_local_plan(
         plans=plans,
         is_empty=not contents,
         frozen=frozen,
+        replicas=replicas if ranks.num_ranks > 1 else None,
     )
-    of_ranks = (list(ranks.global_ranks), ranks.rank, plan.stages, sorted(frozen))
+    of_ranks = (list(ranks.global_ranks), ranks.rank, plan.stages, sorted(frozen), plan.replicas)
     parts = (shards.digests(), plan.aliases, (plan.max_file_bytes, plan.codec), *of_ranks)
     fingerprint = xxhash.xxh3_128_digest(msgspec.msgpack.encode(parts))
     return plan._replace(fingerprint=fingerprint, cached=plans.find(fingerprint))
@@ -254,9 +236,9 @@ def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
     return AgreedPlan(reply.save_id, rank_plan, is_new, reply.has_locations, planner.objects, planner.rank_objects)
 
 
-def _cached_message(local_plan: LocalSavePlan, cached: RankPlan, *, has_digests: bool) -> _LocalPlanMessage:
+def _cached_message(local_plan: LocalSavePlan, cached: RankPlan, *, has_digests: bool) -> LocalPlanMessage:
     plain, digested_plain = digested(local_plan.plain) if has_digests else (dict(local_plan.plain), [])
-    return _LocalPlanMessage(
+    return LocalPlanMessage(
         target=local_plan.target,
         plan_id=cached.plan_id,
         digests=combined_digests(local_plan.shards, cached.compared),
@@ -271,13 +253,13 @@ def _cached_message(local_plan: LocalSavePlan, cached: RankPlan, *, has_digests:
 
 
 @gc_paused()
-def _whole_message(local_plan: LocalSavePlan, ranks: Ranks, digested: Sequence[str] = ()) -> _LocalPlanMessage:
+def _whole_message(local_plan: LocalSavePlan, ranks: Ranks, digested: Sequence[str] = ()) -> LocalPlanMessage:
     items = local_plan.items()
     if ranks.num_ranks > 1:
         for index, digest in enumerate(small_digests(local_plan.shards)):
             if digest is not None:
                 items[index] = msgspec.structs.replace(items[index], digest=digest)
-    return _LocalPlanMessage(
+    return LocalPlanMessage(
         target=local_plan.target,
         plan_id="",
         digests=[],
@@ -287,6 +269,8 @@ def _whole_message(local_plan: LocalSavePlan, ranks: Ranks, digested: Sequence[s
         stages=dict(local_plan.stages),
         stage_digests=part_digests(local_plan.shards, digested, local_plan.aliases),
         is_empty=local_plan.is_empty,
+        place=local_plan.replicas.place if local_plan.replicas is not None else None,
+        frozen=[index for index, item in enumerate(items) if item.fqn in local_plan.frozen],
     )
 
 
@@ -297,6 +281,8 @@ class _GlobalPlanner:
         self._ranks = ranks
         self._cached = local_plan.cached
         self._save_id_prefix = local_plan.save_id_prefix
+        self._copies = local_plan.replicas.copies if local_plan.replicas is not None else 1
+        self._max_file_bytes = local_plan.max_file_bytes
         self.plan: SavePlan | None = None
         """None where the cached plan is used."""
         self.objects: Mapping[str, bytes] = {}
@@ -305,14 +291,14 @@ class _GlobalPlanner:
         self._in_stages: list[str] = []
         """FQNs that pipeline stages share, for which digests were requested."""
 
-    def exchange(self, message: _LocalPlanMessage) -> _PlanReply:
+    def exchange(self, message: LocalPlanMessage) -> PlanReply:
         """Sends this rank's message to the coordinator and returns its reply."""
         reply = self._ranks.reduce_scatter(msgspec.msgpack.encode(message), self._replies)
-        return msgspec.msgpack.decode(reply, type=_PlanReply)
+        return msgspec.msgpack.decode(reply, type=PlanReply)
 
     @gc_paused()
     def _replies(self, payloads: Sequence[bytes]) -> Sequence[bytes]:
-        messages = [msgspec.msgpack.decode(payload, type=_LocalPlanMessage) for payload in payloads]
+        messages = [msgspec.msgpack.decode(payload, type=LocalPlanMessage) for payload in payloads]
         global_ranks, cached = self._ranks.global_ranks, self._cached
         stages = [StageDigests(message.stages, message.stage_digests) for message in messages]
         check_same("save to", [message.target for message in messages], global_ranks)
@@ -323,33 +309,38 @@ class _GlobalPlanner:
         plain, self.known_plain = restored(sent, cached.known_plain if cached is not None else {})
         is_cached = cached is not None and _still_holds(cached, messages)
         if plain is None:
-            replies = [_PlanReply(send_plain=is_cached, send_all=not is_cached)]
+            replies = [PlanReply(send_plain=is_cached, send_all=not is_cached)]
         elif cached is not None and is_cached:
             cached.known_plain = self.known_plain
             self.objects, self.rank_objects = merge_plain(plain, global_ranks)
             check_pipeline_stages(cached.in_stages, stages, global_ranks)
-            replies = [_PlanReply(save_id, cached.plan_id, is_cached=True, has_locations=cached.written is not None)]
+            replies = [PlanReply(save_id, cached.plan_id, is_cached=True, has_locations=cached.written is not None)]
         elif any(message.plan_id for message in messages):
-            replies = [_PlanReply(send_all=True)]
+            replies = [PlanReply(send_all=True)]
         elif self._needs_stage_digests(messages):
-            replies = [_PlanReply(send_all=True, digested=self._in_stages)]
+            replies = [PlanReply(send_all=True, digested=self._in_stages)]
         else:
             # First: what two owners of a stream say of its tensors would be no plan, either.
             self.objects, self.rank_objects = merge_plain(plain, global_ranks)
             check_pipeline_stages(self._in_stages, stages, global_ranks)
             packed = [message.items for message in messages if message.items is not None]
-            self.plan = plan_save(packed, [message.aliases for message in messages], global_ranks=global_ranks)
-            replies = _new_replies(save_id, self.plan)
+            self.plan = plan_save(
+                packed,
+                [message.aliases for message in messages],
+                global_ranks=global_ranks,
+                mirroring=mirroring_of(messages, self._copies, self._max_file_bytes),
+            )
+            replies = new_replies(save_id, self.plan)
         encoded = [msgspec.msgpack.encode(reply) for reply in replies]
         return encoded if len(encoded) == len(payloads) else encoded * len(payloads)
 
-    def _needs_stage_digests(self, messages: Sequence[_LocalPlanMessage]) -> bool:
+    def _needs_stage_digests(self, messages: Sequence[LocalPlanMessage]) -> bool:
         """Returns True if several stages hold FQNs for which digests were not requested yet."""
         requested, self._in_stages = self._in_stages, fqns_in_several_stages(message.stages for message in messages)
         return self._in_stages != requested
 
 
-def _still_holds(cached: RankPlan, messages: Sequence[_LocalPlanMessage]) -> bool:
+def _still_holds(cached: RankPlan, messages: Sequence[LocalPlanMessage]) -> bool:
     """Returns True if every rank has this plan cached and replicas that were alike still are."""
     if any(message.plan_id != cached.plan_id for message in messages) or cached.global_plan is None:
         return False
@@ -357,44 +348,46 @@ def _still_holds(cached: RankPlan, messages: Sequence[_LocalPlanMessage]) -> boo
     return all(len({next(digests[rank]) for rank in ranks}) == 1 for ranks in cached.global_plan.compared)
 
 
-def _new_replies(save_id: str, plan: SavePlan) -> list[_PlanReply]:
-    compared: list[list[list[int]]] = [[] for _ in plan.whole_items]
-    for ranks, items in plan.compared.items():
-        for rank, of_rank in zip(ranks, items, strict=True):
-            compared[rank].append(list(of_rank))
-    return [
-        _PlanReply(
-            save_id,
-            save_id,
-            np.packbits(kept).tobytes(),
-            [(item, *region) for item, region in parts],
-            [list(group) for group in plan.groups[rank]],
-            compared[rank],
-            list(plan.differing_replicas),
-        )
-        for rank, (kept, parts) in enumerate(zip(plan.whole_items, plan.item_parts, strict=True))
-    ]
-
-
 @gc_paused()
-def _rank_plan(reply: _PlanReply, local_plan: LocalSavePlan, in_stages: Sequence[str], num_ranks: int) -> RankPlan:
+def _rank_plan(reply: PlanReply, local_plan: LocalSavePlan, in_stages: Sequence[str], num_ranks: int) -> RankPlan:
     items = local_plan.items()
     whole = np.flatnonzero(np.unpackbits(np.frombuffer(reply.whole, np.uint8), count=len(items))).tolist()
     parts = [ItemRegion(item, Region(offsets, lengths)) for item, offsets, lengths in reply.parts]
+    writes = {item: ItemRegion(item, items[item].region) for item in whole}
+    writes.update(enumerate(parts, start=len(items)))  # by slot
+    mirrored = [
+        FileApart(
+            [writes.pop(slot) for slot in file.slots], reply.together, reply.num_bytes * num_ranks, file.is_frozen
+        )
+        for file in reply.mirrored
+    ]
+    files = plan_files(
+        items,
+        list(writes.values()),
+        apart=mirrored,
+        together=reply.together,
+        max_file_bytes=local_plan.max_file_bytes,
+        codec=local_plan.codec,
+        num_ranks=num_ranks,
+        frozen=local_plan.frozen,
+    )
     return RankPlan(
         plan_id=reply.plan_id,
-        files=plan_files(
-            items,
-            [*(ItemRegion(item, items[item].region) for item in whole), *parts],
-            together=reply.together,
-            max_file_bytes=local_plan.max_file_bytes,
-            codec=local_plan.codec,
-            num_ranks=num_ranks,
-            frozen=local_plan.frozen,
-        ),
+        files=files,
         compared=reply.compared,
         differing_replicas=reply.differing_replicas,
         in_stages=in_stages,
         num_items=len(items),
         parts=parts,
+        mirrors=[
+            MirroredImage(
+                mirror.owner, mirror.number, plan_apart(len(files) + number, _apart(mirror, items, num_ranks), items)
+            )
+            for number, mirror in enumerate(reply.mirrors)
+        ],
     )
+
+
+def _apart(mirror: Mirror, items: Sequence[WriteItem], num_ranks: int) -> FileApart:
+    writes = [*(ItemRegion(item, items[item].region) for item in mirror.items), *mirror.parts]
+    return FileApart(writes, mirror.together, mirror.owner_bytes * num_ranks)

@@ -230,7 +230,7 @@ class PreparedSave:
     def _snapshot_of(self, plan: RankPlan) -> Snapshot:
         with gc_paused():
             # New files for each snapshot, because a snapshot may change its own.
-            files = [LiveFile(planned, self._local_plan.shards) for planned in plan.files]
+            files = [LiveFile(planned, self._local_plan.shards) for planned in plan.staged]
         return take_snapshot(
             self._kind,
             files,

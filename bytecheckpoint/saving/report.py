@@ -75,6 +75,11 @@ def encode_report(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> bytes:
     return msgspec.msgpack.encode(_RankReport([file.file for file in written], starts, locations, varies))
 
 
+def reported_files(report: bytes) -> list[DataFile]:
+    """Returns the data files in a report."""
+    return msgspec.msgpack.decode(report, type=_RankReport).files
+
+
 def _locations(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> Iterator[tuple[PlacedChunk, int, ChunkLocation]]:
     """Yields each chunk, the number of its file, and its location from the start that is reported for the file."""
     for number, (planned, file) in enumerate(zip(agreed.rank_plan.files, written, strict=True)):

@@ -39,6 +39,7 @@ MAX_COMPRESSED_FILE_BYTES = 64 << 20
 """Bytes of tensors in a compressed file, before compression. Such files are put together in memory, two at a time:
 with the scratch memory, less than 256 MB."""
 
+_NO_LIMIT = 1 << 62
 _HEADER_METADATA = {"format": "pt"}
 """Some readers refuse safetensors files that do not name a framework."""
 
@@ -77,18 +78,36 @@ def cut_to_files(shard: LocalShard, options: SaveOptions) -> list[LocalShard]:
     return [shard._replace(region=part, tensor=view_region(shard, part), address=0) for part in parts]
 
 
+class FileApart(NamedTuple):
+    """The contents of a data file that is planned apart from others, and alike on each rank that holds them."""
+
+    writes: Sequence[ItemRegion]
+    together: Sequence[Sequence[int]]
+    """As in `lay_out_files`; other items in it do not matter."""
+    state_bytes: int
+    is_frozen: bool = False
+
+
+def plan_apart(number: int, apart: FileApart, items: Sequence[WriteItem]) -> PlannedFile:
+    """Returns the one data file of these writes, which is not compressed."""
+    (chunks,) = lay_out_files(items, apart.writes, groups=apart.together, max_file_bytes=_NO_LIMIT)
+    return _plan_file(number, chunks, items, apart.state_bytes)._replace(is_frozen=apart.is_frozen)
+
+
 def plan_files(
     items: Sequence[WriteItem],
     writes: Sequence[ItemRegion],
     *,
+    apart: Sequence[FileApart] = (),
     together: Sequence[Sequence[int]],
     max_file_bytes: int,
     codec: CodecOption,
     num_ranks: int,
     frozen: Collection[str],
 ) -> list[PlannedFile]:
-    """Returns the data files of these writes of one rank, one of `num_ranks` that write about as much each. Files of
-    compressed tensors come last. The FQNs in `frozen` share no file with others. `together` is as in `lay_out_files`.
+    """Returns the data files of these writes of one rank, one of `num_ranks` that write about as much each. Those that
+    are planned `apart` come first, and files of compressed tensors last. The FQNs in `frozen` share no file with
+    others. `together` is as in `lay_out_files`.
     """
     codecs = {index: codec_of(items[index].fqn, codec) for index in {write.item for write in writes}}
 
@@ -103,11 +122,14 @@ def plan_files(
             for chunks in lay_out_files(items, alike, groups=together, max_file_bytes=max_bytes)
         ]
 
+    files = [plan_apart(number, each, items) for number, each in enumerate(apart)]
     laid_out = lay_out(is_raw=True, max_bytes=max_file_bytes)
     state_bytes = num_ranks * sum(chunk.byte_length for _, chunks in laid_out for chunk in chunks)
-    files = [
-        _plan_file(number, chunks, items, state_bytes)._replace(is_frozen=is_frozen)
-        for number, (is_frozen, chunks) in enumerate(laid_out)
+    files += [
+        _plan_file(number, chunks, items, max(state_bytes, *(each.state_bytes for each in apart), 0))._replace(
+            is_frozen=is_frozen
+        )
+        for number, (is_frozen, chunks) in enumerate(laid_out, start=len(files))
     ]
     compressed = lay_out(is_raw=False, max_bytes=min(max_file_bytes, MAX_COMPRESSED_FILE_BYTES))
     return files + [

@@ -38,9 +38,12 @@ class JobMemory:
         self.copies, self.parity = CopySlots(job, "copies"), CopySlots(job, "parity")
         """What this process holds for other hosts."""
         self._joined: tuple[ProcessLock, LivingProcess] | None = None
+        self._resumed: tuple[ProcessLock, LivingProcess] | None = None
         self._slots: list[Slot] = []
         self._filling: Slot | None = None
         self._lengths: list[int] = []
+        self._files: list[tuple[int, int]] = []
+        """Rank and number in the name of each file of the image that was filled last."""
         self._warned: set[str] = set()
         self._settled: Collection[str] | None = None
         """Saves whose slots must stay; None as long as only the folder tells."""
@@ -81,31 +84,39 @@ class JobMemory:
         for slot in self._slots:
             self._reserve(slot, num_bytes, max_bytes)
 
-    def image(self) -> list[memoryview]:
-        """Returns the data files of the image that was filled last."""
+    def image(self) -> dict[tuple[int, int], memoryview]:
+        """Returns the data files of the image that was filled last, by rank and number in their names."""
         if self._filling is None:
             raise RuntimeError("a slot is filled before its files are asked for")
         memory, first = memoryview(self._filling.memory), slot_file.header_bytes(len(self._lengths))
         starts = slot_file.image_starts(self._lengths)
-        return [
-            memory[first + start :][:length].toreadonly() for start, length in zip(starts, self._lengths, strict=False)
-        ]
+        return {
+            file: memory[first + start :][:length].toreadonly()
+            for file, start, length in zip(self._files, starts, self._lengths, strict=False)
+        }
 
-    def fill(self, save_id: str, step: int, rank: int) -> None:
-        """Notes that the image is whole."""
+    def fill(self, save_id: str, step: int, rank: int, files: Sequence[tuple[int, int]]) -> None:
+        """Notes that the image is whole: files with these ranks and numbers in their names. Called again, that some are
+        not: their rank is -1.
+        """
         if self._filling is None:
             raise RuntimeError("a slot is taken before it is filled")
-        self._filling.fill(save_id, step, rank, self._lengths)
+        self._files = list(files)
+        self._filling.fill(save_id, step, rank, self._lengths, self._files)
 
     def doubt(self, save_id: str) -> None:
         """Keeps the slots of this save as well: other ranks may have seen it complete, and this one will not know."""
-        self._settled = {*self._protected(), save_id}
+        self._settled = {*self._needed(), save_id}
 
-    def settle(self, save_id: str) -> None:
-        """Keeps the slots of this save only: it is complete on all hosts, or what all ranks go on from."""
-        self._settled = {save_id}
-        spare = [slot for slot in self._slots if slot.save_id != save_id]
-        for slot in spare[_SLOTS - (len(spare) < len(self._slots)) :]:  # it was not known which save was complete
+    def settle(self, save_id: str, *, is_protected: bool = False) -> None:
+        """Keeps the slots of this save: it is complete on all hosts, or what all ranks go on from. Unless it survives a
+        host, as far as it ever will, those of the newest save that does stay as well.
+        """
+        protected = "" if is_protected else version_files.protected_save(self.job)
+        self._settled = {save_id, protected} - {""}
+        spare = [slot for slot in self._slots if slot.save_id not in self._settled]
+        num_kept = len(self._slots) - len(spare)
+        for slot in spare[max(_SLOTS + (num_kept > 1) - num_kept, 0) :]:  # it was not known which save was complete
             self._slots.remove(slot)
             slot.remove()
 
@@ -149,12 +160,19 @@ class JobMemory:
         """This process, which from its first save on is one that works on the job."""
         if self._joined is None:
             self._joined = self.job.join()
+            if self._resumed is not None:
+                self._resumed[0].release()
         return self._joined[1]
 
+    def join_to_resume(self) -> None:
+        """Keeps what is held from being given back to the host while this process lives."""
+        if self._joined is None and self._resumed is None:
+            self._resumed = self.job.join(saves=False)
+
     def others(self) -> list[LivingProcess]:
-        """Returns the other processes on this host that work on the job."""
+        """Returns the other processes on this host that save for the job."""
         own = self.process.name
-        return [process for process in self.job.living() if process.name != own]
+        return [process for process in self.job.living() if process.has_saved and process.name != own]
 
     def look_at(self, store: Store) -> None:
         """Looks at the path, once, for the generation of what is there. Called by the coordinator."""
@@ -186,16 +204,30 @@ class JobMemory:
         if self._present is not None:
             self._present.add(step)
 
-    def _protected(self) -> Collection[str]:
-        return version_files.protected_saves(self.job) if self._settled is None else self._settled
+    def _needed(self) -> Collection[str]:
+        return version_files.needed_saves(self.job) if self._settled is None else self._settled
 
     def _is_free(self, found: FoundSlot) -> bool:
-        return found.save_id not in self._protected() and all(found.path != slot.path for slot in self._slots)
+        return found.save_id not in self._needed() and all(found.path != slot.path for slot in self._slots)
 
     def _free_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
-        protected = self._protected()
-        own = [slot for slot in self._slots if slot.save_id not in protected]
-        return own[0] if own else self._add_slot(num_bytes, max_bytes)
+        needed = self._needed()
+        own = [slot for slot in self._slots if slot.save_id not in needed]
+        if own:
+            return own[0]
+        try:
+            return self._add_slot(num_bytes, max_bytes)
+        except CheckpointSaveError:
+            protected = version_files.protected_save(self.job) if len(needed) > 1 else ""
+            given_up = next((slot for slot in self._slots if protected and slot.save_id == protected), None)
+            if given_up is None:
+                raise
+        logger.warning(
+            "there is no room in %s for a slot beside those of the newest save and of the newest one that survives a "
+            "host: until copies of a save succeed again, the loss of a host costs what memory holds",
+            self.job.root,
+        )
+        return given_up
 
     def _add_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
         """Takes a slot that no process holds, the smallest that is large enough or else the largest; or makes one."""
@@ -235,8 +267,9 @@ class JobMemory:
             slot.release()
         self.copies.close()
         self.parity.close()
-        if self._joined is not None:
-            self._joined[0].release()
+        for joined in (self._joined, self._resumed):
+            if joined is not None:
+                joined[0].release()
 
 
 class MemoryPart(NamedTuple):
@@ -252,7 +285,7 @@ class MemoryPart(NamedTuple):
         num_bytes = slot_file.image_bytes(lengths)
         if staging_bytes is not None and staging_bytes < num_bytes:
             raise CheckpointSaveError(
-                f"SaveOptions.staging_bytes={staging_bytes} is less than the {num_bytes} bytes that this rank writes, "
+                f"SaveOptions.staging_bytes={staging_bytes} is less than the {num_bytes} bytes that this rank stages, "
                 "and memory holds them all at once; nothing was written: leave staging_bytes out, or give it at least "
                 "this, or save without Memory",
                 kind="unsupported_value",

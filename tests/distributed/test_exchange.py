@@ -388,8 +388,8 @@ def test_ranks_that_choose_other_names_are_told(workers: WorkerPool, tmp_path: P
 
 
 def fails_before_it_has_connected(rank: int, world_size: int, path: str) -> Seen | None:
-    """Only rank 0 can read the files, so it waits for rank 1 and gets nothing from it that could tell. Rank 1 fails, and
-    its thread that goes to rank 0 comes to that only afterwards.
+    """Only rank 0 can read the files, so it waits for rank 1 and gets nothing from it that could tell. Rank 1 fails,
+    and its thread that goes to rank 0 comes to that only afterwards.
     """
     state, failed = tensors_of(Replicate(), is_filled=False), threading.Event()
     together = exchange_module.read_together

@@ -11,8 +11,9 @@ import random
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +45,22 @@ class World(NamedTuple):
     memory: dict[str, Any]
     stored: int = 0
     """Step that goes to storage as well; 0 for none."""
+    kind: str = "sharded"
+    """The layout of the state; see `state_of`."""
+    racks: str = ""
+    """The label of each host, a letter; empty where each is a failure domain of its own."""
+
+    def domain_of(self, host: int) -> str | None:
+        """Returns the label that ranks of a host give."""
+        if not self.racks:
+            return None
+        return self.racks[host] if host < len(self.racks) else f"new {host}"
+
+    def domains(self) -> list[tuple[int, ...]]:
+        """Returns the hosts of each failure domain."""
+        hosts = sorted({*self.hosts})
+        racks = self.racks or hosts
+        return [tuple(host for host in hosts if racks[host] == rack) for rack in sorted({*racks}, key=str)]
 
 
 WORLDS = (
@@ -55,16 +72,37 @@ WORLDS = (
 )
 
 
-def state_of(step: int) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+REPLICATED = (
+    World((0, 0, 1, 1), {"copies": 2}, kind="hsdp"),
+    World((0, 1, 2, 3), {"copies": 2}, kind="ddp"),
+    World((0, 1, 2, 3), {"copies": 2}, stored=2, kind="hsdp"),
+    World((0, 1, 2, 3), {"copies": 2}, kind="zero", racks="aabb"),
+    World((0, 0, 1, 2), {"copies": 1, "parity": 1}, kind="zero"),
+    World((0, 1, 1, 2), {"copies": 3}, kind="hsdp"),
+)
+"""Worlds in which ranks of several hosts hold the same."""
+
+
+def state_of(step: int, kind: str = "sharded") -> dict[str, Any]:
+    """Small tensors that all ranks have, and `w`: sharded over all ranks; with `hsdp` over two of them, which others
+    have alike; with `ddp` and `zero` on all ranks alike, the latter with a moment that is sharded over all.
+    """
+    num_ranks = dist.get_world_size()
+    flat = init_device_mesh("cpu", (num_ranks,))
+    is_hybrid = kind == "hsdp" and num_ranks == NUM_RANKS
+    mesh = init_device_mesh("cpu", (2, 2)) if is_hybrid else flat
+    is_sharded = kind in {"sharded", "hsdp"}
     values = torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32).reshape(SHAPE) + 1000 * step
     small = {f"b{number}": torch.full((17,), float(step + number)) for number in range(3)}
-    whole = {name: distribute_tensor(tensor, mesh, [Replicate()]) for name, tensor in small.items()}
-    return {"w": distribute_tensor(values, mesh, [Shard(0)]), **whole, "step": step}
+    whole = {name: distribute_tensor(tensor, flat, [Replicate()]) for name, tensor in small.items()}
+    placements = [*([Replicate()] if is_hybrid else []), Shard(0) if is_sharded else Replicate()]
+    state = {"w": distribute_tensor(values, mesh, placements), **whole, "step": step}
+    return state | ({"moment": distribute_tensor(values + 0.5, flat, [Shard(0)])} if kind == "zero" else {})
 
 
-def options(folder: Path, host: int, memory: dict[str, Any]) -> bcp.SaveOptions:
-    return bcp.SaveOptions(memory=bcp.Memory(root=root_of(folder, host), **memory), timeout_s=20)
+def options(folder: Path, host: int, world: World) -> bcp.SaveOptions:
+    memory = bcp.Memory(root=root_of(folder, host), failure_domain=world.domain_of(host), **world.memory)
+    return bcp.SaveOptions(memory=memory, timeout_s=20)
 
 
 def root_of(folder: Path, host: int) -> Path:
@@ -73,12 +111,13 @@ def root_of(folder: Path, host: int) -> Path:
 
 def save_all(rank: int, world_size: int, folder: Path, world: World) -> None:
     """Saves every step, and gives up what the process holds, as its death would."""
-    given = options(folder, world.hosts[rank], world.memory)
+    given = options(folder, world.hosts[rank], world)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step in STEPS:
             to = "storage" if step == world.stored else "memory"
-            handle = bcp.save(folder / "ckpt", state_of(step), step=step, async_save=True, options=given, to=to)
+            state = state_of(step, world.kind)
+            handle = bcp.save(folder / "ckpt", state, step=step, async_save=True, options=given, to=to)
             handle.held("host")
             handle.result()
     end_process()
@@ -100,12 +139,12 @@ class Resumed(NamedTuple):
     """The kind of an error, or what is wrong with the values; empty where all is well."""
 
 
-def resume(rank: int, world_size: int, folder: Path, hosts: Sequence[int], memory: dict[str, Any]) -> Resumed:
-    state = state_of(0)
+def resume(rank: int, world_size: int, folder: Path, hosts: Sequence[int], world: World) -> Resumed:
+    state = state_of(0, world.kind)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            given = options(folder, hosts[rank], memory)
+            given = options(folder, hosts[rank], world)
             patient = bcp.LoadOptions(timeout_s=20)
             report = bcp.resume(folder / "ckpt", state, options=given, load_options=patient)
     except bcp.CheckpointError as error:
@@ -114,7 +153,7 @@ def resume(rank: int, world_size: int, folder: Path, hosts: Sequence[int], memor
         end_process()
     if report is None:
         return Resumed(0, "")
-    expected = state_of(report.step)
+    expected = state_of(report.step, world.kind)
     tensors = [name for name in expected if name != "step"]
     odd = [name for name in tensors if not torch.equal(state[name].to_local(), expected[name].to_local())]
     odd += ["step"] * (state["step"] != report.step)
@@ -261,6 +300,15 @@ class Trial(NamedTuple):
     lost: tuple[int, ...]
     damages: tuple[Any, ...]
     world_size: int
+    least: int = 0
+    """Step that has to be left, whatever the bytes say."""
+
+
+def drawn_domain(draw: random.Random, world: World) -> Trial:
+    """Draws the loss of one whole failure domain, from which the newest step is resumed."""
+    lost = draw.choice(world.domains())
+    num_left = len({*world.hosts}) - len(lost)
+    return Trial(lost, (), draw.choice((NUM_RANKS, draw.randint(num_left, NUM_RANKS))), STEPS[-1])
 
 
 def drawn(draw: random.Random, world: World, *, with_damage: bool) -> Trial:
@@ -301,27 +349,28 @@ def judged(results: Sequence[Resumed], best: int) -> Attempt:
     return Attempt("the newest" if first.step == STEPS[-1] else "an older one", None)
 
 
-def attempts(asked: Asked, *, with_damage: bool) -> Iterator[tuple[int, Attempt]]:
+def attempts(
+    asked: Asked, worlds: Sequence[World], draw_trial: Callable[[random.Random, World], Trial]
+) -> Iterator[tuple[int, Attempt]]:
     """Does the trials. Each world is saved once; its memory is put back before a trial."""
     with closing(WorkerPool()) as workers:
         saved: dict[int, Truth] = {}
         for number in asked.due():
             draw = asked.rng(number)
-            which = number % len(WORLDS)
-            world, folder, kept = WORLDS[which], asked.folder / f"{which}", asked.folder / f"kept{which}"
+            which = number % len(worlds)
+            world, folder, kept = worlds[which], asked.folder / f"{which}", asked.folder / f"kept{which}"
             if which not in saved:
                 workers.run(save_all, folder, world, world_size=len(world.hosts))
                 saved[which] = Truth(folder, world)
                 shutil.copytree(folder, kept)
             shutil.rmtree(folder)
             shutil.copytree(kept, folder)
-            yield number, attempt(workers, saved[which], folder, world, draw, with_damage=with_damage)
+            yield number, attempt(workers, saved[which], folder, world, draw, draw_trial(draw, world))
 
 
 def attempt(
-    workers: WorkerPool, truth: Truth, folder: Path, world: World, draw: random.Random, *, with_damage: bool
+    workers: WorkerPool, truth: Truth, folder: Path, world: World, draw: random.Random, trial: Trial
 ) -> Attempt:
-    trial = drawn(draw, world, with_damage=with_damage)
     for host in trial.lost:
         shutil.rmtree(root_of(folder, host))
     hosts = new_hosts(draw, world, trial)
@@ -329,22 +378,22 @@ def attempt(
         left = files_in(folder, hosts)
         damage(draw, draw.choice(left), left)
     best = truth.best(hosts)
-    outcomes = workers.run_each(resume, folder, hosts, world.memory, world_size=trial.world_size)
+    outcomes = workers.run_each(resume, folder, hosts, world, world_size=trial.world_size)
     told = [outcome.error for outcome in outcomes if outcome.error is not None]
     if told:
         is_dead = isinstance(told[0], WorkerDied | WorkerHung)
         return Attempt(
             "wrong", f"{'a rank ended or hangs' if is_dead else 'no CheckpointError'}: {told[0]!r} ({trial})"
         )
-    found = judged([outcome.value for outcome in outcomes], best)
+    found = judged([outcome.value for outcome in outcomes], max(best, trial.least))
     where = f" ({[damage.__name__ for damage in trial.damages]}, lost {trial.lost}, back on {hosts}, {world})"
     return found._replace(is_wrong=found.is_wrong + where if found.is_wrong else None)
 
 
-def outcome_of(asked: Asked, *, with_damage: bool) -> Outcome:
+def outcome_of(found_by_trial: Iterable[tuple[int, Attempt]]) -> Outcome:
     seen: Counter[str] = Counter()
     broken = []
-    for number, found in attempts(asked, with_damage=with_damage):
+    for number, found in found_by_trial:
         seen[found.seen] += 1
         if found.is_wrong is not None:
             broken.append(Broken(number, found.is_wrong))
@@ -361,11 +410,15 @@ RESULTS = {
 
 
 def run_losses(asked: Asked) -> Outcome:
-    return outcome_of(asked, with_damage=False)
+    return outcome_of(attempts(asked, WORLDS, partial(drawn, with_damage=False)))
 
 
 def run_damages(asked: Asked) -> Outcome:
-    return outcome_of(asked, with_damage=True)
+    return outcome_of(attempts(asked, WORLDS, partial(drawn, with_damage=True)))
+
+
+def run_domains(asked: Asked) -> Outcome:
+    return outcome_of(attempts(asked, REPLICATED, drawn_domain))
 
 
 HOW = "ranks with memory roots of their own over gloo; copies on one or two other hosts, or parity over three or four"
@@ -378,6 +431,15 @@ CAMPAIGNS = (
         run=run_losses,
         trials=range(1500),
         quick=range(len(WORLDS)),
+    ),
+    Campaign(
+        name="lost-domains",
+        fault="a host or rack is lost with its memory; ranks on several hold the same: HSDP, DDP and ZeRO",
+        how=f"as above, with replicas staged where they are; 1 to 4 ranks come back and have the newest step; {HOW}",
+        unit="losses",
+        run=run_domains,
+        trials=range(1200),
+        quick=range(2 * len(REPLICATED)),
     ),
     Campaign(
         name="damaged-memory",

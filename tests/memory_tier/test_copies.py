@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import warnings
@@ -17,6 +18,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.distributed import transfer
 from bytecheckpoint.distributed.connection import missing
 from bytecheckpoint.memory_tier import pieces
+from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.staging.copy_slots import scan_copies
 from bytecheckpoint.storage.memory_root import slot_file
 from bytecheckpoint.storage.memory_root.job_folder import find_jobs
@@ -287,3 +289,80 @@ def test_training_goes_on_while_copies_are_sent_and_changes_nothing_of_them(
 ) -> None:
     assert workers.run(save_while_training, tmp_path, world_size=2) == [(100, False)] * 2
     assert held_on(tmp_path, 0)[0].items() <= held_on(tmp_path, 1)[1].items()
+
+
+def save_with_broken_copies(rank: int, world_size: int, folder: Path, steps: list[int], broken: list[int]) -> list[str]:
+    """Saves; the copies of some steps break for ever."""
+    answers = []
+    check = transfer.check_digest
+
+    def breaking(*arguments: Any, **names: Any) -> None:
+        if step in broken:
+            raise missing((0,), "is cut off")
+        check(*arguments, **names)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(transfer, "check_digest", breaking)
+        for step in steps:
+            given = options(folder, rank, 1)
+            handle = bcp.save(
+                folder / "ckpt", state_of(rank, step), step=step, async_save=True, options=given, to="memory"
+            )
+            handle.held("process")
+            answers.append("host" if handle.exception() is None else "process")
+    return answers
+
+
+def end_and_resume(rank: int, world_size: int, folder: Path, hosts: list[int]) -> tuple[int | None, bool]:
+    """Resumes in processes that hold nothing yet."""
+    for memory in process_state().memories.values():
+        memory.close()
+    process_state().memories.clear()
+    state = {name: torch.zeros_like(tensor) for other in range(2) for name, tensor in state_of(other, 0).items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = bcp.resume(folder / "ckpt", state, options=options(folder, hosts[rank], 1))
+    step = report.step if report is not None and report.step is not None else 0
+    expected = {name: tensor for other in range(2) for name, tensor in state_of(other, step).items()}
+    return step, all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("lost", [None, 0, 1])
+def test_the_newest_save_that_survives_a_host_is_kept_until_copies_succeed_again(
+    workers: WorkerPool, tmp_path: Path, lost: int | None
+) -> None:
+    answers = workers.run(save_with_broken_copies, tmp_path, [1, 2, 3, 4], [2, 3, 4], world_size=2)
+    assert answers == [["host", "process", "process", "process"]] * 2
+    if lost is not None:
+        shutil.rmtree(tmp_path / f"host{lost}")
+    hosts = [7 if host == lost else host for host in range(2)]
+    expected = 4 if lost is None else 1
+    assert workers.run(end_and_resume, tmp_path, hosts, world_size=2) == [(expected, True)] * 2
+
+
+def test_two_slots_are_enough_again_once_copies_succeed(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(save_with_broken_copies, tmp_path, [1, 2, 3, 4, 5], [2, 3], world_size=2)
+    for host in range(2):
+        ((job, _),) = find_jobs(str(tmp_path / f"host{host}"))
+        assert len(list(slot_file.scan(job.slots))) == 2
+    shutil.rmtree(tmp_path / "host0")
+    assert workers.run(end_and_resume, tmp_path, [7, 1], world_size=2) == [(5, True)] * 2
+
+
+def save_where_two_slots_fit(rank: int, world_size: int, folder: Path) -> list[str]:
+    image = 4 * (NUM_ELEMENTS + 1000) + (1 << 16)
+    given_options = options
+
+    def smaller(*arguments: Any, **memory: Any) -> bcp.SaveOptions:
+        return given_options(*arguments, **memory, max_bytes=4 * image)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "options", smaller)
+        return save_with_broken_copies(rank, world_size, folder, [1, 2, 3], [2, 3])
+
+
+def test_without_room_for_a_third_slot_saves_go_on(workers: WorkerPool, tmp_path: Path) -> None:
+    answers = workers.run(save_where_two_slots_fit, tmp_path, world_size=2)
+    assert answers == [["host", "process", "process"]] * 2
+    assert workers.run(end_and_resume, tmp_path, [0, 1], world_size=2) == [(3, True)] * 2

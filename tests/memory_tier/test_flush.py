@@ -124,6 +124,42 @@ def test_a_living_job_is_left_alone(tmp_path: Path) -> None:
     assert len(find_jobs(memory)) == 1
 
 
+_RESUMES = """
+import sys, torch, subprocess, warnings
+import bytecheckpoint as bcp
+warnings.simplefilter("ignore")
+root, memory = sys.argv[1:]
+options = bcp.SaveOptions(memory=bcp.Memory(copies=1, root=memory))
+state = {"x": {str(n): torch.zeros(250_000) for n in range(4)}}
+assert bcp.resume(root, state, options=options).step == 2
+code = "from bytecheckpoint.tools.main import cli; cli()"
+gc = [sys.executable, "-c", code, "gc", root, "--memory", "--memory-root", memory, "--older-than", "0h", "--delete"]
+print(subprocess.run(gc, check=False, capture_output=True, text=True).stdout)
+assert bcp.resume(root, state, options=options).step == 2
+"""
+
+
+def test_gc_leaves_the_memory_of_a_process_that_has_resumed_and_not_saved_yet(killed: tuple[str, str]) -> None:
+    done = subprocess.run([sys.executable, "-c", _RESUMES, *killed], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "lives" in done.stdout
+    assert len(find_jobs(killed[1])) == 1
+    gone = bcp_("gc", killed[0], "--memory", "--memory-root", killed[1], "--older-than", "0h", "--delete")
+    assert gone.exit_code == 0
+    assert find_jobs(killed[1]) == []  # its process has ended
+
+
+def test_a_process_that_only_resumed_keeps_no_other_from_saving(tmp_path: Path) -> None:
+    root, memory = str(tmp_path / "ckpt"), str(tmp_path / "memory")
+    options = bcp.SaveOptions(memory=bcp.Memory(copies=1, root=memory))
+    assert bcp.resume(root, {"x": torch.zeros(10)}, options=options) is None
+    code = (
+        f"import bytecheckpoint as bcp, torch; options = bcp.SaveOptions(memory=bcp.Memory(copies=1, root={memory!r}));"
+        f"bcp.save({root!r}, {{'x': torch.zeros(10)}}, step=1, options=options, to='memory')"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
 def test_gc_frees_the_memory_of_ended_jobs(killed: tuple[str, str]) -> None:
     root, memory = killed
     young = bcp_("gc", root, "--memory", "--memory-root", memory, "--delete")

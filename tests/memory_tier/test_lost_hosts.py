@@ -15,6 +15,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
 from bytecheckpoint.saving.in_flight import process_state
+from bytecheckpoint.storage.memory_root import slot_file
+from bytecheckpoint.storage.memory_root.job_folder import find_jobs
 from distributed.workers import WorkerPool
 
 SHAPE = (601, 301)
@@ -86,7 +88,8 @@ def test_a_lost_host_is_resumed_from_copies_by_any_number_of_ranks(
     new_hosts = [2, 2, 1 - lost, 1 - lost][-world_size:]  # host 2 is new
     results = workers.run(resume, tmp_path, new_hosts, COPIES, world_size=world_size)
     for step, odd, sources in results:
-        assert (step, odd, sources["storage"], sum(sources.values())) == (3, [], 0, 4)
+        # A file of each rank, and one of what all ranks hold, which is staged twice.
+        assert (step, odd, sources["storage"], sum(sources.values())) == (3, [], 0, 5)
     if len({*new_hosts}) > 1:
         again = workers.run(save, tmp_path, new_hosts, range(4, 6), COPIES, world_size=world_size)
         assert again == [["memory"] * 2] * world_size
@@ -111,10 +114,27 @@ def test_a_lost_host_is_rebuilt_from_parity(workers: WorkerPool, tmp_path: Path,
     shutil.rmtree(tmp_path / f"host{lost}")
     new_hosts = [9 if host == lost else host for host in hosts]
     for step, odd, sources in workers.run(resume, tmp_path, new_hosts, PARITY, world_size=world_size):
-        assert (step, odd, sources["storage"], sources["peer"]) == (3, [], 0, 0)
+        assert (step, odd, sources["storage"]) == (3, [], 0)
         assert sources["parity"] == hosts.count(lost)
     assert (
         workers.run(save, tmp_path, new_hosts, range(4, 6), PARITY, world_size=world_size)
         == [["memory"] * 2] * world_size
     )
     workers.run(end_processes, world_size=world_size)
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_file_that_proves_damaged_is_rebuilt_from_parity(workers: WorkerPool, tmp_path: Path, damaged: int) -> None:
+    hosts = [0, 1, 2]
+    workers.run(save, tmp_path, hosts, range(1, 4), PARITY, world_size=3)
+    workers.run(end_processes, world_size=3)
+    ((job, _),) = find_jobs(str(tmp_path / f"host{damaged}"))
+    for slot in slot_file.scan(job.slots):
+        if slot.header is not None and slot.header.step == 3:
+            place = max(slot.places().values(), key=lambda place: place.byte_length)
+            with open(place.path, "r+b") as file:
+                file.seek(place.byte_offset + place.byte_length - 1)
+                file.write(b"?")
+    for step, odd, sources in workers.run(resume, tmp_path, hosts, PARITY, world_size=3):
+        assert (step, odd, sources["parity"]) == (3, [], 1)
+    workers.run(end_processes, world_size=3)

@@ -1,13 +1,12 @@
 """Decides who holds whose copy: never the same host and never the same failure domain, with about as many bytes on each
-host. Replicas that ranks of several domains hold anyway are staged where they are, so that no copy is sent. It knows
-ranks, hosts and labels, and moves nothing.
+host. It knows ranks, hosts and labels, and moves nothing. mirrors.py has the bytes that need no copy.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 Domain = tuple[str, bool]
@@ -34,23 +33,6 @@ class CopyPlan(NamedTuple):
     """For each rank those that hold a copy of what it staged, each in a domain of its own."""
     short: Sequence[int]
     """Ranks for which there are not enough domains."""
-
-
-class ReplicaGroup(NamedTuple):
-    """Bytes that some ranks hold alike."""
-
-    ranks: Sequence[int]
-    num_bytes: int
-
-
-class Divergence(NamedTuple):
-    """An extent of which not all that staged it have the same bytes."""
-
-    file: str
-    extent: int
-    ranks: Sequence[int]
-    """Those whose digest is another than that of the first rank, which counts."""
-    first: int
 
 
 def check_places(places: Sequence[RankPlace]) -> list[str]:
@@ -182,42 +164,3 @@ class _LeastFilled:
         while heap[0][0] != self.held[heap[0][1]]:
             heapq.heapreplace(heap, (self.held[heap[0][1]], heap[0][1]))
         return heap[0]
-
-
-def choose_stagers(
-    groups: Sequence[ReplicaGroup], places: Sequence[RankPlace], loads: Sequence[int], copies: int
-) -> list[tuple[int, ...]]:
-    """Chooses for each group of replicas the ranks that stage it: up to `copies` of its holders, in different domains,
-    those that stage the least. `loads` has the bytes that each rank stages anyway.
-
-    The lowest of the chosen ranks counts where their bytes differ, and comes first.
-    """
-    staged = list(loads)
-    chosen: list[tuple[int, ...]] = [()] * len(groups)
-    for number in sorted(range(len(groups)), key=lambda number: (len(groups[number].ranks), -groups[number].num_bytes)):
-        group = groups[number]
-        stagers: list[int] = []
-        used: set[Domain] = set()
-        for rank in sorted(group.ranks, key=lambda rank: (staged[rank], rank)):
-            if len(stagers) < copies and places[rank].failure_domain not in used:
-                stagers.append(rank)
-                used.add(places[rank].failure_domain)
-                staged[rank] += group.num_bytes
-        chosen[number] = tuple(sorted(stagers))
-    return chosen
-
-
-def find_divergence(digests: Mapping[str, Mapping[int, Sequence[int]]]) -> Iterator[Divergence]:
-    """Yields the extents that not all ranks have alike. `digests` has those of each file, by the rank that staged it;
-    the lowest rank counts.
-    """
-    for file, by_rank in digests.items():
-        first = min(by_rank)
-        for extent, expected in enumerate(by_rank[first]):
-            odd = [rank for rank in sorted(by_rank) if _digest(by_rank[rank], extent) != expected]
-            if odd:
-                yield Divergence(file, extent, odd, first)
-
-
-def _digest(digests: Sequence[int], extent: int) -> int | None:
-    return digests[extent] if extent < len(digests) else None

@@ -30,6 +30,7 @@ _MAKING_S = 10.0
 """Seconds for which a file may have no lock because it is being made."""
 _ALIVE = "alive"
 _LOCK = "lock"
+_RESUMED = ".resumed"
 _ID = re.compile(r"\A[0-9a-f]{16}\Z")
 _SHARED_MODE = 0o1777
 _READABLE = 0o644
@@ -52,6 +53,11 @@ class LivingProcess(NamedTuple):
     name: str
     since_ns: int
     """Time of its first call, by the clock of the host."""
+
+    @property
+    def has_saved(self) -> bool:
+        """False for a process that has only resumed: it does not keep another job from saving."""
+        return not self.name.endswith(_RESUMED)
 
 
 class JobFolder(NamedTuple):
@@ -80,10 +86,10 @@ class JobFolder(NamedTuple):
         finally:
             os.close(fd)
 
-    def join(self) -> tuple[ProcessLock, LivingProcess]:
+    def join(self, *, saves: bool = True) -> tuple[ProcessLock, LivingProcess]:
         """Makes this process one that works on the job, until it ends or the lock is released."""
         alive = os.path.join(self.path, _ALIVE)
-        name = secrets.token_hex(8)
+        name = secrets.token_hex(8) + ("" if saves else _RESUMED)
         temporary, path = os.path.join(alive, f"{TEMPORARY_PREFIX}{name}"), os.path.join(alive, name)
         os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         lock = ProcessLock(temporary)

@@ -35,7 +35,8 @@ _MAGIC = b"BCPSLOT1"
 _NAME = re.compile(r"\A[0-9a-f]{16}\Z")
 _FIXED_BYTES = 256
 """Most bytes of a header without the lengths of its files."""
-_LENGTH_BYTES = 9
+_FILE_BYTES = 24
+"""Most bytes of a file in the header: its length, rank and number."""
 _MAX_HEADER_BYTES = 64 << 20
 _STEP_BYTES = 64 << 20
 
@@ -50,6 +51,13 @@ class SlotHeader(msgspec.Struct, frozen=True, array_like=True):
     image_offset: int
     lengths: list[int]
     """Bytes of each data file, in their order."""
+    files: list[tuple[int, int]] = []
+    """Rank and number in the name of each; empty if all are of `rank`, in the order of their numbers. A rank of -1
+    stands for bytes that are nothing."""
+
+    def names(self) -> list[tuple[int, int]]:
+        """Returns rank and number in the name of each data file."""
+        return self.files or [(self.rank, number) for number in range(len(self.lengths))]
 
 
 class FilePlace(NamedTuple):
@@ -80,10 +88,9 @@ class FoundSlot(NamedTuple):
             return {}
         starts = image_starts(header.lengths)
         return {
-            data_file_name(header.save_id, header.rank, number): FilePlace(
-                self.path, header.image_offset + start, byte_length
-            )
-            for number, (start, byte_length) in enumerate(zip(starts, header.lengths, strict=False))
+            data_file_name(header.save_id, rank, number): FilePlace(self.path, header.image_offset + start, byte_length)
+            for (rank, number), start, byte_length in zip(header.names(), starts, header.lengths, strict=False)
+            if rank >= 0
         }
 
 
@@ -128,9 +135,12 @@ class Slot:
         self._write_header(SlotHeader("", 0, 0, False, offset, []))
         return memoryview(self.memory)[offset : offset + image_bytes(lengths)]
 
-    def fill(self, save_id: str, step: int, rank: int, lengths: Sequence[int]) -> None:
-        """Marks the image as whole: these files of a save."""
-        self._write_header(SlotHeader(save_id, step, rank, True, header_bytes(len(lengths)), list(lengths)))
+    def fill(
+        self, save_id: str, step: int, rank: int, lengths: Sequence[int], files: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """Marks the image as whole: these files of a save, named as in a header."""
+        offset = header_bytes(len(lengths))
+        self._write_header(SlotHeader(save_id, step, rank, True, offset, list(lengths), list(files)))
 
     @property
     def memory(self) -> mmap.mmap:
@@ -171,7 +181,7 @@ def whole_pages(num_bytes: int) -> int:
 
 def header_bytes(num_files: int) -> int:
     """Returns the bytes before the image of so many files."""
-    return whole_pages(_PREFIX.size + _FIXED_BYTES + _LENGTH_BYTES * num_files)
+    return whole_pages(_PREFIX.size + _FIXED_BYTES + _FILE_BYTES * num_files)
 
 
 def image_bytes(lengths: Sequence[int]) -> int:
@@ -255,5 +265,6 @@ def _decode(content: bytes, capacity: int) -> SlotHeader | int | None:
 def _fits(header: SlotHeader, capacity: int) -> bool:
     return (
         min([header.image_offset, *header.lengths, header.rank]) >= 0
+        and len(header.files) in {0, len(header.lengths)}
         and header.image_offset + image_bytes(header.lengths) <= capacity
     )

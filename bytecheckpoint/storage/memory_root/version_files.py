@@ -22,11 +22,13 @@ from bytecheckpoint.manifest import DataFile, open_manifest
 from bytecheckpoint.storage.memory_root.job_folder import JobFolder, replace_file
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
 
+_ID_LENGTH = 16
 _PREFIX = struct.Struct("<8sIQ")  # magic, length and checksum of the record
 _MAGIC = b"BCPMEMV1"
 _NAME = re.compile(r"\A([0-9a-f]{16})\.(pending|manifest)\Z")
 _KEPT = 2
 """The newest complete version, and the one before it, of which the slots may still be whole."""
+_PROTECTED = "protected"
 
 
 class VersionRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -70,7 +72,21 @@ def mark_complete(job: JobFolder, save_id: str) -> None:
     newest = next((version.record.number for version in found if version.record.save_id == save_id), 0)
     earlier = [version for version in found if version.record.number <= newest]
     for version in earlier[:-_KEPT]:
-        remove(job, version.record.save_id)
+        if version.record.save_id != protected_save(job):
+            remove(job, version.record.save_id)
+
+
+def note_protected(job: JobFolder, save_id: str) -> None:
+    """Notes the newest version that survives the loss of a host."""
+    replace_file(os.path.join(job.versions, _PROTECTED), save_id.encode())
+
+
+def protected_save(job: JobFolder) -> str:
+    """Returns the id of the newest save that survives the loss of a host; empty if there is none."""
+    path = os.path.join(job.versions, _PROTECTED)
+    with suppress(FileNotFoundError, UnicodeDecodeError), open(path, encoding="ascii") as file:
+        return file.read(_ID_LENGTH)
+    return ""
 
 
 def remove(job: JobFolder, save_id: str) -> None:
@@ -102,13 +118,14 @@ def remove_stale_temporaries(job: JobFolder) -> None:
                 os.unlink(os.path.join(job.versions, name))
 
 
-def protected_saves(job: JobFolder) -> set[str]:
-    """Returns the saves whose slots must stay, as far as this host can tell alone: the newest complete version, and
-    pending ones after it, one of which other hosts may have completed.
+def needed_saves(job: JobFolder) -> set[str]:
+    """Returns the saves whose slots must stay, as far as this host can tell alone: the newest complete version, the
+    newest that survives a host, and pending ones, one of which other hosts may have completed.
     """
     found = sorted(read_versions(job), key=lambda version: version.record.number)
     complete = [number for number, version in enumerate(found) if version.is_complete]
-    return {version.record.save_id for version in found[complete[-1] if complete else 0 :]}
+    needed = {version.record.save_id for version in found[complete[-1] if complete else 0 :]}
+    return needed | ({protected_save(job)} - {""})
 
 
 def _path(job: JobFolder, save_id: str, ending: str) -> str:

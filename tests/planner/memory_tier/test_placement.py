@@ -10,15 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytecheckpoint.planner.memory_tier.placement import (
-    Divergence,
-    RankPlace,
-    ReplicaGroup,
-    check_places,
-    choose_stagers,
-    find_divergence,
-    place_copies,
-)
+from bytecheckpoint.planner.memory_tier.placement import RankPlace, check_places, place_copies
 
 
 def equal_hosts(num_hosts: int, ranks_each: int, hosts_a_domain: int | None = None) -> list[RankPlace]:
@@ -118,35 +110,3 @@ def test_a_host_that_is_its_own_domain_is_told_apart_from_a_label_of_that_name()
 def test_ranks_of_one_host_with_different_labels_are_found() -> None:
     assert check_places([RankPlace("h0", "a"), RankPlace("h1", "a"), RankPlace("h0", None)]) == ["h0"]
     assert check_places([RankPlace("h0", "a"), RankPlace("h1", "b"), RankPlace("h0", "a")]) == []
-
-
-@given(clusters(), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_replicas_are_staged_in_different_domains(
-    cluster: tuple[list[RankPlace], list[int]], copies: int, draw: random.Random
-) -> None:
-    places, sizes = cluster
-    groups = [
-        ReplicaGroup(sorted(draw.sample(range(len(places)), draw.randint(1, len(places)))), draw.randrange(100))
-        for _ in range(draw.randrange(8))
-    ]
-    for group, stagers in zip(groups, choose_stagers(groups, places, sizes, copies), strict=True):
-        domains = [places[rank].failure_domain for rank in stagers]
-        assert {*stagers} <= {*group.ranks}
-        assert len({*domains}) == len(domains)
-        assert len(domains) == min(copies, len({places[rank].failure_domain for rank in group.ranks}))
-
-
-def test_replicas_of_a_hybrid_sharded_run_are_staged_twice_and_evenly() -> None:
-    """Eight hosts, on each of which eight ranks shard a model: replica groups of eight ranks, one a host."""
-    places = equal_hosts(8, 8)
-    groups = [ReplicaGroup([shard + 8 * host for host in range(8)], 100) for shard in range(8) for _ in range(8)]
-    chosen = choose_stagers(groups, places, [0] * 64, 2)
-    staged = Counter(rank for stagers in chosen for rank in stagers)
-    assert {len(stagers) for stagers in chosen} == {2}
-    assert {staged[rank] for rank in range(64)} == {2}
-
-
-def test_a_divergent_replica_is_named_by_extent_and_ranks() -> None:
-    same = {"a": {3: [1, 2], 9: [1, 2]}}
-    assert list(find_divergence(same)) == []
-    assert list(find_divergence({"a": {3: [1, 2], 9: [1, 7], 11: [1, 2], 5: [1]}})) == [Divergence("a", 1, [5, 9], 3)]

@@ -1,0 +1,116 @@
+"""Replicas that have come apart: ranks stage the same data file, because they hold the same tensors, and have other
+bytes. Found by the digests that each has computed anyway, and told by the names of the tensors.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+
+import msgspec
+import numpy as np
+import xxhash
+
+from bytecheckpoint.errors import and_more
+from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.planner.memory_tier.mirrors import differing_extents
+from bytecheckpoint.saving.global_plan import MirroredImage
+from bytecheckpoint.staging.file_image import PlannedFile
+
+_MAX_SENT = 100
+_NUM_SHOWN, _NUM_NAMES = 10, 4
+
+
+class StagedFile(msgspec.Struct, frozen=True, array_like=True):
+    """A data file in the memory of a rank, in its message to the coordinator."""
+
+    owner: int
+    number: int
+    digest: int
+    """One xxh3-64 of the digests of all extents."""
+
+
+class DivergentFile(msgspec.Struct, frozen=True, array_like=True):
+    """A file that a rank has with other bytes than its owner."""
+
+    owner: int
+    number: int
+    digests: list[int]
+    """The owner's, of each extent."""
+
+
+class DivergentReplica(msgspec.Struct, frozen=True, array_like=True):
+    """Tensors in one extent that is not alike on two ranks."""
+
+    names: str
+    owner: int
+    rank: int
+    owner_digest: int
+    digest: int
+
+
+def staged_file(owner: int, number: int, file: DataFile) -> StagedFile:
+    """Returns the record of a file that was staged."""
+    return StagedFile(owner, number, xxhash.xxh3_64_intdigest(np.array(file.extent_digests, "<u8").tobytes()))
+
+
+def divergent_files(
+    staged: Sequence[Sequence[StagedFile]], files_of: Callable[[int], Sequence[DataFile]]
+) -> list[list[DivergentFile]]:
+    """Returns, by rank, the files of others that it has with other bytes than their owners. `staged` has all files by
+    rank, and `files_of` returns those that a rank owns.
+    """
+    owned = {
+        (each.owner, each.number): each.digest for rank, of in enumerate(staged) for each in of if each.owner == rank
+    }
+    return [
+        [
+            DivergentFile(each.owner, each.number, list(files_of(each.owner)[each.number].extent_digests))
+            for each in of_rank
+            if each.digest != owned[each.owner, each.number]
+        ]
+        for of_rank in staged
+    ]
+
+
+def name_divergent(
+    rank: int, mirror: MirroredImage, found: DataFile, owned: DivergentFile
+) -> Iterator[DivergentReplica]:
+    """Yields the extents of a mirrored file that are not as those of its owner, by the tensors in them."""
+    for extent in differing_extents(owned.digests, found.extent_digests)[:_MAX_SENT]:
+        names = _names_in(mirror.planned, extent)
+        one_of = names[0] if len(names) == 1 else f"one of {and_more(names, _NUM_NAMES)}"
+        yield DivergentReplica(one_of, mirror.owner, rank, owned.digests[extent], found.extent_digests[extent])
+
+
+def _names_in(planned: PlannedFile, extent: int) -> list[str]:
+    """Returns the FQNs with bytes in an extent; the name of the header where there are none."""
+    end = list(accumulate(planned.extent_lengths))[extent]
+    start = end - planned.extent_lengths[extent]
+    base = len(planned.header)
+    inside = [
+        chunk.fqn
+        for chunk in planned.chunks
+        if base + chunk.data_offset < end and base + chunk.data_offset + chunk.byte_length > start
+    ]
+    return list(dict.fromkeys(inside)) or ["the header of a data file"]
+
+
+def warn_of_divergence(found: Sequence[DivergentReplica], path: str, global_ranks: Sequence[int]) -> None:
+    """Warns of replicas that are not alike, if there are any."""
+    if not found:
+        return
+    told = {(each.names, each.owner, each.rank): each for each in reversed(found)}  # the first extent of each counts
+    lines = [
+        f"{each.names}: xxh3 {each.owner_digest:016x} on rank {global_ranks[each.owner]}, "
+        f"{each.digest:016x} on rank {global_ranks[each.rank]}"
+        for each in reversed(told.values())
+    ]
+    warnings.warn(
+        f"in {path}, bytes that ranks hold as replicas are not alike: {and_more(lines, _NUM_SHOWN, '; ')}. The first "
+        "rank of each pair is the one that writes them: its bytes are held and sent to another host in place of the "
+        "other's. Training goes on from both: if these were to be equal, look at the devices and memory of these "
+        "ranks, and resume all ranks from one checkpoint; wrap what is meant to differ in bcp.RankLocal",
+        stacklevel=2,
+    )

@@ -1,0 +1,216 @@
+"""Finds the bytes that need no copy, because ranks of other failure domains hold replicas: each such rank stages the
+same data file as the one that writes it, under the same name. So no byte is sent, and replicas that have come apart are
+found by their digests. It knows what ranks hold and where they are, and stages nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+from bytecheckpoint.planner.memory_tier.placement import Domain, RankPlace, place_copies
+from bytecheckpoint.planner.write_items import ItemRegion
+from bytecheckpoint.region import Region
+
+_SAME_MIRROR_BYTES = 1 << 20
+"""A rank that mirrors other bytes of the same owner is taken up to this load: few bytes make no file of their own."""
+
+
+class Mirroring(NamedTuple):
+    """The places of all ranks, and how often replicas are staged."""
+
+    places: Sequence[RankPlace]
+    """By rank."""
+    copies: int
+    """Domains in which each byte is to be, that of its writer included."""
+    max_file_bytes: int
+    frozen: Sequence[Collection[int]]
+    """By rank: items that share no file with others."""
+
+
+class ReplicaGroup(NamedTuple):
+    """Bytes that one rank writes, and that others hold as well."""
+
+    owner: int
+    ranks: Sequence[int]
+    """All that hold them."""
+    num_bytes: int
+
+
+class ReplicatedChunk(NamedTuple):
+    """A chunk that several ranks hold."""
+
+    owner: int
+    slot: int
+    """The slot among the owner's writes; see SavePlan."""
+    ranks: tuple[int, ...]
+    items: Sequence[int]
+    """By holder: index among its write items."""
+    part: Region | None
+    """None if it is all of the items' region."""
+    num_bytes: int
+    is_grouped: bool
+    """True if it belongs to a group of the owner's, see SavePlan."""
+
+
+class MirroredFile(NamedTuple):
+    """A data file of its owner that others stage as well. Its number in the owner's list is that in its name."""
+
+    mirrors: tuple[int, ...]
+    slots: Sequence[int]
+    """Of the owner's writes."""
+    is_frozen: bool
+
+
+class Mirror(NamedTuple):
+    """A data file of another rank that this one stages as well."""
+
+    owner: int
+    number: int
+    owner_bytes: int
+    """Bytes of all that the owner writes, on which the extents depend."""
+    items: Sequence[int]
+    """Write items that it has as a whole."""
+    parts: Sequence[ItemRegion]
+    together: Sequence[Sequence[int]]
+    """Groups of its items, as the owner has them."""
+
+
+class MirrorPlan(NamedTuple):
+    """By rank: its files that others stage, and those of others that it stages."""
+
+    mirrored: Sequence[Sequence[MirroredFile]]
+    mirrors: Sequence[Sequence[Mirror]]
+
+
+def plan_mirrors(chunks: Sequence[ReplicatedChunk], num_bytes: Sequence[int], wanted: Mirroring) -> MirrorPlan:
+    """Plans the mirrors of these chunks; `num_bytes` has what each rank writes."""
+    pairs: dict[tuple[int, tuple[int, ...]], list[ReplicatedChunk]] = {}
+    for chunk in chunks:
+        pairs.setdefault((chunk.owner, chunk.ranks), []).append(chunk)
+    groups = [
+        ReplicaGroup(owner, ranks, sum(chunk.num_bytes for chunk in alike)) for (owner, ranks), alike in pairs.items()
+    ]
+    chosen = choose_mirrors(groups, wanted.places, num_bytes, wanted.copies)
+    files: dict[tuple[int, tuple[int, ...], bool], list[ReplicatedChunk]] = {}
+    for mirrors, alike in zip(chosen, pairs.values(), strict=True):
+        for chunk in alike if mirrors else ():
+            owned = chunk.items[chunk.ranks.index(chunk.owner)]
+            is_frozen = owned in wanted.frozen[chunk.owner]
+            files.setdefault((chunk.owner, mirrors, is_frozen), []).append(chunk)
+    mirrored: list[list[MirroredFile]] = [[] for _ in num_bytes]
+    of_mirrors: list[list[Mirror]] = [[] for _ in num_bytes]
+    for (owner, mirrors, is_frozen), alike in sorted(files.items(), key=lambda file: file[0]):
+        for together in _cut_into_files(alike, wanted.max_file_bytes):
+            number = len(mirrored[owner])
+            mirrored[owner].append(MirroredFile(mirrors, [chunk.slot for chunk in together], is_frozen))
+            for rank in mirrors:
+                of_mirrors[rank].append(_mirror_at(rank, together, number, num_bytes[owner]))
+    return MirrorPlan(mirrored, of_mirrors)
+
+
+def choose_mirrors(
+    groups: Sequence[ReplicaGroup], places: Sequence[RankPlace], loads: Sequence[int], copies: int
+) -> list[tuple[int, ...]]:
+    """Chooses for each group up to `copies - 1` of its holders that stage it beside its owner, all in different
+    domains: those that stage the least. `loads` has the bytes that each rank writes.
+    """
+    staged = list(loads)
+    mirrors_of: dict[int, set[int]] = {}
+    chosen: list[tuple[int, ...]] = [()] * len(groups)
+    for number in sorted(range(len(groups)), key=lambda number: (len(groups[number].ranks), -groups[number].num_bytes)):
+        owner, ranks, num_bytes = groups[number]
+        known = mirrors_of.setdefault(owner, set())
+        used: set[Domain] = {places[owner].failure_domain}
+        mirrors: list[int] = []
+        for rank in sorted(ranks, key=lambda rank: (staged[rank] - _SAME_MIRROR_BYTES * (rank in known), rank)):
+            if len(mirrors) < copies - 1 and places[rank].failure_domain not in used:
+                mirrors.append(rank)
+                used.add(places[rank].failure_domain)
+                staged[rank] += num_bytes
+        known.update(mirrors)
+        chosen[number] = tuple(sorted(mirrors))
+    return chosen
+
+
+class MissingCopies(NamedTuple):
+    """The data files that have to be sent."""
+
+    sent: Mapping[tuple[int, int], Sequence[int]]
+    """Owner and the rank that is to hold copies -> numbers of the owner's files."""
+    short: Sequence[int]
+    """Ranks for whose files there are not enough domains."""
+
+
+def place_missing(
+    places: Sequence[RankPlace],
+    lengths: Sequence[Sequence[int]],
+    mirrors: Mapping[tuple[int, int], Collection[int]],
+    copies: int,
+) -> MissingCopies:
+    """Chooses the ranks that hold copies of files that are in fewer than `copies` domains. `lengths` has the bytes of
+    the files of each rank, `mirrors` the ranks that have staged a file (owner, number) as well.
+    """
+    alone = [[n for n in range(len(of_rank)) if (rank, n) not in mirrors] for rank, of_rank in enumerate(lengths)]
+    num_bytes = [sum(lengths[rank][number] for number in numbers) for rank, numbers in enumerate(alone)]
+    plan = place_copies(places, num_bytes, copies)
+    sent: dict[tuple[int, int], list[int]] = {}
+    held = [0] * len(places)
+    for owner, targets in enumerate(plan.targets):
+        for target in targets if alone[owner] else ():
+            sent[owner, target] = list(alone[owner])
+            held[target] += num_bytes[owner]
+    short = {rank for rank in plan.short if alone[rank]}
+    for owner, number in sorted(mirrors):
+        used = {places[rank].failure_domain for rank in (owner, *mirrors[owner, number])}
+        while len(used) < copies:
+            others = [rank for rank, place in enumerate(places) if place.failure_domain not in used]
+            if not others:
+                short.add(owner)
+                break
+            target = min(others, key=lambda rank: (held[rank], rank))
+            used.add(places[target].failure_domain)
+            held[target] += lengths[owner][number]
+            sent.setdefault((owner, target), []).append(number)
+    return MissingCopies(sent, sorted(short))
+
+
+def _cut_into_files(chunks: Sequence[ReplicatedChunk], max_bytes: int) -> Iterator[list[ReplicatedChunk]]:
+    file: list[ReplicatedChunk] = []
+    num_bytes = 0
+    for chunk in chunks:
+        if file and num_bytes + chunk.num_bytes > max_bytes:
+            yield file
+            file, num_bytes = [], 0
+        file.append(chunk)
+        num_bytes += chunk.num_bytes
+    if file:
+        yield file
+
+
+def _mirror_at(rank: int, chunks: Sequence[ReplicatedChunk], number: int, owner_bytes: int) -> Mirror:
+    """Returns a file as one of its mirrors has it."""
+    items: list[int] = []
+    parts: list[ItemRegion] = []
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for chunk in chunks:
+        item = chunk.items[chunk.ranks.index(rank)]
+        if chunk.part is None:
+            items.append(item)
+        else:
+            parts.append(ItemRegion(item, chunk.part))
+        if chunk.is_grouped:
+            groups.setdefault(chunk.ranks, []).append(item)
+    together = [groups[ranks] for ranks in in_order(groups)]
+    return Mirror(chunks[0].owner, number, owner_bytes, items, parts, together)
+
+
+def in_order(holders: Collection[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Returns the holders of groups of small chunks in the order of the groups: most holders first."""
+    return sorted(holders, key=lambda ranks: (-len(ranks), ranks))
+
+
+def differing_extents(expected: Sequence[int], found: Sequence[int]) -> list[int]:
+    """Returns the extents of a file whose digests at a mirror are not those of its owner."""
+    return [number for number, pair in enumerate(zip_longest(expected, found)) if pair[0] != pair[1]]

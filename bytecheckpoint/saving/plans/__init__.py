@@ -1,0 +1,1 @@
+"""The messages in which ranks agree on the plan of a save."""

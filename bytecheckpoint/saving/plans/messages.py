@@ -1,0 +1,105 @@
+"""The messages of planning: a local plan on its way to the coordinator, and one rank's part of the global plan on its
+way back. They know no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from bytecheckpoint.adapters.expectation import Scope
+from bytecheckpoint.planner.memory_tier.mirrors import Mirror, MirroredFile, Mirroring
+from bytecheckpoint.planner.memory_tier.placement import RankPlace
+from bytecheckpoint.planner.save_plan import SavePlan
+from bytecheckpoint.planner.write_items import PackedItems
+from bytecheckpoint.saving.replica_checks import PartDigests
+
+
+class LocalPlanMessage(msgspec.Struct, frozen=True, array_like=True):
+    """A local plan on its way to the coordinator."""
+
+    target: str
+    plan_id: str
+    """Id of the plan that this rank has cached for it; empty if it has none."""
+    digests: list[int]
+    """One digest for each of the compared groups of the cached plan."""
+    items: PackedItems | None
+    """None where a plan is cached."""
+    aliases: dict[str, str]
+    """Empty where a plan is cached."""
+    plain: dict[str, tuple[Scope, bytes]]
+    stages: dict[str, int] = {}
+    """Pipeline stages by FQN; if a plan is cached, only of the FQNs in `stage_digests`."""
+    stage_digests: PartDigests = {}
+    """Digests of the tensors that the coordinator asked for, now or when the plan was made."""
+    is_empty: bool = False
+    digested_plain: list[str] = []
+    """FQNs of plain data that are digests here."""
+    place: RankPlace | None = None
+    """Set if memory is to stage replicas in several failure domains."""
+    frozen: list[int] = []
+    """Then, its items that share no file with others."""
+
+
+class PlanReply(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's part of the global plan."""
+
+    save_id: str = ""
+    plan_id: str = ""
+    whole: bytes = b""
+    """A bit for each write item of this rank: it writes all of it."""
+    parts: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+    """Index of the item, offsets and lengths of the part that this rank writes."""
+    together: list[list[int]] = []
+    """Groups of its items; see SavePlan."""
+    compared: list[list[int]] = []
+    differing_replicas: list[str] = []
+    is_cached: bool = False
+    """True if the cached plan holds; `whole` to `differing_replicas` are empty."""
+    send_all: bool = False
+    """True if the coordinator needs the whole local plan before it can reply."""
+    send_plain: bool = False
+    """True if the coordinator needs plain data of which it has only digests."""
+    digested: list[str] = []
+    """FQNs of tensors for all parts of which it needs digests."""
+    has_locations: bool = False
+    """True if the coordinator has the chunk locations of this plan."""
+    num_bytes: int = 0
+    """Bytes of all that this rank writes."""
+    mirrored: list[MirroredFile] = []
+    """Its files that other ranks stage as well, for memory."""
+    mirrors: list[Mirror] = []
+    """Files of other ranks that this one stages as well."""
+
+
+def mirroring_of(messages: Sequence[LocalPlanMessage], copies: int, max_file_bytes: int) -> Mirroring | None:
+    """Returns how replicas are staged in `copies` failure domains; None if a save has no use for that."""
+    places = [message.place for message in messages if message.place is not None]
+    if copies < 2 or len(places) < len(messages):
+        return None
+    return Mirroring(places, copies, max_file_bytes, [frozenset(message.frozen) for message in messages])
+
+
+def new_replies(save_id: str, plan: SavePlan) -> list[PlanReply]:
+    """Returns the answer to each rank, for a plan that was made now."""
+    compared: list[list[list[int]]] = [[] for _ in plan.whole_items]
+    for ranks, items in plan.compared.items():
+        for rank, of_rank in zip(ranks, items, strict=True):
+            compared[rank].append(list(of_rank))
+    return [
+        PlanReply(
+            save_id,
+            save_id,
+            np.packbits(kept).tobytes(),
+            [(item, *region) for item, region in parts],
+            [list(group) for group in plan.groups[rank]],
+            compared[rank],
+            list(plan.differing_replicas),
+            num_bytes=plan.num_bytes[rank],
+            mirrored=list(plan.memory.mirrored[rank]),
+            mirrors=list(plan.memory.mirrors[rank]),
+        )
+        for rank, (kept, parts) in enumerate(zip(plan.whole_items, plan.item_parts, strict=True))
+    ]
