@@ -118,8 +118,9 @@ def run_fetches(
             except BaseException as error:
                 errors.append(error)
                 on_failure()
-                if errors[0] is error or not isinstance(error, Exception):  # others may fail because of the first one
-                    raise
+                if errors[0] is not error and isinstance(error, Exception):
+                    return  # it may have failed because of the first one
+                raise
 
     run_jobs(run, fetches, num_threads=threads)
 
