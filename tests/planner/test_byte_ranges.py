@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +18,9 @@ OFFSET, ITEM_BYTES = 5, 2
 
 @st.composite
 def boxes(draw: st.DrawFn) -> BoxPart:
-    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+    shape = tuple(
+        draw(st.lists(st.integers(1, 5), min_size=1, max_size=4).filter(lambda shape: math.prod(shape) <= 100))
+    )
     lengths = [draw(st.integers(1, length)) for length in shape]
     offsets = [draw(st.integers(0, length - taken)) for length, taken in zip(shape, lengths, strict=True)]
     region = Region(tuple(offsets), tuple(lengths))

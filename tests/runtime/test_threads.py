@@ -123,7 +123,7 @@ ON_A_THREAD = """
 import os, threading
 from bytecheckpoint.runtime.thread_priority import lower_priority
 
-os.nice(10)
+os.nice(10 - os.nice(0))
 
 def work():
     for _ in range(2):  # a thread that is kept for the next job does so again
