@@ -1,6 +1,7 @@
 """Kills a training run and resumes it on three layouts, stops it with SIGTERM and resumes it on another one, kills it
-with steps in memory and resumes it from there, and proves that nothing was lost but time. Started by `make demo`; everything it writes goes under --out. It compares runs by their
-logs alone: how a run trains and saves is in train_gpt.py.
+with steps in memory and resumes it from there, and proves that nothing was lost but time. Started by `make demo`;
+everything it writes goes under --out. It compares runs by their logs alone: how a run trains and saves is in
+train_gpt.py.
 """
 
 from __future__ import annotations

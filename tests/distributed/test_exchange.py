@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
-from bytecheckpoint.loading import exchange as exchange_module
 from bytecheckpoint import phases
+from bytecheckpoint.loading import exchange as exchange_module
 from bytecheckpoint.loading import receive
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.storage import range_reader
