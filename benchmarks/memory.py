@@ -2,10 +2,12 @@
 
     python benchmarks/run.py memory                 # 1 GiB
     python benchmarks/run.py memory --mib 256 --rounds 9
+    .venv-peers/bin/python benchmarks/run.py memory --peers    # as benchmarks/requirements-memory-peers.txt says
 
 `call` is what an asynchronous save takes before it returns, `all` with its work in the background until it is held or
 written. The best of the rounds counts, in seconds of one core, which a busy machine changes least. Loads fill
-memory that exists; only the memory tier verifies what it reads.
+memory that exists; only the memory tier verifies what it reads. Ratios are to a bare copy of the state. A second table
+has goals of the memory tier and what was found.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bytecheckpoint as bcp
+from in_memory.goals import goals
+from in_memory.peers import peer_works
 
 _TENSORS = 16
 
@@ -30,6 +35,7 @@ _TENSORS = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mib", type=int, default=1024, help="of float32 weights")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peers", action="store_true", help="also nvidia-resiliency-ext and torchft")
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="a folder in tmpfs")
 
 
@@ -38,11 +44,18 @@ def run(arguments: argparse.Namespace) -> None:
     folder = Path(tempfile.mkdtemp(prefix="bench-memory-", dir=arguments.tmpfs))
     try:
         bench = Bench(folder, arguments.mib << 20)
-        print("| work | call, CPU s | all, CPU s |")
-        print("| --- | --- | --- |")
-        for name, begin, end in bench.works():
+        print("| work | call, CPU s | all, CPU s | all, in copies |")
+        print("| --- | --- | --- | --- |")
+        copy_s = 0.0
+        works = chain(bench.works(), peer_works(folder, bench.state, bench.into) if arguments.peers else [])
+        for name, begin, end in works:
             call_s, all_s = best(begin, end, arguments.rounds)
-            print(f"| {name} | {call_s:.3f} | {all_s:.3f} |", flush=True)
+            copy_s = copy_s or max(all_s, 1e-9)
+            print(f"| {name} | {call_s:.3f} | {all_s:.3f} | {all_s / copy_s:.1f} |", flush=True)
+        print("\n| goal | found | target |")
+        print("| --- | --- | --- |")
+        for goal in goals(folder, bench.state, has_peers=arguments.peers):
+            print(f"| {goal.name} | {goal.found} | {goal.target} |", flush=True)
     finally:
         shutil.rmtree(folder)
 

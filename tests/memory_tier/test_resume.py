@@ -15,6 +15,7 @@ from forked_python import forked_python
 
 import bytecheckpoint as bcp
 from bytecheckpoint.saving.in_flight import process_state
+from bytecheckpoint.saving.local_stage import LocalStage
 from bytecheckpoint.staging.memory_slots import JobMemory
 from bytecheckpoint.storage.memory_root import slot_file
 from bytecheckpoint.storage.memory_root.job_folder import find_jobs, open_job
@@ -276,3 +277,39 @@ def test_copies_that_are_held_for_others_count_into_the_limit_when_slots_are_tak
     memory.copies.take(1, [3 << 20], max_bytes=8 << 20)
     with pytest.raises(bcp.CheckpointSaveError, match="max_bytes=8388608"):
         memory.take([3 << 20], max_bytes=8 << 20)  # two slots
+
+
+def test_what_only_the_local_stage_has_is_resumed_from_there(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The upload had failed, and the memory went with the host; the disk came back."""
+    staged = options(tmp_path, local_stage=tmp_path / "stage")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStage, "upload", refuse)
+        handle = bcp.save(root, state_of(7), step=7, async_save=True, options=staged)
+        handle.local()
+        with pytest.raises(bcp.StorageError):
+            handle.result()
+    for memory in process_state().memories.values():
+        memory.close()
+    monkeypatch.setattr(process_state(), "memories", {})
+    shutil.rmtree(tmp_path / "memory")
+    state = empty()
+    report = bcp.resume(root, state, options=staged)
+    assert report is not None
+    assert (report.step, report.sources) == (7, {"memory": 0, "peer": 0, "parity": 0, "local": 1, "storage": 0})
+    check(state, 7)
+    with pytest.raises(bcp.CheckpointNotFoundError):
+        bcp.load(root, empty())
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise bcp.StorageError("the store is away", kind="unavailable")
+
+
+def test_names_are_mapped_as_by_a_load(tmp_path: Path, root: Path) -> None:
+    bcp.save(root, {"old": {"x": torch.arange(10.0)}}, step=1, options=options(tmp_path), to="memory")
+    state = {"new": {"y": torch.zeros(10)}}
+    report = bcp.resume(root, state, options=options(tmp_path), key_map={"old.x": "new.y"})
+    assert report is not None
+    assert torch.equal(state["new"]["y"], torch.arange(10.0))

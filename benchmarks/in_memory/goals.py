@@ -1,0 +1,142 @@
+"""Goals of the memory tier that one process can show: each is measured and printed beside its target."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint.memory_tier.parity import xor_into
+from bytecheckpoint.storage.memory_root import slot_file
+from bytecheckpoint.storage.memory_root.job_folder import find_jobs
+
+from .peers import State, nvrx_manager
+
+_MEMBERS = 4
+_FLIPS = 20
+_STEPS = 8
+_STEP_IN_COPIES = 20
+"""Length of a training step, in times that a copy of the state takes."""
+
+
+class Goal(NamedTuple):
+    """One row."""
+
+    name: str
+    found: str
+    target: str
+
+
+def goals(folder: Path, state: State, *, has_peers: bool) -> Iterator[Goal]:
+    yield parity_goal(sum(tensor.nbytes for tensor in state.values()))
+    yield stall_goal(folder / "every", state)
+    yield Goal("bits flipped in the newest checkpoint that are noticed", noticed(folder / "flips", state), "all")
+    if has_peers:
+        found = noticed_by_nvrx(folder / "nvrx-flips", state)
+        yield Goal("the same, nvidia-resiliency-ext", found, "(its format has no checksum)")
+
+
+def parity_goal(num_bytes: int) -> Goal:
+    """Returns the processor time of XOR for so many bytes of each of four hosts."""
+    parts = [memoryview(bytearray(num_bytes // _MEMBERS)) for _ in range(_MEMBERS)]
+    parity = bytearray(len(parts[0]))
+    seconds = []
+    for _ in range(3):
+        started = time.process_time()
+        for part in parts:
+            xor_into(parity, 0, part)
+        seconds.append((time.process_time() - started) / (len(parts[0]) * _MEMBERS / 1e9))
+    return Goal("parity: core-seconds for a GB, beside the wire", f"{min(seconds):.3f}", "0.15")
+
+
+def stall_goal(folder: Path, state: State) -> Goal:
+    """Returns what saves of each step add to the processor time of the thread that trains."""
+    options = bcp.SaveOptions(memory=bcp.Memory(copies=1, root=folder / "memory"))
+    copy_s = min(_timed(lambda: [tensor.clone() for tensor in state.values()]) for _ in range(3))
+    matrix = torch.randn(256, 256)
+
+    def train() -> None:
+        until = time.thread_time() + _STEP_IN_COPIES * copy_s
+        while time.thread_time() < until:
+            matrix @ matrix
+
+    def save(step: int) -> Any:
+        return bcp.save(folder / "run", state, step=step, async_save=True, options=options, to="memory")
+
+    for step in range(3):
+        save(step).held("process")
+    added, handle = 0.0, None
+    for step in range(3, 3 + _STEPS):
+        train()
+        started = time.thread_time()
+        handle = save(step)
+        added += time.thread_time() - started
+    if handle is not None:
+        handle.held("process")
+    share = added / (_STEPS * _STEP_IN_COPIES * copy_s)
+    name = f"saves of every step of {_STEP_IN_COPIES} copies' time: processor time added to the training thread"
+    return Goal(name, f"{100 * share:.1f} %", "2 %; a copy alone is 5 %")
+
+
+def _timed(work: Any) -> float:
+    started = time.thread_time()
+    work()
+    return time.thread_time() - started
+
+
+def noticed(folder: Path, state: State) -> str:
+    """Flips bits in the slot of the newest step, one at a time; counts resumes that did not take it."""
+    options = bcp.SaveOptions(memory=bcp.Memory(copies=1, root=folder / "memory"))
+    for step in (1, 2):
+        bcp.save(folder / "run", state, step=step, options=options, to="memory")
+    ((job, _),) = find_jobs(str(folder / "memory"))
+    slot = max(slot_file.scan(job.slots), key=lambda each: each.header.step if each.header else 0)
+    (place,) = slot.places().values()
+    draw, found, level = random.Random(1), 0, logging.getLogger("bytecheckpoint").level
+    logging.getLogger("bytecheckpoint").setLevel(logging.CRITICAL)
+    for _ in range(_FLIPS):
+        at, bit = place.byte_offset + draw.randrange(place.byte_length), 1 << draw.randrange(8)
+        _flip(Path(place.path), at, bit)
+        report = bcp.resume(
+            folder / "run", {name: torch.empty_like(each) for name, each in state.items()}, options=options
+        )
+        found += report is not None and report.step == 1
+        _flip(Path(place.path), at, bit)
+    logging.getLogger("bytecheckpoint").setLevel(level)
+    return f"{found} of {_FLIPS}"
+
+
+def noticed_by_nvrx(folder: Path, state: State) -> str:
+    """The same with a local checkpoint of nvidia-resiliency-ext: errors, of as many flips."""
+    folder.mkdir()
+    manager, host_state = nvrx_manager(folder)
+    manager.save(host_state(dict(state)), 1)
+    (file,) = [path for path in (folder / "nvrx").rglob("*") if path.is_file()]
+    draw, errors, wrong = random.Random(1), 0, 0
+    for _ in range(_FLIPS):
+        at, bit = draw.randrange(file.stat().st_size), 1 << draw.randrange(8)
+        _flip(file, at, bit)
+        try:
+            manager.find_latest()
+            loaded, _ = manager.load()
+            wrong += any(not torch.equal(loaded.state_dict[name], each) for name, each in state.items())
+        except Exception:  # noqa: BLE001 - any error is one that a user sees
+            errors += 1
+        _flip(file, at, bit)
+    shutil.rmtree(folder)
+    return f"{errors} of {_FLIPS}; {wrong} loaded wrong values without an error"
+
+
+def _flip(path: Path, at: int, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ bit]))
