@@ -121,7 +121,10 @@ def run_fetches(
                 if errors[0] is error or not isinstance(error, Exception):  # others may fail because of the first one
                     raise
 
-    run_jobs(run, fetches, num_threads=threads)
+    try:
+        run_jobs(run, fetches, num_threads=threads)
+    finally:
+        errors.clear()  # a traceback that holds its own error is memory until the next collection
 
 
 _Digests = dict[int, tuple[int, int]]
