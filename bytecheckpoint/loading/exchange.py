@@ -192,7 +192,7 @@ class _Exchange:
                 passed_on = [self._passing_on(read) for read in plan.shared]
                 if self._requests:
                     raise damaged(f"what was asked for of {len(self._requests)} units that this rank does not read was")
-                alone = self._source.with_targets(plan.alone, self._targets, self._stored_fqns)
+                alone = map(self._noted, self._source.with_targets(plan.alone, self._targets, self._stored_fqns))
                 no_slots = partial(self._arenas.read.break_off, PeerLeftError)
                 self._source.run([*passed_on, *alone], self._lanes, no_slots)
                 wait(relays, return_when=FIRST_EXCEPTION)
@@ -238,9 +238,7 @@ class _Exchange:
             yield slots[0].content
 
         def place(_: memoryview) -> None:
-            if self._is_over.is_set():
-                raise PeerLeftError
-            self._activity.step()
+            self._note_progress()
             self._pass_on(read, slots[0], requests)
 
         def wanted_by(start: int, end: int) -> str:
@@ -255,6 +253,20 @@ class _Exchange:
             return own or (f"what {shown_ranks(ranks)} asked for" if ranks else "")
 
         return Fetch(*unit, read.byte_length, (), is_direct=False, target=target, place=place, wanted_by=wanted_by)
+
+    def _noted(self, read: Fetch) -> Fetch:
+        """Returns a read that other ranks hear of, and that is the last one after an error."""
+
+        def place(content: memoryview) -> None:
+            self._note_progress()
+            read.place(content)
+
+        return read._replace(place=place)
+
+    def _note_progress(self) -> None:
+        if self._is_over.is_set():
+            raise PeerLeftError
+        self._activity.step()
 
     def _pass_on(
         self, fetch: Fetch, slot: Slot, requests: Mapping[tuple[ByteRange, ...], Sequence[Connection]]

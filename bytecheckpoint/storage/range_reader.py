@@ -122,7 +122,10 @@ def run_fetches(
                     return  # it may have failed because of the first one
                 raise
 
-    run_jobs(run, fetches, num_threads=threads)
+    try:
+        run_jobs(run, fetches, num_threads=threads)
+    finally:
+        errors.clear()  # a traceback that holds its own error is memory until the next collection
 
 
 _Digests = dict[int, tuple[int, int]]
