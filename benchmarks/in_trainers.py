@@ -174,7 +174,7 @@ def resume_on(new_pool: Callable[[], ProcessPool], saved: Mapping[str, dict[str,
             except PoolError as error:
                 print(pool.log_tail(), file=sys.stderr)
                 stack.close()
-                pool, outcomes[name] = None, str(error)
+                pool, outcomes[name] = None, str(error).replace(f"{folder}/", "")
             else:
                 outcomes[name] = compared(digests, [answer["digests"] for answer in answers])
             print(f"  {name}: {outcomes[name]}", file=sys.stderr, flush=True)
