@@ -87,6 +87,7 @@ def resume(candidate: str, folder: Path, *, mb: float, num_steps: int) -> dict[s
 
 def digests_of(engine: Any) -> dict[str, str]:
     """Returns those of what ranks hold together: parameters, their fp32 masters and the states of the optimizer."""
+    engine.optimizer._lazy_init_hp_params_optimizer_state()  # which a step does else, and none follows a load here
     found = {"steps": digest(engine.global_steps)}
     for name, parameter in engine.module.named_parameters():
         found[name] = digest(parameter)

@@ -82,10 +82,11 @@ def new_trainer(candidate: str, callback: Callback, num_steps: int) -> tuple[Tra
 class FirstState(Callback):
     """Keeps the digests of the state that the first step begins with."""
 
-    found: dict[str, str]
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        self.found = digests(module, trainer.optimizers[0])
+        self.found = self.found or digests(module, trainer.optimizers[0])
 
 
 def resume(candidate: str, folder: Path, *, mb: float, num_steps: int) -> dict[str, str]:

@@ -72,13 +72,12 @@ def new_trainer(candidate: str, folder: Path, *, mb: float, num_steps: int, save
 class FirstState(TrainerCallback):
     """Keeps the digests of the state that the first step begins with."""
 
-    found: dict[str, str]
-
     def __init__(self, trainer: Trainer) -> None:
+        self.found: dict[str, str] = {}
         self._digests = partial(digests, trainer.model, trainer.optimizer)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.found = self._digests()
+        self.found = self.found or self._digests()
 
 
 def resume(candidate: str, folder: Path, *, mb: float, num_steps: int) -> dict[str, str]:
