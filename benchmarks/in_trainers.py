@@ -6,8 +6,12 @@
 The framework's own loop trains and saves; processes live on from round to round, one set for each candidate, and run in
 the environment that `make test-framework-NAME` makes. The first run of each does not count. `stall` is the time of the
 call that saves, `durable` until the last file is written, `lost` what the steps meanwhile took longer than undisturbed
-ones, stall included; of all ranks the slowest. Memory is what the first save of a process takes at its peak during the
+ones, stall included; of all ranks the slowest. Asynchronous saves stand beside the framework's own asynchronous one, if
+it has one. Memory is what the first save of a process takes at its peak during the
 call, beyond what the process has then, of the rank that takes most; beside it that rank's part of what is written.
+
+Then each candidate saves once more, and resumes on other numbers of ranks, in the framework's own way. `yes` says that
+all parameters and all of the optimizer's state are equal to what was saved, bit for bit; else there is the error.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -40,7 +45,11 @@ MEASURES = ("stall", "durable", "lost")
 SAVES = 2
 """Saves of a run."""
 STEPS_BETWEEN = 12
+STEPS_RESUMED = 4
+"""Steps of the run that is resumed."""
 TIMEOUT_S = 300.0
+WIDEST = 200
+"""Characters of an error that are shown."""
 
 
 class TrainerModule(Protocol):
@@ -58,6 +67,11 @@ class TrainerModule(Protocol):
         durable. Called several times in a process.
         """
 
+    def resume(self, candidate: str, folder: Path, *, mb: float, num_steps: int) -> dict[str, str]:
+        """Makes the job anew, on any number of ranks, lets it go on from the newest checkpoint below `folder`, and
+        returns the digests of the state that it goes on with. Called once in a process for each candidate.
+        """
+
     def checkpoints(self, folder: Path) -> list[Path]:
         """Returns what the saves wrote, the oldest first."""
 
@@ -67,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mb", type=float, default=50, help="size of the model; its optimizer has twice as much")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--resume-ranks", type=int, nargs="*", default=[1, 3], help="numbers of ranks to resume on")
     parser.add_argument("--candidates", nargs="+", help="names of some; all by default")
     parser.add_argument("--python", help="interpreter that has the framework; that of its tests by default")
     parser.add_argument("--folder", type=Path, help="folder to save to; a temporary one by default")
@@ -74,27 +89,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     python = arguments.python or str(ROOT / f".venv-{arguments.framework}" / "bin" / "python")
-    new_pool = partial(
-        ProcessPool,
-        "in_trainers",
-        {"num_ranks": arguments.ranks, "framework": arguments.framework, "mb": arguments.mb},
-        num_ranks=arguments.ranks,
-        timeout_s=TIMEOUT_S,
-        python=python,
-    )
+    settings = {"framework": arguments.framework, "mb": arguments.mb}
+
+    def new_pool(num_ranks: int) -> ProcessPool:
+        given = {"num_ranks": num_ranks, **settings}
+        return ProcessPool("in_trainers", given, num_ranks=num_ranks, timeout_s=TIMEOUT_S, python=python)
+
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.folder)))
         print(facts_line(machine_facts(folder)), flush=True)
-        with new_pool() as pool:  # the framework is imported in its own environment only
+        with new_pool(1) as pool:  # the framework is imported in its own environment only
             facts = pool.facts[0]
         names = arguments.candidates or list(facts["candidates"])
         print(
             f"{arguments.framework} {facts['version']}, {arguments.ranks} ranks, {3 * arguments.mb:.0f} MB of model "
             f"and optimizer, {arguments.rounds} rounds of {SAVES} saves\n"
         )
-        pools = {name: stack.enter_context(new_pool()) for name in names}
-        found = measure(pools, arguments.rounds, folder)
-    print(table(facts, names, found, num_ranks=arguments.ranks))
+        with ExitStack() as saving:
+            pools = {name: saving.enter_context(new_pool(arguments.ranks)) for name in names}
+            found = measure(pools, arguments.rounds, folder)
+            print(table(facts, names, found, num_ranks=arguments.ranks), flush=True)
+            saved = {name: save_to_resume(pools[name], name, folder) for name in names if arguments.resume_ranks}
+        if saved:
+            ways = {number: partial(new_pool, number) for number in arguments.resume_ranks}
+            outcomes = {number: resume_on(way, saved, folder) for number, way in ways.items()}
+            print(f"\n{resume_table(facts, outcomes)}")
 
 
 def measure(pools: dict[str, ProcessPool], rounds: int, folder: Path) -> dict[str, list[dict[str, float]]]:
@@ -120,7 +139,7 @@ def train_once(pool: ProcessPool, name: str, folder: Path) -> list[dict[str, flo
     target = folder / name
     target.mkdir()
     try:
-        answers = pool.run(candidate=name, folder=str(target))
+        answers = pool.run(does="train", candidate=name, folder=str(target))
     except PoolError:
         print(pool.log_tail(), file=sys.stderr)
         raise
@@ -131,6 +150,53 @@ def train_once(pool: ProcessPool, name: str, folder: Path) -> list[dict[str, flo
     return [{measure: max(rank[measure] for rank in ranks) for measure in ranks[0]} for ranks in each]
 
 
+def save_to_resume(pool: ProcessPool, name: str, folder: Path) -> dict[str, str]:
+    """Saves once, and returns the digests of what was saved."""
+    target = folder / name
+    target.mkdir()
+    digests: list[dict[str, str]] = [
+        answer["digests"] for answer in pool.run(does="save", candidate=name, folder=str(target))
+    ]
+    if not digests[0] or any(each != digests[0] for each in digests):
+        raise ValueError(f"{name}: ranks do not agree on the state that was saved")
+    return digests[0]
+
+
+def resume_on(new_pool: Callable[[], ProcessPool], saved: Mapping[str, dict[str, str]], folder: Path) -> dict[str, str]:
+    """Returns what comes of it when each candidate resumes from what it has saved, on the ranks of a new pool."""
+    outcomes = {}
+    with ExitStack() as stack:
+        pool = None
+        for name, digests in saved.items():
+            pool = pool or stack.enter_context(new_pool())
+            try:
+                answers = pool.run(does="resume", candidate=name, folder=str(folder / name))
+            except PoolError as error:
+                print(pool.log_tail(), file=sys.stderr)
+                stack.close()
+                pool, outcomes[name] = None, str(error).replace(f"{folder}/", "")
+            else:
+                outcomes[name] = compared(digests, [answer["digests"] for answer in answers])
+            print(f"  {name}: {outcomes[name]}", file=sys.stderr, flush=True)
+    return outcomes
+
+
+def compared(saved: dict[str, str], of_ranks: list[dict[str, str]]) -> str:
+    """Returns `yes` if all ranks go on with what was saved."""
+    names = saved.keys() | {name for each in of_ranks for name in each}
+    other = [name for name in names if any(each.get(name) != saved.get(name) for each in of_ranks)]
+    return f"no: {len(other)} of {len(names)} values differ" if other else "yes"
+
+
+def resume_table(facts: dict[str, Any], outcomes: dict[int, dict[str, str]]) -> str:
+    heads = " | ".join(f"{number} rank{'s' * (number > 1)}" for number in outcomes)
+    lines = [f"| resumed on | {heads} |", f"{'| --- ' * (1 + len(outcomes))}|"]
+    for name in next(iter(outcomes.values())):
+        cells = [outcome[name].replace("|", "/")[:WIDEST] for outcome in outcomes.values()]
+        lines.append(f"| {facts['candidates'][name]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def table(
     facts: dict[str, Any],
     names: list[str],
@@ -139,7 +205,7 @@ def table(
     num_ranks: int,
 ) -> str:
     stalls = {name: statistics.median(save["stall"] for save in found[name]) for name in names}
-    own = [stalls[name] for name in names if name in facts["own"]]
+    own = {way: stalls[way] for way in facts["own"] if way in stalls}
     heads = " | ".join(f"{measure}, s" for measure in MEASURES)
     lines = [
         f"| saved by | {heads} | stall beside its own | written, MB | memory, MB (of a part) |",
@@ -148,7 +214,8 @@ def table(
     for name in names:
         cells = [spread([save[measure] for save in found[name]]) for measure in MEASURES]
         written = statistics.median(save["bytes"] for save in found[name]) / 1e6
-        ratio = f"{stalls[name] / min(own):.2f}x" if own else "-"
+        way = "own-async" if name.endswith("async") and "own-async" in own else "own"
+        ratio = f"{stalls[name] / own[way]:.2f}x" if way in own else "-"
         memory = found[name][0]["memory"] / 1e6
         cells += [ratio, f"{written:.1f}", f"{memory:.0f} ({memory * num_ranks / written:.2f})"]
         lines.append(f"| {facts['candidates'][name]} | {' | '.join(cells)} |")
@@ -169,13 +236,12 @@ def begin(rank: int, port: int, *, num_ranks: int, framework: str, mb: float) ->
 
     is_first = True
 
-    def obey(command: dict[str, Any]) -> dict[str, Any]:
+    def train(name: str, folder: Path) -> dict[str, Any]:
         nonlocal is_first
-        folder, meter = Path(command["folder"]), Meter(is_first=is_first)
+        meter = Meter(is_first=is_first)
         is_first = False
         num_steps = SAVES * STEPS_BETWEEN + STEPS_BETWEEN // 2
-        gc.collect()  # frameworks keep the models of earlier runs in circles
-        module.train(command["candidate"], folder, meter, mb=mb, num_steps=num_steps, save_every=STEPS_BETWEEN)
+        module.train(name, folder, meter, mb=mb, num_steps=num_steps, save_every=STEPS_BETWEEN)
         checkpoints = module.checkpoints(folder)
         timings = meter.timings(checkpoints)
         return {
@@ -184,6 +250,20 @@ def begin(rank: int, port: int, *, num_ranks: int, framework: str, mb: float) ->
                 for timing, path in zip(timings, checkpoints, strict=True)
             ]
         }
+
+    def save(name: str, folder: Path) -> dict[str, Any]:
+        meter = Meter(notes_state=True)
+        module.train(name, folder, meter, mb=mb, num_steps=STEPS_RESUMED, save_every=STEPS_RESUMED - 1)
+        return {"digests": meter.digests}
+
+    def resume(name: str, folder: Path) -> dict[str, Any]:
+        return {"digests": module.resume(name, folder, mb=mb, num_steps=STEPS_RESUMED + 1)}
+
+    ways = {"train": train, "save": save, "resume": resume}
+
+    def obey(command: dict[str, Any]) -> dict[str, Any]:
+        gc.collect()  # frameworks keep the models of earlier runs in circles
+        return ways[command["does"]](command["candidate"], Path(command["folder"]))
 
     version = importlib.metadata.version(getattr(module, "DISTRIBUTION", framework))
     return {"candidates": module.CANDIDATES, "own": module.OWN, "version": version}, obey

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from bytecheckpoint.integrations.accelerate import save_state
+from bytecheckpoint.integrations.accelerate import load_state, save_state
+from trainers.digests import digests
 from trainers.meter import Meter, by_age
 from trainers.model import BATCH, Blocks, Rows
 
@@ -28,6 +30,7 @@ def train(candidate: str, folder: Path, meter: Meter, *, mb: float, num_steps: i
     model = Blocks(mb)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     meter.watch(optimizer)
+    meter.holds(partial(digests, model, optimizer))
     loader = DataLoader(Rows(num_steps, accelerator.num_processes), batch_size=BATCH, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     ways = {
@@ -46,3 +49,18 @@ def train(candidate: str, folder: Path, meter: Meter, *, mb: float, num_steps: i
         handle.result()
     accelerator.wait_for_everyone()
     accelerator.free_memory()
+
+
+def resume(candidate: str, folder: Path, *, mb: float, num_steps: int) -> dict[str, str]:
+    accelerator = Accelerator(cpu=True)
+    model = Blocks(mb)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    loader = DataLoader(Rows(num_steps, accelerator.num_processes), batch_size=BATCH, shuffle=True)
+    accelerator.prepare(model, optimizer, loader)
+    path = str(checkpoints(folder)[-1])
+    if candidate == "own":
+        accelerator.load_state(path)
+    else:
+        load_state(accelerator, path)
+    accelerator.free_memory()
+    return digests(model, optimizer)

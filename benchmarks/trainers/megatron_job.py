@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainers.digests import digest
 from trainers.meter import Meter, by_age
 
 TESTS = Path(__file__).parents[2] / "tests"
 sys.path += [str(TESTS), str(TESTS / "frameworks" / "megatron" / "doubles")]
 
 from frameworks.megatron.train_gpt import Training, parse_arguments, tracker_on_host  # noqa: E402
-from frameworks.real_megatron import Layout, on_host  # noqa: E402
+from frameworks.real_megatron import Built, Layout, held_by, on_host, sharded_parameters  # noqa: E402
 from megatron.core import dist_checkpointing, num_microbatches_calculator, parallel_state  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy  # noqa: E402
+from megatron.core.dist_checkpointing.serialization import (  # noqa: E402
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper  # noqa: E402
 from megatron.core.utils import unwrap_model  # noqa: E402
@@ -43,6 +47,8 @@ CANDIDATES = {
     "bcp-async": "bytecheckpoint, save_checkpoint, async",
 }
 HIDDEN = 512
+GLOBAL_BATCH = 12
+"""For 1, 2 and 3 ranks."""
 BYTES_A_LAYER = 4 * 16 * HIDDEN * HIDDEN
 
 
@@ -51,26 +57,15 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def train(candidate: str, folder: Path, meter: Meter, *, mb: float, num_steps: int, save_every: int) -> None:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    args = arguments(folder, mb=mb, num_steps=num_steps, save_every=save_every)
-    args.async_save = candidate.endswith("async")
-    set_args(args)
-    num_microbatches_calculator.unset_num_microbatches_calculator()
-    num_microbatches_calculator.init_num_microbatches_calculator(
-        args.rank, None, args.global_batch_size, args.global_batch_size // args.world_size, args.world_size
-    )
     queue, handles = AsyncCallsQueue(), []
-    if candidate.startswith("own"):
-        save = meter.timed(partial(save_by_megatron_core, queue))
-    else:
-        megatron.install()
-        save = meter.timed(noted(training.save_checkpoint, handles))
-    training.save_checkpoint = partial(unless_at_end, save)
-    with ExitStack() as stack:
-        stack.enter_context(on_host(Layout()))
-        stack.enter_context(tracker_on_host())
-        run = Training(args)
+    with training_of(candidate, folder, mb=mb, num_steps=num_steps, save_every=save_every) as run:
+        if candidate.startswith("own"):
+            save = meter.timed(partial(save_by_megatron_core, queue))
+        else:
+            megatron.install()
+            save = meter.timed(noted(training.save_checkpoint, handles))
+        training.save_checkpoint = partial(unless_at_end, save)
+        meter.holds(partial(digests_of, run))
 
         def step(iteration: int) -> None:
             run.step(iteration)
@@ -84,10 +79,60 @@ def train(candidate: str, folder: Path, meter: Meter, *, mb: float, num_steps: i
     dist.barrier()
 
 
+def resume(candidate: str, folder: Path, *, mb: float, num_steps: int) -> dict[str, str]:
+    with training_of(candidate, folder, mb=mb, num_steps=num_steps, save_every=num_steps) as run:
+        if candidate.startswith("own"):
+            load_by_megatron_core(run, checkpoints(folder)[-1])
+        else:
+            megatron.install()
+            run.args.load = run.args.save
+            training.setup(run.model, run.optimizer, run.scheduler, {})
+        return digests_of(run)
+
+
+@contextmanager
+def training_of(candidate: str, folder: Path, *, mb: float, num_steps: int, save_every: int) -> Iterator[Training]:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    args = arguments(folder, mb=mb, num_steps=num_steps, save_every=save_every)
+    args.async_save = candidate.endswith("async")
+    set_args(args)
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    num_microbatches_calculator.init_num_microbatches_calculator(
+        args.rank, None, args.global_batch_size, args.global_batch_size // args.world_size, args.world_size
+    )
+    with on_host(Layout()), tracker_on_host():
+        yield Training(args)
+
+
+def digests_of(run: Training) -> dict[str, str]:
+    """Returns those of parameters, and of masters and optimizer states, of which each rank holds a part."""
+    built = Built(run.model, run.optimizer)
+    parts = {
+        id(parameter): (elements, {"master": held, **inner.state[held]})
+        for parameter, _, held, elements, inner in held_by(built)
+    }
+    found = {}
+    for parameter, sharded in sharded_parameters(built):
+        elements, states = parts.get(id(parameter), (slice(0), {}))
+        found[sharded.key] = digest(parameter)
+        for key in ("master", "exp_avg", "exp_avg_sq"):
+            whole = torch.zeros(parameter.numel())
+            if key in states:
+                whole[elements] = states[key].detach().reshape(-1)
+            dist.all_reduce(whole)
+            found[f"{sharded.key}, {key}"] = digest(whole)
+        step = torch.tensor(float(states.get("step", 0)))
+        dist.all_reduce(step, dist.ReduceOp.MAX)
+        found[f"{sharded.key}, step"] = digest(step)
+    return found
+
+
 def arguments(folder: Path, *, mb: float, num_steps: int, save_every: int) -> Namespace:
     """Returns Megatron's, for a model of so many MB in float32 that saves at each `save_every`."""
     num_layers = max(1, round(mb * 1e6 / BYTES_A_LAYER))
     given = {"train-iters": num_steps, "save-interval": save_every, "num-layers": num_layers, "hidden-size": HIDDEN}
+    given |= {"global-batch-size": GLOBAL_BATCH}
     args = parse_arguments(
         ["--save", str(folder), *(word for name, n in given.items() for word in (f"--{name}", f"{n}"))]
     )
@@ -155,3 +200,19 @@ def without_rank(common: dict[str, Any]) -> dict[str, Any]:
     """Returns what ranks have in common, which is compared."""
     kept = vars(common["args"]).items()
     return {**common, "args": {name: value for name, value in kept if name != "rank"}}
+
+
+def load_by_megatron_core(run: Training, path: Path) -> None:
+    """Fills what training goes on from, as Megatron-LM's `load_checkpoint` does."""
+    (chunk,) = unwrap_model(run.model)
+    metadata = dist_checkpointing.load_content_metadata(str(path))
+    weights = chunk.sharded_state_dict(metadata=metadata)
+    state = {
+        "model": weights,
+        "optimizer": run.optimizer.sharded_state_dict(weights, is_loading=True, metadata=metadata),
+        "rng_state": [ShardedObject("rng_state", [torch.get_rng_state()], (1, 1), (0, 0), replica_id=run.args.rank)],
+    }
+    loaded = dist_checkpointing.load(state, str(path), get_default_load_sharded_strategy(str(path)))
+    chunk.load_state_dict(loaded["model"])
+    run.optimizer.load_state_dict(loaded["optimizer"])
+    run.scheduler.load_state_dict(loaded["opt_param_scheduler"])

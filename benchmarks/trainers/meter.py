@@ -34,13 +34,21 @@ class SaveTiming(NamedTuple):
 class Meter:
     """Counts the steps of an optimizer and the calls of a save."""
 
-    def __init__(self, *, is_first: bool = False) -> None:
+    def __init__(self, *, is_first: bool = False, notes_state: bool = False) -> None:
         """`is_first`: no process of this rank has saved before, so the memory of the first save shows."""
+        self.notes_state = notes_state
         self._steps: list[float] = []
         self._calls: list[tuple[float, float]] = []
         self._peak: PeakMemory | None = None
         self._is_first = is_first
         self._taken_memory = 0
+        self._state: Callable[[], dict[str, str]] | None = None
+        self.digests: dict[str, str] = {}
+        """Of the state that the newest call saved, if `notes_state` asks for them."""
+
+    def holds(self, state: Callable[[], dict[str, str]]) -> None:
+        """Takes the function that gives the digests of what is saved."""
+        self._state = state
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Counts each step of this optimizer."""
@@ -55,6 +63,8 @@ class Meter:
 
         @wraps(save)
         def call(*arguments: Any, **named: Any) -> Any:
+            if self.notes_state and self._state is not None:
+                self.digests = self._state()
             with self._memory_of_first():
                 started = time.time()  # not perf_counter: it is compared with times of files
                 try:
@@ -71,14 +81,14 @@ class Meter:
 
     def record(self) -> str:
         """Returns what was counted, for `take` in another process."""
-        return json.dumps({"steps": self._steps, "calls": self._calls, "memory": self.memory})
+        return json.dumps({"steps": self._steps, "calls": self._calls, "memory": self.memory, "digests": self.digests})
 
     def take(self, record: str, *, skipped: int) -> None:
         """Counts what another process has recorded, but for its first saves."""
         taken = json.loads(record)
         self._steps += taken["steps"]
         self._calls += map(tuple, taken["calls"][skipped:])
-        self._taken_memory = taken["memory"]
+        self._taken_memory, self.digests = taken["memory"], taken["digests"]
 
     @contextmanager
     def _memory_of_first(self) -> Iterator[None]:

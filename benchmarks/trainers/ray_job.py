@@ -4,12 +4,14 @@ does not count.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ from ray.train import Checkpoint, CheckpointUploadMode, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
 
 import bytecheckpoint as bcp
-from bytecheckpoint.integrations.ray import report, run_path
+from bytecheckpoint.integrations.ray import checkpoint_path, report, run_path
+from trainers.digests import digests
 from trainers.meter import Meter, by_age
 from trainers.model import BATCH, WIDTH, Blocks
 
@@ -43,22 +46,34 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def train(candidate: str, folder: Path, meter: Meter, *, mb: float, num_steps: int, save_every: int) -> None:
+    settings = {"candidate": candidate, "mb": mb, "save_every": save_every, "num_steps": num_steps + save_every}
+    meter.take(on_workers(work, folder, settings | {"notes_state": meter.notes_state}), skipped=1)
+
+
+def resume(candidate: str, folder: Path, *, mb: float, num_steps: int) -> dict[str, str]:
+    del num_steps
+    found: dict[str, str] = json.loads(on_workers(go_on, folder, {"candidate": candidate, "mb": mb}))
+    return found
+
+
+def on_workers(loop: Callable[[dict[str, Any]], None], folder: Path, settings: dict[str, Any]) -> str:
+    """Runs the loop on as many workers as there are ranks; returns what the worker of this rank wrote down."""
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    done, records = folder / "done", folder / "records"
+    records = folder / f"{loop.__name__}-{num_ranks}"
+    done = records / "done"
     if rank == 0:
         records.mkdir()
-        settings = {"candidate": candidate, "mb": mb, "save_every": save_every, "records": str(records)}
-        fit(folder, {**settings, "num_steps": num_steps + save_every}, num_ranks)
+        fit(loop, folder, settings | {"records": str(records)}, num_ranks)
         done.touch()
     deadline = time.monotonic() + TIMEOUT_S
     while not done.exists():  # rank 0 has the cluster
         if time.monotonic() > deadline:
             raise TimeoutError(f"the run of Ray did not end within {TIMEOUT_S:.0f} s")
         time.sleep(0.05)
-    meter.take((records / f"{rank}.json").read_text(), skipped=1)
+    return (records / f"{rank}.json").read_text()
 
 
-def fit(folder: Path, settings: dict[str, Any], num_ranks: int) -> None:
+def fit(loop: Callable[[dict[str, Any]], None], folder: Path, settings: dict[str, Any], num_ranks: int) -> None:
     sockets = tempfile.mkdtemp(prefix="bcp-ray-", dir="/tmp")  # their names must be short
     ray.init(
         num_cpus=num_ranks + 1,
@@ -71,7 +86,7 @@ def fit(folder: Path, settings: dict[str, Any], num_ranks: int) -> None:
     try:
         run_config = RunConfig(name=RUN, storage_path=str(folder))
         workers = ScalingConfig(num_workers=num_ranks)
-        TorchTrainer(work, train_loop_config=settings, scaling_config=workers, run_config=run_config).fit()
+        TorchTrainer(loop, train_loop_config=settings, scaling_config=workers, run_config=run_config).fit()
     finally:
         ray.shutdown()
         shutil.rmtree(sockets, ignore_errors=True)
@@ -79,10 +94,12 @@ def fit(folder: Path, settings: dict[str, Any], num_ranks: int) -> None:
 
 def work(settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    rank, meter = ray.train.get_context().get_world_rank(), Meter(is_first=True)
+    rank = ray.train.get_context().get_world_rank()
+    meter = Meter(is_first=True, notes_state=settings["notes_state"])
     model = prepare_model(Blocks(settings["mb"]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     meter.watch(optimizer)
+    meter.holds(partial(digests, model.module, optimizer))
     state = {"model": model, "optimizer": optimizer}
     save, handle = meter.timed(way_to_save(settings["candidate"], state, is_writer=rank == 0)), None
     for step in range(1, settings["num_steps"] + 1):
@@ -95,6 +112,22 @@ def work(settings: dict[str, Any]) -> None:
     if handle is not None:
         handle.result()
     Path(settings["records"], f"{rank}.json").write_text(meter.record())
+
+
+def go_on(settings: dict[str, Any]) -> None:
+    blocks = Blocks(settings["mb"])
+    model = prepare_model(blocks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    checkpoint = ray.train.get_checkpoint()
+    if settings["candidate"].startswith("own"):
+        with checkpoint.as_directory() as folder:
+            whole = torch.load(Path(folder, "state.pt"))
+        blocks.load_state_dict(whole["model"])
+        optimizer.load_state_dict(whole["optimizer"])
+    else:
+        bcp.load(checkpoint_path(checkpoint), {"model": model, "optimizer": optimizer})
+    rank = ray.train.get_context().get_world_rank()
+    Path(settings["records"], f"{rank}.json").write_text(json.dumps(digests(blocks, optimizer)))
 
 
 def way_to_save(candidate: str, state: dict[str, Any], *, is_writer: bool) -> Callable[[int], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
 from bytecheckpoint.integrations.torchtitan import BcpCheckpointManager
+from trainers.digests import digests
 from trainers.meter import Meter, newest_file
 from trainers.model import BATCH, WIDTH, Blocks
 
@@ -33,23 +35,11 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def train(candidate: str, folder: Path, meter: Meter, *, mb: float, num_steps: int, save_every: int) -> None:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    model = Blocks(mb)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    adamw = default_adamw(lr=1e-4)
-    adamw.implementation = "for-loop"  # torchtitan fuses it on GPUs only
-    optimizers = adamw.build(model_parts=[model])
-    schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=optimizers, training_steps=num_steps)
-    for optimizer in optimizers:
-        meter.watch(optimizer)
-    parts = {"model_parts": [model], "optimizers": optimizers, "lr_schedulers": schedulers}
-    manager = config_of(candidate, save_every).build(
-        dataloader=None, states={}, sd_adapter=None, base_folder=str(folder), **parts
-    )
+    manager, parts = new_manager(candidate, folder, mb=mb, num_steps=num_steps, save_every=save_every)
+    (model,), optimizers, schedulers = parts.values()
+    (optimizer,) = optimizers
+    meter.watch(optimizer)
+    meter.holds(partial(digests, model, optimizer))
     timed = meter.timed(manager.save)
     for step in range(1, num_steps + 1):
         inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
@@ -63,6 +53,36 @@ def train(candidate: str, folder: Path, meter: Meter, *, mb: float, num_steps: i
     manager.maybe_wait_for_saving()
     manager.close()
     dist.barrier()
+
+
+def resume(candidate: str, folder: Path, *, mb: float, num_steps: int) -> dict[str, str]:
+    manager, parts = new_manager(candidate, folder, mb=mb, num_steps=num_steps, save_every=num_steps)
+    manager.load(step=-1)
+    manager.close()
+    (model,), (optimizer,), _ = parts.values()
+    return digests(model, optimizer)
+
+
+def new_manager(
+    candidate: str, folder: Path, *, mb: float, num_steps: int, save_every: int
+) -> tuple[Any, dict[str, Any]]:
+    """Returns the manager, and the parts of the trainer that it saves."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    model = Blocks(mb)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    adamw = default_adamw(lr=1e-4)
+    adamw.implementation = "for-loop"  # torchtitan fuses it on GPUs only
+    optimizers = adamw.build(model_parts=[model])
+    schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(optimizers=optimizers, training_steps=num_steps)
+    parts = {"model_parts": [model], "optimizers": optimizers, "lr_schedulers": schedulers}
+    manager = config_of(candidate, save_every).build(
+        dataloader=None, states={}, sd_adapter=None, base_folder=str(folder), **parts
+    )
+    return manager, parts
 
 
 def config_of(candidate: str, save_every: int) -> Any:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from bytecheckpoint.integrations.transformers import BcpTrainerMixin
+from trainers.digests import digests
 from trainers.meter import Meter, by_age
 from trainers.model import BATCH, Blocks, Rows
 
@@ -38,6 +41,14 @@ TRAINERS = {"own": Trainer, "bcp": BcpTrainer, "bcp-async": AsyncBcpTrainer}
 
 
 def train(candidate: str, folder: Path, meter: Meter, *, mb: float, num_steps: int, save_every: int) -> None:
+    trainer = new_trainer(candidate, folder, mb=mb, num_steps=num_steps, save_every=save_every)
+    meter.watch(trainer.optimizer)
+    meter.holds(partial(digests, trainer.model, trainer.optimizer))
+    trainer._save_checkpoint = meter.timed(trainer._save_checkpoint)
+    trainer.train()
+
+
+def new_trainer(candidate: str, folder: Path, *, mb: float, num_steps: int, save_every: int) -> Trainer:
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=num_steps,
@@ -53,9 +64,26 @@ def train(candidate: str, folder: Path, meter: Meter, *, mb: float, num_steps: i
     )
     model = Blocks(mb)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    meter.watch(optimizer)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     rows = Rows(num_steps, dist.get_world_size() if dist.is_initialized() else arguments.world_size)
-    trainer = TRAINERS[candidate](model, arguments, train_dataset=rows, optimizers=(optimizer, scheduler))
-    trainer._save_checkpoint = meter.timed(trainer._save_checkpoint)
-    trainer.train()
+    return TRAINERS[candidate](model, arguments, train_dataset=rows, optimizers=(optimizer, scheduler))
+
+
+class FirstState(TrainerCallback):
+    """Keeps the digests of the state that the first step begins with."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.found: dict[str, str] = {}
+        self._digests = partial(digests, trainer.model, trainer.optimizer)
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.found = self.found or self._digests()
+
+
+def resume(candidate: str, folder: Path, *, mb: float, num_steps: int) -> dict[str, str]:
+    trainer = new_trainer(candidate, folder, mb=mb, num_steps=num_steps, save_every=10 * num_steps)
+    trainer.args.save_strategy = "no"
+    first = FirstState(trainer)
+    trainer.add_callback(first)
+    trainer.train(resume_from_checkpoint=True)
+    return first.found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
 from bytecheckpoint.integrations.verl import BcpFSDPCheckpointManager
+from trainers.digests import digests
 from trainers.meter import Meter, newest_file
 
 OWN = ("own",)
@@ -30,15 +32,10 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def train(candidate: str, folder: Path, meter: Meter, *, mb: float, num_steps: int, save_every: int) -> None:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    model = sharded_llama(mb)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    manager = new_manager(candidate, mb)
+    model, optimizer = manager.model, manager.optimizer
     meter.watch(optimizer)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    kind = FSDPCheckpointManager if candidate == "own" else BcpFSDPCheckpointManager
-    config = CheckpointConfig(async_save=candidate == "bcp-async")
-    manager = kind(model=model, optimizer=optimizer, lr_scheduler=scheduler, checkpoint_config=config)
+    meter.holds(partial(digests, model, optimizer))
     save = meter.timed(manager.save_checkpoint)
     for step in range(1, num_steps + 1):
         tokens = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(step))
@@ -52,6 +49,24 @@ def train(candidate: str, folder: Path, meter: Meter, *, mb: float, num_steps: i
     if isinstance(manager, BcpFSDPCheckpointManager):
         manager.wait()
     dist.barrier()
+
+
+def resume(candidate: str, folder: Path, *, mb: float, num_steps: int) -> dict[str, str]:
+    del num_steps
+    manager = new_manager(candidate, mb)
+    manager.load_checkpoint(str(checkpoints(folder)[-1] / "actor"))
+    return digests(manager.model, manager.optimizer)
+
+
+def new_manager(candidate: str, mb: float) -> FSDPCheckpointManager:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    model = sharded_llama(mb)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    kind = FSDPCheckpointManager if candidate == "own" else BcpFSDPCheckpointManager
+    config = CheckpointConfig(async_save=candidate == "bcp-async")
+    return kind(model=model, optimizer=optimizer, lr_scheduler=scheduler, checkpoint_config=config)
 
 
 def sharded_llama(mb: float) -> Any:

@@ -1,4 +1,4 @@
-"""The benchmark of saves within accelerate runs at its least size."""
+"""The benchmark of saves and resumes within accelerate runs at its least size."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from frameworks.benchmark_run import rows_of_benchmark
+from frameworks.benchmark_run import run_benchmark
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(600)]
 
 
-def test_each_way_to_save_has_a_row(tmp_path: Path) -> None:
-    assert len(rows_of_benchmark("accelerate", tmp_path)) == 3
+def test_each_way_saves_and_this_library_resumes_on_other_ranks(tmp_path: Path) -> None:
+    printed = run_benchmark("accelerate", tmp_path)
+    assert len(printed.saves) == len(printed.resumes) == 3
+    assert printed.of_library() == [("yes", "yes")] * 2

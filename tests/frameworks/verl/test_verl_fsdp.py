@@ -27,6 +27,7 @@ from verl.workers.engine.fsdp import transformer_impl
 
 import bytecheckpoint as bcp
 from bytecheckpoint.integrations import verl as bcp_verl
+from bytecheckpoint.integrations.shared import numbered_folders
 from bytecheckpoint.integrations.verl import BcpFSDPCheckpointManager
 from bytecheckpoint.integrations.verl.steps import RoleSaves
 from frameworks.verl import verl_program
@@ -248,6 +249,32 @@ def test_old_steps_go_with_all_that_verl_wrote_also_after_a_restart(tmp_path: Pa
         again.save()
     wait_until(lambda: not (tmp_path / "global_step_2").exists())
     assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_3", "global_step_4"]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_save_waits_for_no_deletion_of_old_steps(
+    tmp_path: Path, async_save: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> None:
+        begun.set()
+        released.wait(60)
+
+    monkeypatch.setattr(numbered_folders, "_delete", hang)
+    monkeypatch.setattr(numbered_folders, "_HANGING_S", 0.2)  # a wait for the deletion ends with a warning then
+    job = Job(tmp_path, seed=0, async_save=async_save, k=1)
+    for step in (1, 2, 3):
+        job.train(step)
+        job.save()
+    assert begun.wait(60)
+    job.train(4)
+    job.save()
+    assert not released.is_set()
+    assert "are not finished" not in caplog.text
+    monkeypatch.undo()
+    released.set()
+    job.wait()
 
 
 def test_a_damaged_step_stops_no_run_that_goes_on_from_another_and_stays(
