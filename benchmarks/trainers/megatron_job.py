@@ -205,6 +205,8 @@ def without_rank(common: dict[str, Any]) -> dict[str, Any]:
 def load_by_megatron_core(run: Training, path: Path) -> None:
     """Fills what training goes on from, as Megatron-LM's `load_checkpoint` does."""
     (chunk,) = unwrap_model(run.model)
+    for owner in run.optimizer.chained_optimizers:  # without Apex it takes no optimizer that has made no step
+        owner._init_optimizer_states_with_dummy_values()
     metadata = dist_checkpointing.load_content_metadata(str(path))
     weights = chunk.sharded_state_dict(metadata=metadata)
     state = {
