@@ -216,5 +216,6 @@ def load_by_megatron_core(run: Training, path: Path) -> None:
     }
     loaded = dist_checkpointing.load(state, str(path), get_default_load_sharded_strategy(str(path)))
     chunk.load_state_dict(loaded["model"])
-    run.optimizer.load_state_dict(loaded["optimizer"])
+    with torch.no_grad():  # masters of fp32 are views of parameters
+        run.optimizer.load_state_dict(loaded["optimizer"])
     run.scheduler.load_state_dict(loaded["opt_param_scheduler"])
