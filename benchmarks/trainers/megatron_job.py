@@ -205,6 +205,8 @@ def without_rank(common: dict[str, Any]) -> dict[str, Any]:
 def load_by_megatron_core(run: Training, path: Path) -> None:
     """Fills what training goes on from, as Megatron-LM's `load_checkpoint` does."""
     (chunk,) = unwrap_model(run.model)
+    for owner in run.optimizer.chained_optimizers:  # without Apex it takes no optimizer that has made no step
+        owner._init_optimizer_states_with_dummy_values()
     metadata = dist_checkpointing.load_content_metadata(str(path))
     weights = chunk.sharded_state_dict(metadata=metadata)
     state = {
@@ -214,5 +216,6 @@ def load_by_megatron_core(run: Training, path: Path) -> None:
     }
     loaded = dist_checkpointing.load(state, str(path), get_default_load_sharded_strategy(str(path)))
     chunk.load_state_dict(loaded["model"])
-    run.optimizer.load_state_dict(loaded["optimizer"])
+    with torch.no_grad():  # masters of fp32 are views of parameters
+        run.optimizer.load_state_dict(loaded["optimizer"])
     run.scheduler.load_state_dict(loaded["opt_param_scheduler"])
