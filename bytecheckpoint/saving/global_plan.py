@@ -254,7 +254,7 @@ def _cached_message(local_plan: LocalSavePlan, cached: RankPlan, *, has_digests:
 
 @gc_paused()
 def _whole_message(local_plan: LocalSavePlan, ranks: Ranks, digested: Sequence[str] = ()) -> LocalPlanMessage:
-    items = local_plan.items()
+    items, replicas = local_plan.items(), local_plan.replicas
     if ranks.num_ranks > 1:
         for index, digest in enumerate(small_digests(local_plan.shards)):
             if digest is not None:
@@ -269,8 +269,8 @@ def _whole_message(local_plan: LocalSavePlan, ranks: Ranks, digested: Sequence[s
         stages=dict(local_plan.stages),
         stage_digests=part_digests(local_plan.shards, digested, local_plan.aliases),
         is_empty=local_plan.is_empty,
-        place=local_plan.replicas.place if local_plan.replicas is not None else None,
-        frozen=[index for index, item in enumerate(items) if item.fqn in local_plan.frozen],
+        place=replicas.place if replicas is not None else None,
+        frozen=[index for index, item in enumerate(items) if replicas is not None and item.fqn in local_plan.frozen],
     )
 
 
