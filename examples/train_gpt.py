@@ -53,7 +53,8 @@ def train(args: argparse.Namespace, *, rank: int, world_size: int) -> None:
     # Between saves to disk, steps are held in the memory of the host; `restore` takes the newest of both.
     memory = bcp.Memory(copies=1, root=args.memory_root.resolve()) if args.memory_root else None
     root = args.checkpoints or args.out / "checkpoints"
-    with bcp.CheckpointManager(root, save=save, memory=memory, memory_every=args.memory_every) as manager:
+    memory_every = args.memory_every if memory else 1
+    with bcp.CheckpointManager(root, save=save, memory=memory, memory_every=memory_every) as manager:
         report = manager.restore(state)
         if report is not None:
             digests = logged_digests(args, model, optimizer)

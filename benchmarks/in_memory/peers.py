@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import shutil
 from collections.abc import Callable, Iterator
@@ -29,12 +30,12 @@ def peer_works(folder: Path, state: State, into: State) -> Iterator[Work]:
 
 def nvrx_manager(folder: Path) -> tuple[Any, type]:
     """Returns a manager of local checkpoints, and the class of its states, here for tensors of the host."""
-    from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
-    from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
-
+    local = "nvidia_resiliency_ext.checkpointing.local"
+    base = importlib.import_module(f"{local}.basic_state_dict").BasicTensorAwareStateDict
+    manager = importlib.import_module(f"{local}.ckpt_managers.local_manager").LocalCheckpointManager
     if not dist.is_initialized():
         dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
-    return LocalCheckpointManager(folder / "nvrx"), _host_state(BasicTensorAwareStateDict)
+    return manager(folder / "nvrx"), _host_state(base)
 
 
 def _host_state(base: type) -> type:
@@ -68,11 +69,9 @@ def _nvrx_works(folder: Path, state: State, into: State, name: str) -> Iterator[
     shutil.rmtree(folder / "nvrx")
 
 
-def _torchft_works(folder: Path, state: State, into: State, name: str) -> Iterator[Work]:
-    from torchft.checkpointing.http_transport import HTTPTransport
-
-    sender: Any = HTTPTransport(timeout=_PATIENCE, num_chunks=4)
-    receiver: Any = HTTPTransport(timeout=_PATIENCE, num_chunks=4)
+def _torchft_works(_: Path, state: State, into: State, name: str) -> Iterator[Work]:
+    module = importlib.import_module("torchft.checkpointing.http_transport")
+    sender, receiver = (module.HTTPTransport(timeout=_PATIENCE, num_chunks=4) for _ in range(2))
 
     def send() -> None:
         sender.send_checkpoint([1], 1, dict(state), _PATIENCE)

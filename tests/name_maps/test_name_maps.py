@@ -77,6 +77,18 @@ def test_weights_of_megatron_loaded_into_llama_compute_the_same(tmp_path: Path) 
     check_same_logits(megatron, llama)
 
 
+@pytest.mark.filterwarnings("ignore:the memory root")
+def test_weights_of_megatron_held_in_memory_are_resumed_into_llama(tmp_path: Path) -> None:
+    megatron, llama = Megatron(padding=5), Llama()
+    options = bcp.SaveOptions(memory=bcp.Memory(copies=1, root=tmp_path / "memory"))
+    state = {"model": megatron, "args": vars(megatron_arguments(5))}
+    bcp.save(tmp_path / "run", state, step=3, options=options, to="memory")
+    report = bcp.resume(tmp_path / "run", {"model": llama}, options=options, load_options=through(TO_LLAMA))
+    assert report is not None
+    assert (report.step, report.sources["memory"]) == (3, 1)
+    check_same_logits(megatron, llama)
+
+
 def test_a_distributed_checkpoint_of_megatron_with_all_layers_in_one_tensor_is_read_in_place(tmp_path: Path) -> None:
     megatron, llama = Megatron(padding=1), Llama()
     dcp.save(stacked(megatron), checkpoint_id=tmp_path / "iter")
