@@ -1,6 +1,6 @@
 # Every target does its own set-up: a machine with Python >= 3.11, pip and make needs nothing else.
 #
-#   make test     the tests, some 12 minutes on 2 cores
+#   make test     the tests
 #   make test-faults       the long tests of faults, for an hour or two
 #   make fault-table       break it on purpose, thousands of times, and write docs/faults.md; some 50 minutes on 2 cores
 #   make test-frameworks   the tests against DeepSpeed, Megatron and all other frameworks themselves, in environments of their own

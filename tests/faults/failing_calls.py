@@ -4,6 +4,7 @@ files that may not grow beyond a length; disks with any number of free pages.
 
 from __future__ import annotations
 
+import re
 import resource
 import shutil
 import subprocess
@@ -29,6 +30,8 @@ from faults.failing_calls import save_within
 save_within(*sys.argv[1:])
 """
 DISK_BYTES, PAGE_BYTES = 8 << 20, 4096
+LEFT_OVER = re.compile(r"^\d+ of \d+ files in .* could not be deleted .*: `bcp gc` finds them\n", re.MULTILINE)
+"""Says a save that has committed, of what it has replaced."""
 
 
 class Case(NamedTuple):
@@ -87,7 +90,7 @@ def fail_once(crew: Crew, root: Path, case: Case) -> tuple[str, str | None]:
 
 def judged(ended: Ended, root: Path, *, in_place: bool) -> tuple[str, str | None]:
     """What a save with an error said, in a word, and what is wrong with it."""
-    words = ended.output.replace("ready", "").strip()
+    words = LEFT_OVER.sub("", ended.output).replace("ready", "").strip()
     said = words.removeprefix("failed with ").split("]")[0] + "]" if words.startswith("failed") else words
     if ended.exit_code != 0 or (said != "done" and not words.startswith("failed")):
         return "broken", f"it ended with {ended.exit_code}: {words[-500:]}"

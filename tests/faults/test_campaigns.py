@@ -30,12 +30,13 @@ from faults.campaigns import (
     side_by_side,
 )
 from faults.damage import flipped, load_own, saved
+from faults.failing_calls import judged
 from faults.kill_calls import Case, Crew, Striking, Struck
 from faults.kill_times import left_alive
-from faults.launcher import Launcher
+from faults.launcher import Ended, Launcher
 from faults.savers import NARROW, OWN, Training, WrongBytesError
 from faults.survived import clean_up, files_of_the_dead, lost, stuck, torn
-from faults.traced import FileCall
+from faults.traced import BEFORE, SAVED, FileCall
 
 CAMPAIGNS = all_campaigns()
 BY_NAME = {campaign.name: campaign for campaign in CAMPAIGNS}
@@ -97,6 +98,14 @@ def test_a_rank_that_ends_long_after_a_kill_counts_as_hung(
     found = {of.trial: one.is_wrong for of, one in kill_calls.all_struck(None, asked, cases)}  # type: ignore[arg-type]
     assert len(found) == 200
     assert (found[0] == "hung") == is_hung
+
+
+def test_a_save_that_says_what_it_could_not_delete_is_acknowledged(tmp_path: Path) -> None:
+    for steps in (BEFORE, SAVED):
+        OWN.save(tmp_path, Training(steps=steps), in_place=True)
+    left = "1 of 2 files in /run, which no checkpoint needs any more, could not be deleted (no): `bcp gc` finds them"
+    assert judged(Ended(0, f"ready\n{left}\ndone\n"), tmp_path, in_place=True) == ("done", None)
+    assert judged(Ended(0, "ready\nsomething else\ndone\n"), tmp_path, in_place=True)[0] == "broken"
 
 
 def test_programs_with_the_same_process_id_have_outputs_of_their_own(
