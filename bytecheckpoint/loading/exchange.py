@@ -28,7 +28,7 @@ from bytecheckpoint.distributed.same_host.host_ranks import HostRanks, meet_on_h
 from bytecheckpoint.distributed.wire import OutgoingUnit, damaged, decode_request, encode_request, view_pieces
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.loading.between_ranks.assignment import LocalReadPlan, ReadAssignment, assign, decode_assignment
-from bytecheckpoint.loading.between_ranks.host_exchange import NUM_THREADS, HostExchange, Limits, divided
+from bytecheckpoint.loading.between_ranks.host_exchange import NUM_THREADS, HostExchange, WaitLimits, divided
 from bytecheckpoint.loading.match import Match
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.receive import Receiver, pieces_of, read_common, united
@@ -36,7 +36,7 @@ from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory.host_to_device import CopyStreams, streams_to
 from bytecheckpoint.planner.byte_ranges import ByteRange, names_in
 from bytecheckpoint.planner.exchange_plan import DividedPlan, Extents, divide_plan, wanted_runs
-from bytecheckpoint.runtime.buffers import ByteBudget, Slot
+from bytecheckpoint.runtime.buffers import ArenaPart, ByteBudget
 from bytecheckpoint.storage.range_reader import ALIGNMENT
 
 _TELL_S = 10.0
@@ -167,7 +167,7 @@ class _Exchange:
             received=plan.received,
             takers=assigned.share.takers,
             global_ranks=ranks.global_ranks,
-            limits=Limits(timeout_s, timeout_s + min(timeout_s, MAX_GRACE_S), assigned.heartbeat_s),
+            limits=WaitLimits(timeout_s, timeout_s + min(timeout_s, MAX_GRACE_S), assigned.heartbeat_s),
         )
         num_threads = len(assigned.addresses) + len(assigned.share.peers) + 2 * MAX_UNAUTHENTICATED + NUM_THREADS
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="bcp-exchange")
@@ -229,7 +229,7 @@ class _Exchange:
         """Returns the read of a unit into memory of the host, after which the others get what they asked for."""
         unit = read.file, read.byte_offset
         requests = self._requests.pop(unit, {})
-        slots: list[Slot] = []
+        slots: list[ArenaPart] = []
 
         @contextmanager
         def target() -> Iterator[memoryview]:
@@ -269,7 +269,7 @@ class _Exchange:
         self._activity.step()
 
     def _pass_on(
-        self, fetch: Fetch, slot: Slot, requests: Mapping[tuple[ByteRange, ...], Sequence[Connection]]
+        self, fetch: Fetch, slot: ArenaPart, requests: Mapping[tuple[ByteRange, ...], Sequence[Connection]]
     ) -> None:
         """Passes on a unit that is in the slot, and takes what this rank wants of it."""
         self._host.announce((fetch.file, fetch.byte_offset), slot)

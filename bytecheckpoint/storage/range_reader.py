@@ -118,8 +118,9 @@ def run_fetches(
             except BaseException as error:
                 errors.append(error)
                 on_failure()
-                if errors[0] is error or not isinstance(error, Exception):  # others may fail because of the first one
-                    raise
+                if isinstance(error, Exception) and errors[0] is not error:
+                    raise errors[0] from errors[0].__cause__  # because of which this one may have failed
+                raise
 
     try:
         run_jobs(run, fetches, num_threads=threads)

@@ -146,7 +146,7 @@ def load_without(rank: int, world_size: int, path: str, what: str, ranks: list[i
             if rank in ranks and what == "room":
                 patch.setattr(os, "posix_fallocate", refuse(OSError(errno.ENOSPC, "No space left on device")))
             elif rank in ranks:
-                patch.setattr(host_ranks, "SharedMemory", refuse(PermissionError(errno.EACCES, "Permission denied")))
+                patch.setattr(host_ranks, "PeerMemory", refuse(PermissionError(errno.EACCES, "Permission denied")))
             loaded = load_counted(rank, world_size, path, "replicas", [0] * world_size)
     finally:
         logger.removeHandler(handler)

@@ -19,7 +19,7 @@ from bytecheckpoint.distributed.same_host.shared_memory import (
     MemoryOffer,
     Message,
     OwnMemory,
-    SharedMemory,
+    PeerMemory,
 )
 
 logger = logging.getLogger("bytecheckpoint")
@@ -35,7 +35,7 @@ class HostRanks:
         """Without `own`, the `content` is memory of this rank alone."""
         self.rank = rank
         self.content = content
-        self.others: dict[int, SharedMemory] = {}
+        self.others: dict[int, PeerMemory] = {}
         self._own = own
         self._processes = LocalProcesses()
         self._has_left = False
@@ -55,7 +55,7 @@ class HostRanks:
         try:
             for rank, offer in offers.items():
                 if rank != self.rank:
-                    self.others[rank] = SharedMemory(offer)
+                    self.others[rank] = PeerMemory(offer)
                     self._processes.add(rank, offer.presence)
         except BaseException:
             self.share_with(())

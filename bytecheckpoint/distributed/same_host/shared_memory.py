@@ -78,7 +78,7 @@ class OwnMemory:
         return MemoryOffer(presence, self._memory, self._sent, self.content.nbytes, self._token)
 
     def append(self, content: bytes) -> int:
-        """Puts bytes behind the memory, for `SharedMemory.read`; returns where they are. Raises OSError if there is no
+        """Puts bytes behind the memory, for `PeerMemory.read`; returns where they are. Raises OSError if there is no
         memory. For one thread.
         """
         start = self._end
@@ -108,7 +108,7 @@ class OwnMemory:
                 os.close(descriptor)
 
 
-class SharedMemory:
+class PeerMemory:
     """The memory of another rank of this host, and the queue of messages to it."""
 
     def __init__(self, offer: MemoryOffer) -> None:
