@@ -67,9 +67,10 @@ class Budgets(NamedTuple):
 def budgets_of(source: Source, extents: Extents, wanted_bytes: int) -> Budgets:
     """Divides half of the scratch memory; the other half is for what this rank reads for itself alone."""
     scratch_bytes = source.options.scratch_bytes
-    least = extents.longest_unit(source.unit_bytes) + ALIGNMENT
+    unit_bytes = source.unit_bytes
+    least = extents.longest_unit(unit_bytes) + ALIGNMENT
     # Shared memory costs before it is used, and no rank reads more for others than it wants, but for few bytes.
-    read, received = (max(least, min(wanted_bytes, scratch_bytes // part)) for part in (4, 8))
+    read, received = (max(least, min(wanted_bytes, units * unit_bytes)) for units in (4, 2))
     return Budgets(read, received, scratch_bytes // 16, scratch_bytes // 16)
 
 
