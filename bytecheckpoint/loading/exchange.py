@@ -28,7 +28,7 @@ from bytecheckpoint.distributed.same_host.host_ranks import HostRanks, meet_on_h
 from bytecheckpoint.distributed.wire import OutgoingUnit, damaged, decode_request, encode_request, view_pieces
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.loading.between_ranks.assignment import LocalReadPlan, ReadAssignment, assign, decode_assignment
-from bytecheckpoint.loading.between_ranks.host_exchange import NUM_THREADS, HostExchange, PeerTimeouts, divided
+from bytecheckpoint.loading.between_ranks.host_exchange import NUM_THREADS, HostExchange, WaitLimits, divided
 from bytecheckpoint.loading.match import Match
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.receive import Receiver, pieces_of, read_common, united
@@ -36,7 +36,7 @@ from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory.host_to_device import CopyStreams, streams_to
 from bytecheckpoint.planner.byte_ranges import ByteRange, names_in
 from bytecheckpoint.planner.exchange_plan import DividedPlan, Extents, divide_plan, wanted_runs
-from bytecheckpoint.runtime.buffers import ArenaSlot, ByteBudget
+from bytecheckpoint.runtime.buffers import ArenaPart, ByteBudget
 from bytecheckpoint.storage.range_reader import ALIGNMENT
 
 _TELL_S = 10.0
@@ -67,9 +67,10 @@ class Budgets(NamedTuple):
 def budgets_of(source: Source, extents: Extents, wanted_bytes: int) -> Budgets:
     """Divides half of the scratch memory; the other half is for what this rank reads for itself alone."""
     scratch_bytes = source.options.scratch_bytes
-    least = extents.longest_unit(source.unit_bytes) + ALIGNMENT
+    unit_bytes = source.unit_bytes
+    least = extents.longest_unit(unit_bytes) + ALIGNMENT
     # Shared memory costs before it is used, and no rank reads more for others than it wants, but for few bytes.
-    read, received = (max(least, min(wanted_bytes, scratch_bytes // part)) for part in (4, 8))
+    read, received = (max(least, min(wanted_bytes, units * unit_bytes)) for units in (4, 2))
     return Budgets(read, received, scratch_bytes // 16, scratch_bytes // 16)
 
 
@@ -167,7 +168,7 @@ class _Exchange:
             received=plan.received,
             takers=assigned.share.takers,
             global_ranks=ranks.global_ranks,
-            limits=PeerTimeouts(timeout_s, timeout_s + min(timeout_s, MAX_GRACE_S), assigned.heartbeat_s),
+            limits=WaitLimits(timeout_s, timeout_s + min(timeout_s, MAX_GRACE_S), assigned.heartbeat_s),
         )
         num_threads = len(assigned.addresses) + len(assigned.share.peers) + 2 * MAX_UNAUTHENTICATED + NUM_THREADS
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="bcp-exchange")
@@ -229,7 +230,7 @@ class _Exchange:
         """Returns the read of a unit into memory of the host, after which the others get what they asked for."""
         unit = read.file, read.byte_offset
         requests = self._requests.pop(unit, {})
-        slots: list[ArenaSlot] = []
+        slots: list[ArenaPart] = []
 
         @contextmanager
         def target() -> Iterator[memoryview]:
@@ -269,7 +270,7 @@ class _Exchange:
         self._activity.step()
 
     def _pass_on(
-        self, fetch: Fetch, slot: ArenaSlot, requests: Mapping[tuple[ByteRange, ...], Sequence[Connection]]
+        self, fetch: Fetch, slot: ArenaPart, requests: Mapping[tuple[ByteRange, ...], Sequence[Connection]]
     ) -> None:
         """Passes on a unit that is in the slot, and takes what this rank wants of it."""
         self._host.announce((fetch.file, fetch.byte_offset), slot)

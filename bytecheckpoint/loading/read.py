@@ -108,7 +108,9 @@ class Source:
     @property
     def unit_bytes(self) -> int:
         """Longest fetch of what other ranks want too, unless an extent is longer."""
-        return max(1, min(self.max_fetch_bytes, self.options.scratch_bytes // _UNITS_IN_SCRATCH))
+        # As short as the store allows: what is passed on is still in the processor's cache.
+        shortest = max(_EXTENT_BYTES, 2 * self.store.access.gap_bytes)
+        return max(1, min(self.max_fetch_bytes, self.options.scratch_bytes // _UNITS_IN_SCRATCH, shortest))
 
     def plan(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Fetch]:
         """Returns the fetches that fill these shards, each from the stored tensor of its number; checks the data files.

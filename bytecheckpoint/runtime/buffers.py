@@ -163,7 +163,7 @@ class ByteBudget:
             self._changed.notify_all()
 
 
-class ArenaSlot:
+class ArenaPart:
     """A part of an arena, which gets it back from the last of those that hold it."""
 
     def __init__(self, arena: Arena, part: tuple[int, int], content: memoryview) -> None:
@@ -201,7 +201,7 @@ class Arena:
         self._broken_by: type[Exception] | None = None
         self.changed = threading.Condition(threading.RLock())
 
-    def take(self, num_bytes: int, *, lead_bytes: int = 0) -> ArenaSlot:
+    def take(self, num_bytes: int, *, lead_bytes: int = 0) -> ArenaPart:
         """Waits until there is room for the content and so many bytes before it, which must not be more than the arena
         has. Raises the error that `break_off` was given.
         """
@@ -213,7 +213,7 @@ class Arena:
             first = self._first_fit(length) or self._bounds.start
             part = (first, first + length)
             insort(self._lent, part)
-        return ArenaSlot(self, part, self._memory[first + lead_bytes : first + length])
+        return ArenaPart(self, part, self._memory[first + lead_bytes : first + length])
 
     def give(self, part: tuple[int, int]) -> None:
         """Takes back a part that nobody holds."""

@@ -118,8 +118,8 @@ def run_fetches(
             except BaseException as error:
                 errors.append(error)
                 on_failure()
-                if errors[0] is not error and isinstance(error, Exception):
-                    return  # it may have failed because of the first one
+                if isinstance(error, Exception) and errors[0] is not error:
+                    raise errors[0] from errors[0].__cause__  # because of which this one may have failed
                 raise
 
     try:

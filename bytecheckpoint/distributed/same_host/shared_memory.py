@@ -65,7 +65,7 @@ class OwnMemory:
             # Without pages of its own it would end the process when they are touched.
             os.posix_fallocate(self._memory, 0, _HEAD_BYTES + num_bytes)
             self._received, self._sent = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-            mapped = memoryview(mmap.mmap(self._memory, _HEAD_BYTES + num_bytes))
+            mapped = _mapped(self._memory, _HEAD_BYTES + num_bytes)
         except BaseException:
             self.close()
             raise
@@ -120,7 +120,7 @@ class PeerMemory:
                 raise FileNotFoundError("another file has its number")
             self._queue = os.open(f"{folder}/{offer.queue}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             # To be written to as far as Python is concerned: torch and ctypes take no other memory.
-            self.content = memoryview(mmap.mmap(self._memory, _HEAD_BYTES + offer.num_bytes))[_HEAD_BYTES:]
+            self.content = _mapped(self._memory, _HEAD_BYTES + offer.num_bytes)[_HEAD_BYTES:]
         except BaseException:
             self.close()
             raise
@@ -148,3 +148,8 @@ class PeerMemory:
         for descriptor in (self._memory, self._queue):
             if descriptor >= 0:
                 os.close(descriptor)
+
+
+def _mapped(descriptor: int, num_bytes: int) -> memoryview:
+    """Maps memory with all its pages, because a page at a time costs more than the copy into it."""
+    return memoryview(mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))

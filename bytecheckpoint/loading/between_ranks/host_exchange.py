@@ -19,7 +19,7 @@ from bytecheckpoint.distributed.wire import UnitRequests, decode_request, encode
 from bytecheckpoint.loading.receive import Receiver, pieces_of
 from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.planner.byte_ranges import ByteRange
-from bytecheckpoint.runtime.buffers import Arena, ArenaSlot
+from bytecheckpoint.runtime.buffers import Arena, ArenaPart
 
 NUM_THREADS = 2
 """Threads of a rank that take units."""
@@ -32,7 +32,7 @@ Unit = tuple[int, int]
 """File and byte offset."""
 
 
-class PeerTimeouts(NamedTuple):
+class WaitLimits(NamedTuple):
     """Times of one load, in seconds."""
 
     timeout_s: float
@@ -54,7 +54,7 @@ class HostExchange:
         received: Mapping[int, Sequence[Fetch]],
         takers: Sequence[int],
         global_ranks: Sequence[int],
-        limits: PeerTimeouts,
+        limits: WaitLimits,
     ) -> None:
         self._met = met
         self._receiver = receiver
@@ -69,7 +69,7 @@ class HostExchange:
         """The pieces that other ranks of the host want of each unit, with these ranks."""
         self._unasked = {*takers}
         self._has_requests = threading.Event()
-        self._announced: dict[tuple[int, Unit], tuple[ArenaSlot, float]] = {}
+        self._announced: dict[tuple[int, Unit], tuple[ArenaPart, float]] = {}
         """What takers have not taken yet, with the time since when."""
         self._started_at = self._beat_at = time.monotonic()
         self._checked_at = self._started_at
@@ -92,7 +92,7 @@ class HostExchange:
         if self._is_over.is_set():
             raise PeerLeftError
 
-    def announce(self, unit: Unit, slot: ArenaSlot) -> None:
+    def announce(self, unit: Unit, slot: ArenaPart) -> None:
         """Lets all who have asked for this unit take it out of the slot."""
         now = time.monotonic()
         for rank in {rank for ranks in self.requests.get(unit, {}).values() for rank in ranks}:
@@ -192,7 +192,7 @@ class HostExchange:
         if self._unasked and now - self._started_at > timeout_s:
             raise self._lost(self._unasked, f"did not connect to this one within {timeout_s:g} s")
 
-    def _all_announced(self) -> Sequence[tuple[tuple[int, Unit], tuple[ArenaSlot, float]]]:
+    def _all_announced(self) -> Sequence[tuple[tuple[int, Unit], tuple[ArenaPart, float]]]:
         return [*self._announced.items()]
 
     def _lost(self, ranks: Iterable[int], what: str) -> Exception:
