@@ -16,7 +16,7 @@ from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.distributed.ranks import Subject, join_ranks, together
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone, wanted_step
-from bytecheckpoint.memory_tier.part_of_save import slots_for
+from bytecheckpoint.memory_tier.part_of_save import replicas_of, slots_for
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.phases import run_load, run_resume, run_save
 from bytecheckpoint.runtime.gc_pause import gc_paused
@@ -121,15 +121,12 @@ def warm_up(
     ranks = join_ranks(process_group, options.timeout_s, about=about)
     with together(ranks, "warming up", about=about), gc_paused(), process.saves.slot(awaits_upload=False):
         contents = collect_all(entries_of(state, framework))
-        local_plan = make_local_plan(ranks, about.path, contents, options, plans=process.plans)
-        agreed = exchange_plans(ranks, local_plan)
-        allocate(
-            agreed.rank_plan.files,
-            process.buffers,
-            local_plan.shards,
-            staging_bytes=options.staging_bytes,
-            slots=slots_for(process, None if path is None else root_of(path, role), storage_options, options),
-        )
+        slots = slots_for(process, None if path is None else root_of(path, role), storage_options, options)
+        replicas = replicas_of(slots, options)
+        local_plan = make_local_plan(ranks, about.path, contents, options, plans=process.plans, replicas=replicas)
+        rank_plan = exchange_plans(ranks, local_plan).rank_plan
+        staging_bytes = options.staging_bytes
+        allocate(rank_plan.staged, process.buffers, local_plan.shards, staging_bytes=staging_bytes, slots=slots)
     ranks.close()
 
 
