@@ -5,6 +5,7 @@ truth.py says. The matrix then needs to compare local parts only.
 from __future__ import annotations
 
 import logging
+from itertools import product
 from typing import Any
 
 import pytest
@@ -36,8 +37,15 @@ def differences_from_noise(rank: int, world_size: int, layout: str, optimizer: s
     return len(differences(noise, expected)), len(local_parts(expected)), again
 
 
+OF_THE_DAY = {*((layout, "adamw") for layout in LAYOUTS), ("single", "sgd"), ("fsdp2_tp2", "sgd")}
+
+
 @pytest.mark.parametrize(
-    ("layout", "optimizer"), [*((layout, "adamw") for layout in LAYOUTS), ("single", "sgd"), ("fsdp2_tp2", "sgd")]
+    ("layout", "optimizer"),
+    [
+        pytest.param(*case, marks=() if case in OF_THE_DAY else pytest.mark.long)
+        for case in product(LAYOUTS, truth.OPTIMIZERS)
+    ],
 )
 def test_put_together_a_layout_is_the_truth(workers: WorkerPool, layout: str, optimizer: str) -> None:
     world_size = LAYOUTS[layout].world_size
