@@ -49,7 +49,7 @@ def state_of(step: int) -> dict[str, Any]:
 def save_step(rank: int, world_size: int, folder: Path, world: World, step: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        given = options(folder, world.hosts[rank], world.memory)
+        given = options(folder, world.hosts[rank], world)
         to = "storage" if step == world.stored else "memory"
         bcp.save(folder / "ckpt", state_of(step), step=step, options=given, to=to)
     if step == STEPS[-1]:
@@ -166,7 +166,9 @@ def judged(folder: Path, world: World, best: int) -> tuple[str, str | None]:
     """Resumes; returns what was seen, and what is wrong with it."""
     state = state_of(0)
     try:
-        report = bcp.resume(folder / "ckpt", state, options=options(folder, 0, {"copies": 1}))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a root that is no memory
+            report = bcp.resume(folder / "ckpt", state, options=options(folder, 0, WORLDS[0]))
     except bcp.CheckpointError as error:
         is_told = error.kind in {"missing_file", "checksum", "truncated", "bad_manifest"} and not best
         return "nothing left", None if is_told else f"step {best} is left, and resume says {error.kind}: {error}"

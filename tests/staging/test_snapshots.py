@@ -173,7 +173,7 @@ def test_a_save_waits_for_the_one_under_way_and_says_so(tmp_path: Path, first: s
         threading.Timer(0.15, go.set).start()
         is_sync = second == "sync"
         handle = bcp.save(tmp_path / "second", state) if is_sync else save(tmp_path / "second", state, second)
-        assert running.done()
+        assert go.is_set()
         info = handle.result(20)
     assert info.seconds["wait"] > 0.05
     assert info.seconds["stall"] >= info.seconds["wait"]
