@@ -175,6 +175,7 @@ def test_a_save_waits_for_the_one_under_way_and_says_so(tmp_path: Path, first: s
         handle = bcp.save(tmp_path / "second", state) if is_sync else save(tmp_path / "second", state, second)
         assert go.is_set()
         info = handle.result(20)
+        running.result(20)
     assert info.seconds["wait"] > 0.05
     assert info.seconds["stall"] >= info.seconds["wait"]
     assert loads_as(tmp_path / "first", 0, 1.0)
