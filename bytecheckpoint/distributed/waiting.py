@@ -4,9 +4,12 @@ its own: so it costs nothing, ends at once, and holds up no other use of the sto
 
 from __future__ import annotations
 
+import atexit
+import os
 import time
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from datetime import timedelta
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
@@ -19,6 +22,8 @@ LOOK_S = 0.25
 """Time between two looks at what else may end a wait."""
 _TIMEOUT_LATER_S = 1.0
 """The server's limit for a wait beyond the caller's: torch prints a warning when it is reached."""
+_EXIT_S = 10.0
+"""Time that the end of a process may take, after its exit hooks."""
 _SHORTEST_POLL_S = 0.0005
 """Less is not a gain: each poll takes some 0.1 ms of a core, which the rank that is awaited may need."""
 _LONGEST_POLL_S = 0.02
@@ -36,6 +41,9 @@ class WaitingClients:
         # cannot clone, and a store of someone else's may block all its users in a wait.
         self._can_block = isinstance(base_of(store), HashStore | TCPStore) and hasattr(store, "clone")
         self._idle: list[Store] = []
+        self._under_way: dict[Future[bool], float] = {}
+        """Waits, also those that nobody looks at any more, with the times at which they end."""
+        atexit.register(_end_waits, weakref.ref(self), os.getpid())
 
     def begin(self, prefix: str, key: str, limit_s: float) -> Future[bool]:
         """Waits on a thread until the key is there, or returns False after the limit. Raises RuntimeError if there can
@@ -43,7 +51,17 @@ class WaitingClients:
         """
         if not self._can_block:
             raise RuntimeError("this kind of store is polled")
-        return shared_threads().submit("bcp-wait", lambda: self._block(prefix, key, limit_s))
+        arrived = shared_threads().submit("bcp-wait", lambda: self._block(prefix, key, limit_s))
+        self._under_way[arrived] = time.monotonic() + limit_s
+        arrived.add_done_callback(lambda ended: self._under_way.pop(ended, None))
+        return arrived
+
+    def end(self) -> None:
+        """Blocks until the waits that end soon have ended."""
+        now = time.monotonic()
+        soon = {arrived: until - now for arrived, until in [*self._under_way.items()] if until - now < _EXIT_S}
+        if soon:
+            wait(soon, max(soon.values()) + _TIMEOUT_LATER_S)
 
     def _block(self, prefix: str, key: str, limit_s: float) -> bool:
         try:
@@ -56,6 +74,13 @@ class WaitingClients:
             return False
         self._idle.append(client)  # not after an error, when an answer may still be under way
         return True
+
+
+def _end_waits(reference: weakref.ref[WaitingClients], process: int) -> None:
+    """A thread that comes back from torch while the interpreter is torn down ends the process with SIGABRT."""
+    clients = reference()
+    if clients is not None and os.getpid() == process:
+        clients.end()
 
 
 class CallStore:
