@@ -308,7 +308,7 @@ class _Exchange:
                 )
             fetch, pieces = awaited.pop((header.file, header.byte_offset))
             slot = self._arenas.received.take(fetch.byte_length, lead_bytes=fetch.byte_offset % ALIGNMENT)
-            self.receiver.receive(connection, header, fetch, pieces, slot.content)
+            self.receiver.receive(connection, header, fetch, pieces=pieces, content=slot.content)
             self._pass_on(fetch, slot, {})
         if not awaited:
             connection.send_ack()

@@ -45,6 +45,7 @@ class Receiver:
         connection: Connection,
         header: WireHeader,
         fetch: Fetch,
+        *,
         pieces: Sequence[ByteRange],
         content: memoryview,
     ) -> None:

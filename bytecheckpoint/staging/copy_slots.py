@@ -57,7 +57,7 @@ class CopySlots:
 
     def fill(self, owner: int, save_id: str, step: int, lengths: Sequence[int], *, numbers: Sequence[int] = ()) -> None:
         """Notes that the copy is whole: files with these numbers in their names, or all of the owner."""
-        self._taken[owner].fill(save_id, step, owner, lengths, [(owner, number) for number in numbers])
+        self._taken[owner].fill(save_id, step, owner, lengths, files=[(owner, number) for number in numbers])
 
     def doubt(self, save_id: str) -> None:
         """Keeps the copies of this save beside those that are needed: other hosts may go on from it."""

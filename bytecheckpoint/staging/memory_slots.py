@@ -102,7 +102,7 @@ class JobMemory:
         if self._filling is None:
             raise RuntimeError("a slot is taken before it is filled")
         self._files = list(files)
-        self._filling.fill(save_id, step, rank, self._lengths, self._files)
+        self._filling.fill(save_id, step, rank, self._lengths, files=self._files)
 
     def doubt(self, save_id: str) -> None:
         """Keeps the slots of this save as well: other ranks may have seen it complete, and this one will not know."""

@@ -136,7 +136,7 @@ class Slot:
         return memoryview(self.memory)[offset : offset + image_bytes(lengths)]
 
     def fill(
-        self, save_id: str, step: int, rank: int, lengths: Sequence[int], files: Sequence[tuple[int, int]] = ()
+        self, save_id: str, step: int, rank: int, lengths: Sequence[int], *, files: Sequence[tuple[int, int]] = ()
     ) -> None:
         """Marks the image as whole: these files of a save, named as in a header."""
         offset = header_bytes(len(lengths))
