@@ -432,7 +432,9 @@ def test_a_unit_of_another_length_than_was_asked_for_is_refused_before_it_is_rec
     receiver = Receiver(Any, match, [], scratch_bytes=100)
     fetch = Fetch(0, 0, 100, (FlatPart(0, 0, 8, 0),), is_direct=False)
     with pytest.raises(CheckpointError, match="rank 41 passed on 9 bytes of w, and 8 were asked for"):
-        receiver.receive(Sender(), WireHeader(0, 0, 9), fetch, pieces_of(fetch), memoryview(bytearray(100)))
+        receiver.receive(
+            Sender(), WireHeader(0, 0, 9), fetch, pieces=pieces_of(fetch), content=memoryview(bytearray(100))
+        )
 
 
 @pytest.mark.parametrize(
