@@ -96,9 +96,9 @@ def _table() -> TableShape:
     columns = [
         Column("step", style="bold cyan", is_right=True, is_whole=True),
         Column("root", drop=LAST_DROP),
-        Column("files here", is_right=True),
+        Column("files here", is_right=True, drop=2),
         Column("size here", is_right=True),
-        Column("save id", style="dim", drop=2),
+        Column("save id", style="dim", drop=1),
         Column("state"),
     ]
 
