@@ -96,6 +96,19 @@ class _OutlineWire(msgspec.Struct):
     foreign_format: str = ""
 
 
+class _ShortOutlineWire(msgspec.Struct):
+    """The same of a body that is shorter than metadata may be: decoded in one step, as a list of many needs."""
+
+    save_id: str
+    step: int | None
+    file_names: msgspec.Raw
+    file_byte_lengths: memoryview
+    tensor_fqns: msgspec.Raw
+    metadata: dict[str, Any]
+    provenance: dict[str, Any]
+    foreign_format: str = ""
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encodes a manifest file: header, compressed body, checksum of both. Equal manifests give equal bytes.
 
@@ -233,9 +246,14 @@ def read_outline(data: bytes) -> ManifestOutline:
     `decode_manifest` does.
     """
     body = unseal(data)
+    wire: _OutlineWire | _ShortOutlineWire
     try:
-        wire = msgspec.msgpack.decode(body, type=_OutlineWire)
-        metadata, provenance = _decode_metadata(wire.metadata), _decode_metadata(wire.provenance)
+        if len(body) <= MAX_METADATA_BYTES:
+            wire = msgspec.msgpack.decode(body, type=_ShortOutlineWire)
+            metadata, provenance = wire.metadata, wire.provenance
+        else:
+            wire = msgspec.msgpack.decode(body, type=_OutlineWire)
+            metadata, provenance = _decode_metadata(wire.metadata), _decode_metadata(wire.provenance)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_manifest(f"its body cannot be decoded: {error}") from error
     num_tensors = _count_items(wire.tensor_fqns, MAX_TENSORS, "tensors")
