@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import chain, repeat
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,13 @@ import torch
 from bytecheckpoint.adapters.data.stream_wire import decode_stored, has_mark
 from bytecheckpoint.adapters.expectation import RankMissing
 from bytecheckpoint.adapters.key_map import Globs, KeyMap, Renamer, UnusedRule, renamed_alike
-from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, is_content_fqn, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_data import (
+    decode_plain,
+    decode_refs,
+    encode_plain,
+    is_content_fqn,
+    keep_in_tree,
+)
 from bytecheckpoint.adapters.plain.plain_tree import descend, leaves
 from bytecheckpoint.adapters.shards import NEW_TUPLE, torch_dtype
 from bytecheckpoint.errors import CheckpointCorruptError
@@ -22,6 +29,8 @@ from bytecheckpoint.manifest.plain_wire import TensorRef
 PER_RANK_NAME = "extra_state"
 """The top-level name under which plain data may differ from rank to rank without `RankLocal`."""
 
+_LONG = 1 << 14
+"""Plain data of fewer bytes is decoded in less time than it takes to find out about it."""
 _REWRITTEN = {"converted_from", "linked_from"}
 """Keys of the provenance of a checkpoint whose `world_size` is not that of the save."""
 
@@ -112,7 +121,11 @@ class CheckpointView:
     def _saved_tensors(self) -> dict[str, StoredTensor]:
         """Tensors that are named by their content are here under the FQN of this rank's leaf that they are."""
         manifest = self._manifest
-        records = {fqn: NEW_TUPLE(StoredTensor, (fqn, *each)) for fqn, each in manifest.describe_all().items()}
+        described = manifest.describe_all()
+        rows = zip(
+            described, map(itemgetter(0), described.values()), map(itemgetter(1), described.values()), strict=True
+        )
+        records = dict(zip(described, map(NEW_TUPLE, repeat(StoredTensor), rows), strict=True))
         records |= {alias: records[fqn] for alias, fqn in manifest.aliases.items()}
         by_content = _named_by_content(manifest)
         if not by_content:
@@ -153,6 +166,17 @@ class CheckpointView:
     def globbed_name(self, fqn: str) -> str:
         """Returns the name for include and exclude of this state FQN, which the checkpoint has not."""
         return fqn.removeprefix(self._below)
+
+    @cached_property
+    def tensor_dicts(self) -> dict[str, dict[str, str]]:
+        """The FQNs of tensors by name in each entry that is a dict of tensors alone, each named after the entry and
+        its key, by the FQN of the entry: most of many tensors, which do not have to be taken apart. Only where this
+        shows the checkpoint as it was saved.
+        """
+        if not self._is_as_saved or self._reshape is not None:
+            return {}
+        found = {fqn: decode_refs(data) for fqn, data in self._manifest.objects.items() if fqn and len(data) > _LONG}
+        return {fqn: refs for fqn, refs in found.items() if refs and _are_own_names(fqn, refs)}
 
     @cached_property
     def trees(self) -> dict[str, Any]:
@@ -307,11 +331,13 @@ class CheckpointView:
         if self.takes_all:
             return set()
         left_out = {self.rename(fqn) for fqn in [*self.saved, *self._tree_leaves] if not self.takes(fqn)}
-        return left_out - self._known
+        return left_out.difference(self._known)
 
     @cached_property
-    def _known(self) -> set[str]:
-        return {*self.tensors, *self.plain}
+    def _known(self) -> dict[str, None]:
+        if self.tensor_dicts.keys() < {*self._manifest.objects, *self._manifest.rank_objects}:
+            return dict.fromkeys(chain(self.tensors, self.plain))
+        return dict.fromkeys(chain(self.tensors, *(refs.values() for refs in self.tensor_dicts.values())))
 
     @cached_property
     def _known_roots(self) -> set[str]:
@@ -332,8 +358,9 @@ class CheckpointView:
 
     @cached_property
     def common_names(self) -> list[str]:
-        """State FQNs, sorted, of what every rank sees alike."""
-        return sorted(self._known.difference(self.own_names))
+        """State FQNs, in the order of the checkpoint, of what every rank sees alike."""
+        own = set(self.own_names)
+        return [fqn for fqn in self._known if fqn not in own] if own else list(self._known)
 
     @property
     def unused_rules(self) -> list[UnusedRule]:
@@ -361,6 +388,12 @@ class CheckpointView:
         return dict(chain.from_iterable(leaves(tree, fqn).items() for fqn, tree in self.trees.items()))
 
 
+def _are_own_names(fqn: str, refs: Mapping[str, str]) -> bool:
+    """Returns True if the dict of this FQN has each tensor under the last part of its own FQN."""
+    text = "\n".join(refs.values())  # compared as one text: in a list each would be made and compared alone
+    return text == f"{fqn}." + f"\n{fqn}.".join(refs) and text.count("\n") == len(refs) - 1
+
+
 def is_at_or_below(fqn: str, roots: set[str]) -> bool:
     """Returns True if an FQN is one of these or starts with one of them and a dot."""
     parts = fqn.split(".")
@@ -369,7 +402,8 @@ def is_at_or_below(fqn: str, roots: set[str]) -> bool:
 
 def _named_by_content(manifest: Manifest) -> set[str]:
     """Returns the tensors that plain data of any rank refers to by another name than that of the leaf that they are."""
-    candidates = {fqn for fqn in manifest.tensors if "@" in fqn and is_content_fqn(fqn)}
+    is_any = "@" in "".join(manifest.tensors)
+    candidates = {fqn for fqn in manifest.tensors if "@" in fqn and is_content_fqn(fqn)} if is_any else set()
     if not candidates:
         return candidates
     found = (item for fqn, data in _all_trees(manifest) for item in leaves(decode_plain(data), fqn).items())

@@ -33,13 +33,14 @@ from bytecheckpoint.storage.backends.posix_files import (
     make_folders,
     publish,
     read_fully,
+    read_pieces,
     remove_quietly,
     sync_folder,
 )
 from bytecheckpoint.storage.inventory import StoredObject
 from bytecheckpoint.storage.object_io import count_bytes, take_blocks
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, path_escape
-from bytecheckpoint.storage.store import Access, FillHook
+from bytecheckpoint.storage.store import Access, FillHook, PiecesHook
 
 _MAX_SUFFIX = 200
 """Characters of an object's name that its temporary file repeats; names end at 255 bytes."""
@@ -112,6 +113,14 @@ class LocalStore:
         if filled < flat.nbytes:
             raise truncated(path, wanted_end=byte_offset + flat.nbytes, found_end=byte_offset + filled)
 
+    def read_pieces(self, name: str, byte_offset: int, buffers: Sequence[memoryview], *, on_filled: PiecesHook) -> None:
+        """Implements `SupportsReadPieces`."""
+        path, end = self._resolve(check_name(name)), byte_offset + sum(map(len, buffers))
+        with _reading(path), _opened(path) as (fd, _):
+            found_end = byte_offset + read_pieces(fd, byte_offset, buffers, on_filled)
+        if found_end < end:
+            raise truncated(path, wanted_end=end, found_end=found_end)
+
     def read_whole(self, name: str, *, max_bytes: int) -> bytes:
         """Implements `SupportsReadWhole`: the open file gives the length."""
         path = self._resolve(check_name(name))
@@ -178,7 +187,7 @@ class LocalStore:
         return {name: None if size == _FOLDER else size for name, size in sizes.items() if size is not None}
 
     def delete(self, name: str) -> None:
-        """Implements `Store`. Removes folders that become empty as well: a store has no empty folders."""
+        """Removes folders that become empty as well: a store has no empty folders."""
         self.delete_many([name])
 
     def delete_many(self, names: Sequence[str]) -> None:
