@@ -28,9 +28,11 @@ class TargetShards(Sequence[LocalShard]):
         columns = zip(*records, strict=True) if records else ((),) * len(LocalShard._fields)
         self.fqns: Sequence[str]
         self.dtypes: Sequence[str]
+        self.global_shapes: Sequence[tuple[int, ...]]
         self.regions: Sequence[Region]
         self.tensors: Sequence[torch.Tensor]
-        self.fqns, self.dtypes, _, self.regions, self.tensors, addresses, self._owners, lengths = columns
+        self.fqns, self.dtypes, self.global_shapes, self.regions, self.tensors, *others = columns
+        addresses, self._owners, lengths = others
         self.addresses: Int64s = np.array(addresses, np.int64)
         self.byte_lengths: Int64s = np.array(lengths, np.int64)
         """Bytes of those that have an address."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from operator import attrgetter
+from itertools import chain
 from typing import NamedTuple
-from typing import cast as as_type
 
 import numpy as np
 import torch
@@ -22,7 +21,6 @@ from bytecheckpoint.memory.overlap import find_shared
 from bytecheckpoint.memory.proc_maps import are_read_only
 
 _NUM_SHOWN = 10
-_DTYPE, _SHAPE, _ADDRESS = attrgetter("dtype"), attrgetter("global_shape"), attrgetter("address")
 
 
 class Match(NamedTuple):
@@ -62,8 +60,8 @@ class Match(NamedTuple):
 
 def match_state(entries: Collection[Entry], stored: CheckpointView, *, cast: bool) -> Match:
     """Compares a state with a checkpoint. A shard that does not fit is among the problems and not among the shards."""
-    found: list[LocalShard] = []
-    match = Match(found, [], [], set(), set(), set(), [])
+    match = Match([], [], [], set(), set(), set(), [])
+    blocks: list[Sequence[LocalShard]] = []
     names = {entry.fqn for entry in entries}
     match.skipped.update(fqn for fqn in stored.skipped if is_at_or_below(fqn, names))
     padding: list[LocalShard] = []
@@ -72,11 +70,12 @@ def match_state(entries: Collection[Entry], stored: CheckpointView, *, cast: boo
         padding += expectation.padding
         match.problems.extend(problem for problem in expectation.problems if not stored.skips(problem.fqn))
         match.claims.update(expectation.claims)
-        found += _match_shards(match, expectation.shards, stored, cast=cast)
+        blocks.append(_match_shards(match, TargetShards(expectation.shards), stored, cast=cast))
         # Filled alone, a copy would differ from the original, and the next step would overwrite it.
         copies = _not_refused(match, expectation.copies)
-        found += _match_shards(match._replace(cast=set()), copies, stored, cast=True)
-    match = match._replace(shards=TargetShards(found))
+        blocks.append(_match_shards(match._replace(cast=set()), TargetShards(copies), stored, cast=True))
+    blocks = [block for block in blocks if block]
+    match = match._replace(shards=TargetShards.of(blocks[0] if len(blocks) == 1 else [*chain.from_iterable(blocks)]))
     match = _without(match, _shared(match))
     match = _without(match, _read_only(match))
     match.padding.extend(shard.tensor for shard in _not_refused(match, padding))
@@ -93,14 +92,12 @@ def _without(match: Match, numbers: Sequence[int]) -> Match:
     return match._replace(shards=TargetShards(shards), stored_fqns=fqns)
 
 
-def _match_shards(
-    match: Match, shards: Sequence[LocalShard], stored: CheckpointView, *, cast: bool
-) -> Sequence[LocalShard]:
+def _match_shards(match: Match, shards: TargetShards, stored: CheckpointView, *, cast: bool) -> Sequence[LocalShard]:
     """Adds the stored tensors that fill these shards, or the problems. Returns the shards that are filled."""
     tensors = stored.tensors
     if shards and (fitting := _fitting_as_they_are(shards, tensors)):
         match.stored_fqns.extend(fitting)
-        match.claims.update([shard.fqn for shard in shards])
+        match.claims.update(shards.fqns)
         return shards
     filled = []
     for shard in shards:
@@ -126,16 +123,15 @@ def _match_shards(
     return filled
 
 
-def _fitting_as_they_are(shards: Sequence[LocalShard], tensors: Mapping[str, StoredTensor]) -> Sequence[str]:
+def _fitting_as_they_are(shards: TargetShards, tensors: Mapping[str, StoredTensor]) -> Sequence[str]:
     """Returns the stored FQNs if all can be filled without another look, else nothing: mostly so, and 100,000 are
     compared in a few calls.
     """
-    found = [tensors.get(shard[0]) for shard in shards]
-    if None in found or not all(map(_ADDRESS, shards)):
+    found = [stored for stored in map(tensors.get, shards.fqns) if stored is not None]
+    if len(found) < len(shards) or shards.without_address:
         return []
-    fqns, dtypes, shapes = zip(*as_type("list[StoredTensor]", found), strict=True)
-    is_same = [*map(_DTYPE, shards)] == [*dtypes] and [*map(_SHAPE, shards)] == [*shapes]
-    return fqns if is_same else []
+    fqns, dtypes, shapes = zip(*found, strict=True)
+    return fqns if (dtypes, shapes) == (shards.dtypes, shards.global_shapes) else []
 
 
 def _not_refused(match: Match, shards: Sequence[LocalShard]) -> list[LocalShard]:
