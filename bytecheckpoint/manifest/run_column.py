@@ -22,7 +22,7 @@ _FEWER_BY = 16
 
 
 class RunColumn:
-    """A column of integers as runs of equal differences. Is indexed like an array, and has none of its operations."""
+    """A column of integers as runs of equal differences, which is indexed like an array."""
 
     def __init__(self, counts: Int64s, steps: Int64s) -> None:
         """Run r has `counts[r]` values, each by `steps[r]` more than the one before it, which is 0 for the first."""
@@ -69,6 +69,10 @@ class RunColumn:
     def encode(self) -> memoryview:
         """Returns the lengths of all runs, then their steps."""
         return memoryview(np.stack([self.counts, self.steps]).astype("<i8").tobytes())
+
+    def astype(self, kind: type[np.generic]) -> np.ndarray:
+        """Returns all values."""
+        return self[:].astype(kind, copy=False)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0

@@ -34,6 +34,7 @@ def test_runs_have_the_values_that_they_stand_for(runs: list[tuple[int, int, int
     places = np.array(data.draw(st.lists(st.integers(0, len(values) - 1), max_size=5)), np.int64)
     assert column[places].tolist() == values[places].tolist()
     assert column[len(values) - 1] == values[-1]
+    assert column.astype(np.uint32).tolist() == values.tolist()
     assert column == made
 
 
