@@ -31,6 +31,7 @@ class TargetShards(Sequence[LocalShard]):
         self.global_shapes: Sequence[tuple[int, ...]]
         self.regions: Sequence[Region]
         self.tensors: Sequence[torch.Tensor]
+        self._owners: Sequence[torch.Tensor | None]
         self.fqns, self.dtypes, self.global_shapes, self.regions, self.tensors, *others = columns
         addresses, self._owners, lengths = others
         self.addresses: Int64s = np.array(addresses, np.int64)

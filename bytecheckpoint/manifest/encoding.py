@@ -354,8 +354,8 @@ def _decode_files(wire: _Wire) -> list[DataFile]:
     names = _decode_items(wire.file_names, list[str], MAX_FILES, "files")
     byte_lengths = decode_column(wire.file_byte_lengths, len(names), "file lengths")
     counts = _decode_counts(wire.file_num_extents, len(names), "extents", MAX_EXTENTS)
-    lengths = decode_column(wire.extent_lengths, int(counts.sum()), "extent lengths").astype(np.uint64)
-    digests = decode_column(wire.extent_digests, int(counts.sum()), "checksums").astype(np.uint64)
+    lengths = decode_column(wire.extent_lengths, int(counts.sum()), "extent lengths").astype(np.uint64, copy=False)
+    digests = decode_column(wire.extent_digests, int(counts.sum()), "checksums").astype(np.uint64, copy=False)
     files, stops = [], np.cumsum(counts).tolist()
     for name, byte_length, start, stop in zip(names, byte_lengths.tolist(), [0, *stops], stops, strict=False):
         # A load asks for the extents of few files: as lists of int all of them would take many times the memory.

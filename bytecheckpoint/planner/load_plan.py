@@ -95,8 +95,9 @@ class Wants(Sequence[Want]):
     @overload
     def __getitem__(self, index: slice) -> Wants: ...
     def __getitem__(self, index: int | slice) -> Want | Wants:
-        columns = self.fqns[index], self.regions[index], self.are_flat[index]
-        return Wants(*columns) if isinstance(index, slice) else Want(*columns)
+        if isinstance(index, slice):
+            return Wants(self.fqns[index], self.regions[index], self.are_flat[index])
+        return Want(self.fqns[index], self.regions[index], self.are_flat[index])
 
 
 class _Limits(NamedTuple):

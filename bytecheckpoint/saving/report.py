@@ -159,10 +159,11 @@ def _same_chunks(tensors: Mapping[str, TensorRecord], decoded: Manifest) -> bool
     """Returns True if a decoded manifest has the chunks that an earlier save with this plan has had checked."""
     if not isinstance(tensors, TensorTable) or list(tensors) != list(decoded.tensors):
         return False
-    pairs = zip(tensors.columns, decoded.table.columns, strict=True)
-    return all(
-        checked == now if isinstance(checked, RunColumn) else np.array_equal(checked, now) for checked, now in pairs
-    )
+    return all(map(_are_equal, tensors.columns, decoded.table.columns))
+
+
+def _are_equal(checked: Any, now: Any) -> bool:
+    return checked == now if isinstance(checked, RunColumn) else np.array_equal(checked, now)
 
 
 def build_manifest(
