@@ -13,13 +13,8 @@ import torch
 from bytecheckpoint.adapters.data.stream_wire import decode_stored, has_mark
 from bytecheckpoint.adapters.expectation import RankMissing
 from bytecheckpoint.adapters.key_map import Globs, KeyMap, Renamer, UnusedRule, renamed_alike
-from bytecheckpoint.adapters.plain.plain_data import (
-    decode_plain,
-    decode_refs,
-    encode_plain,
-    is_content_fqn,
-    keep_in_tree,
-)
+from bytecheckpoint.adapters.plain.manifest_trees import all_trees, common_tree, named_by_content, tensor_dicts
+from bytecheckpoint.adapters.plain.plain_data import decode_plain
 from bytecheckpoint.adapters.plain.plain_tree import descend, leaves
 from bytecheckpoint.adapters.shards import NEW_TUPLE, torch_dtype
 from bytecheckpoint.errors import CheckpointCorruptError
@@ -29,8 +24,6 @@ from bytecheckpoint.manifest.plain_wire import TensorRef
 PER_RANK_NAME = "extra_state"
 """The top-level name under which plain data may differ from rank to rank without `RankLocal`."""
 
-_LONG = 1 << 14
-"""Plain data of fewer bytes is decoded in less time than it takes to find out about it."""
 _REWRITTEN = {"converted_from", "linked_from"}
 """Keys of the provenance of a checkpoint whose `world_size` is not that of the save."""
 
@@ -127,7 +120,7 @@ class CheckpointView:
         )
         records = dict(zip(described, map(NEW_TUPLE, repeat(StoredTensor), rows), strict=True))
         records |= {alias: records[fqn] for alias, fqn in manifest.aliases.items()}
-        by_content = _named_by_content(manifest)
+        by_content = named_by_content(manifest)
         if not by_content:
             return records
         saved = {fqn: record for fqn, record in records.items() if fqn not in by_content}
@@ -175,8 +168,7 @@ class CheckpointView:
         """
         if not self._is_as_saved or self._reshape is not None:
             return {}
-        found = {fqn: decode_refs(data) for fqn, data in self._manifest.objects.items() if fqn and len(data) > _LONG}
-        return {fqn: refs for fqn, refs in found.items() if refs and _are_own_names(fqn, refs)}
+        return tensor_dicts(self._manifest)
 
     @cached_property
     def trees(self) -> dict[str, Any]:
@@ -192,7 +184,7 @@ class CheckpointView:
             if self.rank in by_rank:
                 trees[fqn] = decode_plain(by_rank[self.rank])
             elif fqn.split(".")[0] == PER_RANK_NAME:
-                trees[fqn] = _common_tree([decode_plain(data) for _, data in sorted(by_rank.items())])
+                trees[fqn] = common_tree([decode_plain(data) for _, data in sorted(by_rank.items())])
             else:
                 trees[fqn] = RankMissing(len(by_rank))
         return trees
@@ -376,7 +368,7 @@ class CheckpointView:
     @property
     def names_of_all_ranks(self) -> set[str]:
         """The checkpoint FQNs of tensors and plain data, of every rank that saved it."""
-        names = {leaf for fqn, data in _all_trees(self._manifest) for leaf in (fqn, *leaves(decode_plain(data), fqn))}
+        names = {leaf for fqn, data in all_trees(self._manifest) for leaf in (fqn, *leaves(decode_plain(data), fqn))}
         return names.union(self._manifest.tensors, self._manifest.aliases)
 
     def all_names(self) -> list[str]:
@@ -388,45 +380,10 @@ class CheckpointView:
         return dict(chain.from_iterable(leaves(tree, fqn).items() for fqn, tree in self.trees.items()))
 
 
-def _are_own_names(fqn: str, refs: Mapping[str, str]) -> bool:
-    """Returns True if the dict of this FQN has each tensor under the last part of its own FQN."""
-    text = "\n".join(refs.values())  # compared as one text: in a list each would be made and compared alone
-    return text == f"{fqn}." + f"\n{fqn}.".join(refs) and text.count("\n") == len(refs) - 1
-
-
 def is_at_or_below(fqn: str, roots: set[str]) -> bool:
     """Returns True if an FQN is one of these or starts with one of them and a dot."""
     parts = fqn.split(".")
     return any(".".join(parts[:count]) in roots for count in range(1, len(parts) + 1))
-
-
-def _named_by_content(manifest: Manifest) -> set[str]:
-    """Returns the tensors that plain data of any rank refers to by another name than that of the leaf that they are."""
-    is_any = "@" in "".join(manifest.tensors)
-    candidates = {fqn for fqn in manifest.tensors if "@" in fqn and is_content_fqn(fqn)} if is_any else set()
-    if not candidates:
-        return candidates
-    found = (item for fqn, data in _all_trees(manifest) for item in leaves(decode_plain(data), fqn).items())
-    return candidates & {value.fqn for fqn, value in found if isinstance(value, TensorRef) and value.fqn != fqn}
-
-
-def _all_trees(manifest: Manifest) -> list[tuple[str, bytes]]:
-    """Returns the encoded plain data of every rank, each after the FQN of its entry."""
-    of_ranks = [(fqn, data) for fqn, by_rank in manifest.rank_objects.items() for data in by_rank.values()]
-    return [*manifest.objects.items(), *of_ranks]
-
-
-def _common_tree(trees: Sequence[Any]) -> Any:
-    """Returns the first tree, with what is not the same in all of them, or not in all, marked as missing."""
-    if all(isinstance(tree, dict) for tree in trees):
-        by_key: dict[Any, list[Any]] = {}
-        for key, item in (item for tree in trees for item in tree.items()):
-            by_key.setdefault(key, []).append(item)
-        num = len(trees)
-        return {key: _common_tree(of) if len(of) == num else RankMissing(len(of)) for key, of in by_key.items()}
-    # Compared as bytes: the text of a tensor rounds its values and leaves out most of a long one.
-    is_same = len({encode_plain(tree, "", keep_in_tree) for tree in trees}) == 1
-    return trees[0] if is_same else RankMissing(len(trees))
 
 
 def placeholder(stored: StoredTensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import numpy as np
 
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.manifest.envelope import FORMAT_VERSION, RUNS_VERSION, seal, unseal
-from bytecheckpoint.manifest.manifest import Manifest, ManifestOutline, check_manifest, check_outline
+from bytecheckpoint.manifest.manifest import Manifest, check_manifest
 from bytecheckpoint.manifest.records import Columns, DataFile, Sample, joined
 from bytecheckpoint.manifest.run_column import RunColumn
 from bytecheckpoint.manifest.table import TensorTable
@@ -86,32 +86,6 @@ class _Wire(msgspec.Struct, omit_defaults=True):
     file_content_digests: memoryview = _NOTHING
     chunk_file_runs: memoryview = _NOTHING
     chunk_byte_offset_runs: memoryview = _NOTHING
-
-
-class _OutlineWire(msgspec.Struct):
-    """The fields of the body that an outline needs."""
-
-    save_id: str
-    step: int | None
-    file_names: msgspec.Raw
-    file_byte_lengths: memoryview
-    tensor_fqns: msgspec.Raw
-    metadata: msgspec.Raw
-    provenance: msgspec.Raw
-    foreign_format: str = ""
-
-
-class _ShortOutlineWire(msgspec.Struct):
-    """The same of a body that is shorter than metadata may be: decoded in one step, as a list of many needs."""
-
-    save_id: str
-    step: int | None
-    file_names: msgspec.Raw
-    file_byte_lengths: memoryview
-    tensor_fqns: msgspec.Raw
-    metadata: dict[str, Any]
-    provenance: dict[str, Any]
-    foreign_format: str = ""
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -252,37 +226,13 @@ def open_manifest(data: bytes) -> Manifest:
             aliases=_decode_items(wire.aliases, dict[str, str], MAX_OBJECTS, "tied tensors"),
             objects=_decode_items(wire.objects, dict[str, bytes], MAX_OBJECTS, "objects"),
             rank_objects=_decode_rank_objects(wire.rank_objects),
-            metadata=_decode_metadata(wire.metadata),
-            provenance=_decode_metadata(wire.provenance),
+            metadata=decode_metadata(wire.metadata),
+            provenance=decode_metadata(wire.provenance),
         )
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_manifest(f"its body cannot be decoded: {error}") from error
     check_manifest(manifest)
     return manifest
-
-
-def read_outline(data: bytes) -> ManifestOutline:
-    """Reads the outline of a manifest. Checks that the file is whole, and no column but the lengths of files. Raises as
-    `decode_manifest` does.
-    """
-    body = unseal(data)
-    wire: _OutlineWire | _ShortOutlineWire
-    try:
-        if len(body) <= MAX_METADATA_BYTES:
-            wire = msgspec.msgpack.decode(body, type=_ShortOutlineWire)
-            metadata, provenance = wire.metadata, wire.provenance
-        else:
-            wire = msgspec.msgpack.decode(body, type=_OutlineWire)
-            metadata, provenance = _decode_metadata(wire.metadata), _decode_metadata(wire.provenance)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_manifest(f"its body cannot be decoded: {error}") from error
-    num_tensors = _count_items(wire.tensor_fqns, MAX_TENSORS, "tensors")
-    lengths = decode_column(wire.file_byte_lengths, _count_items(wire.file_names, MAX_FILES, "files"), "file lengths")
-    outline = ManifestOutline(
-        wire.save_id, wire.step, wire.foreign_format, sum(lengths.tolist()), num_tensors, metadata, provenance
-    )
-    check_outline(outline)
-    return outline
 
 
 def _decode_columns(wire: _Wire, num_tensors: int) -> Columns:
@@ -318,14 +268,15 @@ def _decode_places(column: memoryview, runs: memoryview, num_chunks: int, name: 
 
 def _decode_items(raw: msgspec.Raw, kind: type[_Items], limit: int, what: str) -> _Items:
     """Decodes a list or dict if it has at most `limit` items. It was found well-formed together with the body."""
-    num_items = _count_items(raw, limit, what)
+    num_items = count_items(raw, limit, what)
     items = msgspec.msgpack.decode(raw, type=kind)
     if len(items) != num_items:
         raise bad_manifest(f"two of its {what} have the same name")
     return items
 
 
-def _count_items(raw: msgspec.Raw, limit: int, what: str) -> int:
+def count_items(raw: msgspec.Raw, limit: int, what: str) -> int:
+    """Returns the number of items of a list or dict. Raises UnsafeCheckpointError (limits_exceeded) beyond `limit`."""
     # The head of a msgpack array or map has the number of its items, which msgspec compares with no limit of our own
     # error kind. Undecoded, because the body's 2**30 bytes can hold as many empty strings, of 8 bytes each in a list.
     head = memoryview(raw)[:5]
@@ -345,7 +296,8 @@ def _decode_rank_objects(raw: msgspec.Raw) -> dict[str, dict[int, bytes]]:
     return rank_objects
 
 
-def _decode_metadata(raw: msgspec.Raw) -> dict[str, Any]:
+def decode_metadata(raw: msgspec.Raw) -> dict[str, Any]:
+    """Decodes metadata, or raises UnsafeCheckpointError (limits_exceeded) if it is too long."""
     refuse_more_than(MAX_METADATA_BYTES, len(memoryview(raw)), "bytes of metadata")
     return msgspec.msgpack.decode(raw, type=dict[str, Any])
 

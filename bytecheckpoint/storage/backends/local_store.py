@@ -2,7 +2,7 @@
 durably or not at all, names stay inside the root, and every failure is one of this library's errors.
 """
 
-# ruff: noqa: PTH100, PTH106, PTH108, PTH112, PTH116, PTH118, PTH120 - the calls of `os` by name: their order is the promise, and tests record it
+# ruff: noqa: PTH100, PTH106, PTH108, PTH116, PTH118, PTH120 - the calls of `os` by name: their order is the promise, and tests record it
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ from bytecheckpoint.storage.backends.posix_errors import (
     write_error,
 )
 from bytecheckpoint.storage.backends.posix_files import (
+    file_in_the_way,
+    free_bytes,
     link,
     make_folders,
     publish,
@@ -71,7 +73,7 @@ class LocalStore:
     @property
     def free_bytes(self) -> int | None:
         """Free space for an ordinary user; None if unknown."""
-        return _free_bytes(self._root)
+        return free_bytes(self._root)
 
     def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
         """Implements `Store`. One block is written by the caller's thread, several by `writer_threads`."""
@@ -181,7 +183,7 @@ class LocalStore:
         except FileNotFoundError:
             return {}
         except NotADirectoryError as error:
-            raise is_a_file(_file_in_the_way(path)) from error
+            raise is_a_file(file_in_the_way(path)) from error
         except OSError as error:
             raise read_error(error, path, reason=describe(error), doing="list") from error
         return {name: None if size == _FOLDER else size for name, size in sizes.items() if size is not None}
@@ -319,7 +321,7 @@ class _WriteErrors:
     def __init__(self, path: str, num_bytes: int) -> None:
         self._path = path
         self.num_bytes = num_bytes
-        self._free_bytes = _free_bytes(os.path.dirname(path))
+        self._free_bytes = free_bytes(os.path.dirname(path))
 
     def __enter__(self) -> None: ...
 
@@ -355,7 +357,7 @@ def _opened(path: str) -> Iterator[tuple[int, int]]:
         # Opening a pipe that someone put there would wait for its writer for ever but for O_NONBLOCK.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except NotADirectoryError as error:
-        raise is_a_file(_file_in_the_way(path)) from error
+        raise is_a_file(file_in_the_way(path)) from error
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -382,13 +384,6 @@ def _size(entry: os.DirEntry[str]) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def _file_in_the_way(path: str) -> str:
-    """Returns the part of the path that is a file instead of a folder."""
-    while not os.path.lexists(path):
-        path = os.path.dirname(path)
-    return path
-
-
 def _reason(error: OSError, path: str) -> str:
     """Returns the error's message. ENOSPC has two causes, of which only one is about bytes."""
     if error.errno == errno.ENOSPC:
@@ -397,13 +392,3 @@ def _reason(error: OSError, path: str) -> str:
             if status.f_files and not status.f_favail:
                 return f"{describe(error)}: the file system has no inodes left for new files (`df -i`); delete files"
     return describe(error)
-
-
-def _free_bytes(folder: str) -> int | None:
-    """Returns the space for an ordinary user, in bytes; the folder need not exist yet."""
-    while not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    with suppress(OSError):
-        status = os.statvfs(folder)
-        return status.f_bavail * status.f_frsize
-    return None

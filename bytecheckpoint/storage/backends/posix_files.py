@@ -12,7 +12,6 @@ import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate
 
 from bytecheckpoint.storage.store import FillHook, PiecesHook
 
@@ -88,14 +87,24 @@ def read_pieces(fd: int, byte_offset: int, buffers: Sequence[memoryview], on_fil
         some, wanted = buffers[first:last], sum(map(len, buffers[first:last]))
         count = os.preadv(fd, some, byte_offset + filled)
         if count < wanted:  # the end of the file, or a signal
-            for start, buffer in zip(accumulate(map(len, some), initial=0), some, strict=False):
-                done = min(max(count - start, 0), len(buffer))
-                done += read_fully(fd, byte_offset + filled + start + done, buffer[done:])
-                if done < len(buffer):
-                    return filled + start + done
-        filled, first = filled + wanted, last
+            count = _fill_rest(fd, byte_offset + filled, some, count)
+        filled, first = filled + count, last
+        if count < wanted:
+            break
         on_filled(some)
     return filled
+
+
+def _fill_rest(fd: int, byte_offset: int, buffers: Sequence[memoryview], filled: int) -> int:
+    """Fills what a call has not filled of these buffers. Returns the number of bytes that they hold then."""
+    start = 0
+    for buffer in buffers:
+        done = min(max(filled - start, 0), len(buffer))
+        done += read_fully(fd, byte_offset + start + done, buffer[done:])
+        start += done
+        if done < len(buffer):
+            break
+    return start
 
 
 def _ends_of_calls(buffers: Sequence[memoryview]) -> Iterator[int]:
@@ -108,6 +117,23 @@ def _ends_of_calls(buffers: Sequence[memoryview]) -> Iterator[int]:
         num_bytes += len(buffer)
     if buffers:
         yield len(buffers)
+
+
+def file_in_the_way(path: str) -> str:
+    """Returns the part of the path that is a file instead of a folder."""
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def free_bytes(folder: str) -> int | None:
+    """Returns the space for an ordinary user, in bytes; the folder need not exist yet."""
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    with suppress(OSError):
+        status = os.statvfs(folder)
+        return status.f_bavail * status.f_frsize
+    return None
 
 
 def publish(temporary: str, path: str, *, replace: bool) -> None:
