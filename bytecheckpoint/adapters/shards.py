@@ -31,7 +31,7 @@ AT_ONCE = 256
 _STRIDED = torch.strided
 _Tensor, _Storage = torch.Tensor, torch.UntypedStorage
 _IS_COMPLEX = attrgetter("is_complex")
-_IS_CPU, _IS_VIEW, _REQUIRES_GRAD = attrgetter("is_cpu"), torch.Tensor._is_view, attrgetter("requires_grad")
+_IS_CPU = attrgetter("is_cpu")
 _LOOKS = attrgetter("dtype", "layout", "shape")
 """All that decides whether a plain tensor is dense, and what is saved of it besides its elements. A nested one has no
 shape, and says so by an error."""
@@ -58,7 +58,8 @@ class LocalShard(NamedTuple):
     """Region in global coordinates, in elements."""
     tensor: torch.Tensor
     """Live memory with the region's lengths as its shape: a view that autograd does not see, or the state's own tensor
-    where autograd has nothing to do with it. On the meta device where a load has yet to create that memory."""
+    where autograd has nothing to do with it, or where it has an address. On the meta device where a load has yet to
+    create that memory."""
     address: int = 0
     """Address of its first byte, where it was asked for and all of its bytes are there and follow in memory of the
     host; 0 where the tensor has to be looked at. Found with all else about it: each more look at 100,000 tensors costs
@@ -138,8 +139,8 @@ class LocalShards:
         addresses = np.where(memories.has(np.array(lengths, np.int64)), memories.addresses, 0)
         if not memories.are_flat:
             addresses[[not is_row_major(tensor) for tensor in tensors]] = 0
-        are_bare = not any(map(_IS_VIEW, tensors)) and not any(map(_REQUIRES_GRAD, tensors))
-        own = tensors if are_bare else [_without_grad(tensor) for tensor in tensors]
+        # A tensor with an address is filled there, behind autograd's back.
+        own = tensors if addresses.all() else [_without_grad(tensor) for tensor in tensors]
         rows = zip(fqns, dtypes, shapes, regions, own, addresses.tolist(), repeat(None), lengths, strict=False)
         self.found += map(NEW_TUPLE, repeat(LocalShard), rows)
         return True
@@ -298,7 +299,7 @@ def check_has_all_memory(fqn: str, tensor: torch.Tensor) -> None:
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the memory of a row-major tensor as a flat tensor of bytes, on its device: a view."""
     # Not reshape(-1): the stride of a dimension of one element can be anything, which stays in the result.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def dense_dtype(fqn: str, tensor: torch.Tensor) -> str:

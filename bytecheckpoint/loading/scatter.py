@@ -172,7 +172,7 @@ def _place_box(part: BoxPart, content: memoryview, targets: Targets) -> None:
     lengths, strides = box_layout(part)
     shard, stored_dtype, lane = targets.shards[part.want], targets.stored_dtypes[part.want], targets.lane(part.want)
     dtype = torch_dtype(stored_dtype)
-    destination = view_region(shard, part.region)
+    destination = view_region(shard, part.region).detach()
     integers = SAME_SIZE_INTEGERS.get(itemsize(stored_dtype))
     is_raw = stored_dtype == shard.dtype and not destination.is_conj() and not destination.is_neg()
     if is_raw and integers is not None:
