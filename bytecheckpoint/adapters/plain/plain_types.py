@@ -113,7 +113,7 @@ def advice_for(value: Any) -> str:
         case enum.Enum():
             return "save value.name, and look the member up in its class again"
         case torch.Generator():
-            return "save bytecheckpoint.RankLocal(value), which keeps its state rank by rank"
+            return "save bytecheckpoint.RankLocal(value), or save value.get_state() and give it to value.set_state()"
         case torch.utils.data.DataLoader():
             return (
                 "a DataLoader has no position. Make its dataset of bytecheckpoint.data.Streams, with ShuffleBuffer in "
