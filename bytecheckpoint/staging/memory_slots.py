@@ -54,6 +54,7 @@ class JobMemory:
         self._present: set[int] | None = None
         """Steps with a folder at the path, as far as the coordinator knows; None before it has looked."""
         with job.locked():
+            job.remove_stale_temporaries()
             slot_file.remove_stale_temporaries(job.slots)
 
     def begin_save(self) -> None:

@@ -7,6 +7,7 @@ on; a second job on the host has lost nothing, and nothing is left over.
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import sys
@@ -40,7 +41,8 @@ WITHIN_S = 900.0
 FIRST_SAVES = 5
 LAST_LIFE = 9
 MOST_RANKS = 4
-UNDISTURBED = Death(0, "line")
+UNDISTURBED = Death(0, "none")
+A_WHILE_S = 60.0
 _STRIDE = 7919
 """Prime: the numbers of calls come in an order in which any part of the trials is spread over all of them."""
 
@@ -138,6 +140,11 @@ class Trials:
         tried = Tried(trial)
         lives = [Said(*map(set, self.calm.said))]
         is_again, has_other = rng.random() < 0.3, rng.random() < 0.2
+        if rng.random() < 0.15 and not has_other:
+            lives = [Said(*(set[int]() for _ in Said._fields))]
+            shutil.rmtree(self.folder)
+            self.folder.mkdir()
+            tried.seen.append("before which nothing was held")
         hosts = self.scene.hosts
         for life in range(1, 3 if is_again else 2):
             death = self._drawn(rng, kind, hosts, number if life == 1 else None)
@@ -179,7 +186,7 @@ class Trials:
         num_lost = 0 if is_again or len(hosts) == 1 else rng.choice([0, 0, 1, 1, 2])
         lost = tuple(rng.sample(hosts, min(num_lost, len(hosts))))
         for host in lost:
-            shutil.rmtree(root_of(self.folder, host))
+            shutil.rmtree(root_of(self.folder, host), ignore_errors=True)  # a first life may not have made it
         return lost
 
     def _wrong_after(
@@ -189,6 +196,7 @@ class Trials:
         must = must_be(lives, len(lost), self.scene)
         is_alike = not lost and rng.random() < (0.8 if len(self.scene.hosts) == 1 else 0.4)
         job = self._job(LAST_LIFE, self.scene.hosts if is_alike else drawn_hosts(rng, self.scene.hosts, lost))
+        ended = ended_processes(self.folder)
         lived = live(job, self.port, UNDISTURBED)
         tried.seen += ["resumed by another number of ranks"] * (len(job.hosts) != len(self.scene.hosts))
         tried.seen += ["resumed at a step newer than held"] * (max(lived.said.resumed, default=-1) > must)
@@ -197,7 +205,7 @@ class Trials:
             wrong = f"the last life did not go on: {lived}"
         if wrong is not None:
             return f"{wrong} (lost {lost}, back on {job.hosts})"
-        return (self._wrong_with_other(lost) if has_other else None) or leftovers(self.folder, job)
+        return (self._wrong_with_other(lost) if has_other else None) or leftovers(self.folder, job, ended)
 
     def _wrong_with_other(self, lost: tuple[int, ...]) -> str | None:
         texts = [self._other(life, 0).said(0) for life in (0, 1)]
@@ -236,6 +244,7 @@ def must_be(lives: Sequence[Said], num_lost: int, scene: Scene) -> int:
 def wrong_with(lived: Lived, must: int, before: Sequence[Said]) -> str | None:
     """Returns the first thing that is wrong with a life."""
     resumed, known = lived.said.resumed, {value for said in before for value in said.begun}
+    known |= {-1} if must == -1 else set()
     if len(resumed) > 1:
         return f"ranks resumed different values: {sorted(resumed)}"
     for value in resumed:
@@ -251,12 +260,26 @@ def wrong_with(lived: Lived, must: int, before: Sequence[Said]) -> str | None:
     return None
 
 
-def leftovers(folder: Path, job: Job) -> str | None:
-    """Returns what a run that has ended should not leave in the memory roots; then removes what it should."""
+def ended_processes(folder: Path) -> set[Path]:
+    """Returns the files of all processes that have worked on the jobs, and lets the time pass after which none of them
+    can be making anything.
+    """
+    for path in folder.glob("host*/**/.tmp-*"):
+        os.utime(path, (time.time() - A_WHILE_S,) * 2)
+    return {*folder.glob("host*/*/alive/*")}
+
+
+def leftovers(folder: Path, job: Job, ended: set[Path]) -> str | None:
+    """Returns what a run that has ended should not leave in the memory roots, traces of processes that had ended before
+    it among them; then removes what it should.
+    """
     for host in sorted({*job.hosts}):
         root = str(root_of(folder, host))
+        temporaries = sorted(str(path) for path in Path(root).glob(".*"))
+        if temporaries:
+            return f"host {host}: temporaries are left: {temporaries}"
         for found, about in find_jobs(root):
-            wrong = _too_much(found, job, host) if about.location.endswith("/ckpt") else None
+            wrong = _too_much(found, job, host, ended) if about.location.endswith("/ckpt") else None
             if wrong is not None:
                 return f"host {host}: {wrong}"
             if not remove_job(root, found.path) or Path(found.path).exists():
@@ -264,7 +287,7 @@ def leftovers(folder: Path, job: Job) -> str | None:
     return None
 
 
-def _too_much(found: JobFolder, job: Job, host: int) -> str | None:
+def _too_much(found: JobFolder, job: Job, host: int, ended: set[Path]) -> str | None:
     num_ranks, num_slots = job.hosts.count(host), len(list(slot_file.scan(found.slots)))
     if num_slots > 2 * num_ranks:
         return f"{num_slots} slots for {num_ranks} ranks"
@@ -274,10 +297,10 @@ def _too_much(found: JobFolder, job: Job, host: int) -> str | None:
             return f"{len(scan_copies(found, kind))} of {kind} for {num_others} ranks of other hosts"
     if len(version_files.read_versions(found)) > 2:
         return f"{len(version_files.read_versions(found))} manifests"
-    # One in this folder is removed by the first who looks when it is older than the making of a file can take.
-    temporaries = [
-        str(path.relative_to(found.path)) for path in Path(found.path).rglob(".*") if path.parent.name != "alive"
-    ]
+    dead = ended & {*Path(found.path, "alive").iterdir()}
+    if dead:
+        return f"{len(dead)} files of processes that ended long ago"
+    temporaries = [str(path.relative_to(found.path)) for path in Path(found.path).rglob(".*")]
     return f"temporaries are left: {temporaries}" if temporaries else None
 
 
