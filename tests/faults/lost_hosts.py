@@ -2,7 +2,7 @@
 exchanged or put in the place of later ones. Then another number of ranks resumes. It gets the newest version of which
 every byte is left somewhere, with its own values, or an error; never anything else.
 
-Ranks with a memory root of their own stand for hosts. What can be resumed is found by a look at the bytes of all files.
+Ranks with a memory root of their own stand for hosts, and send between them by sockets. What can be resumed is found by a look at the bytes of all files.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from bytecheckpoint.staging.copy_slots import scan_copies
 from bytecheckpoint.storage.memory_root import slot_file, version_files
 from bytecheckpoint.storage.memory_root.job_folder import JobFolder, find_jobs
 from bytecheckpoint.storage.memory_root.slot_file import FilePlace, FoundSlot
+from distributed.played_hosts import on_host
 from distributed.workers import WorkerDied, WorkerHung, WorkerPool
 from faults.campaigns import Asked, Broken, Campaign, Outcome
 
@@ -112,7 +113,7 @@ def root_of(folder: Path, host: int) -> Path:
 def save_all(rank: int, world_size: int, folder: Path, world: World) -> None:
     """Saves every step, and gives up what the process holds, as its death would."""
     given = options(folder, world.hosts[rank], world)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), on_host(world.hosts[rank]):
         warnings.simplefilter("ignore")
         for step in STEPS:
             to = "storage" if step == world.stored else "memory"
@@ -142,7 +143,7 @@ class Resumed(NamedTuple):
 def resume(rank: int, world_size: int, folder: Path, hosts: Sequence[int], world: World) -> Resumed:
     state = state_of(0, world.kind)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), on_host(hosts[rank]):
             warnings.simplefilter("ignore")
             given = options(folder, hosts[rank], world)
             patient = bcp.LoadOptions(timeout_s=20)

@@ -1,6 +1,6 @@
 """One life of a job of one rank or several that goes on from memory and saves steps to memory, and now and then to
 storage, in processes forked from one that has imported torch. A rank may die before any of its system calls, before any
-line of what holds and resumes, or at any time.
+line of what holds and resumes, or at any time. Between hosts they send by sockets, though all are on this one.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 import bytecheckpoint as bcp
 from bytecheckpoint.memory_tier import hold
 from bytecheckpoint.storage.memory_root import slot_file
+from distributed.played_hosts import on_host
 from faults.system_calls import NEVER, be_traced, follow
 from faults.traced import Rank
 
@@ -201,7 +202,18 @@ def be(job: Job, rank: int, joined: Rank | None, death: Death) -> None:
     if death.kind == "call" and death.rank == rank:
         be_traced()
     lines = kill_before_line(death.number) if death.kind == "line" and death.rank == rank else None
-    options = options_of(job, rank)
+    with on_host(job.hosts[rank]):
+        run_saves(job, options_of(job, rank))
+    sys.settrace(None)
+    if lines is not None:
+        threading.settrace(None)  # type: ignore[arg-type]
+        say("lines", next(lines))
+    if joined is not None:
+        dist.barrier()
+
+
+def run_saves(job: Job, options: bcp.SaveOptions) -> None:
+    """Resumes, and saves some steps; says each thing that is acknowledged."""
     state = state_of(job, -1)
     report = bcp.resume(job.path, state, options=options)
     first = 0 if report is None else report.step + 1
@@ -220,12 +232,6 @@ def be(job: Job, rank: int, joined: Rank | None, death: Death) -> None:
             say("safe", value)
         if to == "storage":
             say("stored", value)
-    sys.settrace(None)
-    if lines is not None:
-        threading.settrace(None)  # type: ignore[arg-type]
-        say("lines", next(lines))
-    if joined is not None:
-        dist.barrier()
 
 
 def is_protected(job: Job) -> bool:
