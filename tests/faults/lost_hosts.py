@@ -2,7 +2,8 @@
 exchanged or put in the place of later ones. Then another number of ranks resumes. It gets the newest version of which
 every byte is left somewhere, with its own values, or an error; never anything else.
 
-Ranks with a memory root of their own stand for hosts, and send between them by sockets. What can be resumed is found by a look at the bytes of all files.
+Ranks with a memory root of their own stand for hosts, and send between them by sockets. What can be resumed is found by
+a look at the bytes of all files.
 """
 
 from __future__ import annotations
