@@ -42,6 +42,8 @@ FIRST_SAVES = 5
 LAST_LIFE = 9
 MOST_RANKS = 4
 UNDISTURBED = Death(0, "none")
+COUNTED = ("call", "line")
+"""Kinds of death that come before a point with a number."""
 A_WHILE_S = 60.0
 _STRIDE = 7919
 """Prime: the numbers of calls come in an order in which any part of the trials is spread over all of them."""
@@ -73,8 +75,8 @@ class Calm:
     """A scene before anything is killed: what was acknowledged, and how much there is to be killed at."""
 
     said: list[list[int]]
-    num_points: dict[str, list[int]]
-    """Calls and lines of each rank."""
+    num_points: list[int]
+    """Calls or lines of each rank; none where they are not counted."""
     seconds: float
 
 
@@ -94,8 +96,8 @@ class Tried:
 class Trials:
     """The trials of one scene, in a process that forks for each life."""
 
-    def __init__(self, folder: Path, scene: Scene, port: int) -> None:
-        self.scene, self.port = scene, port
+    def __init__(self, folder: Path, scene: Scene, kind: str, port: int) -> None:
+        self.scene, self.kind, self.port = scene, kind, port
         self.folder, self.kept = folder / scene.name, folder / f"kept-{scene.name}"
         notes = folder / f"{scene.name}.json"
         if not notes.exists():
@@ -107,11 +109,10 @@ class Trials:
         first = self._undisturbed(Job(self.folder, self.scene.hosts, self.scene.memory, 0, FIRST_SAVES))
         self._undisturbed(self._other(0, 2))
         shutil.copytree(self.folder, self.kept)
-        num_points: dict[str, list[int]] = {"call": [], "line": []}
-        for kind, found in num_points.items():
-            for rank in range(len(self.scene.hosts)):
-                self.restore()
-                found.append(live(self._job(1), self.port, Death(rank, kind)).num_points)
+        num_points = []
+        for rank in range(len(self.scene.hosts)) if self.kind in COUNTED else ():
+            self.restore()
+            num_points.append(live(self._job(1), self.port, Death(rank, self.kind)).num_points)
         self.restore()
         started = time.monotonic()
         self._undisturbed(self._job(1))
@@ -135,7 +136,7 @@ class Trials:
         shutil.rmtree(self.folder)
         shutil.copytree(self.kept, self.folder)
 
-    def try_one(self, trial: int, number: int, rng: random.Random, kind: str) -> Tried:
+    def try_one(self, trial: int, number: int, rng: random.Random) -> Tried:
         self.restore()
         tried = Tried(trial)
         lives = [Said(*map(set, self.calm.said))]
@@ -147,7 +148,7 @@ class Trials:
             tried.seen.append("before which nothing was held")
         hosts = self.scene.hosts
         for life in range(1, 3 if is_again else 2):
-            death = self._drawn(rng, kind, hosts, number if life == 1 else None)
+            death = self._drawn(rng, hosts, number if life == 1 else None)
             other = self._start_other() if has_other and life == 1 else None
             lived = live(self._job(life, hosts), self.port, death)
             if other is not None:
@@ -166,16 +167,16 @@ class Trials:
         tried.is_wrong = self._wrong_after(rng, lives, lost, tried, has_other=has_other)
         return tried
 
-    def _drawn(self, rng: random.Random, kind: str, hosts: Sequence[int], number: int | None) -> Death:
+    def _drawn(self, rng: random.Random, hosts: Sequence[int], number: int | None) -> Death:
         rank = rng.randrange(len(hosts)) if number is None else number % len(hosts)
         others_after_s = rng.choice([0.0, rng.uniform(0, 0.05), rng.uniform(0, 0.05)])
         lives_on = len(hosts) > 1 and rng.random() < 0.01
         after_s = rng.uniform(0, 1.1 * self.calm.seconds)
         point = 0
-        if kind in self.calm.num_points:
-            most = self.calm.num_points[kind][min(rank, len(self.scene.hosts) - 1)]
+        if self.kind in COUNTED:
+            most = self.calm.num_points[min(rank, len(self.scene.hosts) - 1)]
             point = rng.randrange(most) if number is None else number // len(hosts) * _STRIDE % most
-        return Death(rank, kind, point, after_s, None if lives_on else others_after_s)
+        return Death(rank, self.kind, point, after_s, None if lives_on else others_after_s)
 
     def _start_other(self) -> int:
         job = self._other(1, NEVER)
@@ -312,9 +313,9 @@ def try_many(seed: str, numbers: str, folder: str, scenes: str, kind: str, port:
     for trial in map(int, numbers.split(",")):
         scene = chosen[trial % len(chosen)]
         if scene.name not in at:
-            at[scene.name] = Trials(Path(folder), scene, int(port))
+            at[scene.name] = Trials(Path(folder), scene, kind, int(port))
         rng = random.Random(f"{seed}/{trial}")
-        tried = at[scene.name].try_one(trial, trial // len(chosen), rng, kind)
+        tried = at[scene.name].try_one(trial, trial // len(chosen), rng)
         sys.stdout.write(f"{json.dumps(asdict(tried))}\n")
         sys.stdout.flush()
 
