@@ -6,8 +6,8 @@ takes for the bytes that ranks send.
 
 Four ranks, each with a memory root of its own that stands for a host, have an FSDP state; copies are on another host,
 or parity is over all four. The processes end, hosts are erased, and four ranks resume, some of them on empty hosts: the
-newest step, or one from storage, in the page cache, where two hosts are lost. Seconds are from the first call to the end
-of the last, the best of the rounds; imports come before. The last column has the goal, at most 1.5.
+newest step, or where two hosts are lost one from storage, in the page cache. Seconds are from the first call to the end
+of the last, the best of the rounds; imports come before. The last column has a goal, at most 1.5.
 """
 
 from __future__ import annotations
