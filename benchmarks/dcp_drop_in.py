@@ -8,7 +8,8 @@ The same program saves with either module. Each candidate has processes of its o
 first save of each does not count. `stall` is the time of the call with the state_dict() in it, `staged` what the first
 step afterwards waits, `lost` both and what steps beside the save took longer; of all ranks the slowest. Memory is what
 the first save of a fresh process takes at its peak until it is durable, without training beside it, of the rank that
-takes most. The limit is the state_dict() and one copy of its tensors into memory that is there already.
+takes most. The limits are the state_dict() and one copy of its tensors into memory that is there already; the
+state_dict(), and its bytes written past the page cache and synced. DCP syncs nothing.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.integrations import dcp as drop_in
+from saves.limits import MIB, random_memory, write
 from saves.timing import Pending, time_async, time_sync
 from shared.machine import facts_line, machine_facts
 from shared.memory import PeakMemory, own_memory
@@ -47,8 +49,10 @@ from shared.rank_process import Obey, join
 
 WIDTH, BATCH = 1024, 8
 MEMORY_PERIOD_S = 0.004
-SYNCHRONOUS = {"dcp", "bcp"}
-LIMIT = "limit"
+LIMIT, WRITE_LIMIT = "limit", "limit-write"
+LIMITS = {LIMIT, WRITE_LIMIT}
+SYNCHRONOUS = {"dcp", "bcp", WRITE_LIMIT}
+WRITE_WAY = 16 * MIB, 2
 TIMEOUT_S = 300.0
 TITLES = {
     "dcp": "torch DCP, save",
@@ -60,6 +64,7 @@ TITLES = {
     "bcp-live": "drop-in, async_save, live module and optimizer",
     "bcp-live-stager": "the same, a stager",
     LIMIT: "limit: one copy",
+    WRITE_LIMIT: "limit: raw writes and fsync",
 }
 MEASURES = ("stall", "staged", "durable", "lost")
 
@@ -78,7 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
         state_mb = 3 * arguments.mb
         print(f"{arguments.ranks} ranks, {state_mb:.0f} MB of model and optimizer, {arguments.rounds} rounds\n")
         timings, written = measure_times(arguments, Path(folder))
-        savers = [name for name in arguments.candidates if name != LIMIT]
+        savers = [name for name in arguments.candidates if name not in LIMITS]
         memory = {name: measure_memory(name, arguments, Path(folder)) for name in savers}
     names = " | ".join(f"{name}, s" for name in MEASURES)
     print(f"| candidate | {names} | stall beside torch | written, MB | memory, MB (of a part) |\n{'| --- ' * 8}|")
@@ -234,13 +239,23 @@ def candidates(job: TrainingJob, group: dist.ProcessGroup) -> dict[str, Callable
 
     kept: list[torch.Tensor] = []
 
-    def copy(_: Path) -> Pending:
+    memory = random_memory(WRITE_WAY[0])
+
+    def local_parts() -> list[torch.Tensor]:
         state = job.state()["app"].state_dict()
         tensors = [
             *state["model"].values(),
             *(part for each in state["optim"]["state"].values() for part in each.values()),
         ]
-        parts = [part.to_local() if isinstance(part, DTensor) else part for part in tensors]
+        return [part.to_local() if isinstance(part, DTensor) else part for part in tensors]
+
+    def write_raw(folder: Path) -> None:
+        num_bytes = sum(part.nbytes for part in local_parts())
+        folder.mkdir(exist_ok=True)
+        write(folder / f"{dist.get_rank()}.raw", num_bytes, memory, WRITE_WAY)
+
+    def copy(_: Path) -> Pending:
+        parts = local_parts()
         kept[:] = kept or [torch.empty_like(part) for part in parts]
         for place, part in zip(kept, parts, strict=True):
             place.copy_(part)
@@ -259,6 +274,7 @@ def candidates(job: TrainingJob, group: dist.ProcessGroup) -> dict[str, Callable
         "bcp-live": partial(begun, drop_in, live),
         "bcp-live-stager": partial(begun, drop_in, live, async_stager=stager),
         LIMIT: copy,
+        WRITE_LIMIT: write_raw,
     }
 
 

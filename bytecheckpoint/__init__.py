@@ -138,11 +138,15 @@ _LAZY_MODULES = {
 
 
 def __getattr__(name: str) -> object:
-    if name in _LAZY_MODULES:
-        return import_module(_LAZY_MODULES[name])
-    if name in _LAZY:
+    if name not in _LAZY_MODULES and name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from bytecheckpoint.runtime.gc_pause import gc_paused  # noqa: PLC0415 - not needed before the first name is
+
+    # What an import makes, stays: a collection would walk all of torch, a tenth of a second, and free nothing.
+    with gc_paused():
+        if name in _LAZY_MODULES:
+            return import_module(_LAZY_MODULES[name])
         return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

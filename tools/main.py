@@ -83,6 +83,8 @@ class Program(click.Group):
     """A group of commands that return their exit code, and whose errors are one line, or one JSON object."""
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **extra: Any) -> NoReturn:
+        # When numpy is imported, its OpenBLAS starts a thread for each core, and no command needs one.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         given = list(sys.argv[1:] if args is None else args)
         if given[:1] == [ASK]:
             _complete(given[1:])

@@ -136,7 +136,8 @@ def show(
     if with_stats or with_objects or with_histograms:
         opened = access.find_files(opened)
     summary = ManifestSummary(opened.manifest)
-    tensors = summary.select(patterns, path=opened.path)
+    has_first_only = bool(limit) and not (patterns or with_tree or with_stats or html_path is not None or as_json)
+    tensors = summary.first_tensors(limit) if has_first_only else summary.select(patterns, path=opened.path)
     stats = _read_stats(opened, tensors) if with_stats else None
     tree = build_tree(tensors) if with_tree else None
     files = file_rows(opened.manifest) if with_files else None
@@ -177,7 +178,8 @@ def show(
         screen.section(TREE_TABLE, rows, limit=limit, rest="more rows: --tensor GLOB shows a part, --limit 0 all")
     elif with_stats or not (with_files or with_objects or with_data):
         rest = "more: --tree shows them by module, --tensor GLOB some, --limit 0 all"
-        screen.section(tensor_table(stats), tensors, limit=limit, rest=rest)
+        num_tensors = summary.num_names if has_first_only else len(tensors)
+        screen.section(tensor_table(stats), tensors, limit=limit, rest=rest, num_items=num_tensors)
     if files is not None:
         screen.section(FILE_TABLE, files, limit=limit, rest="more files: --limit 0 shows all")
     if objects is not None:

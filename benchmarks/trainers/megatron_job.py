@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +101,17 @@ def training_of(candidate: str, folder: Path, *, mb: float, num_steps: int, save
     num_microbatches_calculator.init_num_microbatches_calculator(
         args.rank, None, args.global_batch_size, args.global_batch_size // args.world_size, args.world_size
     )
-    with on_host(Layout()), tracker_on_host():
+    enter_layout()
+    with tracker_on_host():
         yield Training(args)
+
+
+@cache
+def enter_layout() -> ExitStack:
+    """Makes Megatron's groups, once in a process: each of gloo's has threads that look for work as long as it lives."""
+    stack = ExitStack()
+    stack.enter_context(on_host(Layout()))
+    return stack
 
 
 def digests_of(run: Training) -> dict[str, str]:

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.nn.parameter import is_lazy
 
 from bytecheckpoint.adapters.placements import LocalPart, MeshAxis, held_parts, is_known
-from bytecheckpoint.adapters.torch_types import DTensor
+from bytecheckpoint.adapters.torch_types import DTensor, ShardedTensor
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.manifest.plain_wire import unsupported
 from bytecheckpoint.region import Region, whole

@@ -13,6 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.fsdp._flat_param import FlatParameter
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 __all__ = [
+    "AsyncCollectiveTensor",
     "DTensor",
     "DTensorSpec",
     "FSDPModule",
@@ -27,6 +30,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "Replicate",
     "Shard",
+    "ShardedTensor",
     "StridedShard",
     "TensorMeta",
     "loaded_dtensor",
@@ -54,9 +58,11 @@ def _stand_in(module: str, name: str) -> Any:
 
 
 if not TYPE_CHECKING:
+    AsyncCollectiveTensor = _stand_in("_functional_collectives", "AsyncCollectiveTensor")
     DTensor = _stand_in("tensor", "DTensor")
     Replicate = _stand_in("tensor", "Replicate")
     Shard = _stand_in("tensor", "Shard")
+    ShardedTensor = _stand_in("_shard.sharded_tensor.api", "ShardedTensor")
     StridedShard = _stand_in("tensor.placement_types", "_StridedShard")  # what fully_shard makes of tensor parallel
     DTensorSpec = _stand_in("tensor._dtensor_spec", "DTensorSpec")
     TensorMeta = _stand_in("tensor._dtensor_spec", "TensorMeta")

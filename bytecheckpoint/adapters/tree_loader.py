@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, TypeGuard
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor, StoredTree, placeholder
 from bytecheckpoint.adapters.expectation import (
@@ -25,7 +24,7 @@ from bytecheckpoint.adapters.plain.plain_data import content_fqn, encode_plain, 
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.shard_columns import WholeTensors
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards, dtype_name, shares_elements
-from bytecheckpoint.adapters.torch_types import DTensor
+from bytecheckpoint.adapters.torch_types import DTensor, ShardedTensor
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
 

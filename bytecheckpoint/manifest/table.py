@@ -55,6 +55,13 @@ class SoleChunks(NamedTuple):
     byte_lengths: np.ndarray
 
 
+class TensorSizes(NamedTuple):
+    """Sizes of all tensors, uncompressed, as columns with an entry a tensor."""
+
+    num_elements: np.ndarray
+    byte_lengths: np.ndarray
+
+
 class _Sizes(NamedTuple):
     """Sizes of all tensors, for `TensorTable.sole_chunks`."""
 
@@ -270,14 +277,21 @@ class TensorTable(Mapping[str, TensorRecord]):
 
     @cached_property
     def _sizes(self) -> _Sizes:
-        columns, fqns = self.columns, list(self._indices)
-        itemsizes = itemsizes_of(columns, fqns)
+        columns = self.columns
         has_raw_bytes = not len(columns.byte_lengths)
         return _Sizes(
             is_sole=columns.is_grid & (columns.num_chunks == 1) & has_raw_bytes,
             first_chunks=np.array(self._first_chunks, np.int64),
-            byte_lengths=itemsizes * numels_of(columns, itemsizes, fqns),
+            byte_lengths=self.sizes.byte_lengths,
         )
+
+    @cached_property
+    def sizes(self) -> TensorSizes:
+        """The sizes of all tensors. Raises CheckpointCorruptError (bad_manifest) for an impossible shape."""
+        columns, fqns = self.columns, list(self._indices)
+        itemsizes = itemsizes_of(columns, fqns)
+        num_elements = numels_of(columns, itemsizes, fqns)
+        return TensorSizes(num_elements, itemsizes * num_elements)
 
     def find_fault(self, fqn: str) -> TilingFault | None:
         """Returns a part of a tensor that no chunk holds, or that two hold; None where there is neither."""

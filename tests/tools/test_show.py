@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import random
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from bytecheckpoint.manifest import Chunk, DataFile, Manifest, encode_manifest, 
 from bytecheckpoint.region import Region
 from bytecheckpoint.tools.analysis.element_values import decode_values, has_values
 from bytecheckpoint.tools.analysis.module_tree import build_tree
-from bytecheckpoint.tools.analysis.summary import TensorEntry
+from bytecheckpoint.tools.analysis.summary import TensorEntry, first_in_natural_order, in_natural_order
 from bytecheckpoint.tools.analysis.tensor_stats import TensorStats
 from bytecheckpoint.tools.render.chunk_map import MAX_COLUMNS, MAX_ROWS, lines_of, map_chunks
 from bytecheckpoint.tools.render.number_format import ranges_text, size_text
@@ -52,6 +53,15 @@ def test_rows_are_limited_and_the_rest_is_counted(call, saved_root) -> None:
     total = len(bcp.open(saved_root))
     assert f"... and {total - 3} more" in out
     assert "more" not in call("show", saved_root, "--limit", 0).out
+
+
+def test_the_first_names_are_those_of_the_whole_order() -> None:
+    parts = ["", "0", "00", "2", "10", "a", "a0", "a10", "a2", "b"]
+    rng = random.Random(0)
+    for _ in range(200):
+        names = {".".join(rng.choices(parts, k=rng.randint(1, 4))) for _ in range(rng.randint(1, 30))}
+        count = rng.randint(0, 35)
+        assert first_in_natural_order(names, count) == in_natural_order(names)[:count]
 
 
 def test_the_tree_collapses_layers_that_are_equal(call, saved_root) -> None:

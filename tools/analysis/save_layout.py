@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from itertools import pairwise
 from math import prod
 from statistics import median
 from typing import NamedTuple
@@ -41,11 +40,6 @@ class CompressedBytes(NamedTuple):
     """Bytes of all elements."""
 
 
-def chunk_counts(manifest: Manifest) -> dict[str, int]:
-    """Counts the chunks of each tensor."""
-    return dict(zip(manifest.tensors, manifest.table.columns.num_chunks.tolist(), strict=True))
-
-
 def chunks_by_file(manifest: Manifest) -> list[int]:
     """Counts the chunks of each file."""
     files = manifest.table.columns.files.astype(np.int64)
@@ -53,21 +47,19 @@ def chunks_by_file(manifest: Manifest) -> list[int]:
     return counts
 
 
-def cut_names(manifest: Manifest) -> dict[str, str]:
+def cut_names(manifest: Manifest) -> list[str]:
     """Returns how each tensor is cut: `whole`, parts along each dimension (`4 x 1`), or `irregular`."""
-    columns, described = manifest.table.columns, manifest.describe_all()
-    lengths = columns.grid_parts.tolist()
-    bounds = pairwise([0, *np.cumsum(columns.num_dims * columns.is_grid).tolist()])
-    rows = zip(manifest.tensors, columns.num_chunks.tolist(), columns.is_grid.tolist(), bounds, strict=True)
-    names = {}
-    for fqn, num_chunks, is_grid, (start, stop) in rows:
-        if num_chunks <= 1:
-            names[fqn] = "whole"
-        elif is_grid:
-            names[fqn] = " x ".join(map(str, grid_counts(described[fqn][1], lengths[start:stop]))) or "irregular"
-        else:
-            names[fqn] = "irregular"
-    return names
+    columns = manifest.table.columns
+    names = np.full(len(manifest.tensors), "irregular", object)
+    names[columns.num_chunks <= 1] = "whole"
+    cut = np.flatnonzero((columns.num_chunks > 1) & columns.is_grid).tolist()
+    starts = (np.cumsum(columns.num_dims * columns.is_grid) - columns.num_dims).tolist() if cut else []
+    fqns = list(manifest.tensors) if cut else []
+    for tensor in cut:
+        shape = manifest.describe(fqns[tensor])[1]
+        parts = columns.grid_parts[starts[tensor] : starts[tensor] + len(shape)].tolist()
+        names[tensor] = " x ".join(map(str, grid_counts(shape, parts))) or "irregular"
+    return names.tolist()
 
 
 def writers_of(manifest: Manifest) -> WriterBytes | None:

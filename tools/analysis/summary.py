@@ -10,8 +10,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import repeat
 from math import isfinite, prod
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointNotFoundError
@@ -19,7 +22,7 @@ from bytecheckpoint.manifest import Chunk, Manifest, TensorRecord
 
 from ..arguments import Opened
 from ..render.number_format import shape_text, shortened, some_of
-from .save_layout import chunk_counts, chunks_by_file, cut_names
+from .save_layout import chunks_by_file, cut_names
 
 _DIGITS = re.compile(r"([0-9]+)")
 _MAX_TEXT = 200
@@ -73,31 +76,50 @@ class PlainSummary(NamedTuple):
 
 
 class ManifestSummary:
-    """The tensors of an opened checkpoint in natural order (layer 10 after layer 9), and their totals."""
+    """The tensors of an opened checkpoint in natural order (layer 10 after layer 9), and their totals.
+
+    Totals are summed over the columns of the manifest: no record is made of a tensor that is not asked for.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._stored = manifest.describe_all()
+        self._stored = list(manifest.tensors)
+        self._num_chunks = manifest.table.columns.num_chunks
 
     @cached_property
     def tensors(self) -> list[TensorEntry]:
         """All tensors and their other names, in natural order."""
-        tensors = [TensorEntry(fqn, dtype, shape, None) for fqn, (dtype, shape) in self._stored.items()]
-        tensors += [TensorEntry(alias, *self._stored[fqn], fqn) for alias, fqn in self._manifest.aliases.items()]
-        order = NaturalOrder((*self._stored, *self._manifest.aliases))
-        return sorted(tensors, key=lambda tensor: order.key(tensor.fqn))
+        return list(map(self._entry, in_natural_order(self._names)))
+
+    def first_tensors(self, count: int) -> list[TensorEntry]:
+        """Returns the first of `tensors` without sorting the others."""
+        return list(map(self._entry, first_in_natural_order(self._names, count)))
+
+    @property
+    def num_names(self) -> int:
+        """Number of tensors and of their other names."""
+        return len(self._names)
+
+    @cached_property
+    def _names(self) -> Sequence[str]:
+        return (*self._stored, *self._manifest.aliases)
+
+    def _entry(self, fqn: str) -> TensorEntry:
+        alias_of = self._manifest.aliases.get(fqn)
+        return TensorEntry(fqn, *self._manifest.describe(alias_of or fqn), alias_of)
 
     @cached_property
     def entries(self) -> list[TensorTotals]:
         """Totals by top-level name of the state, in natural order."""
-        totals = self._totals([fqn.split(".", 1)[0] for fqn in (*self._stored, *self._manifest.aliases)])
+        totals = self._totals([fqn.partition(".")[0] for fqn in self._names])
         order = NaturalOrder(total.name for total in totals)
         return sorted(totals, key=lambda total: order.key(total.name))
 
     @cached_property
     def dtypes(self) -> list[TensorTotals]:
         """Totals by dtype, the largest first."""
-        totals = self._totals([dtype for dtype, _ in self._stored.values()])
+        columns = self._manifest.table.columns
+        totals = self._totals(list(map(columns.dtype_names.__getitem__, columns.dtypes.tolist())))
         return sorted(totals, key=lambda total: (-total.num_bytes, total.name))
 
     @cached_property
@@ -105,51 +127,41 @@ class ManifestSummary:
         """Number of elements of all tensors but optimizer state."""
         optimizers = {
             name
-            for name in {fqn.split(".", 1)[0] for fqn in self._manifest.objects}
-            if any(fqn.startswith(f"{name}.state.") for fqn in (*self._stored, *self._manifest.aliases))
+            for name in {fqn.partition(".")[0] for fqn in self._manifest.objects}
+            if any(map(str.startswith, self._names, repeat(f"{name}.state.")))
         }
         return sum(entry.num_elements for entry in self.entries if entry.name not in optimizers)
 
     @cached_property
-    def _num_chunks(self) -> dict[str, int]:
-        return chunk_counts(self._manifest)
-
-    @cached_property
     def num_chunks(self) -> int:
-        return sum(self._num_chunks.values())
+        return int(self._num_chunks.sum())
 
     @cached_property
     def cuts(self) -> list[TensorTotals]:
         """Totals by the way in which tensors are cut, most bytes first."""
-        totals = self._totals(list(cut_names(self._manifest).values()))
+        totals = self._totals(cut_names(self._manifest))
         return sorted(totals, key=lambda total: (-total.num_bytes, total.name))
 
     def _totals(self, names: Sequence[str]) -> list[TensorTotals]:
         """Sums the stored tensors up by the names of their groups, given in the order of the manifest. Names after
         those of the last stored tensor are of aliases, which do not count.
         """
-        totals = {name: TensorTotals(name) for name in dict.fromkeys(names)}
-        for name, (num_elements, num_chunks, num_bytes) in zip(names, self._counted, strict=False):
-            total = totals[name]
-            total.num_tensors += 1
-            total.num_elements += num_elements
-            total.num_chunks += num_chunks
-            total.num_bytes += num_bytes
-        return list(totals.values())
-
-    @cached_property
-    def _counted(self) -> list[tuple[int, int, int]]:
-        """Elements, chunks and bytes of each stored tensor."""
-        itemsizes = {dtype: itemsize(dtype) for dtype in {dtype for dtype, _ in self._stored.values()}}
-        elements = [prod(shape) for _, shape in self._stored.values()]
-        sizes = [count * itemsizes[dtype] for count, (dtype, _) in zip(elements, self._stored.values(), strict=True)]
-        return list(zip(elements, self._num_chunks.values(), sizes, strict=True))
+        groups = {name: group for group, name in enumerate(dict.fromkeys(names))}
+        group_of = np.fromiter(map(groups.__getitem__, names), np.int64, len(names))[: len(self._stored)]
+        sizes = self._manifest.table.sizes
+        counted = np.ones_like(group_of), sizes.num_elements, self._num_chunks, sizes.byte_lengths
+        sums = [_sum_by(group_of, len(groups), column) for column in counted]
+        return list(map(TensorTotals, groups, *sums))
 
     def record(self, tensor: TensorEntry) -> TensorRecord:
         return self._manifest.tensors[tensor.stored_fqn]
 
+    @cached_property
+    def _chunks_by_fqn(self) -> dict[str, int]:
+        return dict(zip(self._stored, self._num_chunks.tolist(), strict=True))
+
     def num_chunks_of(self, tensor: TensorEntry) -> int:
-        return self._num_chunks[tensor.stored_fqn]
+        return self._chunks_by_fqn[tensor.stored_fqn]
 
     def is_covered_once(self, tensor: TensorEntry) -> bool:
         """Returns True if the chunks of a tensor cover it exactly once."""
@@ -202,6 +214,37 @@ class NaturalOrder:
 def in_natural_order(names: Collection[str]) -> list[str]:
     """Sorts names as NaturalOrder does."""
     return sorted(names, key=NaturalOrder(names).key)
+
+
+def first_in_natural_order(names: Collection[str], count: int) -> list[str]:
+    """Returns the first of `in_natural_order`. Parts of names are sorted only where the first names have them."""
+    found: list[str] = []
+    left = [(names, 0)]
+    while left and len(found) < count:
+        some, start = left.pop()
+        if len(some) == 1:
+            found += some
+            continue
+        groups: dict[str, list[str]] = {}
+        for name in some:
+            if len(name) < start:  # the others begin with it and a dot
+                found.append(name)
+            else:
+                end = name.find(".", start)
+                groups.setdefault(name[start : len(name) if end < 0 else end], []).append(name)
+        parts = sorted(groups, key=_in_numbers, reverse=True)
+        left += [(groups[part], start + len(part) + 1) for part in parts]
+    return found[:count]
+
+
+def _sum_by(group_of: np.ndarray, num_groups: int, column: np.ndarray) -> list[int]:
+    """Sums a column up by group."""
+    # Each number fits into an int64; the sum of those that nobody wrote need not.
+    is_safe = column.sum(dtype=np.float64) < 1 << 62
+    sums = np.zeros(num_groups, np.int64 if is_safe else object)
+    np.add.at(sums, group_of, column if is_safe else column.astype(object))
+    found: list[int] = sums.tolist()
+    return found
 
 
 def _in_numbers(text: str) -> list[str | tuple[int, str]]:

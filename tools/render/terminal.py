@@ -93,11 +93,15 @@ class Screen:
         if limit and num_rows > limit:
             self.line(f"  ... and {num_rows - limit:,} {how}", style="dim")
 
-    def section(self, shape: TableShape, items: Sequence[Any], *, limit: int = 0, rest: str = "") -> None:
-        """Prints an empty line and a table of at most `limit` items (0 for all); `rest` tells how to see the others."""
+    def section(
+        self, shape: TableShape, items: Sequence[Any], *, limit: int = 0, rest: str = "", num_items: int | None = None
+    ) -> None:
+        """Prints an empty line and a table of at most `limit` items (0 for all); `rest` tells how to see the others.
+        `num_items` says how many there are where the items are the first ones only.
+        """
         self.line()
         self.table(shape.columns, list(map(shape.cells, islice(items, limit or None))))
-        self.rest(len(items), limit, rest)
+        self.rest(len(items) if num_items is None else num_items, limit, rest)
 
     def fields(self, pairs: Sequence[tuple[str, str]]) -> None:
         """Prints names and aligned values."""

@@ -7,12 +7,17 @@ from itertools import chain
 from typing import Any, Literal, get_args
 
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from bytecheckpoint.adapters.native.module_walk import stages_of
 from bytecheckpoint.adapters.rank_values.rank_local import RankLocal
 from bytecheckpoint.adapters.stateful import is_stateful
-from bytecheckpoint.adapters.torch_types import DTensor, FlatParameter, FSDPModule, FullyShardedDataParallel
+from bytecheckpoint.adapters.torch_types import (
+    DTensor,
+    FlatParameter,
+    FSDPModule,
+    FullyShardedDataParallel,
+    ShardedTensor,
+)
 from bytecheckpoint.errors import CheckpointMismatchError
 
 Framework = Literal["auto", "ddp", "fsdp", "fsdp2", "dtensor", "megatron", "deepspeed", "vescale"]

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bytecheckpoint.adapters.native.subclass_metadata import (
@@ -26,7 +25,15 @@ from bytecheckpoint.adapters.native.subclass_metadata import (
     facts_of,
 )
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS
-from bytecheckpoint.adapters.torch_types import DTensor, DTensorSpec, Replicate, Shard, StridedShard, TensorMeta
+from bytecheckpoint.adapters.torch_types import (
+    AsyncCollectiveTensor,
+    DTensor,
+    DTensorSpec,
+    Replicate,
+    Shard,
+    StridedShard,
+    TensorMeta,
+)
 from bytecheckpoint.manifest.plain_wire import unsupported
 
 _TABLES = frozenset({"qmap"})
