@@ -10,6 +10,7 @@ import gc
 import importlib
 import itertools
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -38,6 +39,8 @@ from faults.traced import Rank
 SHAPE = (48, 65)
 """Of a tensor that ranks share in rows: 1 to 4 of them get as many each."""
 STORED_EVERY = 4
+_SAID = re.compile(r"[a-z]+ -?\d+")
+"""One thing that a rank says; the rest is what Python writes of an error."""
 TIMEOUT_S = 20.0
 WITHIN_S = 60.0
 TRACED = {
@@ -154,7 +157,7 @@ def live(job: Job, port: int, death: Death) -> Lived:
     for pid in set(pids) - set(codes):
         codes[pid] = end_of(pid, WITHIN_S)
     texts = [job.said(rank).read_text() for rank in range(world_size)]
-    words = [line.split() for text in texts for line in text.splitlines()]
+    words = [line.split() for text in texts for line in text.splitlines() if _SAID.fullmatch(line)]
     num_points = next((int(word[1]) for word in words if word[0] == "lines"), num_points)
     failed = [text[-1500:] for pid, text in zip(pids, texts, strict=True) if codes[pid] not in {0, -signal.SIGKILL}]
     said = Said(*({int(word[1]) for word in words if word[0] == what} for what in Said._fields))
