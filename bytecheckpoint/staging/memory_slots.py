@@ -121,6 +121,16 @@ class JobMemory:
             self._slots.remove(slot)
             slot.remove()
 
+    def keep_copies_of(self, save_id: str) -> None:
+        """Gives up what this process holds for other hosts of any save but this one, which is complete. A failure costs
+        no checkpoint.
+        """
+        try:
+            self.copies.settle(save_id)
+            self.parity.settle(save_id)
+        except OSError as error:
+            logger.warning("older copies in %s could not be given up: %s", self.job.path, error)
+
     def trim(self, num_ranks: int) -> None:
         """Unlinks slots that no process holds, beyond two for each of the ranks on this host."""
         with self.job.locked():

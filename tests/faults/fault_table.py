@@ -53,6 +53,7 @@ def run(campaign: Campaign, *, seed: int, trials: range, until_s: float = math.i
     missing = campaign.missing()
     if missing is not None:
         return _row(campaign, seed, result=f"not run: needs {missing}")
+    commit = f"torch {torch.__version__}" if campaign.is_peer else _commit()  # before it changes under a long run
     with tempfile.TemporaryDirectory(prefix=f"{campaign.name}-", dir=_fast_folder()) as folder:
         outcome = campaign.run(Asked(seed, trials, Path(folder), until_s, tally))
     for trial, what in outcome.broken:  # the row keeps the first only
@@ -68,7 +69,7 @@ def run(campaign: Campaign, *, seed: int, trials: range, until_s: float = math.i
         tried=tally.num_tried,
         is_cut_short=tally.is_cut_short,
         seconds=round(time.monotonic() - started, 1),
-        commit=f"torch {torch.__version__}" if campaign.is_peer else _commit(),
+        commit=commit,
         date=time.strftime("%Y-%m-%d"),
     )
 

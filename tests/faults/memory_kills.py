@@ -294,7 +294,7 @@ def _too_much(found: JobFolder, job: Job, host: int, ended: set[Path]) -> str | 
         return f"{num_slots} slots for {num_ranks} ranks"
     num_others = len(job.hosts) - num_ranks
     for kind in ("copies", "parity"):
-        if len(scan_copies(found, kind)) > 2 * max(num_others, 1):
+        if len(scan_copies(found, kind)) > 2 * num_others:
             return f"{len(scan_copies(found, kind))} of {kind} for {num_others} ranks of other hosts"
     if len(version_files.read_versions(found)) > 2:
         return f"{len(version_files.read_versions(found))} manifests"
