@@ -45,6 +45,7 @@ KINDS: dict[str, dict[str, int]] = {
 TITLES = ["memory", "processes lost, s", "a host, s", "two hosts, s", "MB sent for a host", "bare socket, s"]
 TITLES += ["a host / (processes + socket)"]
 LOST: tuple[tuple[int, ...], ...] = ((), (0,), (0, 1))
+"""The last two hold one another's copies, by the order of their labels."""
 STORED, NEWEST = 1, 2
 
 
@@ -101,7 +102,8 @@ class Given(NamedTuple):
     """Of which all is left."""
 
     def options(self, rank: int, job: str = "") -> bcp.SaveOptions:
-        return bcp.SaveOptions(memory=bcp.Memory(root=f"{self.folder}/{job}host{rank}", **self.memory))
+        root = f"{self.folder}/{job}host{rank}"
+        return bcp.SaveOptions(memory=bcp.Memory(root=root, failure_domain=f"{rank}", **self.memory))
 
 
 class Resumed(NamedTuple):
