@@ -140,14 +140,14 @@ class Trials:
         self.restore()
         tried = Tried(trial)
         lives = [Said(*map(set, self.calm.said))]
-        is_again, has_other = rng.random() < 0.3, rng.random() < 0.2
+        num_lives, has_other = rng.choice((1, 1, 2, 3, 4)), rng.random() < 0.2
         if rng.random() < 0.15 and not has_other:
             lives = [Said(*(set[int]() for _ in Said._fields))]
             shutil.rmtree(self.folder)
             self.folder.mkdir()
             tried.seen.append("before which nothing was held")
         hosts = self.scene.hosts
-        for life in range(1, 3 if is_again else 2):
+        for life in range(1, num_lives + 1):
             death = self._drawn(rng, hosts, number if life == 1 else None)
             other = self._start_other() if has_other and life == 1 else None
             lived = live(self._job(life, hosts), self.port, death)
@@ -160,8 +160,8 @@ class Trials:
                 return tried
             lives.append(lived.said)
             hosts = drawn_hosts(rng, hosts, ()) if rng.random() < 0.3 else hosts
-        lost = self._lose_hosts(rng, is_again=is_again)
-        tried.seen += ["lives that began with a kill in the one before"] * is_again
+        lost = self._lose_hosts(rng) if num_lives == 1 else ()
+        tried.seen += ["lives that began with a kill in the one before"] * (num_lives - 1)
         tried.seen += ["beside a second job that lives"] * has_other
         tried.seen += [f"with {('a host', 'two hosts', 'three hosts')[len(lost) - 1]} lost"] if lost else []
         tried.is_wrong = self._wrong_after(rng, lives, lost, tried, has_other=has_other)
@@ -182,9 +182,9 @@ class Trials:
         job = self._other(1, NEVER)
         return fork(lambda: be(job, 0, None, UNDISTURBED), job.said(0))
 
-    def _lose_hosts(self, rng: random.Random, *, is_again: bool) -> tuple[int, ...]:
+    def _lose_hosts(self, rng: random.Random) -> tuple[int, ...]:
         hosts = sorted({*self.scene.hosts})
-        num_lost = 0 if is_again or len(hosts) == 1 else rng.choice([0, 0, 1, 1, 2])
+        num_lost = 0 if len(hosts) == 1 else rng.choice([0, 0, 1, 1, 2])
         lost = tuple(rng.sample(hosts, min(num_lost, len(hosts))))
         for host in lost:
             shutil.rmtree(root_of(self.folder, host), ignore_errors=True)  # a first life may not have made it
@@ -251,7 +251,8 @@ def wrong_with(lived: Lived, must: int, before: Sequence[Said]) -> str | None:
     for value in resumed:
         if value == -2:
             return "values of more than one step were resumed"
-        if value // 100 < must // 100 or value % 100 < must % 100 or value not in known:
+        is_older = must >= 0 and (value // 100 < must // 100 or value % 100 < must % 100)
+        if is_older or value not in known:
             return f"{value} was resumed, and {must} was held; {sorted(known)} were begun"
     odd = [text for text in lived.failed if "bytecheckpoint.errors." not in text]
     if odd:
