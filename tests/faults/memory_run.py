@@ -212,7 +212,8 @@ def be(job: Job, rank: int, joined: Rank | None, death: Death) -> None:
         threading.settrace(None)  # type: ignore[arg-type]
         say("lines", next(lines))
     if joined is not None:
-        dist.barrier()
+        with suppress(RuntimeError):  # one that was killed when it had done all its saves
+            dist.barrier()
 
 
 def run_saves(job: Job, options: bcp.SaveOptions) -> None:
