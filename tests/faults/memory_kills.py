@@ -45,6 +45,8 @@ UNDISTURBED = Death(0, "none")
 COUNTED = ("call", "line")
 """Kinds of death that come before a point with a number."""
 A_WHILE_S = 60.0
+_NOTHING_LEFT = "CheckpointCorruptError"
+"""The end of ranks that find only parts of saves, none of which was to survive the loss of a host."""
 _STRIDE = 7919
 """Prime: the numbers of calls come in an order in which any part of the trials is spread over all of them."""
 
@@ -199,6 +201,9 @@ class Trials:
         job = self._job(LAST_LIFE, self.scene.hosts if is_alike else drawn_hosts(rng, self.scene.hosts, lost))
         ended = ended_processes(self.folder)
         lived = live(job, self.port, UNDISTURBED)
+        if must == -1 and lost and lived.failed and all(_NOTHING_LEFT in text for text in lived.failed):
+            tried.seen.append("found nothing left and said so")
+            return None
         tried.seen += ["resumed by another number of ranks"] * (len(job.hosts) != len(self.scene.hosts))
         tried.seen += ["resumed at a step newer than held"] * (max(lived.said.resumed, default=-1) > must)
         wrong = wrong_with(lived, must, lives)

@@ -166,6 +166,7 @@ def live(job: Job, port: int, death: Death) -> Lived:
 
 def fork(work: Callable[[], object], said: Path) -> int:
     """Starts a process that does the work and says to a file, beside what else it says, with which error it failed."""
+    said.touch()  # the process may be killed before it opens the file
     pid = os.fork()
     if pid:
         return pid
