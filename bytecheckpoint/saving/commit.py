@@ -206,7 +206,7 @@ def _refuse_if_collected(call: SaveCall, files: SaveFiles, content: bytes) -> No
     except (CheckpointNotFoundError, CheckpointCorruptError) as error:
         raise CheckpointSaveError(
             f"the save to {target.path} was held up for {call.timer.age_s / 3600:.1f} hours, and what it had written "
-            "is not there any more: it was taken for that of an abandoned save and cleared away. Nothing was committed, "
+            "is not there any more: it was taken for an abandoned save's and cleared away. Nothing was committed, "
             "and the checkpoint that was there is unchanged: save again",
             kind="storage",
             path=target.path,
