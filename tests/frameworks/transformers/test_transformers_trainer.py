@@ -349,6 +349,38 @@ def test_uploads_of_checkpoints_are_refused_at_the_start(tmp_path: Path) -> None
         trainer(tmp_path, push_to_hub=True)
 
 
+def test_an_output_folder_that_is_a_url_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url in ("s3://bucket/run", "file:///bucket/run", "s3:/bucket/run"):
+        with pytest.raises(ValueError, match=r"output_dir is the URL .*bucket/run.*give a folder"):
+            trainer(tmp_path, output_dir=url)
+    assert list(tmp_path.iterdir()) == []
+
+
+class UnderDeepSpeed(BcpTrainer):
+    """A Trainer whose accelerate runs DeepSpeed, as it says itself: that package is not in this environment."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.is_deepspeed_enabled = True
+
+
+def test_deepspeed_under_the_trainer_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"bytecheckpoint\.integrations\.deepspeed"):
+        trainer(tmp_path, kind=UnderDeepSpeed)
+
+
+def test_another_dtype_is_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=2).train()
+    other = trainer(tmp_path, model=small_model().bfloat16(), max_steps=4)
+    before = parameters(other)
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"dtype.*nothing was loaded"):
+        other.train(resume_from_checkpoint=True)
+    assert are_equal(parameters(other), before)
+
+
 def test_a_lost_trainer_state_comes_back_from_the_checkpoint(tmp_path: Path, uninterrupted: Any) -> None:
     trainer(tmp_path, at_step={4: terminate}).train()
     (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()

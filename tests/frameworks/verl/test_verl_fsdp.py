@@ -398,6 +398,15 @@ def test_weights_for_hugging_face_are_written_without_a_gather(tmp_path: Path) -
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.full_tensor())
 
 
+def test_weights_for_hugging_face_with_adapters_are_refused(tmp_path: Path) -> None:
+    config = CheckpointConfig(save_contents=["model", "hf_model"], load_contents=["model"])
+    model, optimizer, _ = verl_program.parts(lora=True)
+    manager = BcpFSDPCheckpointManager(model=model, optimizer=optimizer, checkpoint_config=config)
+    with pytest.raises(bcp.CheckpointMismatchError, match="leave hf_model out"):
+        manager.save_checkpoint(str(tmp_path / "global_step_1/actor"), None, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_install_puts_the_manager_into_verls_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformer_impl, "FSDPCheckpointManager", FSDPCheckpointManager)
     options = bcp.SaveOptions(staging_bytes=1 << 28)
