@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers")
 from bytecheckpoint.integrations.transformers import last_checkpoint  # noqa: E402
 from bytecheckpoint.integrations.transformers.saves import Limit, TrainerSaves  # noqa: E402
 from bytecheckpoint.storage import layout  # noqa: E402
+from bytecheckpoint.tools.analysis.diagnosis.checkpoint_diagnosis import diagnose  # noqa: E402
 from frameworks.transformers.trainer_runs import (  # noqa: E402
     AtStep,
     BcpTrainer,
@@ -379,6 +380,20 @@ def test_another_dtype_is_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(bcp.CheckpointMismatchError, match=r"dtype.*nothing was loaded"):
         other.train(resume_from_checkpoint=True)
     assert are_equal(parameters(other), before)
+
+
+def test_doctor_says_what_a_folder_of_the_trainer_is_and_its_line_loads_the_model(tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_steps=2)
+    run.train()
+    found = diagnose(str(tmp_path / "checkpoint-2"), {})
+    assert found.origin == ("this library within the Trainer of transformers", "'trainer' in the metadata")
+    assert {part.name for part in found.parts} == {"model", "optimizer", "scheduler", "rng"}
+    (alone,) = (code for code in found.code if code.does == "load the model alone")
+    names: dict[str, Any] = {"bcp": bcp, "model": small_model()}
+    exec("\n".join(alone.lines), names)
+    assert are_equal(dict(names["model"].named_parameters()), parameters(run))
+    beside = diagnose(str(tmp_path), {})
+    assert [(Path(each.path).name, each.committed) for each in beside.neighbours] == [("checkpoint-2", True)]
 
 
 def test_a_lost_trainer_state_comes_back_from_the_checkpoint(tmp_path: Path, uninterrupted: Any) -> None:
