@@ -5,9 +5,9 @@
     .venv-peers/bin/python benchmarks/run.py memory --peers    # as benchmarks/requirements-memory-peers.txt says
 
 `call` is what an asynchronous save takes before it returns, `all` with its work in the background until it is held or
-written. The best of the rounds counts, in seconds of one core, which a busy machine changes least. Loads fill
-memory that exists; only the memory tier verifies what it reads. Ratios are to a bare copy of the state. A second table
-has goals of the memory tier and what was found.
+written. The best of the rounds counts, in seconds of one core, which a busy machine changes least; torch has one
+thread. Loads fill memory that exists; only the memory tier verifies what it reads. Ratios are to a bare copy of the
+state. A second table has goals of the memory tier and what was found.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # threads that wait for one another in a copy would count three times its work
     folder = Path(tempfile.mkdtemp(prefix="bench-memory-", dir=arguments.tmpfs))
     try:
         bench = Bench(folder, arguments.mib << 20)

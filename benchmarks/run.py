@@ -30,6 +30,7 @@ BENCHMARKS = {
     "manager": "the checkpoint manager: steps that are not due, many steps, deletions beside saves",
     "memory": "saves to memory and resumes, beside torch.save and DCP to tmpfs",
     "memory_hosts": "bytes that ranks send so that memory checkpoints survive a host",
+    "memory_recovery": "resumes from memory after the loss of a host, beside a bare socket",
     "reuse": "bytes and seconds of saves that take files of the newest checkpoint",
     "data_state": "the state of data loaders: many streams, and token buffers beside weights",
     "data_prefetch": "the stall of a save with data loaders whose state takes seconds to gather",

@@ -18,6 +18,7 @@ from bytecheckpoint.adapters.collect import collect_all, data_reports, entries_o
 from bytecheckpoint.adapters.finite_check import check_finite
 from bytecheckpoint.adapters.frameworks.detect import Framework
 from bytecheckpoint.adapters.key_map import KeyMap, listed_globs
+from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, Subject, join_ranks, together
 from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.loading.exchange import Traffic, read_together
@@ -166,7 +167,7 @@ def run_load(
 
     with report_overwrite(source.changes, ranks), together(ranks, f"reading {about.path}", about=about):
         # Memory that does not exist yet is made only now that the load can no longer be refused.
-        if any([not shard.address and shard.tensor.is_meta for shard in match.shards]):  # noqa: C419  as in find_shared
+        if any(tensor.is_meta for tensor in TargetShards.of(match.shards).seen_alone):
             source.changes.make_memory()
             refused = {problem.fqn for problem in match.problems}
             for entry in entries:
@@ -234,7 +235,7 @@ def _report(source: Source, fitted: Fitted, match: Match, traffic: Traffic, seco
         path=source.path,
         step=source.manifest.step,
         save_id=source.manifest.save_id,
-        num_tensors=len({shard.fqn for shard in match.shards}),
+        num_tensors=len(set(TargetShards.of(match.shards).fqns)),
         num_bytes_read=traffic.num_bytes_read,
         num_bytes_received=traffic.num_bytes_received,
         missing=[problem.fqn for problem in fitted.findings.problems if problem.kind == "missing_key"],

@@ -74,6 +74,10 @@ QUICK = {
         r"\| DDP \| 1.0 \| 0.0 \| 0.000 \|",
         r"\| FSDP over all ranks \| 1.0 \| 1.1 \| 1.\d",
     ],
+    "memory_recovery --mib 1 --rounds 1": [
+        r"\| copies=2 \|( [\d.]+ \|){3} 0\.[1-9] \|( [\d.]+ \|){2}",
+        r"\| copies=1, parity=1 \|( [\d.]+ \|){3} \d.\d \|( [\d.]+ \|){2}",
+    ],
     "codec --mib 1 --rounds 1": [r"\| bfloat16 \| zstd \| \d", r"\| float32 \| zstd \| \d"],
     # Two blocks of ranks, so that the leader of one forwards messages.
     "planning --ranks 66 --tensors 7 --dcp-up-to 66": [r"\n\| 66 \| 462 \| [\d.]+ \| \d.*\| 1/\d+ \| 1/\d+ \|\n"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import importlib
 import importlib.metadata
 import shutil
@@ -71,6 +72,7 @@ def _nvrx_works(folder: Path, state: State, into: State, name: str) -> Iterator[
 
 def _torchft_works(_: Path, state: State, into: State, name: str) -> Iterator[Work]:
     module = importlib.import_module("torchft.checkpointing.http_transport")
+    http.server.BaseHTTPRequestHandler.log_message = lambda *_: None  # a line for each request
     sender, receiver = (module.HTTPTransport(timeout=_PATIENCE, num_chunks=4) for _ in range(2))
 
     def send() -> None:

@@ -114,7 +114,7 @@ class ShardColumns(Sequence[LocalShard]):
             return [self[number] for number in range(*index.indices(len(self)))]
         layout, index = self._layout, range(len(self))[index]
         about = self._fqns[index], layout.dtypes[index], layout.shapes[index], layout.regions[index]
-        return NEW_TUPLE(LocalShard, (*about, self._memory_of(index), 0, None))
+        return NEW_TUPLE(LocalShard, (*about, self._memory_of(index), 0, None, 0))
 
     def _memory_of(self, index: int) -> torch.Tensor:
         places, (dtype, shape, _) = self._places, self._layout.looks[index]

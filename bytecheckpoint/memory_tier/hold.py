@@ -179,6 +179,7 @@ def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> Checkp
         why = "its options have Memory(copies=1), so each byte is in the memory of one host"
         progress.never_reach("host", f"the save to {prepared.target.path} never survives a host: {why}")
         part.slots.settle(held.record.save_id, is_protected=True)
+        part.slots.keep_copies_of(held.record.save_id)
         return None
     with together(ranks, f"copying {about.path} to other hosts", about=about), timer.phase("copy"):
         done = protect(ranks, part.slots, held.record, memory, timeout_s=prepared.options.timeout_s)

@@ -6,7 +6,6 @@ A copy that fails costs no checkpoint: the save survives its processes as before
 
 from __future__ import annotations
 
-import logging
 import socket
 from collections.abc import Sequence
 from contextlib import closing
@@ -29,8 +28,6 @@ from bytecheckpoint.staging.memory_slots import JobMemory
 from bytecheckpoint.storage.layout import data_file_name
 from bytecheckpoint.storage.memory_root import slot_file, version_files
 from bytecheckpoint.storage.memory_root.version_files import VersionRecord
-
-logger = logging.getLogger("bytecheckpoint")
 
 _ATTEMPTS = 3
 """Connections may break; what has arrived is not sent again."""
@@ -102,6 +99,7 @@ def protect(ranks: Ranks, slots: JobMemory, record: VersionRecord, memory: Memor
         with closing(Listener(towards=ranks.rendezvous_host)) as listener:
             orders = copying.agree(listener.address)
             if orders.refusal:
+                slots.keep_copies_of(record.save_id)
                 return Protection(orders.refusal, None)
             outcome = copying.settle(copying.try_all(listener, orders, timeout_s))
         if outcome.kind not in _RETRIED:
@@ -180,11 +178,7 @@ class _Copying:
         reply = self._ranks.reduce_scatter(msgspec.msgpack.encode(own), _first_failure)
         outcome = msgspec.msgpack.decode(reply, type=_CopyOutcome)
         if not outcome.failure:
-            try:
-                self._slots.copies.settle(self._record.save_id)
-                self._slots.parity.settle(self._record.save_id)
-            except OSError as error:
-                logger.warning("older copies in %s could not be given up: %s", self._slots.job.path, error)
+            self._slots.keep_copies_of(self._record.save_id)
         return outcome
 
     def _fetching(self, order: _CopyOrder) -> Fetching:

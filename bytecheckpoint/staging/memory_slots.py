@@ -54,6 +54,7 @@ class JobMemory:
         self._present: set[int] | None = None
         """Steps with a folder at the path, as far as the coordinator knows; None before it has looked."""
         with job.locked():
+            job.remove_stale_temporaries()
             slot_file.remove_stale_temporaries(job.slots)
 
     def begin_save(self) -> None:
@@ -119,6 +120,16 @@ class JobMemory:
         for slot in spare[max(_SLOTS + (num_kept > 1) - num_kept, 0) :]:  # it was not known which save was complete
             self._slots.remove(slot)
             slot.remove()
+
+    def keep_copies_of(self, save_id: str) -> None:
+        """Gives up what this process holds for other hosts of any save but this one, which is complete. A failure costs
+        no checkpoint.
+        """
+        try:
+            self.copies.settle(save_id)
+            self.parity.settle(save_id)
+        except OSError as error:
+            logger.warning("older copies in %s could not be given up: %s", self.job.path, error)
 
     def trim(self, num_ranks: int) -> None:
         """Unlinks slots that no process holds, beyond two for each of the ranks on this host."""

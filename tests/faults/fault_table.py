@@ -11,6 +11,7 @@ a campaign does is its own business.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import math
@@ -52,6 +53,7 @@ def run(campaign: Campaign, *, seed: int, trials: range, until_s: float = math.i
     missing = campaign.missing()
     if missing is not None:
         return _row(campaign, seed, result=f"not run: needs {missing}")
+    commit = f"torch {torch.__version__}" if campaign.is_peer else _commit()  # before it changes under a long run
     with tempfile.TemporaryDirectory(prefix=f"{campaign.name}-", dir=_fast_folder()) as folder:
         outcome = campaign.run(Asked(seed, trials, Path(folder), until_s, tally))
     for trial, what in outcome.broken:  # the row keeps the first only
@@ -67,11 +69,13 @@ def run(campaign: Campaign, *, seed: int, trials: range, until_s: float = math.i
         tried=tally.num_tried,
         is_cut_short=tally.is_cut_short,
         seconds=round(time.monotonic() - started, 1),
-        commit=f"torch {torch.__version__}" if campaign.is_peer else _commit(),
+        commit=commit,
         date=time.strftime("%Y-%m-%d"),
     )
 
 
+_TO = " to "
+"""Stands between the first and the last commit of a row that several runs have added to."""
 _COUNTED = re.compile(r"([\d,]+) (.+)")
 
 
@@ -84,18 +88,17 @@ def added(before: Row, after: Row) -> Row:
             if found is None:
                 raise ValueError(f"{row.name} cannot be added to, because {part!r} is no count; run all of it at once")
             counts[found[2]] += int(found[1].replace(",", ""))
-    commits = dict.fromkeys((before.commit, after.commit))
+    commits = dict.fromkeys((before.commit.split(_TO)[0], after.commit))
     return replace(
         after,
         number=(before.number or 0) + (after.number or 0),
-        asked=before.asked,
         broken=before.broken + after.broken,
         first_broken=before.first_broken or after.first_broken,
         result=", ".join(f"{number:,} {what}" for what, number in sorted(counts.items())),
         tried=(before.tried or 0) + (after.tried or 0),
         is_cut_short=after.is_cut_short,
         seconds=round(before.seconds + after.seconds, 1),
-        commit=" to ".join(commits),
+        commit=_TO.join(commits),
     )
 
 
@@ -104,9 +107,9 @@ def do_more(campaign: Campaign, until_s: float) -> Row:
     before = _kept_row(campaign)
     if before.number is None:
         return run(campaign, seed=campaign.seed, trials=campaign.trials, until_s=until_s)
-    first = (before.tried or 0) if before.is_cut_short else campaign.trials.stop
-    after = run(campaign, seed=campaign.seed, trials=range(first, campaign.trials.stop), until_s=until_s)
-    return added(before, after)
+    left = range(campaign.trials.stop if before.tried is None else before.tried, campaign.trials.stop)
+    after = run(campaign, seed=campaign.seed, trials=left, until_s=until_s)
+    return replace(added(before, after), asked=None if campaign.trials == EVERY else len(campaign.trials))
 
 
 def _fast_folder() -> str | None:
@@ -270,8 +273,14 @@ def _cell(text: str) -> str:
 
 
 def write_page() -> None:
-    rows = kept_rows(all_campaigns())
-    _write(PAGE, page(rows, whole_run(rows)))
+    """Writes it from all rows that are kept by now: one run after the other, or one would leave out the other's row."""
+    folder = os.open(KEPT, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        rows = kept_rows(all_campaigns())
+        _write(PAGE, page(rows, whole_run(rows)))
+    finally:
+        os.close(folder)
 
 
 def main() -> int:

@@ -2,7 +2,8 @@
 exchanged or put in the place of later ones. Then another number of ranks resumes. It gets the newest version of which
 every byte is left somewhere, with its own values, or an error; never anything else.
 
-Ranks with a memory root of their own stand for hosts. What can be resumed is found by a look at the bytes of all files.
+Ranks with a memory root of their own stand for hosts, and send between them by sockets. What can be resumed is found by
+a look at the bytes of all files.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
-from bytecheckpoint.memory_tier.parity_block import scan_parity
+from bytecheckpoint.memory_tier.parity_block import FoundParity, scan_parity
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.staging.copy_slots import scan_copies
 from bytecheckpoint.storage.memory_root import slot_file, version_files
 from bytecheckpoint.storage.memory_root.job_folder import JobFolder, find_jobs
 from bytecheckpoint.storage.memory_root.slot_file import FilePlace, FoundSlot
+from distributed.played_hosts import on_host
 from distributed.workers import WorkerDied, WorkerHung, WorkerPool
 from faults.campaigns import Asked, Broken, Campaign, Outcome
 
@@ -112,7 +114,7 @@ def root_of(folder: Path, host: int) -> Path:
 def save_all(rank: int, world_size: int, folder: Path, world: World) -> None:
     """Saves every step, and gives up what the process holds, as its death would."""
     given = options(folder, world.hosts[rank], world)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), on_host(world.hosts[rank]):
         warnings.simplefilter("ignore")
         for step in STEPS:
             to = "storage" if step == world.stored else "memory"
@@ -142,7 +144,7 @@ class Resumed(NamedTuple):
 def resume(rank: int, world_size: int, folder: Path, hosts: Sequence[int], world: World) -> Resumed:
     state = state_of(0, world.kind)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), on_host(hosts[rank]):
             warnings.simplefilter("ignore")
             given = options(folder, hosts[rank], world)
             patient = bcp.LoadOptions(timeout_s=20)
@@ -175,6 +177,23 @@ def slots_of(job: JobFolder, kind: str) -> list[FoundSlot]:
     return list(slot_file.scan(job.slots)) if kind == "memory" else scan_copies(job, "copies")
 
 
+class Left(NamedTuple):
+    """What lies in the memory root of a host, right or wrong."""
+
+    host: str
+    slots: list[tuple[str, FoundSlot]]
+    """Each with its kind."""
+    known: set[str]
+    """Saves of which there is a manifest."""
+    parity: list[FoundParity]
+
+
+def _left_of(job: JobFolder) -> Left:
+    slots = [(kind, slot) for kind in ("memory", "copies") for slot in slots_of(job, kind)]
+    known = {version.record.save_id for version in version_files.read_versions(job)}
+    return Left(job.host, slots, known, scan_parity(job))
+
+
 class Truth:
     """What was saved, and what is left of it, by the bytes."""
 
@@ -199,34 +218,31 @@ class Truth:
     def best(self, hosts: Sequence[int]) -> int:
         """Returns the newest step of which all is left on these hosts, or at the path; 0 if there is none."""
         whole = [self._stored] if self._stored else [0]
+        left = [_left_of(job) for job in filter(None, (job_on(self._folder, host) for host in {*hosts}))]
         for save_id, (step, names) in self._saves.items():
-            held, has_manifest, blocks = self._left(save_id, hosts)
+            held, has_manifest, blocks = self._left(save_id, left)
             anywhere = {name for name, _, _ in held}
             missing = [name for name in names if name not in anywhere]
             if has_manifest and all(self._can_rebuild(name, held, blocks) for name in missing):
                 whole.append(step)
         return max(whole)
 
-    def _left(self, save_id: str, hosts: Sequence[int]) -> tuple[set[tuple[str, str, str]], bool, dict[str, Any]]:
+    def _left(self, save_id: str, left: Sequence[Left]) -> tuple[set[tuple[str, str, str]], bool, dict[str, Any]]:
         held: set[tuple[str, str, str]] = set()
         has_manifest, blocks = False, {}
-        for job in filter(None, (job_on(self._folder, host) for host in {*hosts})):
-            for kind in ("memory", "copies"):
-                for slot in slots_of(job, kind):
+        for host, slots, known, parity in left:
+            for kind, slot in slots:
+                if slot.save_id == save_id:
                     held |= {
-                        (name, kind, job.host)
+                        (name, kind, host)
                         for name, place in slot.places().items()
-                        if slot.save_id == save_id and content_of(place) == self._files.get(name)
+                        if content_of(place) == self._files.get(name)
                     }
-            has_manifest |= any(version.record.save_id == save_id for version in version_files.read_versions(job))
-            for found in scan_parity(job):
-                is_own = found.held.members[found.held.position].host == job.host
-                if (
-                    is_own
-                    and found.save_id == save_id
-                    and content_of(found.place) == self._blocks.get((save_id, job.host))
-                ):
-                    blocks[job.host] = found.held
+            has_manifest |= save_id in known
+            for found in parity:
+                is_own = found.held.members[found.held.position].host == host
+                if is_own and found.save_id == save_id and content_of(found.place) == self._blocks.get((save_id, host)):
+                    blocks[host] = found.held
         return held, has_manifest, blocks
 
     @staticmethod

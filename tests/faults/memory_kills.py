@@ -7,6 +7,7 @@ on; a second job on the host has lost nothing, and nothing is left over.
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import sys
@@ -40,7 +41,12 @@ WITHIN_S = 900.0
 FIRST_SAVES = 5
 LAST_LIFE = 9
 MOST_RANKS = 4
-UNDISTURBED = Death(0, "line")
+UNDISTURBED = Death(0, "none")
+COUNTED = ("call", "line")
+"""Kinds of death that come before a point with a number."""
+A_WHILE_S = 60.0
+_NOTHING_LEFT = "CheckpointCorruptError"
+"""The end of ranks that find only parts of saves, none of which was to survive the loss of a host."""
 _STRIDE = 7919
 """Prime: the numbers of calls come in an order in which any part of the trials is spread over all of them."""
 
@@ -71,8 +77,8 @@ class Calm:
     """A scene before anything is killed: what was acknowledged, and how much there is to be killed at."""
 
     said: list[list[int]]
-    num_points: dict[str, list[int]]
-    """Calls and lines of each rank."""
+    num_points: list[int]
+    """Calls or lines of each rank; none where they are not counted."""
     seconds: float
 
 
@@ -92,8 +98,8 @@ class Tried:
 class Trials:
     """The trials of one scene, in a process that forks for each life."""
 
-    def __init__(self, folder: Path, scene: Scene, port: int) -> None:
-        self.scene, self.port = scene, port
+    def __init__(self, folder: Path, scene: Scene, kind: str, port: int) -> None:
+        self.scene, self.kind, self.port = scene, kind, port
         self.folder, self.kept = folder / scene.name, folder / f"kept-{scene.name}"
         notes = folder / f"{scene.name}.json"
         if not notes.exists():
@@ -105,11 +111,10 @@ class Trials:
         first = self._undisturbed(Job(self.folder, self.scene.hosts, self.scene.memory, 0, FIRST_SAVES))
         self._undisturbed(self._other(0, 2))
         shutil.copytree(self.folder, self.kept)
-        num_points: dict[str, list[int]] = {"call": [], "line": []}
-        for kind, found in num_points.items():
-            for rank in range(len(self.scene.hosts)):
-                self.restore()
-                found.append(live(self._job(1), self.port, Death(rank, kind)).num_points)
+        num_points = []
+        for rank in range(len(self.scene.hosts)) if self.kind in COUNTED else ():
+            self.restore()
+            num_points.append(live(self._job(1), self.port, Death(rank, self.kind)).num_points)
         self.restore()
         started = time.monotonic()
         self._undisturbed(self._job(1))
@@ -133,14 +138,19 @@ class Trials:
         shutil.rmtree(self.folder)
         shutil.copytree(self.kept, self.folder)
 
-    def try_one(self, trial: int, number: int, rng: random.Random, kind: str) -> Tried:
+    def try_one(self, trial: int, number: int, rng: random.Random) -> Tried:
         self.restore()
         tried = Tried(trial)
         lives = [Said(*map(set, self.calm.said))]
-        is_again, has_other = rng.random() < 0.3, rng.random() < 0.2
+        num_lives, has_other = rng.choice((1, 1, 2, 3, 4)), rng.random() < 0.2
+        if rng.random() < 0.15 and not has_other:
+            lives = [Said(*(set[int]() for _ in Said._fields))]
+            shutil.rmtree(self.folder)
+            self.folder.mkdir()
+            tried.seen.append("before which nothing was held")
         hosts = self.scene.hosts
-        for life in range(1, 3 if is_again else 2):
-            death = self._drawn(rng, kind, hosts, number if life == 1 else None)
+        for life in range(1, num_lives + 1):
+            death = self._drawn(rng, hosts, number if life == 1 else None)
             other = self._start_other() if has_other and life == 1 else None
             lived = live(self._job(life, hosts), self.port, death)
             if other is not None:
@@ -152,34 +162,34 @@ class Trials:
                 return tried
             lives.append(lived.said)
             hosts = drawn_hosts(rng, hosts, ()) if rng.random() < 0.3 else hosts
-        lost = self._lose_hosts(rng, is_again=is_again)
-        tried.seen += ["lives that began with a kill in the one before"] * is_again
+        lost = self._lose_hosts(rng) if num_lives == 1 else ()
+        tried.seen += ["lives that began with a kill in the one before"] * (num_lives - 1)
         tried.seen += ["beside a second job that lives"] * has_other
         tried.seen += [f"with {('a host', 'two hosts', 'three hosts')[len(lost) - 1]} lost"] if lost else []
         tried.is_wrong = self._wrong_after(rng, lives, lost, tried, has_other=has_other)
         return tried
 
-    def _drawn(self, rng: random.Random, kind: str, hosts: Sequence[int], number: int | None) -> Death:
+    def _drawn(self, rng: random.Random, hosts: Sequence[int], number: int | None) -> Death:
         rank = rng.randrange(len(hosts)) if number is None else number % len(hosts)
         others_after_s = rng.choice([0.0, rng.uniform(0, 0.05), rng.uniform(0, 0.05)])
         lives_on = len(hosts) > 1 and rng.random() < 0.01
         after_s = rng.uniform(0, 1.1 * self.calm.seconds)
         point = 0
-        if kind in self.calm.num_points:
-            most = self.calm.num_points[kind][min(rank, len(self.scene.hosts) - 1)]
+        if self.kind in COUNTED:
+            most = self.calm.num_points[min(rank, len(self.scene.hosts) - 1)]
             point = rng.randrange(most) if number is None else number // len(hosts) * _STRIDE % most
-        return Death(rank, kind, point, after_s, None if lives_on else others_after_s)
+        return Death(rank, self.kind, point, after_s, None if lives_on else others_after_s)
 
     def _start_other(self) -> int:
         job = self._other(1, NEVER)
         return fork(lambda: be(job, 0, None, UNDISTURBED), job.said(0))
 
-    def _lose_hosts(self, rng: random.Random, *, is_again: bool) -> tuple[int, ...]:
+    def _lose_hosts(self, rng: random.Random) -> tuple[int, ...]:
         hosts = sorted({*self.scene.hosts})
-        num_lost = 0 if is_again or len(hosts) == 1 else rng.choice([0, 0, 1, 1, 2])
+        num_lost = 0 if len(hosts) == 1 else rng.choice([0, 0, 1, 1, 2])
         lost = tuple(rng.sample(hosts, min(num_lost, len(hosts))))
         for host in lost:
-            shutil.rmtree(root_of(self.folder, host))
+            shutil.rmtree(root_of(self.folder, host), ignore_errors=True)  # a first life may not have made it
         return lost
 
     def _wrong_after(
@@ -189,7 +199,11 @@ class Trials:
         must = must_be(lives, len(lost), self.scene)
         is_alike = not lost and rng.random() < (0.8 if len(self.scene.hosts) == 1 else 0.4)
         job = self._job(LAST_LIFE, self.scene.hosts if is_alike else drawn_hosts(rng, self.scene.hosts, lost))
+        ended = ended_processes(self.folder)
         lived = live(job, self.port, UNDISTURBED)
+        if must == -1 and lost and lived.failed and all(_NOTHING_LEFT in text for text in lived.failed):
+            tried.seen.append("found nothing left and said so")
+            return None
         tried.seen += ["resumed by another number of ranks"] * (len(job.hosts) != len(self.scene.hosts))
         tried.seen += ["resumed at a step newer than held"] * (max(lived.said.resumed, default=-1) > must)
         wrong = wrong_with(lived, must, lives)
@@ -197,7 +211,7 @@ class Trials:
             wrong = f"the last life did not go on: {lived}"
         if wrong is not None:
             return f"{wrong} (lost {lost}, back on {job.hosts})"
-        return (self._wrong_with_other(lost) if has_other else None) or leftovers(self.folder, job)
+        return (self._wrong_with_other(lost) if has_other else None) or leftovers(self.folder, job, ended)
 
     def _wrong_with_other(self, lost: tuple[int, ...]) -> str | None:
         texts = [self._other(life, 0).said(0) for life in (0, 1)]
@@ -236,12 +250,14 @@ def must_be(lives: Sequence[Said], num_lost: int, scene: Scene) -> int:
 def wrong_with(lived: Lived, must: int, before: Sequence[Said]) -> str | None:
     """Returns the first thing that is wrong with a life."""
     resumed, known = lived.said.resumed, {value for said in before for value in said.begun}
+    known |= {-1} if must == -1 else set()
     if len(resumed) > 1:
         return f"ranks resumed different values: {sorted(resumed)}"
     for value in resumed:
         if value == -2:
             return "values of more than one step were resumed"
-        if value // 100 < must // 100 or value % 100 < must % 100 or value not in known:
+        is_older = must >= 0 and (value // 100 < must // 100 or value % 100 < must % 100)
+        if is_older or value not in known:
             return f"{value} was resumed, and {must} was held; {sorted(known)} were begun"
     odd = [text for text in lived.failed if "bytecheckpoint.errors." not in text]
     if odd:
@@ -251,12 +267,26 @@ def wrong_with(lived: Lived, must: int, before: Sequence[Said]) -> str | None:
     return None
 
 
-def leftovers(folder: Path, job: Job) -> str | None:
-    """Returns what a run that has ended should not leave in the memory roots; then removes what it should."""
+def ended_processes(folder: Path) -> set[Path]:
+    """Returns the files of all processes that have worked on the jobs, and lets the time pass after which none of them
+    can be making anything.
+    """
+    for path in folder.glob("host*/**/.tmp-*"):
+        os.utime(path, (time.time() - A_WHILE_S,) * 2)
+    return {*folder.glob("host*/*/alive/*")}
+
+
+def leftovers(folder: Path, job: Job, ended: set[Path]) -> str | None:
+    """Returns what a run that has ended should not leave in the memory roots, traces of processes that had ended before
+    it among them; then removes what it should.
+    """
     for host in sorted({*job.hosts}):
         root = str(root_of(folder, host))
+        temporaries = sorted(str(path) for path in Path(root).glob(".*"))
+        if temporaries:
+            return f"host {host}: temporaries are left: {temporaries}"
         for found, about in find_jobs(root):
-            wrong = _too_much(found, job, host) if about.location.endswith("/ckpt") else None
+            wrong = _too_much(found, job, host, ended) if about.location.endswith("/ckpt") else None
             if wrong is not None:
                 return f"host {host}: {wrong}"
             if not remove_job(root, found.path) or Path(found.path).exists():
@@ -264,20 +294,20 @@ def leftovers(folder: Path, job: Job) -> str | None:
     return None
 
 
-def _too_much(found: JobFolder, job: Job, host: int) -> str | None:
+def _too_much(found: JobFolder, job: Job, host: int, ended: set[Path]) -> str | None:
     num_ranks, num_slots = job.hosts.count(host), len(list(slot_file.scan(found.slots)))
     if num_slots > 2 * num_ranks:
         return f"{num_slots} slots for {num_ranks} ranks"
     num_others = len(job.hosts) - num_ranks
     for kind in ("copies", "parity"):
-        if len(scan_copies(found, kind)) > 2 * max(num_others, 1):
+        if len(scan_copies(found, kind)) > 2 * num_others:
             return f"{len(scan_copies(found, kind))} of {kind} for {num_others} ranks of other hosts"
     if len(version_files.read_versions(found)) > 2:
         return f"{len(version_files.read_versions(found))} manifests"
-    # One in this folder is removed by the first who looks when it is older than the making of a file can take.
-    temporaries = [
-        str(path.relative_to(found.path)) for path in Path(found.path).rglob(".*") if path.parent.name != "alive"
-    ]
+    dead = ended & {*Path(found.path, "alive").iterdir()}
+    if dead:
+        return f"{len(dead)} files of processes that ended long ago"
+    temporaries = [str(path.relative_to(found.path)) for path in Path(found.path).rglob(".*")]
     return f"temporaries are left: {temporaries}" if temporaries else None
 
 
@@ -289,9 +319,9 @@ def try_many(seed: str, numbers: str, folder: str, scenes: str, kind: str, port:
     for trial in map(int, numbers.split(",")):
         scene = chosen[trial % len(chosen)]
         if scene.name not in at:
-            at[scene.name] = Trials(Path(folder), scene, int(port))
+            at[scene.name] = Trials(Path(folder), scene, kind, int(port))
         rng = random.Random(f"{seed}/{trial}")
-        tried = at[scene.name].try_one(trial, trial // len(chosen), rng, kind)
+        tried = at[scene.name].try_one(trial, trial // len(chosen), rng)
         sys.stdout.write(f"{json.dumps(asdict(tried))}\n")
         sys.stdout.flush()
 

@@ -1,6 +1,6 @@
 """One life of a job of one rank or several that goes on from memory and saves steps to memory, and now and then to
 storage, in processes forked from one that has imported torch. A rank may die before any of its system calls, before any
-line of what holds and resumes, or at any time.
+line of what holds and resumes, or at any time. Between hosts they send by sockets, though all are on this one.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import gc
 import importlib
 import itertools
 import os
+import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple
@@ -29,12 +32,15 @@ from torch.distributed.tensor import DTensor, Shard
 import bytecheckpoint as bcp
 from bytecheckpoint.memory_tier import hold
 from bytecheckpoint.storage.memory_root import slot_file
+from distributed.played_hosts import on_host
 from faults.system_calls import NEVER, be_traced, follow
 from faults.traced import Rank
 
 SHAPE = (48, 65)
 """Of a tensor that ranks share in rows: 1 to 4 of them get as many each."""
 STORED_EVERY = 4
+_SAID = re.compile(r"[a-z]+ -?\d+")
+"""One thing that a rank says; the rest is what Python writes of an error."""
 TIMEOUT_S = 20.0
 WITHIN_S = 60.0
 TRACED = {
@@ -45,9 +51,25 @@ TRACED = {
 
 
 def warm_up() -> None:
-    """Imports once what each rank would import with its first sharded tensor: a second of processor time."""
+    """Imports once what each rank would import with its first sharded tensor, save and resume: a second of processor
+    time, and half of the system calls of a life, none of which is the library's.
+    """
     importlib.import_module("torch._dynamo")
     importlib.import_module("faults.memory_kills")
+    with tempfile.TemporaryDirectory() as folder:
+        for life in (0, 1):
+            job = Job(Path(folder), (0,), {"copies": 1}, life, STORED_EVERY)
+            end_of(fork(functools.partial(_live_and_tell, job), job.said(0)), WITHIN_S)
+        told = [line.split() for line in job.said(0).read_text().splitlines()]
+    for name in [words[1] for words in told if words[0] == "imports"]:
+        with suppress(ImportError):
+            importlib.import_module(name)
+
+
+def _live_and_tell(job: Job) -> None:
+    known = set(sys.modules)
+    be(job, 0, None, Death(0, "none"))
+    os.write(1, "".join(f"imports {name}\n" for name in sys.modules if name not in known).encode())
 
 
 class Job(NamedTuple):
@@ -75,7 +97,7 @@ class Death(NamedTuple):
     """The end of a rank."""
 
     rank: int
-    kind: Literal["call", "line", "time"] = "call"
+    kind: Literal["call", "line", "time", "none"] = "call"
     number: int = NEVER
     """Of the system call or line before which it dies; NEVER for none."""
     after_s: float = 0.0
@@ -135,7 +157,7 @@ def live(job: Job, port: int, death: Death) -> Lived:
     for pid in set(pids) - set(codes):
         codes[pid] = end_of(pid, WITHIN_S)
     texts = [job.said(rank).read_text() for rank in range(world_size)]
-    words = [line.split() for text in texts for line in text.splitlines()]
+    words = [line.split() for text in texts for line in text.splitlines() if _SAID.fullmatch(line)]
     num_points = next((int(word[1]) for word in words if word[0] == "lines"), num_points)
     failed = [text[-1500:] for pid, text in zip(pids, texts, strict=True) if codes[pid] not in {0, -signal.SIGKILL}]
     said = Said(*({int(word[1]) for word in words if word[0] == what} for what in Said._fields))
@@ -144,6 +166,7 @@ def live(job: Job, port: int, death: Death) -> Lived:
 
 def fork(work: Callable[[], object], said: Path) -> int:
     """Starts a process that does the work and says to a file, beside what else it says, with which error it failed."""
+    said.touch()  # the process may be killed before it opens the file
     pid = os.fork()
     if pid:
         return pid
@@ -183,7 +206,19 @@ def be(job: Job, rank: int, joined: Rank | None, death: Death) -> None:
     if death.kind == "call" and death.rank == rank:
         be_traced()
     lines = kill_before_line(death.number) if death.kind == "line" and death.rank == rank else None
-    options = options_of(job, rank)
+    with on_host(job.hosts[rank]):
+        run_saves(job, options_of(job, rank))
+    sys.settrace(None)
+    if lines is not None:
+        threading.settrace(None)  # type: ignore[arg-type]
+        say("lines", next(lines))
+    if joined is not None:
+        with suppress(RuntimeError):  # one that was killed when it had done all its saves
+            dist.barrier()
+
+
+def run_saves(job: Job, options: bcp.SaveOptions) -> None:
+    """Resumes, and saves some steps; says each thing that is acknowledged."""
     state = state_of(job, -1)
     report = bcp.resume(job.path, state, options=options)
     first = 0 if report is None else report.step + 1
@@ -202,12 +237,6 @@ def be(job: Job, rank: int, joined: Rank | None, death: Death) -> None:
             say("safe", value)
         if to == "storage":
             say("stored", value)
-    sys.settrace(None)
-    if lines is not None:
-        threading.settrace(None)  # type: ignore[arg-type]
-        say("lines", next(lines))
-    if joined is not None:
-        dist.barrier()
 
 
 def is_protected(job: Job) -> bool:

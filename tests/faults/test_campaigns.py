@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -357,6 +358,23 @@ def test_rows_are_kept_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert asdict(found) == asdict(row)
     assert (never_run.number, never_run.result) == (None, "not run yet")
     assert "torch.distributed.checkpoint" in fault_table.page([row])
+
+
+def test_a_row_is_added_to_until_all_its_trials_were_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(asked: Asked) -> Outcome:
+        done = list(asked.due())
+        return Outcome(len(done), (), f"{sum(trial < 2 for trial in done)} early, {sum(map(bool, done))} late")
+
+    campaign = replace(toy(), run=count, trials=range(5))
+    monkeypatch.setattr(fault_table, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(fault_table, "_commit", lambda: "second")
+    first = fault_table.run(campaign, seed=1, trials=range(2))
+    fault_table.keep(replace(first, is_cut_short=True, commit="first"))
+    for _ in range(2):  # nothing is left for the second time
+        row = fault_table.do_more(campaign, math.inf)
+        fault_table.keep(row)
+        assert (row.number, row.tried, row.asked, row.result) == (5, 5, 5, "2 early, 4 late")
+        assert (row.is_cut_short, row.commit) == (False, "first to second")
 
 
 def test_the_page_says_what_was_kept() -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
 from bytecheckpoint.saving.in_flight import process_state
+from bytecheckpoint.staging.copy_slots import scan_copies
 from bytecheckpoint.storage.memory_root import slot_file
 from bytecheckpoint.storage.memory_root.job_folder import find_jobs
 from distributed.workers import WorkerPool
@@ -138,3 +139,37 @@ def test_a_file_that_proves_damaged_is_rebuilt_from_parity(workers: WorkerPool, 
     for step, odd, sources in workers.run(resume, tmp_path, hosts, PARITY, world_size=3):
         assert (step, odd, sources["parity"]) == (3, [], 1)
     workers.run(end_processes, world_size=3)
+
+
+def go_on(rank: int, world_size: int, folder: Path, hosts: list[int], memory: dict[str, Any]) -> None:
+    """Resumes, and holds two steps more in the memory of the hosts that are left."""
+    assert resume(rank, world_size, folder, hosts, memory)[:2] == (3, [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in (4, 5):
+            bcp.save(
+                folder / "ckpt", state_of(step), step=step, options=options(folder, hosts[rank], **memory), to="memory"
+            )
+    end_processes(rank, world_size)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "before", "left", "after"),
+    [([0, 0, 1], COPIES, [1], COPIES), ([0, 0, 1], COPIES, [1], {"copies": 1}), ([0, 1, 2], PARITY, [1, 2], PARITY)],
+    ids=["too few hosts for copies", "no copies asked for", "too few hosts for parity"],
+)
+def test_copies_are_given_back_once_saves_have_none(
+    workers: WorkerPool,
+    tmp_path: Path,
+    hosts: list[int],
+    before: dict[str, Any],
+    left: list[int],
+    after: dict[str, Any],
+) -> None:
+    workers.run(save, tmp_path, hosts, range(1, 4), before, world_size=3)
+    workers.run(end_processes, world_size=3)
+    shutil.rmtree(tmp_path / "host0")
+    workers.run(go_on, tmp_path, left, after, world_size=len(left))
+    for host in left:
+        ((job, _),) = find_jobs(str(tmp_path / f"host{host}"))
+        assert scan_copies(job, "copies") + scan_copies(job, "parity") == []

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -304,3 +305,66 @@ def resume_apart(rank: int, world_size: int, folder: Path, hosts: list[int]) -> 
     assert report.step is not None
     assert differs(state, "hsdp", report.step) in ([], ["layer1"])
     return report.step, state["layer1"].full_tensor()
+
+
+def adapted(step: int) -> dict[str, Any]:
+    """A base that never changes, sharded within each of two replicas, and an adapter that does."""
+    state = state_of("hsdp", 0)
+    mesh = init_device_mesh("cpu", (2, 2) if dist.get_world_size() == 4 else (dist.get_world_size(),))
+    placements = [Replicate(), Shard(0)] if mesh.ndim == 2 else [Shard(0)]
+    return state | {"adapter": distribute_tensor(torch.full((64, 33), float(step)), mesh, placements), "step": step}
+
+
+def save_reusing(rank: int, world_size: int, folder: Path) -> list[tuple[int, int, int]]:
+    """Returns of each save the bytes that were reused, those that this rank fetched, and the plans that it made."""
+    given, told = replace(options(folder, HSDP[0][rank], COPIES), reuse=True), []
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the memory root")  # no other: no replica is told to be another
+        for step in range(1, 6):
+            counted = Counted(patch)
+            handle = bcp.save(folder / "ckpt", adapted(step), step=step, async_save=True, options=given)
+            assert handle.held("host").tier == "memory"
+            told.append((handle.result().reused_bytes, counted.num_bytes, counted.num_plans))
+            patch.undo()
+    return told
+
+
+def test_a_save_that_reuses_files_still_stages_all_of_them_on_two_hosts(workers: WorkerPool, tmp_path: Path) -> None:
+    told = workers.run(save_reusing, tmp_path, world_size=4)
+    base_bytes = 3 * SHAPE[0] * SHAPE[1] * 4
+    assert [reused >= base_bytes for reused, *_ in told[0]] == [False] * 3 + [True] * 2  # found unchanged by two saves
+    assert {num_bytes for of_rank in told for _, num_bytes, _ in of_rank} == {0}
+    assert told[0][-1][2] == 0  # the plan of the save before is found again
+    files = version_files.read_versions(job_on(tmp_path, 0))[-1].files
+    staged = [staged_on(tmp_path, host) for host in (0, 1)]
+    assert staged[0] == staged[1]
+    assert {*staged[0]} == {file.name for file in files}
+    for step in range(1, 5):
+        bcp.delete(tmp_path / "ckpt", step)
+    assert workers.run(load_adapted, tmp_path, world_size=2) == [5, 5]  # whole by itself
+    workers.run(end_processes, world_size=4)
+    shutil.rmtree(tmp_path / "host0")
+    assert workers.run(resume_adapted, tmp_path, [1, 8, 8, 8], world_size=4) == [(5, 0)] * 4
+    workers.run(end_processes, world_size=4)
+
+
+def load_adapted(rank: int, world_size: int, folder: Path) -> int:
+    state = adapted(0)
+    bcp.load(folder / "ckpt", state)
+    return checked_step(state)
+
+
+def resume_adapted(rank: int, world_size: int, folder: Path, hosts: list[int]) -> tuple[int, int]:
+    """Returns the step, and how many files came from storage."""
+    state = adapted(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = bcp.resume(folder / "ckpt", state, options=options(folder, hosts[rank], COPIES))
+    assert report is not None
+    return checked_step(state), report.sources["storage"]
+
+
+def checked_step(state: dict[str, Any]) -> int:
+    expected = adapted(state["step"])
+    assert all(torch.equal(local(state[name]), local(expected[name])) for name in expected if name != "step")
+    return int(state["step"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -245,7 +246,7 @@ def test_a_save_without_memory_is_never_held(tmp_path: Path, root: Path) -> None
         only.held("disk")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("folder", ["versions", "slots"])
+@pytest.mark.parametrize("folder", ["versions", "slots", "alive", ".", ".."])
 def test_what_a_killed_process_was_writing_is_removed_by_the_run_that_goes_on(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, folder: str
 ) -> None:
@@ -253,6 +254,7 @@ def test_what_a_killed_process_was_writing_is_removed_by_the_run_that_goes_on(
     ((job, _),) = find_jobs(str(tmp_path / "memory"))
     left = Path(job.path, folder, ".tmp-0123456789abcdef")
     left.write_bytes(b"half of it")
+    os.utime(left, (time.time() - 60,) * 2)
     for memory in process_state().memories.values():  # as the death of the process does
         memory.close()
     monkeypatch.setattr(process_state(), "memories", {})

@@ -16,9 +16,11 @@ from storage.s3_service import S3Service
 import bytecheckpoint as bcp
 from bytecheckpoint.manifest import decode_manifest
 from bytecheckpoint.manifest.ranges import Block
+from bytecheckpoint.saving import write
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.staging.reuse import ReuseHistory, content_digest
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.backends import local_store
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.garbage import find_leftovers
 from bytecheckpoint.storage.inventory import inventory_of
@@ -164,7 +166,7 @@ def test_tensors_that_all_change_cost_no_digest_and_no_new_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digests: list[object] = []
-    monkeypatch.setattr("bytecheckpoint.saving.write.content_digest", lambda blocks: digests.append(blocks) or b"")
+    monkeypatch.setattr(write, "content_digest", lambda blocks: digests.append(blocks) or b"")
     state, plans = {"weight": torch.zeros(1 << 18)}, []
     for step in range(4):
         state["weight"] += 1
@@ -191,7 +193,7 @@ def test_values_that_change_while_a_synchronous_save_writes_are_not_taken_for_th
         return digest
 
     with monkeypatch.context() as patch:
-        patch.setattr("bytecheckpoint.saving.write.content_digest", digest_then_change)
+        patch.setattr(write, "content_digest", digest_then_change)
         bcp.save(tmp_path, model.state(), step=1, options=REUSE)
     with torch.no_grad():
         model.base[0].weight.copy_(wanted)
@@ -202,7 +204,7 @@ def test_values_that_change_while_a_synchronous_save_writes_are_not_taken_for_th
 def test_a_first_save_hashes_what_later_ones_may_take_only_as_it_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bytecheckpoint.saving.write.content_digest", refuse)
+    monkeypatch.setattr(write, "content_digest", refuse)
     model = Adapted()
     bcp.save(tmp_path, model.state(), step=0, options=REUSE)
     monkeypatch.undo()
@@ -223,7 +225,7 @@ def test_a_file_of_an_earlier_step_that_is_gone_or_cut_is_written(tmp_path: Path
 
 
 def test_a_file_system_without_hard_links_gets_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bytecheckpoint.storage.backends.local_store.link", lambda _existing, _path: False)
+    monkeypatch.setattr(local_store, "link", lambda _existing, _path: False)
     model = Adapted()
     for step in range(2):
         assert bcp.save(tmp_path, model.state(), step=step, options=REUSE).result().reused_bytes == 0

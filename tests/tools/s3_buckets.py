@@ -11,19 +11,19 @@ from storage.s3_server import running_s3
 
 
 @contextmanager
-def filled_bucket(folder: Path) -> Iterator[list[str]]:
+def filled_bucket(folder: Path, under: str = "run/") -> Iterator[list[str]]:
     """Yields the options of a command for a bucket that holds the files of the folder under `run`."""
-    with counted_bucket(folder) as (_, options):
+    with counted_bucket(folder, under) as (_, options):
         yield options
 
 
 @contextmanager
-def counted_bucket(folder: Path) -> Iterator[tuple[MutableSequence[str], list[str]]]:
+def counted_bucket(folder: Path, under: str = "run/") -> Iterator[tuple[MutableSequence[str], list[str]]]:
     """Yields the requests to such a bucket, as they come, and the options."""
     with running_s3() as server:
         for path in folder.rglob("*"):
             if path.is_file():
-                server.objects[f"bucket/run/{path.relative_to(folder).as_posix()}"] = path.read_bytes()
+                server.objects[f"bucket/{under}{path.relative_to(folder).as_posix()}"] = path.read_bytes()
         options = {
             "key": json.dumps("access"),
             "secret": json.dumps("s3cr3t"),

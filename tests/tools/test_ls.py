@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.manager import step_records
+from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.tools.analysis import checkpoint_list
@@ -288,6 +289,6 @@ def test_a_list_of_many_steps_opens_each_manifest_once_and_checks_no_chunk(call,
         monkeypatch.setattr(
             LocalStore, method, lambda self, name, real=real, **given: looks.append(name) or real(self, name, **given)
         )
-    monkeypatch.setattr("bytecheckpoint.storage.layout.decode_manifest", None)
+    monkeypatch.setattr(layout, "decode_manifest", None)
     assert call("ls", tmp_path).code == 0
     assert len(looks) == 1 + 2 * 12

@@ -7,7 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from s3_buckets import counted_bucket, filled_bucket
+
+import bytecheckpoint as bcp
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of client libraries
 
@@ -40,6 +43,16 @@ def test_ls_of_many_steps_takes_a_read_of_each_and_one_listing(call, saved_root,
     assert [item["step"] for item in listed["checkpoints"]] == list(range(25))
     assert len([line for line in requests if "manifest.bcp" in line]) == 25
     assert len(requests) <= 25 + 4
+
+
+def test_ls_of_a_whole_bucket_tells_runs_apart(call, tmp_path) -> None:
+    for run, step in (("first", 3), ("second", 7)):
+        bcp.save(tmp_path / "runs" / run, {"x": torch.zeros(4)}, step=step)
+    with filled_bucket(tmp_path / "runs", under="") as options:
+        for place in ("s3://bucket", "s3://bucket/"):
+            listed = call("ls", place, "--json", *options).json["checkpoints"]
+            found = [(item["path"].rsplit("/", 2)[1], item["step"], item["committed"]) for item in listed]
+            assert sorted(found) == [("first", 3, True), ("second", 7, True)], place
 
 
 def test_verify(call, bucket) -> None:

@@ -220,6 +220,9 @@ def tabled(saved_root, long_names, measured, tmp_path_factory) -> dict[str, list
     dead.parent.mkdir(parents=True)
     dead.write_bytes(b"1" * 12345678)
     bcp.save(folder / "gc", {"x": 1}, step=8)
+    in_memory = bcp.SaveOptions(memory=bcp.Memory(root=folder / "memory", copies=1))
+    with pytest.warns(UserWarning, match="on a disk"):
+        bcp.save(folder / "a-run-with-a-long-name", state, step=123456, options=in_memory, to="memory")
     return {
         "ls": ["ls", long_names],
         "ls metrics": ["ls", measured],
@@ -235,6 +238,8 @@ def tabled(saved_root, long_names, measured, tmp_path_factory) -> dict[str, list
         "timeline": ["timeline", folder / "timed"],
         "verify": ["verify", folder / "damaged"],
         "gc": ["gc", folder / "gc", "--older-than", 0],
+        "du": ["du", long_names.parent],
+        "memory ls": ["memory", "ls", "--memory-root", folder / "memory"],
         "doctor": ["doctor", folder, "--seconds", 0, "--max-mib", 1],
         "doctor checkpoint": ["doctor", "--checkpoint", folder / "a"],
     }
@@ -242,7 +247,7 @@ def tabled(saved_root, long_names, measured, tmp_path_factory) -> dict[str, list
 
 _TABLES = [
     *("ls", "ls metrics", "show", "show tree", "show files", "show stats", "show tensor", "show data", "keep", "diff"),
-    *("diff near", "timeline", "verify", "gc", "doctor", "doctor checkpoint"),
+    *("diff near", "timeline", "verify", "gc", "du", "memory ls", "doctor", "doctor checkpoint"),
 ]
 _NUMBER = re.compile(r"[-+]?[0-9][0-9,]*(?:\.[0-9]+)?(?:e[-+][0-9]+)?(?: (?:B|[KMG]iB|ms|s|µs))?")
 

@@ -96,21 +96,22 @@ def _table() -> TableShape:
     columns = [
         Column("step", style="bold cyan", is_right=True, is_whole=True),
         Column("root", drop=LAST_DROP),
-        Column("files here", is_right=True),
+        Column("files here", is_right=True, drop=2),
         Column("size here", is_right=True),
-        Column("save id", style="dim", drop=2),
-        Column("state"),
+        Column("save id", style="dim", drop=1),
+        Column("state", is_whole=True),
+        Column("processes", is_right=True, drop=3),
     ]
 
     def cells(each: MemoryCheckpoint) -> list[str]:
-        state = "complete" if each.is_complete else "pending"
         return [
             str(each.step),
             each.location,
             f"{each.num_here} of {each.num_files}",
             size_text(each.num_bytes),
             each.save_id,
-            f"{state}, used by {each.num_living}" if each.num_living else state,
+            "complete" if each.is_complete else "pending",
+            f"{each.num_living:,}" if each.num_living else "",
         ]
 
     return TableShape(columns, cells)

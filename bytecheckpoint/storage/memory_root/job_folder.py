@@ -27,7 +27,7 @@ from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
 _HOST = "host"
 _ABOUT = "job"
 _MAKING_S = 10.0
-"""Seconds for which a file may have no lock because it is being made."""
+"""Seconds for which a temporary file may be in the making, not locked yet or about to get its name."""
 _ALIVE = "alive"
 _LOCK = "lock"
 _RESUMED = ".resumed"
@@ -101,13 +101,28 @@ class JobFolder(NamedTuple):
         alive, found = os.path.join(self.path, _ALIVE), []
         for name in sorted(os.listdir(alive)):
             path = os.path.join(alive, name)
-            is_new = name.startswith(TEMPORARY_PREFIX)  # not locked yet, or about to get its name
             with suppress(FileNotFoundError):
-                if not is_locked(path) and time.time() - os.stat(path).st_mtime > is_new * _MAKING_S:
+                if _may_be_in_the_making(path):
+                    continue  # Hazard: a look at its lock would keep the process that makes it from locking it.
+                if not is_locked(path):
                     os.unlink(path)
-                elif not is_new:
+                elif not name.startswith(TEMPORARY_PREFIX):
                     found.append(LivingProcess(name, os.stat(path).st_mtime_ns))
         return found
+
+    def remove_stale_temporaries(self) -> None:
+        """Removes what killed processes were making of the job itself and of the memory root."""
+        for folder in (self.root, self.path):
+            for name in os.listdir(folder):
+                path = os.path.join(folder, name)
+                with suppress(OSError):  # gone meanwhile, or another user's
+                    if name.startswith(TEMPORARY_PREFIX) and not _may_be_in_the_making(path):
+                        os.unlink(path)
+
+
+def _may_be_in_the_making(path: str) -> bool:
+    is_temporary = path.rpartition("/")[2].startswith(TEMPORARY_PREFIX)
+    return is_temporary and time.time() - os.stat(path).st_mtime <= _MAKING_S
 
 
 def job_name(location: str) -> str:
