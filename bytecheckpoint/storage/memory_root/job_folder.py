@@ -112,12 +112,12 @@ class JobFolder(NamedTuple):
 
     def remove_stale_temporaries(self) -> None:
         """Removes what killed processes were making of the job itself and of the memory root."""
-        for folder in (self.root, self.path):
-            for name in os.listdir(folder):
-                path = os.path.join(folder, name)
-                with suppress(OSError):  # gone meanwhile, or another user's
-                    if name.startswith(TEMPORARY_PREFIX) and not _may_be_in_the_making(path):
-                        os.unlink(path)
+        paths = [os.path.join(folder, name) for folder in (self.root, self.path) for name in os.listdir(folder)]
+        for path in paths:
+            is_temporary = os.path.basename(path).startswith(TEMPORARY_PREFIX)
+            with suppress(OSError):  # gone meanwhile, or another user's
+                if is_temporary and not _may_be_in_the_making(path):
+                    os.unlink(path)
 
 
 def _may_be_in_the_making(path: str) -> bool:
