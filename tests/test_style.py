@@ -68,6 +68,8 @@ MAY_READ_ENVIRONMENT = {
     "bytecheckpoint/manager/save_policies.py",
     # a launcher tells in no other way that it started several processes
     "bytecheckpoint/distributed/ranks.py",
+    # it sets a variable for a library that is loaded later, and reads none
+    "tools/main.py",
 }
 POLICIES = {"EverySteps", "EverySeconds", "When"}
 """Names of a save policy and of a keep policy, which users tell apart by their modules."""
