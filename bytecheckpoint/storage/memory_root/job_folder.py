@@ -112,17 +112,19 @@ class JobFolder(NamedTuple):
 
     def remove_stale_temporaries(self) -> None:
         """Removes what killed processes were making of the job itself and of the memory root."""
-        for folder in (self.root, self.path):
-            for name in os.listdir(folder):
-                path = os.path.join(folder, name)
-                with suppress(OSError):  # gone meanwhile, or another user's
-                    if name.startswith(TEMPORARY_PREFIX) and not _may_be_in_the_making(path):
-                        os.unlink(path)
+        paths = [os.path.join(folder, name) for folder in (self.root, self.path) for name in os.listdir(folder)]
+        for path in filter(_is_temporary, paths):
+            with suppress(OSError):  # gone meanwhile, or another user's
+                if not _may_be_in_the_making(path):
+                    os.unlink(path)
+
+
+def _is_temporary(path: str) -> bool:
+    return path.rpartition("/")[2].startswith(TEMPORARY_PREFIX)
 
 
 def _may_be_in_the_making(path: str) -> bool:
-    is_temporary = path.rpartition("/")[2].startswith(TEMPORARY_PREFIX)
-    return is_temporary and time.time() - os.stat(path).st_mtime <= _MAKING_S
+    return _is_temporary(path) and time.time() - os.stat(path).st_mtime <= _MAKING_S
 
 
 def job_name(location: str) -> str:
