@@ -7,8 +7,12 @@ The framework's own loop trains and saves; processes live on from round to round
 the environment that `make test-framework-NAME` makes. The first run of each does not count. `stall` is the time of the
 call that saves, `durable` until the last file is written, `lost` what the steps meanwhile took longer than undisturbed
 ones, stall included; of all ranks the slowest. Asynchronous saves stand beside the framework's own asynchronous one, if
-it has one. Memory is what the first save of a process takes at its peak during the
-call, beyond what the process has then, of the rank that takes most; beside it that rank's part of what is written.
+it has one. Memory is what the first save of a process takes at its peak: during the call beyond what the process has
+then, and until the next save beyond the most that undisturbed steps take; of the rank that takes most. Beside it stands
+that rank's part of what is written.
+
+Two limits stand below, of the same rounds: one copy of a rank's part of the state into memory that is there already,
+which no asynchronous save can stall less for, and its raw write and fsync, which no save that is durable can beat.
 
 Then each candidate saves once more, and resumes on other numbers of ranks, in the framework's own way. `yes` says that
 all parameters and all of the optimizer's state are equal to what was saved, bit for bit; else there is the error.
@@ -37,6 +41,7 @@ import torch
 from shared.machine import facts_line, machine_facts
 from shared.process_pool import PoolError, ProcessPool
 from shared.rank_process import Obey
+from trainers import limits
 from trainers.meter import Meter, num_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -107,8 +112,12 @@ def run(arguments: argparse.Namespace) -> None:
         )
         with ExitStack() as saving:
             pools = {name: saving.enter_context(new_pool(arguments.ranks)) for name in names}
-            found = measure(pools, arguments.rounds, folder)
+            settings["framework"] = ""
+            bare = saving.enter_context(new_pool(arguments.ranks))
+            settings["framework"] = arguments.framework
+            found, of_machine = measure(pools, bare, arguments.rounds, folder)
             print(table(facts, names, found, num_ranks=arguments.ranks), flush=True)
+            print(limit_rows(facts, names, found, of_machine), flush=True)
             saved = {name: save_to_resume(pools[name], name, folder) for name in names if arguments.resume_ranks}
         if saved:
             ways = {number: partial(new_pool, number) for number in arguments.resume_ranks}
@@ -116,9 +125,14 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"\n{resume_table(facts, outcomes)}")
 
 
-def measure(pools: dict[str, ProcessPool], rounds: int, folder: Path) -> dict[str, list[dict[str, float]]]:
-    """Returns the slowest rank's seconds, and the bytes, of each save by candidate; the memory of the first one."""
+def measure(
+    pools: dict[str, ProcessPool], bare: ProcessPool, rounds: int, folder: Path
+) -> tuple[dict[str, list[dict[str, float]]], dict[str, list[float]]]:
+    """Returns the slowest rank's seconds, and the bytes, of each save by candidate; the memory of the first one; and
+    the seconds of the limits, which the `bare` ranks take in each round.
+    """
     found: dict[str, list[dict[str, float]]] = {name: [] for name in pools}
+    of_machine: dict[str, list[float]] = {name: [] for name in limits.TITLES}
     memory: dict[str, float] = {}
     rng = random.Random(0)
     for number in range(rounds + 1):
@@ -129,10 +143,15 @@ def measure(pools: dict[str, ProcessPool], rounds: int, folder: Path) -> dict[st
                 found[name] += saves
             else:
                 memory[name] = saves[0]["memory"]
+        answers = bare.run(folder=str(folder))
+        for name, times in of_machine.items():
+            if number:
+                times.append(max(answer[name] for answer in answers))
+        os.sync()
     for name, saves in found.items():
         for save in saves:
             save["memory"] = memory[name]
-    return found
+    return found, of_machine
 
 
 def train_once(pool: ProcessPool, name: str, folder: Path) -> list[dict[str, float]]:
@@ -204,8 +223,8 @@ def table(
     *,
     num_ranks: int,
 ) -> str:
-    stalls = {name: statistics.median(save["stall"] for save in found[name]) for name in names}
-    own = {way: stalls[way] for way in facts["own"] if way in stalls}
+    stalls = stalls_of(found)
+    own = own_stalls(facts, stalls)
     heads = " | ".join(f"{measure}, s" for measure in MEASURES)
     lines = [
         f"| saved by | {heads} | stall beside its own | written, MB | memory, MB (of a part) |",
@@ -222,13 +241,41 @@ def table(
     return "\n".join(lines)
 
 
+def limit_rows(
+    facts: dict[str, Any],
+    names: list[str],
+    found: dict[str, list[dict[str, float]]],
+    of_machine: dict[str, list[float]],
+) -> str:
+    """Returns rows of the table: a copy beside what stalls least in the framework's own way, a write beside `own`."""
+    own = own_stalls(facts, stalls_of({name: found[name] for name in names}))
+    beside = {limits.COPY: own.get("own-async", own.get("own")), limits.WRITE: own.get("own")}
+    lines = []
+    for name, times in of_machine.items():
+        ratio = f"{statistics.median(times) / beside[name]:.2f}x" if beside[name] else "-"
+        durable = spread(times) if name == limits.WRITE else "-"
+        lines.append(f"| {limits.TITLES[name]} | {spread(times)} | {durable} | - | {ratio} | - | - |")
+    return "\n".join(lines)
+
+
+def stalls_of(found: Mapping[str, list[dict[str, float]]]) -> dict[str, float]:
+    return {name: statistics.median(save["stall"] for save in saves) for name, saves in found.items()}
+
+
+def own_stalls(facts: dict[str, Any], stalls: Mapping[str, float]) -> dict[str, float]:
+    """Returns the stalls of the framework's own ways."""
+    return {way: stalls[way] for way in facts["own"] if way in stalls}
+
+
 def spread(seconds: list[float]) -> str:
     return f"{statistics.median(seconds):.3f} ({min(seconds):.3f} - {max(seconds):.3f})"
 
 
 def begin(rank: int, port: int, *, num_ranks: int, framework: str, mb: float) -> tuple[dict[str, Any], Obey]:
-    """Returns the facts of the framework, and what obeys."""
+    """Returns the facts of the framework, and what obeys; without a framework, the limits."""
     torch.set_num_threads(1)
+    if not framework:
+        return {}, limits.begin(rank, port, num_ranks=num_ranks, mb=mb)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "CUDA_VISIBLE_DEVICES": ""}
@@ -242,6 +289,7 @@ def begin(rank: int, port: int, *, num_ranks: int, framework: str, mb: float) ->
         is_first = False
         num_steps = SAVES * STEPS_BETWEEN + STEPS_BETWEEN // 2
         module.train(name, folder, meter, mb=mb, num_steps=num_steps, save_every=STEPS_BETWEEN)
+        meter.finish()
         checkpoints = module.checkpoints(folder)
         timings = meter.timings(checkpoints)
         return {

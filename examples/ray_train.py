@@ -9,7 +9,6 @@ import argparse
 import os
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +17,41 @@ import torch
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
 from torch import nn
+from torch.utils.data import DataLoader
 
 import bytecheckpoint as bcp
 from bytecheckpoint.integrations.ray import checkpoint_path, report, run_path
 
 
 def train(config: dict[str, Any]) -> None:
-    rank = ray.train.get_context().get_world_rank()
+    rank, size = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
+    torch.manual_seed(0)
+    sources = {str(k): bcp.data.ShuffleBuffer(list(torch.randn(10, 8)), 4, seed=k) for k in range(8)}
+    loader = DataLoader(bcp.data.Streams(sources, rank=rank, size=size), batch_size=8 // size)
     torch.manual_seed(rank)
     model = prepare_model(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 8)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     progress: dict[str, Any] = {"next_step": 0, "losses": [], "starts": []}
-    state = {"model": model, "optimizer": optimizer, "rng": bcp.RngState(), "extra_state": progress}
+    data = bcp.DataLoaderState(loader, rank=rank, size=size)
+    state = {"model": model, "optimizer": optimizer, "data": data, "rng": bcp.RngState(), "extra_state": progress}
     checkpoint = ray.train.get_checkpoint()
-    if checkpoint is not None:
-        bcp.load(checkpoint_path(checkpoint), state)
+    loaded = checkpoint and bcp.load(checkpoint_path(checkpoint), state)
+    batches = iter(loader)
+    if loaded:
+        loaded.restore_rng()  # the loader has drawn a seed
     progress["starts"].append(progress["next_step"])
-    for step in range(progress["next_step"], config["steps"]):
-        batch = torch.randn(4, 8)
+    for step, batch in zip(range(progress["next_step"], config["steps"]), batches, strict=False):
         loss = (model(batch) - batch).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         progress["losses"].append(loss.item())
-        if step == config["kill_at"] and rank == 1:
+        if (step, rank) == (config["kill_at"], 1):
             die_once(Path(run_path()))
         if (step + 1) % 2 == 0:
             progress["next_step"] = step + 1
-            options = bcp.SaveOptions(overwrite=True)  # of a save that Ray had not heard of before a failure
-            handle = bcp.save(run_path(), state, step=step, async_save=True, options=options)
+            again = bcp.SaveOptions(overwrite=True)  # of a save that Ray had not heard of before a failure
+            handle = bcp.save(run_path(), state, step=step, async_save=True, options=again)
             report({"step": step, "loss": loss.item()}, handle)
 
 
@@ -58,22 +63,17 @@ def die_once(run: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(given: Sequence[str] | None = None) -> ray.train.Result:
+def main(given: list[str] | None = None) -> ray.train.Result:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--storage", required=True)
     parser.add_argument("--name", default="example")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--kill-at", type=int)
     arguments = parser.parse_args(given)
-    run_config = RunConfig(
-        name=arguments.name,
-        storage_path=arguments.storage,
-        checkpoint_config=CheckpointConfig(num_to_keep=2),
-        failure_config=FailureConfig(max_failures=3),
-    )
-    config = {"steps": arguments.steps, "kill_at": arguments.kill_at}
-    workers = ScalingConfig(num_workers=2)
-    return TorchTrainer(train, train_loop_config=config, scaling_config=workers, run_config=run_config).fit()
+    keep, retry = CheckpointConfig(num_to_keep=2), FailureConfig(max_failures=3)
+    run = RunConfig(name=arguments.name, storage_path=arguments.storage, checkpoint_config=keep, failure_config=retry)
+    config, workers = {"steps": arguments.steps, "kill_at": arguments.kill_at}, ScalingConfig(num_workers=2)
+    return TorchTrainer(train, train_loop_config=config, scaling_config=workers, run_config=run).fit()
 
 
 if __name__ == "__main__":

@@ -323,6 +323,21 @@ def test_tests_lie_as_the_packages_do() -> None:
     assert packages | {"tools"} <= {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
 
 
+def test_the_picture_of_the_packages_shows_every_part_on_its_floor() -> None:
+    picture = (ROOT / "docs" / "pictures" / "packages.svg").read_text()
+    shown: dict[int, set[str]] = {}
+    for top, name in re.findall(r'<rect x="\d+" y="(\d+)"[^>]* rx="6"[^>]*/>\n<text [^>]*>(\w+)</text>', picture):
+        shown.setdefault(int(top), set()).add(name)
+    floors = [shown[top] for top in sorted(shown, reverse=True)]
+    assert floors == [floor for floor in FLOORS if floor != {"__init__"}]
+
+
+def test_contributing_lists_the_floors() -> None:
+    listed = re.search(r"^    errors < .*?\n\n", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE | re.DOTALL)
+    floors = [set(re.findall(r"\w+", floor)) for floor in listed.group().split("<")] if listed else []
+    assert floors == [floor for floor in FLOORS if floor != {"__init__"}]
+
+
 def in_function(body: str) -> str:
     return '"""Why."""\ndef f():\n' + "".join(f"    {line}\n" for line in body.splitlines())
 

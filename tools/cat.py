@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -61,11 +62,13 @@ def cat(*, ckpt: str, name: str, limit: int, access: AccessOptions, as_json: boo
     the part needs are read, and verified. Quote it, so that the shell leaves the brackets alone.
     """
     opened = access.find_files(access.open_manifest(ckpt))
-    plain = [item for item in plain_objects(opened) if item.fqn == name]
+    objects = plain_objects(opened)
+    plain = [item for item in objects if item.fqn == name]
     if plain:
         _print_plain(opened, plain, as_json=as_json)
         return exit_codes.FINE
-    part = _read(opened, name, LoadOptions(follow_links=access.follow_links))
+    others = dict.fromkeys(item.fqn for item in objects)
+    part = _read(opened, name, LoadOptions(follow_links=access.follow_links), others=others)
     if as_json:
         print_json(
             {
@@ -84,8 +87,10 @@ def cat(*, ckpt: str, name: str, limit: int, access: AccessOptions, as_json: boo
     return exit_codes.FINE
 
 
-def _read(opened: Opened, name: str, options: LoadOptions) -> PrintedPart:
-    """Reads a part of a tensor. Raises click.UsageError for an index that the tensor does not have."""
+def _read(opened: Opened, name: str, options: LoadOptions, *, others: Iterable[str]) -> PrintedPart:
+    """Reads a part of a tensor. Raises click.UsageError for an index that the tensor does not have, and
+    CheckpointNotFoundError with near names, of plain values (`others`) too.
+    """
     from bytecheckpoint.checkpoint import Checkpoint  # noqa: PLC0415 - torch takes seconds to import
     from bytecheckpoint.loading.read import Source  # noqa: PLC0415
 
@@ -95,7 +100,9 @@ def _read(opened: Opened, name: str, options: LoadOptions) -> PrintedPart:
     if name not in checkpoint and (found := _INDEX.fullmatch(name)):
         fqn, index = found["fqn"], found["index"]
     if fqn not in checkpoint:
-        raise no_such_tensor(opened.path, fqn, checkpoint)
+        if fqn.partition("[")[0] in checkpoint:
+            raise click.UsageError(f"{name}: a part is given as NAME[SLICE], and the bracket is not closed")
+        raise no_such_tensor(opened.path, fqn, [*checkpoint, *others])
     view = checkpoint[fqn]
     dtype = str(view.dtype).removeprefix("torch.")
     if not has_values(dtype):

@@ -21,7 +21,12 @@ class PeakMemory:
         self._memory = memory
         self._before = memory()
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    @property
+    def most(self) -> int:
+        """Bytes at the peak, with what there was before."""
+        return self._before + self.bytes
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -27,7 +27,7 @@ from bytecheckpoint.runtime.threads import map_jobs, run_jobs
 from bytecheckpoint.saving import global_plan
 from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan, PlanCache, RankPlan
 from bytecheckpoint.saving.plans.messages import PlanReply
-from bytecheckpoint.saving.report import WrittenFile, encode_report
+from bytecheckpoint.saving.report import ReportedFile, WrittenFile, encode_report
 from bytecheckpoint.storage import layout
 
 STEP = 1000
@@ -197,7 +197,8 @@ def reports(setting: Setting, orders: Sequence[bytes]) -> Iterator[bytes]:
             yield report
         else:
             plan, rest = known[key]
-            yield msgspec.msgpack.encode([[each.file for each in write_files(setting, plan, rank)], *rest])
+            files = [ReportedFile.of(each.file) for each in write_files(setting, plan, rank)]
+            yield msgspec.msgpack.encode([files, *rest])
 
 
 def write_files(setting: Setting, known: RankPlan, rank: int) -> list[WrittenFile]:

@@ -18,6 +18,8 @@ from shared.memory import PeakMemory, own_memory
 TAIL_STEPS = 2
 """Steps after a checkpoint is durable that still count: memory is freed then."""
 MEMORY_PERIOD_S = 0.004
+FIRST_STEPS = 2
+"""Steps after which all that training takes has been allocated once."""
 
 
 class SaveTiming(NamedTuple):
@@ -39,9 +41,10 @@ class Meter:
         self.notes_state = notes_state
         self._steps: list[float] = []
         self._calls: list[tuple[float, float]] = []
-        self._peak: PeakMemory | None = None
         self._is_first = is_first
-        self._taken_memory = 0
+        self._sampled: PeakMemory | None = None
+        """Running."""
+        self._most_trained, self._memory = 0, 0
         self._state: Callable[[], dict[str, str]] | None = None
         self.digests: dict[str, str] = {}
         """Of the state that the newest call saved, if `notes_state` asks for them."""
@@ -52,11 +55,13 @@ class Meter:
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Counts each step of this optimizer."""
-        optimizer.register_step_post_hook(lambda *_: self._steps.append(time.time()))
+        optimizer.register_step_post_hook(lambda *_: self.step())
 
     def step(self) -> None:
         """Counts a step, for frameworks whose optimizer has no hooks."""
         self._steps.append(time.time())
+        if self._is_first and len(self._steps) == FIRST_STEPS and not self._calls:
+            self._sample()
 
     def timed(self, save: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `save` with its calls timed."""
@@ -65,7 +70,7 @@ class Meter:
         def call(*arguments: Any, **named: Any) -> Any:
             if self.notes_state and self._state is not None:
                 self.digests = self._state()
-            with self._memory_of_first():
+            with self._memory_of_call():
                 started = time.time()  # not perf_counter: it is compared with times of files
                 try:
                     return save(*arguments, **named)
@@ -74,10 +79,18 @@ class Meter:
 
         return call
 
+    def finish(self) -> None:
+        """Ends the sampling of memory: no save is under way. Called again, it does nothing."""
+        if self._sampled is not None:
+            self._memory = max(self._memory, self._end_sample().most - self._most_trained)
+
     @property
     def memory(self) -> int:
-        """Bytes that the first save took at its peak beyond what the process had before it; 0 if nobody asked."""
-        return self._peak.bytes if self._peak is not None else self._taken_memory
+        """Bytes that the first save took at its peak, 0 if nobody asked: during its call beyond what the process had
+        before, and after it, until the next one, beyond the most that undisturbed steps take.
+        """
+        self.finish()
+        return self._memory
 
     def record(self) -> str:
         """Returns what was counted, for `take` in another process."""
@@ -88,16 +101,32 @@ class Meter:
         taken = json.loads(record)
         self._steps += taken["steps"]
         self._calls += map(tuple, taken["calls"][skipped:])
-        self._taken_memory, self.digests = taken["memory"], taken["digests"]
+        self._memory, self.digests = taken["memory"], taken["digests"]
 
     @contextmanager
-    def _memory_of_first(self) -> Iterator[None]:
+    def _memory_of_call(self) -> Iterator[None]:
         if not self._is_first or self._calls:
+            self.finish()
             yield
             return
-        self._peak = PeakMemory(own_memory, period_s=MEMORY_PERIOD_S)
-        with self._peak:
+        if self._sampled is not None:
+            self._most_trained = self._end_sample().most
+        with PeakMemory(own_memory, period_s=MEMORY_PERIOD_S) as peak:
             yield
+        self._memory = peak.bytes
+        if self._most_trained:  # a save in the background goes on
+            self._sample()
+
+    def _sample(self) -> None:
+        self._sampled = PeakMemory(own_memory, period_s=MEMORY_PERIOD_S)
+        self._sampled.__enter__()
+
+    def _end_sample(self) -> PeakMemory:
+        sampled, self._sampled = self._sampled, None
+        if sampled is None:
+            raise ValueError("no memory is sampled")
+        sampled.__exit__(None, None, None)
+        return sampled
 
     def timings(self, checkpoints: Sequence[Path]) -> list[SaveTiming]:
         """Returns one for each call; `checkpoints` are the files or folders that they wrote, in order."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import chain, repeat
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,8 @@ import torch
 from bytecheckpoint.adapters.data.stream_wire import decode_stored, has_mark
 from bytecheckpoint.adapters.expectation import RankMissing
 from bytecheckpoint.adapters.key_map import Globs, KeyMap, Renamer, UnusedRule, renamed_alike
-from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, is_content_fqn, keep_in_tree
+from bytecheckpoint.adapters.plain.manifest_trees import all_trees, common_tree, named_by_content, tensor_dicts
+from bytecheckpoint.adapters.plain.plain_data import decode_plain
 from bytecheckpoint.adapters.plain.plain_tree import descend, leaves
 from bytecheckpoint.adapters.shards import NEW_TUPLE, torch_dtype
 from bytecheckpoint.errors import CheckpointCorruptError
@@ -112,9 +114,13 @@ class CheckpointView:
     def _saved_tensors(self) -> dict[str, StoredTensor]:
         """Tensors that are named by their content are here under the FQN of this rank's leaf that they are."""
         manifest = self._manifest
-        records = {fqn: NEW_TUPLE(StoredTensor, (fqn, *each)) for fqn, each in manifest.describe_all().items()}
+        described = manifest.describe_all()
+        rows = zip(
+            described, map(itemgetter(0), described.values()), map(itemgetter(1), described.values()), strict=True
+        )
+        records = dict(zip(described, map(NEW_TUPLE, repeat(StoredTensor), rows), strict=True))
         records |= {alias: records[fqn] for alias, fqn in manifest.aliases.items()}
-        by_content = _named_by_content(manifest)
+        by_content = named_by_content(manifest)
         if not by_content:
             return records
         saved = {fqn: record for fqn, record in records.items() if fqn not in by_content}
@@ -155,6 +161,16 @@ class CheckpointView:
         return fqn.removeprefix(self._below)
 
     @cached_property
+    def tensor_dicts(self) -> dict[str, dict[str, str]]:
+        """The FQNs of tensors by name in each entry that is a dict of tensors alone, each named after the entry and
+        its key, by the FQN of the entry: most of many tensors, which do not have to be taken apart. Only where this
+        shows the checkpoint as it was saved.
+        """
+        if not self._is_as_saved or self._reshape is not None:
+            return {}
+        return tensor_dicts(self._manifest)
+
+    @cached_property
     def trees(self) -> dict[str, Any]:
         """Plain data as it was saved, by the checkpoint FQN of its entry."""
         trees = {
@@ -168,7 +184,7 @@ class CheckpointView:
             if self.rank in by_rank:
                 trees[fqn] = decode_plain(by_rank[self.rank])
             elif fqn.split(".")[0] == PER_RANK_NAME:
-                trees[fqn] = _common_tree([decode_plain(data) for _, data in sorted(by_rank.items())])
+                trees[fqn] = common_tree([decode_plain(data) for _, data in sorted(by_rank.items())])
             else:
                 trees[fqn] = RankMissing(len(by_rank))
         return trees
@@ -307,11 +323,13 @@ class CheckpointView:
         if self.takes_all:
             return set()
         left_out = {self.rename(fqn) for fqn in [*self.saved, *self._tree_leaves] if not self.takes(fqn)}
-        return left_out - self._known
+        return left_out.difference(self._known)
 
     @cached_property
-    def _known(self) -> set[str]:
-        return {*self.tensors, *self.plain}
+    def _known(self) -> dict[str, None]:
+        if self.tensor_dicts.keys() < {*self._manifest.objects, *self._manifest.rank_objects}:
+            return dict.fromkeys(chain(self.tensors, self.plain))
+        return dict.fromkeys(chain(self.tensors, *(refs.values() for refs in self.tensor_dicts.values())))
 
     @cached_property
     def _known_roots(self) -> set[str]:
@@ -332,8 +350,9 @@ class CheckpointView:
 
     @cached_property
     def common_names(self) -> list[str]:
-        """State FQNs, sorted, of what every rank sees alike."""
-        return sorted(self._known.difference(self.own_names))
+        """State FQNs, in the order of the checkpoint, of what every rank sees alike."""
+        own = set(self.own_names)
+        return [fqn for fqn in self._known if fqn not in own] if own else list(self._known)
 
     @property
     def unused_rules(self) -> list[UnusedRule]:
@@ -349,7 +368,7 @@ class CheckpointView:
     @property
     def names_of_all_ranks(self) -> set[str]:
         """The checkpoint FQNs of tensors and plain data, of every rank that saved it."""
-        names = {leaf for fqn, data in _all_trees(self._manifest) for leaf in (fqn, *leaves(decode_plain(data), fqn))}
+        names = {leaf for fqn, data in all_trees(self._manifest) for leaf in (fqn, *leaves(decode_plain(data), fqn))}
         return names.union(self._manifest.tensors, self._manifest.aliases)
 
     def all_names(self) -> list[str]:
@@ -365,34 +384,6 @@ def is_at_or_below(fqn: str, roots: set[str]) -> bool:
     """Returns True if an FQN is one of these or starts with one of them and a dot."""
     parts = fqn.split(".")
     return any(".".join(parts[:count]) in roots for count in range(1, len(parts) + 1))
-
-
-def _named_by_content(manifest: Manifest) -> set[str]:
-    """Returns the tensors that plain data of any rank refers to by another name than that of the leaf that they are."""
-    candidates = {fqn for fqn in manifest.tensors if "@" in fqn and is_content_fqn(fqn)}
-    if not candidates:
-        return candidates
-    found = (item for fqn, data in _all_trees(manifest) for item in leaves(decode_plain(data), fqn).items())
-    return candidates & {value.fqn for fqn, value in found if isinstance(value, TensorRef) and value.fqn != fqn}
-
-
-def _all_trees(manifest: Manifest) -> list[tuple[str, bytes]]:
-    """Returns the encoded plain data of every rank, each after the FQN of its entry."""
-    of_ranks = [(fqn, data) for fqn, by_rank in manifest.rank_objects.items() for data in by_rank.values()]
-    return [*manifest.objects.items(), *of_ranks]
-
-
-def _common_tree(trees: Sequence[Any]) -> Any:
-    """Returns the first tree, with what is not the same in all of them, or not in all, marked as missing."""
-    if all(isinstance(tree, dict) for tree in trees):
-        by_key: dict[Any, list[Any]] = {}
-        for key, item in (item for tree in trees for item in tree.items()):
-            by_key.setdefault(key, []).append(item)
-        num = len(trees)
-        return {key: _common_tree(of) if len(of) == num else RankMissing(len(of)) for key, of in by_key.items()}
-    # Compared as bytes: the text of a tensor rounds its values and leaves out most of a long one.
-    is_same = len({encode_plain(tree, "", keep_in_tree) for tree in trees}) == 1
-    return trees[0] if is_same else RankMissing(len(trees))
 
 
 def placeholder(stored: StoredTensor) -> torch.Tensor:

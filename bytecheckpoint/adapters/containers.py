@@ -38,6 +38,8 @@ class PlainEntry:
         self._value = value
         self._assign = assign
         self._adopted = TreeTarget()
+        self._is_filled_in_place = False
+        """True if all of it is tensors that are filled where they are."""
         self._may_differ = fqn.partition(".")[0] == PER_RANK_NAME
 
     def collect(self) -> EntryContents:
@@ -57,6 +59,11 @@ class PlainEntry:
 
     def expect(self, checkpoint: CheckpointView) -> Expectation:
         shards = LocalShards(with_addresses=True)
+        refs = checkpoint.tensor_dicts.get(self.fqn)
+        if refs is not None and _holds_plain_tensors(self._value) and self._value.keys() <= refs.keys():
+            shards.add_all(zip(map(refs.__getitem__, self._value), self._value.values(), strict=True))
+            self._is_filled_in_place = True
+            return Expectation(shards.found, set(), [])
         values = leaves(self._value, self.fqn)
         others = (
             {}
@@ -115,9 +122,8 @@ class PlainEntry:
                 self._adopted.prepare(adopted, {}, checkpoint)
 
     def finish(self, checkpoint: CheckpointView) -> None:
-        names = self._value if _holds_plain_tensors(self._value) else ()
-        if names and {f"{self.fqn}.{name}" for name in names} <= checkpoint.tensors.keys():
-            return  # all are filled in place
+        if self._is_filled_in_place:
+            return
         new: dict[str, Any] = {}
         for fqn, value in leaves(self._value, self.fqn).items():
             if type(value) in PLAIN_TENSORS and fqn in checkpoint.tensors:  # which is filled in place

@@ -76,7 +76,7 @@ class _MemoryPlaces(NamedTuple):
     starts: Int64s
     """Address of each tensor's storage."""
     storages: list[torch.UntypedStorage]
-    apart: dict[int, torch.Tensor]
+    separate: dict[int, torch.Tensor]
     """Tensors whose bytes do not follow in memory, and copies that stand for tensors, by number."""
 
 
@@ -114,12 +114,12 @@ class ShardColumns(Sequence[LocalShard]):
             return [self[number] for number in range(*index.indices(len(self)))]
         layout, index = self._layout, range(len(self))[index]
         about = self._fqns[index], layout.dtypes[index], layout.shapes[index], layout.regions[index]
-        return NEW_TUPLE(LocalShard, (*about, self._memory_of(index), 0, None))
+        return NEW_TUPLE(LocalShard, (*about, self._memory_of(index), 0, None, 0))
 
     def _memory_of(self, index: int) -> torch.Tensor:
         places, (dtype, shape, _) = self._places, self._layout.looks[index]
-        if index in places.apart:
-            return places.apart[index]
+        if index in places.separate:
+            return places.separate[index]
         # From the storage: the tensor itself may have been given other memory since it was looked at.
         memory = torch.empty(0, dtype=dtype, device="cpu")
         if self._layout.lengths[index]:
@@ -133,7 +133,7 @@ class ShardColumns(Sequence[LocalShard]):
             return
         places = self._places
         for number in np.flatnonzero(np.isin(places.starts, np.fromiter(changing, np.int64))).tolist():
-            places.apart[number] = copied(self._memory_of(number))
+            places.separate[number] = copied(self._memory_of(number))
             places.addresses[number] = 0
 
 

@@ -6,7 +6,7 @@ ShardedTensor. Everything else is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -31,7 +31,7 @@ AT_ONCE = 256
 _STRIDED = torch.strided
 _Tensor, _Storage = torch.Tensor, torch.UntypedStorage
 _IS_COMPLEX = attrgetter("is_complex")
-_IS_CPU, _IS_VIEW, _REQUIRES_GRAD = attrgetter("is_cpu"), torch.Tensor._is_view, attrgetter("requires_grad")
+_IS_CPU = attrgetter("is_cpu")
 _LOOKS = attrgetter("dtype", "layout", "shape")
 """All that decides whether a plain tensor is dense, and what is saved of it besides its elements. A nested one has no
 shape, and says so by an error."""
@@ -58,13 +58,16 @@ class LocalShard(NamedTuple):
     """Region in global coordinates, in elements."""
     tensor: torch.Tensor
     """Live memory with the region's lengths as its shape: a view that autograd does not see, or the state's own tensor
-    where autograd has nothing to do with it. On the meta device where a load has yet to create that memory."""
+    where autograd has nothing to do with it, or where it has an address. On the meta device where a load has yet to
+    create that memory."""
     address: int = 0
     """Address of its first byte, where it was asked for and all of its bytes are there and follow in memory of the
     host; 0 where the tensor has to be looked at. Found with all else about it: each more look at 100,000 tensors costs
     a load some percent."""
     owner: torch.Tensor | None = None
     """The state's own tensor, where its version counter is another one than that of `tensor`, as a DTensor's is."""
+    byte_length: int = 0
+    """Number of its bytes, where it has an address."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -136,9 +139,9 @@ class LocalShards:
         addresses = np.where(memories.has(np.array(lengths, np.int64)), memories.addresses, 0)
         if not memories.are_flat:
             addresses[[not is_row_major(tensor) for tensor in tensors]] = 0
-        are_bare = not any(map(_IS_VIEW, tensors)) and not any(map(_REQUIRES_GRAD, tensors))
-        own = tensors if are_bare else [_without_grad(tensor) for tensor in tensors]
-        rows = zip(fqns, dtypes, shapes, regions, own, addresses.tolist(), repeat(None))
+        # A tensor with an address is filled there, behind autograd's back.
+        own = tensors if addresses.all() else [_without_grad(tensor) for tensor in tensors]
+        rows = zip(fqns, dtypes, shapes, regions, own, addresses.tolist(), repeat(None), lengths, strict=False)
         self.found += map(NEW_TUPLE, repeat(LocalShard), rows)
         return True
 
@@ -161,7 +164,7 @@ class LocalShards:
                 address = address_of(memory)
             elif is_view or tensor.untyped_storage().nbytes() != num_bytes:
                 check_has_all_memory(fqn, memory)
-            found.append(NEW_TUPLE(LocalShard, (fqn, dtype, lengths, region, memory, address, None)))
+            found.append(NEW_TUPLE(LocalShard, (fqn, dtype, lengths, region, memory, address, None, num_bytes)))
 
     def _add_kind(self, looks: _Looks, fqn: str, tensor: torch.Tensor) -> _Kind:
         self._kinds[looks] = kind = kind_of(fqn, tensor)
@@ -196,7 +199,8 @@ class LocalShards:
         for part in layout.parts:
             of_part = part.of(memory)
             address = address_of(of_part) if self._with_addresses else 0
-            self.found.append(LocalShard(fqn, layout.dtype, layout.shape, part.region, of_part, address, tensor))
+            about = fqn, layout.dtype, layout.shape, part.region
+            self.found.append(LocalShard(*about, of_part, address, tensor, of_part.nbytes if address else 0))
 
     def _check(self, fqn: str, tensor: torch.Tensor) -> None:
         """A save must not read what is not there; a load looks at its targets when it knows what fills them."""
@@ -238,21 +242,6 @@ def look_at(tensors: Sequence[torch.Tensor], *, are_complex: bool) -> Memories:
     are_odd = any(map(_Tensor.is_neg, tensors)) or (are_complex and any(map(_Tensor.is_conj, tensors)))
     addresses, starts, sizes = (np.array(list(column), np.int64) for column in each)
     return Memories(addresses, starts, sizes, storages, all(map(_Tensor.is_contiguous, tensors)) and not are_odd)
-
-
-def byte_lengths_of(shards: Sequence[LocalShard], of_other: Callable[[LocalShard], int]) -> Int64s:
-    """Returns the bytes of each shard that has an address, and for the others what `of_other` returns. No tensor with
-    an address is looked at.
-    """
-    if not shards:
-        return np.zeros(0, np.int64)
-    _, dtypes, _, regions, _, addresses, _ = zip(*shards, strict=True)
-    kinds = list(zip(dtypes, map(id, regions), strict=True))  # many small tensors have few of them
-    known = {kind: shard.tensor.nbytes for kind, shard in dict(zip(kinds, shards, strict=True)).items()}
-    lengths = np.array(list(map(known.__getitem__, kinds)), np.int64)
-    for number in np.flatnonzero(np.array(addresses, np.int64) == 0).tolist():
-        lengths[number] = of_other(shards[number])
-    return lengths
 
 
 def is_row_major(tensor: torch.Tensor) -> bool:
@@ -310,7 +299,7 @@ def check_has_all_memory(fqn: str, tensor: torch.Tensor) -> None:
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the memory of a row-major tensor as a flat tensor of bytes, on its device: a view."""
     # Not reshape(-1): the stride of a dimension of one element can be anything, which stays in the result.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def dense_dtype(fqn: str, tensor: torch.Tensor) -> str:

@@ -177,8 +177,9 @@ def manifest_of(found: FoundCheckpoint) -> Manifest:
 
 def outline_of(found: FoundCheckpoint) -> ManifestOutline:
     """Returns the outline of a checkpoint, for lists of many; a foreign one is checked, all of it."""
-    content, path = manifest_bytes(found), found.manifest_path
+    content = manifest_bytes(found)
     try:
         return read_outline(content)
     except CheckpointError as error:
+        path = found.manifest_path
         raise type(error)(f"{path}: {error.message}", kind=error.kind, path=path) from error

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.distributed.connection import GRACE_S, Activity, Connection, PeerLeftError
 from bytecheckpoint.distributed.failures import shown_ranks
 from bytecheckpoint.distributed.key_value_ranks import MAX_GRACE_S
@@ -85,7 +86,7 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
         source.read(fetches, match.shards, match.stored_fqns)
         return Traffic(sum(fetch.byte_length for fetch in fetches), 0)
     extents = Extents(source.manifest.files)
-    tensors = (shard.tensor for shard in match.shards if not shard.address)
+    tensors = TargetShards.of(match.shards).seen_alone
     runs = wanted_runs(fetches, extents)
     budgets = budgets_of(source, extents, sum(map(extents.num_bytes, runs)))
     meeting = meet_on_host(ranks, budgets.read + budgets.received)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from operator import attrgetter
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -15,18 +15,18 @@ from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTensor
 from bytecheckpoint.adapters.collect import Entry
 from bytecheckpoint.adapters.expectation import Problem, not_stored
 from bytecheckpoint.adapters.shards import LocalShard, has_all_memory, shares_elements, torch_dtype
+from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
 from bytecheckpoint.memory.overlap import find_shared
 from bytecheckpoint.memory.proc_maps import are_read_only
 
 _NUM_SHOWN = 10
-_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
 
 
 class Match(NamedTuple):
     """The shards that this rank loads, and the problems."""
 
-    shards: list[LocalShard]
+    shards: Sequence[LocalShard]
     stored_fqns: list[str]
     """The stored tensor that fills each shard."""
     problems: list[Problem]
@@ -48,8 +48,8 @@ class Match(NamedTuple):
         """Raises the version counters of the filled tensors, so that a backward pass over the old values fails as after
         any other change in place: bytes are put there behind torch's back.
         """
-        changed = [shard.tensor for shard in self.shards]
-        changed += [shard.owner for shard in self.shards if shard.owner is not None]
+        targets = TargetShards.of(self.shards)
+        changed = [*targets.tensors, *targets.owners]
         with suppress(TypeError, RuntimeError):  # not every torch that is supported takes many, or knows the latter
             increment_version(changed)
             return
@@ -61,6 +61,7 @@ class Match(NamedTuple):
 def match_state(entries: Collection[Entry], stored: CheckpointView, *, cast: bool) -> Match:
     """Compares a state with a checkpoint. A shard that does not fit is among the problems and not among the shards."""
     match = Match([], [], [], set(), set(), set(), [])
+    blocks: list[Sequence[LocalShard]] = []
     names = {entry.fqn for entry in entries}
     match.skipped.update(fqn for fqn in stored.skipped if is_at_or_below(fqn, names))
     padding: list[LocalShard] = []
@@ -69,25 +70,36 @@ def match_state(entries: Collection[Entry], stored: CheckpointView, *, cast: boo
         padding += expectation.padding
         match.problems.extend(problem for problem in expectation.problems if not stored.skips(problem.fqn))
         match.claims.update(expectation.claims)
-        _match_shards(match, expectation.shards, stored, cast=cast)
+        blocks.append(_match_shards(match, TargetShards(expectation.shards), stored, cast=cast))
         # Filled alone, a copy would differ from the original, and the next step would overwrite it.
         copies = _not_refused(match, expectation.copies)
-        _match_shards(match._replace(cast=set()), copies, stored, cast=True)
-    _leave_out_shared(match)
-    _leave_out_read_only(match)
+        blocks.append(_match_shards(match._replace(cast=set()), TargetShards(copies), stored, cast=True))
+    blocks = [block for block in blocks if block]
+    match = match._replace(shards=TargetShards.of(blocks[0] if len(blocks) == 1 else [*chain.from_iterable(blocks)]))
+    match = _without(match, _shared(match))
+    match = _without(match, _read_only(match))
     match.padding.extend(shard.tensor for shard in _not_refused(match, padding))
     return match
 
 
-def _match_shards(match: Match, shards: Sequence[LocalShard], stored: CheckpointView, *, cast: bool) -> None:
-    """Adds the stored tensors that fill these shards, or the problems."""
+def _without(match: Match, numbers: Sequence[int]) -> Match:
+    """Returns the match without the shards of these numbers."""
+    if not numbers:
+        return match
+    left_out = set(numbers)
+    fqns = [fqn for number, fqn in enumerate(match.stored_fqns) if number not in left_out]
+    shards = [shard for number, shard in enumerate(match.shards) if number not in left_out]
+    return match._replace(shards=TargetShards(shards), stored_fqns=fqns)
+
+
+def _match_shards(match: Match, shards: TargetShards, stored: CheckpointView, *, cast: bool) -> Sequence[LocalShard]:
+    """Adds the stored tensors that fill these shards, or the problems. Returns the shards that are filled."""
     tensors = stored.tensors
-    if shards and _fit_as_they_are(shards, tensors):
-        match.shards.extend(shards)
-        fqns = [shard.fqn for shard in shards]
-        match.stored_fqns.extend([tensors[fqn].fqn for fqn in fqns])
-        match.claims.update(fqns)
-        return
+    if shards and (fitting := _fitting_as_they_are(shards, tensors)):
+        match.stored_fqns.extend(fitting)
+        match.claims.update(shards.fqns)
+        return shards
+    filled = []
     for shard in shards:
         fqn = shard.fqn
         match.claims.add(fqn)
@@ -104,19 +116,22 @@ def _match_shards(match: Match, shards: Sequence[LocalShard], stored: Checkpoint
         if problem is not None:
             match.problems.append(problem)
             continue
-        match.shards.append(shard)
+        filled.append(shard)
         match.stored_fqns.append(found.fqn)
         if found.dtype != shard.dtype:
             match.cast.add(fqn)
+    return filled
 
 
-def _fit_as_they_are(shards: Sequence[LocalShard], tensors: Mapping[str, StoredTensor]) -> bool:
-    """Returns True if all can be filled without another look: mostly so, and 100,000 are compared in a few calls."""
-    fqns, dtypes, shapes, _, _, addresses, _ = zip(*shards, strict=True)
-    found = list(map(tensors.get, fqns))
-    if not all(addresses) or None in found:
-        return False
-    return [*map(_DTYPE, found)] == [*dtypes] and [*map(_SHAPE, found)] == [*shapes]
+def _fitting_as_they_are(shards: TargetShards, tensors: Mapping[str, StoredTensor]) -> Sequence[str]:
+    """Returns the stored FQNs if all can be filled without another look, else nothing: mostly so, and 100,000 are
+    compared in a few calls.
+    """
+    found = [stored for stored in map(tensors.get, shards.fqns) if stored is not None]
+    if len(found) < len(shards) or shards.without_address:
+        return []
+    fqns, dtypes, shapes = zip(*found, strict=True)
+    return fqns if (dtypes, shapes) == (shards.dtypes, shards.global_shapes) else []
 
 
 def _not_refused(match: Match, shards: Sequence[LocalShard]) -> list[LocalShard]:
@@ -125,9 +140,10 @@ def _not_refused(match: Match, shards: Sequence[LocalShard]) -> list[LocalShard]
     return [shard for shard in shards if shard.fqn not in refused]
 
 
-def _leave_out_shared(match: Match) -> None:
-    """Fills memory once: tied tensors, and views of a part, take the value of the tensor that contains them. One that
-    only overlaps with another would hold a mixture, and could not be verified.
+def _shared(match: Match) -> list[int]:
+    """Returns the shards to leave out so that memory is filled once: tied tensors, and views of a part, take the value
+    of the tensor that contains them. One that only overlaps with another would hold a mixture, and could not be
+    verified: that is a problem.
     """
     shared = find_shared(match.shards)
     for first, second in shared.clashing:
@@ -137,25 +153,28 @@ def _leave_out_shared(match: Match) -> None:
             "are different tensors in the checkpoint; give each memory of its own, or leave one out"
         )
         match.problems.append(Problem("conflict", fqn, text))
-    for second in sorted((second for _, second in shared.within + shared.clashing), reverse=True):
-        del match.shards[second], match.stored_fqns[second]
+    return [second for _, second in shared.within + shared.clashing]
 
 
-def _leave_out_read_only(match: Match) -> None:
-    """Leaves out tensors whose memory is read only, as that of a mapped file: a write would kill the process."""
-    addresses = [shard.address or (shard.tensor.data_ptr() if shard.tensor.is_cpu else 0) for shard in match.shards]
-    for number in np.flatnonzero(are_read_only(np.array(addresses, np.uint64))).tolist()[::-1]:
+def _read_only(match: Match) -> list[int]:
+    """Returns the shards whose memory is read only, as that of a mapped file: a write would kill the process."""
+    targets = TargetShards.of(match.shards)
+    addresses = targets.addresses.copy()
+    for number, tensor in zip(targets.without_address, targets.seen_alone, strict=True):
+        addresses[number] = tensor.data_ptr() if tensor.is_cpu else 0
+    found: list[int] = np.flatnonzero(are_read_only(addresses)).tolist()
+    for number in reversed(found):
         fqn = match.shards[number].fqn
         text = (
             f"{fqn}: the memory of the state's tensor is read only, as that of a file that is mapped so; give it a copy"
         )
         match.problems.append(Problem("conflict", fqn, text))
-        del match.shards[number], match.stored_fqns[number]
+    return found
 
 
 def _problem(shard: LocalShard, found: StoredTensor, *, cast: bool) -> Problem | None:
     """Returns why the shard cannot be filled from the stored tensor, if so."""
-    fqn, dtype, shape, _, tensor, address, _ = shard
+    fqn, dtype, shape, _, tensor, address, _, _ = shard
     if address and found.shape == shape and found.dtype == dtype:  # most of a state
         return None
     kind = text = ""
@@ -187,7 +206,8 @@ def match_again(entries: Collection[Entry], stored: CheckpointView, before: Matc
     Raises CheckpointMismatchError (conflict) if a tensor still has none, or cannot be filled now.
     """
     match = match_state(entries, stored, cast=cast)
-    fqns = sorted({shard.fqn for shard in match.shards if shard.tensor.is_meta})
+    targets = TargetShards.of(match.shards)
+    fqns = sorted({targets.fqns[number] for number in targets.without_address if targets.tensors[number].is_meta})
     if fqns:
         raise CheckpointMismatchError(
             f"{len(fqns)} tensors of the state are on the meta device and belong to no module that could be given "

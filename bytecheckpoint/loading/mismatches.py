@@ -143,9 +143,8 @@ def _merge(findings: Sequence[_RankFindings], fqns: Sequence[str]) -> MergedFind
     for of_rank in findings:
         wanted |= np.unpackbits(np.frombuffer(of_rank.wanted, np.uint8), count=len(fqns)).astype(bool)
     top_level = {name for of_rank in findings for name in of_rank.top_level}
-    unexpected = [
-        fqns[number] for number in np.flatnonzero(~wanted).tolist() if is_at_or_below(fqns[number], top_level)
-    ]
+    left = (fqns[number] for number in np.flatnonzero(~wanted).tolist())
+    unexpected = sorted(fqn for fqn in left if is_at_or_below(fqn, top_level))
     unexpected += sorted({fqn for of_rank in findings for fqn in of_rank.unexpected})
     problems = {(problem.kind, problem.fqn): problem for of_rank in findings for problem in of_rank.problems}
     unused = [rule for rule in findings[COORDINATOR].unused if all(rule in of_rank.unused for of_rank in findings)]

@@ -6,16 +6,17 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import repeat
+from operator import eq
 
 import torch
 
-from bytecheckpoint.adapters.shards import NEW_TUPLE, LocalShard
+from bytecheckpoint.adapters.shards import LocalShard
+from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.loading.links import check_samples
 from bytecheckpoint.loading.overwrite_state import StateChanges
 from bytecheckpoint.loading.replacement import detect_replacement
-from bytecheckpoint.loading.scatter import Targets, device_memory_of, memory_of, place_all, takes_bytes
+from bytecheckpoint.loading.scatter import Targets, device_memory_of, memory_of, place_all, places_of, takes_bytes
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.ranges import Fetch, Frame, ignore_bytes
 from bytecheckpoint.memory.device_to_host import has_streams
@@ -23,13 +24,13 @@ from bytecheckpoint.memory.direct_reader import DirectRead, find_direct_reader
 from bytecheckpoint.memory.host_to_device import CopyStreams, streams_to
 from bytecheckpoint.options import LoadOptions
 from bytecheckpoint.planner.byte_ranges import names_in
-from bytecheckpoint.planner.load_plan import Want, plan_load, wanted_files, zeros_in
+from bytecheckpoint.planner.load_plan import Wants, plan_load, wanted_files, zeros_in
 from bytecheckpoint.region import relative
 from bytecheckpoint.runtime.progress import ProgressMeter
 from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.range_reader import ALIGNMENT, max_bytes_at_once, run_fetches
-from bytecheckpoint.storage.store import Store, SupportsFilePath, SupportsReadBytes
+from bytecheckpoint.storage.store import Store, SupportsFilePath, SupportsReadBytes, SupportsReadPieces
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -124,16 +125,14 @@ class Source:
 
     def plan_unchecked(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Fetch]:
         """Plans the same without a look at the data files, for a caller that has checked them."""
-        options = self.options
+        options, targets, dtypes = self.options, TargetShards.of(shards), self._dtypes(stored_fqns)
         # Where there is an address, that is all that is left to look at.
-        are_flat = [
-            shard.dtype == dtype if shard.address else takes_bytes(shard, dtype)
-            for shard, dtype in zip(shards, self._dtypes(stored_fqns), strict=True)
-        ]
-        columns = zip(stored_fqns, [shard.region for shard in shards], are_flat, strict=True)
-        wants = list(map(NEW_TUPLE, repeat(Want), columns))
+        are_flat = list(map(eq, targets.dtypes, dtypes))
+        for number in targets.without_address:
+            are_flat[number] = takes_bytes(targets[number], dtypes[number])
+        wants = Wants(stored_fqns, targets.regions, are_flat)
         max_fetch_bytes = self.max_fetch_bytes
-        if any(has_streams(device) for device in {shard.tensor.device for shard in shards if not shard.address}):
+        if any(map(has_streams, {tensor.device for tensor in targets.seen_alone})):
             # All of it goes through buffers, and twice as many of them: one is filled while another is copied from.
             max_fetch_bytes = _fitting(max_fetch_bytes // 2)
         elif isinstance(self.store, SupportsReadBytes) and options.verify:
@@ -168,7 +167,17 @@ class Source:
 
     def with_targets(self, fetches: Sequence[Fetch], targets: Targets, stored_fqns: Sequence[str]) -> list[Fetch]:
         """Returns the fetches of a plan that was made for these shards, with the memory that they go to."""
-        return [self._with_target(fetch, targets, stored_fqns) for fetch in fetches]
+        if not isinstance(self.store, SupportsReadPieces):
+            return [self.with_place(fetch, targets, stored_fqns) for fetch in fetches]
+        places = [None if fetch.is_direct else places_of(fetch, targets) for fetch in fetches]
+        return [
+            self.with_place(fetch, targets, stored_fqns)
+            if each is None
+            else fetch._replace(
+                wanted_by=partial(names_in, fetch, stored_fqns), pieces=partial(each.opened, self.changes)
+            )
+            for fetch, each in zip(fetches, places, strict=True)
+        ]
 
     def run(self, fetches: Sequence[Fetch], lanes: CopyStreams, on_failure: Callable[[], None] = lambda: None) -> None:
         """Carries out fetches with targets; copies into devices may still be under way until the lanes are closed.
@@ -176,7 +185,7 @@ class Source:
         """
         meter = self.meter
         if meter is not None:
-            fetches = [fetch._replace(place=partial(_counted, fetch.place, meter)) for fetch in fetches]
+            fetches = [fetch._replace(place=partial(_counted, fetch, meter)) for fetch in fetches]
         with detect_replacement(self.store, self.folder, self.manifest):
             run_fetches(
                 self.store,
@@ -193,7 +202,7 @@ class Source:
     def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
         """Carries out a plan that was made for these shards."""
         self.begin_reading(fetches)
-        with streams_to(shard.tensor for shard in shards if not shard.address) as lanes:
+        with streams_to(TargetShards.of(shards).seen_alone) as lanes:
             targets = self.targets(shards, stored_fqns, lanes)
             rest = self._read_directly(fetches, targets, lanes)
             self.run(self.with_targets(rest, targets, stored_fqns), lanes)
@@ -236,7 +245,8 @@ class Source:
     def _dtypes(self, stored_fqns: Sequence[str]) -> list[str]:
         return [dtype for dtype, _ in self.manifest.describe_each(stored_fqns)]
 
-    def _with_target(self, fetch: Fetch, targets: Targets, stored_fqns: Sequence[str]) -> Fetch:
+    def with_place(self, fetch: Fetch, targets: Targets, stored_fqns: Sequence[str]) -> Fetch:
+        """Returns a fetch with the memory that its bytes are read into, or copied to."""
         memory = memory_of(fetch.parts[0], targets) if fetch.is_direct else None
         frames = tuple(_frame_with_target(frame, targets, self.changes) for frame in fetch.frames)
         fetch = fetch._replace(wanted_by=partial(names_in, fetch, stored_fqns), frames=frames)
@@ -261,9 +271,9 @@ def _fitting(num_bytes: int) -> int:
     return block_bytes - ALIGNMENT - 2 * min(_EXTENT_BYTES, block_bytes // 4)
 
 
-def _counted(place: Callable[[memoryview], None], meter: ProgressMeter, content: memoryview) -> None:
-    place(content)
-    meter.add(content.nbytes)
+def _counted(fetch: Fetch, meter: ProgressMeter, content: memoryview) -> None:
+    fetch.place(content)
+    meter.add(fetch.byte_length)
 
 
 @contextmanager

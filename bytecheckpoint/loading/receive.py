@@ -76,8 +76,7 @@ class Receiver:
         """Puts the verified bytes of a fetch, in writable memory, into the tensors."""
         if not fetch.all_parts:
             return
-        indirect = fetch._replace(is_direct=False)
-        (fetch,) = self._source.with_targets([indirect], self._targets, self._stored_fqns)
+        fetch = self._source.with_place(fetch._replace(is_direct=False), self._targets, self._stored_fqns)
         # A frame is there twice while it is decoded: as the codec returns it, and in its order.
         with self.scratch.taken(max((2 * frame.raw_bytes for frame in fetch.frames), default=0)):
             for frame in fetch.frames:

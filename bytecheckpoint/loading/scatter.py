@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from itertools import chain
-from typing import cast
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import compress
+from operator import eq
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from bytecheckpoint.adapters.shards import LocalShard, byte_lengths_of, flat_bytes, is_row_major, torch_dtype
+from bytecheckpoint.adapters.shards import LocalShard, flat_bytes, is_row_major, torch_dtype
+from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
-from bytecheckpoint.manifest.ranges import BoxPart, FlatPart, Part
-from bytecheckpoint.memory.batched_copy import FEW_PIECES, scatter_pieces
+from bytecheckpoint.loading.overwrite_state import StateChanges
+from bytecheckpoint.manifest.ranges import BoxPart, Fetch, FlatPart, FlatParts, Part, split_flat
+from bytecheckpoint.memory.batched_copy import FEW_PIECES, memory_at, scatter_pieces
 from bytecheckpoint.memory.device_to_host import has_streams
 from bytecheckpoint.memory.host_to_device import CopyStream, CopyStreams
 from bytecheckpoint.memory.tensor_bytes import SAME_SIZE_INTEGERS, as_bytes, view_region
 from bytecheckpoint.planner.load_plan import box_layout
+
+_MEAN_BYTES = 2048
+"""Shorter parts are copied out of a buffer in less time than it takes to name the memory of each."""
 
 
 class Targets:
@@ -29,16 +36,18 @@ class Targets:
         self.shards = shards
         self.stored_dtypes = stored_dtypes
         self._lanes = lanes
-        self.addresses = np.array([shard.address for shard in shards], np.int64)
+        columns = TargetShards.of(shards)
+        self.addresses = columns.addresses.copy()
         """Address of the first byte of each shard that is on the host and takes stored bytes as they are; else 0."""
-        self.byte_lengths = byte_lengths_of(shards, lambda _: 0)
+        self.byte_lengths = columns.byte_lengths.copy()
         """Length of each shard, on any device, that takes stored bytes as they are; else 0."""
         # A tensor may have been moved since it was matched: others' state_dict() ran meanwhile, and sharing memory with
         # a process moves it.
-        has_dtype = [shard.dtype == stored_dtype for shard, stored_dtype in zip(shards, stored_dtypes, strict=True)]
-        is_known = (self.addresses != 0) & np.array(has_dtype, bool)
-        now = map(torch.Tensor.data_ptr, [shard.tensor for shard in shards if shard.address])
-        is_known[self.addresses != 0] &= self.addresses[self.addresses != 0] == np.array(list(now), np.int64)
+        is_known = self.addresses != 0
+        tensors = columns.tensors if is_known.all() else list(compress(columns.tensors, is_known.tolist()))
+        is_known[is_known] = self.addresses[is_known] == np.array(list(map(torch.Tensor.data_ptr, tensors)), np.int64)
+        if [*columns.dtypes] != [*stored_dtypes]:
+            is_known &= np.fromiter(map(eq, columns.dtypes, stored_dtypes), bool, len(shards))
         for number in np.flatnonzero(~is_known).tolist():
             self._look_at(number)
 
@@ -83,14 +92,48 @@ def device_memory_of(part: Part, targets: Targets) -> torch.Tensor | None:
     return flat_bytes(targets.shards[part.want].tensor)[part.target_byte_offset : end]
 
 
+def places_of(fetch: Fetch, targets: Targets) -> Places | None:
+    """Returns the host memory that the bytes of a fetch can be read into at once, piece by piece, with scratch memory
+    for those that no part wants. None where copies are needed, or cost less.
+    """
+    if fetch.frames or len(fetch.parts) < FEW_PIECES:
+        return None
+    flat, others = split_flat(fetch.parts)
+    wants, starts, lengths, skipped = flat.rows.T
+    addresses = targets.addresses[wants]
+    gaps = np.append(starts, fetch.end) - np.append(fetch.byte_offset, starts + lengths)
+    is_simple = (addresses != 0) & (skipped + lengths <= targets.byte_lengths[wants])
+    is_dense = fetch.byte_length >= _MEAN_BYTES * len(flat) and gaps.sum() <= fetch.byte_length // 4
+    if not (not others and is_dense and is_simple.all() and (gaps >= 0).all()):
+        return None
+    return Places(addresses + skipped, lengths, gaps)
+
+
+class Places(NamedTuple):
+    """Places in memory that take the bytes of a fetch in turn, and the number of bytes before each of them, and after
+    the last, that nothing wants.
+    """
+
+    addresses: np.ndarray
+    lengths: np.ndarray
+    gaps: np.ndarray
+
+    @contextmanager
+    def opened(self, changes: StateChanges) -> Iterator[list[memoryview]]:
+        """Gives all of this memory."""
+        unwanted = np.empty(int(self.gaps.sum()), np.uint8)
+        starts, sizes = np.zeros((2, 2 * len(self.lengths) + 1), np.int64)
+        starts[::2], sizes[::2] = unwanted.ctypes.data + np.cumsum(self.gaps) - self.gaps, self.gaps
+        starts[1::2], sizes[1::2] = self.addresses, self.lengths
+        with changes.overwriting():
+            yield memory_at(starts[sizes > 0], sizes[sizes > 0])
+
+
 def place_all(parts: Sequence[Part], byte_offset: int, targets: Targets, fetched: memoryview) -> None:
     """Puts parts of the bytes that were read from `byte_offset` of a file into their targets. `fetched` is writable."""
-    others = parts
+    others: Sequence[Part] = parts
     if len(parts) >= FEW_PIECES:
-        flat, others = cast("Sequence[FlatPart]", parts), []
-        if BoxPart in set(map(type, parts)):
-            flat = [part for part in parts if not isinstance(part, BoxPart)]
-            others = [part for part in parts if isinstance(part, BoxPart)]
+        flat, others = split_flat(parts)
         _place_together(flat, byte_offset, targets, fetched)
     for part in others:
         content = fetched[part.byte_offset - byte_offset :][: part.byte_length]
@@ -100,8 +143,8 @@ def place_all(parts: Sequence[Part], byte_offset: int, targets: Targets, fetched
             _place_flat(part, content, targets)
 
 
-def _place_together(parts: Sequence[FlatPart], byte_offset: int, targets: Targets, fetched: memoryview) -> None:
-    wants, starts, lengths, skipped = np.fromiter(chain.from_iterable(parts), np.int64).reshape(-1, 4).T
+def _place_together(parts: FlatParts, byte_offset: int, targets: Targets, fetched: memoryview) -> None:
+    wants, starts, lengths, skipped = parts.rows.T
     starts, ends = starts - byte_offset, starts + lengths - byte_offset
     addresses = targets.addresses[wants]
     is_simple = (addresses != 0) & (skipped + lengths <= targets.byte_lengths[wants]) & (ends <= fetched.nbytes)
@@ -129,7 +172,7 @@ def _place_box(part: BoxPart, content: memoryview, targets: Targets) -> None:
     lengths, strides = box_layout(part)
     shard, stored_dtype, lane = targets.shards[part.want], targets.stored_dtypes[part.want], targets.lane(part.want)
     dtype = torch_dtype(stored_dtype)
-    destination = view_region(shard, part.region)
+    destination = view_region(shard, part.region).detach()
     integers = SAME_SIZE_INTEGERS.get(itemsize(stored_dtype))
     is_raw = stored_dtype == shard.dtype and not destination.is_conj() and not destination.is_neg()
     if is_raw and integers is not None:

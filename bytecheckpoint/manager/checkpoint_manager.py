@@ -37,8 +37,8 @@ from bytecheckpoint.manager.restore import (
     check_load_arguments,
     choose_step,
     given_step,
-    is_damage,
     is_latest,
+    raise_unless_older_may_load,
     try_to_end_attempts,
 )
 from bytecheckpoint.manager.save_policies import SavePolicy
@@ -180,8 +180,7 @@ class CheckpointManager:
                 report = self._run.load(self._root, state, choice.step, **as_load)
             except CheckpointError as error:
                 has_crashed = error.kind == "rank_missing"
-                if not (self._options.walk_back and is_latest(step) and is_damage(error)):
-                    raise
+                raise_unless_older_may_load(error, step, may_walk_back=self._options.walk_back)
                 passed_over[choice.step] = error.message
                 logger.error("step %d does not load, so the one before: %s", choice.step, error.message)  # noqa: TRY400
             else:

@@ -172,6 +172,15 @@ def _note_ends(store: Store, step: int) -> None:
             store.write(join_name(RESTORES_FOLDER, f"{name}{_ENDED}"), one_block(b"\n"), replace=False)
 
 
+def raise_unless_older_may_load(error: CheckpointError, step: int | Literal["latest"], *, may_walk_back: bool) -> None:
+    """Raises the error of a load, unless it is damage of the newest step, and the one before it is to be loaded."""
+    if not (is_latest(step) and is_damage(error)):
+        raise error
+    if not may_walk_back:
+        what = f"{error.message}. ManagerOptions(walk_back=True) restores the newest step before it that loads"
+        raise type(error)(what, kind=error.kind, path=error.path, step=error.step, ranks=error.ranks) from error
+
+
 def is_damage(error: CheckpointError) -> bool:
     """Returns True if the error is about the bytes of the checkpoint, so that an older one may load."""
     return isinstance(error, CheckpointCorruptError) or error.kind == "missing_file"

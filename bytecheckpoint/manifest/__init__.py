@@ -1,10 +1,12 @@
 """The manifest: the list of what a checkpoint consists of, its encoding and its validation.
 
-Modules from the bottom up: frames, records, validation, chunk_validation, table, manifest, envelope, encoding.
+Modules from the bottom up: frames, records, validation, run_column, chunk_validation,
+table, manifest, envelope, encoding, outline.
 """
 
-from bytecheckpoint.manifest.encoding import decode_manifest, encode_manifest, open_manifest, read_outline
+from bytecheckpoint.manifest.encoding import decode_manifest, encode_manifest, open_manifest
 from bytecheckpoint.manifest.manifest import Manifest, ManifestOutline, MapNotes
+from bytecheckpoint.manifest.outline import read_outline
 from bytecheckpoint.manifest.records import Chunk, Columns, DataFile, Sample, TensorRecord, tensor_record
 from bytecheckpoint.manifest.table import SoleChunks, TensorTable
 

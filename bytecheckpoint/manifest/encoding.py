@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from itertools import chain, islice
+from itertools import islice
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 
 from bytecheckpoint.errors import CheckpointSaveError
-from bytecheckpoint.manifest.envelope import seal, unseal
-from bytecheckpoint.manifest.manifest import Manifest, ManifestOutline, check_manifest, check_outline
-from bytecheckpoint.manifest.records import Columns, DataFile, Sample
+from bytecheckpoint.manifest.envelope import FORMAT_VERSION, RUNS_VERSION, seal, unseal
+from bytecheckpoint.manifest.manifest import Manifest, check_manifest
+from bytecheckpoint.manifest.records import Columns, DataFile, Sample, joined
+from bytecheckpoint.manifest.run_column import RunColumn
 from bytecheckpoint.manifest.table import TensorTable
 from bytecheckpoint.manifest.validation import (
     MAX_CHUNKS,
@@ -37,6 +38,8 @@ _Items = TypeVar("_Items", bound=Sized)
 _NOTHING = memoryview(b"")
 """A column that is left out of the file."""
 _NO_DIGEST = bytes(16)
+_MANY_CHUNKS = 1 << 20
+"""Chunks from which on their places are written as runs, if they are regular."""
 
 
 class _Wire(msgspec.Struct, omit_defaults=True):
@@ -81,19 +84,8 @@ class _Wire(msgspec.Struct, omit_defaults=True):
     sample_byte_lengths: memoryview = _NOTHING
     sample_digests: memoryview = _NOTHING
     file_content_digests: memoryview = _NOTHING
-
-
-class _OutlineWire(msgspec.Struct):
-    """The fields of the body that an outline needs."""
-
-    save_id: str
-    step: int | None
-    file_names: msgspec.Raw
-    file_byte_lengths: memoryview
-    tensor_fqns: msgspec.Raw
-    metadata: msgspec.Raw
-    provenance: msgspec.Raw
-    foreign_format: str = ""
+    chunk_file_runs: memoryview = _NOTHING
+    chunk_byte_offset_runs: memoryview = _NOTHING
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -105,7 +97,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     refuse_deep_nesting(manifest.metadata, "metadata")
     refuse_deep_nesting(manifest.provenance, "provenance")
     try:
-        return seal(msgspec.msgpack.encode(_to_wire(manifest)))
+        wire = _to_wire(manifest)
+        return seal(msgspec.msgpack.encode(wire), version=RUNS_VERSION if wire.chunk_file_runs else FORMAT_VERSION)
     except (TypeError, OverflowError, UnicodeEncodeError) as error:
         raise CheckpointSaveError(
             f"the manifest cannot be written: {error}; nothing was committed: keep metadata to None, bool, 64-bit int, "
@@ -126,8 +119,8 @@ def _to_wire(manifest: Manifest) -> _Wire:
         file_names=_encode_items([file.name for file in files], MAX_FILES, "files"),
         file_byte_lengths=encode_column(file.byte_length for file in files),
         file_num_extents=encode_column(map(len, extent_lengths)),
-        extent_lengths=encode_column(chain.from_iterable(extent_lengths)),
-        extent_digests=encode_column(chain.from_iterable(file.extent_digests for file in files)),
+        extent_lengths=encode_column(joined(extent_lengths)),
+        extent_digests=encode_column(joined(file.extent_digests for file in files)),
         tensor_fqns=_encode_items(list(manifest.tensors), MAX_TENSORS, "tensors"),
         **_encode_columns(columns),
         aliases=_encode_items(dict(manifest.aliases), MAX_OBJECTS, "tied tensors"),
@@ -153,11 +146,25 @@ def _encode_columns(columns: Columns) -> dict[str, Any]:
         "tensor_is_grid": encode_column(columns.is_grid.astype(np.uint8)),
         "grid_parts": encode_column(columns.grid_parts),
         "chunk_coordinates": encode_column(columns.coordinates),
-        "chunk_files": encode_column(columns.files),
-        "chunk_byte_offsets": encode_column(columns.byte_offsets),
+        **_encode_places(columns),
         "chunk_byte_lengths": encode_column(columns.byte_lengths) if is_compressed else _NOTHING,
         "codecs": list(columns.codec_names) if is_compressed else [],
         "chunk_codecs": encode_column(columns.codecs) if is_compressed else _NOTHING,
+    }
+
+
+def _encode_places(columns: Columns) -> dict[str, memoryview]:
+    """Returns the columns of files and offsets, as runs where there are so many chunks that it matters: releases before
+    these do not read them.
+    """
+    if len(columns.files) >= _MANY_CHUNKS:
+        files, byte_offsets = RunColumn.of(columns.files), RunColumn.of(columns.byte_offsets)
+        if files is not None and byte_offsets is not None:
+            runs = {"chunk_file_runs": files.encode(), "chunk_byte_offset_runs": byte_offsets.encode()}
+            return {"chunk_files": _NOTHING, "chunk_byte_offsets": _NOTHING, **runs}
+    return {
+        "chunk_files": encode_column(columns.files[:]),
+        "chunk_byte_offsets": encode_column(columns.byte_offsets[:]),
     }
 
 
@@ -219,32 +226,13 @@ def open_manifest(data: bytes) -> Manifest:
             aliases=_decode_items(wire.aliases, dict[str, str], MAX_OBJECTS, "tied tensors"),
             objects=_decode_items(wire.objects, dict[str, bytes], MAX_OBJECTS, "objects"),
             rank_objects=_decode_rank_objects(wire.rank_objects),
-            metadata=_decode_metadata(wire.metadata),
-            provenance=_decode_metadata(wire.provenance),
+            metadata=decode_metadata(wire.metadata),
+            provenance=decode_metadata(wire.provenance),
         )
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_manifest(f"its body cannot be decoded: {error}") from error
     check_manifest(manifest)
     return manifest
-
-
-def read_outline(data: bytes) -> ManifestOutline:
-    """Reads the outline of a manifest. Checks that the file is whole, and no column but the lengths of files. Raises as
-    `decode_manifest` does.
-    """
-    body = unseal(data)
-    try:
-        wire = msgspec.msgpack.decode(body, type=_OutlineWire)
-        metadata, provenance = _decode_metadata(wire.metadata), _decode_metadata(wire.provenance)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_manifest(f"its body cannot be decoded: {error}") from error
-    num_tensors = _count_items(wire.tensor_fqns, MAX_TENSORS, "tensors")
-    lengths = decode_column(wire.file_byte_lengths, _count_items(wire.file_names, MAX_FILES, "files"), "file lengths")
-    outline = ManifestOutline(
-        wire.save_id, wire.step, wire.foreign_format, sum(lengths.tolist()), num_tensors, metadata, provenance
-    )
-    check_outline(outline)
-    return outline
 
 
 def _decode_columns(wire: _Wire, num_tensors: int) -> Columns:
@@ -266,24 +254,29 @@ def _decode_columns(wire: _Wire, num_tensors: int) -> Columns:
         is_grid=is_grid,
         grid_parts=decode_column(wire.grid_parts, int(num_dims[is_grid].sum()), "parts of grids"),
         coordinates=decode_column(wire.chunk_coordinates, num_coordinates, "coordinates"),
-        files=decode_column(wire.chunk_files, total, "file numbers"),
-        byte_offsets=decode_column(wire.chunk_byte_offsets, total, "byte offsets"),
+        files=_decode_places(wire.chunk_files, wire.chunk_file_runs, total, "file numbers"),
+        byte_offsets=_decode_places(wire.chunk_byte_offsets, wire.chunk_byte_offset_runs, total, "byte offsets"),
         byte_lengths=decode_column(wire.chunk_byte_lengths, total if has_byte_lengths else 0, "byte lengths"),
         codec_names=wire.codecs,
         codecs=decode_column(wire.chunk_codecs, total if wire.codecs else 0, "codecs"),
     )
 
 
+def _decode_places(column: memoryview, runs: memoryview, num_chunks: int, name: str) -> Any:
+    return RunColumn.decode(runs, num_chunks, name) if len(runs) else decode_column(column, num_chunks, name)
+
+
 def _decode_items(raw: msgspec.Raw, kind: type[_Items], limit: int, what: str) -> _Items:
     """Decodes a list or dict if it has at most `limit` items. It was found well-formed together with the body."""
-    num_items = _count_items(raw, limit, what)
+    num_items = count_items(raw, limit, what)
     items = msgspec.msgpack.decode(raw, type=kind)
     if len(items) != num_items:
         raise bad_manifest(f"two of its {what} have the same name")
     return items
 
 
-def _count_items(raw: msgspec.Raw, limit: int, what: str) -> int:
+def count_items(raw: msgspec.Raw, limit: int, what: str) -> int:
+    """Returns the number of items of a list or dict. Raises UnsafeCheckpointError (limits_exceeded) beyond `limit`."""
     # The head of a msgpack array or map has the number of its items, which msgspec compares with no limit of our own
     # error kind. Undecoded, because the body's 2**30 bytes can hold as many empty strings, of 8 bytes each in a list.
     head = memoryview(raw)[:5]
@@ -303,7 +296,8 @@ def _decode_rank_objects(raw: msgspec.Raw) -> dict[str, dict[int, bytes]]:
     return rank_objects
 
 
-def _decode_metadata(raw: msgspec.Raw) -> dict[str, Any]:
+def decode_metadata(raw: msgspec.Raw) -> dict[str, Any]:
+    """Decodes metadata, or raises UnsafeCheckpointError (limits_exceeded) if it is too long."""
     refuse_more_than(MAX_METADATA_BYTES, len(memoryview(raw)), "bytes of metadata")
     return msgspec.msgpack.decode(raw, type=dict[str, Any])
 
@@ -312,8 +306,8 @@ def _decode_files(wire: _Wire) -> list[DataFile]:
     names = _decode_items(wire.file_names, list[str], MAX_FILES, "files")
     byte_lengths = decode_column(wire.file_byte_lengths, len(names), "file lengths")
     counts = _decode_counts(wire.file_num_extents, len(names), "extents", MAX_EXTENTS)
-    lengths = decode_column(wire.extent_lengths, int(counts.sum()), "extent lengths").astype(np.uint64)
-    digests = decode_column(wire.extent_digests, int(counts.sum()), "checksums").astype(np.uint64)
+    lengths = decode_column(wire.extent_lengths, int(counts.sum()), "extent lengths").astype(np.uint64, copy=False)
+    digests = decode_column(wire.extent_digests, int(counts.sum()), "checksums").astype(np.uint64, copy=False)
     files, stops = [], np.cumsum(counts).tolist()
     for name, byte_length, start, stop in zip(names, byte_lengths.tolist(), [0, *stops], stops, strict=False):
         # A load asks for the extents of few files: as lists of int all of them would take many times the memory.

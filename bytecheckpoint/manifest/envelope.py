@@ -16,6 +16,8 @@ from bytecheckpoint.manifest.validation import bad_manifest, refuse_more_than
 
 MAGIC = b"BCPMANIF"
 FORMAT_VERSION = (1, 0)
+RUNS_VERSION = (2, 0)
+"""Version of a manifest with runs for columns, which readers of version 1 do not know."""
 MAX_DECODED_BYTES = 1 << 30
 
 _HEADER = struct.Struct("<8sHHIQ")  # magic, major, minor, reserved, decoded length of the body
@@ -23,11 +25,11 @@ _DIGEST = struct.Struct("<Q")
 _ZSTD_LEVEL = 3
 
 
-def seal(body: bytes) -> bytes:
+def seal(body: bytes, *, version: tuple[int, int] = FORMAT_VERSION) -> bytes:
     """Returns the file with this body. Raises UnsafeCheckpointError (limits_exceeded) if no reader would accept it."""
     refuse_more_than(MAX_DECODED_BYTES, len(body), "bytes")
     compressed = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(body)
-    content = _HEADER.pack(MAGIC, *FORMAT_VERSION, 0, len(body)) + compressed
+    content = _HEADER.pack(MAGIC, *version, 0, len(body)) + compressed
     return content + _DIGEST.pack(xxhash.xxh3_64_intdigest(content))
 
 
@@ -42,9 +44,10 @@ def unseal(data: bytes) -> bytes:
     if _DIGEST.unpack(data[-_DIGEST.size :]) != (xxhash.xxh3_64_intdigest(content),):
         raise bad_manifest(f"its {len(data)} bytes do not have the checksum that they end with")
     _, major, minor, _, num_bytes = _HEADER.unpack_from(data)
-    if major != FORMAT_VERSION[0]:
+    if major not in {FORMAT_VERSION[0], RUNS_VERSION[0]}:
         raise CheckpointCorruptError(
-            f"the manifest has format version {major}.{minor}, this bytecheckpoint reads {FORMAT_VERSION[0]}.x; "
+            f"the manifest has format version {major}.{minor}, this bytecheckpoint reads {FORMAT_VERSION[0]}.x and "
+            f"{RUNS_VERSION[0]}.x; "
             f"nothing is wrong with the checkpoint: load it with a release that reads version {major}",
             kind="unsupported_version",
         )

@@ -4,9 +4,11 @@ bytes go to or come from, and the storage carries them out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import NamedTuple, overload
+
+import numpy as np
 
 from bytecheckpoint.manifest.records import Chunk
 from bytecheckpoint.region import Region
@@ -24,6 +26,27 @@ class FlatPart(NamedTuple):
     """From the start of the target's memory."""
 
 
+class FlatParts(Sequence[FlatPart]):
+    """Flat parts as rows of an array: a load may want 100,000 small tensors. A record is made when it is asked for."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        """A row has the fields of a FlatPart."""
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> FlatPart: ...
+    @overload
+    def __getitem__(self, index: slice) -> FlatParts: ...
+    def __getitem__(self, index: int | slice) -> FlatPart | FlatParts:
+        return FlatParts(self.rows[index]) if isinstance(index, slice) else FlatPart(*self.rows[index].tolist())
+
+    def __iter__(self) -> Iterator[FlatPart]:
+        return map(FlatPart._make, self.rows.tolist())
+
+
 class BoxPart(NamedTuple):
     """A region of a chunk whose elements do not follow one another in the file or in the target."""
 
@@ -36,6 +59,16 @@ class BoxPart(NamedTuple):
 
 
 Part = FlatPart | BoxPart
+
+
+def split_flat(parts: Iterable[Part]) -> tuple[FlatParts, list[BoxPart]]:
+    """Returns the flat parts and the others."""
+    if isinstance(parts, FlatParts):
+        return parts, []
+    parts = list(parts)
+    flat = [part for part in parts if isinstance(part, FlatPart)]
+    rows = np.array(flat, np.int64).reshape(-1, len(FlatPart._fields))
+    return FlatParts(rows), [part for part in parts if isinstance(part, BoxPart)]
 
 
 def ignore_bytes(_: memoryview) -> None:
@@ -77,13 +110,15 @@ class Fetch(NamedTuple):
     """Index into the files of the manifest."""
     byte_offset: int
     byte_length: int
-    parts: tuple[Part, ...]
+    parts: Sequence[Part]
     is_direct: bool
     """The bytes are exactly the bytes of the one part, a FlatPart, and can be read into its target's memory."""
     frames: tuple[Frame, ...] = ()
     """Frames to decompress, which are not in `parts`."""
     target: Callable[[], AbstractContextManager[memoryview]] | None = None
     """Gives the memory that the bytes are read into; None if they go through scratch memory."""
+    pieces: Callable[[], AbstractContextManager[Sequence[memoryview]]] | None = None
+    """Gives the memory that the bytes are read into where that is in many places, in the order of the file."""
     place: Callable[[memoryview], None] = ignore_bytes
     """Called with the verified bytes, from any thread."""
     wanted_by: Callable[[int, int], str] = name_nothing

@@ -4,6 +4,7 @@ tensors and chunks are put, because there may be millions. It checks nothing.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from math import prod
@@ -40,6 +41,14 @@ class DataFile(NamedTuple):
     """Bytes of a linked file of another format, which has no extents."""
     content_digest: bytes = b""
     """The xxh3-128 of the whole file; empty unless a later save may find its own file equal to this one."""
+
+
+def joined(numbers: Iterable[Sequence[int]]) -> np.ndarray:
+    """Returns lists of numbers one after the other, as one array; arrays are not taken apart."""
+    parts = (
+        np.frombuffer(each, np.uint64) if isinstance(each, array) else np.array(each, np.uint64) for each in numbers
+    )
+    return np.concatenate([np.zeros(0, np.uint64), *parts])
 
 
 class Chunk(NamedTuple):
@@ -128,7 +137,7 @@ class Columns(NamedTuple):
     coordinates: np.ndarray
     """`2 * num_dims` entries for each chunk of the other tensors: its offsets, then its lengths."""
     files: np.ndarray
-    """A chunk's index into `Manifest.files`."""
+    """A chunk's index into `Manifest.files`. This and the next are RunColumns where those of millions are regular."""
     byte_offsets: np.ndarray
     byte_lengths: np.ndarray
     """Empty where every chunk has the bytes that its elements take."""

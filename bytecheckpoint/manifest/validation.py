@@ -6,6 +6,7 @@ that chunks tile a tensor exactly.
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,8 @@ MAX_DEPTH = 64
 MAX_BYTES = 1 << 62
 """Limit of one tensor, and of all files together: half of what fits an int64, so that rounding cannot exceed it."""
 
+_MANY_EXTENTS = 64
+"""Extents of one file from which on an array of them is looked at as one."""
 _FOLDER = re.compile(r"\A(?:/(?!.*(?:\A|/)\.\.(?:/|\Z))|[a-z][a-z0-9+.-]*://).{0,4096}\Z", re.DOTALL)
 """An absolute path or a URL."""
 _CONTAINERS = (dict, list, tuple)
@@ -106,6 +109,11 @@ def _check_file(file: DataFile) -> None:
     lengths = file.extent_lengths
     if len(lengths) != len(file.extent_digests):
         raise bad_manifest(f"file {shown(file.name)} has {len(lengths)} extents, {len(file.extent_digests)} checksums")
+    if isinstance(lengths, array) and len(lengths) > _MANY_EXTENTS:
+        numbers = np.frombuffer(lengths, np.uint64)
+        # A float cannot wrap around.
+        if numbers.all() and numbers.sum(dtype=np.float64) < 2 * MAX_BYTES and int(numbers.sum()) == file.byte_length:
+            lengths = ()
     if lengths and (min(lengths) <= 0 or sum(lengths) != file.byte_length):
         raise bad_manifest(
             f"the extents of file {shown(file.name)} have {sum(lengths)} bytes, the shortest {min(lengths)}; "

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from bytecheckpoint.adapters.shards import LocalShard, byte_lengths_of
+from bytecheckpoint.adapters.shards import LocalShard
+from bytecheckpoint.adapters.target_shards import TargetShards
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,8 +37,9 @@ class SharedMemory(NamedTuple):
 def find_shared(shards: Sequence[LocalShard]) -> SharedMemory:
     """Returns all shards that share memory with another one. Costs little if none does."""
     shared = SharedMemory([], [])
-    if all([shard.address or shard.tensor.is_cpu for shard in shards]):  # noqa: C419  a generator takes twice as long
-        _compare_on_device(range(len(shards)), shards, shared)
+    targets = TargetShards.of(shards)
+    if all(tensor.is_cpu for tensor in targets.seen_alone):
+        _compare_on_device(range(len(shards)), targets, shared)
         return shared
     by_device: dict[torch.device, list[int]] = {}  # an address says nothing about another device's
     for number, shard in enumerate(shards):
@@ -49,9 +51,11 @@ def find_shared(shards: Sequence[LocalShard]) -> SharedMemory:
 
 def _compare_on_device(numbers: Sequence[int], shards: Sequence[LocalShard], shared: SharedMemory) -> None:
     """Compares the shards with these numbers, which are on one device."""
-    compared = [shards[number] for number in numbers]
-    starts = np.array([shard.address or shard.tensor.data_ptr() for shard in compared], np.int64)
-    ends = starts + byte_lengths_of(compared, _span_bytes)
+    compared = TargetShards.of(shards if len(numbers) == len(shards) else [shards[number] for number in numbers])
+    starts, lengths = compared.addresses.copy(), compared.byte_lengths.copy()
+    for number, tensor in zip(compared.without_address, compared.seen_alone, strict=True):
+        starts[number], lengths[number] = tensor.data_ptr(), _span_bytes(tensor)
+    ends = starts + lengths
     filled = np.flatnonzero((starts != 0) & (ends > starts))
     order = filled[np.argsort(starts[filled], kind="stable")]
     # A span that begins before all earlier ones have ended belongs to their group.
@@ -105,9 +109,8 @@ def _largest_apart(views: Mapping[int, _ByteRuns]) -> dict[int, _ByteRuns]:
     return apart
 
 
-def _span_bytes(shard: LocalShard) -> int:
+def _span_bytes(tensor: torch.Tensor) -> int:
     """Returns the distance from the first byte of a tensor to the end of its last."""
-    tensor = shard.tensor
     if tensor.is_contiguous():
         return tensor.nbytes
     reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from operator import attrgetter
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from bytecheckpoint.manifest import DataFile
-from bytecheckpoint.manifest.ranges import Fetch, FlatPart, Frame, Part
+from bytecheckpoint.manifest.ranges import BoxPart, Fetch, FlatPart, FlatParts, Frame, Part, split_flat
 
+_OFFSET, _LENGTH = FlatPart._fields.index("byte_offset"), FlatPart._fields.index("byte_length")
 MIN_DIRECT_BYTES = 1 << 20
 """Smaller parts go through scratch memory, where they share a fetch with their neighbours."""
 MAX_DIRECT_BYTES = 16 << 20
@@ -65,20 +66,48 @@ def coalesce(
     the other, takes more than `max_fetch_bytes` only where one extent, one small part with its extents or one frame
     does.
     """
+    flat, others = split_flat(parts)
+    rows = flat.rows
+    is_large = rows[:, _LENGTH] >= MIN_DIRECT_BYTES
     fetches: list[Fetch] = []
-    small: list[Part | Frame] = [*frames]
-    parts = list(parts)
-    if max(map(attrgetter("byte_length"), parts), default=0) < MIN_DIRECT_BYTES:
-        small += parts
-        parts = []
-    for part in parts:
-        if isinstance(part, FlatPart) and part.byte_length >= MIN_DIRECT_BYTES:
-            direct, ends = _split_direct(file, part, extents, min(MAX_DIRECT_BYTES, max_fetch_bytes))
-            fetches += direct
-            small += ends
-        else:
-            small.append(part)
-    return fetches + _merge(file, small, extents, max_gap_bytes, max_fetch_bytes)
+    ends: list[FlatPart] = []
+    for part in FlatParts(rows[is_large]):
+        direct, rest = _split_direct(file, part, extents, min(MAX_DIRECT_BYTES, max_fetch_bytes))
+        fetches += direct
+        ends += rest
+    small = np.concatenate([rows[~is_large], np.array(ends, np.int64).reshape(-1, rows.shape[1])])
+    items = _Items(small, [*frames, *others])
+    return fetches + _merge(file, items, extents, max_gap_bytes, max_fetch_bytes)
+
+
+class _Items(NamedTuple):
+    """Parts and frames of a file, by number: first the rows, then the others."""
+
+    rows: np.ndarray
+    others: list[Frame | BoxPart]
+
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the first byte of each item, and the one behind its last."""
+        starts = np.fromiter(map(attrgetter("byte_offset"), self.others), np.int64, len(self.others))
+        lengths = np.fromiter(map(attrgetter("byte_length"), self.others), np.int64, len(self.others))
+        starts, lengths = np.append(self.rows[:, _OFFSET], starts), np.append(self.rows[:, _LENGTH], lengths)
+        return starts, starts + lengths
+
+    def scratch_bytes(self, number: int) -> int:
+        """Returns the memory to decompress an item: a codec allocates the raw bytes before they go to the target."""
+        item = self.others[number - len(self.rows)] if number >= len(self.rows) else None
+        if not isinstance(item, Frame):
+            return 0
+        return item.raw_bytes if item.is_direct else 2 * item.raw_bytes
+
+    def fetch_of(self, file: int, start: int, end: int, numbers: np.ndarray) -> Fetch:
+        """Returns the fetch of a range of the file that these items need."""
+        is_flat = numbers < len(self.rows)
+        if is_flat.all():
+            return Fetch(file, start, end - start, FlatParts(self.rows[numbers]), is_direct=False)
+        flat = iter(FlatParts(self.rows[numbers[is_flat]]))
+        others = (self.others[number] for number in (numbers[~is_flat] - len(self.rows)).tolist())
+        return fetch_of(file, start, end, [next(flat) if each else next(others) for each in is_flat.tolist()])
 
 
 def _split_direct(
@@ -104,50 +133,38 @@ def cut_flat(part: FlatPart, start: int, end: int) -> FlatPart:
     return FlatPart(part.want, start, end - start, part.target_byte_offset + start - part.byte_offset)
 
 
-def _merge(
-    file: int, items: Sequence[Part | Frame], extents: ExtentIndex, max_gap_bytes: int, max_fetch_bytes: int
-) -> list[Fetch]:
+def _merge(file: int, items: _Items, extents: ExtentIndex, max_gap_bytes: int, max_fetch_bytes: int) -> list[Fetch]:
+    order, runs = _runs(items, extents)
     fetches: list[Fetch] = []
-    group: list[Part | Frame] = []
-    group_start = group_end = scratch_bytes = 0
-    for start, end, run in _runs(items, extents):
-        own_scratch_bytes = _scratch_bytes(run[0])
-        if group and group_start <= start and end <= group_end and not own_scratch_bytes:
-            group += run
+    first = group_start = group_end = scratch_bytes = 0
+    for start, end, position in runs:
+        own_scratch_bytes = items.scratch_bytes(order[position])
+        is_in_group = position > first and group_start <= start and end <= group_end and not own_scratch_bytes
+        if is_in_group:
             continue
         scratch_bytes = max(scratch_bytes, own_scratch_bytes)
         total = max(end, group_end) - group_start + scratch_bytes
-        if group and (start > group_end + max_gap_bytes or total > max_fetch_bytes):
-            fetches.append(fetch_of(file, group_start, group_end, group))
-            group = []
-        if not group:
+        if position > first and (start > group_end + max_gap_bytes or total > max_fetch_bytes):
+            fetches.append(items.fetch_of(file, group_start, group_end, order[first:position]))
+            first = position
+        if position == first:
             group_start, group_end, scratch_bytes = start, end, own_scratch_bytes
-        group += run
         group_end = max(group_end, end)
-    if group:
-        fetches.append(fetch_of(file, group_start, group_end, group))
+    if len(order):
+        fetches.append(items.fetch_of(file, group_start, group_end, order[first:]))
     return fetches
 
 
-def _runs(items: Sequence[Part | Frame], extents: ExtentIndex) -> Iterator[tuple[int, int, Sequence[Part | Frame]]]:
-    """Yields the items in file order, with the bounds of their extents. Small parts in the same extents come together;
-    a frame, which is an extent, comes alone.
+def _runs(items: _Items, extents: ExtentIndex) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
+    """Returns the items in file order, and their runs, each with the bounds of its extents and its place in that
+    order. Small parts in the same extents come together; a frame, which is an extent, comes alone.
     """
-    starts = np.fromiter(map(attrgetter("byte_offset"), items), np.int64, len(items))
-    ends = starts + np.fromiter(map(attrgetter("byte_length"), items), np.int64, len(items))
+    starts, ends = items.bounds()
     order = np.lexsort((ends, starts))
     firsts, lasts = extents.widen_all(starts[order], ends[order])
     changes = np.flatnonzero((np.diff(firsts) != 0) | (np.diff(lasts) != 0)) + 1
-    in_order = [items[number] for number in order.tolist()]
-    for start, stop in pairwise([0, *changes.tolist(), len(items)] if items else []):
-        yield int(firsts[start]), int(lasts[start]), in_order[start:stop]
-
-
-def _scratch_bytes(item: Part | Frame) -> int:
-    """Returns the memory to decompress an item: a codec allocates the raw bytes before they go to the target."""
-    if not isinstance(item, Frame):
-        return 0
-    return item.raw_bytes if item.is_direct else 2 * item.raw_bytes
+    places = np.append(0, changes) if len(order) else changes
+    return order, list(zip(firsts[places].tolist(), lasts[places].tolist(), places.tolist(), strict=True))
 
 
 def fetch_of(file: int, start: int, end: int, items: Sequence[Part | Frame]) -> Fetch:

@@ -5,9 +5,9 @@ file and no tensor.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, compress
+from operator import attrgetter, eq, itemgetter
+from typing import NamedTuple, overload
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, SoleChunks
 from bytecheckpoint.manifest.frames import CODECS, unknown_codec
-from bytecheckpoint.manifest.ranges import BoxPart, Fetch, FlatPart, Frame, Part
+from bytecheckpoint.manifest.ranges import BoxPart, Fetch, FlatPart, FlatParts, Frame, Part
 from bytecheckpoint.planner.coalesce import ExtentIndex, coalesce
 from bytecheckpoint.planner.frame_ranges import frame_parts, frames_of
 from bytecheckpoint.planner.shard_owners import first_lines
@@ -29,6 +29,9 @@ from bytecheckpoint.region import (
     split_at_gaps,
     split_rows,
 )
+
+_LENGTHS = attrgetter("lengths")
+_SHAPE = itemgetter(1)
 
 
 class Want(NamedTuple):
@@ -54,9 +57,47 @@ class _PackedChunk(NamedTuple):
 class _FileParts(NamedTuple):
     """The wanted parts of a data file."""
 
+    sole: FlatParts
+    """Whole tensors."""
     parts: list[Part]
     packed: dict[int, _PackedChunk]
     """Compressed chunks by byte offset."""
+
+    @classmethod
+    def of(cls, sole: np.ndarray) -> _FileParts:
+        return cls(FlatParts(sole.reshape(-1, len(FlatPart._fields))), [], {})
+
+    @property
+    def flat_and_others(self) -> Sequence[Part]:
+        return [*self.sole, *self.parts] if self.parts else self.sole
+
+
+class Wants(Sequence[Want]):
+    """Wants as columns: there may be 100,000."""
+
+    def __init__(self, fqns: Sequence[str], regions: Sequence[Region], are_flat: Sequence[bool]) -> None:
+        self.fqns = fqns
+        self.regions = regions
+        self.are_flat = are_flat
+
+    @classmethod
+    def of(cls, wants: Sequence[Want]) -> Wants:
+        if isinstance(wants, Wants):
+            return wants
+        fqns, regions, are_flat = zip(*wants, strict=True) if wants else ((), (), ())
+        return cls(fqns, regions, are_flat)
+
+    def __len__(self) -> int:
+        return len(self.fqns)
+
+    @overload
+    def __getitem__(self, index: int) -> Want: ...
+    @overload
+    def __getitem__(self, index: slice) -> Wants: ...
+    def __getitem__(self, index: int | slice) -> Want | Wants:
+        if isinstance(index, slice):
+            return Wants(self.fqns[index], self.regions[index], self.are_flat[index])
+        return Want(self.fqns[index], self.regions[index], self.are_flat[index])
 
 
 class _Limits(NamedTuple):
@@ -76,6 +117,7 @@ def plan_load(
     Raises one CheckpointMismatchError (coverage) if chunks overlap or leave a part of a want uncovered, and
     CheckpointCorruptError (unsupported_version) if a chunk has an unknown codec.
     """
+    wants = Wants.of(wants)
     sole = _sole_chunks(manifest, wants)
     others = np.flatnonzero(~sole.is_sole).tolist()
     uncovered = _find_overlaps(manifest, [wants[index] for index in others])
@@ -97,7 +139,7 @@ def plan_load(
             mean_extent = file.byte_length // max(1, len(file.extent_lengths)) if verify else 0
             limits = _Limits(item_bytes, max_gap_bytes + mean_extent, max_fetch_bytes)
             _add_chunk(
-                of_files.setdefault(chunk.file, _FileParts([], {})),
+                of_files.setdefault(chunk.file, _FileParts.of(np.zeros(0, np.int64))),
                 index,
                 want,
                 chunk=chunk,
@@ -120,7 +162,7 @@ def plan_load(
         for file in sorted(of_files)
         for fetch in coalesce(
             file,
-            of_files[file].parts,
+            of_files[file].flat_and_others,
             _frames(of_files[file].packed, manifest.files[file]),
             ExtentIndex(manifest.files[file], verify=verify),
             max_gap_bytes=max_gap_bytes,
@@ -137,25 +179,24 @@ def zeros_in(manifest: Manifest, fqn: str, region: Region) -> list[Region]:
     return [common for common in found if common is not None]
 
 
-def _sole_chunks(manifest: Manifest, wants: Sequence[Want]) -> SoleChunks:
+def _sole_chunks(manifest: Manifest, wants: Wants) -> SoleChunks:
     """Returns the chunks of the wants for a whole tensor that lies in one chunk, as it is in memory. Nearly all of many
     small tensors are like this: they are planned together, in operations on arrays.
     """
-    fqns = [want.fqn for want in wants]
-    sole, described = manifest.table.sole_chunks(fqns), manifest.describe_each(fqns)
-    is_whole = [
-        is_flat and region.lengths == shape for (_, region, is_flat), (_, shape) in zip(wants, described, strict=True)
-    ]
-    return sole._replace(is_sole=sole.is_sole & np.array(is_whole, bool))
+    sole = manifest.table.sole_chunks(wants.fqns)
+    wanted, stored = list(map(_LENGTHS, wants.regions)), list(map(_SHAPE, manifest.describe_each(wants.fqns)))
+    is_whole = np.array(wants.are_flat, bool)
+    if wanted != stored:
+        is_whole &= np.fromiter(map(eq, wanted, stored), bool, len(wants))
+    return sole._replace(is_sole=sole.is_sole & is_whole)
 
 
 def _sole_parts(sole: SoleChunks) -> dict[int, _FileParts]:
     of_files = {}
     for file in np.unique(sole.files[sole.is_sole]).tolist():
         wants = np.flatnonzero(sole.is_sole & (sole.files == file))
-        places = sole.byte_offsets[wants], sole.byte_lengths[wants], np.zeros_like(wants)
-        rows = zip(wants.tolist(), *(column.tolist() for column in places), strict=True)
-        of_files[file] = _FileParts(list(map(partial(tuple.__new__, FlatPart), rows)), {})
+        rows = wants, sole.byte_offsets[wants], sole.byte_lengths[wants], np.zeros_like(wants)
+        of_files[file] = _FileParts.of(np.stack(rows, axis=1))
     return of_files
 
 
@@ -174,11 +215,9 @@ def _add_chunk(of_file: _FileParts, number: int, want: Want, *, chunk: Chunk, co
         of_file.parts.extend(_parts(number, want, chunk, common, limits))
 
 
-def _refuse_shared_bytes(
-    manifest: Manifest, wants: Sequence[Want], sole: SoleChunks, used: Sequence[tuple[str, Chunk]]
-) -> None:
+def _refuse_shared_bytes(manifest: Manifest, wants: Wants, sole: SoleChunks, used: Sequence[tuple[str, Chunk]]) -> None:
     """Raises CheckpointCorruptError (bad_manifest) if two of the wanted chunks share a byte."""
-    first_wants = {wants[index].fqn: index for index in np.flatnonzero(sole.is_sole).tolist()}
+    first_wants = dict(compress(zip(wants.fqns, range(len(wants)), strict=True), sole.is_sole.tolist()))
     # A tensor that is among these has no other chunk.
     others = {(fqn, *chunk[:4]): None for fqn, chunk in used if fqn not in first_wants}
     rows = np.array([place[2:] for place in others], np.int64).reshape(-1, 3)

@@ -4,7 +4,9 @@ a core, which training needs as well, while an idle one only gets a message. Kno
 
 from __future__ import annotations
 
+import math
 import os
+import resource
 import sys
 import threading
 import time
@@ -70,17 +72,25 @@ def map_jobs(do: Callable[[Job], T], jobs: Iterable[Job], *, num_threads: int) -
 
 
 def map_looks(do: Callable[[Job], T], jobs: Iterable[Job], *, num_threads: int) -> list[T]:
-    """Does what `map_jobs` does, for looks at a store: where the first ones take no longer than they need the
-    processor, the caller's thread goes on alone, because others would only take turns with it.
+    """Does what `map_jobs` does, for looks at a store: while they wait for nothing but the processor, the caller's
+    thread goes on alone, because others would only take turns with it.
     """
     jobs = iter(jobs)
     results: list[T] = []
     while some := list(islice(jobs, _QUICK_LOOKS)):
-        started = time.monotonic()
+        started, num_waits = time.monotonic(), _num_waits()
         results += map(do, some)
-        if time.monotonic() - started > len(some) * _QUICK_LOOK_S:
+        is_slow = time.monotonic() - started > len(some) * _QUICK_LOOK_S
+        if is_slow and _num_waits() >= num_waits + len(some) // 2:
             return results + map_jobs(do, jobs, num_threads=num_threads)
     return results
+
+
+def _num_waits() -> float:
+    """Returns how often this thread gave the processor away to wait for something; infinite where nobody counts that.
+    On a busy machine looks take long without it.
+    """
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if hasattr(resource, "RUSAGE_THREAD") else math.inf
 
 
 class _JobRun(Generic[Job]):

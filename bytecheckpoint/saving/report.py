@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import platform
 import socket
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +22,7 @@ from bytecheckpoint.distributed.ranks import BLOCK_RANKS, COORDINATOR
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointSaveError
 from bytecheckpoint.info import describe_checkpoint
 from bytecheckpoint.manifest import DataFile, Manifest, TensorRecord, TensorTable, encode_manifest, open_manifest
+from bytecheckpoint.manifest.run_column import RunColumn
 from bytecheckpoint.planner.file_layout import PlacedChunk
 from bytecheckpoint.planner.save_plan import SavePlan
 from bytecheckpoint.runtime.gc_pause import gc_paused
@@ -47,10 +49,31 @@ class WrittenFile(NamedTuple):
     """Locations of its chunks, in the plan's order; None if they are as planned."""
 
 
+class ReportedFile(msgspec.Struct, frozen=True, array_like=True):
+    """A data file on its way to the coordinator: as numbers, extents of thousands of ranks would be millions of
+    objects.
+    """
+
+    name: str
+    byte_length: int
+    extent_lengths: bytes
+    extent_digests: bytes
+    content_digest: bytes
+
+    @classmethod
+    def of(cls, file: DataFile) -> ReportedFile:
+        lengths, digests = (array("Q", each).tobytes() for each in (file.extent_lengths, file.extent_digests))
+        return cls(file.name, file.byte_length, lengths, digests, file.content_digest)
+
+    def data_file(self) -> DataFile:
+        lengths, digests = array("Q", self.extent_lengths), array("Q", self.extent_digests)
+        return DataFile(self.name, self.byte_length, lengths, digests, content_digest=self.content_digest)
+
+
 class _RankReport(msgspec.Struct, frozen=True, array_like=True):
     """The files and chunks that one rank has written."""
 
-    files: list[DataFile]
+    files: list[ReportedFile]
     starts: list[int]
     """Byte of each file from which the offsets in `locations` count."""
     locations: bytes
@@ -72,12 +95,13 @@ def encode_report(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> bytes:
     ]
     is_known = agreed.has_locations and not varies
     locations = b"" if is_known else pack_locations(_locations(agreed, written), agreed.rank_plan)
-    return msgspec.msgpack.encode(_RankReport([file.file for file in written], starts, locations, varies))
+    files = [ReportedFile.of(file.file) for file in written]
+    return msgspec.msgpack.encode(_RankReport(files, starts, locations, varies))
 
 
 def reported_files(report: bytes) -> list[DataFile]:
     """Returns the data files in a report."""
-    return msgspec.msgpack.decode(report, type=_RankReport).files
+    return [file.data_file() for file in msgspec.msgpack.decode(report, type=_RankReport).files]
 
 
 def _locations(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> Iterator[tuple[PlacedChunk, int, ChunkLocation]]:
@@ -135,8 +159,11 @@ def _same_chunks(tensors: Mapping[str, TensorRecord], decoded: Manifest) -> bool
     """Returns True if a decoded manifest has the chunks that an earlier save with this plan has had checked."""
     if not isinstance(tensors, TensorTable) or list(tensors) != list(decoded.tensors):
         return False
-    pairs = zip(tensors.columns, decoded.table.columns, strict=True)
-    return all(np.array_equal(np.asarray(checked), np.asarray(now)) for checked, now in pairs)
+    return all(map(_are_equal, tensors.columns, decoded.table.columns))
+
+
+def _are_equal(checked: Any, now: Any) -> bool:
+    return checked == now if isinstance(checked, RunColumn) else np.array_equal(checked, now)
 
 
 def build_manifest(
@@ -166,7 +193,7 @@ def build_manifest(
     return Manifest(
         save_id=agreed.save_id,
         step=step,
-        files=[file for report in reports for file in report.files],
+        files=[file.data_file() for report in reports for file in report.files],
         tensors=written.tensors,
         aliases=plan.aliases,
         objects=agreed.objects,
@@ -185,7 +212,7 @@ def _written_tensors(plan: SavePlan, reports: Sequence[_RankReport], global_rank
         if not np.array_equal(planned, written) or num_bytes < locations.num_bytes(rank):
             reported = f"{np.count_nonzero(written)} in {num_bytes} bytes"
             raise _contradiction(global_ranks[rank], f"{np.count_nonzero(planned)} chunks", reported)
-    files = [file for report in reports for file in report.files]
+    files = [file.data_file() for report in reports for file in report.files]
     columns = locations.columns(plan.tensors, [report.starts for report in reports])
     return WrittenTensors(
         tensors=TensorTable([tensor.fqn for tensor in plan.tensors], columns, files),

@@ -17,7 +17,7 @@ from bytecheckpoint.runtime.buffers import BufferPool, ByteBudget
 from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.storage.compression import decode_frame
 from bytecheckpoint.storage.paths import join_name
-from bytecheckpoint.storage.store import FillHook, Store, SupportsReadBytes
+from bytecheckpoint.storage.store import FillHook, Store, SupportsReadBytes, SupportsReadPieces
 
 ALIGNMENT = 16
 """Alignment of the largest dtype, in bytes."""
@@ -72,7 +72,8 @@ def run_fetches(
     More than that is taken only for a longer fetch, with the frame that it decompresses, which is there twice. If
     the store reads into memory of its own, all fetches wait so.
     """
-    content_bytes = max((fetch.byte_length + ALIGNMENT for fetch in fetches if fetch.target is None), default=0)
+    through_scratch = [fetch for fetch in fetches if fetch.target is None and fetch.pieces is None]
+    content_bytes = max((fetch.byte_length + ALIGNMENT for fetch in through_scratch), default=0)
     frames = [frame for fetch in fetches for frame in fetch.frames]
     raw_bytes = max((frame.raw_bytes for frame in frames if frame.target is None), default=0)
     # A codec allocates as much as the raw bytes beside the memory that they go to.
@@ -94,6 +95,9 @@ def run_fetches(
 
     def carry_out(fetch: Fetch) -> None:
         name = join_name(folder, files[fetch.file].name)
+        if fetch.pieces is not None and isinstance(store, SupportsReadPieces):
+            _read_pieces(store, name, fetch, fetch.pieces(), digests.get(fetch.file))
+            return
         # Before a buffer is taken: memory may suffice for one only, which is not held while a request is under way.
         fill = _filling(store, name, fetch)
         if fetch.target is not None:
@@ -143,14 +147,26 @@ _Fill = Callable[[memoryview, FillHook | None], None]
 def _read(
     fill: _Fill, name: str, fetch: Fetch, target: AbstractContextManager[memoryview], digests: _Digests | None
 ) -> None:
+    check = _Check(digests, name, fetch)
     with target as buffer:
-        check = None if digests is None else _Check(digests, name, fetch, buffer)
-        fill(buffer, check)
-        if check is not None:
-            check(fetch.byte_length)  # the rest, if the store has not reported it
-    if check is not None:
-        check.raise_damage()
+        fill(buffer, lambda filled: check.add(buffer[check.num_bytes : filled]))
+        check.add(buffer[check.num_bytes :])  # the rest, if the store has not reported it
+    check.raise_damage()
     fetch.place(buffer)
+
+
+def _read_pieces(
+    store: SupportsReadPieces,
+    name: str,
+    fetch: Fetch,
+    pieces: AbstractContextManager[Sequence[memoryview]],
+    digests: _Digests | None,
+) -> None:
+    check = _Check(digests, name, fetch)
+    with pieces as buffers:
+        store.read_pieces(name, fetch.byte_offset, buffers, on_filled=check.add_all)
+    check.raise_damage()
+    fetch.place(memoryview(b""))
 
 
 def _filling(store: Store, name: str, fetch: Fetch) -> _Fill:
@@ -180,34 +196,60 @@ def _decode(name: str, fetch: Fetch, frame: Frame, content: memoryview, into: me
 
 
 class _Check:
-    """Compares each extent of a fetch, which consists of whole ones, as soon as its bytes are there; none if the file
-    has no checksums. Damage in an extent that lies in a gap, and of which no tensor needs a byte, is ignored.
+    """Compares each extent of a fetch, which consists of whole ones, as soon as its bytes are there; none without
+    digests, or if the file has none. Damage in an extent that lies in a gap, and of which no tensor needs a byte, is
+    ignored.
     """
 
-    def __init__(self, digests: _Digests, name: str, fetch: Fetch, buffer: memoryview) -> None:
+    def __init__(self, digests: _Digests | None, name: str, fetch: Fetch) -> None:
         self._digests = digests
         self._name = name
         self._fetch = fetch
-        self._buffer = buffer
-        self._position = 0
+        self.num_bytes = 0
+        """Bytes so far."""
+        self._start = self._end = 0
+        """The extent that the last byte is in, from the start of the fetch."""
+        self._hash = xxhash.xxh3_64()
         self._damage: CheckpointCorruptError | None = None
 
-    def __call__(self, filled: int) -> None:
-        while self._digests and self._position < filled and self._damage is None:
-            start = self._fetch.byte_offset + self._position
-            length, expected = self._digests[start]
-            if self._position + length > filled:
-                return
-            found = xxhash.xxh3_64_intdigest(self._buffer[self._position : self._position + length])
-            # The names are asked for only now: a fetch may be for thousands of tensors.
-            if found != expected and (names := self._fetch.wanted_by(start, start + length)):
-                self._damage = CheckpointCorruptError(
-                    f"{self._name}: bytes {start} to {start + length} are damaged (checksum {expected:016x} expected, "
-                    f"{found:016x} found); they are part of {names}. Copy the file again from a good replica, or load "
-                    "another checkpoint; `bcp verify` lists all damage",
-                    kind="checksum",
-                )
-            self._position += length
+    def add_all(self, contents: Sequence[memoryview]) -> None:
+        """Takes the bytes that follow, in pieces."""
+        if self._digests:
+            for content in contents:
+                self.add(content)
+
+    def add(self, content: memoryview) -> None:
+        """Takes the bytes that follow."""
+        position, end = self.num_bytes, self.num_bytes + len(content)
+        self.num_bytes = end
+        if self._start < position and end < self._end:  # mostly, where there are many pieces
+            self._hash.update(content)
+            return
+        while position < end and self._digests:
+            if position == self._end:
+                self._start, self._end = position, position + self._digests[self._fetch.byte_offset + position][0]
+            part = content[: self._end - position]
+            content, position = content[len(part) :], position + len(part)
+            if len(part) == self._end - self._start:
+                self._compare(xxhash.xxh3_64_intdigest(part))
+                continue
+            self._hash.update(part)
+            if position == self._end:
+                self._compare(self._hash.intdigest())
+                self._hash.reset()
+
+    def _compare(self, found: int) -> None:
+        start, end = self._fetch.byte_offset + self._start, self._fetch.byte_offset + self._end
+        expected = self._digests[start][1] if self._digests else found
+        # The names are asked for only now: a fetch may be for thousands of tensors.
+        if found != expected and (names := self._fetch.wanted_by(start, end)):
+            self._digests = None
+            self._damage = CheckpointCorruptError(
+                f"{self._name}: bytes {start} to {end} are damaged (checksum {expected:016x} expected, "
+                f"{found:016x} found); they are part of {names}. Copy the file again from a good replica, or load "
+                "another checkpoint; `bcp verify` lists all damage",
+                kind="checksum",
+            )
 
     def raise_damage(self) -> None:
         """Raises the damage only after the read has ended, because only then is it known what it has overwritten."""

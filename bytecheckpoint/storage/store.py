@@ -107,6 +107,21 @@ class SupportsReadBytes(Protocol):
         """Returns a range of the object, from one request. Raises like `read_into`."""
 
 
+PiecesHook = Callable[[Sequence[memoryview]], None]
+"""Called with the buffers that were filled since the last call."""
+
+
+@runtime_checkable
+class SupportsReadPieces(Store, Protocol):
+    """A store that reads straight into many places of memory, a few hundred at a time."""
+
+    def read_pieces(self, name: str, byte_offset: int, buffers: Sequence[memoryview], *, on_filled: PiecesHook) -> None:
+        """Fills writable buffers of bytes, none of them empty, with the bytes that follow one another from
+        `byte_offset` on. `on_filled` is called in the caller's thread, with all buffers, some at a time. Raises like
+        `read_into`.
+        """
+
+
 @runtime_checkable
 class RemoteStore(Store, Protocol):
     """A store that may turn out not to be writable only when it is asked."""

@@ -413,7 +413,7 @@ def report_too_little(rank: int, world_size: int, path: str) -> Seen | None:
 
     def lie(agreed: Any, written: Any) -> bytes:
         report = msgspec.msgpack.decode(reporting.encode_report(agreed, written), type=reporting._RankReport)
-        files = [file._replace(byte_length=1) for file in report.files]
+        files = [msgspec.structs.replace(file, byte_length=1) for file in report.files]
         return msgspec.msgpack.encode(msgspec.structs.replace(report, files=files))
 
     group = dist.new_group([1, 2])

@@ -12,8 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.staging as torch_staging
+from click.testing import CliRunner
 from integrations.dcp_programs import AppState, digest, replicated, sharded, step
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from bytecheckpoint.tools.main import cli
 from distributed.workers import WorkerPool
 
 TORCH, OURS = "torch.distributed.checkpoint", "bytecheckpoint.integrations.dcp"
@@ -144,3 +147,21 @@ def test_staging_beside_the_next_step_holds_each_step(tmp_path: Path, workers: W
     for number, saved in enumerate(digests):
         found = workers.run(load_a_sharded_model, module, tmp_path / f"run_step{number}", world_size=2)
         assert found == [saved] * 2
+
+
+@modules
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_checkpoint_becomes_a_file_of_torch_save(tmp_path: Path, module: str) -> None:
+    """The tutorial's "Formats"."""
+    dcp = import_module(module)
+    model, optimizer = replicated(0)
+    step(model, optimizer, torch.ones(8, 10))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "checkpoint")
+    file = tmp_path / "model.pt"
+    if module == TORCH:
+        dcp_to_torch_save(tmp_path / "checkpoint", file)
+    else:
+        arguments = ["convert", str(tmp_path / "checkpoint"), str(file), "--to", "torch"]
+        assert CliRunner().invoke(cli, arguments).exit_code == 0
+    loaded = torch.load(file, weights_only=True)
+    assert digest(loaded["model"]) == digest(dict(model.state_dict()))

@@ -126,7 +126,7 @@ def test_a_manager_that_only_reads_claims_and_writes_nothing(tmp_path: Path) -> 
 def test_walk_back_restores_the_one_before_and_says_why(tmp_path: Path) -> None:
     train(tmp_path, 5)
     damage(tmp_path, 4)
-    with manager_at(tmp_path) as manager, pytest.raises(CheckpointCorruptError):
+    with manager_at(tmp_path) as manager, pytest.raises(CheckpointCorruptError, match="walk_back=True"):
         manager.restore(state_at(0))
     with manager_at(tmp_path, options=bcp.ManagerOptions(walk_back=True)) as manager:
         state = state_at(0)

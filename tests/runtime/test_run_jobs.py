@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -104,11 +105,22 @@ def test_quick_looks_stay_on_the_thread_of_the_caller(monkeypatch: pytest.Monkey
     assert looked == {threading.get_ident()}
 
 
+@pytest.mark.skipif(not hasattr(resource, "RUSAGE_THREAD"), reason="waits are counted on Linux")
+def test_looks_that_wait_only_for_the_processor_stay_on_the_thread_of_the_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threads_module, "_QUICK_LOOK_S", -1.0)
+    looked: set[int] = set()
+    map_looks(lambda _: looked.add(threading.get_ident()), range(100), num_threads=4)
+    assert looked == {threading.get_ident()}
+
+
 def test_looks_that_wait_for_the_store_are_made_several_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads_module, "_QUICK_LOOK_S", -1.0)
     meeting = threading.Barrier(4)
 
     def look(number: int) -> int:
+        time.sleep(1e-4)
         if number >= 96:  # the last four wait for one another
             meeting.wait(WAIT_S)
         return number

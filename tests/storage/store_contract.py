@@ -20,7 +20,15 @@ from bytecheckpoint.errors import (
     UnsafeCheckpointError,
 )
 from bytecheckpoint.manifest.ranges import Block
-from bytecheckpoint.storage.store import Store, SupportsDuplicate, SupportsInFolders, delete_many, list_many, read_whole
+from bytecheckpoint.storage.store import (
+    Store,
+    SupportsDuplicate,
+    SupportsInFolders,
+    SupportsReadPieces,
+    delete_many,
+    list_many,
+    read_whole,
+)
 
 
 def blocks_of(data: bytes, *, block_bytes: int = 1 << 30, shift: int = 0) -> list[Block]:
@@ -149,6 +157,24 @@ class StoreContract:
             get(store, "x", 6, start)
         assert caught.value.kind == "truncated"
         assert str(store) in str(caught.value.path)
+
+    def test_bytes_are_read_into_many_places(self, store):
+        if not isinstance(store, SupportsReadPieces):
+            pytest.skip("this store reads into one place at a time")
+        data, lengths = pattern(3 << 20), [1, 5000, 2 << 20, *[7] * 3000]
+        put(store, "x", data)
+        places = [memoryview(bytearray(length)) for length in lengths]
+        filled: list[memoryview] = []
+        store.read_pieces("x", 3, places, on_filled=filled.extend)
+        assert b"".join(places) == data[3 : 3 + sum(lengths)]
+        assert list(map(id, filled)) == list(map(id, places))
+        with pytest.raises(CheckpointCorruptError) as caught:
+            store.read_pieces(
+                "x", len(data) - 10, [memoryview(bytearray(6)) for _ in range(2)], on_filled=lambda _: None
+            )
+        assert caught.value.kind == "truncated"
+        with pytest.raises(CheckpointNotFoundError):
+            store.read_pieces("y", 0, places, on_filled=lambda _: None)
 
     @pytest.mark.parametrize("num_bytes", [0, 1, 700_001])
     def test_reading_all_of_an_object(self, store, num_bytes):

@@ -246,6 +246,16 @@ def test_short_reads_and_writes_go_on(store, monkeypatch):
     assert get(store, "x", len(data)) == data
 
 
+def test_short_reads_into_many_places_go_on(store, monkeypatch):
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][:7]], offset))
+    data = pattern(10_000)
+    put(store, "x", data)
+    places = [memoryview(bytearray(length)) for length in (5, 7, 20, 900, 1)]
+    store.read_pieces("x", 11, places, on_filled=lambda _: None)
+    assert b"".join(places) == data[11 : 11 + 933]
+
+
 def test_calls_are_kept_below_what_the_kernel_takes(store, monkeypatch):
     monkeypatch.setattr(posix_files, "_MAX_CALL_BYTES", 100)
     sizes = []

@@ -21,6 +21,7 @@ from bytecheckpoint.formats.detect import find_file, find_folder
 from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, outline_of
 from bytecheckpoint.info import OWN_FORMAT, describe_checkpoint
 from bytecheckpoint.manager import step_records
+from bytecheckpoint.runtime.gc_pause import gc_paused
 from bytecheckpoint.runtime.threads import map_jobs, map_looks
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.deletion import LEASES_FOLDER, METRICS_FOLDER, PIN_NAME
@@ -92,6 +93,11 @@ def list_checkpoints(store: Store) -> CheckpointList:
 
     Raises CheckpointNotFoundError where the root is a file, StorageError where it cannot be listed.
     """
+    with gc_paused():  # a folder of ten thousand steps becomes a million objects without a cycle
+        return _list(store)
+
+
+def _list(store: Store) -> CheckpointList:
     entries = store.list("")
     root = _ListedFolder("", _look_into(store, "", entries), entries)
     looks = _look_at_all(store, _folders(entries))
@@ -148,14 +154,14 @@ def _look(store: Store, folder: str, entries: Mapping[str, int | None] | None) -
 
 
 def _look_into(store: Store, folder: str, entries: Mapping[str, int | None]) -> ListedCheckpoint | None:
-    path, step = join_name(str(store), folder), layout.parse_step(folder.rpartition("/")[2])
-    foreign = None if layout.has_manifest(entries) else find_folder(store, folder, entries)
-    if layout.has_manifest(entries) or foreign:
+    step, is_own = layout.parse_step(folder.rpartition("/")[2]), layout.has_manifest(entries)
+    foreign = None if is_own else find_folder(store, folder, entries)
+    if is_own or foreign:
         return read_checkpoint(FoundCheckpoint(store, 0, folder, foreign), step, entries)
     data = store.list(join_name(folder, layout.DATA_FOLDER)) if layout.DATA_FOLDER in entries else {}
     if step is None and not any(map(_DATA_FILE.match, data)):
         return None
-    num_bytes = sum(size or 0 for size in data.values())
+    path, num_bytes = join_name(str(store), folder), sum(size or 0 for size in data.values())
     return ListedCheckpoint(folder=folder, path=path, step=step, committed=False, num_bytes=num_bytes)
 
 

@@ -257,7 +257,8 @@ def no_such_tensor(path: str, pattern: str, names: Iterable[str]) -> CheckpointN
     """Returns the error, with near names, about a name or a glob that no tensor has."""
     last = pattern.rsplit(".", 1)[-1]
     near = [name for name in names if pattern in name] or [name for name in names if name.endswith(last)]
-    hint = f"near matches: {some_of(in_natural_order(near), 5)}" if near else "`bcp show CKPT --limit 0` lists all"
+    all_names = "`bcp show CKPT --limit 0` lists all tensors, with --objects plain values"
+    hint = f"near matches: {some_of(in_natural_order(near), 5)}" if near else all_names
     what = f"no tensor of {path} is named or matches {pattern!r}; {hint}"
     return CheckpointNotFoundError(what, kind="not_found", path=path)
 

@@ -49,8 +49,10 @@ class DataLoaderState:
         elastic_loader = elastic_loader_of(loader)
         if elastic_loader is None and not _has_state(loader):
             raise TypeError(
-                f"a {type(loader).__name__} is no ElasticLoader, no loader that is known, and has no state_dict() and "
-                "load_state_dict(): there is no state to save; docs/data.md says which loaders have one"
+                f"a {type(loader).__name__} has no state to save: it has no state_dict() and load_state_dict(), is no "
+                "loader that is known, and no ElasticLoader. Make a DataLoader's dataset of "
+                "bytecheckpoint.data.Streams, with ShuffleBuffer in place of shuffle=True, or take torchdata's "
+                "StatefulDataLoader: see docs/data.md"
             )
         self.keyed_by: KeyedBy = "rank" if elastic_loader is None else "stream"
         """States belong to streams, which any rank can take over, or to data-parallel ranks."""

@@ -65,7 +65,9 @@ class _ModuleTensors(NamedTuple):
 
     def stored_name(self, fqn: str, checkpoint: CheckpointView) -> str:
         """Returns the first of a tensor's names that the checkpoint has."""
-        names = (fqn, *self.other_names.get(fqn, ()))
+        if fqn not in self.other_names:
+            return fqn
+        names = (fqn, *self.other_names[fqn])
         return next((name for name in names if name in checkpoint.tensors), fqn)
 
 
@@ -199,6 +201,8 @@ class ModuleEntry:
 
     def finish(self, checkpoint: CheckpointView) -> None:
         for part in self._parts:
+            if not self._detached and part.plain_tensors() is not None:
+                continue  # all are filled in place
             given: dict[str, Any] = {}
             own: dict[str, Any] = {}
             for name, plain, value in part.state():

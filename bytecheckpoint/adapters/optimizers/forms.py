@@ -55,7 +55,7 @@ def forms_in(value: Any, fqn: str) -> dict[str, Form]:
     if (form := _form_of(value)) is not None:
         return {fqn: form}
     dicts = {kind for kind in set(map(type, value.values())) if issubclass(kind, dict)}
-    below = [(key, item) for key, item in value.items() if type(item) in dicts]
+    below = [(key, item) for key, item in value.items() if type(item) in dicts] if dicts else []
     return {name: each for key, item in below for name, each in forms_in(item, join_fqn(fqn, key)).items()}
 
 

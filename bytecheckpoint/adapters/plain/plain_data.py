@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import lru_cache
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -47,6 +48,8 @@ _UNDECODABLE = (
 """Errors of msgspec, numpy and torch for content that no encoder wrote: names that they lack, impossible shapes."""
 
 _decode_fqn = msgspec.msgpack.Decoder(str).decode
+
+_CODE, _CONTENT = attrgetter("code"), attrgetter("data")
 
 TensorHook = Callable[[str, torch.Tensor], str | torch.Tensor | None]
 """Returns the value that replaces the tensor of this FQN in the tree: the FQN under which its bytes lie in data files,
@@ -159,6 +162,20 @@ def decode_plain(data: bytes) -> Any:
         raise CheckpointCorruptError(
             f"the manifest is damaged: plain data cannot be decoded: {error}", kind="bad_manifest"
         ) from error
+
+
+def decode_refs(data: bytes) -> dict[str, str] | None:
+    """Returns the FQNs by name of a dict of tensors alone, which `encode_refs` has encoded, without a step for each;
+    None for any other tree, and for a damaged one.
+    """
+    try:
+        tree = msgspec.msgpack.decode(data, type=dict[str, Ext])
+        # The texts stand in the extensions as they stand in a list.
+        texts = encode([""] * len(tree))[: -len(tree) or None] + b"".join(map(_CONTENT, tree.values()))
+        fqns = msgspec.msgpack.decode(texts, type=list[str])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return dict(zip(tree, fqns, strict=True)) if {wire.REF}.issuperset(map(_CODE, tree.values())) else None
 
 
 class _ExtensionFound(Exception):  # noqa: N818  it is no error

@@ -113,7 +113,13 @@ def advice_for(value: Any) -> str:
         case enum.Enum():
             return "save value.name, and look the member up in its class again"
         case torch.Generator():
-            return "save value.get_state(), and give what was loaded to value.set_state()"
+            return "save bytecheckpoint.RankLocal(value), or save value.get_state() and give it to value.set_state()"
+        case torch.utils.data.DataLoader():
+            return (
+                "a DataLoader has no position. Make its dataset of bytecheckpoint.data.Streams, with ShuffleBuffer in "
+                "place of shuffle=True, or take torchdata's StatefulDataLoader, and save "
+                "bytecheckpoint.DataLoaderState(value, rank=..., size=...): see docs/data.md"
+            )
         case torch.device():
             return "save str(value)"
         case defaultdict():

@@ -15,7 +15,7 @@ from typing import Any
 
 from bytecheckpoint import api
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
-from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolders
@@ -23,7 +23,8 @@ from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.storage.credentials import showable_url
-from bytecheckpoint.storage.open_store import expand_home, is_local
+from bytecheckpoint.storage.layout import MANIFEST_NAME
+from bytecheckpoint.storage.open_store import expand_home, is_plain_path
 from bytecheckpoint.storage.paths import join_name
 
 try:
@@ -189,7 +190,7 @@ def _saved_models(accelerator: Any, path: str, decisions: Decisions) -> dict[int
     def run_hooks() -> list[int]:
         if not hooks:
             return list(models)
-        if is_local(path):
+        if is_plain_path(path):
             Path(path).expanduser().mkdir(parents=True, exist_ok=True)
         weights = [] if sharded else [model.state_dict() for model in models.values()]
         left = list(weights)
@@ -212,6 +213,7 @@ def _loaded_models(accelerator: Any, path: str, decisions: Decisions) -> dict[in
     hooks, is_asked = accelerator._load_model_state_pre_hook, bool(left)
 
     def run_hooks() -> None:
+        _refuse_folder_of_accelerate(path)
         for hook in hooks.values():
             hook(left, path)
 
@@ -225,6 +227,21 @@ def _refuse_backend(accelerator: Any) -> None:
         kind = accelerator.distributed_type.value
         raise ValueError(
             f"accelerate runs {kind}, which this function does not save or load; nothing was done: {advice}"
+        )
+
+
+def _refuse_folder_of_accelerate(path: str) -> None:
+    """Raises CheckpointMismatchError (conflict) for a folder that accelerate itself has written."""
+    folder = Path(path).expanduser()
+    if not is_plain_path(path) or not folder.is_dir():
+        return
+    names = [each.name for each in folder.iterdir()]
+    if MANIFEST_NAME not in names and any(name.startswith("random_states_") for name in names):
+        raise CheckpointMismatchError(
+            f"{path} is a folder that accelerator.save_state wrote; nothing was loaded: load it with "
+            "accelerator.load_state, and the checkpoints of save_state with this function",
+            kind="conflict",
+            path=path,
         )
 
 

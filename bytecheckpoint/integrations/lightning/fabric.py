@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, Strategy
+from lightning.fabric.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, Strategy
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from bytecheckpoint import api
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.lightning.model_state import module_or_part
-from bytecheckpoint.integrations.lightning.saves import SaveInFlight
+from bytecheckpoint.integrations.lightning.saves import SaveInFlight, refuse_deepspeed
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.state_tree import load_tree
 
@@ -38,6 +38,7 @@ class BcpFabricMixin(Strategy):
         storage_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        refuse_deepspeed(self, DeepSpeedStrategy)
         super().__init__(*args, **kwargs)
         self.bcp_async_save = async_save
         self.bcp_options = replace(options or SaveOptions(), overwrite=True)

@@ -1,5 +1,5 @@
-"""The save in flight of a strategy, and what rank 0 does once it is committed: copies and removals. Knows nothing of
-Lightning.
+"""The save in flight of a strategy, and what rank 0 does once it is committed: copies and removals; the strategy that
+has none. Knows nothing of Lightning.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 
 from bytecheckpoint import api
-from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.manager.agreement.stopping import rank_in
 from bytecheckpoint.manager.cool_down import copy_step
@@ -25,6 +25,18 @@ from bytecheckpoint.storage.open_store import is_plain_path, open_store
 from bytecheckpoint.storage.paths import join_name
 
 logger = logging.getLogger("bytecheckpoint")
+
+
+def refuse_deepspeed(strategy: object, of_deepspeed: type) -> None:
+    """Raises CheckpointMismatchError (conflict) for DeepSpeed's strategy: it keeps weights and optimizers in partitions
+    of its own, which a strategy does not see.
+    """
+    if isinstance(strategy, of_deepspeed):
+        raise CheckpointMismatchError(
+            f"{type(strategy).__name__} is DeepSpeed's strategy, whose partitions are not saved from here; nothing was "
+            "set up: use BcpFSDPStrategy or BcpModelParallelStrategy, or save the engine itself with bcp.save",
+            kind="conflict",
+        )
 
 
 class SaveInFlight:
@@ -147,8 +159,8 @@ def _link_files(source: str, target: str, names: Iterable[str], storage_options:
 
 
 def remove_checkpoint(path: str, storage_options: Mapping[str, Any] | None) -> None:
-    """Deletes the checkpoint at a path, what dead saves have left there, and its folder if nothing else is in it. A
-    link goes alone. A path where nothing is passes.
+    """Deletes the checkpoint at a path, what abandoned saves have left there, and its folder if nothing else is in it.
+    A link goes alone. A path where nothing is passes.
 
     Raises CheckpointCorruptError if a manifest cannot be read, and StorageError.
     """

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import (
     DDPStrategy,
+    DeepSpeedStrategy,
     FSDPStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
@@ -39,7 +40,7 @@ from bytecheckpoint.integrations.lightning.paths import (
     saved_just_before,
 )
 from bytecheckpoint.integrations.lightning.plain_state import as_plain, from_plain, is_mid_epoch
-from bytecheckpoint.integrations.lightning.saves import SaveInFlight
+from bytecheckpoint.integrations.lightning.saves import SaveInFlight, refuse_deepspeed
 from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import LoadOptions, SaveOptions
@@ -70,6 +71,7 @@ class BcpStrategyMixin(Strategy):
         exception_timeout_s: float = 30.0,
         **kwargs: Any,
     ) -> None:
+        refuse_deepspeed(self, DeepSpeedStrategy)
         super().__init__(*args, **kwargs)
         self.bcp_async_save = async_save
         self.bcp_options = replace(options or SaveOptions(), overwrite=True)

@@ -32,6 +32,8 @@ from bytecheckpoint.integrations.transformers.folders import (
 from bytecheckpoint.integrations.transformers.saves import BesideFiles, Limit, TrainerSaves
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import SaveOptions
+from bytecheckpoint.storage.credentials import showable_url
+from bytecheckpoint.storage.open_store import is_plain_path
 
 try:
     from transformers import Trainer
@@ -166,6 +168,11 @@ class BcpTrainerMixin(Trainer):
             raise ValueError(
                 "push_to_hub=True uploads each checkpoint as the Trainer writes it, which BcpTrainerMixin does not: "
                 "leave it out, and call trainer.push_to_hub() after train(), which uploads the final model"
+            )
+        if not is_plain_path(self.args.output_dir):
+            raise ValueError(
+                f"output_dir is the URL {showable_url(self.args.output_dir)}, and the Trainer keeps its folders on a "
+                "disk; nothing was written: give a folder that all ranks share"
             )
         if self.is_deepspeed_enabled:
             raise ValueError(

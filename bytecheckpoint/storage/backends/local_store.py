@@ -2,7 +2,7 @@
 durably or not at all, names stay inside the root, and every failure is one of this library's errors.
 """
 
-# ruff: noqa: PTH100, PTH106, PTH108, PTH112, PTH116, PTH118, PTH120 - the calls of `os` by name: their order is the promise, and tests record it
+# ruff: noqa: PTH100, PTH106, PTH108, PTH116, PTH118, PTH120 - the calls of `os` by name: their order is the promise, and tests record it
 
 from __future__ import annotations
 
@@ -29,17 +29,20 @@ from bytecheckpoint.storage.backends.posix_errors import (
     write_error,
 )
 from bytecheckpoint.storage.backends.posix_files import (
+    file_in_the_way,
+    free_bytes,
     link,
     make_folders,
     publish,
     read_fully,
+    read_pieces,
     remove_quietly,
     sync_folder,
 )
 from bytecheckpoint.storage.inventory import StoredObject
 from bytecheckpoint.storage.object_io import count_bytes, take_blocks
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX, check_name, path_escape
-from bytecheckpoint.storage.store import Access, FillHook
+from bytecheckpoint.storage.store import Access, FillHook, PiecesHook
 
 _MAX_SUFFIX = 200
 """Characters of an object's name that its temporary file repeats; names end at 255 bytes."""
@@ -70,7 +73,7 @@ class LocalStore:
     @property
     def free_bytes(self) -> int | None:
         """Free space for an ordinary user; None if unknown."""
-        return _free_bytes(self._root)
+        return free_bytes(self._root)
 
     def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
         """Implements `Store`. One block is written by the caller's thread, several by `writer_threads`."""
@@ -111,6 +114,14 @@ class LocalStore:
             filled = read_fully(fd, byte_offset, flat, on_filled)
         if filled < flat.nbytes:
             raise truncated(path, wanted_end=byte_offset + flat.nbytes, found_end=byte_offset + filled)
+
+    def read_pieces(self, name: str, byte_offset: int, buffers: Sequence[memoryview], *, on_filled: PiecesHook) -> None:
+        """Implements `SupportsReadPieces`."""
+        path, end = self._resolve(check_name(name)), byte_offset + sum(map(len, buffers))
+        with _reading(path), _opened(path) as (fd, _):
+            found_end = byte_offset + read_pieces(fd, byte_offset, buffers, on_filled)
+        if found_end < end:
+            raise truncated(path, wanted_end=end, found_end=found_end)
 
     def read_whole(self, name: str, *, max_bytes: int) -> bytes:
         """Implements `SupportsReadWhole`: the open file gives the length."""
@@ -172,13 +183,13 @@ class LocalStore:
         except FileNotFoundError:
             return {}
         except NotADirectoryError as error:
-            raise is_a_file(_file_in_the_way(path)) from error
+            raise is_a_file(file_in_the_way(path)) from error
         except OSError as error:
             raise read_error(error, path, reason=describe(error), doing="list") from error
         return {name: None if size == _FOLDER else size for name, size in sizes.items() if size is not None}
 
     def delete(self, name: str) -> None:
-        """Implements `Store`. Removes folders that become empty as well: a store has no empty folders."""
+        """Removes folders that become empty as well: a store has no empty folders."""
         self.delete_many([name])
 
     def delete_many(self, names: Sequence[str]) -> None:
@@ -310,7 +321,7 @@ class _WriteErrors:
     def __init__(self, path: str, num_bytes: int) -> None:
         self._path = path
         self.num_bytes = num_bytes
-        self._free_bytes = _free_bytes(os.path.dirname(path))
+        self._free_bytes = free_bytes(os.path.dirname(path))
 
     def __enter__(self) -> None: ...
 
@@ -346,7 +357,7 @@ def _opened(path: str) -> Iterator[tuple[int, int]]:
         # Opening a pipe that someone put there would wait for its writer for ever but for O_NONBLOCK.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except NotADirectoryError as error:
-        raise is_a_file(_file_in_the_way(path)) from error
+        raise is_a_file(file_in_the_way(path)) from error
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -373,13 +384,6 @@ def _size(entry: os.DirEntry[str]) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def _file_in_the_way(path: str) -> str:
-    """Returns the part of the path that is a file instead of a folder."""
-    while not os.path.lexists(path):
-        path = os.path.dirname(path)
-    return path
-
-
 def _reason(error: OSError, path: str) -> str:
     """Returns the error's message. ENOSPC has two causes, of which only one is about bytes."""
     if error.errno == errno.ENOSPC:
@@ -388,13 +392,3 @@ def _reason(error: OSError, path: str) -> str:
             if status.f_files and not status.f_favail:
                 return f"{describe(error)}: the file system has no inodes left for new files (`df -i`); delete files"
     return describe(error)
-
-
-def _free_bytes(folder: str) -> int | None:
-    """Returns the space for an ordinary user, in bytes; the folder need not exist yet."""
-    while not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    with suppress(OSError):
-        status = os.statvfs(folder)
-        return status.f_bavail * status.f_frsize
-    return None

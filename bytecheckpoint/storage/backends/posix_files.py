@@ -10,12 +10,15 @@ import ctypes
 import errno
 import fcntl
 import os
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from bytecheckpoint.storage.store import FillHook
+from bytecheckpoint.storage.store import FillHook, PiecesHook
 
 _MAX_CALL_BYTES = 1 << 30
 """Linux moves at most 2 GiB - 4 KiB a call, macOS refuses more than 2 GiB - 1."""
+_MAX_BUFFERS = 1024
+"""Limit of the kernel for one call (UIO_MAXIOV)."""
 _CACHED_BYTES = 1 << 20
 """Length of a read that is still in the processor's cache afterwards."""
 
@@ -73,6 +76,64 @@ def read_fully(fd: int, byte_offset: int, buffer: memoryview, on_filled: FillHoo
         if on_filled is not None:
             on_filled(filled)
     return filled
+
+
+def read_pieces(fd: int, byte_offset: int, buffers: Sequence[memoryview], on_filled: PiecesHook) -> int:
+    """Fills buffers, none of them empty, with what follows from `byte_offset` on. Returns the number of bytes like
+    `read_fully`.
+    """
+    filled = first = 0
+    for last in _ends_of_calls(buffers):
+        some, wanted = buffers[first:last], sum(map(len, buffers[first:last]))
+        count = os.preadv(fd, some, byte_offset + filled)
+        if count < wanted:  # the end of the file, or a signal
+            count = _fill_rest(fd, byte_offset + filled, some, count)
+        filled, first = filled + count, last
+        if count < wanted:
+            break
+        on_filled(some)
+    return filled
+
+
+def _fill_rest(fd: int, byte_offset: int, buffers: Sequence[memoryview], filled: int) -> int:
+    """Fills what a call has not filled of these buffers. Returns the number of bytes that they hold then."""
+    start = 0
+    for buffer in buffers:
+        done = min(max(filled - start, 0), len(buffer))
+        done += read_fully(fd, byte_offset + start + done, buffer[done:])
+        start += done
+        if done < len(buffer):
+            break
+    return start
+
+
+def _ends_of_calls(buffers: Sequence[memoryview]) -> Iterator[int]:
+    """Yields the ends of runs of buffers that one call can fill, and of which the processor's cache can hold all."""
+    first = num_bytes = 0
+    for number, buffer in enumerate(buffers):
+        if number > first and (number - first == _MAX_BUFFERS or num_bytes + len(buffer) > _CACHED_BYTES):
+            yield number
+            first, num_bytes = number, 0
+        num_bytes += len(buffer)
+    if buffers:
+        yield len(buffers)
+
+
+def file_in_the_way(path: str) -> str:
+    """Returns the part of the path that is a file instead of a folder."""
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def free_bytes(folder: str) -> int | None:
+    """Returns the space for an ordinary user, in bytes; the folder need not exist yet."""
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    with suppress(OSError):
+        status = os.statvfs(folder)
+        return status.f_bavail * status.f_frsize
+    return None
 
 
 def publish(temporary: str, path: str, *, replace: bool) -> None:

@@ -97,6 +97,17 @@ def test_another_number_of_registered_objects_is_refused(tmp_path: Path) -> None
         load_state(accelerator(), tmp_path)
 
 
+def test_a_folder_of_accelerate_itself_is_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
+    first, (model, *_) = two_of_each(1)
+    first.save_state(tmp_path)
+    second, (other, *_) = two_of_each(2)
+    before = other.weight.detach().clone()
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"accelerator\.load_state"):
+        load_state(second, tmp_path)
+    assert torch.equal(other.weight, before)
+    assert not torch.equal(other.weight, model.weight)
+
+
 def left(of_all: Any, folder: Path) -> list[str]:
     """The checkpoints that are there once all that is due is deleted."""
     states._FOLDERS[of_all].wait(60)

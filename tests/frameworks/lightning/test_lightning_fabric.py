@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.fabric.strategies
+import lightning.pytorch.strategies
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -12,7 +14,12 @@ from lightning.fabric.strategies import SingleDeviceStrategy
 from torch import nn
 
 import bytecheckpoint as bcp
-from bytecheckpoint.integrations.lightning import BcpFabricDDPStrategy, BcpFabricFSDPStrategy, BcpFabricMixin
+from bytecheckpoint.integrations.lightning import (
+    BcpFabricDDPStrategy,
+    BcpFabricFSDPStrategy,
+    BcpFabricMixin,
+    BcpStrategyMixin,
+)
 
 pytestmark = [
     pytest.mark.frameworks,
@@ -105,3 +112,16 @@ def test_ready_strategies_are_fabrics_own() -> None:
     for strategy in (BcpFabricDDPStrategy(async_save=False), BcpFabricFSDPStrategy(state_dict_type="full")):
         assert isinstance(strategy, BcpFabricMixin)
         assert strategy.bcp_options.overwrite
+
+
+@pytest.mark.parametrize(
+    ("mixin", "theirs"),
+    [
+        (BcpStrategyMixin, lightning.pytorch.strategies.DeepSpeedStrategy),
+        (BcpFabricMixin, lightning.fabric.strategies.DeepSpeedStrategy),
+    ],
+)
+def test_the_strategy_of_deepspeed_is_refused(mixin: type, theirs: type) -> None:
+    mixed = type("Mine", (mixin, theirs), {})
+    with pytest.raises(bcp.CheckpointMismatchError, match="Mine is DeepSpeed's strategy"):
+        mixed()

@@ -1,5 +1,5 @@
-"""Runs examples/ray_train.py in a cluster of Ray's on this machine: undisturbed, and with a worker that is killed. Ends
-every process of the cluster.
+"""Runs examples/ray_train.py in a cluster of Ray's on this machine: undisturbed, and with a worker that is killed. Then
+a run keeps the best by a metric. Ends every process of the cluster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_V2_ENABLED": "1", "RAY
 import psutil
 import ray
 import ray.cloudpickle
+import torch
+from ray.train import CheckpointConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
 
+import bytecheckpoint as bcp
+from bytecheckpoint.integrations.ray import report, run_path
+
+SCORES = (1.0, 3.0, 0.0, 2.0)
+"""Of steps 0 to 3 in the run that keeps the best."""
 EXAMPLE = Path(__file__).parents[3] / "examples" / "ray_train.py"
 
 
@@ -32,6 +40,20 @@ def the_example() -> Any:
     spec.loader.exec_module(module)
     ray.cloudpickle.register_pickle_by_value(module)  # workers cannot import it
     return module
+
+
+def save_scored(_: dict[str, Any]) -> None:
+    for step, score in enumerate(SCORES):
+        handle = bcp.save(run_path(), {"weight": torch.full((4,), score)}, step=step, async_save=True)
+        report({"score": score}, handle)
+
+
+def run_scored(storage: Path) -> dict[str, Any]:
+    best = CheckpointConfig(num_to_keep=1, checkpoint_score_attribute="score", checkpoint_score_order="max")
+    run = RunConfig(name="scored", storage_path=str(storage), checkpoint_config=best)
+    result = TorchTrainer(save_scored, scaling_config=ScalingConfig(num_workers=2), run_config=run).fit()
+    found = result.get_best_checkpoint("score", "max")
+    return {"best": found.path, "newest": result.checkpoint.path}
 
 
 def main() -> None:
@@ -54,6 +76,7 @@ def main() -> None:
         for name, more in {"whole": [], "killed": ["--kill-at", "7"]}.items():
             result = example.main(["--storage", str(arguments.storage), "--name", name, *more])
             results[name] = {"checkpoint": result.checkpoint.path, "metrics": result.metrics}
+        results["scored"] = run_scored(arguments.storage)
         arguments.report.write_text(json.dumps(results))
     finally:
         begun = psutil.Process().children(recursive=True)

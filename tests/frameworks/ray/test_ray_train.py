@@ -45,6 +45,7 @@ def test_a_run_whose_worker_was_killed_gives_the_same_losses_and_parameters(runs
     assert losses[0] != losses[1]
     assert progress(runs["killed"], "losses") == losses
     assert runs["killed"]["metrics"] == runs["whole"]["metrics"]
+    assert "data" in killed.objects
     assert sorted(killed) == sorted(whole)
     for name, tensor in whole.items():
         assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(killed[name])), name
@@ -62,6 +63,13 @@ def test_ray_keeps_as_many_as_it_is_told(runs: dict[str, Any], name: str) -> Non
     assert newest.name == "step_00000009"
     assert bcp.steps(newest.parent) == [7, 9]
     assert sorted(path.name for path in newest.parent.glob("step_*")) == ["step_00000007", "step_00000009"]
+
+
+def test_ray_keeps_the_best_by_a_metric_and_the_newest(runs: dict[str, Any]) -> None:
+    best, newest = (Path(runs["scored"][name]) for name in ("best", "newest"))
+    assert (best.name, newest.name) == ("step_00000001", "step_00000003")
+    assert bcp.steps(best.parent) == [1, 3]
+    assert bcp.load_tree(best)["weight"].tolist() == [3.0] * 4
 
 
 def test_the_checkpoint_loads_into_a_plain_model(runs: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
 import bytecheckpoint as bcp
 from bytecheckpoint.integrations.torchtitan import BcpCheckpointManager
+from bytecheckpoint.saving.handle import SaveHandle
 from frameworks.torchtitan import titan_runs
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("ignore")]
@@ -105,6 +106,16 @@ def test_everything_comes_back(run: Run, tmp_path: Path) -> None:
     loaded = next(iter(again.optimizers.optimizers[0].state.values()))
     assert torch.equal(first["exp_avg"], loaded["exp_avg"])
     again.manager.close()
+
+
+def test_the_optimizers_step_only_when_the_save_before_has_staged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    staged, step = SaveHandle.staged, run.optimizers.step
+    monkeypatch.setattr(SaveHandle, "staged", lambda self, *given: (staged(self, *given), calls.append("staged")))
+    monkeypatch.setattr(run.optimizers, "step", lambda: (calls.append("step"), step()))
+    for _ in range(3):
+        run.step()
+    assert calls == ["step", "staged", "step", "staged", "step"]
 
 
 def test_an_empty_folder_is_a_fresh_start(run: Run) -> None:

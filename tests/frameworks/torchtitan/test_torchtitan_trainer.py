@@ -42,12 +42,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs on two ranks: whole, killed after `step-3`, and stopped by a signal; then the killed one goes on."""
     folder = tmp_path_factory.mktemp("titan")
     titan_runs.make_assets(folder)
-    whole = [{"name": "whole"}, {"name": "streams", "streams": True}]
+    whole = [{"name": "whole"}, {"name": "streams", "streams": True, "dropout": 0.0}]
     run(folder, 2, [*whole, {"name": "killed", "kill_at": 5}], ends=KILLED)
+    shuffled = {"name": "shuffled", "streams": True}
+    run(folder, 2, [shuffled, {**shuffled, "name": "shuffled_again", "kill_at": 5}], ends=KILLED)
     for name in ("again", "replicated", "refused"):
         shutil.copytree(folder / "killed", folder / name)
-    own = {"name": "stopped", "streams": True, "term_at": 1, "checkpoint": {"interval": 100}}
-    run(folder, 2, [{"name": "again"}, {"name": "replicated", "replicate": 2}, own], ends=STOPPED)
+    own = {"name": "stopped", "streams": True, "dropout": 0.0, "term_at": 1, "checkpoint": {"interval": 100}}
+    resumed = [{"name": "again"}, {"name": "replicated", "replicate": 2}, {**shuffled, "name": "shuffled_again"}]
+    run(folder, 2, [*resumed, own], ends=STOPPED)
     return folder
 
 
@@ -80,6 +83,15 @@ def test_a_killed_run_goes_on_bit_for_bit(folder: Path) -> None:
     assert same_tensors(folder / "whole/checkpoint/step-6", folder / "again/checkpoint/step-6")
 
 
+def test_a_killed_run_with_dropout_over_shuffled_streams_goes_on_bit_for_bit(folder: Path) -> None:
+    lines = (folder / "shuffled_again.losses").read_text().splitlines()
+    assert [int(line.split()[0]) for line in lines] == [1, 2, 3, 4, 5, 4, 5, 6]
+    assert losses(folder, "shuffled_again") == losses(folder, "shuffled")
+    assert losses(folder, "shuffled") != losses(folder, "streams")
+    ends = (folder / name / "checkpoint/step-6" for name in ("shuffled", "shuffled_again"))
+    assert same_tensors(*ends)
+
+
 def test_it_goes_on_without_sharding(folder: Path) -> None:
     whole = losses(folder, "whole")
     assert losses(folder, "replicated") == pytest.approx({step: whole[step] for step in (4, 5, 6)}, rel=1e-6)
@@ -90,7 +102,7 @@ def test_a_signal_saves_the_step_and_ends_the_run_and_three_ranks_go_on(folder: 
     last = max(stopped)
     assert last < 6
     assert [path.name for path in (folder / "stopped/checkpoint").glob("step-*")] == [f"step-{last}"]
-    ended = run(folder, 3, [{"name": "stopped", "streams": True}, {"name": "refused"}], ends=1)
+    ended = run(folder, 3, [{"name": "stopped", "streams": True, "dropout": 0.0}, {"name": "refused"}], ends=1)
     together = losses(folder, "stopped")
     assert list(together) == [1, 2, 3, 4, 5, 6]
     assert together == pytest.approx(streams, rel=1e-5)

@@ -44,7 +44,9 @@ class Training:
     checkpoint: dict[str, Any] = field(default_factory=dict)
     """Fields of BcpCheckpointManager.Config."""
     streams: bool = False
-    """Data from streams, which any number of ranks reads, and not torchtitan's text loader."""
+    """Data from shuffled streams, which any number of ranks reads, and not torchtitan's text loader."""
+    dropout: float = 0.1
+    """0 for a run that goes on with other ranks, whose dropout would be another."""
     replicate: int = 1
     kill_at: int = 0
     """Step at which each rank kills itself, once `step-3` is committed."""
@@ -77,7 +79,9 @@ class StreamsLoader(DataLoader, BaseDataLoader):
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **kwargs: Any) -> None:
         del config, kwargs
         self.dp_rank, self.dp_world_size = dp_rank, dp_world_size
-        sources = {f"s{number:02d}": samples(number) for number in range(NUM_STREAMS)}
+        sources = {
+            f"s{number:02d}": bcp.data.ShuffleBuffer(samples(number), 4, seed=number) for number in range(NUM_STREAMS)
+        }
         streams = bcp.data.Streams(sources, rank=dp_rank, size=dp_world_size)
         DataLoader.__init__(self, streams, batch_size=NUM_STREAMS // dp_world_size)
 
@@ -179,9 +183,9 @@ def config_of(folder: Path, training: Training, *, world_size: int) -> Trainer.C
     config = on_cpu(llama3_debugmodel(), folder)
     config.dump_folder = str(folder / training.name)
     config.training.steps = training.steps
+    config.model_spec.model.dropout = training.dropout
     if training.streams:
         config.dataloader = StreamsLoader.Config()
-        config.model_spec.model.dropout = 0.0  # on other ranks it would be another
         config.training.local_batch_size = NUM_STREAMS // world_size
     config.parallelism.data_parallel_replicate_degree = training.replicate
     own = {"enable": True, "interval": 3, "last_save_model_only": False, **training.checkpoint}

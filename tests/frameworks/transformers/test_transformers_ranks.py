@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from rank_programs import run_ranks
 
 import bytecheckpoint as bcp
@@ -57,6 +58,20 @@ def test_fsdp2_stops_by_a_signal_to_one_rank_goes_on_and_loads_elsewhere(tmp_pat
     alone.train(resume_from_checkpoint=True)
     assert alone.state.global_step == 12
     assert sorted(losses(alone)) == list(range(1, 13))
+
+
+def test_fsdp2_goes_on_bit_for_bit_after_both_ranks_were_killed(tmp_path: Path) -> None:
+    out, killed = tmp_path / "run", [-signal.SIGKILL] * 2
+    run_ranks(PROGRAM, ["fsdp_killed", out], world_size=2, exit_codes=killed, environment=ENVIRONMENT)
+    assert not (out / "checkpoint-6").exists()
+    run_ranks(PROGRAM, ["fsdp_resumed", out], world_size=2, environment=ENVIRONMENT)
+    ends = [bcp.open(tmp_path / name / "checkpoint-10").state_dict() for name in ("run", "whole")]
+    assert ends[0].keys() == ends[1].keys()
+    assert [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])] == []
+
+
+def test_fsdp2_loads_the_best_checkpoint_at_the_end_and_keeps_it_alone(tmp_path: Path) -> None:
+    run_ranks(PROGRAM, ["fsdp_best", tmp_path], world_size=2, environment=ENVIRONMENT)
 
 
 def test_fsdp2_saves_the_adapters_of_peft_alone(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers")
 from bytecheckpoint.integrations.transformers import last_checkpoint  # noqa: E402
 from bytecheckpoint.integrations.transformers.saves import Limit, TrainerSaves  # noqa: E402
 from bytecheckpoint.storage import layout  # noqa: E402
+from bytecheckpoint.tools.analysis.diagnosis.checkpoint_diagnosis import diagnose  # noqa: E402
 from frameworks.transformers.trainer_runs import (  # noqa: E402
     AtStep,
     BcpTrainer,
@@ -347,6 +348,52 @@ def test_only_the_model_is_saved_if_the_arguments_say_so(tmp_path: Path) -> None
 def test_uploads_of_checkpoints_are_refused_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"call trainer\.push_to_hub\(\) after train"):
         trainer(tmp_path, push_to_hub=True)
+
+
+def test_an_output_folder_that_is_a_url_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url in ("s3://bucket/run", "file:///bucket/run", "s3:/bucket/run"):
+        with pytest.raises(ValueError, match=r"output_dir is the URL .*bucket/run.*give a folder"):
+            trainer(tmp_path, output_dir=url)
+    assert list(tmp_path.iterdir()) == []
+
+
+class UnderDeepSpeed(BcpTrainer):
+    """A Trainer whose accelerate runs DeepSpeed, as it says itself: that package is not in this environment."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.is_deepspeed_enabled = True
+
+
+def test_deepspeed_under_the_trainer_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"bytecheckpoint\.integrations\.deepspeed"):
+        trainer(tmp_path, kind=UnderDeepSpeed)
+
+
+def test_another_dtype_is_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=2).train()
+    other = trainer(tmp_path, model=small_model().bfloat16(), max_steps=4)
+    before = parameters(other)
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"dtype.*nothing was loaded"):
+        other.train(resume_from_checkpoint=True)
+    assert are_equal(parameters(other), before)
+
+
+def test_doctor_says_what_a_folder_of_the_trainer_is_and_its_line_loads_the_model(tmp_path: Path) -> None:
+    run = trainer(tmp_path, max_steps=2)
+    run.train()
+    found = diagnose(str(tmp_path / "checkpoint-2"), {})
+    assert found.origin == ("this library within the Trainer of transformers", "'trainer' in the metadata")
+    assert {part.name for part in found.parts} == {"model", "optimizer", "scheduler", "rng"}
+    (alone,) = (code for code in found.code if code.does == "load the model alone")
+    names: dict[str, Any] = {"bcp": bcp, "model": small_model()}
+    exec("\n".join(alone.lines), names)
+    assert are_equal(dict(names["model"].named_parameters()), parameters(run))
+    beside = diagnose(str(tmp_path), {})
+    assert [(Path(each.path).name, each.committed) for each in beside.neighbours] == [("checkpoint-2", True)]
 
 
 def test_a_lost_trainer_state_comes_back_from_the_checkpoint(tmp_path: Path, uninterrupted: Any) -> None:

@@ -12,7 +12,18 @@ import torch.distributed as dist
 from accelerate.state import DistributedType, PartialState
 from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
-from trainer_runs import BcpTrainer, are_equal, kill_after, losses, parameters, small_model, terminate, trainer
+from trainer_runs import (
+    AtStep,
+    BcpTrainer,
+    are_equal,
+    folders,
+    kill_after,
+    losses,
+    parameters,
+    small_model,
+    terminate,
+    trainer,
+)
 from transformers import TrainingArguments
 
 HALF = {"per_device_train_batch_size": 4}
@@ -66,6 +77,43 @@ def fsdp(out: Path) -> None:
     again.save_model(str(out / "final"))
 
 
+def fsdp_killed(out: Path) -> None:
+    """FSDP2: both ranks die after step 5."""
+    trainer(out, at_step={5: kill_after(out / "checkpoint-4")}, kind=ShardedOnCpu, **FSDP).train()
+
+
+def fsdp_resumed(out: Path) -> None:
+    """FSDP2: goes on after `fsdp_killed`, and compares with a run that was not interrupted."""
+    again = trainer(out, kind=ShardedOnCpu, save_total_limit=2, **FSDP)
+    again.train(resume_from_checkpoint=True)
+    whole = trainer(out.with_name("whole"), kind=ShardedOnCpu, **FSDP)
+    whole.train()
+    assert are_equal(parameters(again), parameters(whole))
+    assert losses(again) == losses(whole)
+    assert folders(out) == ["checkpoint-10", "checkpoint-8"]
+
+
+class ScoredOnCpu(ShardedOnCpu):
+    """Its evaluations say that step 4 is the best, after a real evaluation."""
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        return super().evaluate(*args, **kwargs) | {"eval_loss": abs(self.state.global_step - 4.0)}
+
+
+def fsdp_best(out: Path) -> None:
+    """FSDP2: the best checkpoint stays, and is loaded at the end."""
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
+    run = trainer(out, kind=ScoredOnCpu, max_steps=8, **best, **FSDP)
+    at: dict[int, Any] = {}
+    for step in (4, 8):
+        run.add_callback(AtStep(step, lambda step=step: at.update({step: parameters(run)})))
+    run.train()
+    assert run.state.best_model_checkpoint == str(out / "checkpoint-4")
+    assert are_equal(parameters(run), at[4])
+    assert not are_equal(parameters(run), at[8])
+    assert folders(out) == ["checkpoint-4"]
+
+
 def fsdp_adapters(out: Path) -> None:
     """FSDP2 with PEFT: adapters alone are saved, and the run goes on."""
     first = trainer(out, model=get_peft_model(small_model(), LORA), kind=ShardedOnCpu, **FSDP)
@@ -76,5 +124,6 @@ def fsdp_adapters(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    {each.__name__: each for each in (killed, resumed, fsdp, fsdp_adapters)}[sys.argv[1]](Path(sys.argv[2]))
+    ways = (killed, resumed, fsdp, fsdp_killed, fsdp_resumed, fsdp_best, fsdp_adapters)
+    {each.__name__: each for each in ways}[sys.argv[1]](Path(sys.argv[2]))
     dist.destroy_process_group()

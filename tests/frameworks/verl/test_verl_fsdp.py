@@ -30,6 +30,8 @@ from bytecheckpoint.integrations import verl as bcp_verl
 from bytecheckpoint.integrations.shared import numbered_folders
 from bytecheckpoint.integrations.verl import BcpFSDPCheckpointManager
 from bytecheckpoint.integrations.verl.steps import RoleSaves
+from bytecheckpoint.staging.host_buffers import StagingMemory
+from bytecheckpoint.tools.analysis.diagnosis.checkpoint_diagnosis import diagnose
 from frameworks.verl import verl_program
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1800)]
@@ -71,6 +73,17 @@ def test_a_killed_run_goes_on_bit_for_bit_and_three_ranks_go_on_from_two(
     part = run(tmp_path / "part", 6, "no-optimizer")
     assert part[5] == whole[5]
     assert part[6] != whole[6]
+
+
+def test_seeds_of_ranks_shuffled_streams_and_saves_in_the_background_go_on_bit_for_bit(tmp_path: Path) -> None:
+    words = ("streams", "async")
+    expected = run(tmp_path / "whole", 6, *words)
+    run(tmp_path / "again", 5, *words, "kill", ends=KILLED)
+    assert (tmp_path / "again/latest_checkpointed_iteration.txt").read_text() == "4"
+    assert run(tmp_path / "again", 6, *words) == {step: expected[step] for step in (5, 6)}
+    ends = [bcp.open(tmp_path / name / "global_step_6/actor").state_dict() for name in ("whole", "again")]
+    assert ends[0].keys() == ends[1].keys()
+    assert [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])] == []
 
 
 def test_adapters_alone_are_saved_and_loaded_and_the_background_writes_the_tracker(tmp_path: Path) -> None:
@@ -180,6 +193,25 @@ def test_actor_and_critic_are_roles_of_one_step_with_the_drivers_loader(tmp_path
     model = verl_program.tiny(lora=False, seed=9)
     bcp.load(tmp_path / "global_step_2", {"model": model}, role="critic", step=None)
     assert torch.equal(model.model.norm.weight, job.critic.model.model.norm.weight.full_tensor())
+
+
+def test_doctor_says_what_a_step_of_verl_is_and_its_line_loads_a_role(tmp_path: Path) -> None:
+    job = Job(tmp_path, seed=0, async_save=False)
+    job.train(3)
+    job.save()
+    step = diagnose(str(tmp_path / "global_step_3"), {})
+    assert [(Path(each.path).name, each.format) for each in step.neighbours] == [
+        ("actor", "bytecheckpoint"),
+        ("critic", "bytecheckpoint"),
+        ("data.pt", "torch.save"),
+    ]
+    critic = diagnose(str(tmp_path / "global_step_3/critic"), {})
+    assert critic.origin == ("this library within verl", "'lora_only' in the metadata")
+    assert critic.step == 3
+    (alone,) = (code for code in critic.code if code.does == "load the model alone")
+    names: dict[str, Any] = {"bcp": bcp, "model": verl_program.tiny(lora=False, seed=9)}
+    exec("\n".join(alone.lines), names)
+    assert torch.equal(names["model"].model.norm.weight, job.critic.model.model.norm.weight.full_tensor())
 
 
 def wait_until(is_so: Any) -> None:
@@ -396,6 +428,38 @@ def test_weights_for_hugging_face_are_written_without_a_gather(tmp_path: Path) -
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "global_step_1/actor/huggingface")
     assert torch.equal(loaded.model.norm.weight, model.model.norm.weight.full_tensor())
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.full_tensor())
+
+
+def test_weights_for_hugging_face_with_adapters_are_refused(tmp_path: Path) -> None:
+    config = CheckpointConfig(save_contents=["model", "hf_model"], load_contents=["model"])
+    model, optimizer, _ = verl_program.parts(lora=True)
+    manager = BcpFSDPCheckpointManager(model=model, optimizer=optimizer, checkpoint_config=config)
+    with pytest.raises(bcp.CheckpointMismatchError, match="leave hf_model out"):
+        manager.save_checkpoint(str(tmp_path / "global_step_1/actor"), None, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_no_save_stages_more_than_staging_bytes(
+    tmp_path: Path, async_save: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = verl_program.sharded(verl_program.tiny(lora=False, seed=0, hidden_size=1024, intermediate_size=1024))
+    optimizer = torch.optim.AdamW(model.parameters())
+    verl_program.step_on(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2), 1)
+    num_bytes = 3 * sum(each.numel() * each.element_size() for each in model.parameters())
+    options = bcp.SaveOptions(staging_bytes=num_bytes // 4)
+    monkeypatch.setattr(BcpFSDPCheckpointManager, "bcp_options", options)
+    staged: list[int] = []
+    take = StagingMemory.take
+    monkeypatch.setattr(StagingMemory, "take", lambda self, length: (staged.append(length), take(self, length))[1])
+    config = CheckpointConfig(async_save=async_save)
+    manager = BcpFSDPCheckpointManager(model=model, optimizer=optimizer, checkpoint_config=config)
+    path = tmp_path / "global_step_1/actor"
+    manager.save_checkpoint(str(path), None, 1)
+    manager.wait()
+    assert bcp.open(path).info.num_bytes >= num_bytes
+    assert max(staged, default=0) <= num_bytes // 4
+    assert bool(staged) == async_save
 
 
 def test_install_puts_the_manager_into_verls_engine(monkeypatch: pytest.MonkeyPatch) -> None:

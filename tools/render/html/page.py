@@ -31,7 +31,7 @@ table { border-collapse: collapse; margin: .6em 0; }
 th { text-align: left; font-weight: 600; white-space: nowrap; }
 th, .rest { color: color-mix(in srgb, var(--ink) 72%, var(--paper)); }
 td, th { padding: .15em 1em .15em 0; vertical-align: top; }
-td:first-child { font-family: ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; min-width: 7em; }
+td:first-child { font-family: ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; min-width: 9em; }
 tr:target { background: var(--mark); }
 th button { all: unset; cursor: pointer; }
 th button:focus-visible { outline: 2px solid; }

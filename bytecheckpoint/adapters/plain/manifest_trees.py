@@ -1,0 +1,64 @@
+"""The plain data of a whole manifest: the trees of all its entries and ranks, and the tensors that they refer to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bytecheckpoint.adapters.expectation import RankMissing
+from bytecheckpoint.adapters.plain.plain_data import (
+    decode_plain,
+    decode_refs,
+    encode_plain,
+    is_content_fqn,
+    keep_in_tree,
+)
+from bytecheckpoint.adapters.plain.plain_tree import leaves
+from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.manifest.plain_wire import TensorRef
+
+_LONG = 1 << 14
+"""Plain data of fewer bytes is decoded in less time than it takes to find out about it."""
+
+
+def tensor_dicts(manifest: Manifest) -> dict[str, dict[str, str]]:
+    """Returns the FQNs of tensors by name for each entry that is a long dict of tensors alone, each named after the
+    entry and its key, by the FQN of the entry.
+    """
+    found = {fqn: decode_refs(data) for fqn, data in manifest.objects.items() if fqn and len(data) > _LONG}
+    return {fqn: refs for fqn, refs in found.items() if refs and _are_own_names(fqn, refs)}
+
+
+def _are_own_names(fqn: str, refs: Mapping[str, str]) -> bool:
+    """Returns True if the dict of this FQN has each tensor under the last part of its own FQN."""
+    text = "\n".join(refs.values())  # compared as one text: in a list each would be made and compared alone
+    return text == f"{fqn}." + f"\n{fqn}.".join(refs) and text.count("\n") == len(refs) - 1
+
+
+def named_by_content(manifest: Manifest) -> set[str]:
+    """Returns the tensors that plain data of any rank refers to by another name than that of the leaf that they are."""
+    is_any = "@" in "".join(manifest.tensors)
+    candidates = {fqn for fqn in manifest.tensors if "@" in fqn and is_content_fqn(fqn)} if is_any else set()
+    if not candidates:
+        return candidates
+    found = (item for fqn, data in all_trees(manifest) for item in leaves(decode_plain(data), fqn).items())
+    return candidates & {value.fqn for fqn, value in found if isinstance(value, TensorRef) and value.fqn != fqn}
+
+
+def all_trees(manifest: Manifest) -> list[tuple[str, bytes]]:
+    """Returns the encoded plain data of every rank, each after the FQN of its entry."""
+    of_ranks = [(fqn, data) for fqn, by_rank in manifest.rank_objects.items() for data in by_rank.values()]
+    return [*manifest.objects.items(), *of_ranks]
+
+
+def common_tree(trees: Sequence[Any]) -> Any:
+    """Returns the first tree, with what is not the same in all of them, or not in all, marked as missing."""
+    if all(isinstance(tree, dict) for tree in trees):
+        by_key: dict[Any, list[Any]] = {}
+        for key, item in (item for tree in trees for item in tree.items()):
+            by_key.setdefault(key, []).append(item)
+        num = len(trees)
+        return {key: common_tree(of) if len(of) == num else RankMissing(len(of)) for key, of in by_key.items()}
+    # Compared as bytes: the text of a tensor rounds its values and leaves out most of a long one.
+    is_same = len({encode_plain(tree, "", keep_in_tree) for tree in trees}) == 1
+    return trees[0] if is_same else RankMissing(len(trees))
