@@ -107,6 +107,7 @@ def do_more(campaign: Campaign, until_s: float) -> Row:
     before = _kept_row(campaign)
     if before.number is None:
         return run(campaign, seed=campaign.seed, trials=campaign.trials, until_s=until_s)
+    added(before, before)  # raises now what it would raise after the trials
     left = range(campaign.trials.stop if before.tried is None else before.tried, campaign.trials.stop)
     after = run(campaign, seed=campaign.seed, trials=left, until_s=until_s)
     return replace(added(before, after), asked=None if campaign.trials == EVERY else len(campaign.trials))

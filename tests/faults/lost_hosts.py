@@ -419,7 +419,7 @@ def outcome_of(found_by_trial: Iterable[tuple[int, Attempt]]) -> Outcome:
 
 RESULTS = {
     "the newest": "resumed at the newest step",
-    "an older one": "at an older one, which is all that was left",
+    "an older one": "at an older one because no more was left",
     "nothing left": "found nothing left and said so",
     "wrong": "wrong",
 }

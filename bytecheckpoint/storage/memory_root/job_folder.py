@@ -113,16 +113,18 @@ class JobFolder(NamedTuple):
     def remove_stale_temporaries(self) -> None:
         """Removes what killed processes were making of the job itself and of the memory root."""
         paths = [os.path.join(folder, name) for folder in (self.root, self.path) for name in os.listdir(folder)]
-        for path in paths:
-            is_temporary = os.path.basename(path).startswith(TEMPORARY_PREFIX)
+        for path in filter(_is_temporary, paths):
             with suppress(OSError):  # gone meanwhile, or another user's
-                if is_temporary and not _may_be_in_the_making(path):
+                if not _may_be_in_the_making(path):
                     os.unlink(path)
 
 
+def _is_temporary(path: str) -> bool:
+    return path.rpartition("/")[2].startswith(TEMPORARY_PREFIX)
+
+
 def _may_be_in_the_making(path: str) -> bool:
-    is_temporary = path.rpartition("/")[2].startswith(TEMPORARY_PREFIX)
-    return is_temporary and time.time() - os.stat(path).st_mtime <= _MAKING_S
+    return _is_temporary(path) and time.time() - os.stat(path).st_mtime <= _MAKING_S
 
 
 def job_name(location: str) -> str:
