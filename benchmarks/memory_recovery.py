@@ -33,6 +33,8 @@ import torch.distributed as dist
 import bytecheckpoint as bcp
 import bytecheckpoint.api  # the package imports it when it is first used, and that would be in each rank
 from bytecheckpoint.distributed.liveness import peer_watch
+from bytecheckpoint.staging.copy_slots import scan_copies
+from bytecheckpoint.storage.memory_root.job_folder import find_jobs
 from memory_hosts import NUM_RANKS, Sent, state_of
 from shared.machine import facts_line, machine_facts
 from shared.process_pool import free_port
@@ -44,8 +46,6 @@ KINDS: dict[str, dict[str, int]] = {
 }
 TITLES = ["memory", "processes lost, s", "a host, s", "two hosts, s", "MB sent for a host", "bare socket, s"]
 TITLES += ["a host / (processes + socket)"]
-LOST: tuple[tuple[int, ...], ...] = ((), (0,), (0, 1))
-"""The last two hold one another's copies, by the order of their labels."""
 STORED, NEWEST = 1, 2
 
 
@@ -69,7 +69,8 @@ def row_of(name: str, memory: dict[str, int], arguments: argparse.Namespace) -> 
         given = Given(f"{folder}/now", f"{disk}/run", memory, arguments.mib << 20)
         on_all_ranks(save, given)
         shutil.copytree(folder / "now", folder / "kept")
-        rounds = [[resumed(folder, given, lost) for lost in LOST] for _ in range(arguments.rounds)]
+        cases = ((), (0,), (0, partner_of(folder / "now")))
+        rounds = [[resumed(folder, given, lost) for lost in cases] for _ in range(arguments.rounds)]
     finally:
         shutil.rmtree(folder)
         shutil.rmtree(disk)
@@ -80,13 +81,22 @@ def row_of(name: str, memory: dict[str, int], arguments: argparse.Namespace) -> 
     return [name, *seconds, f"{num_sent / 1e6:.1f}", f"{raw_s:.3f}", f"{host_s / (all_s + raw_s):.2f}"]
 
 
+def partner_of(folder: Path) -> int:
+    """Returns the host without which host 0 is lost for good: that of its copies, or with parity any other."""
+    for host in range(1, NUM_RANKS):
+        ((job, _),) = find_jobs(f"{folder}/host{host}")
+        if any(slot.header is not None and slot.header.rank == 0 for slot in scan_copies(job, "copies")):
+            return host
+    return 1
+
+
 def resumed(folder: Path, given: Given, lost: tuple[int, ...]) -> tuple[float, int]:
     """Returns the seconds in which all ranks resume without these hosts, and the bytes that they send."""
     shutil.rmtree(folder / "now")
     shutil.copytree(folder / "kept", folder / "now")
     for host in lost:
         shutil.rmtree(folder / "now" / f"host{host}")
-    done = on_all_ranks(resume, given._replace(step=STORED if len(lost) == len(LOST[-1]) else NEWEST))
+    done = on_all_ranks(resume, given._replace(step=STORED if len(lost) > 1 else NEWEST))
     seconds = max(each.end_s for each in done) - min(each.begin_s for each in done)
     return seconds, sum(each.num_sent for each in done)
 
@@ -102,8 +112,7 @@ class Given(NamedTuple):
     """Of which all is left."""
 
     def options(self, rank: int, job: str = "") -> bcp.SaveOptions:
-        root = f"{self.folder}/{job}host{rank}"
-        return bcp.SaveOptions(memory=bcp.Memory(root=root, failure_domain=f"{rank}", **self.memory))
+        return bcp.SaveOptions(memory=bcp.Memory(root=f"{self.folder}/{job}host{rank}", **self.memory))
 
 
 class Resumed(NamedTuple):

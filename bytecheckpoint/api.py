@@ -88,7 +88,7 @@ def save(
         async_save=async_save,
         process_group=process_group,
         role=role,
-        make_metadata=lambda: metadata,
+        metadata=metadata,
         storage_options=storage_options,
         options=options or SaveOptions(),
         owner=None,

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 
-from bytecheckpoint.adapters.collect import collect_all, data_reports, entries_of, finish_all, random_restores
+from bytecheckpoint.adapters.collect import Entry, collect_all, data_reports, entries_of, finish_all, random_restores
 from bytecheckpoint.adapters.finite_check import check_finite
 from bytecheckpoint.adapters.frameworks.detect import Framework
 from bytecheckpoint.adapters.key_map import KeyMap, listed_globs
@@ -25,10 +25,11 @@ from bytecheckpoint.loading.exchange import Traffic, read_together
 from bytecheckpoint.loading.file_checks import plan_again, plan_together
 from bytecheckpoint.loading.match import Match, match_again
 from bytecheckpoint.loading.mismatches import warn_of_unused
-from bytecheckpoint.loading.name_scope import Fitted, NameScope, WantedState, fit_state
+from bytecheckpoint.loading.name_scope import Fitted, Matched, NameScope, WantedState, fit_state
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together, retry_replaced, wanted_step
 from bytecheckpoint.loading.overwrite_state import report_overwrite
 from bytecheckpoint.loading.read import Source
+from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory_tier.part_of_save import described, holding_first, memory_part, replicas_of, where_to
 from bytecheckpoint.memory_tier.resume import ResumeCall, ResumeLoads
 from bytecheckpoint.options import LoadOptions, SaveOptions
@@ -38,15 +39,17 @@ from bytecheckpoint.saving.commit import write_and_commit
 from bytecheckpoint.saving.global_plan import make_local_plan
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.saving.in_flight import (
+    ProcessState,
     note_load,
     process_state,
     reentry_refused,
     wait_until_numbered,
     wait_until_staged,
 )
-from bytecheckpoint.saving.prepare import PreparedSave, kind_of_snapshot
-from bytecheckpoint.saving.target import SaveCall, SaveOwner, check_metadata, open_target
+from bytecheckpoint.saving.prepare import PreparedSave, SnapshotKind, kind_of_snapshot
+from bytecheckpoint.saving.target import SaveCall, SaveOwner, SaveTarget, check_metadata, open_target
 from bytecheckpoint.saving.upload import write_upload_and_commit
+from bytecheckpoint.staging.memory_slots import MemoryPart
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.layout import check_step, root_of
 
@@ -64,14 +67,15 @@ def run_save(
     async_save: bool,
     process_group: dist.ProcessGroup | None,
     role: str | None,
-    make_metadata: Callable[[], Mapping[str, Any] | None],
+    metadata: Mapping[str, Any] | None = None,
+    make_metadata: Callable[[], Mapping[str, Any] | None] | None = None,
     storage_options: Mapping[str, Any] | None,
     options: SaveOptions,
     owner: SaveOwner | None,
     to: str = "storage",
 ) -> SaveHandle:
-    """Does what `save` says, for the `owner` of the root, if it has one. An error of `make_metadata` on one rank is
-    raised by all.
+    """Does what `save` says, for the `owner` of the root, if it has one. `make_metadata` returns the metadata in place
+    of `metadata`; its error on one rank is raised by all.
     """
     timer, process = PhaseTimer(), process_state()
     wait_until_numbered()
@@ -88,41 +92,75 @@ def run_save(
             if kind == "none":
                 slot.close()  # only what is staged needs the staging memory
         with call.phase("plan"):
-            step, metadata = check_step(step), check_metadata(make_metadata())
+            step = check_step(step)
+            made = check_metadata(metadata if make_metadata is None else make_metadata())
             target = open_target(
                 path, step=step, role=role, storage_options=storage_options, options=options, owner=owner
             )
-            target = described(target, options, only=only_memory)
-            memory = memory_part(process, target, options, only=only_memory)
-            if not only_memory:
-                process.check_writable(target.store, ranks)
+            place = _place_of(process, ranks, target, options, is_only=only_memory)
             entries = entries_of(state, framework)
-            contents = collect_all(entries)
-            check_finite(contents, check=options.check_finite, path=about.path, rank=ranks.global_ranks[ranks.rank])
-            kept = process.kept(target)
-            frozen = kept.frozen(entries)
-            replicas = replicas_of(memory, options)
-            local_plan = make_local_plan(
-                ranks, target, contents, options, plans=process.plans, frozen=frozen, replicas=replicas
-            )
             call = call._replace(about=about._replace(step=step))
-            prepared = PreparedSave(call, target, local_plan, kind=kind, options=options, kept=kept, memory=memory)
+            prepared = _plan_locally(process, call, place, entries, kind=kind, options=options)
 
         slot.callback(prepared.close)
         with prepared.meter.reports_failure():
             prepared.take_snapshot(entries)
 
-        finish: Callable[[], CheckpointInfo] = partial(write_and_commit, prepared, metadata)
-        if target.stage is not None:
+        finish: Callable[[], CheckpointInfo] = partial(write_and_commit, prepared, made)
+        if place.target.stage is not None:
             uploading = process.saves.uploading(staging_slot, prepared.close)
-            finish = partial(write_upload_and_commit, prepared, metadata, target.stage, uploading)
-        if memory is not None:
-            finish = holding_first(prepared, memory, metadata, finish)
+            finish = partial(write_upload_and_commit, prepared, made, place.target.stage, uploading)
+        if place.memory is not None:
+            finish = holding_first(prepared, place.memory, made, finish)
         if kind != "none" and not async_save:
             prepared.stage()
         if not (async_save and process.saves.run_in_background(prepared, finish, slot)):
             process.saves.run_now(prepared.progress, finish, slot, raises=not async_save)
     return SaveHandle(prepared.progress)
+
+
+class _SavePlace(NamedTuple):
+    """The target of a save and its part of the memory tier."""
+
+    target: SaveTarget
+    memory: MemoryPart | None
+
+
+def _place_of(
+    process: ProcessState, ranks: Ranks, target: SaveTarget, options: SaveOptions, *, is_only: bool
+) -> _SavePlace:
+    """Returns the place of a save to this target, or to memory only, once it is known that it can be written."""
+    target = described(target, options, only=is_only)
+    memory = memory_part(process, target, options, only=is_only)
+    if not is_only:
+        process.check_writable(target.store, ranks)
+    return _SavePlace(target, memory)
+
+
+def _plan_locally(
+    process: ProcessState,
+    call: SaveCall,
+    place: _SavePlace,
+    entries: list[Entry],
+    *,
+    kind: SnapshotKind,
+    options: SaveOptions,
+) -> PreparedSave:
+    """Collects the state of this rank and makes its local plan."""
+    ranks, target = call.ranks, place.target
+    contents = collect_all(entries)
+    check_finite(contents, check=options.check_finite, path=call.about.path, rank=ranks.global_ranks[ranks.rank])
+    kept = process.kept(target)
+    local_plan = make_local_plan(
+        ranks,
+        target,
+        contents,
+        options,
+        plans=process.plans,
+        frozen=kept.frozen(entries),
+        replicas=replicas_of(place.memory, options),
+    )
+    return PreparedSave(call, target, local_plan, kind=kind, options=options, kept=kept, memory=place.memory)
 
 
 @retry_replaced
@@ -161,19 +199,14 @@ def run_load(
         included, excluded = listed_globs("include", include), listed_globs("exclude", exclude)
         scope = NameScope(source.manifest, ranks.rank, ranks.num_ranks, key_map, included, excluded)
         wanted = WantedState(state, framework, cast=cast, strict=strict, ignored=ignored)
-        fitted = fit_state(ranks, scope, wanted, lambda seen: plan_together(ranks, source.showing(seen.manifest), seen))
+        fitted = fit_state(ranks, scope, wanted, partial(_plan_together, ranks, source))
         entries, stored, match, manifest, fetches, findings = fitted
         source = source.showing(manifest)
 
     with report_overwrite(source.changes, ranks), together(ranks, f"reading {about.path}", about=about):
         # Memory that does not exist yet is made only now that the load can no longer be refused.
         if any(tensor.is_meta for tensor in TargetShards.of(match.shards).seen_alone):
-            source.changes.make_memory()
-            refused = {problem.fqn for problem in match.problems}
-            for entry in entries:
-                entry.prepare(stored, refused)
-            match = match_again(entries, stored, match, cast=cast)
-            fetches = plan_again(source, match, checked=fetches)
+            match, fetches = _make_memory(source, fitted, cast=cast)
         try:
             with source.counting(ranks):
                 traffic = read_together(ranks, source, fetches, match)
@@ -190,6 +223,20 @@ def run_load(
         warn_of_unused(findings, report.path)
         logger.info("loaded %s in %.2f s", report.path, report.seconds)
     return report
+
+
+def _plan_together(ranks: Ranks, source: Source, matched: Matched) -> list[Fetch]:
+    return plan_together(ranks, source.showing(matched.manifest), matched)
+
+
+def _make_memory(source: Source, fitted: Fitted, *, cast: bool) -> tuple[Match, list[Fetch]]:
+    """Makes the memory that the state lacks, and returns the match with it and the plan to load it."""
+    source.changes.make_memory()
+    refused = {problem.fqn for problem in fitted.match.problems}
+    for entry in fitted.entries:
+        entry.prepare(fitted.stored, refused)
+    match = match_again(fitted.entries, fitted.stored, fitted.match, cast=cast)
+    return match, plan_again(source, match, checked=fitted.fetches)
 
 
 def run_resume(

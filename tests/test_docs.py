@@ -86,6 +86,15 @@ def test_the_calls_without_a_manager_save_load_and_read_rows(twice: list[dict[st
     assert Path("ckpt/step_00001000/manifest.bcp").is_file()
 
 
+def test_the_example_with_data_and_random_numbers_goes_on_in_the_middle_of_an_epoch(
+    twice: list[dict[str, Any]],
+) -> None:
+    first, again = (run(blocks_of(README)[2], {**names, "torch": torch}) for names in twice)
+    assert (first["report"], first["step"]) == (None, 127)
+    assert (again["report"].step, again["step"]) == (100, 127)
+    assert torch.equal(first["batch"], again["batch"])
+
+
 def test_the_loop_of_the_page_about_the_manager_runs(tmp_path: Path) -> None:
     names = {"root": tmp_path, "state": {"model": mlp()}, "num_steps": 501, "train": float}
     run(blocks_of(ROOT / "docs" / "manager.md")[0], {"bcp": bcp, **names})
@@ -268,7 +277,7 @@ def test_there_is_no_block_of_python_that_no_test_knows() -> None:
     """tests/test_site.py runs those of RUN_HERE."""
     numbers = {page.name: len(blocks_of(page)) for page in PAGES if page not in RUN_HERE and blocks_of(page)}
     assert numbers == {
-        "README.md": 2,
+        "README.md": 3,
         "CONTRIBUTING.md": 1,
         "placements.md": 1,
         "accelerate.md": 2,  # tests/frameworks/accelerate/test_accelerate_page.py runs them

@@ -102,10 +102,12 @@ def with_output_options(command: _Command) -> Callable[..., Any]:
     """Adds `--json` and the options of storages, which every command takes; passes the latter as part of `access`."""
 
     @wraps(command)
-    def run(*, storage_options: Mapping[str, Any], **given: Any) -> Any:
-        step, follow_links = given.pop("step", "latest"), given.pop("follow_links", False)
-        of_s3 = {name: given.pop(name) for name in ("endpoint_url", "profile")}
-        return command(access=AccessOptions(_with_s3_options(storage_options, of_s3), step, follow_links), **given)
+    def run(*, storage_options: Mapping[str, Any], **arguments: Any) -> Any:
+        step, follow_links = arguments.pop("step", "latest"), arguments.pop("follow_links", False)
+        s3_options = {name: arguments.pop(name) for name in ("endpoint_url", "profile")}
+        return command(
+            access=AccessOptions(_with_s3_options(storage_options, s3_options), step, follow_links), **arguments
+        )
 
     run = click.option(
         "--storage-option",

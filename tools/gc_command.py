@@ -1,4 +1,4 @@
-"""`bcp gc`: lists and removes what dead saves have left."""
+"""`bcp gc`: lists and removes what abandoned saves have left."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def gc(
     as_json: bool,
 ) -> int:
     """List data files, temporaries and unfinished uploads under ROOT of saves that never committed, and with --delete
-    remove what dead saves left.
+    remove what abandoned saves left.
 
     A save is taken for dead when nothing that it wrote has changed for --older-than. Committed checkpoints are never
     touched, nor is anything that no save of this library has written. With --memory, what an ended job holds in memory
@@ -237,7 +237,7 @@ def _print(store: Store, rows: Sequence[GarbageRow], found: Garbage, failures: S
     size = size_text(sum(item.num_bytes for item in dead))
     did = "removed" if is_real else "to be removed with --delete"
     if rows:
-        screen.line(f"{store}: {count_text(len(dead), 'leftover')} of dead saves, {size}, {did}", style="bold")
+        screen.line(f"{store}: {count_text(len(dead), 'leftover')} of abandoned saves, {size}, {did}", style="bold")
         screen.section(_table(str(store), is_real=is_real), rows)
     else:
         screen.line(f"{store}: nothing is left of saves that did not commit", style="bold green")

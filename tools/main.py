@@ -37,7 +37,7 @@ _COMMANDS = {
     "diff": _Place("diff", "Compare two checkpoints."),
     "doctor": _Place("doctor", "Measure a storage, or tell what a folder of unknown origin is."),
     "du": _Place("listing.du", "Add up the bytes that checkpoints take."),
-    "gc": _Place("gc_command", "List what dead saves left; remove it with --delete."),
+    "gc": _Place("gc_command", "List what abandoned saves left; remove it with --delete."),
     "keep": _Place("keep", "List which checkpoints policies keep; delete the others with --delete."),
     "ls": _Place("listing.ls", "List the checkpoints under a root."),
     "memory": _Place("listing.memory", "List what memory holds; bring it to storage."),

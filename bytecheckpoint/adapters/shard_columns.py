@@ -76,7 +76,7 @@ class _MemoryPlaces(NamedTuple):
     starts: Int64s
     """Address of each tensor's storage."""
     storages: list[torch.UntypedStorage]
-    apart: dict[int, torch.Tensor]
+    separate: dict[int, torch.Tensor]
     """Tensors whose bytes do not follow in memory, and copies that stand for tensors, by number."""
 
 
@@ -118,8 +118,8 @@ class ShardColumns(Sequence[LocalShard]):
 
     def _memory_of(self, index: int) -> torch.Tensor:
         places, (dtype, shape, _) = self._places, self._layout.looks[index]
-        if index in places.apart:
-            return places.apart[index]
+        if index in places.separate:
+            return places.separate[index]
         # From the storage: the tensor itself may have been given other memory since it was looked at.
         memory = torch.empty(0, dtype=dtype, device="cpu")
         if self._layout.lengths[index]:
@@ -133,7 +133,7 @@ class ShardColumns(Sequence[LocalShard]):
             return
         places = self._places
         for number in np.flatnonzero(np.isin(places.starts, np.fromiter(changing, np.int64))).tolist():
-            places.apart[number] = copied(self._memory_of(number))
+            places.separate[number] = copied(self._memory_of(number))
             places.addresses[number] = 0
 
 

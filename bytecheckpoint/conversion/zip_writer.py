@@ -51,7 +51,7 @@ def archive_runs(members: Sequence[ZipMember], *, first_run: int) -> list[FileRu
     placed: list[_PlacedMember] = []
     position = 0
     for member in members:
-        header, descriptor = _around(member, position, number=first_run + len(runs) + 1)
+        header, descriptor = _header_and_trailer(member, position, number=first_run + len(runs) + 1)
         length = run_bytes(member.content)
         checksum = zlib.crc32(member.content) if isinstance(member.content, bytes) else None
         placed.append(_PlacedMember(member.name.encode(), position, length, checksum, first_run + len(runs) + 1))
@@ -70,8 +70,8 @@ def archive_runs(members: Sequence[ZipMember], *, first_run: int) -> list[FileRu
     return [*runs, Late(directory_bytes + len(end), directory)]
 
 
-def _around(member: ZipMember, position: int, *, number: int) -> tuple[bytes, FileRun]:
-    """Returns the bytes before a member, and those behind it."""
+def _header_and_trailer(member: ZipMember, position: int, *, number: int) -> tuple[bytes, FileRun]:
+    """Returns a member's local header and the run behind its data."""
     name, length = member.name.encode(), run_bytes(member.content)
     is_long = length >= _FULL_32
     flags, checksum = _UTF_8, 0

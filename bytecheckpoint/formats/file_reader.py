@@ -38,7 +38,9 @@ class FileReader:
         """Raises CheckpointCorruptError (truncated) for what the file lacks, and the errors of `Store.read_into`."""
         end = byte_offset + byte_length
         if byte_offset < 0 or byte_length < 0 or end > self.byte_length:
-            self.damaged(f"bytes {byte_offset} to {end} are asked for, and it has {self.byte_length}", kind="truncated")
+            self.raise_damaged(
+                f"bytes {byte_offset} to {end} are asked for, and it has {self.byte_length}", kind="truncated"
+            )
         first, last = byte_offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)
         if last - first > _MAX_BLOCKS // 2:
             return self._read(byte_offset, byte_length)
@@ -65,7 +67,7 @@ class FileReader:
             self.store.read_into(self.name, byte_offset, memoryview(content))
         return bytes(content)
 
-    def damaged(self, what: str, *, kind: str = "bad_manifest") -> NoReturn:
+    def raise_damaged(self, what: str, *, kind: str = "bad_manifest") -> NoReturn:
         """Raises CheckpointCorruptError of this kind."""
         raise damaged(self.path, what, kind=kind)
 

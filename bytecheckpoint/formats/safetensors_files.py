@@ -189,7 +189,7 @@ def _header(file: FileReader) -> SafetensorsHeader:
     end = max((entry.byte_offset + entry.byte_length for entry in header.entries), default=header.data_offset)
     if end != file.byte_length:
         kind = "truncated" if file.byte_length < end else "bad_manifest"
-        file.damaged(f"it has {file.byte_length} bytes, and {end} by its header", kind=kind)
+        file.raise_damaged(f"it has {file.byte_length} bytes, and {end} by its header", kind=kind)
     return header
 
 

@@ -73,7 +73,7 @@ def run_path() -> str:
 
 
 def checkpoint_path(checkpoint: ray.train.Checkpoint) -> str:
-    """Returns where a checkpoint of Ray is, as `bytecheckpoint.load` takes it. Raises like `run_path`."""
+    """Returns the place of a Ray checkpoint in the form that `load` accepts. Raises like `run_path`."""
     return _url(checkpoint.filesystem, checkpoint.path)
 
 

@@ -216,7 +216,7 @@ class _Copying:
 
 
 def _place(payloads: Sequence[bytes], *, copies: int) -> Sequence[bytes]:
-    """Makes the orders of all ranks."""
+    """Returns each rank's copy assignment."""
     offers = [msgspec.msgpack.decode(payload, type=_CopyOffer) for payload in payloads]
     places = [RankPlace(offer.host, offer.failure_domain) for offer in offers]
     plan = place_missing(places, [offer.lengths for offer in offers], _mirrors(offers), copies)
@@ -265,7 +265,7 @@ def _place_parity(payloads: Sequence[bytes], *, save_id: str) -> Sequence[bytes]
         refusal = (
             f"Memory(parity=1) needs hosts in three failure domains or more, none with more hosts than groups of "
             f"{MAX_MEMBERS} leave to it, and the ranks are in {num_domains}: memory checkpoints survive the death of "
-            "processes, and of no host. Give copies=2, or copies=1 without parity"
+            "processes, but not the loss of a host. Give copies=2, or copies=1 without parity"
         )
         return [msgspec.msgpack.encode(_CopyOrders([], [], refusal=refusal))] * len(offers)
     takers: list[list[int]] = [[] for _ in offers]

@@ -86,8 +86,8 @@ def needs_rebuild(version: VersionPlan) -> bool:
 def rebuild(
     ranks: Ranks, memory: JobMemory, given: RebuildInput, *, timeout_s: float, max_bytes: int | None
 ) -> list[DamagedHolding]:
-    """Rebuilds what only parity has. All ranks call it. Returns what this rank found damaged; what was rebuilt is a
-    copy now.
+    """Rebuilds what only parity has. All ranks call it. Returns what this rank found damaged.
+    Rebuilt files are held as copies from then on.
     """
     host, save_id = memory.job.host, given.version.save_id
     is_whole = given.block is not None and is_whole_block(given.block)

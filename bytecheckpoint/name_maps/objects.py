@@ -120,14 +120,14 @@ class _ObjectRenaming:
         return found
 
     def _refuse_left_behind(self, fqn: str, renamed: set[str]) -> None:
-        """Refuses parameters with new names whose state has the old ones."""
+        """Raises if a parameter is renamed and its state is not."""
         prefix = join_fqn(fqn, "state.")
         for name in (name for name in self._mapped.others if name.startswith(prefix)):
             parameter = name.removeprefix(prefix)
             while parameter and parameter not in renamed:
                 parameter = parameter.rpartition(".")[0]
             if parameter:
-                raise _NotRenamedError(f"{parameter!r:.200} has another name by it, and {name!r:.200} has not")
+                raise _NotRenamedError(f"the map renames {parameter!r:.200} but not its state {name!r:.200}")
 
 
 def _merge_groups(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -33,7 +33,7 @@ MIN_EXTENT_BYTES = 128 << 10
 OWN_EXTENT_BYTES = 256 << 10
 """Chunks from here on have extents of their own."""
 _PARTS_OF_CHUNK = 16
-"""Extents of a chunk: reading any part of it reads at most two of these more; half, a quarter or an eighth, none."""
+"""Extents per chunk. Reading any part reads at most two extents too many; an aligned half, quarter or eighth none."""
 _EXTENTS_OF_FILE = 768
 """Extents of a file above which chunks that are not large are cut less often: manifests of many files are mostly
 checksums, and stay short."""

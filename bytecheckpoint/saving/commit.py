@@ -183,7 +183,7 @@ def _create_manifest(call: SaveCall, files: SaveFiles, content: bytes, undo: Exi
 
 def _check_owner_again(files: SaveFiles, content: bytes) -> None:
     """Raises CheckpointSaveError (superseded) if the root was lost between the first check and the commit. The new
-    owner may have cleared data that it took for that of a dead save: then the manifest goes as well.
+    owner may have cleared data that it took for that of an abandoned save: then the manifest goes as well.
     """
     target, manifest = files.target, open_manifest(content)
     try:
@@ -206,8 +206,8 @@ def _refuse_if_collected(call: SaveCall, files: SaveFiles, content: bytes) -> No
     except (CheckpointNotFoundError, CheckpointCorruptError) as error:
         raise CheckpointSaveError(
             f"the save to {target.path} was held up for {call.timer.age_s / 3600:.1f} hours, and what it had written "
-            "is not there any more: it was taken for that of a dead save and cleared away. Nothing was committed, and "
-            "the checkpoint that was there is unchanged: save again",
+            "is not there any more: it was taken for an abandoned save's and cleared away. Nothing was committed, "
+            "and the checkpoint that was there is unchanged: save again",
             kind="storage",
             path=target.path,
         ) from error

@@ -183,7 +183,7 @@ def upload_files(
 
 
 def remove_superseded(root: str, committed: Journal) -> None:
-    """Deletes from a local stage the folders of dead saves to the same root of the same step or of earlier ones."""
+    """Deletes the folders of abandoned saves to the same root from a local stage, of this step or earlier."""
     names = [found.name for found in stage_folder.scan(root) if not found.is_alive and _is_older(found, committed)]
     stage_folder.remove_all(root, names)
 

@@ -78,16 +78,17 @@ class PhaseHistory:
             usual = median(earlier) if len(earlier) >= _MIN_EARLIER else seconds
             if seconds >= _FACTOR * usual and seconds - usual >= _MIN_EXTRA_S:
                 rank = next(number for number, each in enumerate(by_rank) if each.get(phase) == seconds)
-                num_told = sum(phase in each for each in by_rank)
-                slow.append(SlowPhase(phase, seconds, usual, len(earlier), rank, num_told < len(by_rank)))
+                num_reported = sum(phase in each for each in by_rank)
+                slow.append(SlowPhase(phase, seconds, usual, len(earlier), rank, num_reported < len(by_rank)))
         return slow
 
 
 def slow_text(slow: SlowPhase, path: str, global_ranks: Sequence[int]) -> str:
     """Returns the warning about a slow phase."""
     rank = global_ranks[slow.slowest]
-    who = f"as rank {rank} saw it, which waits for the others" if slow.is_of_one else f"rank {rank} took longest"
+    measured = f"measured on rank {rank}, which waits for the other ranks"
+    source = measured if slow.is_of_one else f"rank {rank} took longest"
     return (
         f"the save to {path} took {slow.seconds:.1f} s to {slow.phase}, {slow.seconds / max(slow.usual_s, 1e-3):.1f} "
-        f"times as long as usual ({slow.usual_s:.1f} s, the median of {slow.num_earlier} earlier saves); {who}"
+        f"times as long as usual ({slow.usual_s:.1f} s, the median of {slow.num_earlier} earlier saves); {source}"
     )

@@ -89,8 +89,8 @@ class Garbage:
 
 
 def find_leftovers(store: Store, folder: str) -> Garbage:
-    """Returns everything below a folder that belongs to no committed checkpoint. Raises StorageError, but not if only
-    unfinished uploads may not be listed.
+    """Returns everything below a folder that belongs to no committed checkpoint. Permission to list
+    unfinished uploads may be missing; other failures raise StorageError.
     """
     objects = list(inventory_of(store, folder))
     groups: dict[tuple[str, str], GarbageObject] = {}
@@ -199,8 +199,8 @@ def remove(store: Store, leftover: GarbageObject) -> int:
 
 
 def sweep(store: Store, folder: str, save_id: str) -> None:
-    """Removes the garbage of dead saves from the folder of a checkpoint just committed, as far as the store allows. The
-    times of the save's own files give the storage's clock.
+    """Removes the garbage of abandoned saves from the folder of a checkpoint just committed, as far as the store
+    allows. The times of the save's own files give the storage's clock.
     """
     with suppress(CheckpointError):
         for leftover in _dead_in(store, folder, save_id):

@@ -102,7 +102,7 @@ def telemetry_prefix(save_id: str) -> str:
 
 
 def recovery_name(save_id: str) -> str:
-    """Returns the name, inside its checkpoint, of the marker that a dead save is being recovered."""
+    """Returns the name, inside its checkpoint, of the marker that an abandoned save is being recovered."""
     return f"{DATA_FOLDER}/{save_id}-recovering"
 
 

@@ -24,7 +24,6 @@ def save_owned(path: Path, owner: SaveOwner) -> bcp.CheckpointInfo:
         async_save=False,
         process_group=None,
         role=None,
-        make_metadata=lambda: None,
         storage_options=None,
         options=bcp.SaveOptions(),
         owner=owner,

@@ -283,7 +283,7 @@ def test_a_phase_that_only_the_coordinator_tells_names_no_slowest_rank() -> None
     for _ in range(3):
         history.add("r", 1000, [seconds(upload=1.0), {}])
     (slow,) = history.add("r", 1000, [seconds(upload=9.0), {}])
-    assert slow_text(slow, "r", [8, 12]).endswith("; as rank 8 saw it, which waits for the others")
+    assert slow_text(slow, "r", [8, 12]).endswith("; measured on rank 8, which waits for the other ranks")
 
 
 @pytest.mark.parametrize("other", [("q", 1000, 1), ("r", 3000, 1), ("r", 1000, 2)])

@@ -1,4 +1,4 @@
-"""What counts as left by a dead save, and what never does: on a folder, on memory, and on S3 as moto plays it."""
+"""What counts as left by an abandoned save, and what never does: on a folder, on memory, and on S3 as moto plays it."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_nothing_changes_without_delete(call, root) -> None:
     before_it = files_under(root)
     ended = call("gc", root)
     assert ended.code == 0
-    assert "1 leftover of dead saves, 1000 B, to be removed with --delete" in ended.out
+    assert "1 leftover of abandoned saves, 1000 B, to be removed with --delete" in ended.out
     assert DEAD in ended.out
     assert "dead (old)" in ended.out
     assert files_under(root) == before_it
@@ -132,6 +132,6 @@ def test_a_local_stage_is_looked_into_where_asked(call, root, tmp_path) -> None:
     assert (item["dead"], item["why"]) == (False, "young")
     ended = call("gc", root, "--local-stage", stage, "--older-than", "0", "--delete")
     assert ended.code == 0
-    assert "1 leftover of dead saves" in ended.out
+    assert "1 leftover of abandoned saves" in ended.out
     assert call("gc", root, "--local-stage", stage, "--json").json["leftovers"] == []
     assert len(list(stage.iterdir())) == 1

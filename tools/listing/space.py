@@ -46,7 +46,7 @@ class CheckpointSpace:
     shared_num_bytes: int
     """Bytes of data files that it reads and that lie elsewhere: a link to another checkpoint."""
     other_num_bytes: int
-    """Bytes of everything else in its folder: manifest, telemetry, marks, leftovers of dead saves."""
+    """Bytes of everything else in its folder: manifest, telemetry, marks, leftovers of abandoned saves."""
     entries: Sequence[EntrySpace]
     """Empty if the manifest cannot be read."""
     problem: str | None

@@ -249,7 +249,7 @@ def _two_of_one_name(fqn: str, what: str) -> CheckpointSaveError:
 
 
 def _whole_masters(pieces: Iterable[ShardedPiece]) -> Iterator[OptimizedElements]:
-    """Yields the copies that parameters themselves know of and that are not cut into shards."""
+    """Yields the unsharded main parameters (`main_param`)."""
     for source in {id(piece.source): piece.source for piece in pieces}.values():
         main = getattr(source, "main_param", None)
         is_sharded = getattr(source, "main_param_sharded", False)

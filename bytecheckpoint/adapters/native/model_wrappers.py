@@ -39,9 +39,9 @@ def modules_inside(value: Any) -> WrappedModules | None:
     of_modules = _state_of(modules)
     if not isinstance(own, Mapping) or {plain_name(str(name)) for name in own} != of_modules.keys():
         return None
-    live = {_memory(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
+    live = {_memory_key(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
     is_same = all(
-        _memory(item) not in live or _memory(own_item) == _memory(item)
+        _memory_key(item) not in live or _memory_key(own_item) == _memory_key(item)
         for name, own_item in own.items()
         for item in [of_modules[plain_name(str(name))]]
         if isinstance(item, torch.Tensor)
@@ -54,7 +54,7 @@ def _state_of(modules: Iterable[torch.nn.Module]) -> dict[str, Any]:
 
 
 def _modules_in(value: Any) -> list[torch.nn.Module]:
-    """Returns the modules in attributes, lists and dicts there included; without those inside of another."""
+    """Returns the modules in attributes, and in lists and dicts there, without children of other modules."""
     found: dict[int, torch.nn.Module] = {}
     for item in getattr(value, "__dict__", {}).values():
         items = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else [item]
@@ -69,7 +69,7 @@ def _is_read_otherwise(module: torch.nn.Module) -> bool:
     return is_fsdp1 or is_engine(module) or is_megatron_module(module)
 
 
-def _memory(value: Any) -> tuple[int, int] | None:
+def _memory_key(value: Any) -> tuple[int, int] | None:
     """Returns a key of a tensor's memory, equal for all views that start there; also on the meta device."""
     if not isinstance(value, torch.Tensor):
         return None

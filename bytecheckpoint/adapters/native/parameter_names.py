@@ -114,7 +114,9 @@ def name_parameters(
 
 
 def _found_in_modules(wanted: set[int], modules: Sequence[NamesParameters]) -> OptimizedParameters:
-    """Merges the names of several modules: the first one names a parameter, and any may keep it flat."""
+    """Merges the names of several modules. The first module that has a parameter names it; any may hold it in a flat
+    parameter.
+    """
     whole: dict[int, ParameterNames] = {}
     flat: dict[int, list[OptimizedParameter]] = {}
     for entry in modules:
@@ -122,7 +124,7 @@ def _found_in_modules(wanted: set[int], modules: Sequence[NamesParameters]) -> O
         for parameter, name in entry.parameters():
             if id(parameter) in wanted:
                 names.setdefault(id(parameter), name)  # two stages may have it
-        parts = {flat_id: of_flat for flat_id, of_flat in entry.in_optimizer() if flat_id in wanted}
+        parts = {flat_id: held for flat_id, held in entry.in_optimizer() if flat_id in wanted}
         others: dict[str, list[str]] = {}
         for other, name in entry.tied_names().items() if names or parts else ():
             others.setdefault(name, []).append(other)

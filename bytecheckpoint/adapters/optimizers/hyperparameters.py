@@ -30,15 +30,15 @@ ranks and not with one, and Megatron finds a group by it. Checkpoints of earlier
 def by_first_parameter(
     fqn: str, groups: Iterable[tuple[Mapping[str, Any], Sequence[ParameterNames]]]
 ) -> dict[str, dict[str, Any]]:
-    """Groups and the parameters in each, as an optimizer of this FQN saves them: by the first parameter of each, so
-    that ranks with other parameters add theirs.
+    """Returns each parameter group keyed by its first parameter, so that ranks with other parameters can add their
+    groups.
 
     Raises CheckpointSaveError (unsupported_value) where parts of one parameter have different hyperparameters.
     """
     found: dict[str, dict[str, Any]] = {}
     values_of: dict[str, dict[str, Any]] = {}
     for index, (group, parameters) in enumerate(groups):
-        # A dict, because ranks may hold other parameters of one group, and dicts of ranks are united.
+        # A dict, because ranks may hold other parameters of one group, and dicts of ranks are merged.
         names = dict.fromkeys(names.name for names in parameters)
         values = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
         for name in values_of.keys() & names:

@@ -1,5 +1,5 @@
-"""Digests in the place of plain data that ranks have in common: the coordinator has most of it itself, and the rest
-since the last save. It knows no rank and no message.
+"""Digests in the place of plain data that ranks have in common: the coordinator finds most values in
+its own state, the others in the previous save. It knows no rank and no message.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PlainData = Mapping[str, tuple[Scope, bytes]]
 _SHORT_BYTES = 32
 """Values up to this length stay as they are."""
 _COMMON: Collection[Scope] = {"shared", "whole"}
-"""Of values that ranks have in common; others are mostly those of one rank."""
+"""Scopes of values that ranks have in common."""
 
 
 def digested(plain: PlainData) -> tuple[dict[str, tuple[Scope, bytes]], list[str]]:

@@ -23,7 +23,7 @@ from bytecheckpoint.distributed.liveness.peer_watch import Presence
 
 _TOKEN_BYTES = 32
 _HEAD_BYTES = mmap.PAGESIZE
-"""The token is in front of the memory."""
+"""Bytes in front of the shared memory; they hold the token."""
 _MESSAGE = struct.Struct("<QQQQQQ16x")
 """The layout of a Message: 64 bytes, so that pipes, which are made of pages, have no gaps."""
 QUEUE_MESSAGES = (64 << 10) // _MESSAGE.size

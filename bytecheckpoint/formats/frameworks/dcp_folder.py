@@ -97,8 +97,8 @@ class _DcpFolder:
                 self._files[item.file] = self.builder.add_file(name, file.byte_length), file
             _, file = self._files[item.file]
             if item.byte_offset + item.byte_length > file.byte_length:
-                what = f"{METADATA_NAME} has something at byte {item.byte_offset} of it"
-                file.damaged(f"it has {file.byte_length} bytes, and {what}", kind="truncated")
+                what = f"{METADATA_NAME} places data at byte {item.byte_offset}"
+                file.raise_damaged(f"it has {file.byte_length} bytes, and {what}", kind="truncated")
 
     def add_tensor(self, fqn: str, tensor: DcpTensor, shape: tuple[int, ...] | None) -> None:
         """Adds a tensor. `shape` is the true one where Megatron has cut the tensor to pieces and stacked them."""
@@ -127,7 +127,7 @@ class _DcpFolder:
         view, start, num_bytes = self._place(item, fqn)
         if view.dtype != dtype or view.shape != region.lengths:
             what = f"{dtype}{list(region.lengths)} in {METADATA_NAME}, {view.dtype}{list(view.shape)} in the file"
-            file.damaged(f"a part of {fqn!r:.200} is {what}")
+            file.raise_damaged(f"a part of {fqn!r:.200} is {what}")
         inside = chunks_of(view, fqn, file=number, byte_offset=start, byte_length=num_bytes, path=file.path)
         return moved(inside, region.offsets)
 
@@ -141,7 +141,9 @@ class _DcpFolder:
         if item.tensor is not None:
             view = self._view(item.tensor, fqn)
             if itemsize(view.dtype) * view.storage.num_items != item.byte_length:
-                file.damaged(f"a part of {fqn!r:.200} has {item.byte_length} bytes, {METADATA_NAME} says other numbers")
+                file.raise_damaged(
+                    f"a part of {fqn!r:.200} has {item.byte_length} bytes, {METADATA_NAME} says other numbers"
+                )
             return view, item.byte_offset, item.byte_length
         known = self._heads.get(item.byte_length)
         if known is not None:
@@ -162,7 +164,7 @@ class _DcpFolder:
         _, file = self._files[item.file]
         if file.read(item.byte_offset, min(item.byte_length, len(ZIP_MAGIC))) != ZIP_MAGIC:
             what = f"{fqn!r:.200} should be at byte {item.byte_offset}, and no archive of torch.save begins there"
-            file.damaged(what)
+            file.raise_damaged(what)
         return TorchArchive(file, item.byte_offset, item.byte_offset + item.byte_length)
 
     def _view(self, content: bytes, fqn: str) -> StoredView:

@@ -72,9 +72,9 @@ class ZipArchive:
         start = member.header_offset + _LOCAL.size + name_bytes + extra_bytes
         found = self._read(member.header_offset + _LOCAL.size, min(name_bytes, 4096))
         if fields[0] != b"PK\x03\x04" or found != name.encode():
-            self.file.damaged(f"its member {name!r:.200} does not begin where the directory says")
+            self.file.raise_damaged(f"its member {name!r:.200} does not begin where the directory says")
         if start + member.byte_length > member.limit:
-            self.file.damaged(f"its member {name!r:.200} reaches into the one that follows it")
+            self.file.raise_damaged(f"its member {name!r:.200} reaches into the one that follows it")
         return self._start + int(start)
 
     def checksum_offset(self, name: str) -> int:
@@ -91,7 +91,7 @@ class ZipArchive:
 
     def _read(self, byte_offset: int, byte_length: int) -> bytes:
         if byte_offset + byte_length > self._end - self._start:
-            self.file.damaged("its directory points behind its end", kind="truncated")
+            self.file.raise_damaged("its directory points behind its end", kind="truncated")
         return self.file.read(self._start + byte_offset, byte_length)
 
     def _read_members(self) -> dict[str, ArchiveMember]:
@@ -103,10 +103,10 @@ class ZipArchive:
         position = 0
         for _ in range(directory.num_entries):
             if position + _ENTRY.size > len(content):
-                self.file.damaged(f"its directory ends before the last of its {directory.num_entries} members")
+                self.file.raise_damaged(f"its directory ends before the last of its {directory.num_entries} members")
             name, where, position = self._read_entry(content, position)
             if name in found:
-                self.file.damaged(f"it has two members named {name!r:.200}")
+                self.file.raise_damaged(f"it has two members named {name!r:.200}")
             found[name] = where
         return self._with_limits(found, directory.byte_offset)
 
@@ -116,7 +116,7 @@ class ZipArchive:
         members = {}
         for (name, (header_offset, byte_length, checksum)), limit in zip(in_order, limits, strict=True):
             if header_offset + _LOCAL.size + len(name.encode()) + byte_length > limit:
-                self.file.damaged(f"its member {name!r:.200} reaches into the one that follows it")
+                self.file.raise_damaged(f"its member {name!r:.200} reaches into the one that follows it")
             members[name] = ArchiveMember(header_offset, byte_length, limit, checksum)
         return members
 
@@ -124,9 +124,13 @@ class ZipArchive:
         end = self._end - self._start - _END.size
         fields = _END.unpack(self._read(end, _END.size)) if end >= 0 else (b"",)
         if fields[0] != b"PK\x05\x06":
-            self.file.damaged("it does not end as an archive of torch.save does; it was cut short", kind="truncated")
+            self.file.raise_damaged(
+                "it does not end as an archive of torch.save does; it was cut short", kind="truncated"
+            )
         if any(fields[1:3]) or fields[3] != fields[4] or fields[7]:
-            self.file.damaged("it is an archive in several parts or with a comment, which torch.save does not write")
+            self.file.raise_damaged(
+                "it is an archive in several parts or with a comment, which torch.save does not write"
+            )
         num_entries, num_bytes, offset = fields[4:7]
         if _FULL_32 in (num_bytes, offset) or num_entries == _FULL_16:
             num_entries, num_bytes, offset = self._find_directory_64(end - _END_64_LOCATOR.size)
@@ -134,16 +138,16 @@ class ZipArchive:
             what = f"its directory has {num_bytes} bytes, at most {MAX_DIRECTORY_BYTES} are read"
             raise too_much(self.file.path, what)
         if offset + num_bytes > end:
-            self.file.damaged("its directory reaches behind its end")
+            self.file.raise_damaged("its directory reaches behind its end")
         return _ArchiveDirectory(num_entries, num_bytes, offset)
 
     def _find_directory_64(self, at: int) -> tuple[int, int, int]:
         locator = _END_64_LOCATOR.unpack(self._read(at, _END_64_LOCATOR.size)) if at >= 0 else (b"",)
         if locator[0] != b"PK\x06\x07":
-            self.file.damaged("the end of its directory is not where a large archive has it")
+            self.file.raise_damaged("the end of its directory is not where a large archive has it")
         fields = _END_64.unpack(self._read(locator[2], _END_64.size))
         if fields[0] != b"PK\x06\x06" or fields[6] != fields[7]:
-            self.file.damaged("the end of its directory is not what a large archive has there")
+            self.file.raise_damaged("the end of its directory is not what a large archive has there")
         return fields[7], fields[8], fields[9]
 
     def _read_entry(self, content: bytes, position: int) -> tuple[str, tuple[int, int, int], int]:
@@ -153,11 +157,11 @@ class ZipArchive:
         start = position + _ENTRY.size
         end = start + name_bytes + extra_bytes + comment_bytes
         if fields[0] != b"PK\x01\x02" or end > len(content):
-            self.file.damaged("its directory is not one of a zip archive")
+            self.file.raise_damaged("its directory is not one of a zip archive")
         try:
             name = content[start : start + name_bytes].decode()
         except UnicodeDecodeError:
-            self.file.damaged("a member's name is no Unicode")
+            self.file.raise_damaged("a member's name is no Unicode")
         if fields[3] & _ENCRYPTED or fields[4]:
             how = "encrypted" if fields[3] & _ENCRYPTED else "compressed"
             advice = "load it with torch.load where it comes from, and save it with torch.save"
@@ -165,7 +169,7 @@ class ZipArchive:
         numbers = {"raw": fields[9], "stored": fields[8], "offset": fields[16]}
         self._widen(numbers, content[start + name_bytes : start + name_bytes + extra_bytes])
         if numbers["raw"] != numbers["stored"]:
-            self.file.damaged(f"its member {name!r:.200} is not compressed, and has two lengths")
+            self.file.raise_damaged(f"its member {name!r:.200} is not compressed, and has two lengths")
         return name, (numbers["offset"], numbers["stored"], fields[7]), end
 
     def _widen(self, numbers: dict[str, int], extra: bytes) -> None:
@@ -182,4 +186,4 @@ class ZipArchive:
                 return
             position += num_bytes
         if wide:
-            self.file.damaged("a member's length or place is missing in its directory")
+            self.file.raise_damaged("a member's length or place is missing in its directory")

@@ -45,7 +45,7 @@ class TorchArchive:
         names = [name for name in self._zip.members if name == _PICKLE or name.endswith(f"/{_PICKLE}")]
         folders = [name.removesuffix(_PICKLE) for name in names if name.count("/") <= 1]
         if len(folders) != 1:
-            self._file.damaged(f"it is a zip archive without a {_PICKLE}, so torch.save did not write it")
+            self._file.raise_damaged(f"it is a zip archive without a {_PICKLE}, so torch.save did not write it")
         if f"{folders[0]}constants.pkl" in self._zip.members:
             advice = "load it with torch.jit.load, and save its state_dict"
             raise not_readable(self._file.path, "it is a program of TorchScript", advice)
@@ -76,11 +76,13 @@ class TorchArchive:
             name = f"{self._folder}data/{ref.key}"
             member = self._zip.members.get(name)
             if member is None:
-                self._file.damaged(f"it has no member {name!r:.200}, which its pickle points to", kind="truncated")
+                self._file.raise_damaged(
+                    f"it has no member {name!r:.200}, which its pickle points to", kind="truncated"
+                )
             found = self._storages[ref.key] = self._zip.data_offset(name), member.byte_length
         if found[1] != num_bytes:
             what = f"its storage {ref.key!r:.200} has {found[1]} bytes, its pickle says {num_bytes}"
-            self._file.damaged(what)
+            self._file.raise_damaged(what)
         return found
 
 

@@ -159,8 +159,8 @@ def _link_files(source: str, target: str, names: Iterable[str], storage_options:
 
 
 def remove_checkpoint(path: str, storage_options: Mapping[str, Any] | None) -> None:
-    """Deletes the checkpoint at a path, what dead saves have left there, and its folder if nothing else is in it. A
-    link goes alone. A path where nothing is passes.
+    """Deletes the checkpoint at a path, what abandoned saves have left there, and its folder if nothing else is in it.
+    A link goes alone. A path where nothing is passes.
 
     Raises CheckpointCorruptError if a manifest cannot be read, and StorageError.
     """

@@ -76,7 +76,7 @@ class TrackedFolder(NamedTuple):
             async_save=async_save,
             process_group=self.process_group,
             role=None,
-            make_metadata=lambda: metadata,
+            metadata=metadata,
             storage_options=self.storage_options,
             options=replace(options, overwrite=True),
             owner=SaveOwner("", may_replace=lambda: True, before_commit=_nothing, check=check),

@@ -92,7 +92,7 @@ class MemorySteps:
                 async_save=self._options.async_save,
                 process_group=self._run.group,
                 role=None,
-                make_metadata=lambda: metadata,
+                metadata=metadata,
                 storage_options=self._run.storage_options,
                 options=options,
                 owner=None,

@@ -136,8 +136,8 @@ class ManagedData:
         return _DataChoice(step, step)
 
     def _base_of(self, record: LogRecord) -> int | None:
-        """Returns the checkpoint to load before these positions. One that retention has deleted since has newer ones of
-        the same branch after it.
+        """Returns the checkpoint to load before these positions. If retention has deleted it, the newest checkpoint of
+        the branch at or before the record's step.
         """
         store = self._run.store
         if record.base is not None and layout.committed_save_id(store, layout.step_folder(record.base)):

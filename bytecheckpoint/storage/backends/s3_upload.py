@@ -40,7 +40,8 @@ _WRITER = "bytecheckpoint-write"
 """Metadata key for the id of the write that made an object: it tells a write whose answer was lost from another's."""
 _CLEAN_UP_S = 10.0
 _NUM_OWNER_CHECKS = 2
-"""Reads of an object's writer before it counts as another's: an answer may break off within its headers."""
+"""Attempts to read which save wrote an object before it counts as another's: a response may break off in its
+headers."""
 
 
 class TakenError(Exception):

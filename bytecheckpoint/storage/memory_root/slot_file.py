@@ -175,7 +175,7 @@ def _allocate(fd: int, num_bytes: int) -> None:
 
 
 def whole_pages(num_bytes: int) -> int:
-    """Returns the bytes of as many pages as hold so many bytes."""
+    """Returns `num_bytes` rounded up to whole pages."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 

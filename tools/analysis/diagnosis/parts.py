@@ -115,7 +115,7 @@ def _has_extra_state_of_megatron(manifest: Manifest) -> bool:
 
 
 def _in_two_precisions(parts: Sequence[Part]) -> list[Part]:
-    """Returns the models of DeepSpeed with ZeRO, which has `module` in the precision of training beside `model`."""
+    """Returns the parts, with a hint on each if they are DeepSpeed ZeRO's two copies of one model."""
     if {part.name for part in parts} != {"model", "module"}:
         return list(parts)
     hints = {"model": "a module in lower precision takes cast=True", "module": "`model` in the precision of training"}
