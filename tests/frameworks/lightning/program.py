@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,26 +39,27 @@ def main(folder: str, strategy: str = "ddp", steps: int = 20, act: Any = None, *
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     shared = {"process_group_backend": "gloo", **options.get("strategy_options", {})}
     sharded = {"data_parallel_size": size, "tensor_parallel_size": 1}
-    used = {
+    new_strategy = {
         "ddp": lambda: BcpDDPStrategy(**shared),
         "fsdp": lambda: FSDPOnCPU(**shared),
         "model_parallel": lambda: BcpModelParallelStrategy(**sharded, **shared),
-    }[strategy]()
+    }[strategy]
     torch.manual_seed(5)
     kind = FullyShardedRegression if strategy == "model_parallel" else Regression
     at = {act["step"]: ACTS[act["what"]]} if act and rank in act["ranks"] else {}
     module = kind(at)
     saves = ModelCheckpoint(folder, save_last=True, **{"every_n_train_steps": 3, **options.get("saves", {})})
-    trainer = trainer_of(used, [saves, Timer()], max_steps=steps, devices=size)
+    trainer = trainer_of(new_strategy(), [saves, Timer()], max_steps=steps, devices=size)
     try:
         trainer.fit(module, train_loader(rank, size), ckpt_path=options.get("ckpt_path"))
     finally:
         paths = [saves.best_model_path, saves.last_model_path, *saves.best_k_models]
-        sys.stdout.write(
-            json.dumps({"losses": module.losses, "rows": module.rows, "paths": list(filter(None, paths))}) + "\n"
-        )
-    if strategy == "ddp":
-        torch.save(module.state_dict(), Path(folder) / f"end-{rank}.pt")
+        printed = {"losses": module.losses, "rows": module.rows, "paths": list(filter(None, paths))}
+        sys.stdout.write(json.dumps(printed) + "\n")
+    if options.get("tests"):
+        tester = trainer_of(new_strategy(), [], devices=size)
+        (tested,) = tester.test(kind(), train_loader(rank, size), ckpt_path=options["tests"])
+        sys.stdout.write(json.dumps({**printed, "test_loss": tested["val_loss"]}) + "\n")
 
 
 if __name__ == "__main__":

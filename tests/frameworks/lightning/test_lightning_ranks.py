@@ -12,7 +12,7 @@ import torch
 from rank_programs import Ended, RankProcesses, run_ranks
 
 import bytecheckpoint as bcp
-from frameworks.lightning.lightning_runs import NUM_SAMPLES, STEPS_PER_EPOCH, Regression, committed
+from frameworks.lightning.lightning_runs import NUM_SAMPLES, STEPS_PER_EPOCH, Regression, committed, train_loader
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(600)]
 PROGRAM = Path(__file__).with_name("program.py")
@@ -52,7 +52,8 @@ def open_paths(run: Any) -> None:
 def test_a_killed_run_goes_on_bit_for_bit_in_the_middle_of_an_epoch(tmp_path: Path, strategy: str) -> None:
     whole = train(tmp_path / "whole", strategy=strategy)
     train_killed(tmp_path / "killed", 17, strategy=strategy)
-    resumed = train(tmp_path / "killed", strategy=strategy, ckpt_path="last")
+    newest = tmp_path / "killed" / "last.ckpt"
+    resumed = train(tmp_path / "killed", strategy=strategy, ckpt_path="last", tests=str(newest))
     for of_whole, of_resumed in zip(whole, resumed, strict=True):
         first = min(map(int, of_resumed["losses"]))
         assert first in {12, 15}
@@ -60,9 +61,21 @@ def test_a_killed_run_goes_on_bit_for_bit_in_the_middle_of_an_epoch(tmp_path: Pa
         assert of_resumed["losses"] == {k: loss for k, loss in of_whole["losses"].items() if int(k) >= first}
         assert of_resumed["rows"] == of_whole["rows"][-len(of_resumed["rows"]) :]
         open_paths(of_resumed)
-    if strategy == "ddp":
-        ends = [torch.load(tmp_path / name / "end-0.pt") for name in ("whole", "killed")]
-        assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+        assert of_resumed["test_loss"] == pytest.approx(tested_alone(newest), rel=1e-5)
+    ends = [bcp.open(tmp_path / name / "last.ckpt").state_dict() for name in ("whole", "killed")]
+    assert ends[0].keys() == ends[1].keys()
+    assert [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])] == []
+    assert "optimizer" in {name.split(".")[0] for name in ends[0]}
+
+
+def tested_alone(path: Path) -> float:
+    """The mean over all batches of both ranks, of a plain module."""
+    module = Regression()
+    bcp.load(path, {"model": module})
+    module.eval()
+    with torch.no_grad():
+        losses = [module._loss(batch).item() for rank in range(2) for batch in train_loader(rank, 2)]
+    return sum(losses) / len(losses)
 
 
 @pytest.mark.parametrize(("strategy", "world_size"), [("ddp", 1), ("ddp", 4), ("fsdp", 4), ("model_parallel", 1)])
