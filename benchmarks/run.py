@@ -44,7 +44,7 @@ BENCHMARKS = {
 def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in BENCHMARKS:
-        lines = [f"  {each:<14}{measures}" for each, measures in BENCHMARKS.items()]
+        lines = [f"  {each:<16}{measures}" for each, measures in BENCHMARKS.items()]
         print("\n".join([__doc__.strip(), "", "benchmarks:", *lines]))
         sys.exit(name not in {"-h", "--help"})
     module = importlib.import_module(name)
