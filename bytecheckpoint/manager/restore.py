@@ -183,4 +183,5 @@ def raise_unless_older_may_load(error: CheckpointError, step: int | Literal["lat
 
 def is_damage(error: CheckpointError) -> bool:
     """Returns True if the error is about the bytes of the checkpoint, so that an older one may load."""
-    return isinstance(error, CheckpointCorruptError) or error.kind == "missing_file"
+    is_corrupt = isinstance(error, CheckpointCorruptError) and error.kind != "unsupported_version"
+    return is_corrupt or error.kind == "missing_file"

@@ -94,6 +94,8 @@ class RunColumn:
     def __getitem__(self, index: int | slice | np.ndarray) -> int | Int64s:
         if isinstance(index, slice):
             return self._between(*index.indices(len(self)))
+        if np.asarray(index).dtype == bool or np.min(index, initial=0) < 0:
+            raise IndexError("a column of runs takes places from 0 on, and no mask")
         places = np.asarray(index, np.int64)
         runs = np.searchsorted(self._ends, places, side="right")
         values: Int64s = self._before[runs] + self.steps[runs] * (places - self._ends[runs] + self.counts[runs] + 1)
@@ -103,7 +105,8 @@ class RunColumn:
         if step != 1 or start >= stop:
             return self[np.arange(start, stop, step)]
         first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
-        rises = np.repeat(self.steps[first : last + 1], self.counts[first : last + 1])
-        skipped = start - int(self._ends[first] - self.counts[first])
-        values: Int64s = int(self._before[first]) + np.cumsum(rises[: skipped + stop - start])
-        return values[skipped:]
+        counts, steps = self.counts[first : last + 1].copy(), self.steps[first : last + 1]
+        counts[0] -= start - (self._ends[first] - self.counts[first])  # a run may be far longer than what is asked for
+        counts[-1] -= self._ends[last] - stop
+        values: Int64s = self[start] - steps[0] + np.cumsum(np.repeat(steps, counts))
+        return values

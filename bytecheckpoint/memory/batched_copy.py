@@ -19,7 +19,7 @@ FEW_PIECES = 32
 _MAX_GATHERED_BYTES = 32 << 10
 """Longer copies are gathered one by one at least as fast, because the kernel looks up every page of the buffer."""
 
-_ALL_MEMORY = ctypes.c_char * (1 << 47)
+_ALL_MEMORY = ctypes.c_char * (1 << 62)
 """Any address from which a process has memory, and all that lie behind it."""
 
 _Call = Callable[[int, int, int, int, int, int], int]

@@ -28,7 +28,7 @@ class _Pause:
     """A pause from when the first of several threads enters until the last one leaves."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may import, too
         self._inside: list[int] = []
         """Threads, as often as they have entered."""
         self._was_enabled = False
@@ -55,7 +55,7 @@ class _Pause:
 
     def _forget_others(self) -> None:
         """Keeps, in a forked child, only the thread that forked."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         if self._inside:
             self._inside = [thread for thread in self._inside if thread == threading.get_ident()]
             self._end_if_empty()

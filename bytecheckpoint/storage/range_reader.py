@@ -1,4 +1,4 @@
-"""Range requests of a load, many in flight, each verified before its bytes are used. Handles bytes, no tensors."""
+"""Range requests of a load, many in flight, each verified as its bytes arrive. Handles bytes, no tensors."""
 
 from __future__ import annotations
 
@@ -149,7 +149,8 @@ def _read(
 ) -> None:
     check = _Check(digests, name, fetch)
     with target as buffer:
-        fill(buffer, lambda filled: check.add(buffer[check.num_bytes : filled]))
+        # Without digests, nothing is asked for on the way, and the store reads as much at once as it can.
+        fill(buffer, (lambda filled: check.add(buffer[check.num_bytes : filled])) if digests else None)
         check.add(buffer[check.num_bytes :])  # the rest, if the store has not reported it
     check.raise_damage()
     fetch.place(buffer)
@@ -164,6 +165,8 @@ def _read_pieces(
 ) -> None:
     check = _Check(digests, name, fetch)
     with pieces as buffers:
+        if sum(map(len, buffers)) != fetch.byte_length:  # else each piece behind would get its neighbour's bytes
+            raise ValueError(f"{name}: {fetch.byte_length} bytes go into {sum(map(len, buffers))} bytes of memory")
         store.read_pieces(name, fetch.byte_offset, buffers, on_filled=check.add_all)
     check.raise_damage()
     fetch.place(memoryview(b""))

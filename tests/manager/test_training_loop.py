@@ -138,6 +138,20 @@ def test_walk_back_restores_the_one_before_and_says_why(tmp_path: Path) -> None:
     bcp.load(tmp_path, state_at(0), step=4)
 
 
+def test_a_step_of_a_newer_release_is_not_walked_back_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(tmp_path, 3)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise CheckpointCorruptError("the manifest has format version 9.0", kind="unsupported_version")
+
+    for walk_back in (False, True):
+        with manager_at(tmp_path, options=bcp.ManagerOptions(walk_back=walk_back)) as manager:
+            monkeypatch.setattr(type(manager._run), "load", refuse)
+            with pytest.raises(CheckpointCorruptError, match=r"version 9\.0$"):
+                manager.restore(state_at(0))
+            monkeypatch.undo()
+
+
 def test_loads_of_a_damaged_step_that_ended_do_not_count_once_it_is_repaired(tmp_path: Path) -> None:
     train(tmp_path, 5)
     damage(tmp_path, 4)

@@ -107,3 +107,11 @@ def test_runs_of_chunks_outside_of_their_file_are_refused(monkeypatch: pytest.Mo
     shared = Manifest(save_id="s", files=manifest.files, tensors=TensorTable(["a", "b"], wrong, manifest.files))
     with pytest.raises(bcp.CheckpointCorruptError, match="share bytes"):
         decode_manifest(encode_manifest(shared))
+
+
+@pytest.mark.parametrize("index", [-1, np.array([0, -1]), np.array([True, False, True])])
+def test_places_that_a_column_of_runs_does_not_know_are_refused(index: int | np.ndarray) -> None:
+    column = RunColumn.of(np.arange(100))
+    assert column is not None
+    with pytest.raises(IndexError, match="from 0 on"):
+        column[index]

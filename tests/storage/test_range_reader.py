@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.storage import range_reader
+from bytecheckpoint.storage.backends.local_store import LocalStore
 
 LENGTHS = (10, 1, 30, 7, 52)
 CONTENT = bytes(range(100))
@@ -95,6 +97,44 @@ def run_each(begin: Callable[[int], None], places: Sequence[Callable[[memoryview
     range_reader.run_fetches(
         Meeting(begin), "", [file], reads, threads=threads, verify=False, scratch_bytes=10_000, memory=memory
     )
+
+
+def test_a_read_without_digests_asks_for_no_reports_on_the_way() -> None:
+    asked: list[Any] = []
+
+    class Noting(Telling):
+        def read_into(self, _name: str, byte_offset: int, buffer: memoryview, *, on_filled: Any = None) -> None:
+            asked.append(on_filled)
+            super().read_into(_name, byte_offset, buffer, on_filled=on_filled)
+
+    for verify in (False, True):
+        file = DataFile("f", len(CONTENT), LENGTHS, digests())
+        read = Fetch(0, 0, 100, (), is_direct=False, place=len, wanted_by=lambda *_: "x")
+        memory, store = range_reader.HostMemory(), Noting(CONTENT, 5)
+        range_reader.run_fetches(store, "", [file], [read], threads=1, verify=verify, scratch_bytes=1000, memory=memory)
+    assert [on_filled is None for on_filled in asked] == [True, False]
+
+
+def test_places_that_do_not_hold_the_bytes_of_a_read_are_refused_before_it(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(CONTENT)
+    places = [memoryview(bytearray(b"-" * 50)), memoryview(bytearray(b"-" * 49))]
+    file = DataFile("f", len(CONTENT), LENGTHS, digests())
+    read = Fetch(
+        0, 0, 100, (), is_direct=False, pieces=lambda: nullcontext(places), place=len, wanted_by=lambda *_: "x"
+    )
+    memory = range_reader.HostMemory()
+    with pytest.raises(ValueError, match="100 bytes go into 99"):
+        range_reader.run_fetches(
+            LocalStore(str(tmp_path), writer_threads=1),
+            "",
+            [file],
+            [read],
+            threads=1,
+            verify=True,
+            scratch_bytes=1000,
+            memory=memory,
+        )
+    assert b"".join(places) == b"-" * 99
 
 
 @pytest.mark.parametrize("threads", [2, 4])
