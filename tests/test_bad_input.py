@@ -134,8 +134,8 @@ def test_a_manifest_with_a_flipped_bit(saved: Path, read: Any) -> None:
 
 @READERS
 def test_a_manifest_from_the_future(saved: Path, read: Any) -> None:
-    forge(saved, lambda content: MAGIC + struct.pack("<H", 2) + content[len(MAGIC) + 2 :])
-    with pytest.raises(bcp.CheckpointCorruptError, match=r"version 2\..*nothing is wrong with the checkpoint") as error:
+    forge(saved, lambda content: MAGIC + struct.pack("<H", 3) + content[len(MAGIC) + 2 :])
+    with pytest.raises(bcp.CheckpointCorruptError, match=r"version 3\..*nothing is wrong with the checkpoint") as error:
         read(saved)
     assert error.value.kind == "unsupported_version"
 

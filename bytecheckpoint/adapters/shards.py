@@ -67,7 +67,7 @@ class LocalShard(NamedTuple):
     owner: torch.Tensor | None = None
     """The state's own tensor, where its version counter is another one than that of `tensor`, as a DTensor's is."""
     byte_length: int = 0
-    """Number of its bytes, where it has an address."""
+    """Number of its bytes, of a plain tensor that is whole and dense, as all are that have an address; else 0."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -129,7 +129,7 @@ def write_all(fd, content, at, write_some) -> None:
 
 @pytest.mark.parametrize("to", TARGETS)
 def test_too_little_space_is_said_before_anything_is_written(call, source, tmp_path, monkeypatch, to) -> None:
-    monkeypatch.setattr(local_store, "_free_bytes", lambda _: 1_000_000)
+    monkeypatch.setattr(local_store, "free_bytes", lambda _: 1_000_000)
     ended = call("convert", source, tmp_path / "target", *options_of(to))
     assert ended.code == 4
     assert " bytes, and 1000000 are free there; nothing was written" in ended.err
