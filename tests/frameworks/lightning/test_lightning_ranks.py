@@ -61,14 +61,14 @@ def test_a_killed_run_goes_on_bit_for_bit_in_the_middle_of_an_epoch(tmp_path: Pa
         assert of_resumed["losses"] == {k: loss for k, loss in of_whole["losses"].items() if int(k) >= first}
         assert of_resumed["rows"] == of_whole["rows"][-len(of_resumed["rows"]) :]
         open_paths(of_resumed)
-        assert of_resumed["test_loss"] == pytest.approx(tested_alone(newest), rel=1e-5)
+        assert of_resumed["test_loss"] == pytest.approx(loss_alone(newest), rel=1e-5)
     ends = [bcp.open(tmp_path / name / "last.ckpt").state_dict() for name in ("whole", "killed")]
     assert ends[0].keys() == ends[1].keys()
     assert [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])] == []
     assert "optimizer" in {name.split(".")[0] for name in ends[0]}
 
 
-def tested_alone(path: Path) -> float:
+def loss_alone(path: Path) -> float:
     """The mean over all batches of both ranks, of a plain module."""
     module = Regression()
     bcp.load(path, {"model": module})
