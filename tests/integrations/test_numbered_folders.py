@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +57,28 @@ def test_what_training_has_left_goes_first(tmp_path: Path) -> None:
     again.close(60)
     assert numbers(again) == [1, 4]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-4"]
+
+
+def test_the_choice_of_the_newest_save_counts_whichever_is_noted_last(tmp_path: Path) -> None:
+    folders = NumberedFolders(tmp_path, "step-", storage_options=None)
+    folders.begin()
+    notes: list[Callable[[], None]] = []
+
+    def noted_later(handle: bcp.SaveHandle) -> Any:
+        return SimpleNamespace(add_done_callback=lambda after: notes.append(lambda: after(handle)))
+
+    for number in (4, 8, 10):
+        handle = save_of(folders, number, folders.record(number).as_metadata())
+        held = {4, number}
+        folders.retire_after(
+            noted_later(handle),
+            number,
+            lambda held=held: [each for each in folders.committed() if each.number not in held],
+        )
+    for note in (notes[0], notes[2], notes[1]):
+        note()
+    folders.close(60)
+    assert numbers(folders) == [4, 10]
 
 
 def test_a_killed_deletion_is_finished_by_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,8 @@ class NumberedFolders:
         """Errors of damaged checkpoints by number, as `committed` has found them last."""
         self._changed = threading.Condition()
         self._saving: set[int] = set()
+        self._num_saves = self._chosen = 0
+        """Saves so far, and the newest of them whose choice of what to delete counts."""
         self._num_awaited = 0
         """Saves whose end has not been noted; whoever waits for a save may go on before that."""
         self._deleting: int | None = None
@@ -226,13 +228,19 @@ class NumberedFolders:
                 self._saving.discard(number)
             # Not by the handle's methods: these note that the caller has seen the error.
             if choose is not None and ended._progress.error is None:
-                self.retire(choose)
+                with self._changed:
+                    # Hazard: the end of a save may be noted after that of a later one, whose choice counts.
+                    is_newest, self._chosen = place > self._chosen, max(place, self._chosen)
+                if is_newest:
+                    self.retire(choose)
             with self._changed:
                 self._num_awaited -= 1
                 self._changed.notify_all()
 
         with self._changed:
             self._num_awaited += 1
+            self._num_saves += 1
+            place = self._num_saves
         handle.add_done_callback(after)
 
     def keep_newest(self, handle: SaveHandle, number: int, num_kept: int) -> None:
