@@ -144,6 +144,8 @@ class LoadReport:
     """State FQNs that the checkpoint lacks; left as they were."""
     unexpected: Sequence[str] = ()
     """Checkpoint FQNs, renamed by key_map, that the state lacks."""
+    ignored: Sequence[str] = ()
+    """Top-level names of the checkpoint, renamed by key_map, that the state does not have: nothing below was loaded."""
     mismatched: Sequence[str] = ()
     """State FQNs whose shape or dtype differs, or whose values conflict, each with the reason; left as they were."""
     cast: Sequence[str] = ()

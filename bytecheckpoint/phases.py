@@ -287,6 +287,7 @@ def _report(source: Source, fitted: Fitted, match: Match, traffic: Traffic, seco
         num_bytes_received=traffic.num_bytes_received,
         missing=[problem.fqn for problem in fitted.findings.problems if problem.kind == "missing_key"],
         unexpected=fitted.findings.unexpected,
+        ignored=fitted.findings.ignored,
         mismatched=[problem.text for problem in fitted.findings.problems if problem.kind != "missing_key"],
         cast=sorted(match.cast),
         skipped=sorted(match.skipped),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -61,6 +62,8 @@ class MergedFindings(msgspec.Struct, frozen=True, array_like=True):
     """Something is missing, and the checkpoint may have it in another way."""
     other_name: str = ""
     """The name, if all ranks gave the same; else ""."""
+    ignored: list[str] = []
+    """Top-level names of the checkpoint that no rank's state has."""
 
 
 def merge_findings(
@@ -97,7 +100,7 @@ def merge_findings(
     def merge(payloads: Sequence[bytes]) -> Sequence[bytes]:
         findings = [msgspec.msgpack.decode(payload, type=_RankFindings) for payload in payloads]
         _check_same_fqns(ranks, findings)
-        merged = _merge(findings, fqns)
+        merged = _merge(findings, fqns, stored.own_names)
         other_names = {of_rank.other_name for of_rank in findings}
         common_name = other_names.pop() if len(other_names) == 1 else ""
         is_lacking = any(problem.kind == "missing_key" for of_rank in findings for problem in of_rank.problems)
@@ -138,19 +141,20 @@ def _check_same_fqns(ranks: Ranks, findings: Sequence[_RankFindings]) -> None:
         )
 
 
-def _merge(findings: Sequence[_RankFindings], fqns: Sequence[str]) -> MergedFindings:
+def _merge(findings: Sequence[_RankFindings], fqns: Sequence[str], own_names: Sequence[str]) -> MergedFindings:
     wanted = np.zeros(len(fqns), bool)
     for of_rank in findings:
         wanted |= np.unpackbits(np.frombuffer(of_rank.wanted, np.uint8), count=len(fqns)).astype(bool)
     top_level = {name for of_rank in findings for name in of_rank.top_level}
-    left = (fqns[number] for number in np.flatnonzero(~wanted).tolist())
+    left = [fqns[number] for number in np.flatnonzero(~wanted).tolist()]
     unexpected = sorted(fqn for fqn in left if is_at_or_below(fqn, top_level))
+    ignored = {fqn.split(".")[0] for fqn in chain(left, own_names) if not is_at_or_below(fqn, top_level)}
     unexpected += sorted({fqn for of_rank in findings for fqn in of_rank.unexpected})
     problems = {(problem.kind, problem.fqn): problem for of_rank in findings for problem in of_rank.problems}
     unused = [rule for rule in findings[COORDINATOR].unused if all(rule in of_rank.unused for of_rank in findings)]
     # A state of nothing but modules without tensors has nothing that a load could fill.
     fills = any(of_rank.fills for of_rank in findings) or not any(of_rank.has_places for of_rank in findings)
-    return MergedFindings(list(problems.values()), unexpected, unused, fills)
+    return MergedFindings(list(problems.values()), unexpected, unused, fills, ignored=sorted(ignored))
 
 
 def _mismatch(

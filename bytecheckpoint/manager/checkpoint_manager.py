@@ -40,6 +40,7 @@ from bytecheckpoint.manager.restore import (
     is_latest,
     raise_unless_older_may_load,
     try_to_end_attempts,
+    warn_of_ignored,
 )
 from bytecheckpoint.manager.save_policies import SavePolicy
 from bytecheckpoint.manager.stats import Goodput, ManagerStats
@@ -164,7 +165,7 @@ class CheckpointManager:
             report = self._memory.resume(state, **as_load)
             if report is None:
                 return self._start_fresh(state, initial, storage_options, **as_load)
-            self._continue_from(report.step or 0, {})
+            self._continue_from(report, report.step or 0, {})
             self._data.leave_branch(state)
             return report
         passed_over: dict[int, str] = {}
@@ -184,7 +185,7 @@ class CheckpointManager:
                 passed_over[choice.step] = error.message
                 logger.error("step %d does not load, so the one before: %s", choice.step, error.message)  # noqa: TRY400
             else:
-                self._continue_from(choice.step, passed_over)
+                self._continue_from(report, choice.step, passed_over)
                 self._data.leave_branch(state)
                 return replace(report, passed_over=passed_over)
             finally:
@@ -214,8 +215,9 @@ class CheckpointManager:
             logger.info("%s has no checkpoint: training starts at step 0", self._root)
         return None
 
-    def _continue_from(self, step: int, passed_over: Collection[int]) -> None:
+    def _continue_from(self, report: LoadReport, step: int, passed_over: Collection[int]) -> None:
         """Makes the restored step the newest one: later ones belong to a branch that training leaves."""
+        warn_of_ignored(report, rank=self._rank)
         left = partial(abandoned_steps.steps_left_behind, self._store, step)
         abandoned = self._decisions.hear("leaving later steps", left, dict[int, str])
         self._saves.begin_at(step, abandoned)

@@ -8,6 +8,7 @@ import os
 import socket
 import uuid
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from typing import NamedTuple
 
 import msgspec
@@ -147,7 +148,9 @@ def _describe(store: Store, number: int) -> str:
         found = _read_claim(store, number)
     except CheckpointError:
         found = None
-    return f"pid {found.pid} on {found.host}, at {found.time:.0f} s since 1970," if found else "an unknown process"
+    if found is None:
+        return "an unknown process"
+    return f"pid {found.pid} on {found.host}, at {datetime.fromtimestamp(int(found.time), UTC):%Y-%m-%d %H:%M:%S} UTC,"
 
 
 def _step_folders(store: Store) -> Iterator[str]:

@@ -19,6 +19,7 @@ from bytecheckpoint.errors import (
     StorageError,
     and_more,
 )
+from bytecheckpoint.info import LoadReport
 from bytecheckpoint.storage.layout import check_step, find_checkpoint, has_manifest, newest_steps
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store, one_block
@@ -179,6 +180,17 @@ def raise_unless_older_may_load(error: CheckpointError, step: int | Literal["lat
     if not may_walk_back:
         what = f"{error.message}. ManagerOptions(walk_back=True) restores the newest step before it that loads"
         raise type(error)(what, kind=error.kind, path=error.path, step=error.step, ranks=error.ranks) from error
+
+
+def warn_of_ignored(report: LoadReport, *, rank: int) -> None:
+    """Warns, on rank 0, of what the checkpoint has and the state does not: the next save would not have it either."""
+    if report.ignored and rank == 0:
+        logger.warning(
+            "step %s also has %s, which the state does not: not restored, and the next save of this state will lack "
+            "it. Add it to the state to go on with it, or pass exclude= to leave it out without this warning",
+            report.step,
+            and_more(list(map(repr, report.ignored)), 10),
+        )
 
 
 def is_damage(error: CheckpointError) -> bool:

@@ -40,6 +40,7 @@ TELEMETRY_FOLDER = "telemetry"
 MAX_MANIFEST_BYTES = 1 << 30
 
 _STEP_FOLDER = re.compile(r"\Astep_([0-9]{8,})\Z")
+_UNFINISHED = f"is not committed: it holds data but no {MANIFEST_NAME}, so its save did not finish"
 _MAX_NAMED = 10
 _LOOKS_IN_FLIGHT = 16
 _MAX_LOOKS = 1024
@@ -224,8 +225,7 @@ def _no_step(store: Store, step: int, *, location: str) -> CheckpointNotFoundErr
     has_data = bool(store.list(step_folder(step)))
     others = _name_steps(store, store.list(""))
     if has_data:
-        what = f"step {step} in {location} is not committed: it holds data but no {MANIFEST_NAME}, so its save did not "
-        what, kind = f"{what}finish", "not_committed"
+        what, kind = f"step {step} in {location} {_UNFINISHED}", "not_committed"
     else:
         what, kind = f"there is no step {step} in {location}", "not_found"
     return CheckpointNotFoundError(f"{what}; {others}", kind=kind, path=location, step=step)
@@ -234,11 +234,12 @@ def _no_step(store: Store, step: int, *, location: str) -> CheckpointNotFoundErr
 def _nothing_at_root(store: Store, listing: Mapping[str, int | None], *, location: str) -> CheckpointNotFoundError:
     if not listing:
         what = f"there is nothing at {location}: it does not exist, or is empty; check the path"
+        if (step := location.rpartition("/")[2]).isdecimal():
+            what += f". The folder of step {int(step)} is {step_folder(int(step))}"
         return CheckpointNotFoundError(what, kind="not_found", path=location)
     has_steps = any(steps_below(store, "", listing))
     if DATA_FOLDER in listing or (_step_folders(listing) and not has_steps):
-        what = f"{location} is not committed: it holds data but no {MANIFEST_NAME}, so its save did not finish"
-        kind = "not_committed"
+        what, kind = f"{location} {_UNFINISHED}", "not_committed"
     else:
         held = and_more(sorted(listing), _MAX_NAMED)
         what, kind = f"{location} is not a checkpoint: it has no {MANIFEST_NAME} (it holds {held})", "not_found"
