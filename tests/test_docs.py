@@ -75,9 +75,9 @@ def run_printing(block: str, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_first_example_resumes_when_it_is_run_again(twice: list[dict[str, Any]]) -> None:
-    assert [names["printed"] for names in twice] == ["first step: 0\n", "first step: 51\n"]
-    assert [names["step"] for names in twice] == [99, 150]
-    assert bcp.steps("run") == [50, 100, 150]
+    assert [names["printed"] for names in twice] == ["first step: 0\n", "first step: 100\n"]
+    assert [names["step"] for names in twice] == [99, 199]
+    assert bcp.steps("run") == [99, 100, 150, 199]  # the restored step is held
 
 
 def test_the_calls_without_a_manager_save_load_and_read_rows(twice: list[dict[str, Any]]) -> None:

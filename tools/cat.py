@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -56,16 +57,16 @@ class PrintedPart(NamedTuple):
 @with_link_option
 @with_output_options
 def cat(*, ckpt: str, name: str, limit: int, access: AccessOptions, as_json: bool) -> int:
-    """Print the values of one tensor of the checkpoint CKPT, of a part of it, or a plain value.
+    """Print the values of one tensor of the checkpoint CKPT, of a part of it, or a plain value and all below it.
 
     SLICE is as in Python: integers, slices with a step of 1 or more, and '...', divided by commas. Only the bytes that
     the part needs are read, and verified. Quote it, so that the shell leaves the brackets alone.
     """
     opened = access.find_files(access.open_manifest(ckpt))
     objects = plain_objects(opened)
-    plain = [item for item in objects if item.fqn == name]
+    plain = [item for item in objects if item.fqn == name] or _below(opened, objects, name)
     if plain:
-        _print_plain(opened, plain, as_json=as_json)
+        _print_plain(opened, name, plain, as_json=as_json)
         return exit_codes.FINE
     others = dict.fromkeys(item.fqn for item in objects)
     part = _read(opened, name, LoadOptions(follow_links=access.follow_links), others=others)
@@ -85,6 +86,13 @@ def cat(*, ckpt: str, name: str, limit: int, access: AccessOptions, as_json: boo
     else:
         _print(part, limit)
     return exit_codes.FINE
+
+
+def _below(opened: Opened, objects: Sequence[PlainSummary], name: str) -> list[PlainSummary]:
+    """Returns the plain values below a name, as of a scheduler, if no tensor lies there."""
+    manifest, start = opened.manifest, f"{name}."
+    has_tensors = any(fqn == name or fqn.startswith(start) for fqn in chain(manifest.tensors, manifest.aliases))
+    return [] if has_tensors else [item for item in objects if item.fqn.startswith(start)]
 
 
 def _read(opened: Opened, name: str, options: LoadOptions, *, others: Iterable[str]) -> PrintedPart:
@@ -160,14 +168,15 @@ def _print(part: PrintedPart, limit: int) -> None:
         screen.line(line)
 
 
-def _print_plain(opened: Opened, plain: list[PlainSummary], *, as_json: bool) -> None:
+def _print_plain(opened: Opened, name: str, plain: Sequence[PlainSummary], *, as_json: bool) -> None:
     if as_json:
-        objects = [{"rank": item.rank, "type": item.type, "value": item.value} for item in plain]
+        objects = [{"fqn": item.fqn, "rank": item.rank, "type": item.type, "value": item.value} for item in plain]
         of_tensor = dict.fromkeys(("slice", "dtype", "shape", "values"))
-        about = {"path": opened.path, "step": opened.manifest.step, "fqn": plain[0].fqn}
+        about = {"path": opened.path, "step": opened.manifest.step, "fqn": name}
         print_json({**about, **of_tensor, "objects": objects})
         return
     screen = Screen()
     for item in plain:
         text = item.text if isinstance(item.value, str) and item.type != "str" else repr(item.value)
-        screen.line(text if item.rank is None else f"rank {item.rank}: {text}")
+        before = "" if item.fqn == name else f"{item.fqn}: "
+        screen.line(before + (text if item.rank is None else f"rank {item.rank}: {text}"))

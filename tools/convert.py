@@ -217,7 +217,7 @@ def _print(result: Converted, seconds: float) -> None:
     rate = size_text(result.num_bytes / max(seconds, 1e-9))
     screen.line(
         f"{result.path}: {count_text(result.num_tensors, 'tensor')}, {size_text(result.num_bytes)} in "
-        f"{count_text(result.num_files, 'file')}, written in {seconds:.1f} s ({rate}/s)",
+        f"{count_text(result.num_files, 'file')}, written in {seconds:.1f} s ({rate}/s) from {result.source}",
         style="bold",
     )
     if result.sides:

@@ -241,8 +241,9 @@ def _print(store: Store, rows: Sequence[GarbageRow], found: Garbage, failures: S
         screen.section(_table(str(store), is_real=is_real), rows)
     else:
         screen.line(f"{store}: nothing is left of saves that did not commit", style="bold green")
-    if any(not item.is_dead for item in rows):
-        screen.paragraph("All others are left alone: --older-than AGE or --save-id ID decides which are dead.")
+    if num_others := len(rows) - len(dead):
+        what = count_text(num_others, "leftover")
+        screen.paragraph(f"{what} of saves that may still run: --older-than AGE or --save-id ID decides which are dead.")
     if found.unreadable:
         screen.line()
         shown = some_of([folder or "." for folder in found.unreadable], 10)

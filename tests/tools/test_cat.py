@@ -100,3 +100,17 @@ def test_damage_in_what_is_read_is_found(call, tmp_path) -> None:
     bcp.save(tmp_path / "c", {"w": torch.arange(1000.0)})
     flip(next((tmp_path / "c" / "data").iterdir()), -8)
     assert call("cat", tmp_path / "c", "w[-3:]").code == 1
+
+
+def test_a_name_above_plain_values_prints_them_with_their_names(call, stored) -> None:
+    assert call("cat", stored, "nested").out.splitlines() == ["nested.list: [1, 'two']"]
+    assert call("cat", stored, "nested", "--json").json["objects"] == [
+        {"fqn": "nested.list", "rank": None, "type": "list", "value": [1, "two"]},
+    ]
+
+
+def test_a_name_above_tensors_says_what_stands_below(call, saved_root) -> None:
+    failed = call("cat", saved_root, "model")
+    assert failed.code == 3
+    assert "'model' is no tensor and no plain value of" in failed.err
+    assert "but stands above" in failed.err

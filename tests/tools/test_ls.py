@@ -103,7 +103,7 @@ def test_a_step_that_was_not_committed_is_listed_as_such(call, root) -> None:
     (root / "step_00002000").mkdir()
     ended = call("ls", root)
     assert ended.code == 0
-    assert "1 checkpoint, 2 not committed" in ended.out
+    assert "1 checkpoint and 2 not committed" in ended.out
     assert ended.out.count("not committed\n") == 2
     items = call("ls", root, "--json").json["checkpoints"]
     assert [(item["step"], item["committed"]) for item in items] == [(5, True), (1000, False), (2000, False)]

@@ -256,10 +256,15 @@ def _in_numbers(text: str) -> list[str | tuple[int, str]]:
 def no_such_tensor(path: str, pattern: str, names: Iterable[str]) -> CheckpointNotFoundError:
     """Returns the error, with near names, about a name or a glob that no tensor has."""
     last = pattern.rsplit(".", 1)[-1]
+    names = list(names)
+    if below := [name for name in names if name.startswith(f"{pattern}.")]:
+        shown = some_of(in_natural_order(below), 5)
+        what = f"{pattern!r} is no tensor and no plain value of {path}, but stands above {len(below):,} of them: {shown}"
+        return CheckpointNotFoundError(what, kind="not_found", path=path)
     near = [name for name in names if pattern in name] or [name for name in names if name.endswith(last)]
     all_names = "`bcp show CKPT --limit 0` lists all tensors, with --objects plain values"
     hint = f"near matches: {some_of(in_natural_order(near), 5)}" if near else all_names
-    what = f"no tensor of {path} is named or matches {pattern!r}; {hint}"
+    what = f"nothing in {path} is named or matches {pattern!r}; {hint}"
     return CheckpointNotFoundError(what, kind="not_found", path=path)
 
 

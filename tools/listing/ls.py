@@ -142,6 +142,6 @@ def _runs(found: Sequence[ListedCheckpoint]) -> list[str]:
 
 def _totals(found: Sequence[ListedCheckpoint]) -> str:
     committed = [item for item in found if item.committed]
-    rest = f", {len(found) - len(committed)} not committed" if len(committed) < len(found) else ""
+    rest = f" and {len(found) - len(committed)} not committed" if len(committed) < len(found) else ""
     total = size_text(sum(item.num_bytes for item in found))
     return f"{count_text(len(committed), 'checkpoint')}{rest}, {total}"
