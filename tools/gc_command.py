@@ -242,8 +242,8 @@ def _print(store: Store, rows: Sequence[GarbageRow], found: Garbage, failures: S
     else:
         screen.line(f"{store}: nothing is left of saves that did not commit", style="bold green")
     if num_others := len(rows) - len(dead):
-        what = count_text(num_others, "leftover")
-        screen.paragraph(f"{what} of saves that may still run: --older-than AGE or --save-id ID decides which are dead.")
+        what = f"{count_text(num_others, 'leftover')} of saves that may still run"
+        screen.paragraph(f"{what}: --older-than AGE or --save-id ID decides which are dead.")
     if found.unreadable:
         screen.line()
         shown = some_of([folder or "." for folder in found.unreadable], 10)

@@ -259,7 +259,7 @@ def no_such_tensor(path: str, pattern: str, names: Iterable[str]) -> CheckpointN
     names = list(names)
     if below := [name for name in names if name.startswith(f"{pattern}.")]:
         shown = some_of(in_natural_order(below), 5)
-        what = f"{pattern!r} is no tensor and no plain value of {path}, but stands above {len(below):,} of them: {shown}"
+        what = f"{pattern!r} is no tensor and no plain value of {path}, but stands above {len(below):,}: {shown}"
         return CheckpointNotFoundError(what, kind="not_found", path=path)
     near = [name for name in names if pattern in name] or [name for name in names if name.endswith(last)]
     all_names = "`bcp show CKPT --limit 0` lists all tensors, with --objects plain values"
