@@ -250,7 +250,7 @@ def _name_steps(store: Store, listing: Mapping[str, int | None]) -> str:
     """Names the newest committed steps of a root that may have thousands."""
     newest = list(islice(steps_below(store, "", listing), _MAX_NAMED))
     if not newest:
-        return "no step there is committed: load from another path, or save again"
+        return "no step below it is committed: load another path or step, or save again"
     num_older = sum(step < newest[-1] for step in _step_folders(listing)) if len(newest) == _MAX_NAMED else 0
     older = f", and up to {num_older:,} older ones, which `bcp ls` lists" if num_older else ""
     return f"committed, and safe to load with step=..., are, newest first: {', '.join(map(str, newest))}{older}"

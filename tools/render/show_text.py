@@ -103,7 +103,7 @@ def summary_rows(opened: Opened, summary: ManifestSummary) -> list[tuple[str, st
         ("size", f"{size_text(info.num_bytes)} in {count_text(len(manifest.files), 'file')}"),
         ("tensors", f"{info.num_tensors:,} in {count_text(summary.num_chunks, 'chunk')}{tied}"),
         ("parameters", f"{short_count(summary.num_parameters)} (elements outside of optimizer state)"),
-        ("objects", some_of(objects, 8)),
+        ("plain data", some_of(objects, 8)),
         *(
             (f"metadata {name}", shortened(repr(value), _MAX_VALUE_TEXT))
             for name, value in metadata[:_MAX_SUMMARY_ROWS]
