@@ -31,7 +31,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _PREFIX = "global_step_"
 _STEP = re.compile(rf"{_PREFIX}[0-9]+")
 _LOADER = "data.pt"
-"""State of the driver's loader, which verl writes last."""
+"""State of the driver's loader, which verl writes after the roles."""
+_QUEUE = "transfer_queue"
+"""Folder beside the roles, where drivers that train while they generate keep what is under way."""
 _FOLDERS_OF_VERL = ("huggingface", "model", "optimizer", "extra")
 _FILES_OF_VERL = ("fsdp_config.json", "lora_train_meta.json", "transformer_config.json", "ckpt_contents.json")
 _LOOK_S, _LONGEST_LOOK_S = 0.1, 5.0
@@ -116,12 +118,13 @@ class RoleSaves:
         if step is not None and is_whole(step, since=self._began):
             self._write_tracker(step)
 
-    def load(self, local_path: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Loads the state, and returns the metadata of the checkpoint. Raises the errors of `bytecheckpoint.load`."""
+    def load(self, local_path: str, state: Mapping[str, Any]) -> None:
+        """Fills the state, which may be empty. Raises the errors of `bytecheckpoint.load`."""
         self.settle()
-        report = api.load(local_path, state, step=None, options=self._load_options)
-        self._find_folders(Path(local_path), resumed=report.save_id)
-        return metadata_of(local_path)
+        if state:
+            api.load(local_path, state, step=None, options=self._load_options)
+        with api.open(local_path, step=None) as checkpoint:
+            self._find_folders(Path(local_path), resumed=checkpoint.info.save_id)
 
     def _find_folders(self, place: Path, *, resumed: str = "") -> NumberedFolders | None:
         """Returns the folders of the role on rank 0, where the path is one of verl's layouts. `resumed` is the save id
@@ -196,7 +199,7 @@ def is_whole(step: Path, *, since: float) -> bool:
     """Returns True if all roles of a step are committed, and the driver has written the state of its loader, all of it
     since this time: an earlier run, whose steps are replaced, may have left the same.
     """
-    roles = [path for path in step.iterdir() if path.is_dir()] if step.is_dir() else []
+    roles = [path for path in step.iterdir() if path.is_dir() and path.name != _QUEUE] if step.is_dir() else []
     try:
         written = [path.stat().st_mtime for path in (step / _LOADER, *(role / MANIFEST_NAME for role in roles))]
     except FileNotFoundError:
@@ -260,7 +263,8 @@ def _remove_files_of_verl(path: str) -> None:
         (place / name).unlink(missing_ok=True)
     step = place if _STEP.fullmatch(place.name) else place.parent
     with suppress(FileNotFoundError):
-        rest = [each for each in step.iterdir() if each != place]
+        rest = [each for each in step.iterdir() if each not in {place, step / _QUEUE}]
         if all(each.name.startswith("data") and each.suffix == ".pt" for each in rest):
+            shutil.rmtree(step / _QUEUE, ignore_errors=True)
             for each in rest:
                 each.unlink()
