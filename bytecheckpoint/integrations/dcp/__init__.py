@@ -12,11 +12,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 from bytecheckpoint.integrations.dcp.calls import async_save, load, save
 from bytecheckpoint.integrations.dcp.storage import BcpStorageReader, BcpStorageWriter
+from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
 
 FileSystemReader, FileSystemWriter = BcpStorageReader, BcpStorageWriter
 """As programs name them that have changed the import alone."""
 
 __all__ = [
+    "AgreedStop",
     "BcpStorageReader",
     "BcpStorageWriter",
     "DefaultLoadPlanner",
