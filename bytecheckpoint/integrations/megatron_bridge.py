@@ -23,6 +23,7 @@ from bytecheckpoint.integrations.megatron.folder import (
     non_persistent_root,
     numbered_folders,
 )
+from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolder, NumberedFolders
 from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder, folder_at
@@ -87,7 +88,7 @@ class BcpBridgeManager:
             state,
             tracked_as=str(train_state.step),
             async_save=config.async_save,
-            metadata={METADATA: described},
+            metadata=marked("megatron_bridge", {METADATA: described}),
             options=self.bcp_options,
             on_tracked=bool,
         )

@@ -26,6 +26,7 @@ from bytecheckpoint.conversion.dcp import planned_by_torch
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.dcp.conflicts import OnConflict, mark_differing
 from bytecheckpoint.integrations.dcp.torch_keywords import check_keywords, with_writers_keywords
+from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone
 from bytecheckpoint.loading.plain_trees import PlainData, TensorStub
 from bytecheckpoint.loading.read import Source
@@ -200,7 +201,7 @@ def begin_save(
     is_async: bool,
 ) -> SaveHandle:
     """Saves a state without Stateful values, of which each rank keeps its own where they differ."""
-    marked = mark_differing(
+    kept = mark_differing(
         state,
         path=str(path),
         process_group=process_group,
@@ -209,9 +210,10 @@ def begin_save(
     )
     return api.save(
         path,
-        marked,
+        kept,
         async_save=is_async,
         process_group=process_group,
+        metadata=marked("dcp"),
         storage_options=storage_options,
         options=options,
     )

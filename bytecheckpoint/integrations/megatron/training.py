@@ -27,6 +27,7 @@ from bytecheckpoint.integrations.megatron.folder import (
     non_persistent_root,
 )
 from bytecheckpoint.integrations.megatron.plain import plain_arguments, with_classes, without_classes
+from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.tracked_folder import folder_at
 from bytecheckpoint.options import LoadOptions, SaveOptions
@@ -142,7 +143,7 @@ def save_checkpoint(  # noqa: PLR0917 - Megatron's signature
         state,
         tracked_as=RELEASE if release else str(iteration),
         async_save=args.async_save,
-        metadata={METADATA: described},
+        metadata=marked("megatron", {METADATA: described}),
         options=options,
         on_tracked=bool if replaced is None else replaced.note,
     )

@@ -20,6 +20,7 @@ from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.integrations.dcp.calls import SaveFuture
 from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
 from bytecheckpoint.integrations.shared.loader_state import loader_state
+from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.model_weights import load_weights, save_weights
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolders
@@ -155,7 +156,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
             filesystem.join(self.folder, f"step-{step}"),
             state,
             async_save=async_save,
-            metadata=record.as_metadata() if record is not None else None,
+            metadata=marked("torchtitan", None if record is None else record.as_metadata()),
             storage_options=self.config.storage_options,
             options=options,
         )

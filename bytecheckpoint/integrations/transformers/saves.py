@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bytecheckpoint import api
+from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolder, NumberedFolders
 from bytecheckpoint.integrations.transformers.folders import (
     CONFIG,
@@ -134,7 +135,7 @@ class TrainerSaves:
             return True
 
         self._decisions.hear(f"preparing {path}", write_beside, bool)
-        metadata = records[0].as_metadata() if records else None  # rank 0's counts
+        metadata = marked("transformers", records[0].as_metadata() if records else None)  # rank 0's counts
         options = replace(options, overwrite=True)
         handle = api.save(path, state, async_save=async_save, metadata=metadata, options=options)
         self._handle = handle

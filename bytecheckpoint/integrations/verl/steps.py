@@ -19,6 +19,7 @@ from typing import Any
 
 from bytecheckpoint import api
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError
+from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolder, NumberedFolders
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import LoadOptions, SaveOptions
@@ -88,7 +89,7 @@ class RoleSaves:
             place,
             state,
             async_save=async_save and is_role,
-            metadata={**record.as_metadata(), "global_step": global_step, **metadata},
+            metadata=marked("verl", {**record.as_metadata(), "global_step": global_step, **metadata}),
             options=replace(self._options, overwrite=True),
         )
         if folders is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rank_programs import RankProcesses, run_ranks
 
+from frameworks.going_on import line_of
 from frameworks.megatron.test_megatron_training import TRACKER, differences, losses_of, wait_for_tracker
 
 pytestmark = [
@@ -55,6 +56,8 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(
     saved = int((out / TRACKER).read_text())
     if number == signal.SIGTERM:  # the step at which it came is saved
         assert max(path.name for path in out.glob("iter_*")) == f"iter_{saved:07d}"
+    line = line_of(out / f"iter_{saved:07d}", "Megatron-Bridge")
+    assert line == f"checkpoint.load={out} checkpoint.ckpt_step={saved}"
     resumed, whole = run(out, saved + 3), run(tmp_path, saved + 3)
     assert resumed == {number: whole[number] for number in range(saved + 1, saved + 4)}
     name = f"iter_{saved + 3:07d}"
