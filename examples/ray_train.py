@@ -46,7 +46,7 @@ def train(config: dict[str, Any]) -> None:
             optimizer.zero_grad()
             progress["losses"].append(loss.item())
             if (step, rank) == (config["kill_at"], 1) and not Path(run_path(), "hit").exists():
-                hit(Path(run_path()), config["signal"])
+                hit(Path(run_path()), config["signal"], stop)
             is_last = stop.end_step()
             if (step + 1) % 2 == 0 or is_last:
                 progress["next_step"], again = step + 1, bcp.SaveOptions(overwrite=True)  # what Ray has not heard of
@@ -56,17 +56,18 @@ def train(config: dict[str, Any]) -> None:
                 return
 
 
-def hit(run: Path, name: str) -> None:
+def hit(run: Path, name: str, stop: WorkerStop) -> None:
     while not (run / "checkpoint_manager_snapshot.json").exists():  # Ray knows a checkpoint
         time.sleep(0.1)
     (run / "hit").touch()
     signal.raise_signal(signal.Signals[name])
+    while not stop.reason:  # else so short a run is over before all have agreed
+        time.sleep(0.1)
 
 
 def main(words: list[str] | None = None) -> ray.train.Result:
     parser = argparse.ArgumentParser(description=__doc__)
-    defaults = {"storage": "ray_results", "name": "example", "signal": "SIGKILL", "steps": 10, "kill-at": -1}
-    for name, default in defaults.items():
+    for name, default in {"storage": "runs", "name": "run", "signal": "SIGKILL", "steps": 10, "kill-at": -1}.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     arguments = parser.parse_args(words)
     keep, retry = CheckpointConfig(num_to_keep=2), FailureConfig(max_failures=3)

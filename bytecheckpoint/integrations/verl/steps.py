@@ -20,7 +20,8 @@ from typing import Any
 from bytecheckpoint import api
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError
 from bytecheckpoint.integrations.shared.mark import marked
-from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolder, NumberedFolders
+from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolder, NumberedFolders, on_rank_0
+from bytecheckpoint.integrations.shared.save_outcome import has_failed
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.saving.handle import SaveHandle
@@ -137,31 +138,24 @@ class RoleSaves:
         root, below = (place.parent.parent, place.name) if is_role else (place.parent, "")
         if self._root != str(root) or resumed:
             decisions = Decisions(None, str(root), timeout_s=self._options.timeout_s)
-            begin = partial(self._begin, root, below, resumed)
-            decisions.hear(f"looking at the checkpoints in {root}", begin, bool)
+            self._folders = on_rank_0(decisions, partial(self._begun, root, below, resumed))
             self._root = str(root)
         return self._folders
 
-    def _begin(self, root: Path, below: str, resumed: str) -> bool:
-        """Looks at the folders, on rank 0."""
-        if self._folders is None or self._folders.root != str(root):
-            self._folders = NumberedFolders(
-                root,
-                _PREFIX,
-                below=below,
-                storage_options=None,
-                remove_beside=_remove_files_of_verl,
-            )
-        self._folders.begin(resumed=resumed)
-        return True
+    def _begun(self, root: Path, below: str, resumed: str) -> NumberedFolders:
+        folders = self._folders
+        if folders is None or folders.root != str(root):
+            beside = _remove_files_of_verl
+            folders = NumberedFolders(root, _PREFIX, below=below, storage_options=None, remove_beside=beside)
+        folders.begin(resumed=resumed)
+        return folders
 
     @staticmethod
     def _track(owner: weakref.ref[RoleSaves], handle: SaveHandle, place: Path) -> None:
         """Writes the tracker file once the step of a role is whole, unless another step of it has begun meanwhile, or
         the manager is gone. Gives up, with a warning, after as long as ranks wait for one another.
         """
-        # Not by the handle's methods: these would note that the caller has seen the error.
-        if handle._progress.outcome.exception() is not None:
+        if has_failed(handle):
             return
         began, pause_s = time.monotonic(), _LOOK_S
         while (saves := owner()) is not None and saves._path == str(place):

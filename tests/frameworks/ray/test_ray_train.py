@@ -56,7 +56,7 @@ def test_a_run_whose_worker_was_killed_or_stopped_gives_the_same_losses_and_para
 
 def test_sigterm_of_one_worker_ends_the_run_with_the_step_saved(runs: dict[str, Any]) -> None:
     stopped = int(Path(runs["stopped"]["checkpoint"]).name.removeprefix("step_"))
-    assert stopped in {6, 7, 8}
+    assert stopped in {6, 7}
     assert runs["stopped"]["metrics"]["step"] == stopped
     assert progress(runs["resumed"], "starts") == [[0, stopped + 1]] * 2
 
