@@ -232,7 +232,8 @@ class AppState:
 
 def candidates(job: TrainingJob, group: dist.ProcessGroup) -> dict[str, Callable[[Path], Pending | None]]:
     """Returns the saves by name. `group` is for background threads: training uses the other at the same time."""
-    stager = DefaultStager(StagingOptions(False, False, False, False))
+    stager = DefaultStager(StagingOptions(False, False, use_async_staging=False, use_non_blocking_copy=False))
+    stages_on = DefaultStager(StagingOptions(False, False, use_async_staging=True, use_non_blocking_copy=False))
 
     def live() -> dict[str, Any]:
         return {"model": job.model, "optim": job.optimizer}
@@ -270,9 +271,9 @@ def candidates(job: TrainingJob, group: dist.ProcessGroup) -> dict[str, Callable
         "dcp-async": partial(begun, torch_dcp, job.state),
         "dcp-cached": partial(begun, torch_dcp, job.state, async_stager=stager),
         "bcp-async": partial(begun, drop_in, job.state),
-        "bcp-stager": partial(begun, drop_in, job.state, async_stager=stager),
+        "bcp-stager": partial(begun, drop_in, job.state, async_stager=stages_on),
         "bcp-live": partial(begun, drop_in, live),
-        "bcp-live-stager": partial(begun, drop_in, live, async_stager=stager),
+        "bcp-live-stager": partial(begun, drop_in, live, async_stager=stages_on),
         LIMIT: copy,
         WRITE_LIMIT: write_raw,
     }

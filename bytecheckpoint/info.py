@@ -11,6 +11,8 @@ from bytecheckpoint.manifest import Manifest, ManifestOutline
 from bytecheckpoint.runtime.notebook_html import facts_html
 
 OWN_FORMAT = "bytecheckpoint"
+INTEGRATION = "integration"
+"""Key in the metadata of what an integration has saved."""
 Outcome: TypeAlias = Literal["committed", "removed", "kept", "under_way"]
 
 

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/dcp_drop_in.py --out run --steps 20
     torchrun --nproc-per-node 3 examples/dcp_drop_in.py --out run --steps 40
 
-The second command goes on where the first one ended, on another number of processes.
+The second command goes on where the first one ended, or was stopped by SIGTERM, on another number of processes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class AppState(Stateful):
         self.model, self.optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optim": optimizer}
+        return dict(zip(("model", "optim"), get_state_dict(self.model, self.optimizer), strict=True))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         model, optimizer = state_dict["model"], state_dict["optim"]
@@ -57,19 +56,21 @@ def main() -> None:
         dcp.load(state, checkpoint_id=arguments.out)
 
     saving = None
-    for step in range(state["next_step"], arguments.steps):
-        batch = torch.randn(8, 16)
-        loss = (model(batch) - batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if (step + 1) % 10 == 0:
-            if saving is not None:
-                saving.result()
-            state["next_step"] = step + 1
-            saving = dcp.async_save(state, checkpoint_id=arguments.out / f"step_{step + 1:08d}")
-            if dist.get_rank() == 0:
-                print(f"step {step + 1}: loss {loss.item():.4f}")
+    with dcp.AgreedStop(arguments.out) as stop:  # SIGTERM of any process stops all after the same step
+        for step in range(state["next_step"], arguments.steps):
+            batch = torch.randn(8, 16)
+            loss = (model(batch) - batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            is_last = stop.end_step()
+            if (step + 1) % 10 == 0 or is_last:
+                state["next_step"] = step + 1
+                saving = dcp.async_save(state, checkpoint_id=arguments.out / f"step_{step + 1:08d}")
+                if dist.get_rank() == 0:
+                    print(f"step {step + 1}: loss {loss.item():.4f}", flush=True)
+            if is_last:
+                break
     if saving is not None:
         saving.result()
     dist.destroy_process_group()

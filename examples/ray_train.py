@@ -1,12 +1,11 @@
 """Trains on workers of Ray Train, saves in the background, and goes on from the newest checkpoint when a worker dies.
 
-python examples/ray_train.py --storage /tmp/ray_results --kill-at 7   # kills a worker once
+python examples/ray_train.py --storage /tmp/ray_results --kill-at 7   # kills a worker once; --signal SIGTERM stops
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import bytecheckpoint as bcp
-from bytecheckpoint.integrations.ray import checkpoint_path, report, run_path
+from bytecheckpoint.integrations.ray import SigtermTorchConfig, WorkerStop, checkpoint_path, report, run_path
 
 
 def train(config: dict[str, Any]) -> None:
@@ -34,46 +33,47 @@ def train(config: dict[str, Any]) -> None:
     progress: dict[str, Any] = {"next_step": 0, "losses": [], "starts": []}
     data = bcp.DataLoaderState(loader, rank=rank, size=size)
     state = {"model": model, "optimizer": optimizer, "data": data, "rng": bcp.RngState(), "extra_state": progress}
-    checkpoint = ray.train.get_checkpoint()
-    loaded = checkpoint and bcp.load(checkpoint_path(checkpoint), state)
+    loaded = (found := ray.train.get_checkpoint()) and bcp.load(checkpoint_path(found), state)
     batches = iter(loader)
     if loaded:
         loaded.restore_rng()  # the loader has drawn a seed
     progress["starts"].append(progress["next_step"])
-    for step, batch in zip(range(progress["next_step"], config["steps"]), batches, strict=False):
-        loss = (model(batch) - batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        progress["losses"].append(loss.item())
-        if (step, rank) == (config["kill_at"], 1):
-            die_once(Path(run_path()))
-        if (step + 1) % 2 == 0:
-            progress["next_step"] = step + 1
-            again = bcp.SaveOptions(overwrite=True)  # of a save that Ray had not heard of before a failure
-            handle = bcp.save(run_path(), state, step=step, async_save=True, options=again)
-            report({"step": step, "loss": loss.item()}, handle)
+    with WorkerStop() as stop:
+        for step, batch in zip(range(progress["next_step"], config["steps"]), batches, strict=False):
+            loss = (model(batch) - batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            progress["losses"].append(loss.item())
+            if (step, rank) == (config["kill_at"], 1) and not Path(run_path(), "hit").exists():
+                hit(Path(run_path()), config["signal"], stop)
+            is_last = stop.end_step()
+            if (step + 1) % 2 == 0 or is_last:
+                progress["next_step"], again = step + 1, bcp.SaveOptions(overwrite=True)  # what Ray has not heard of
+                handle = bcp.save(run_path(), state, step=step, async_save=True, options=again)
+                report({"step": step, "loss": loss.item()}, handle)
+            if is_last:
+                return
 
 
-def die_once(run: Path) -> None:
-    if not (run / "died").exists():
-        while not (run / "checkpoint_manager_snapshot.json").exists():  # Ray knows a checkpoint
-            time.sleep(0.1)
-        (run / "died").touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+def hit(run: Path, name: str, stop: WorkerStop) -> None:
+    while not (run / "checkpoint_manager_snapshot.json").exists():  # Ray knows a checkpoint
+        time.sleep(0.1)
+    (run / "hit").touch()
+    signal.raise_signal(signal.Signals[name])
+    while not stop.reason:  # else so short a run is over before all have agreed
+        time.sleep(0.1)
 
 
-def main(given: list[str] | None = None) -> ray.train.Result:
+def main(words: list[str] | None = None) -> ray.train.Result:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--storage", required=True)
-    parser.add_argument("--name", default="example")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--kill-at", type=int)
-    arguments = parser.parse_args(given)
+    for name, default in {"storage": "runs", "name": "run", "signal": "SIGKILL", "steps": 10, "kill-at": -1}.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    arguments = parser.parse_args(words)
     keep, retry = CheckpointConfig(num_to_keep=2), FailureConfig(max_failures=3)
     run = RunConfig(name=arguments.name, storage_path=arguments.storage, checkpoint_config=keep, failure_config=retry)
-    config, workers = {"steps": arguments.steps, "kill_at": arguments.kill_at}, ScalingConfig(num_workers=2)
-    return TorchTrainer(train, train_loop_config=config, scaling_config=workers, run_config=run).fit()
+    given = {"train_loop_config": vars(arguments), "torch_config": SigtermTorchConfig()}
+    return TorchTrainer(train, scaling_config=ScalingConfig(num_workers=2), run_config=run, **given).fit()
 
 
 if __name__ == "__main__":

@@ -227,4 +227,10 @@ def load_by_megatron_core(run: Training, path: Path) -> None:
     chunk.load_state_dict(loaded["model"])
     with torch.no_grad():  # masters of fp32 are views of parameters
         run.optimizer.load_state_dict(loaded["optimizer"])
+    # Adam of Apex and Transformer Engine counts steps in its groups, which were loaded. torch's counts them by
+    # parameter, and megatron-core 0.16 then puts the count from before the load over the one that it has loaded.
+    num_steps = loaded["optimizer"]["optimizer"]["param_groups"][0]["step"]
+    for owner in run.optimizer.chained_optimizers:
+        for state in owner.optimizer.state.values():
+            state["step"].fill_(num_steps)
     run.scheduler.load_state_dict(loaded["opt_param_scheduler"])

@@ -21,6 +21,7 @@ from bytecheckpoint.adapters.frameworks.deepspeed import COUNTERS
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.checkpoint import Checkpoint
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError
+from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder, folder_at
 from bytecheckpoint.options import LoadOptions, SaveOptions
@@ -101,7 +102,7 @@ def save_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
         state,
         tracked_as=name if save_latest else None,
         async_save=async_save,
-        metadata={"deepspeed_tag": name},
+        metadata=marked("deepspeed", {"deepspeed_tag": name}),
         options=options,
         on_tracked=lambda _: None,
     )

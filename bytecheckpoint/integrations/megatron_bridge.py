@@ -23,6 +23,7 @@ from bytecheckpoint.integrations.megatron.folder import (
     non_persistent_root,
     numbered_folders,
 )
+from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolder, NumberedFolders
 from bytecheckpoint.integrations.shared.tracked_folder import TrackedFolder, folder_at
@@ -31,10 +32,9 @@ from bytecheckpoint.saving.in_flight import process_state
 
 try:
     from megatron.bridge.training.checkpointing import DefaultCheckpointManager
-    from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import update_num_microbatches
 
-    from bytecheckpoint.integrations.megatron.training import is_optimizer, optimizer_state
+    from bytecheckpoint.integrations.megatron.training import is_optimizer, optimizer_state, random_numbers
 except ImportError as error:
     raise missing_framework("megatron_bridge", "megatron-bridge") from error
 
@@ -87,7 +87,7 @@ class BcpBridgeManager:
             state,
             tracked_as=str(train_state.step),
             async_save=config.async_save,
-            metadata={METADATA: described},
+            metadata=marked("megatron_bridge", {METADATA: described}),
             options=self.bcp_options,
             on_tracked=bool,
         )
@@ -153,13 +153,7 @@ class BcpBridgeManager:
 
 
 def _random_numbers(ctx: Any) -> RngState:
-    """Returns the generators: those outside of Megatron's tracker are alike in all ranks of a pipeline stage, unless
-    the configuration says otherwise.
-    """
-    at = {"pp": parallel_state.get_pipeline_model_parallel_rank()}
-    if ctx.state.cfg.rng.data_parallel_random_init:
-        at["dp"] = parallel_state.get_data_parallel_rank()
-    return RngState(elastic="keep", at=at)
+    return random_numbers(by_data_rank=ctx.state.cfg.rng.data_parallel_random_init)
 
 
 def _reached(found: FoundIteration, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -4,21 +4,29 @@ Ray's `CheckpointConfig`, and found by `ray.train.get_checkpoint()` after a fail
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
+from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.saving.handle import SaveHandle
 
 try:
     import ray.train
     from ray.train import CheckpointUploadMode
+    from ray.train.torch import TorchConfig
 except ImportError as error:
     raise missing_framework("ray", "ray[train] >= 2.51") from error
 
-__all__ = ["checkpoint_path", "report", "run_path"]
+__all__ = ["SigtermTorchConfig", "WorkerStop", "checkpoint_path", "report", "run_path"]
+
+logger = logging.getLogger("bytecheckpoint")
 
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://", "abfs": "abfs://", "hdfs": "hdfs://"}
 _SCHEME = re.compile(r"\A[a-z0-9+]+://")
@@ -75,6 +83,65 @@ def run_path() -> str:
 def checkpoint_path(checkpoint: ray.train.Checkpoint) -> str:
     """Returns the place of a Ray checkpoint in the form that `load` accepts. Raises like `run_path`."""
     return _url(checkpoint.filesystem, checkpoint.path)
+
+
+class WorkerStop(AgreedStop):
+    """The stop of all workers after the same step, when one has received SIGTERM. All make it together, in the function
+    that they train in, and all close it: `with WorkerStop() as stop:`.
+    """
+
+    def __init__(self, *, timeout_s: float = SaveOptions().timeout_s) -> None:
+        super().__init__(run_path(), signals=(), timeout_s=timeout_s)
+        handler = signal.getsignal(signal.SIGTERM)
+        self._handler = handler if isinstance(handler, _WorkerSignal) else None
+        if self._handler is None:
+            logger.warning("SIGTERM ends this worker at once: give TorchTrainer torch_config=SigtermTorchConfig()")
+        else:
+            self._handler.stop = self
+
+    def close(self) -> None:
+        """Lets SIGTERM end the worker again, and ends the agreement."""
+        if self._handler is not None:
+            self._handler.stop = None
+        super().close()
+
+
+@dataclass
+class SigtermTorchConfig(TorchConfig):
+    """The TorchConfig of workers whose SIGTERM a WorkerStop is to hear. Ray trains in a thread, and Python has signals
+    handled in the main thread alone.
+    """
+
+    @property
+    def backend_cls(self) -> type[Any]:
+        """Returns Ray's backend, which handles the signal as well."""
+        return type("SigtermTorchBackend", (_SigtermBackend, super().backend_cls), {})
+
+
+class _SigtermBackend:
+    """Installs the handler in the main threads of the workers."""
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        super().on_start(worker_group, backend_config)  # type: ignore[misc]  # that of Ray's backend
+        worker_group.execute(_handle_sigterm)
+
+
+class _WorkerSignal:
+    """The handler of SIGTERM in a worker. Without a stop it does what Ray's does."""
+
+    def __init__(self) -> None:
+        self.stop: WorkerStop | None = None
+        self._old = signal.signal(signal.SIGTERM, self)
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if self.stop is not None:
+            self.stop.request("SIGTERM")
+        elif callable(self._old):
+            self._old(number, frame)
+
+
+def _handle_sigterm() -> None:
+    _WorkerSignal()
 
 
 def _url(filesystem: Any, path: str) -> str:

@@ -54,6 +54,8 @@ class _OnHost(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
         found = function(*args, **kwargs)
         if function is torch.Tensor.type and isinstance(found, str):
             return found.replace("torch.", "torch.cuda.")

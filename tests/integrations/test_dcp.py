@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import threading
@@ -11,15 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from click.testing import CliRunner
 from faults.seams import Seam, before
+from frameworks.going_on import go_on
 from integrations.dcp_programs import AppState, RandomNumbers, digest, mlp, replicated, step
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint import save as save_with_torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -32,6 +35,9 @@ import bytecheckpoint as bcp
 from bytecheckpoint.integrations import dcp
 from bytecheckpoint.saving import commit
 from bytecheckpoint.tools.main import cli
+
+STAGES_ON = StagingOptions(False, False, use_async_staging=True, use_non_blocking_copy=False)
+BLOCKS = StagingOptions(False, False, use_async_staging=False, use_non_blocking_copy=False)
 
 
 def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -54,7 +60,7 @@ def test_modules_and_optimizers_are_saved_as_they_are_and_need_no_state_of_their
     model, optimizer = trained(0)
     dcp.save({"model": model, "optim": optimizer}, checkpoint_id=tmp_path)
     fresh, new = replicated(1)
-    dcp.load({"model": fresh, "optim": new}, checkpoint_id=str(tmp_path))
+    go_on(tmp_path, "calls of torch.distributed.checkpoint", state={"model": fresh, "optim": new})
     assert digest(AppState(fresh, new).state_dict()) == digest(AppState(model, optimizer).state_dict())
 
 
@@ -200,7 +206,7 @@ def test_an_asynchronous_save_has_the_state_of_the_call(tmp_path: Path) -> None:
 
 
 def test_with_a_stager_the_two_completions_come_back(tmp_path: Path) -> None:
-    stager = DefaultStager(StagingOptions(False, False, False, False))
+    stager = DefaultStager(STAGES_ON)
     for snapshot in ("auto", "copy", "lazy"):
         response = dcp.async_save(
             {"w": torch.ones(3)},
@@ -219,7 +225,7 @@ def test_with_a_stager_the_two_completions_come_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("timeout", [None, 30])
 def test_with_a_stager_the_state_may_change_once_staging_has_ended(tmp_path: Path, timeout: float | None) -> None:
     tensor = torch.ones(1000)
-    stager = DefaultStager(StagingOptions(False, False, False, False))
+    stager = DefaultStager(STAGES_ON)
     for number in range(2):  # the plan of the second is known, so that the call stages nothing
         response = dcp.async_save({"w": tensor}, checkpoint_id=tmp_path, async_stager=stager)
         assert isinstance(response, AsyncSaveResponse)
@@ -227,6 +233,92 @@ def test_with_a_stager_the_state_may_change_once_staging_has_ended(tmp_path: Pat
         tensor += 1
         response.upload_completion.result()
         assert bcp.open(tmp_path)["w"][...].tolist() == [number + 1] * 1000
+
+
+@pytest.mark.parametrize("stager", [DefaultStager(BLOCKS), BlockingAsyncStager(cache_staged_state_dict=True)])
+def test_with_a_stager_that_blocks_the_state_may_change_at_once_and_a_future_comes_back(
+    tmp_path: Path, stager: AsyncStager
+) -> None:
+    tensor = torch.ones(1000)
+    for number in range(2):  # the plan of the second is known, so that a lazy save would copy later
+        future = dcp.async_save({"w": tensor}, checkpoint_id=tmp_path, async_stager=stager)
+        tensor += 1
+        assert isinstance(future, Future)
+        future.result()
+        assert bcp.open(tmp_path)["w"][...].tolist() == [number + 1] * 1000
+
+
+class Replicating(DefaultStager):
+    """Stages elsewhere."""
+
+
+def test_the_calls_take_the_keywords_of_torchs() -> None:
+    for ours, theirs in (
+        (dcp.save, torch_dcp.save),
+        (dcp.async_save, torch_dcp.async_save),
+        (dcp.load, torch_dcp.load),
+    ):
+        given, wanted = (inspect.signature(call).parameters for call in (ours, theirs))
+        assert [name for name in given if name in wanted] == list(wanted)
+        assert all(given[name].default == wanted[name].default for name in wanted)
+
+
+def test_a_program_that_names_torchs_classes_changes_the_import_alone(tmp_path: Path) -> None:
+    writer = dcp.FileSystemWriter(
+        tmp_path,
+        single_file_per_rank=True,
+        sync_files=False,
+        thread_count=5,
+        per_thread_copy_ahead=1,
+        cache_staged_state_dict=True,
+    )
+    assert writer.options.writer_threads == 5
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True, enable_plan_caching=True)
+    for value in (1, 2):
+        future = dcp.async_save({"n": value}, storage_writer=writer, planner=planner)
+        assert isinstance(future, Future)
+        future.result()
+    state = {"n": 0}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path), planner=dcp.DefaultLoadPlanner())
+    assert state == {"n": 2}
+
+
+def test_a_writer_that_may_not_overwrite_keeps_what_is_there(tmp_path: Path) -> None:
+    writer = dcp.FileSystemWriter(tmp_path, overwrite=False)
+    dcp.save({"n": 1}, storage_writer=writer)
+    for options in (None, bcp.SaveOptions()):
+        with pytest.raises(bcp.CheckpointExistsError):
+            dcp.save({"n": 2}, storage_writer=writer, options=options)
+    with (
+        pytest.warns(UserWarning, match="torch.distributed is disabled"),
+        pytest.raises(torch_dcp.CheckpointException, match="CheckpointExistsError"),
+    ):
+        torch_dcp.save({"n": 2}, storage_writer=writer)
+    assert bcp.load_tree(tmp_path) == {"n": 1}
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: dcp.FileSystemWriter("x", single_file_per_rank=False), "single_file_per_rank=False .*: files hold"),
+        (lambda: dcp.FileSystemWriter("x", _extensions=[1]), "_extensions=.* SaveOptions.codec"),
+        (lambda: dcp.FileSystemReader("x", _extension_registry={1}), "_extension_registry="),
+        (
+            lambda: dcp.async_save({}, checkpoint_id="x", async_stager=Replicating(BLOCKS)),
+            "Replicating .* DefaultStager",
+        ),
+    ],
+)
+def test_keywords_that_would_change_what_is_saved_are_refused_with_a_reason(make: Any, reason: str) -> None:
+    with pytest.raises(bcp.CheckpointMismatchError, match=reason) as raised:
+        make()
+    assert raised.value.kind == "conflict"
+
+
+@pytest.mark.parametrize("kind", [dcp.FileSystemWriter, dcp.FileSystemReader])
+def test_other_keywords_are_no_ones(kind: type) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'threads'"):
+        kind("x", threads=1)
 
 
 def test_a_failed_asynchronous_save_raises_from_its_future_and_else_at_the_next_save(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def test_the_blocks_of_the_page_run(tmp_path: Path) -> None:
         "model": model,
         "optimizer": optimizer,
         "root": tmp_path,
-        "stager": DefaultStager(StagingOptions(False, False, False, False)),
+        "stager": DefaultStager(StagingOptions(False, False, True, False)),
         "train_forward_and_backward": lambda: model(torch.ones(3, 10)).sum().backward(),
     }
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

@@ -17,6 +17,7 @@ from bytecheckpoint import api
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError
 from bytecheckpoint.info import LoadReport
+from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolders
 from bytecheckpoint.manager.agreement.decisions import Decisions
@@ -103,6 +104,7 @@ def save_state(
         arguments["metadata"] = {**(arguments.get("metadata") or {}), **record.as_metadata()}
     models = _saved_models(accelerator, place, _decisions(place, arguments, SaveOptions()))
     state = _state_of(accelerator, models, loads=False)
+    arguments["metadata"] = marked("accelerate", arguments.get("metadata"))
     handle = api.save(place, state, async_save=async_save, **arguments)
     if root:
         folders = _FOLDERS.get(accelerator)  # on rank 0 of the group

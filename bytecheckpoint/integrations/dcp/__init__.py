@@ -8,7 +8,24 @@ does, and saved under the same names.
 
 from __future__ import annotations
 
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
 from bytecheckpoint.integrations.dcp.calls import async_save, load, save
 from bytecheckpoint.integrations.dcp.storage import BcpStorageReader, BcpStorageWriter
+from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
 
-__all__ = ["BcpStorageReader", "BcpStorageWriter", "async_save", "load", "save"]
+FileSystemReader, FileSystemWriter = BcpStorageReader, BcpStorageWriter
+"""As programs name them that have changed the import alone."""
+
+__all__ = [
+    "AgreedStop",
+    "BcpStorageReader",
+    "BcpStorageWriter",
+    "DefaultLoadPlanner",
+    "DefaultSavePlanner",
+    "FileSystemReader",
+    "FileSystemWriter",
+    "async_save",
+    "load",
+    "save",
+]

@@ -39,6 +39,7 @@ from bytecheckpoint.integrations.dcp.storage import (
     flattened,
     refuse_other,
 )
+from bytecheckpoint.integrations.dcp.torch_keywords import stages_later
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.saving.handle import SaveHandle
@@ -67,7 +68,7 @@ def save(
         process_group: The ranks that take part; the default group if None.
         no_dist: Save in this process alone.
         use_collectives: Without effect: no collective is used in any case.
-        options: See SaveOptions; an existing checkpoint is overwritten whatever they say.
+        options: See SaveOptions; an existing checkpoint is replaced unless the writer has `overwrite=False`.
         storage_options: For the fsspec backend; never stored.
         on_conflict: `per_rank` saves plain data and tensors of at most 64 KiB that differ between ranks for each rank,
             with a warning; `error` refuses them.
@@ -110,25 +111,28 @@ def async_save(
     storage_options: Mapping[str, Any] | None = None,
     on_conflict: OnConflict = "per_rank",
 ) -> Future[CheckpointInfo] | AsyncSaveResponse:
-    """Begins a save, and returns when the state may change again, without an `async_stager`; the background writes.
+    """Begins a save, and returns when the state may change again, unless an `async_stager` stages on; the background
+    writes.
 
     Arguments and errors are those of `save`, but for these.
 
     Args:
         async_checkpointer_type: Without effect: the background is threads of this process at low priority.
-        async_stager: Any of DCP's. It is not called, because staging memory is pinned and kept in any case, and says
-            that the caller waits for `staging_completion` before it changes the state: staging then goes on after this
-            call, as with SaveOptions(snapshot="lazy"). Steps of torch optimizers wait by themselves.
+        async_stager: None or one of torch's. It is not called, because staging memory is pinned and kept in any case.
+            A DefaultStager with `use_async_staging` says that the caller waits for `staging_completion` before it
+            changes the state: staging then goes on after this call, as with SaveOptions(snapshot="lazy"). Steps of
+            torch optimizers wait by themselves.
 
     Returns:
-        A future of the CheckpointInfo; with an `async_stager`, an AsyncSaveResponse of it and of a future that ends
+        A future of the CheckpointInfo; where staging goes on, an AsyncSaveResponse of it and of a future that ends
         when the state may change. A failure that nobody asks the future about is raised by the next save, or printed at
         the end of the process.
     """
     del async_checkpointer_type, use_collectives
     place = _place(BcpStorageWriter, storage_writer, checkpoint_id, storage_options)
     options = _save_options(storage_writer, options)
-    if async_stager is not None and options.snapshot == "auto":
+    is_staged_later = stages_later(async_stager)
+    if is_staged_later and options.snapshot == "auto":
         options = replace(options, snapshot="lazy")
     with _ranks_of(process_group, storage_writer, no_dist=no_dist) as group:
         handle = _begin(
@@ -141,7 +145,7 @@ def async_save(
             is_async=True,
         )
     upload = SaveFuture(handle)
-    if async_stager is None:
+    if not is_staged_later:
         return upload
     # torch declares futures of None, and gives back what the save returns.
     return AsyncSaveResponse(staging_completion=StagedFuture(handle), upload_completion=upload)  # type: ignore[arg-type]
@@ -315,10 +319,9 @@ def _begin(
 
 
 def _save_options(writer: object, options: SaveOptions | None) -> SaveOptions:
-    """Returns the options of the call, else those of the writer, so that an existing checkpoint is replaced."""
-    if options is None and isinstance(writer, BcpStorageWriter):
-        return writer.options
-    return replace(options or SaveOptions(), overwrite=True)
+    """Returns the options of the call, else those of the writer, which alone says if a checkpoint may be replaced."""
+    of_writer = writer.options if isinstance(writer, BcpStorageWriter) else SaveOptions(overwrite=True)
+    return replace(options or of_writer, overwrite=of_writer.overwrite)
 
 
 @contextmanager

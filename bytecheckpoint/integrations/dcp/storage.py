@@ -25,6 +25,8 @@ from bytecheckpoint.adapters.shards import LocalShard, dtype_name
 from bytecheckpoint.conversion.dcp import planned_by_torch
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.dcp.conflicts import OnConflict, mark_differing
+from bytecheckpoint.integrations.dcp.torch_keywords import check_keywords, with_writers_keywords
+from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_alone
 from bytecheckpoint.loading.plain_trees import PlainData, TensorStub
 from bytecheckpoint.loading.read import Source
@@ -107,10 +109,16 @@ class BcpStorageWriter(StorageWriter):
         options: SaveOptions | None = None,
         storage_options: Mapping[str, Any] | None = None,
         process_group: dist.ProcessGroup | None = None,
+        **of_file_system_writer: Any,
     ) -> None:
-        """`process_group` is the one that dcp.save is called with, which DCP does not tell its writers."""
+        """`process_group` is the one that dcp.save is called with, which DCP does not tell its writers. Keywords of
+        FileSystemWriter are taken: `overwrite=False` keeps a checkpoint that is there, `thread_count` is
+        SaveOptions.writer_threads.
+
+        Raises CheckpointMismatchError (conflict) for `single_file_per_rank=False` and `_extensions`.
+        """
         self.path = path
-        self.options = replace(options or SaveOptions(), overwrite=True)
+        self.options = with_writers_keywords(options or SaveOptions(), of_file_system_writer)
         self.storage_options = storage_options
         self.process_group = process_group
         self._uses_collectives = True
@@ -193,7 +201,7 @@ def begin_save(
     is_async: bool,
 ) -> SaveHandle:
     """Saves a state without Stateful values, of which each rank keeps its own where they differ."""
-    marked = mark_differing(
+    kept = mark_differing(
         state,
         path=str(path),
         process_group=process_group,
@@ -202,9 +210,10 @@ def begin_save(
     )
     return api.save(
         path,
-        marked,
+        kept,
         async_save=is_async,
         process_group=process_group,
+        metadata=marked("dcp"),
         storage_options=storage_options,
         options=options,
     )
@@ -223,7 +232,9 @@ class BcpStorageReader(StorageReader):
         *,
         options: LoadOptions | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        **of_file_system_reader: Any,
     ) -> None:
+        check_keywords("BcpStorageReader", of_file_system_reader, set())
         self.path = path
         self.options = options or LoadOptions()
         self.storage_options = storage_options

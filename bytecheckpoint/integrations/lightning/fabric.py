@@ -16,6 +16,7 @@ from bytecheckpoint import api
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.lightning.model_state import module_or_part
 from bytecheckpoint.integrations.lightning.saves import SaveInFlight, refuse_deepspeed
+from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.state_tree import load_tree
 
@@ -63,6 +64,7 @@ class BcpFabricMixin(Strategy):
             path,
             whole,
             async_save=self.bcp_async_save,
+            metadata=marked("fabric"),
             storage_options=storage_options or self.bcp_storage_options,
             options=self.bcp_options,
         )

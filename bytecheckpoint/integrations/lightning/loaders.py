@@ -13,6 +13,7 @@ from bytecheckpoint.data.streams import Streams
 from bytecheckpoint.data.tracked_loader import TrackedLoader
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.lightning.paths import ChosenCheckpoint
+from bytecheckpoint.integrations.shared.loader_state import has_state
 from bytecheckpoint.options import LoadOptions
 
 logger = logging.getLogger("bytecheckpoint")
@@ -50,8 +51,7 @@ class TrainLoaders:
         """
         if round_of is not self._round:
             self._round, self.states = round_of, []
-        has_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
-        if elastic_loader_of(loader) is None and not has_state:
+        if elastic_loader_of(loader) is None and not has_state(loader):
             return
         state = DataLoaderState(loader, rank=rank, size=size, elastic=self._elastic)
         self.states.append(state)

@@ -15,6 +15,7 @@ import fsspec
 
 from bytecheckpoint import api
 from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
+from bytecheckpoint.integrations.shared.save_outcome import has_failed
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.manager.agreement.stopping import rank_in
 from bytecheckpoint.manager.cool_down import copy_step
@@ -120,11 +121,6 @@ class SaveInFlight:
                 act()
 
         self._work.append(self._worker.submit(run))
-
-
-def has_failed(handle: SaveHandle) -> bool:
-    """Returns True if a save has failed, once it has ended. Its error does not count as seen by that."""
-    return handle._progress.outcome.exception() is not None
 
 
 def copy_checkpoint(source: str, target: str, storage_options: Mapping[str, Any] | None) -> None:

@@ -42,6 +42,7 @@ from bytecheckpoint.integrations.lightning.paths import (
 from bytecheckpoint.integrations.lightning.plain_state import as_plain, from_plain, is_mid_epoch
 from bytecheckpoint.integrations.lightning.saves import SaveInFlight, refuse_deepspeed
 from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
+from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.storage.credentials import showable_url
@@ -141,7 +142,7 @@ class BcpStrategyMixin(Strategy):
             path,
             self._bcp_state(checkpoint),
             async_save=is_async,
-            metadata=metadata,
+            metadata=marked("lightning", metadata),
             storage_options=storage_options,
             options=self.bcp_options,
         )

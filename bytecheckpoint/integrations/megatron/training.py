@@ -27,6 +27,7 @@ from bytecheckpoint.integrations.megatron.folder import (
     non_persistent_root,
 )
 from bytecheckpoint.integrations.megatron.plain import plain_arguments, with_classes, without_classes
+from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.tracked_folder import folder_at
 from bytecheckpoint.options import LoadOptions, SaveOptions
@@ -120,7 +121,7 @@ def save_checkpoint(  # noqa: PLR0917 - Megatron's signature
     if not args.no_save_optim:
         state |= optimizer_state(optimizer, opt_param_scheduler)
     if not args.no_save_rng:
-        state["rng"] = _random_numbers(args)
+        state["rng"] = random_numbers(by_data_rank=args.data_parallel_random_init)
     if rerun:
         rerun["sharded"] = rerun["sharded"].data
         state["rerun"] = RankLocal(without_classes(rerun))
@@ -142,7 +143,7 @@ def save_checkpoint(  # noqa: PLR0917 - Megatron's signature
         state,
         tracked_as=RELEASE if release else str(iteration),
         async_save=args.async_save,
-        metadata={METADATA: described},
+        metadata=marked("megatron", {METADATA: described}),
         options=options,
         on_tracked=bool if replaced is None else replaced.note,
     )
@@ -209,7 +210,7 @@ def load_checkpoint(  # noqa: PLR0917 - Megatron's signature
     if with_optimizer:
         state |= optimizer_state(optimizer, opt_param_scheduler)
     if is_resumed and not args.no_load_rng and found.has_rng:
-        state["rng"] = _random_numbers(args)
+        state["rng"] = random_numbers(by_data_rank=args.data_parallel_random_init)
     if is_resumed and found.has_rerun and _has_places_of(args, found.args):
         state["rerun"] = _RerunState()
     # Weights that an optimizer was saved with are in fp32, and a model alone may have them in another precision.
@@ -258,12 +259,12 @@ def is_optimizer(optimizer: Any) -> bool:
     return optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False)
 
 
-def _random_numbers(args: Namespace) -> RngState:
+def random_numbers(*, by_data_rank: bool) -> RngState:
     """Returns the generators. Those outside of Megatron's tracker are alike in all ranks of a pipeline stage, unless
-    `--data-parallel-random-init` was given.
+    the run says otherwise, as by `--data-parallel-random-init`.
     """
     at = {"pp": parallel_state.get_pipeline_model_parallel_rank()}
-    if args.data_parallel_random_init:
+    if by_data_rank:
         at["dp"] = parallel_state.get_data_parallel_rank()
     return RngState(elastic="keep", at=at)
 

@@ -1,5 +1,5 @@
-"""Stops of a training loop that a framework drives: signals and requests of any rank, agreed on by all at the end of a
-step. The manager's own agreement, for runs without a manager.
+"""Stops of a training loop: signals and requests of any rank, agreed on by all at the end of a step. The manager's own
+agreement, for runs without a manager.
 """
 
 from __future__ import annotations
@@ -8,18 +8,24 @@ import os
 import secrets
 from collections.abc import Sequence
 from functools import partial
+from typing import Self
 
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.manager.agreement.stopping import StopRequests, join_stop
+from bytecheckpoint.options import SaveOptions
+
+_TIMEOUT_S = SaveOptions().timeout_s
 
 
 class AgreedStop:
     """A stop that all ranks make after the same step. All ranks make it together, in their main threads, and all close
-    it.
+    it: `with AgreedStop(folder) as stop:`.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, signals: Sequence[str], timeout_s: float) -> None:
-        """Handles the signals until `close`. `root` is the run as errors name it."""
+    def __init__(
+        self, root: str | os.PathLike[str], *, signals: Sequence[str] = ("SIGTERM",), timeout_s: float = _TIMEOUT_S
+    ) -> None:
+        """Handles the signals until `close`. `root` is the run as errors name it; ranks wait `timeout_s` for others."""
         decisions = Decisions(None, os.fspath(root), timeout_s=timeout_s)
         token = decisions.hear(f"beginning to train in {os.fspath(root)}", partial(secrets.token_hex, 8), str)
         self._requests = StopRequests(signals, deadlines=(), needed_s=float)
@@ -49,3 +55,9 @@ class AgreedStop:
         """Puts the old signal handlers back and ends the agreement."""
         self._requests.close()
         self._agreement.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

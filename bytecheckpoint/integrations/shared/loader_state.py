@@ -7,6 +7,11 @@ from typing import Any
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
 
 
+def has_state(loader: object) -> bool:
+    """Returns True if a loader says where it is, and can be put there."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
 def loader_state(loader: Any, *, rank: int, size: int, elastic: Elastic | None) -> DataLoaderState:
     """Returns the state of a loader. With `elastic` None it is exact for loaders of streams, and refuses another number
     of data-parallel ranks for all others.

@@ -25,7 +25,9 @@ from bytecheckpoint.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
+from bytecheckpoint.integrations.shared.save_outcome import has_failed
 from bytecheckpoint.manager.after_commit.retried_work import RetriedWork
+from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.manager.retention import JOURNAL_FOLDER, delete_one, finish_deletions
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.storage import layout
@@ -226,8 +228,7 @@ class NumberedFolders:
         def after(ended: SaveHandle) -> None:
             with self._changed:
                 self._saving.discard(number)
-            # Not by the handle's methods: these note that the caller has seen the error.
-            if choose is not None and ended._progress.error is None:
+            if choose is not None and not has_failed(ended):
                 with self._changed:
                     # Hazard: the end of a save may be noted after that of a later one, whose choice counts.
                     is_newest, self._chosen = place > self._chosen, max(place, self._chosen)
@@ -319,6 +320,18 @@ class NumberedFolders:
             with self._changed:
                 self._deleting = None
                 self._changed.notify_all()
+
+
+def on_rank_0(decisions: Decisions, make: Callable[[], NumberedFolders]) -> NumberedFolders | None:
+    """Returns on rank 0 what `make` gives, which looks at the folders, and None on others. All raise its error."""
+    made: list[NumberedFolders] = []
+
+    def look() -> bool:
+        made.append(make())
+        return True
+
+    decisions.hear("looking at the checkpoints of the run", look, bool)
+    return made[0] if made else None
 
 
 def _without_links(found: list[NumberedFolder], *, root: str) -> list[NumberedFolder]:

@@ -20,9 +20,10 @@ from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.integrations.dcp.calls import SaveFuture
 from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
 from bytecheckpoint.integrations.shared.loader_state import loader_state
+from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.model_weights import load_weights, save_weights
-from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolders
+from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolders, on_rank_0
 from bytecheckpoint.integrations.torchtitan.resume import LoadChoice, choose
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.manager.agreement.stopping import rank_in, size_of
@@ -113,18 +114,15 @@ class BcpCheckpointManager(BaseCheckpointManager):
         self._handle: SaveHandle | None = None
         self._replaceable: set[int] = set()
         self._decisions = Decisions(None, self.folder, timeout_s=config.options.timeout_s)
-        self._folders: NumberedFolders | None = None
-        """On rank 0."""
-        if rank_in(None) == 0:
-            self._folders = NumberedFolders(self.folder, "step-", storage_options=config.storage_options)
-        self._decisions.hear(f"looking at the checkpoints in {self.folder}", self._begin, bool)
+        self._folders = on_rank_0(self._decisions, self._begun)
         signals = () if config.load_only else config.stop_signals
         self._stop = AgreedStop(self.folder, signals=signals, timeout_s=config.options.timeout_s)
 
-    def _begin(self) -> bool:
-        if self._folders is not None and not self.config.load_only:
-            self._folders.begin()
-        return True
+    def _begun(self) -> NumberedFolders:
+        folders = NumberedFolders(self.folder, "step-", storage_options=self.config.storage_options)
+        if not self.config.load_only:
+            folders.begin()
+        return folders
 
     # Saving
 
@@ -155,7 +153,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
             filesystem.join(self.folder, f"step-{step}"),
             state,
             async_save=async_save,
-            metadata=record.as_metadata() if record is not None else None,
+            metadata=marked("torchtitan", None if record is None else record.as_metadata()),
             storage_options=self.config.storage_options,
             options=options,
         )

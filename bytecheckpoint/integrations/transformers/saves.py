@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bytecheckpoint import api
-from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolder, NumberedFolders
+from bytecheckpoint.integrations.shared.mark import marked
+from bytecheckpoint.integrations.shared.numbered_folders import NumberedFolder, NumberedFolders, on_rank_0
+from bytecheckpoint.integrations.shared.save_outcome import has_failed
 from bytecheckpoint.integrations.transformers.folders import (
     CONFIG,
     TRAINER_STATE,
@@ -25,7 +27,6 @@ from bytecheckpoint.integrations.transformers.folders import (
     write_text,
 )
 from bytecheckpoint.manager.agreement.decisions import Decisions
-from bytecheckpoint.manager.agreement.stopping import rank_in
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.saving.handle import SaveHandle
 
@@ -61,15 +62,7 @@ class TrainerSaves:
         self._decisions = Decisions(None, run_dir, timeout_s=timeout_s)
         self._timeout_s = timeout_s
         self._handle: SaveHandle | None = None
-        self._folders: NumberedFolders | None = folders_of(run_dir) if rank_in(None) == 0 else None
-        """On rank 0."""
-        self._decisions.hear(f"looking at the checkpoints in {run_dir}", partial(self._look, resumed), bool)
-
-    def _look(self, resumed: str) -> bool:
-        if self._folders is not None:
-            is_ours = bool(resumed) and is_committed(resumed)
-            self._folders.begin(resumed=api.open(resumed, step=None).info.save_id if is_ours else "")
-        return True
+        self._folders = on_rank_0(self._decisions, partial(_begun, run_dir, resumed))
 
     def is_committed(self, path: str) -> bool:
         """Returns True on all ranks if rank 0 finds a committed checkpoint there, or one is being saved there."""
@@ -134,7 +127,7 @@ class TrainerSaves:
             return True
 
         self._decisions.hear(f"preparing {path}", write_beside, bool)
-        metadata = records[0].as_metadata() if records else None  # rank 0's counts
+        metadata = marked("transformers", records[0].as_metadata() if records else None)  # rank 0's counts
         options = replace(options, overwrite=True)
         handle = api.save(path, state, async_save=async_save, metadata=metadata, options=options)
         self._handle = handle
@@ -169,8 +162,14 @@ class TrainerSaves:
         return others
 
 
+def _begun(run_dir: str, resumed: str) -> NumberedFolders:
+    folders = folders_of(run_dir)
+    is_ours = bool(resumed) and is_committed(resumed)
+    folders.begin(resumed=api.open(resumed, step=None).info.save_id if is_ours else "")
+    return folders
+
+
 def _put_beside(ended: SaveHandle, path: str, record: TrainerRecord) -> None:
-    # Not by the handle's methods: these would note that the caller has seen the error.
-    if ended._progress.error is None:
+    if not has_failed(ended):
         with suppress(OSError):  # resuming puts it there as well
             put_trainer_state(path, record)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState, Elastic
 from bytecheckpoint.data.known_loaders import elastic_loader_of
 from bytecheckpoint.data.tracked_loader import TrackedLoader
-from bytecheckpoint.integrations.shared.loader_state import loader_state
+from bytecheckpoint.integrations.shared.loader_state import has_state, loader_state
 
 _NO_BATCH = object()
 
@@ -25,10 +25,9 @@ def train_loader_state(loader: Any, *, rank: int, size: int, elastic: Elastic | 
 
     Raises like `DataLoaderState`.
     """
-    has_state = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
     is_known = elastic_loader_of(loader) is not None
     # Those that accelerate has made have the methods in any case, and the Trainer makes them by itself.
-    if not is_known and (not has_state or isinstance(loader, DataLoaderAdapter)):
+    if not is_known and (not has_state(loader) or isinstance(loader, DataLoaderAdapter)):
         return None
     return loader_state(loader, rank=rank, size=size, elastic=elastic)
 

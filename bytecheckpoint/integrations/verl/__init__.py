@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 from bytecheckpoint.integrations.verl.managers import BcpFSDPCheckpointManager, install
 
 if TYPE_CHECKING:
+    from bytecheckpoint.integrations.verl.last_save import WaitForLastSave
     from bytecheckpoint.integrations.verl.megatron_parts import BcpMegatronCheckpointManager
 
-__all__ = ["BcpFSDPCheckpointManager", "BcpMegatronCheckpointManager", "install"]
+__all__ = ["BcpFSDPCheckpointManager", "BcpMegatronCheckpointManager", "WaitForLastSave", "install"]
+
+_WHERE_NEEDED = {"BcpMegatronCheckpointManager": "megatron_parts", "WaitForLastSave": "last_save"}
+"""Modules of what is imported only where it is asked for: jobs with FSDP alone have no Megatron."""
 
 
 def __getattr__(name: str) -> Any:
-    # Megatron is imported only where its manager is asked for: jobs with FSDP alone do not have it.
-    if name == "BcpMegatronCheckpointManager":
-        return import_module("bytecheckpoint.integrations.verl.megatron_parts").BcpMegatronCheckpointManager
+    if name in _WHERE_NEEDED:
+        return getattr(import_module(f"{__name__}.{_WHERE_NEEDED[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,14 +5,15 @@ from __future__ import annotations
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.shared.adapter_parts import adapters_of
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.model_weights import save_weights
-from bytecheckpoint.integrations.verl.steps import RoleSaves, check_committed, metadata_of
+from bytecheckpoint.integrations.verl.role_manager import RoleManager
+from bytecheckpoint.integrations.verl.steps import metadata_of
 from bytecheckpoint.options import LoadOptions, SaveOptions
 
 try:
@@ -28,21 +29,12 @@ if TYPE_CHECKING:
 _LORA_ONLY = "lora_only"
 
 
-class BcpFSDPCheckpointManager(FSDPCheckpointManager):
+class BcpFSDPCheckpointManager(RoleManager, FSDPCheckpointManager):
     """The checkpoint manager of verl's FSDP workers, FSDP1 or FSDP2, on any number of ranks.
 
     Saves return when the checkpoint is committed, and with `checkpoint.async_save` when the model may be changed and
     moved. `save_contents`, `load_contents`, `save_lora_only` and `max_ckpt_to_keep` count as ever.
     """
-
-    bcp_options: ClassVar[SaveOptions] = SaveOptions()
-    """Options of all saves. `staging_bytes` bounds the host memory of a save."""
-    bcp_load_options: ClassVar[LoadOptions] = LoadOptions()
-    checkpoint_save_contents: list[str]
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._saves = RoleSaves(self.bcp_options, self.bcp_load_options)
 
     def save_checkpoint(
         self,
@@ -94,36 +86,13 @@ class BcpFSDPCheckpointManager(FSDPCheckpointManager):
             metadata={_LORA_ONLY: is_lora_only},
         )
 
-    def load_checkpoint(
-        self,
-        local_path: str | None,
-        hdfs_path: str | None = None,
-        del_local_after_load: bool = False,  # noqa: FBT001, FBT002 - verl's signature
-    ) -> None:
-        """Loads what `load_contents` names, with all ranks together; see `save_checkpoint` for the arguments.
-
-        A checkpoint that holds adapters alone fills these.
-
-        Raises:
-            CheckpointNotFoundError: There is no committed checkpoint (`not_committed`, `not_found`).
-            CheckpointMismatchError: verl itself has written it (`conflict`).
-            CheckpointError: As `bytecheckpoint.load` raises it.
-        """
-        if local_path is None:
-            return
-        del hdfs_path, del_local_after_load  # for copies, which are not made here
-        check_committed(local_path)
-        state = self._state(
+    def _state_to_load(self, local_path: str) -> dict[str, Any]:
+        return self._state(
             is_model=self.should_load_model,
             is_optimizer=self.should_load_optimizer,
             is_extra=self.should_load_extra,
             is_lora_only=bool(metadata_of(local_path).get(_LORA_ONLY, False)),
         )
-        self._saves.load(local_path, state)
-
-    def wait(self) -> None:
-        """Returns when the save in the background is committed, and raises its error."""
-        self._saves.wait()
 
     def _state(self, *, is_model: bool, is_optimizer: bool, is_extra: bool, is_lora_only: bool) -> dict[str, Any]:
         state: dict[str, Any] = {}

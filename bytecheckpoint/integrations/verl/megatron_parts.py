@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
-from bytecheckpoint.integrations.verl.steps import RoleSaves, check_committed
-from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.integrations.verl.role_manager import RoleManager
 
 try:
     from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
@@ -18,17 +17,13 @@ except ImportError as error:
     raise missing_framework("verl_megatron", "verl >= 0.8' 'megatron-core") from error
 
 
-class BcpMegatronCheckpointManager(MegatronCheckpointManager):
+class BcpMegatronCheckpointManager(RoleManager, MegatronCheckpointManager):
     """The checkpoint manager of verl's Megatron workers, for any number of ranks along any dimension.
 
-    The distributed optimizer is saved in its shards: nothing is gathered on a data-parallel rank. With adapters, the
-    whole model is saved. `hf_model` is written by the bridge, as ever.
+    The distributed optimizer is saved in its shards: nothing is gathered on a data-parallel rank. Weights come
+    with it, and with adapters the whole model. `hf_model` is written by the bridge, as ever, and read by it where
+    neither `model` nor `optimizer` is loaded.
     """
-
-    bcp_options: ClassVar[SaveOptions] = SaveOptions()
-    """Options of all saves. `staging_bytes` bounds the host memory of a save."""
-    bcp_load_options: ClassVar[LoadOptions] = LoadOptions()
-    checkpoint_save_contents: list[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -38,7 +33,6 @@ class BcpMegatronCheckpointManager(MegatronCheckpointManager):
                 "verl's MegatronCheckpointManager",
                 kind="conflict",
             )
-        self._saves = RoleSaves(self.bcp_options, self.bcp_load_options)
 
     def save_checkpoint(
         self,
@@ -72,32 +66,19 @@ class BcpMegatronCheckpointManager(MegatronCheckpointManager):
             metadata={},
         )
 
-    def load_checkpoint(
-        self,
-        local_path: str | None,
-        hdfs_path: str | None = None,
-        del_local_after_load: bool = False,  # noqa: FBT001, FBT002 - verl's signature
-    ) -> None:
-        """Loads as BcpFSDPCheckpointManager does."""
-        if local_path is None:
-            return
-        del hdfs_path, del_local_after_load  # for copies, which are not made here
-        check_committed(local_path)
-        state = self._state(
+    def _state_to_load(self, local_path: str) -> dict[str, Any]:
+        if "hf_model" in self.checkpoint_load_contents and not (self.should_load_model or self.should_load_optimizer):
+            self._load_model_as_hf_via_bridge(get_hf_model_checkpoint_path(local_path))
+        return self._state(
             is_model=self.should_load_model,
             is_optimizer=self.should_load_optimizer,
             is_extra=self.should_load_extra,
             has_scheduler=self.should_load_optimizer and self.use_checkpoint_opt_param_scheduler,
         )
-        self._saves.load(local_path, state)
-
-    def wait(self) -> None:
-        """Returns when the save in the background is committed, and raises its error."""
-        self._saves.wait()
 
     def _state(self, *, is_model: bool, is_optimizer: bool, is_extra: bool, has_scheduler: bool) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        if is_model:
+        if is_model or is_optimizer:  # masters of weights are the optimizer's
             state["model"] = list(self.model)
         if is_optimizer:
             state["optimizer"] = self.optimizer

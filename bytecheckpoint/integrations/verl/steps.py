@@ -19,7 +19,9 @@ from typing import Any
 
 from bytecheckpoint import api
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError
-from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolder, NumberedFolders
+from bytecheckpoint.integrations.shared.mark import marked
+from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolder, NumberedFolders, on_rank_0
+from bytecheckpoint.integrations.shared.save_outcome import has_failed
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.saving.handle import SaveHandle
@@ -31,7 +33,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _PREFIX = "global_step_"
 _STEP = re.compile(rf"{_PREFIX}[0-9]+")
 _LOADER = "data.pt"
-"""State of the driver's loader, which verl writes last."""
+"""State of the driver's loader, which verl writes after the roles."""
+_QUEUE = "transfer_queue"
+"""Folder beside the roles, where drivers that train while they generate keep what is under way."""
 _FOLDERS_OF_VERL = ("huggingface", "model", "optimizer", "extra")
 _FILES_OF_VERL = ("fsdp_config.json", "lora_train_meta.json", "transformer_config.json", "ckpt_contents.json")
 _LOOK_S, _LONGEST_LOOK_S = 0.1, 5.0
@@ -86,7 +90,7 @@ class RoleSaves:
             place,
             state,
             async_save=async_save and is_role,
-            metadata={**record.as_metadata(), "global_step": global_step, **metadata},
+            metadata=marked("verl", {**record.as_metadata(), "global_step": global_step, **metadata}),
             options=replace(self._options, overwrite=True),
         )
         if folders is not None:
@@ -116,12 +120,13 @@ class RoleSaves:
         if step is not None and is_whole(step, since=self._began):
             self._write_tracker(step)
 
-    def load(self, local_path: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Loads the state, and returns the metadata of the checkpoint. Raises the errors of `bytecheckpoint.load`."""
+    def load(self, local_path: str, state: Mapping[str, Any]) -> None:
+        """Fills the state, which may be empty. Raises the errors of `bytecheckpoint.load`."""
         self.settle()
-        report = api.load(local_path, state, step=None, options=self._load_options)
-        self._find_folders(Path(local_path), resumed=report.save_id)
-        return metadata_of(local_path)
+        if state:
+            api.load(local_path, state, step=None, options=self._load_options)
+        with api.open(local_path, step=None) as checkpoint:
+            self._find_folders(Path(local_path), resumed=checkpoint.info.save_id)
 
     def _find_folders(self, place: Path, *, resumed: str = "") -> NumberedFolders | None:
         """Returns the folders of the role on rank 0, where the path is one of verl's layouts. `resumed` is the save id
@@ -133,31 +138,24 @@ class RoleSaves:
         root, below = (place.parent.parent, place.name) if is_role else (place.parent, "")
         if self._root != str(root) or resumed:
             decisions = Decisions(None, str(root), timeout_s=self._options.timeout_s)
-            begin = partial(self._begin, root, below, resumed)
-            decisions.hear(f"looking at the checkpoints in {root}", begin, bool)
+            self._folders = on_rank_0(decisions, partial(self._begun, root, below, resumed))
             self._root = str(root)
         return self._folders
 
-    def _begin(self, root: Path, below: str, resumed: str) -> bool:
-        """Looks at the folders, on rank 0."""
-        if self._folders is None or self._folders.root != str(root):
-            self._folders = NumberedFolders(
-                root,
-                _PREFIX,
-                below=below,
-                storage_options=None,
-                remove_beside=_remove_files_of_verl,
-            )
-        self._folders.begin(resumed=resumed)
-        return True
+    def _begun(self, root: Path, below: str, resumed: str) -> NumberedFolders:
+        folders = self._folders
+        if folders is None or folders.root != str(root):
+            beside = _remove_files_of_verl
+            folders = NumberedFolders(root, _PREFIX, below=below, storage_options=None, remove_beside=beside)
+        folders.begin(resumed=resumed)
+        return folders
 
     @staticmethod
     def _track(owner: weakref.ref[RoleSaves], handle: SaveHandle, place: Path) -> None:
         """Writes the tracker file once the step of a role is whole, unless another step of it has begun meanwhile, or
         the manager is gone. Gives up, with a warning, after as long as ranks wait for one another.
         """
-        # Not by the handle's methods: these would note that the caller has seen the error.
-        if handle._progress.outcome.exception() is not None:
+        if has_failed(handle):
             return
         began, pause_s = time.monotonic(), _LOOK_S
         while (saves := owner()) is not None and saves._path == str(place):
@@ -196,7 +194,7 @@ def is_whole(step: Path, *, since: float) -> bool:
     """Returns True if all roles of a step are committed, and the driver has written the state of its loader, all of it
     since this time: an earlier run, whose steps are replaced, may have left the same.
     """
-    roles = [path for path in step.iterdir() if path.is_dir()] if step.is_dir() else []
+    roles = [path for path in step.iterdir() if path.is_dir() and path.name != _QUEUE] if step.is_dir() else []
     try:
         written = [path.stat().st_mtime for path in (step / _LOADER, *(role / MANIFEST_NAME for role in roles))]
     except FileNotFoundError:
@@ -260,7 +258,8 @@ def _remove_files_of_verl(path: str) -> None:
         (place / name).unlink(missing_ok=True)
     step = place if _STEP.fullmatch(place.name) else place.parent
     with suppress(FileNotFoundError):
-        rest = [each for each in step.iterdir() if each != place]
+        rest = [each for each in step.iterdir() if each not in {place, step / _QUEUE}]
         if all(each.name.startswith("data") and each.suffix == ".pt" for each in rest):
+            shutil.rmtree(step / _QUEUE, ignore_errors=True)
             for each in rest:
                 each.unlink()

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 import bytecheckpoint as bcp
 from bytecheckpoint.integrations.accelerate import load_state, save_state, states
 from frameworks.accelerate.accelerate_program import told
+from frameworks.going_on import go_on
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("default")]
 
@@ -52,7 +53,7 @@ def test_several_models_and_optimizers_come_back(tmp_path: Path) -> None:
     first, (one, two, *others) = two_of_each(1)
     save_state(first, tmp_path).result()
     second, (other_one, other_two, *other_others) = two_of_each(2)
-    load_state(second, tmp_path)
+    go_on(tmp_path, "accelerate", accelerator=second)
     for saved, loaded in ((one, other_one), (two, other_two)):
         assert all(torch.equal(saved.state_dict()[name], loaded.state_dict()[name]) for name in saved.state_dict())
     for saved, loaded in zip(others[:2], other_others[:2], strict=True):

@@ -20,6 +20,7 @@ from bytecheckpoint.integrations.lightning import (
     BcpFabricMixin,
     BcpStrategyMixin,
 )
+from frameworks.going_on import go_on
 
 pytestmark = [
     pytest.mark.frameworks,
@@ -125,3 +126,13 @@ def test_the_strategy_of_deepspeed_is_refused(mixin: type, theirs: type) -> None
     mixed = type("Mine", (mixin, theirs), {})
     with pytest.raises(bcp.CheckpointMismatchError, match="Mine is DeepSpeed's strategy"):
         mixed()
+
+
+def test_doctor_says_what_a_folder_of_fabric_is_and_its_line_loads_it(tmp_path: Path) -> None:
+    fabric, state = started(1, async_save=False)
+    train(fabric, state, 2)
+    fabric.save(tmp_path, state)
+    other, empty = started(2)
+    go_on(tmp_path, "Lightning's Fabric", fabric=other, state=empty)
+    assert empty["step"] == 2
+    assert torch.equal(empty["model"].state_dict()["0.weight"], state["model"].state_dict()["0.weight"])

@@ -28,6 +28,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.integrations.lightning import BcpDDPStrategy, BcpSingleDeviceStrategy
 from bytecheckpoint.integrations.lightning import saves as saves_in_flight
 from bytecheckpoint.storage import layout
+from frameworks.going_on import go_on
 from frameworks.lightning.lightning_runs import Regression, committed, samples, train_loader, trainer_of
 
 pytestmark = [
@@ -390,3 +391,14 @@ def test_urls_work_as_folders_do(tmp_path: Path) -> None:
     assert bcp.open(f"{url}/last.ckpt").info.save_id == bcp.open(saves.best_model_path).info.save_id
     resumed, _ = fit(tmp_path, [], max_steps=10, ckpt_path=f"{url}/last.ckpt")
     assert min(resumed.losses) == 9
+
+
+def test_doctor_says_what_a_folder_of_lightning_is_and_its_line_goes_on(tmp_path: Path) -> None:
+    saves = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1)
+    whole, _ = fit(tmp_path, [saves], max_steps=8)
+    module = Regression()
+    trainer = trainer_of(BcpSingleDeviceStrategy(), [], default_root_dir=tmp_path / "again", max_steps=8)
+    (path,) = [path for path in tmp_path.iterdir() if "step=4" in path.name]
+    module.train_dataloader = train_loader  # the line has no loaders
+    go_on(path, "Lightning", trainer=trainer, model=module)
+    assert module.losses == {step: whole.losses[step] for step in range(4, 8)}

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 from torch import distributed as dist
 
 import bytecheckpoint as bcp
 from distributed.workers import WorkerPool
+from frameworks.megatron.bridge_parts import TrainState, config_of, context_of
 from frameworks.megatron.test_megatron_calls import Counting, training
 from frameworks.real_megatron import differences, fill
 
@@ -25,38 +22,6 @@ pytestmark = [
 ]
 
 
-@dataclass
-class TrainState:
-    """Bridge's, as far as it is met."""
-
-    step: int = 0
-    consumed_train_samples: int = 0
-    floating_point_operations_so_far: float = 0.0
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {name: torch.tensor(value) for name, value in vars(self).items()}
-
-    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
-        for name, value in state_dict.items():
-            setattr(self, name, value.item())
-
-
-def config_of(folder: str, **others: Any) -> SimpleNamespace:
-    named = dict.fromkeys(("pretrained_checkpoint", "non_persistent_ckpt_type", "non_persistent_global_ckpt_dir"))
-    flags = dict.fromkeys(("save_optim", "save_rng", "load_optim", "load_rng", "async_save"), True)
-    more = {"save": folder, "load": folder, "ckpt_step": None, "most_recent_k": 2, "finetune": False}
-    return SimpleNamespace(**(named | flags | more | others))
-
-
-def context_of(built: Any, train_state: TrainState, **others: Any) -> SimpleNamespace:
-    state = SimpleNamespace(
-        train_state=train_state, cfg=SimpleNamespace(rng=SimpleNamespace(data_parallel_random_init=False))
-    )
-    given = {"strict": True, "non_persistent_ckpt": False, "num_floating_point_operations_so_far": 5.0}
-    parts = {"model": built.chunks, "optimizer": built.optimizer, "opt_param_scheduler": Counting()}
-    return SimpleNamespace(state=state, **(given | parts | others))
-
-
 def run_bridge(rank: int, world_size: int, folder: str) -> list[str]:
     with training(folder) as (_, built, _, _):
         from megatron.bridge.training import checkpointing
@@ -65,26 +30,29 @@ def run_bridge(rank: int, world_size: int, folder: str) -> list[str]:
 
         manager = BcpBridgeManager(config_of(folder))
         called = len(checkpointing.CALLED)
-        assert manager.load(context_of(built, TrainState())) == (0, 0)  # Bridge's own manager looks for its own
+        assert manager.load(context_of(built, Counting(), TrainState())) == (
+            0,
+            0,
+        )  # Bridge's own manager looks for its own
         assert len(checkpointing.CALLED) == called + 1
         fill(built)
         for step in (1, 2, 3):
-            ctx = context_of(built, TrainState(step, 8 * step, 5.0))
+            ctx = context_of(built, Counting(), TrainState(step, 8 * step, 5.0))
             ctx.opt_param_scheduler.num_steps = step
             manager.save(ctx, None)
             manager.finalize_async_saves(ctx.state)
         manager.finalize_async_saves(ctx.state, blocking=True, terminate=True)
         with pytest.raises(bcp.CheckpointMismatchError, match="non_persistent_ckpt_type='local'"):
             BcpBridgeManager(config_of(folder, non_persistent_ckpt_type="local")).save(
-                context_of(built, TrainState(4), non_persistent_ckpt=True), None
+                context_of(built, Counting(), TrainState(4), non_persistent_ckpt=True), None
             )
     with training(folder) as (_, built, _, _):
-        ctx = context_of(built, TrainState())
+        ctx = context_of(built, Counting(), TrainState())
         assert BcpBridgeManager(config_of(folder)).load(ctx) == (3, 5.0)
         assert (ctx.state.train_state.consumed_train_samples, ctx.opt_param_scheduler.num_steps) == (24, 3)
         wrong = differences(built)
     with training(folder) as (_, built, _, _):
-        ctx = context_of(built, TrainState())
+        ctx = context_of(built, Counting(), TrainState())
         assert BcpBridgeManager(config_of(folder, finetune=True)).load(ctx)[0] == 0
         assert ctx.opt_param_scheduler.num_steps == 0
     return wrong
@@ -105,7 +73,7 @@ def load_across(rank: int, world_size: int, folder: str) -> list[str]:
     with training(folder) as (_, built, _, _):
         from bytecheckpoint.integrations.megatron_bridge import BcpBridgeManager
 
-        ctx = context_of(built, TrainState())
+        ctx = context_of(built, Counting(), TrainState())
         assert BcpBridgeManager(config_of(folder)).load(ctx) == (7, 3.0)
         state = ctx.state.train_state
         assert (state.consumed_train_samples, ctx.opt_param_scheduler.num_steps) == (800, 7)
@@ -130,9 +98,9 @@ def go_back(rank: int, world_size: int, folder: str) -> list[str]:
 
         fill(built)
         for step in (10, 20, 30):
-            BcpBridgeManager(config_of(folder, async_save=False)).save(context_of(built, TrainState(step)))
+            BcpBridgeManager(config_of(folder, async_save=False)).save(context_of(built, Counting(), TrainState(step)))
         manager = BcpBridgeManager(config_of(folder, async_save=False, most_recent_k=1, ckpt_step=20))
-        ctx = context_of(built, TrainState())
+        ctx = context_of(built, Counting(), TrainState())
         assert manager.load(ctx)[0] == 20
         ctx.state.train_state.step = 21
         manager.save(ctx)

@@ -16,6 +16,7 @@ import torch
 from rank_programs import Ended, RankProcesses, run_ranks
 
 import bytecheckpoint as bcp
+from frameworks.going_on import line_of
 from frameworks.real_megatron import common
 
 pytestmark = [
@@ -97,7 +98,8 @@ def test_a_stopped_run_goes_on_with_another_tensor_parallelism_and_old_checkpoin
     run(first, saved, *split)  # nothing is left to train, and what was loaded is saved
     assert differences(first / f"iter_{saved:07d}", second / f"iter_{saved:07d}") == []
     on_two = run(first, saved + 1, *split)
-    on_one = run(first, saved + 1, "--save", tmp_path / "third", world_size=1)
+    given = line_of(first / f"iter_{saved:07d}", "Megatron-LM").split()
+    on_one = run(first, saved + 1, *given, "--save", tmp_path / "third", world_size=1)
     assert [list(losses_of(each)) for each in (*on_two, *on_one)] == [[saved + 1]] * 3
 
 

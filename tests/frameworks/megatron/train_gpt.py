@@ -9,7 +9,7 @@ import signal
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
@@ -87,6 +87,7 @@ class Training:
         from megatron.core.tensor_parallel import random as megatron_random
 
         self.args = args
+        self.received: list[int] = []
         torch.manual_seed(3)
         megatron_random.model_parallel_cuda_manual_seed(5)
         layout = Layout(args.tensor_model_parallel_size, args.pipeline_model_parallel_size, is_half=args.bf16)
@@ -109,6 +110,12 @@ class Training:
         order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))
         return self.samples[order[offset : offset + global_batch][self.rank :: self.size]]
 
+    def is_signalled(self) -> bool:
+        """True on all ranks if one has received a signal."""
+        stopping = torch.tensor(len(self.received))
+        dist.all_reduce(stopping)
+        return bool(stopping)
+
     def step(self, iteration: int) -> None:
         (chunk,) = self.model
         tokens = self.batch()
@@ -124,32 +131,31 @@ class Training:
         print(f"iteration {iteration + 1}: loss {loss.item()!r}", flush=True)  # noqa: T201
 
 
-def main() -> None:
+def run_on_host(train: Callable[[Training], None]) -> None:
+    """Lets `train` train what the arguments of the program say."""
     dist.init_process_group("gloo")
     args = parse_arguments()
     from megatron.core import num_microbatches_calculator
     from megatron.training.global_vars import set_args
 
     set_args(args)
-    received: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-
-    def is_signalled() -> bool:
-        stopping = torch.tensor(len(received))
-        dist.all_reduce(stopping)
-        return bool(stopping)
-
     with on_host(Layout(args.tensor_model_parallel_size, args.pipeline_model_parallel_size)), tracker_on_host():
-        from megatron.training import training
-
         num_microbatches_calculator.init_num_microbatches_calculator(
             args.rank, None, args.global_batch_size, args.global_batch_size // args.data_parallel_size,
             args.data_parallel_size,
         )  # fmt: skip
         run = Training(args)
-        training.train(run.step, run.model, run.optimizer, run.scheduler, is_signalled)
-        print(f"ended at {args.iteration} with {args.num_floating_point_operations_so_far}", flush=True)  # noqa: T201
+        signal.signal(signal.SIGTERM, lambda number, _: run.received.append(number))
+        train(run)
+
+
+def train_by_megatron(run: Training) -> None:
+    from megatron.training import training
+
+    args = run.args
+    training.train(run.step, run.model, run.optimizer, run.scheduler, run.is_signalled)
+    print(f"ended at {args.iteration} with {args.num_floating_point_operations_so_far}", flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
-    main()
+    run_on_host(train_by_megatron)

@@ -1,5 +1,5 @@
-"""Runs examples/ray_train.py in a cluster of Ray's on this machine: undisturbed, and with a worker that is killed. Then
-a run keeps the best by a metric. Ends every process of the cluster.
+"""Runs examples/ray_train.py in a cluster of Ray's on this machine: undisturbed, with a worker that is killed, and with
+one that is sent SIGTERM, twice under one name. Then a run keeps the best by a metric. All processes are ended.
 """
 
 from __future__ import annotations
@@ -73,8 +73,11 @@ def main() -> None:
         )
         example = the_example()
         results = {}
-        for name, more in {"whole": [], "killed": ["--kill-at", "7"]}.items():
-            result = example.main(["--storage", str(arguments.storage), "--name", name, *more])
+        killed, stopped = ["--kill-at", "7"], ["--kill-at", "6", "--signal", "SIGTERM"]
+        runs = {"whole": [], "killed": killed, "stopped": stopped, "resumed": stopped}
+        for name, more in runs.items():
+            folder_of = "stopped" if name == "resumed" else name
+            result = example.main(["--storage", str(arguments.storage), "--name", folder_of, *more])
             results[name] = {"checkpoint": result.checkpoint.path, "metrics": result.metrics}
         results["scored"] = run_scored(arguments.storage)
         arguments.report.write_text(json.dumps(results))

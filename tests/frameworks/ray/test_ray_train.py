@@ -37,18 +37,28 @@ def progress(run: dict[str, Any], name: str) -> list[Any]:
     return [by_rank[rank][name] for rank in range(2)]
 
 
-def test_a_run_whose_worker_was_killed_gives_the_same_losses_and_parameters(runs: dict[str, Any]) -> None:
-    whole, killed = (bcp.open(runs[name]["checkpoint"]) for name in ("whole", "killed"))
-    assert (Path(runs["killed"]["checkpoint"]).parent / "died").exists()
+@pytest.mark.parametrize("name", ["killed", "resumed"])
+def test_a_run_whose_worker_was_killed_or_stopped_gives_the_same_losses_and_parameters(
+    runs: dict[str, Any], name: str
+) -> None:
+    whole, interrupted = (bcp.open(runs[each]["checkpoint"]) for each in ("whole", name))
+    assert (Path(runs[name]["checkpoint"]).parent / "hit").exists()
     losses = progress(runs["whole"], "losses")
     assert len(losses[0]) == len(losses[1]) == 10
     assert losses[0] != losses[1]
-    assert progress(runs["killed"], "losses") == losses
-    assert runs["killed"]["metrics"] == runs["whole"]["metrics"]
-    assert "data" in killed.objects
-    assert sorted(killed) == sorted(whole)
-    for name, tensor in whole.items():
-        assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(killed[name])), name
+    assert progress(runs[name], "losses") == losses
+    assert runs[name]["metrics"] == runs["whole"]["metrics"]
+    assert "data" in interrupted.objects
+    assert sorted(interrupted) == sorted(whole)
+    for fqn, tensor in whole.items():
+        assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(interrupted[fqn])), fqn
+
+
+def test_sigterm_of_one_worker_ends_the_run_with_the_step_saved(runs: dict[str, Any]) -> None:
+    stopped = int(Path(runs["stopped"]["checkpoint"]).name.removeprefix("step_"))
+    assert stopped in {6, 7}
+    assert runs["stopped"]["metrics"]["step"] == stopped
+    assert progress(runs["resumed"], "starts") == [[0, stopped + 1]] * 2
 
 
 def test_the_run_went_on_from_a_checkpoint_and_not_anew(runs: dict[str, Any]) -> None:

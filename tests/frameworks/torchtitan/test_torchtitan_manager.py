@@ -20,6 +20,7 @@ from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 import bytecheckpoint as bcp
 from bytecheckpoint.integrations.torchtitan import BcpCheckpointManager
 from bytecheckpoint.saving.handle import SaveHandle
+from frameworks.going_on import line_of
 from frameworks.torchtitan import titan_runs
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("ignore")]
@@ -105,6 +106,19 @@ def test_everything_comes_back(run: Run, tmp_path: Path) -> None:
     first = next(iter(run.optimizers.optimizers[0].state.values()))
     loaded = next(iter(again.optimizers.optimizers[0].state.values()))
     assert torch.equal(first["exp_avg"], loaded["exp_avg"])
+    again.manager.close()
+
+
+def test_doctor_says_what_a_folder_of_torchtitan_is_and_its_options_load_it(run: Run, tmp_path: Path) -> None:
+    run.step()
+    saved = run.weights()
+    run.step()
+    run.manager.close()
+    words = line_of(tmp_path / "checkpoint/step-1", "torchtitan").split()
+    options = {name.removeprefix("--checkpoint."): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    again = Run(tmp_path / "elsewhere", seed=1, folder=options["folder"], load_step=int(options["load_step"]))
+    assert again.manager.load(step=again.manager.config.load_step) is True
+    assert same(again.weights(), saved)
     again.manager.close()
 
 

@@ -21,6 +21,7 @@ from bytecheckpoint.integrations.transformers import last_checkpoint  # noqa: E4
 from bytecheckpoint.integrations.transformers.saves import Limit, TrainerSaves  # noqa: E402
 from bytecheckpoint.storage import layout  # noqa: E402
 from bytecheckpoint.tools.analysis.diagnosis.checkpoint_diagnosis import diagnose  # noqa: E402
+from frameworks.going_on import go_on  # noqa: E402
 from frameworks.transformers.trainer_runs import (  # noqa: E402
     AtStep,
     BcpTrainer,
@@ -386,14 +387,19 @@ def test_doctor_says_what_a_folder_of_the_trainer_is_and_its_line_loads_the_mode
     run = trainer(tmp_path, max_steps=2)
     run.train()
     found = diagnose(str(tmp_path / "checkpoint-2"), {})
-    assert found.origin == ("this library within the Trainer of transformers", "'trainer' in the metadata")
     assert {part.name for part in found.parts} == {"model", "optimizer", "scheduler", "rng"}
     (alone,) = (code for code in found.code if code.does == "load the model alone")
     names: dict[str, Any] = {"bcp": bcp, "model": small_model()}
     exec("\n".join(alone.lines), names)
     assert are_equal(dict(names["model"].named_parameters()), parameters(run))
+    again = trainer(tmp_path, max_steps=3)
+    go_on(tmp_path / "checkpoint-2", "the Trainer of transformers", trainer=again)
+    assert again.state.global_step == 3
     beside = diagnose(str(tmp_path), {})
-    assert [(Path(each.path).name, each.committed) for each in beside.neighbours] == [("checkpoint-2", True)]
+    assert [(Path(each.path).name, each.committed) for each in beside.neighbours] == [
+        ("checkpoint-2", True),
+        ("checkpoint-3", True),
+    ]
 
 
 def test_a_lost_trainer_state_comes_back_from_the_checkpoint(tmp_path: Path, uninterrupted: Any) -> None:

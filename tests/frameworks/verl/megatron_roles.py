@@ -61,6 +61,35 @@ def load(rank: int, world_size: int, layout: Layout, root: str) -> list[str]:
         return differences(built)
 
 
+class Bridge:
+    """Notes what it is asked for: Megatron-Bridge needs a GPU."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def save_weights(self, _: Any, weights_path: str) -> None:
+        self.called.append(f"saves {weights_path}")
+
+    def load_weights(self, _: Any, weights_path: str) -> None:
+        self.called.append(f"loads {weights_path}")
+
+
+def load_by_bridge(rank: int, world_size: int, root: str, contents: list[str]) -> tuple[list[str], list[str]]:
+    """What the bridge was asked for, and the names of tensors that are not as they were saved."""
+    from verl.workers.config.checkpoint import McoreCheckpointConfig
+
+    config = McoreCheckpointConfig(save_contents=["hf_model", "optimizer"], load_contents=contents)
+    bridge, hf_config = Bridge(), SimpleNamespace(save_pretrained=lambda _: None)
+    others = {"checkpoint_config": config, "bridge": bridge, "hf_config": hf_config}
+    with on_host(Layout()):
+        built = build(Layout())
+        fill(built)
+        manager_of(built, **others).save_checkpoint(f"{root}/global_step_1/actor", None, 1)
+        fill(built, "other.")
+        manager_of(built, **others).load_checkpoint(f"{root}/global_step_1/actor")
+        return bridge.called, differences(built)
+
+
 def refuse_megatron_fsdp(rank: int, world_size: int) -> str:
     with on_host(Layout()):
         built = build(Layout())

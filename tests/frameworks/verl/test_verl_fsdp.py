@@ -32,6 +32,7 @@ from bytecheckpoint.integrations.verl import BcpFSDPCheckpointManager
 from bytecheckpoint.integrations.verl.steps import RoleSaves
 from bytecheckpoint.staging.host_buffers import StagingMemory
 from bytecheckpoint.tools.analysis.diagnosis.checkpoint_diagnosis import diagnose
+from frameworks.going_on import line_of
 from frameworks.verl import verl_program
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1800)]
@@ -206,7 +207,11 @@ def test_doctor_says_what_a_step_of_verl_is_and_its_line_loads_a_role(tmp_path: 
         ("data.pt", "torch.save"),
     ]
     critic = diagnose(str(tmp_path / "global_step_3/critic"), {})
-    assert critic.origin == ("this library within verl", "'lora_only' in the metadata")
+    options = dict(option.split("=") for option in line_of(tmp_path / "global_step_3/critic", "verl").split())
+    again = Job(tmp_path / "elsewhere", seed=5, async_save=False)
+    vars(again.driver.config.trainer).update({name.removeprefix("trainer."): options[name] for name in options})
+    again.load()
+    assert same(again.critic.model, job.critic.model)
     assert critic.step == 3
     (alone,) = (code for code in critic.code if code.does == "load the model alone")
     names: dict[str, Any] = {"bcp": bcp, "model": verl_program.tiny(lora=False, seed=9)}

@@ -17,6 +17,7 @@ from bytecheckpoint.storage.open_store import is_plain_path
 
 from ..checkpoint_list import list_checkpoints
 from .entries import Part
+from .integrations import resume_code, step_in_name
 from .load_code import LoadCall, LoadCode, load_codes
 from .origin import Origin, find_origin, looks_like, step_of, world_size_of
 from .parts import find_parts
@@ -98,18 +99,20 @@ def _checkpoint(
     shown = path if is_plain_path(path) else showable_url(path)  # output is pasted into issues
     parts = find_parts(manifest)
     values = _top_values(manifest)
+    step = step_of(manifest, values)
+    step = step_in_name(manifest, shown) if step is None else step
     arguments = ["storage_options=storage_options"] if storage_options else []
     arguments += ["options=bcp.LoadOptions(follow_links=True)"] if manifest.linked_to else []
     return CheckpointDiagnosis(
         path=found.path,
         format=info.format,
         origin=find_origin(found, manifest, found.store.list(found.folder)),
-        step=step_of(manifest, values),
+        step=step,
         world_size=world_size_of(manifest, values),
         num_bytes=info.num_bytes,
         num_files=len(manifest.files),
         parts=parts,
-        code=load_codes(parts, LoadCall(shown, arguments)),
+        code=[*resume_code(manifest, shown, step), *load_codes(parts, LoadCall(shown, arguments))],
         convert=_convert(shown, manifest),
         left_out=manifest.metadata.get("left_out") if manifest.foreign_format else None,
         neighbours=_other_steps(found),

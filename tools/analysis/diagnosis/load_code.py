@@ -43,7 +43,7 @@ class LoadCall(NamedTuple):
 
     def lines(self, start: str, *arguments: str, end: str = ")") -> list[str]:
         """Returns a call that begins with `start`, in one line or with a line for each argument."""
-        texts = [_quoted(self.path), *arguments, *self.arguments]
+        texts = [quoted(self.path), *arguments, *self.arguments]
         line = f"{start}({', '.join(texts)}{end}"
         return [line] if len(line) <= _MAX_LINE else [f"{start}(", *(f"    {text}," for text in texts), end]
 
@@ -120,7 +120,7 @@ def _identifier(name: str, otherwise: str) -> str:
 def _load(does: str, items: Sequence[_StateEntry], call: LoadCall, *more: str) -> LoadCode:
     rules = [rule for item in items if (rule := _rule(item.part))]
     arguments = [f"key_map=[{', '.join(rules)}]"] if rules else []
-    arguments += [f"exclude={_quoted(item.part.excluded)}" for item in items if item.part.excluded][:1]
+    arguments += [f"exclude={quoted(item.part.excluded)}" for item in items if item.part.excluded][:1]
     arguments += ["cast=True"] if any(item.part.needs_cast for item in items) else []
     needs = [name for item in items for name in item.needs]
     entries = _entries(items)
@@ -140,12 +140,12 @@ def _entries(items: Sequence[_StateEntry]) -> list[str]:
     for item in items:
         first, *rest = item.keys
         if rest:
-            inside.setdefault(first, []).append(f"{_quoted(rest[0])}: {item.value}")
+            inside.setdefault(first, []).append(f"{quoted(rest[0])}: {item.value}")
         entries[first] = f"{{{', '.join(inside[first])}}}" if rest else item.value
-    return [f"{_quoted(key)}: {value}" for key, value in entries.items()]
+    return [f"{quoted(key)}: {value}" for key, value in entries.items()]
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """Returns a text as a literal in the quotes that formatters choose."""
     return f'"{text}"' if repr(text) == f"'{text}'" and '"' not in text else repr(text)
 
@@ -164,7 +164,7 @@ def _renaming(pattern: str, new: str) -> str:
     is_raw = pattern.isprintable() and '"' not in pattern and not pattern.endswith("\\")
     old = f'r"{pattern}"' if is_raw else repr(pattern)
     new = new.replace("\\", r"\\")
-    return f"({old}, {_quoted(new)})"
+    return f"({old}, {quoted(new)})"
 
 
 def _without_a_model(items: Sequence[_StateEntry], call: LoadCall) -> LoadCode:
@@ -184,7 +184,7 @@ def _attribute(part: Part, call: LoadCall) -> LoadCode:
 
 
 def _inside(part: Part, call: LoadCall) -> LoadCode:
-    state = f"{{{_quoted(part.name)}: {{{_quoted(part.model_inside or '')}: model}}}}"
+    state = f"{{{quoted(part.name)}: {{{quoted(part.model_inside or '')}: model}}}}"
     lines = call.lines("bcp.load", state, "strict=False")
     return LoadCode(f"load the model in {part.name!r} alone", ["model"], lines)
 
@@ -192,7 +192,7 @@ def _inside(part: Part, call: LoadCall) -> LoadCode:
 def _read_values(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
     names = [part.name for part in parts if part.kind == "values" and "." not in part.name]
     names.sort(key=lambda name: _READ_FIRST.index(name) if name in _READ_FIRST else len(_READ_FIRST))
-    lines = [f"{_identifier(name, 'value')} = values[{_quoted(name)}]" for name in names[:_NUM_READ]]
+    lines = [f"{_identifier(name, 'value')} = values[{quoted(name)}]" for name in names[:_NUM_READ]]
     opened = call.lines("values = bcp.open", end=").objects")
     return [LoadCode("read plain values", [], [*opened, *lines])] if names else []
 
@@ -204,7 +204,7 @@ def _set_generators(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
             f"set torch's generator to {part.name!r}",
             [],
             [
-                *call.lines("state = bcp.open", end=f")[{_quoted(part.name)}]"),
+                *call.lines("state = bcp.open", end=f")[{quoted(part.name)}]"),
                 "torch.set_rng_state(torch.as_tensor(state))",
             ],
             ["import torch", "", "import bytecheckpoint as bcp"],
@@ -218,7 +218,7 @@ def _read_trees(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
     kinds: set[Kind] = {"random numbers", "tensors", "values of ranks"}
     read = [part for part in parts if part.kind in kinds and not (part.is_generator or part.is_by_rank)]
     globs = [
-        _quoted(glob.escape(part.name) + ("" if list(part.tensors) == [part.name] else ".*"))
+        quoted(glob.escape(part.name) + ("" if list(part.tensors) == [part.name] else ".*"))
         for part in read
         if part.into is None or part.kind == "tensors"
     ]
@@ -232,6 +232,6 @@ def _read_values_of_ranks(parts: Sequence[Part], call: LoadCall) -> list[LoadCod
     codes = []
     for part in parts:
         if part.is_by_rank and part.into is None:
-            lines = call.lines("by_rank = bcp.open", end=f").rank_values({_quoted(part.name)})")
+            lines = call.lines("by_rank = bcp.open", end=f").rank_values({quoted(part.name)})")
             codes.append(LoadCode(f"read {part.name} of each rank", [], lines))
     return codes

@@ -8,9 +8,11 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint
-from bytecheckpoint.info import OWN_FORMAT
+from bytecheckpoint.info import INTEGRATION, OWN_FORMAT
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.storage import layout
+
+from .integrations import integration_of
 
 Listing = Mapping[str, int | None]
 
@@ -33,13 +35,6 @@ _UNREAD = (
     ("config.json", "Hugging Face, without its weights"),
 )
 """Names in folders that are no checkpoint, and what they are a sign of."""
-_INTEGRATIONS = (
-    ("trainer", "the Trainer of transformers"),
-    ("num_loaders", "Lightning"),
-    ("lora_only", "verl"),
-    ("megatron", "Megatron-LM"),
-)
-"""Keys in the metadata of this library's checkpoints that its integrations write, and where they run."""
 
 
 class Origin(NamedTuple):
@@ -57,9 +52,9 @@ def find_origin(found: FoundCheckpoint, manifest: Manifest, listing: Listing) ->
     if found.foreign is None:
         if manifest.linked_to:
             return Origin(f"bcp convert --link, of {kind}", f"a link in {layout.MANIFEST_NAME}")
-        within = next((each for each in _INTEGRATIONS if each[0] in manifest.metadata), None)
+        within = integration_of(manifest)
         if within is not None:
-            return Origin(f"this library within {within[1]}", f"{within[0]!r} in the metadata")
+            return Origin(f"this library within {within.title}", f"{INTEGRATION!r} in the metadata")
         return Origin("this library", layout.MANIFEST_NAME)
     return _foreign_origin(kind, found.foreign.file, manifest, listing)
 
@@ -122,7 +117,8 @@ def looks_like(names: Iterable[str]) -> str | None:
 
 def step_of(manifest: Manifest, values: Mapping[str, Any]) -> int | None:
     """Returns the step of a checkpoint, as it says itself, in its metadata or in a value at its top."""
-    said = ({} if manifest.foreign_format else manifest.metadata, values)
+    of_save = {} if manifest.foreign_format else manifest.metadata
+    said = [each for each in (of_save, of_save.get("megatron"), values) if isinstance(each, Mapping)]
     found = (each[key] for each in said for key in _STEP_KEYS if type(each.get(key)) is int)
     return next(found, None) if manifest.step is None else manifest.step
 

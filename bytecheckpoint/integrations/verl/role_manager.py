@@ -1,0 +1,50 @@
+"""The parts that the managers of verl's FSDP and Megatron workers share."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from bytecheckpoint.integrations.verl.steps import RoleSaves, check_committed
+from bytecheckpoint.options import LoadOptions, SaveOptions
+
+
+class RoleManager:
+    """What both managers are to their workers, in front of verl's own class."""
+
+    bcp_options: ClassVar[SaveOptions] = SaveOptions()
+    """Options of all saves. `staging_bytes` bounds the host memory of a save."""
+    bcp_load_options: ClassVar[LoadOptions] = LoadOptions()
+    checkpoint_save_contents: list[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._saves = RoleSaves(self.bcp_options, self.bcp_load_options)
+
+    def load_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: str | None = None,
+        del_local_after_load: bool = False,  # noqa: FBT001, FBT002 - verl's signature
+    ) -> None:
+        """Loads what `load_contents` names, with all ranks together; see `save_checkpoint` for the arguments.
+
+        A checkpoint that holds adapters alone fills these.
+
+        Raises:
+            CheckpointNotFoundError: There is no committed checkpoint (`not_committed`, `not_found`).
+            CheckpointMismatchError: verl itself has written it (`conflict`).
+            CheckpointError: As `bytecheckpoint.load` raises it.
+        """
+        if local_path is None:
+            return
+        del hdfs_path, del_local_after_load  # for copies, which are not made here
+        check_committed(local_path)
+        self._saves.load(local_path, self._state_to_load(local_path))
+
+    def wait(self) -> None:
+        """Returns when the save in the background is committed, and raises its error."""
+        self._saves.wait()
+
+    def _state_to_load(self, local_path: str) -> dict[str, Any]:
+        """Returns the state that a committed checkpoint is to fill."""
+        raise NotImplementedError

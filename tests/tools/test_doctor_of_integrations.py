@@ -1,0 +1,65 @@
+"""`bcp doctor --checkpoint` on what the integrations save: where it came from, and the line with which a run goes on.
+tests/frameworks runs each line in its framework.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint.integrations.shared.mark import Name, marked
+from bytecheckpoint.tools.analysis.diagnosis.checkpoint_diagnosis import CheckpointDiagnosis, diagnose
+
+LINES = {
+    "accelerate": "load_state(accelerator, {path})",
+    "dcp": "dcp.load(state, checkpoint_id={path})",
+    "deepspeed": "load_checkpoint(engine, {root}, tag='run-3')",
+    "fabric": "fabric.load({path}, state)",
+    "lightning": "trainer.fit(model, ckpt_path={path})",
+    "megatron": "--load {root} --ckpt-step 3",
+    "megatron_bridge": "checkpoint.load={root} checkpoint.ckpt_step=3",
+    "torchtitan": "--checkpoint.folder {root} --checkpoint.load_step 3",
+    "transformers": "trainer.train(resume_from_checkpoint={path})",
+    "verl": "trainer.resume_mode=resume_path trainer.resume_from_path={root}",
+}
+
+
+def saved(path: Path, name: Name, **metadata: object) -> CheckpointDiagnosis:
+    bcp.save(path, {"model": {"w": torch.ones(2)}}, metadata=marked(name, metadata))
+    return diagnose(str(path), {})
+
+
+@pytest.mark.parametrize("name", get_args(Name))
+def test_each_integration_has_a_line_with_which_a_run_goes_on(tmp_path: Path, name: Name) -> None:
+    path = tmp_path / "a folder's" / "run-3"
+    found = saved(path, name)
+    assert found.origin is not None
+    assert found.origin.told_by == "'integration' in the metadata"
+    assert found.step == 3
+    code = found.code[0]
+    assert code.does == f"go on in {found.origin.writer.removeprefix('this library within ')}"
+    is_python = "options" not in code.needs
+    root = repr(str(path.parent)) if is_python else shlex.quote(str(path.parent))
+    expected = LINES[name].format(path=repr(str(path)), root=root)
+    assert code.lines[0].replace('"run-3"', "'run-3'") == expected
+    if is_python:
+        compile("\n".join([*code.imports, *code.lines]), name, "exec")
+    assert len(found.code) > 1  # and those that need no framework
+
+
+def test_a_step_of_verl_without_roles_is_its_own_folder(tmp_path: Path) -> None:
+    (line,) = saved(tmp_path / "global_step_4", "verl").code[0].lines
+    assert line.endswith(f"={tmp_path}/global_step_4")
+
+
+def test_weights_alone_and_other_marks_have_no_line_to_go_on_with(tmp_path: Path) -> None:
+    found = saved(tmp_path / "weights", "lightning", weights_only=True)
+    assert not found.code[0].does.startswith("go on in")
+    bcp.save(tmp_path / "other", {"model": {"w": torch.ones(2)}}, metadata={"integration": ["of another"]})
+    found = diagnose(str(tmp_path / "other"), {})
+    assert found.origin == ("this library", "manifest.bcp")
