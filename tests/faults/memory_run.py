@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -64,6 +65,9 @@ def warm_up() -> None:
     for name in [words[1] for words in told if words[0] == "imports"]:
         with suppress(ImportError):
             importlib.import_module(name)
+    for record in list(msgspec.Struct.__subclasses__()):
+        with suppress(TypeError):  # one that nobody decodes
+            msgspec.msgpack.Decoder(record)
 
 
 def _live_and_tell(job: Job) -> None:
