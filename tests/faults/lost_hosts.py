@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import bytecheckpoint as bcp
 from bytecheckpoint.memory_tier.parity_block import FoundParity, scan_parity
@@ -48,7 +48,7 @@ class World(NamedTuple):
     stored: int = 0
     """Step that goes to storage as well; 0 for none."""
     kind: str = "sharded"
-    """The layout of the state; see `state_of`."""
+    """Layout of the state; see `layout_of`."""
     racks: str = ""
     """The label of each host, a letter; empty where each is a failure domain of its own."""
 
@@ -85,21 +85,44 @@ REPLICATED = (
 """Worlds in which ranks of several hosts hold the same."""
 
 
-def state_of(step: int, kind: str = "sharded") -> dict[str, Any]:
-    """Small tensors that all ranks have, and `w`: sharded over all ranks; with `hsdp` over two of them, which others
-    have alike; with `ddp` and `zero` on all ranks alike, the latter with a moment that is sharded over all.
+class Layout(NamedTuple):
+    """The meshes of a call, and how the state lies on them."""
+
+    flat: DeviceMesh
+    of_w: DeviceMesh
+    placements: list[Placement]
+    has_moment: bool
+
+
+def layout_of(kind: str) -> Layout:
+    """Returns where ranks have `w`: sharded over all of them; with `hsdp` over two, which others have alike; with `ddp`
+    and `zero` on all alike, the latter with a moment that is sharded over all.
     """
     num_ranks = dist.get_world_size()
     flat = init_device_mesh("cpu", (num_ranks,))
     is_hybrid = kind == "hsdp" and num_ranks == NUM_RANKS
     mesh = init_device_mesh("cpu", (2, 2)) if is_hybrid else flat
     is_sharded = kind in {"sharded", "hsdp"}
+    placements = [*([Replicate()] if is_hybrid else []), Shard(0) if is_sharded else Replicate()]
+    return Layout(flat, mesh, placements, has_moment=kind == "zero")
+
+
+def state_of(step: int, layout: Layout) -> dict[str, Any]:
+    """Returns small tensors that all ranks have, and a large one."""
+    flat = layout.flat
     values = torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32).reshape(SHAPE) + 1000 * step
     small = {f"b{number}": torch.full((17,), float(step + number)) for number in range(3)}
-    whole = {name: distribute_tensor(tensor, flat, [Replicate()]) for name, tensor in small.items()}
-    placements = [*([Replicate()] if is_hybrid else []), Shard(0) if is_sharded else Replicate()]
-    state = {"w": distribute_tensor(values, mesh, placements), **whole, "step": step}
-    return state | ({"moment": distribute_tensor(values + 0.5, flat, [Shard(0)])} if kind == "zero" else {})
+    whole = {name: spread(tensor, flat, [Replicate()]) for name, tensor in small.items()}
+    state = {"w": spread(values, layout.of_w, layout.placements), **whole, "step": step}
+    return state | ({"moment": spread(values + 0.5, flat, [Shard(0)])} if layout.has_moment else {})
+
+
+def spread(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """Returns what `distribute_tensor` does where all ranks have the tensor, without messages."""
+    for dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            tensor = tensor.tensor_split(mesh.size(dim))[mesh.get_local_rank(dim)].clone()
+    return DTensor.from_local(tensor, mesh, placements, run_check=False)
 
 
 def options(folder: Path, host: int, world: World) -> bcp.SaveOptions:
@@ -113,12 +136,12 @@ def root_of(folder: Path, host: int) -> Path:
 
 def save_all(rank: int, world_size: int, folder: Path, world: World) -> None:
     """Saves every step, and gives up what the process holds, as its death would."""
-    given = options(folder, world.hosts[rank], world)
+    given, layout = options(folder, world.hosts[rank], world), layout_of(world.kind)
     with warnings.catch_warnings(), on_host(world.hosts[rank]):
         warnings.simplefilter("ignore")
         for step in STEPS:
             to = "storage" if step == world.stored else "memory"
-            state = state_of(step, world.kind)
+            state = state_of(step, layout)
             handle = bcp.save(folder / "ckpt", state, step=step, async_save=True, options=given, to=to)
             handle.held("host")
             handle.result()
@@ -142,7 +165,8 @@ class Resumed(NamedTuple):
 
 
 def resume(rank: int, world_size: int, folder: Path, hosts: Sequence[int], world: World) -> Resumed:
-    state = state_of(0, world.kind)
+    layout = layout_of(world.kind)
+    state = state_of(0, layout)
     try:
         with warnings.catch_warnings(), on_host(hosts[rank]):
             warnings.simplefilter("ignore")
@@ -155,7 +179,7 @@ def resume(rank: int, world_size: int, folder: Path, hosts: Sequence[int], world
         end_process()
     if report is None:
         return Resumed(0, "")
-    expected = state_of(report.step, world.kind)
+    expected = state_of(report.step, layout)
     tensors = [name for name in expected if name != "step"]
     odd = [name for name in tensors if not torch.equal(state[name].to_local(), expected[name].to_local())]
     odd += ["step"] * (state["step"] != report.step)
@@ -445,7 +469,7 @@ CAMPAIGNS = (
         how=f"the memory roots are erased; {HOW}",
         unit="losses",
         run=run_losses,
-        trials=range(1500),
+        trials=range(2500),
         quick=range(len(WORLDS)),
     ),
     Campaign(
@@ -454,7 +478,7 @@ CAMPAIGNS = (
         how=f"as above, with replicas staged where they are; 1 to 4 ranks come back and have the newest step; {HOW}",
         unit="losses",
         run=run_domains,
-        trials=range(1200),
+        trials=range(2000),
         quick=range(2 * len(REPLICATED)),
     ),
     Campaign(
@@ -464,7 +488,7 @@ CAMPAIGNS = (
         how=f"up to three of them at once, anywhere; {HOW}",
         unit="damages",
         run=run_damages,
-        trials=range(3000),
+        trials=range(4000),
         quick=range(2 * len(WORLDS)),
     ),
 )
