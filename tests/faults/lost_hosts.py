@@ -12,8 +12,8 @@ import random
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,11 +32,12 @@ from bytecheckpoint.storage.memory_root.job_folder import JobFolder, find_jobs
 from bytecheckpoint.storage.memory_root.slot_file import FilePlace, FoundSlot
 from distributed.played_hosts import on_host
 from distributed.workers import WorkerDied, WorkerHung, WorkerPool
-from faults.campaigns import Asked, Broken, Campaign, Outcome
+from faults.campaigns import Asked, Broken, Campaign, Outcome, side_by_side
 
 STEPS = range(1, 5)
 SHAPE = (480, 257)
 NUM_RANKS = 4
+NUM_LANES = 2
 
 
 class World(NamedTuple):
@@ -389,23 +390,36 @@ def judged(results: Sequence[Resumed], best: int) -> Attempt:
     return Attempt("the newest" if first.step == STEPS[-1] else "an older one", None)
 
 
+class Lane:
+    """Workers, and the worlds that they have saved. Each world is saved once; its memory is put back before a trial."""
+
+    def __init__(self, workers: WorkerPool, folder: Path, worlds: Sequence[World]) -> None:
+        self._workers, self._folder, self._worlds = workers, folder, worlds
+        self._saved: dict[int, Truth] = {}
+
+    def attempt(
+        self, number: int, draw: random.Random, draw_trial: Callable[[random.Random, World], Trial]
+    ) -> tuple[int, Attempt]:
+        which = number % len(self._worlds)
+        world, folder, kept = self._worlds[which], self._folder / f"{which}", self._folder / f"kept{which}"
+        if which not in self._saved:
+            self._workers.run(save_all, folder, world, world_size=len(world.hosts))
+            self._saved[which] = Truth(folder, world)
+            shutil.copytree(folder, kept)
+        shutil.rmtree(folder)
+        shutil.copytree(kept, folder)
+        return number, attempt(self._workers, self._saved[which], folder, world, draw, draw_trial(draw, world))
+
+
 def attempts(
     asked: Asked, worlds: Sequence[World], draw_trial: Callable[[random.Random, World], Trial]
-) -> Iterator[tuple[int, Attempt]]:
-    """Does the trials. Each world is saved once; its memory is put back before a trial."""
-    with closing(WorkerPool()) as workers:
-        saved: dict[int, Truth] = {}
-        for number in asked.due():
-            draw = asked.rng(number)
-            which = number % len(worlds)
-            world, folder, kept = worlds[which], asked.folder / f"{which}", asked.folder / f"kept{which}"
-            if which not in saved:
-                workers.run(save_all, folder, world, world_size=len(world.hosts))
-                saved[which] = Truth(folder, world)
-                shutil.copytree(folder, kept)
-            shutil.rmtree(folder)
-            shutil.copytree(kept, folder)
-            yield number, attempt(workers, saved[which], folder, world, draw, draw_trial(draw, world))
+) -> list[tuple[int, Attempt]]:
+    """Does the trials, in two lanes where they are many: ranks that send to one another wait most of their time."""
+    num_lanes = NUM_LANES if len(asked.trials) > NUM_LANES * len(worlds) ** 2 else 1
+    with ExitStack() as stack:
+        pools = [stack.enter_context(closing(WorkerPool())) for _ in range(num_lanes)]
+        lanes = [Lane(pool, asked.folder / f"lane{number}", worlds) for number, pool in enumerate(pools)]
+        return side_by_side(asked, lanes, lambda lane, number: lane.attempt(number, asked.rng(number), draw_trial))
 
 
 def attempt(

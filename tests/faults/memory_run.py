@@ -87,6 +87,8 @@ class Job(NamedTuple):
     """Rises with each start; its saves have it in their values."""
     num_saves: int
     name: str = "ckpt"
+    lane: int = 0
+    """Number of the lane, of those that run side by side."""
 
     @property
     def path(self) -> Path:
@@ -146,7 +148,7 @@ def live(job: Job, port: int, death: Death) -> Lived:
     pids = [fork(lambda rank=rank: be(job, rank, joined[rank], death), job.said(rank)) for rank in range(world_size)]
     victim, codes, num_points = pids[death.rank], dict[int, int](), 0
     if death.kind == "call":
-        codes[victim], num_points, others = follow(victim, death.number)
+        codes[victim], num_points, others = follow(victim, death.number, job.lane)
         codes |= others
     else:
         if death.kind == "time":
@@ -208,7 +210,7 @@ def be(job: Job, rank: int, joined: Rank | None, death: Death) -> None:
         joined.join()
         mesh_of(joined.world_size)
     if death.kind == "call" and death.rank == rank:
-        be_traced()
+        be_traced(job.lane)
     lines = kill_before_line(death.number) if death.kind == "line" and death.rank == rank else None
     with on_host(job.hosts[rank]):
         run_saves(job, options_of(job, rank))
