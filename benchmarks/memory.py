@@ -90,6 +90,9 @@ def save_goals(found: dict[str, tuple[float, float]]) -> Iterator[Goal]:
     (call_s, all_s), copy_s, limit_s = found[_SAVE], found[_COPY][1], found[_LIMIT][1]
     yield Goal("call, in bare copies", f"{call_s / copy_s:.2f}", "1.3")
     yield Goal("all, in copies with digests", f"{all_s / limit_s:.2f}", "")
+    yield Goal("all, of a save to a folder in tmpfs", f"{all_s / found[_FOLDER][1]:.2f}", "0.3")
+    yield Goal("resume, in copies with digests", f"{found[_RESUME][1] / limit_s:.2f}", "1.5")
+    yield Goal("resume, of torch.load(mmap=True)", f"{found[_RESUME][1] / found[_MMAP][1]:.2f}", "1.3")
     for name, (_, nvrx_s) in found.items():
         if name.endswith(_NVRX):
             yield Goal("call, of NVRx's save", f"{call_s / nvrx_s:.2f}", f"0.10; a copy is {copy_s / nvrx_s:.2f}")
@@ -116,11 +119,11 @@ class Bench:
             (_LIMIT, self.copy_with_digests, done),
             (_SAVE, self.save_to_memory, lambda handle: handle.held("process")),
             (f'{_SAVE}, snapshot="lazy"', self.save_lazily, lambda handle: handle.held("process")),
-            ("save of this library to a folder in tmpfs", self.save_to_folder, self.end_folder),
+            (_FOLDER, self.save_to_folder, self.end_folder),
             ("torch.save to tmpfs", self.torch_save, done),
             ("DCP to tmpfs", self.dcp_save, done),
-            ("resume from memory, verified", self.resume, done),
-            ("torch.load(mmap=True) and a copy", self.torch_load, done),
+            (_RESUME, self.resume, done),
+            (_MMAP, self.torch_load, done),
             ("DCP load", self.dcp_load, done),
         ]
 
