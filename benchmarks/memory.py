@@ -33,12 +33,9 @@ from in_memory.peers import peer_works
 
 _TENSORS = 16
 _EXTENT_BYTES = 256 << 10
-_COPY, _LIMIT, _SAVE, _NVRX = (
-    "a bare copy",
-    "a bare copy and its digests",
-    "save to memory",
-    "LocalCheckpointManager.save",
-)
+_COPY, _LIMIT, _SAVE = "a bare copy", "a bare copy and its digests", "save to memory"
+_NVRX, _FOLDER = "LocalCheckpointManager.save", "save of this library to a folder in tmpfs"
+_RESUME, _MMAP = "resume from memory, verified", "torch.load(mmap=True) and a copy"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
