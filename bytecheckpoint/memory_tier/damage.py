@@ -11,8 +11,10 @@ import xxhash
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.manifest.ranges import cut_blocks
+from bytecheckpoint.memory_tier.seen import HostView
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.memory_root.held_store import HeldStore
+from bytecheckpoint.storage.memory_root.slot_file import FilePlace
 from bytecheckpoint.storage.object_io import BLOCK_BYTES
 
 _THREADS = 4
@@ -22,6 +24,21 @@ def damaged_files(store: HeldStore, files: Sequence[DataFile]) -> list[str]:
     """Returns the names of those of the files that cannot be read as they were saved."""
     is_damaged = map_jobs(lambda file: not _is_whole(store, file), files, num_threads=_THREADS)
     return [file.name for file, damaged in zip(files, is_damaged, strict=True) if damaged]
+
+
+def choose_good_places(view: HostView, save_id: str, files: Sequence[DataFile]) -> None:
+    """Makes the place of each data file that the host has more than once one whose bytes are right, if there is any."""
+    by_name = {file.name: file for file in files}
+    for (of_save, kind), others in view.others.items():
+        places = view.places[of_save, kind]
+        for name in others if of_save == save_id else ():
+            candidates = [places[name], *others[name]]
+            good = (place for place in candidates if name in by_name and not _damaged_at(place, by_name[name]))
+            places[name] = next(good, places[name])
+
+
+def _damaged_at(place: FilePlace, file: DataFile) -> list[str]:
+    return damaged_files(HeldStore({file.name: place}, b"", shown=place.path, elsewhere={}), [file])
 
 
 def _is_whole(store: HeldStore, file: DataFile) -> bool:

@@ -24,7 +24,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.info import LoadReport
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.manifest import Manifest
-from bytecheckpoint.memory_tier.damage import damaged_files
+from bytecheckpoint.memory_tier.damage import choose_good_places, damaged_files
 from bytecheckpoint.memory_tier.job_location import location_of
 from bytecheckpoint.memory_tier.part_of_save import memory_of
 from bytecheckpoint.memory_tier.rebuild import RebuildInput, needs_rebuild, rebuild
@@ -169,6 +169,9 @@ class ResumeCall:
             content = b""
             if choice.version is not None and not choice.is_stored_only:
                 content = self._share_manifest(ranks, choice, choice.version.save_id)
+                if view.others:
+                    files = parse_manifest(content, path=choice.folder, whole=False).files
+                    choose_good_places(view, choice.version.save_id, files)
         ranks.close()
         return choice, content
 

@@ -38,6 +38,8 @@ class HostView(NamedTuple):
     """Folder of each version below the path."""
     places: dict[tuple[str, HolderKind], dict[str, FilePlace]]
     """Data files by save id and kind of holder."""
+    others: dict[tuple[str, HolderKind], dict[str, list[FilePlace]]]
+    """Further places of those that are in more than one slot of a kind."""
     parity: dict[str, FoundParity]
 
 
@@ -56,13 +58,15 @@ def look_at_host(job: JobFolder, local_stage: str | None, store: Store) -> HostV
     held = {version.record.save_id: version for version in version_files.read_versions(job)}
     places: dict[tuple[str, HolderKind], dict[str, FilePlace]] = {}
     steps = {save_id: version.record.step for save_id, version in held.items()}
+    others: dict[tuple[str, HolderKind], dict[str, list[FilePlace]]] = {}
     kinds: Sequence[HolderKind] = ("memory", "peer")
     for kind, slots in zip(kinds, (slot_file.scan(job.slots), scan_copies(job, "copies")), strict=True):
         for slot in slots:
-            if found := slot.places():
-                places.setdefault((slot.save_id, kind), {}).update(found)
+            for name, place in slot.places().items():
                 steps.setdefault(slot.save_id, slot.header.step if slot.header is not None else 0)
-    parity = {found.save_id: found for found in scan_parity(job)}
+                if places.setdefault((slot.save_id, kind), {}).setdefault(name, place) != place:
+                    others.setdefault((slot.save_id, kind), {}).setdefault(name, []).append(place)
+    parity = _own_parity(job)
     for save_id in parity:
         steps.setdefault(save_id, 0)
     manifests = {save_id: version.content for save_id, version in held.items()}
@@ -88,7 +92,13 @@ def look_at_host(job: JobFolder, local_stage: str | None, store: Store) -> HostV
         )
         for save_id, step in steps.items()
     ]
-    return HostView(versions, manifests, folders, places, parity)
+    return HostView(versions, manifests, folders, places, others, parity)
+
+
+def _own_parity(job: JobFolder) -> dict[str, FoundParity]:
+    """Returns the block of each save; where there are several, that of this host counts."""
+    blocks = sorted(scan_parity(job), key=lambda found: found.held.members[found.held.position].host == job.host)
+    return {found.save_id: found for found in blocks}
 
 
 def _held(places: dict[tuple[str, HolderKind], dict[str, FilePlace]], save_id: str, kind: HolderKind) -> dict[str, int]:

@@ -12,16 +12,16 @@ import random
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import bytecheckpoint as bcp
 from bytecheckpoint.memory_tier.parity_block import FoundParity, scan_parity
@@ -32,11 +32,12 @@ from bytecheckpoint.storage.memory_root.job_folder import JobFolder, find_jobs
 from bytecheckpoint.storage.memory_root.slot_file import FilePlace, FoundSlot
 from distributed.played_hosts import on_host
 from distributed.workers import WorkerDied, WorkerHung, WorkerPool
-from faults.campaigns import Asked, Broken, Campaign, Outcome
+from faults.campaigns import Asked, Broken, Campaign, Outcome, side_by_side
 
 STEPS = range(1, 5)
 SHAPE = (480, 257)
 NUM_RANKS = 4
+NUM_LANES = 2
 
 
 class World(NamedTuple):
@@ -48,7 +49,7 @@ class World(NamedTuple):
     stored: int = 0
     """Step that goes to storage as well; 0 for none."""
     kind: str = "sharded"
-    """The layout of the state; see `state_of`."""
+    """Layout of the state; see `layout_of`."""
     racks: str = ""
     """The label of each host, a letter; empty where each is a failure domain of its own."""
 
@@ -85,21 +86,44 @@ REPLICATED = (
 """Worlds in which ranks of several hosts hold the same."""
 
 
-def state_of(step: int, kind: str = "sharded") -> dict[str, Any]:
-    """Small tensors that all ranks have, and `w`: sharded over all ranks; with `hsdp` over two of them, which others
-    have alike; with `ddp` and `zero` on all ranks alike, the latter with a moment that is sharded over all.
+class Layout(NamedTuple):
+    """The meshes of a call, and how the state lies on them."""
+
+    flat: DeviceMesh
+    of_w: DeviceMesh
+    placements: list[Placement]
+    has_moment: bool
+
+
+def layout_of(kind: str) -> Layout:
+    """Returns where ranks have `w`: sharded over all of them; with `hsdp` over two, which others have alike; with `ddp`
+    and `zero` on all alike, the latter with a moment that is sharded over all.
     """
     num_ranks = dist.get_world_size()
     flat = init_device_mesh("cpu", (num_ranks,))
     is_hybrid = kind == "hsdp" and num_ranks == NUM_RANKS
     mesh = init_device_mesh("cpu", (2, 2)) if is_hybrid else flat
     is_sharded = kind in {"sharded", "hsdp"}
+    placements = [*([Replicate()] if is_hybrid else []), Shard(0) if is_sharded else Replicate()]
+    return Layout(flat, mesh, placements, has_moment=kind == "zero")
+
+
+def state_of(step: int, layout: Layout) -> dict[str, Any]:
+    """Returns small tensors that all ranks have, and a large one."""
+    flat = layout.flat
     values = torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float32).reshape(SHAPE) + 1000 * step
     small = {f"b{number}": torch.full((17,), float(step + number)) for number in range(3)}
-    whole = {name: distribute_tensor(tensor, flat, [Replicate()]) for name, tensor in small.items()}
-    placements = [*([Replicate()] if is_hybrid else []), Shard(0) if is_sharded else Replicate()]
-    state = {"w": distribute_tensor(values, mesh, placements), **whole, "step": step}
-    return state | ({"moment": distribute_tensor(values + 0.5, flat, [Shard(0)])} if kind == "zero" else {})
+    whole = {name: spread(tensor, flat, [Replicate()]) for name, tensor in small.items()}
+    state = {"w": spread(values, layout.of_w, layout.placements), **whole, "step": step}
+    return state | ({"moment": spread(values + 0.5, flat, [Shard(0)])} if layout.has_moment else {})
+
+
+def spread(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """Returns what `distribute_tensor` does where all ranks have the tensor, without messages."""
+    for dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            tensor = tensor.tensor_split(mesh.size(dim))[mesh.get_local_rank(dim)].clone()
+    return DTensor.from_local(tensor, mesh, placements, run_check=False)
 
 
 def options(folder: Path, host: int, world: World) -> bcp.SaveOptions:
@@ -113,12 +137,12 @@ def root_of(folder: Path, host: int) -> Path:
 
 def save_all(rank: int, world_size: int, folder: Path, world: World) -> None:
     """Saves every step, and gives up what the process holds, as its death would."""
-    given = options(folder, world.hosts[rank], world)
+    given, layout = options(folder, world.hosts[rank], world), layout_of(world.kind)
     with warnings.catch_warnings(), on_host(world.hosts[rank]):
         warnings.simplefilter("ignore")
         for step in STEPS:
             to = "storage" if step == world.stored else "memory"
-            state = state_of(step, world.kind)
+            state = state_of(step, layout)
             handle = bcp.save(folder / "ckpt", state, step=step, async_save=True, options=given, to=to)
             handle.held("host")
             handle.result()
@@ -142,7 +166,8 @@ class Resumed(NamedTuple):
 
 
 def resume(rank: int, world_size: int, folder: Path, hosts: Sequence[int], world: World) -> Resumed:
-    state = state_of(0, world.kind)
+    layout = layout_of(world.kind)
+    state = state_of(0, layout)
     try:
         with warnings.catch_warnings(), on_host(hosts[rank]):
             warnings.simplefilter("ignore")
@@ -155,7 +180,7 @@ def resume(rank: int, world_size: int, folder: Path, hosts: Sequence[int], world
         end_process()
     if report is None:
         return Resumed(0, "")
-    expected = state_of(report.step, world.kind)
+    expected = state_of(report.step, layout)
     tensors = [name for name in expected if name != "step"]
     odd = [name for name in tensors if not torch.equal(state[name].to_local(), expected[name].to_local())]
     odd += ["step"] * (state["step"] != report.step)
@@ -365,23 +390,36 @@ def judged(results: Sequence[Resumed], best: int) -> Attempt:
     return Attempt("the newest" if first.step == STEPS[-1] else "an older one", None)
 
 
+class Lane:
+    """Workers, and the worlds that they have saved. Each world is saved once; its memory is put back before a trial."""
+
+    def __init__(self, workers: WorkerPool, folder: Path, worlds: Sequence[World]) -> None:
+        self._workers, self._folder, self._worlds = workers, folder, worlds
+        self._saved: dict[int, Truth] = {}
+
+    def attempt(
+        self, number: int, draw: random.Random, draw_trial: Callable[[random.Random, World], Trial]
+    ) -> tuple[int, Attempt]:
+        which = number % len(self._worlds)
+        world, folder, kept = self._worlds[which], self._folder / f"{which}", self._folder / f"kept{which}"
+        if which not in self._saved:
+            self._workers.run(save_all, folder, world, world_size=len(world.hosts))
+            self._saved[which] = Truth(folder, world)
+            shutil.copytree(folder, kept)
+        shutil.rmtree(folder)
+        shutil.copytree(kept, folder)
+        return number, attempt(self._workers, self._saved[which], folder, world, draw, draw_trial(draw, world))
+
+
 def attempts(
     asked: Asked, worlds: Sequence[World], draw_trial: Callable[[random.Random, World], Trial]
-) -> Iterator[tuple[int, Attempt]]:
-    """Does the trials. Each world is saved once; its memory is put back before a trial."""
-    with closing(WorkerPool()) as workers:
-        saved: dict[int, Truth] = {}
-        for number in asked.due():
-            draw = asked.rng(number)
-            which = number % len(worlds)
-            world, folder, kept = worlds[which], asked.folder / f"{which}", asked.folder / f"kept{which}"
-            if which not in saved:
-                workers.run(save_all, folder, world, world_size=len(world.hosts))
-                saved[which] = Truth(folder, world)
-                shutil.copytree(folder, kept)
-            shutil.rmtree(folder)
-            shutil.copytree(kept, folder)
-            yield number, attempt(workers, saved[which], folder, world, draw, draw_trial(draw, world))
+) -> list[tuple[int, Attempt]]:
+    """Does the trials, in two lanes where they are many: ranks that send to one another wait most of their time."""
+    num_lanes = NUM_LANES if len(asked.trials) > NUM_LANES * len(worlds) ** 2 else 1
+    with ExitStack() as stack:
+        pools = [stack.enter_context(closing(WorkerPool())) for _ in range(num_lanes)]
+        lanes = [Lane(pool, asked.folder / f"lane{number}", worlds) for number, pool in enumerate(pools)]
+        return side_by_side(asked, lanes, lambda lane, number: lane.attempt(number, asked.rng(number), draw_trial))
 
 
 def attempt(
@@ -445,7 +483,7 @@ CAMPAIGNS = (
         how=f"the memory roots are erased; {HOW}",
         unit="losses",
         run=run_losses,
-        trials=range(1500),
+        trials=range(2500),
         quick=range(len(WORLDS)),
     ),
     Campaign(
@@ -454,7 +492,7 @@ CAMPAIGNS = (
         how=f"as above, with replicas staged where they are; 1 to 4 ranks come back and have the newest step; {HOW}",
         unit="losses",
         run=run_domains,
-        trials=range(1200),
+        trials=range(2000),
         quick=range(2 * len(REPLICATED)),
     ),
     Campaign(
@@ -464,7 +502,7 @@ CAMPAIGNS = (
         how=f"up to three of them at once, anywhere; {HOW}",
         unit="damages",
         run=run_damages,
-        trials=range(3000),
+        trials=range(4000),
         quick=range(2 * len(WORLDS)),
     ),
 )

@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
@@ -38,6 +38,8 @@ try_many(*sys.argv[1:])
 BATCH = 25
 """Trials for which one process is forked: what it has measured of a scene is kept for the next."""
 WITHIN_S = 900.0
+NUM_LANES = 2
+LOOK_S = 0.02
 FIRST_SAVES = 5
 LAST_LIFE = 9
 MOST_RANKS = 4
@@ -98,8 +100,8 @@ class Tried:
 class Trials:
     """The trials of one scene, in a process that forks for each life."""
 
-    def __init__(self, folder: Path, scene: Scene, kind: str, port: int) -> None:
-        self.scene, self.kind, self.port = scene, kind, port
+    def __init__(self, folder: Path, scene: Scene, kind: str, port: int, lane: int) -> None:
+        self.scene, self.kind, self.port, self.lane = scene, kind, port, lane
         self.folder, self.kept = folder / scene.name, folder / f"kept-{scene.name}"
         notes = folder / f"{scene.name}.json"
         if not notes.exists():
@@ -108,7 +110,7 @@ class Trials:
 
     def _begin(self) -> Calm:
         self.folder.mkdir()
-        first = self._undisturbed(Job(self.folder, self.scene.hosts, self.scene.memory, 0, FIRST_SAVES))
+        first = self._undisturbed(self._job(0)._replace(num_saves=FIRST_SAVES))
         self._undisturbed(self._other(0, 2))
         shutil.copytree(self.folder, self.kept)
         num_points = []
@@ -128,7 +130,7 @@ class Trials:
 
     def _job(self, life: int, hosts: tuple[int, ...] = ()) -> Job:
         num_saves = 2 if life == LAST_LIFE else 4
-        return Job(self.folder, hosts or self.scene.hosts, self.scene.memory, life, num_saves)
+        return Job(self.folder, hosts or self.scene.hosts, self.scene.memory, life, num_saves, lane=self.lane)
 
     def _other(self, life: int, num_saves: int) -> Job:
         """Returns a second job on the first host."""
@@ -311,7 +313,7 @@ def _too_much(found: JobFolder, job: Job, host: int, ended: set[Path]) -> str | 
     return f"temporaries are left: {temporaries}" if temporaries else None
 
 
-def try_many(seed: str, numbers: str, folder: str, scenes: str, kind: str, port: str) -> None:
+def try_many(seed: str, numbers: str, folder: str, scenes: str, kind: str, port: str, lane: str) -> None:
     """Does some trials, and writes what came of each as a line of JSON."""
     of_names = {scene.name: scene for scene in (*ALONE, *RANKS)}
     chosen = [of_names[name] for name in scenes.split(",")]
@@ -319,30 +321,68 @@ def try_many(seed: str, numbers: str, folder: str, scenes: str, kind: str, port:
     for trial in map(int, numbers.split(",")):
         scene = chosen[trial % len(chosen)]
         if scene.name not in at:
-            at[scene.name] = Trials(Path(folder), scene, kind, int(port))
+            at[scene.name] = Trials(Path(folder), scene, kind, int(port), int(lane))
         rng = random.Random(f"{seed}/{trial}")
         tried = at[scene.name].try_one(trial, trial // len(chosen), rng)
         sys.stdout.write(f"{json.dumps(asdict(tried))}\n")
         sys.stdout.flush()
 
 
-def batches(due: Iterator[int]) -> Iterator[list[int]]:
-    while batch := list(islice(due, BATCH)):
-        yield batch
+class Batch(NamedTuple):
+    """Trials that a program does, one after the other."""
+
+    lane: int
+    pid: int
+    numbers: list[int]
+    until_s: float
+
+
+class Lanes:
+    """Programs that run side by side, each with a batch of trials."""
+
+    def __init__(self, asked: Asked, scenes: Sequence[Scene], kind: str, port: int) -> None:
+        self._asked, self._port = asked, port
+        self._what = (",".join(scene.name for scene in scenes), kind)
+        self._launcher = shared_launcher("faults.memory_run")
+
+    def run(self) -> list[Tried]:
+        due = self._asked.due()
+        num_trials = NUM_LANES * BATCH
+        idle, running = list(range(NUM_LANES if len(self._asked.trials) > num_trials else 1)), list[Batch]()
+        found: list[Tried] = []
+        while True:
+            while idle and (numbers := list(islice(due, BATCH))):
+                running.append(self._begin(idle.pop(), numbers))
+            if not running:
+                return found
+            ended = [batch for batch in running if self._has_ended(batch)]
+            for batch in ended:
+                running.remove(batch)
+                idle.append(batch.lane)
+                found += self._end(batch)
+            time.sleep(0 if ended else LOOK_S)
+
+    def _begin(self, lane: int, numbers: list[int]) -> Batch:
+        folder = self._asked.folder / f"{lane}"
+        folder.mkdir(exist_ok=True)
+        of_all = ",".join(map(str, numbers))
+        pid = self._launcher.start(PROGRAM, self._asked.seed, of_all, folder, *self._what, self._port, lane)
+        return Batch(lane, pid, numbers, time.monotonic() + WITHIN_S)
+
+    def _has_ended(self, batch: Batch) -> bool:
+        return self._launcher.has_ended(batch.pid) or time.monotonic() > batch.until_s
+
+    def _end(self, batch: Batch) -> list[Tried]:
+        ended = self._launcher.wait(batch.pid, timeout_s=LOOK_S)
+        lines = [line for line in ended.output.splitlines() if line.startswith('{"trial"')]
+        if len(lines) != len(batch.numbers):
+            raise RuntimeError(f"the trials {batch.numbers} came to no end: {ended.output[-3000:]}")
+        return [Tried(**json.loads(line)) for line in lines]
 
 
 def run(asked: Asked, *, scenes: Sequence[Scene], kind: str) -> Outcome:
-    launcher = shared_launcher("faults.memory_run")
-    found: list[Tried] = []
     with meeting_place() as port:
-        for numbers in batches(asked.due()):
-            names = ",".join(scene.name for scene in scenes)
-            of_all = ",".join(map(str, numbers))
-            ended = launcher.run(PROGRAM, asked.seed, of_all, asked.folder, names, kind, port, timeout_s=WITHIN_S)
-            lines = [line for line in ended.output.splitlines() if line.startswith('{"trial"')]
-            if len(lines) != len(numbers):
-                raise RuntimeError(f"the trials {numbers} came to no end: {ended.output[-3000:]}")
-            found += [Tried(**json.loads(line)) for line in lines]
+        found = Lanes(asked, scenes, kind, port).run()
     seen = Counter(what for tried in found for what in tried.seen)
     seen["processes killed"] = sum(tried.num_ranks for tried in found)
     told = ", ".join(f"{number:,} {what}" for what, number in sorted(seen.items()))

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -64,6 +65,9 @@ def warm_up() -> None:
     for name in [words[1] for words in told if words[0] == "imports"]:
         with suppress(ImportError):
             importlib.import_module(name)
+    for record in list(msgspec.Struct.__subclasses__()):
+        with suppress(TypeError):  # one that nobody decodes
+            msgspec.msgpack.Decoder(record)
 
 
 def _live_and_tell(job: Job) -> None:
@@ -83,6 +87,8 @@ class Job(NamedTuple):
     """Rises with each start; its saves have it in their values."""
     num_saves: int
     name: str = "ckpt"
+    lane: int = 0
+    """Number of the lane, of those that run side by side."""
 
     @property
     def path(self) -> Path:
@@ -142,7 +148,7 @@ def live(job: Job, port: int, death: Death) -> Lived:
     pids = [fork(lambda rank=rank: be(job, rank, joined[rank], death), job.said(rank)) for rank in range(world_size)]
     victim, codes, num_points = pids[death.rank], dict[int, int](), 0
     if death.kind == "call":
-        codes[victim], num_points, others = follow(victim, death.number)
+        codes[victim], num_points, others = follow(victim, death.number, job.lane)
         codes |= others
     else:
         if death.kind == "time":
@@ -204,7 +210,7 @@ def be(job: Job, rank: int, joined: Rank | None, death: Death) -> None:
         joined.join()
         mesh_of(joined.world_size)
     if death.kind == "call" and death.rank == rank:
-        be_traced()
+        be_traced(job.lane)
     lines = kill_before_line(death.number) if death.kind == "line" and death.rank == rank else None
     with on_host(job.hosts[rank]):
         run_saves(job, options_of(job, rank))

@@ -29,9 +29,11 @@ def _ptrace() -> Callable[..., int]:
     return call
 
 
-def be_traced() -> None:
-    """Hands this process to its parent, which goes on with `follow`. Both stay on one core: a stop costs a tenth so."""
-    os.sched_setaffinity(0, {_core()})
+def be_traced(lane: int = 0) -> None:
+    """Hands this process to its parent, which goes on with `follow`. Both stay on one core: a stop costs a tenth so.
+    Lanes that run side by side have different cores, as far as there are any.
+    """
+    os.sched_setaffinity(0, {_core(lane)})
     if _ptrace()(_TRACEME, 0, None, None):
         raise OSError(ctypes.get_errno(), "ptrace")
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -47,22 +49,22 @@ class Followed(NamedTuple):
     """Exit codes of other children that ended meanwhile."""
 
 
-def follow(pid: int, kill_before: int) -> Followed:
+def follow(pid: int, kill_before: int, lane: int = 0) -> Followed:
     """Lets a child that has called `be_traced` run, and kills it before the system call with this number; counts from 0
     over all its threads.
     """
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {_core()})
+    os.sched_setaffinity(0, {_core(lane)})
     try:
         return _follow(pid, kill_before)
     finally:
         os.sched_setaffinity(0, before)
 
 
-def _core() -> int:
+def _core(lane: int) -> int:
     """Returns a core of those that this process may use; the same for processes of one group."""
     cores = sorted(os.sched_getaffinity(0))
-    return cores[os.getpgrp() % len(cores)]
+    return cores[(os.getpgrp() + lane) % len(cores)]
 
 
 def _follow(pid: int, kill_before: int) -> Followed:

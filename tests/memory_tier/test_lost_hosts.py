@@ -124,6 +124,19 @@ def test_a_lost_host_is_rebuilt_from_parity(workers: WorkerPool, tmp_path: Path,
     workers.run(end_processes, world_size=world_size)
 
 
+@pytest.mark.parametrize("name", ["0" * 16, "f" * 16])
+def test_a_stray_block_of_another_host_hides_no_parity(workers: WorkerPool, tmp_path: Path, name: str) -> None:
+    workers.run(save, tmp_path, [0, 1, 2], range(1, 4), PARITY, world_size=3)
+    workers.run(end_processes, world_size=3)
+    of_hosts = [find_jobs(str(tmp_path / f"host{host}"))[0][0] for host in (0, 1)]
+    newest = max(scan_copies(of_hosts[0], "parity"), key=lambda slot: slot.header.step if slot.header else 0)
+    shutil.copy(newest.path, Path(scan_copies(of_hosts[1], "parity")[0].path).with_name(name))
+    shutil.rmtree(tmp_path / "host2")
+    for step, odd, sources in workers.run(resume, tmp_path, [0, 1, 9], PARITY, world_size=3):
+        assert (step, odd, sources["parity"]) == (3, [], 1)
+    workers.run(end_processes, world_size=3)
+
+
 @pytest.mark.parametrize("damaged", [0, 1])
 def test_a_file_that_proves_damaged_is_rebuilt_from_parity(workers: WorkerPool, tmp_path: Path, damaged: int) -> None:
     hosts = [0, 1, 2]

@@ -123,12 +123,16 @@ def damage(tmp_path: Path, save_id: str) -> int:
         place for slot in slot_file.scan(job.slots) if slot.save_id == save_id for place in slot.places().values()
     ]
     for place in places:
-        with open(place.path, "r+b") as file:
-            file.seek(place.byte_offset + place.byte_length - 5)
-            byte = file.read(1)
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte[0] ^ 4]))
+        damage_at(place)
     return len(places)
+
+
+def damage_at(place: slot_file.FilePlace) -> None:
+    with open(place.path, "r+b") as file:
+        file.seek(place.byte_offset + place.byte_length - 5)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 4]))
 
 
 def test_a_damaged_version_gives_way_to_the_one_before(tmp_path: Path, root: Path) -> None:
@@ -140,6 +144,22 @@ def test_a_damaged_version_gives_way_to_the_one_before(tmp_path: Path, root: Pat
     assert report is not None
     assert report.step == 1
     check(state, 1)
+
+
+@pytest.mark.parametrize("name", ["0" * 16, "f" * 16])
+def test_the_good_one_of_two_slots_of_a_host_with_the_same_file_is_read(tmp_path: Path, root: Path, name: str) -> None:
+    for step in (1, 2):
+        info = bcp.save(root, state_of(step), step=step, options=options(tmp_path), to="memory").result()
+    ((job, _),) = find_jobs(str(tmp_path / "memory"))
+    (slot,) = [slot for slot in slot_file.scan(job.slots) if slot.save_id == info.save_id]
+    (place,) = slot.places().values()
+    twin = shutil.copy(slot.path, Path(job.slots, name))
+    damage_at(place._replace(path=str(twin)))
+    state = empty()
+    report = bcp.resume(root, state, options=options(tmp_path))
+    assert report is not None
+    assert report.step == 2
+    check(state, 2)
 
 
 def test_a_damaged_slot_is_read_from_storage_instead(tmp_path: Path, root: Path) -> None:
