@@ -124,6 +124,8 @@ def about_the_file(module: Module, tree: ast.Module) -> Iterator[str]:
         yield "1: a module starts with why it exists"
     if "\u2014" in module.source:
         yield "1: no em-dashes: write two sentences, or a colon"
+    if re.search(r"and \{[^}]*\} more", module.source) and module.path != "bytecheckpoint/errors.py":
+        yield "1: errors.and_more and errors.rest_text say how many are left out"
 
 
 def about_imports(module: Module, tree: ast.Module) -> Iterator[str]:
@@ -373,6 +375,7 @@ def in_function(body: str) -> str:
         ("bytecheckpoint/api.py", "x = 1", "why it exists"),
         ("bytecheckpoint/utils.py", '"""Why."""', "named after its job"),
         ("bytecheckpoint/api.py", '"""Why \u2014 because."""', "em-dashes"),
+        ("tools/show.py", '"""Why."""\nf"and {len(names) - 3:,} more"', "errors.and_more"),
         ("bytecheckpoint/api.py", in_function("try:\n pass\nexcept:\n raise"), "name what is caught"),
         ("bytecheckpoint/api.py", in_function("try:\n pass\nexcept Exception:\n return"), "catch everything"),
         ("bytecheckpoint/api.py", in_function("try:\n pass\nexcept (OSError, BaseException):\n return"), "catch every"),
