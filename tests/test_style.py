@@ -46,6 +46,18 @@ FLOORS = (
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
 NO_TORCH = {"errors", "region", "dtypes", "runtime", "manifest", "options", "info", "planner", "storage", "formats"}
 
+MAY_START_THREADS = {
+    "bytecheckpoint/runtime/threads.py",  # the threads that all others share
+    "bytecheckpoint/conversion/stream.py",  # reads windows one after another
+    "bytecheckpoint/distributed/transfer.py",  # bounds them, and lowers their priority for good
+    "bytecheckpoint/integrations/lightning/saves.py",  # acts in the order of the saves
+    "bytecheckpoint/loading/exchange.py",  # bounds them against connections of unknown processes
+    "bytecheckpoint/manager/after_commit/retried_work.py",  # lives as long as the manager, with a lower priority
+    "bytecheckpoint/manager/agreement/stopping.py",  # lives as long as the manager
+    "bytecheckpoint/memory/host_mapping.py",  # the error of the CUDA runtime ends with its thread
+}
+"""Modules that start threads of their own, each for the reason that stands where it does."""
+
 MAY_CATCH_ALL = {
     "bytecheckpoint/manager/after_commit/background.py",  # a user's callback must not stop saves
     "bytecheckpoint/manager/after_commit/retried_work.py",  # a user's policy, and the store: neither may stop saves
@@ -194,6 +206,11 @@ def about_a_node(module: Module, node: ast.AST) -> Iterator[str]:
             module.path not in MAY_READ_ENVIRONMENT
         ):
             yield f"{node.lineno}: the library reads no environment variables: options are arguments"
+        case ast.Call(
+            func=ast.Name("Thread" | "ThreadPoolExecutor" | "Timer")
+            | ast.Attribute(attr="Thread" | "ThreadPoolExecutor" | "Timer")
+        ) if module.path not in MAY_START_THREADS:
+            yield f"{node.lineno}: run_jobs, shared_threads and background_threads start threads"
         case ast.Call(func=ast.Name("print")) if module.layer != "tools" and module.path not in MAY_PRINT:
             yield f"{node.lineno}: log instead of printing"
 
@@ -384,6 +401,8 @@ def in_function(body: str) -> str:
         ("bytecheckpoint/api.py", in_function("global a"), "keeps state"),
         ("bytecheckpoint/api.py", in_function("os.environ['A']"), "environment"),
         ("bytecheckpoint/api.py", in_function("print(a)"), "log instead"),
+        ("bytecheckpoint/api.py", in_function("threading.Thread(target=a).start()"), "start threads"),
+        ("tools/main.py", in_function("with ThreadPoolExecutor(2) as pool:\n pass"), "start threads"),
     ],
 )
 def test_each_rule_is_seen_to_bite(path: str, source: str, expected: str) -> None:

@@ -22,6 +22,7 @@ from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundErr
 from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolder, NumberedFolders
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.runtime.threads import shared_threads
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.storage.layout import MANIFEST_NAME
 
@@ -94,8 +95,7 @@ class RoleSaves:
             if async_save and is_role:
                 with self._tracking:
                     self._to_track = step
-                given = (weakref.ref(self), handle, place)
-                threading.Thread(target=self._track, args=given, name="bcp-tracker", daemon=True).start()
+                shared_threads().begin("bcp-tracker", partial(self._track, weakref.ref(self), handle, place))
         handle.staged()
         self._handle = handle
 
