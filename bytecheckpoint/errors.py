@@ -118,9 +118,13 @@ def and_more(items: Sequence[str], limit: int, separator: str = ", ") -> str:
     """Returns the first `limit` items and how many follow: `a, b and 3 more`. With another separator, such as one that
     begins a line, the number is an item of its own.
     """
-    rest = len(items) - limit
     before = " " if separator == ", " else separator
-    return separator.join(items[:limit]) + (f"{before}and {rest} more" if rest > 0 else "")
+    return separator.join(items[:limit]) + rest_text(len(items), limit, before)
+
+
+def rest_text(num_items: int, num_shown: int, before: str = "") -> str:
+    """Returns `and 1,203 more` with `before` in front of it, or nothing where all items are shown."""
+    return f"{before}and {num_items - num_shown:,} more" if num_items > num_shown else ""
 
 
 class TransferProgress(NamedTuple):

@@ -124,3 +124,4 @@ def test_a_list_in_a_message_ends_with_how_many_follow() -> None:
     assert and_more(["a", "b"], 2) == "a, b"
     assert and_more(["a", "b", "c", "d"], 2) == "a, b and 2 more"
     assert and_more(["a", "b", "c"], 1, "\n  ") == "a\n  and 2 more"
+    assert and_more(["a"] * 2345, 1) == "a and 2,344 more"

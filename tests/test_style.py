@@ -46,6 +46,18 @@ FLOORS = (
 FLOOR_OF = {name: number for number, names in enumerate(FLOORS) for name in names}
 NO_TORCH = {"errors", "region", "dtypes", "runtime", "manifest", "options", "info", "planner", "storage", "formats"}
 
+MAY_START_THREADS = {
+    "bytecheckpoint/runtime/threads.py",  # the threads that all others share
+    "bytecheckpoint/conversion/stream.py",  # reads windows one after another
+    "bytecheckpoint/distributed/transfer.py",  # bounds them, and lowers their priority for good
+    "bytecheckpoint/integrations/lightning/saves.py",  # acts in the order of the saves
+    "bytecheckpoint/loading/exchange.py",  # bounds them against connections of unknown processes
+    "bytecheckpoint/manager/after_commit/retried_work.py",  # lives as long as the manager, with a lower priority
+    "bytecheckpoint/manager/agreement/stopping.py",  # lives as long as the manager
+    "bytecheckpoint/memory/host_mapping.py",  # the error of the CUDA runtime ends with its thread
+}
+"""Modules that start threads of their own, each for the reason that stands where it does."""
+
 MAY_CATCH_ALL = {
     "bytecheckpoint/manager/after_commit/background.py",  # a user's callback must not stop saves
     "bytecheckpoint/manager/after_commit/retried_work.py",  # a user's policy, and the store: neither may stop saves
@@ -124,6 +136,8 @@ def about_the_file(module: Module, tree: ast.Module) -> Iterator[str]:
         yield "1: a module starts with why it exists"
     if "\u2014" in module.source:
         yield "1: no em-dashes: write two sentences, or a colon"
+    if re.search(r"and \{[^}]*\} more", module.source) and module.path != "bytecheckpoint/errors.py":
+        yield "1: errors.and_more and errors.rest_text say how many are left out"
 
 
 def about_imports(module: Module, tree: ast.Module) -> Iterator[str]:
@@ -192,6 +206,11 @@ def about_a_node(module: Module, node: ast.AST) -> Iterator[str]:
             module.path not in MAY_READ_ENVIRONMENT
         ):
             yield f"{node.lineno}: the library reads no environment variables: options are arguments"
+        case ast.Call(
+            func=ast.Name("Thread" | "ThreadPoolExecutor" | "Timer")
+            | ast.Attribute(attr="Thread" | "ThreadPoolExecutor" | "Timer")
+        ) if module.path not in MAY_START_THREADS:
+            yield f"{node.lineno}: run_jobs, shared_threads and background_threads start threads"
         case ast.Call(func=ast.Name("print")) if module.layer != "tools" and module.path not in MAY_PRINT:
             yield f"{node.lineno}: log instead of printing"
 
@@ -373,6 +392,7 @@ def in_function(body: str) -> str:
         ("bytecheckpoint/api.py", "x = 1", "why it exists"),
         ("bytecheckpoint/utils.py", '"""Why."""', "named after its job"),
         ("bytecheckpoint/api.py", '"""Why \u2014 because."""', "em-dashes"),
+        ("tools/show.py", '"""Why."""\nf"and {len(names) - 3:,} more"', "errors.and_more"),
         ("bytecheckpoint/api.py", in_function("try:\n pass\nexcept:\n raise"), "name what is caught"),
         ("bytecheckpoint/api.py", in_function("try:\n pass\nexcept Exception:\n return"), "catch everything"),
         ("bytecheckpoint/api.py", in_function("try:\n pass\nexcept (OSError, BaseException):\n return"), "catch every"),
@@ -381,6 +401,8 @@ def in_function(body: str) -> str:
         ("bytecheckpoint/api.py", in_function("global a"), "keeps state"),
         ("bytecheckpoint/api.py", in_function("os.environ['A']"), "environment"),
         ("bytecheckpoint/api.py", in_function("print(a)"), "log instead"),
+        ("bytecheckpoint/api.py", in_function("threading.Thread(target=a).start()"), "start threads"),
+        ("tools/main.py", in_function("with ThreadPoolExecutor(2) as pool:\n pass"), "start threads"),
     ],
 )
 def test_each_rule_is_seen_to_bite(path: str, source: str, expected: str) -> None:

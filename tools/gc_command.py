@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.errors import CheckpointError, and_more
 from bytecheckpoint.memory_tier.flush import age_s, ended_jobs, remove_job
 from bytecheckpoint.memory_tier.job_location import location_of
 from bytecheckpoint.storage import garbage, layout, stage_folder
@@ -24,7 +24,7 @@ from . import exit_codes
 from .arguments import AccessOptions, Age, at_home_folder, with_output_options
 from .completion.param_types import StoredPath
 from .listing.memory import MEMORY_ROOT
-from .render.number_format import age_text, count_text, size_text, some_of
+from .render.number_format import age_text, count_text, size_text
 from .render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, without
 
 _EXAMPLE = """\b
@@ -246,7 +246,7 @@ def _print(store: Store, rows: Sequence[GarbageRow], found: Garbage, failures: S
         screen.paragraph(f"{what}: --older-than AGE or --save-id ID decides which are dead.")
     if found.unreadable:
         screen.line()
-        shown = some_of([folder or "." for folder in found.unreadable], 10)
+        shown = and_more([folder or "." for folder in found.unreadable], 10)
         screen.line(f"not looked at, because the manifest there is damaged: {shown}", style="yellow")
     if found.not_looked_for:
         screen.paragraph(f"unfinished uploads were not looked for: {found.not_looked_for}", style="yellow")

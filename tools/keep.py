@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import click
 
-from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, and_more
 from bytecheckpoint.manager import keep_policies, retention, step_records
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.manager.step_records import StoredStep
@@ -28,7 +28,7 @@ from . import exit_codes
 from .arguments import AccessOptions, Age, with_output_options
 from .completion.param_types import StoredPath
 from .render.metric_columns import MetricColumns
-from .render.number_format import age_text, count_text, size_text, some_of, time_text
+from .render.number_format import age_text, count_text, size_text, time_text
 from .render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, without
 
 _BEST = re.compile(r"(?P<metric>[^:]+|.+(?=:(?:min|max)(?::\d+)?\Z))(?::(?P<mode>min|max)(?::(?P<n>\d{1,9}))?)?")
@@ -157,7 +157,7 @@ def _steps(store: Store, best: Sequence[keep_policies.Best]) -> tuple[list[Store
     metrics = sorted({name for item in stored for name in item.info.metrics})
     unknown = [policy.metric for policy in best if policy.metric not in metrics]
     if unknown:
-        have = f"they have {some_of(metrics, 10)}" if metrics else "they have no metrics at all"
+        have = f"they have {and_more(metrics, 10)}" if metrics else "they have no metrics at all"
         what = f"no checkpoint under {store} has the metric {unknown[0]!r}, {have}; nothing was changed: check its name"
         raise CheckpointMismatchError(what, kind="conflict", path=str(store))
     return stored, [layout.step_folder(step) for step in sorted(damaged)]
@@ -246,7 +246,7 @@ def _print(
         count = count_text(result.num_finished, "deletion")
         screen.paragraph(f"{count} that an earlier process had begun: finished")
     if unreadable:
-        shown = some_of(unreadable, 10)
+        shown = and_more(unreadable, 10)
         screen.paragraph(f"not looked at, because the manifest there is damaged: {shown}", style="yellow")
     for failure in result.failures:
         screen.paragraph(f"not deleted: {failure}", style="red")

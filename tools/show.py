@@ -175,15 +175,15 @@ def show(
         print_in_depth(screen, opened.manifest, summary, tensors, stats, limit=limit)
     elif tree is not None:
         rows = [row for node in tree for row in tree_rows(node)]
-        screen.section(TREE_TABLE, rows, limit=limit, rest="more rows: --tensor GLOB shows a part, --limit 0 all")
+        screen.section(TREE_TABLE, rows, limit=limit, rest=" rows: --tensor GLOB shows a part, --limit 0 all")
     elif with_stats or not (with_files or with_objects or with_data):
-        rest = "more: --tree shows them by module, --tensor GLOB some, --limit 0 all"
+        rest = ": --tree shows them by module, --tensor GLOB some, --limit 0 all"
         num_tensors = summary.num_names if has_first_only else len(tensors)
         screen.section(tensor_table(stats), tensors, limit=limit, rest=rest, num_items=num_tensors)
     if files is not None:
-        screen.section(FILE_TABLE, files, limit=limit, rest="more files: --limit 0 shows all")
+        screen.section(FILE_TABLE, files, limit=limit, rest=" files: --limit 0 shows all")
     if objects is not None:
-        screen.section(OBJECT_TABLE, objects, limit=limit, rest="more objects: --limit 0 shows all")
+        screen.section(OBJECT_TABLE, objects, limit=limit, rest=" objects: --limit 0 shows all")
     if data is not None:
         print_data(screen, data, limit=limit)
     if html_path is not None:

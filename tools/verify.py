@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from bytecheckpoint.diagnostics.verify import Damage, Verification, bytes_to_read, verify_checkpoint
+from bytecheckpoint.errors import and_more
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.options import LoadOptions
 
@@ -23,7 +24,7 @@ from .arguments import (
     with_step_option,
 )
 from .completion.param_types import StoredPath
-from .render.number_format import count_text, size_text, some_of
+from .render.number_format import count_text, size_text
 from .render.terminal import Column, Screen, byte_progress, print_json
 
 _DEFAULT_ROWS = 20
@@ -148,9 +149,9 @@ def _print(opened: Opened, result: Verification, *, sample_percent: float, secon
         _print_damage(screen, item, limit)
     if limit and len(result.damage) > limit:
         screen.line()
-    screen.rest(len(result.damage), limit, "more faults: --limit 0 shows all")
+    screen.rest(len(result.damage), limit, " faults: --limit 0 shows all")
     if result.unchecked_files:
-        screen.line(f"  without checksums, so not read: {some_of(result.unchecked_files, 10)}", style="yellow")
+        screen.line(f"  without checksums, so not read: {and_more(result.unchecked_files, 10)}", style="yellow")
     if result.damage:
         screen.paragraph(
             f"{_others(result, len(manifest.tensors))}Restore the files from a good copy, or take another step."
@@ -184,5 +185,5 @@ def _print_damage(screen: Screen, item: Damage, limit: int) -> None:
 def _hit_text(item: Damage, limit: int) -> str:
     if item.tensors:
         how = " (--limit 0 names all)" if limit and len(item.tensors) > limit else ""
-        return some_of(item.tensors, limit or len(item.tensors)) + how
+        return and_more(item.tensors, limit or len(item.tensors)) + how
     return "no tensor" if item.kind in {"truncated", "missing_file"} else "no tensor, only the file's header"

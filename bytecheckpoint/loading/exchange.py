@@ -172,6 +172,7 @@ class _Exchange:
             limits=WaitLimits(timeout_s, timeout_s + min(timeout_s, MAX_GRACE_S), assigned.heartbeat_s),
         )
         num_threads = len(assigned.addresses) + len(assigned.share.peers) + 2 * MAX_UNAUTHENTICATED + NUM_THREADS
+        # Threads of its own, so many and no more: connections of unknown processes must not start others.
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="bcp-exchange")
         self._futures: list[Future[None]] = []
 

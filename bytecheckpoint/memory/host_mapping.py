@@ -84,9 +84,7 @@ def pin_memory_of(memory: memoryview, device: torch.device) -> bool:
 
 
 def _register(mapping: HostMapping, device: torch.device) -> str | None:
-    """Returns what went wrong. On a thread that ends with it: the runtime keeps a refusal as the last error of the
-    thread, and torch would raise it at the next kernel of training.
-    """
+    """Returns what went wrong."""
     outcome = ["the call did not return"]
 
     def register() -> None:
@@ -99,6 +97,8 @@ def _register(mapping: HostMapping, device: torch.device) -> str | None:
             outcome[0] = str(error)
 
     try:
+        # A thread that ends with it: the runtime keeps a refusal as the last error of the thread, and torch would raise
+        # it at the next kernel of training.
         thread = threading.Thread(target=register, name="bytecheckpoint-pin")
         thread.start()
     except RuntimeError as error:  # no more threads

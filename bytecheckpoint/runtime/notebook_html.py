@@ -7,6 +7,8 @@ from datetime import datetime
 from html import escape
 from itertools import islice
 
+from bytecheckpoint.errors import rest_text
+
 _MAX_ROWS = 50
 _MAX_ITEMS = 10
 _MAX_TEXT = 200
@@ -18,7 +20,7 @@ def rows_html(title: str, head: Sequence[str], rows: Iterable[Sequence[str]], nu
     titles = "".join(f"<th>{escape(name)}</th>" for name in head)
     cells = ["".join(f"<td>{escape(shortened(text))}</td>" for text in row) for row in shown]
     body = "".join(f"<tr>{of_row}</tr>" for of_row in cells)
-    rest = f"<p>and {num_rows - len(shown):,} more</p>" if len(shown) < num_rows else ""
+    rest = "".join(f"<p>{text}</p>" for text in [rest_text(num_rows, len(shown))] if text)
     return f"<p>{escape(shortened(title))}</p><table><tr>{titles}</tr>{body}</table>{rest}"
 
 
@@ -48,5 +50,4 @@ def shortened(text: str) -> str:
 
 
 def _some(texts: Iterable[str], count: int) -> str:
-    rest = f" and {count - _MAX_ITEMS:,} more" if count > _MAX_ITEMS else ""
-    return ", ".join(islice(texts, _MAX_ITEMS)) + rest
+    return ", ".join(islice(texts, _MAX_ITEMS)) + rest_text(count, _MAX_ITEMS, " ")

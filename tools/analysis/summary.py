@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bytecheckpoint.dtypes import itemsize
-from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.errors import CheckpointNotFoundError, and_more
 from bytecheckpoint.manifest import Chunk, Manifest, TensorRecord
 
 from ..arguments import Opened
-from ..render.number_format import shape_text, shortened, some_of
+from ..render.number_format import shape_text, shortened
 from .save_layout import chunks_by_file, cut_names
 
 _DIGITS = re.compile(r"([0-9]+)")
@@ -258,12 +258,12 @@ def no_such_tensor(path: str, pattern: str, names: Iterable[str]) -> CheckpointN
     last = pattern.rsplit(".", 1)[-1]
     names = list(names)
     if below := [name for name in names if name.startswith(f"{pattern}.")]:
-        shown = some_of(in_natural_order(below), 5)
+        shown = and_more(in_natural_order(below), 5)
         what = f"{pattern!r} is no tensor and no plain value of {path}, but stands above {len(below):,}: {shown}"
         return CheckpointNotFoundError(what, kind="not_found", path=path)
     near = [name for name in names if pattern in name] or [name for name in names if name.endswith(last)]
     all_names = "`bcp show CKPT --limit 0` lists all tensors, with --objects plain values"
-    hint = f"near matches: {some_of(in_natural_order(near), 5)}" if near else all_names
+    hint = f"near matches: {and_more(in_natural_order(near), 5)}" if near else all_names
     what = f"nothing in {path} is named or matches {pattern!r}; {hint}"
     return CheckpointNotFoundError(what, kind="not_found", path=path)
 

@@ -102,7 +102,7 @@ def _print(
     shared = sum(space.shared_num_bytes for space in spaces)
     of_links = f"; {size_text(shared)} more are read through links" if shared else ""
     screen.line(f"{path}: {size_text(stored)} in {count_text(len(spaces), 'checkpoint')}{of_links}", style="bold")
-    screen.section(_CHECKPOINTS, spaces, limit=limit, rest="more: --limit 0 shows all")
+    screen.section(_CHECKPOINTS, spaces, limit=limit, rest=": --limit 0 shows all")
     whole = sum(entry.num_bytes for entry in entries)
     rows = [
         [
@@ -114,7 +114,7 @@ def _print(
         for entry in entries
     ]
     if rows:
-        screen.section(_ENTRIES, rows, limit=limit, rest="more: --limit 0 shows all")
+        screen.section(_ENTRIES, rows, limit=limit, rest=": --limit 0 shows all")
     for space in spaces:
         if space.problem:
             screen.paragraph(space.problem, style="red")

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 import click
 
-from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.errors import CheckpointNotFoundError, and_more
 from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, Opening, find_checkpoint
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.storage import layout
@@ -19,7 +19,7 @@ from .. import exit_codes
 from ..analysis.checkpoint_list import CheckpointList, ListedCheckpoint, list_checkpoints, read_checkpoint
 from ..arguments import AccessOptions, with_limit_option, with_output_options
 from ..completion.param_types import StoredPath
-from ..render.number_format import count_text, size_text, some_of
+from ..render.number_format import count_text, size_text
 from ..render.terminal import Screen, print_json, without
 from .ls_table import COLUMN_NAMES, ListTable, sort_rows
 
@@ -132,7 +132,7 @@ def _print(root: str, listing: CheckpointList, columns: Sequence[str], *, limit:
     if warning:
         screen.paragraph(warning, style="yellow")
     if listing.not_listed:
-        shown = some_of(listing.not_listed, 10)
+        shown = and_more(listing.not_listed, 10)
         screen.paragraph(f"not looked into: {shown}: give one of them as ROOT", style="yellow")
 
 

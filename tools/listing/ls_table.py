@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from bytecheckpoint.errors import CheckpointMismatchError
+from bytecheckpoint.errors import CheckpointMismatchError, and_more
 from bytecheckpoint.info import OWN_FORMAT
 
 from ..analysis.checkpoint_list import ListedCheckpoint
 from ..render.metric_columns import MetricColumns, metric_text
-from ..render.number_format import age_text, count_text, size_text, some_of, time_text
+from ..render.number_format import age_text, count_text, size_text, time_text
 from ..render.terminal import LAST_DROP, Column, Screen
 
 _NOT_COMMITTED = "not committed"
@@ -115,7 +115,7 @@ def _column(found: Sequence[ListedCheckpoint], name: str) -> ListColumn:
         return _ALL[name]
     if name in metrics:
         return _metric_column(name, Column(name, is_right=True))
-    have = f", and the metrics {some_of(metrics, 10)}" if metrics else "; these checkpoints have no metrics"
+    have = f", and the metrics {and_more(metrics, 10)}" if metrics else "; these checkpoints have no metrics"
     what = f"there is no column {name!r}: there are {', '.join(COLUMN_NAMES)}{have}"
     raise CheckpointMismatchError(what, kind="conflict")
 
@@ -147,7 +147,7 @@ class ListTable(NamedTuple):
         """Prints at most `limit` rows, 0 for all."""
         rows = [[column.cell(item, now) for column in self.columns] for item in found[: limit or None]]
         screen.table([column.column for column in self.columns], rows)
-        screen.rest(len(found), limit, "more: --limit 0 shows all")
+        screen.rest(len(found), limit, ": --limit 0 shows all")
         self.metrics.print_rest(screen)
 
 

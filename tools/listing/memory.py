@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 import click
 
+from bytecheckpoint.errors import and_more
 from bytecheckpoint.memory_tier.flush import FlushedStep, MemoryCheckpoint, flush, list_held
 from bytecheckpoint.options import Memory
 
 from .. import exit_codes
 from ..arguments import AccessOptions, with_output_options
 from ..completion.param_types import StoredPath
-from ..render.number_format import count_text, size_text, some_of
+from ..render.number_format import count_text, size_text
 from ..render.terminal import LAST_DROP, Column, Screen, TableShape, print_json
 
 _LS_EXAMPLE = """\b
@@ -87,7 +88,7 @@ def _print(done: FlushedStep) -> None:
     screen.line(f"{done.path}: {files}, not committed", style="bold yellow")
     screen.paragraph(
         f"{count_text(len(done.missing), 'file')} are neither in the memory of this host nor at the path: "
-        f"{some_of(list(done.missing), 10)}. Run it on the other hosts of the job.",
+        f"{and_more(list(done.missing), 10)}. Run it on the other hosts of the job.",
         style="yellow",
     )
 

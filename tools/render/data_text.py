@@ -18,8 +18,8 @@ def print_data(screen: Screen, records: Sequence[DataRecord], *, limit: int) -> 
     for record in records:
         screen.paragraph(_title(record), style="bold")
         if record.streams:
-            screen.section(_SOURCE_TABLE, record.sources, limit=limit, rest="more sources: --limit 0 shows all")
-            screen.section(_STREAM_TABLE, record.streams, limit=limit, rest="more streams: --limit 0 shows all")
+            screen.section(_SOURCE_TABLE, record.sources, limit=limit, rest=" sources: --limit 0 shows all")
+            screen.section(_STREAM_TABLE, record.streams, limit=limit, rest=" streams: --limit 0 shows all")
         else:
             screen.line(f"  one position for all ranks: {record.shared}")
 

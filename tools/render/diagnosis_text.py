@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bytecheckpoint.errors import and_more
+
 from ..analysis.diagnosis.checkpoint_diagnosis import CheckpointDiagnosis, Neighbour
 from ..analysis.diagnosis.entries import Part
 from ..analysis.diagnosis.load_code import LoadCode
-from .number_format import count_text, size_text, some_of
+from .number_format import count_text, size_text
 from .terminal import LAST_DROP, Column, Screen, TableShape
 
 _MAX_NEIGHBOURS = 20
@@ -109,11 +111,11 @@ def _rows(parts: Sequence[Part]) -> list[list[str]]:
     ]
     values = [part.name for part in parts if part.kind == "values"]
     if values:
-        rows.append([some_of(values, _NUM_NAMED), "-", "-", "values", "values under these names"])
+        rows.append([and_more(values, _NUM_NAMED), "-", "-", "values", "values under these names"])
     return rows
 
 
 def _print_neighbours(screen: Screen, neighbours: Sequence[Neighbour], *, is_alone: bool) -> None:
     screen.paragraph("Checkpoints there:" if is_alone else "Beside it:", style="bold")
-    rest = "more: `bcp ls` lists all"
+    rest = ": `bcp ls` lists all"
     screen.section(_NEIGHBOURS, neighbours, limit=_MAX_NEIGHBOURS, rest=rest)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _NAME = "bold cyan"
 _MAX_VALUE_TEXT = 60
-_MORE = "more: --limit 0 shows all"
+_MORE = ": --limit 0 shows all"
 
 
 def print_diff(screen: Screen, paths: tuple[str, str], result: CheckpointDiff, *, limit: int) -> None:

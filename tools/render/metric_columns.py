@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
-from .number_format import shortened, some_of
+from bytecheckpoint.errors import and_more
+
+from .number_format import shortened
 from .terminal import LAST_DROP, Column, Screen, printable
 
 _MAX_COLUMNS = 6
@@ -45,7 +47,7 @@ class MetricColumns(NamedTuple):
     def print_rest(self, screen: Screen) -> None:
         """Prints the names of the metrics without a column."""
         if self.left_out:
-            screen.line(f"  more metrics, with --json: {some_of(self.left_out, _MAX_COLUMNS)}", style="dim")
+            screen.line(f"  more metrics, with --json: {and_more(self.left_out, _MAX_COLUMNS)}", style="dim")
 
 
 def _drop(number: int) -> int:

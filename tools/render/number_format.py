@@ -70,12 +70,6 @@ def shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def some_of(names: Sequence[str], limit: int) -> str:
-    """Returns `a, b and 3 more`."""
-    rest = f" and {len(names) - limit:,} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest
-
-
 def ranges_text(numbers: Sequence[int]) -> str:
     """Returns `0-3,5,7-9` for rising numbers."""
     runs: list[list[int]] = []

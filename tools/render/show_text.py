@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from bytecheckpoint.errors import and_more, rest_text
 from bytecheckpoint.info import describe_checkpoint
 from bytecheckpoint.manifest import Manifest, TensorRecord
 from bytecheckpoint.region import describe
@@ -23,7 +24,6 @@ from .number_format import (
     short_count,
     shortened,
     size_text,
-    some_of,
     time_text,
 )
 from .terminal import LAST_DROP, Column, Screen, TableShape
@@ -78,7 +78,7 @@ def print_summary(screen: Screen, opened: Opened, summary: ManifestSummary) -> N
     screen.line(opened.path, style="bold")
     screen.fields(summary_rows(opened, summary))
     for table, items in tables_of_totals(summary):
-        screen.section(table, items, limit=_MAX_SUMMARY_ROWS, rest="more: --json has all")
+        screen.section(table, items, limit=_MAX_SUMMARY_ROWS, rest=": --json has all")
 
 
 def summary_rows(opened: Opened, summary: ManifestSummary) -> list[tuple[str, str]]:
@@ -92,7 +92,7 @@ def summary_rows(opened: Opened, summary: ManifestSummary) -> list[tuple[str, st
     metadata = list(manifest.metadata.items())
     programs = [name for name in ("bytecheckpoint", "torch", "python") if name in manifest.provenance]
     objects = sorted([*manifest.objects, *(f"{fqn} (by rank)" for fqn in manifest.rank_objects)])
-    rest = [("metadata", f"... and {len(metadata) - _MAX_SUMMARY_ROWS:,} more: --json has all")]
+    left_out = rest_text(len(metadata), _MAX_SUMMARY_ROWS, "... ")
     rows = [
         ("format", info.format if manifest.foreign_format else ""),
         ("step", "" if manifest.step is None else str(manifest.step)),
@@ -103,12 +103,12 @@ def summary_rows(opened: Opened, summary: ManifestSummary) -> list[tuple[str, st
         ("size", f"{size_text(info.num_bytes)} in {count_text(len(manifest.files), 'file')}"),
         ("tensors", f"{info.num_tensors:,} in {count_text(summary.num_chunks, 'chunk')}{tied}"),
         ("parameters", f"{short_count(summary.num_parameters)} (elements outside of optimizer state)"),
-        ("plain data", some_of(objects, 8)),
+        ("plain data", and_more(objects, 8)),
         *(
             (f"metadata {name}", shortened(repr(value), _MAX_VALUE_TEXT))
             for name, value in metadata[:_MAX_SUMMARY_ROWS]
         ),
-        *(rest if len(metadata) > _MAX_SUMMARY_ROWS else []),
+        ("metadata", left_out and f"{left_out}: --json has all"),
     ]
     return [(name, value) for name, value in rows if value]
 
@@ -225,7 +225,7 @@ def print_in_depth(
                 screen.line(f"    {line}")
     if limit and len(tensors) > limit:
         screen.line()
-    screen.rest(len(tensors), limit, "more tensors: --limit 0 shows all")
+    screen.rest(len(tensors), limit, " tensors: --limit 0 shows all")
 
 
 def _print_tensor(
@@ -269,4 +269,4 @@ def _print_chunks(screen: Screen, manifest: Manifest, record: TensorRecord, limi
     ]
     screen.line()
     screen.table(columns, rows, indent=4)
-    screen.rest(record.num_chunks, limit, "more chunks: --limit 0 shows all")
+    screen.rest(record.num_chunks, limit, " chunks: --limit 0 shows all")

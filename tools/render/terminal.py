@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, Self, TextIO
 
 import click
 
+from bytecheckpoint.errors import rest_text
+
 GAP = "  "
 _FULL_TEXT = 24
 """Width of a text column for which other columns are dropped."""
@@ -89,9 +91,11 @@ class Screen:
         self.line(text, style=style)
 
     def rest(self, num_rows: int, limit: int, how: str) -> None:
-        """Prints how many rows a table of at most `limit` rows (0 for all) has not shown, and how to see them."""
-        if limit and num_rows > limit:
-            self.line(f"  ... and {num_rows - limit:,} {how}", style="dim")
+        """Prints how many rows a table of at most `limit` rows (0 for all) has not shown, and how to see them:
+        `how` goes on after the word "more".
+        """
+        if limit and (left_out := rest_text(num_rows, limit, "  ... ")):
+            self.line(left_out + how, style="dim")
 
     def section(
         self, shape: TableShape, items: Sequence[Any], *, limit: int = 0, rest: str = "", num_items: int | None = None

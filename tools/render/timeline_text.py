@@ -21,10 +21,11 @@ from bytecheckpoint.diagnostics.telemetry import (
     first_call,
     rank_rows,
 )
+from bytecheckpoint.errors import and_more
 from bytecheckpoint.info import describe_checkpoint
 
 from ..arguments import Opened
-from .number_format import count_text, shortened, size_text, some_of, time_text
+from .number_format import count_text, shortened, size_text, time_text
 from .terminal import LAST_DROP, Column, Screen, StyledCell, TableShape
 
 _NAME = "bold cyan"
@@ -54,7 +55,7 @@ def print_timeline(
         screen.section(SLOW_TABLE, slowest)
     for item in records.unreadable[:_SHOWN_UNREADABLE]:
         screen.paragraph(f"cannot be understood: {item.name}: {item.what}", style="red")
-    screen.rest(len(records.unreadable), _SHOWN_UNREADABLE, "more files like that: --json lists all")
+    screen.rest(len(records.unreadable), _SHOWN_UNREADABLE, " files like that: --json lists all")
     if trace_path is not None:
         screen.paragraph(f"trace written to {trace_path}: open it in ui.perfetto.dev or chrome://tracing")
 
@@ -71,7 +72,7 @@ def _print_header(screen: Screen, opened: Opened, records: SaveRecords) -> None:
     rows = [
         ("called", time_text(started)),
         ("ranks", f"{len(ranks):,}" + (f", {count_text(missing, 'other')} without telemetry" if missing > 0 else "")),
-        ("hosts", some_of([shortened(host, _MAX_NAME) for host in hosts], 4)),
+        ("hosts", and_more([shortened(host, _MAX_NAME) for host in hosts], 4)),
         ("written", f"{size_text(written)} in {seconds_text(lasted)} ({size_text(written / max(lasted, 1e-9))}/s)"),
     ]
     if info.created_at is not None and info.created_at.tzinfo:

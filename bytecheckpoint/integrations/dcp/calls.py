@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -42,6 +41,7 @@ from bytecheckpoint.integrations.dcp.storage import (
 from bytecheckpoint.integrations.dcp.torch_keywords import stages_later
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together
 from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.runtime.threads import shared_threads
 from bytecheckpoint.saving.handle import SaveHandle
 
 
@@ -247,7 +247,7 @@ class StagedFuture(Future[None]):
         super().__init__()
         self._handle = handle
         self.set_running_or_notify_cancel()
-        threading.Thread(target=self._wait, name="bcp-staging", daemon=True).start()
+        shared_threads().begin("bcp-staging", self._wait)
 
     def _wait(self) -> None:
         progress = self._handle._progress

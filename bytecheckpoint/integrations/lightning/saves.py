@@ -114,6 +114,7 @@ class SaveInFlight:
                 act()
             return
         if self._worker is None:
+            # A thread of its own: what follows one commit comes before what follows the next.
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="bcp-after-commit")
 
         def run() -> None:

@@ -24,6 +24,7 @@ from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, Nu
 from bytecheckpoint.integrations.shared.save_outcome import has_failed
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.options import LoadOptions, SaveOptions
+from bytecheckpoint.runtime.threads import shared_threads
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.storage.layout import MANIFEST_NAME
 
@@ -98,8 +99,7 @@ class RoleSaves:
             if async_save and is_role:
                 with self._tracking:
                     self._to_track = step
-                given = (weakref.ref(self), handle, place)
-                threading.Thread(target=self._track, args=given, name="bcp-tracker", daemon=True).start()
+                shared_threads().begin("bcp-tracker", partial(self._track, weakref.ref(self), handle, place))
         handle.staged()
         self._handle = handle
 

@@ -39,6 +39,7 @@ class RetriedWork:
         with self._changed:
             self._num_asked += 1
             if self._thread is None:
+                # A thread of its own: it lives as long as the manager, with a lower priority.
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
             self._changed.notify_all()

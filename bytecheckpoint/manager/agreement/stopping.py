@@ -158,6 +158,7 @@ class GroupStop:
         self._has_reported = self._is_report_written = False
         self._verdict: int | None = None
         self._is_closed = threading.Event()
+        # A thread of its own: it lives as long as the manager, and `close` joins it.
         self._watcher = threading.Thread(target=self._watch, name="bcp-stop", daemon=True)
         self._watcher.start()
 

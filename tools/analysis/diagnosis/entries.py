@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from bytecheckpoint.errors import and_more
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
-from ...render.number_format import count_text, shortened, some_of
+from ...render.number_format import count_text, shortened
 from ..summary import plain_value
 
 Kind = Literal[
@@ -126,7 +127,7 @@ def _optimizer(part: Part, tree: Mapping[str, Any]) -> Part:
 def _object(part: Part, tree: Mapping[str, Any], *, is_own: bool) -> Part:
     """Returns a dict of several things as a part: the state of an object that put it together."""
     models = [str(key) for key, item in tree.items() if is_model_state(item) and _is_named_so(str(key), item)]
-    part = replace(part, holds=f"a state of {some_of([str(key) for key in tree], 4)}")
+    part = replace(part, holds=f"a state of {and_more([str(key) for key in tree], 4)}")
     if not is_own and not models and not any(map(is_optimizer, tree.values())):
         return replace(part, kind="tensors", into=None)
     sole = models[0] if len(models) == 1 else None
@@ -177,7 +178,7 @@ def _refs(value: Any) -> list[str]:
 
 def scheduler_text(tree: Mapping[str, Any]) -> str:
     last = tree.get("last_epoch")
-    return f"last_epoch={last}" if type(last) is int else some_of([str(key) for key in tree], 3)
+    return f"last_epoch={last}" if type(last) is int else and_more([str(key) for key in tree], 3)
 
 
 def _value_text(value: Any) -> str:

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ...render.number_format import some_of
+from bytecheckpoint.errors import and_more
+
 from .entries import Kind, Part
 
 _MAX_LINE = 100
@@ -225,7 +226,7 @@ def _read_trees(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
     include = globs[0] if len(globs) == 1 else f"[{', '.join(globs)}]"
     lines = call.lines("tree = bcp.load_tree", f"include={include}")
     names = [part.name for part in read if part.into is None or part.kind == "tensors"]
-    return [LoadCode(f"read {some_of(names, _NUM_READ)}", [], lines)] if names else []
+    return [LoadCode(f"read {and_more(names, _NUM_READ)}", [], lines)] if names else []
 
 
 def _read_values_of_ranks(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:

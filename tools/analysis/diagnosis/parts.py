@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
+from bytecheckpoint.errors import and_more
 from bytecheckpoint.info import OWN_FORMAT
 from bytecheckpoint.manifest import Manifest
 
-from ...render.number_format import some_of
 from ..summary import ManifestSummary, TensorEntry
 from .entries import (
     EXTRA_STATE,
@@ -68,7 +68,7 @@ def _with_tensors(part: Part, tensors: Sequence[TensorEntry]) -> Part:
     dtypes = sorted({tensor.dtype for tensor in tensors})
     return replace(
         part,
-        holds=f"weights in {some_of(dtypes, 3)}" if part.kind == "model" else part.holds,
+        holds=f"weights in {and_more(dtypes, 3)}" if part.kind == "model" else part.holds,
         dtypes=dtypes,
         tensors=[tensor.fqn for tensor in tensors],
         num_tensors=len(tensors),

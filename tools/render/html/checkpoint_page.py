@@ -24,7 +24,7 @@ from ..timeline_text import PHASE_TABLE, SLOW_TABLE
 from .elements import anchor_of, table, tag, text
 from .histogram_chart import histogram_picture, histogram_text
 from .layout_charts import bar, chunk_picture, treemap
-from .page import folded, legend, listing, note, section, whole_page
+from .page import folded, legend, listing, note, note_of_rest, section, whole_page
 from .save_charts import gantt, heat_map
 
 _MAX_ROWS = 400
@@ -95,7 +95,7 @@ def _pictures(opened: Opened, summary: ManifestSummary, shown: ReportContents) -
             yield drawing
             yield legend([opened.manifest.files[file].name for file in drawn.files])
     if len(chosen) > _MAX_PICTURES:
-        yield note(f"... and {len(chosen) - _MAX_PICTURES:,} more tensors in several chunks: --tensor shows them")
+        yield note_of_rest(len(chosen), _MAX_PICTURES, " tensors in several chunks: --tensor shows them")
 
 
 def _heading(fqn: str) -> str:
@@ -105,8 +105,7 @@ def _heading(fqn: str) -> str:
 
 def _tree(rows: Sequence[Sequence[str]]) -> str:
     """Returns the tree of modules, which keeps its order."""
-    rest = note(f"... and {len(rows) - _MAX_ROWS:,} more") if len(rows) > _MAX_ROWS else ""
-    return table(TREE_TABLE.columns, rows[:_MAX_ROWS]) + rest
+    return table(TREE_TABLE.columns, rows[:_MAX_ROWS]) + note_of_rest(len(rows), _MAX_ROWS)
 
 
 def _histograms(shown: ReportContents) -> Iterator[str]:

@@ -9,6 +9,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+from bytecheckpoint.errors import rest_text
+
 from ..terminal import TableShape
 from .elements import color, table, tag, text
 
@@ -156,10 +158,16 @@ def note(what: str) -> str:
     return tag("p", {"class": "rest"}, text(what))
 
 
+def note_of_rest(num_items: int, num_shown: int, after: str = "") -> str:
+    """Returns a note of how many items are left out, or nothing where all are shown."""
+    rest = rest_text(num_items, num_shown, "... ")
+    return note(rest + after) if rest else ""
+
+
 def listing(shape: TableShape, items: Sequence[Any], *, limit: int, anchors: Sequence[str] | None = None) -> str:
     """Returns a table that can be searched and sorted: at most `limit` rows, and how many are left out."""
-    rest = note(f"... and {len(items) - limit:,} more") if len(items) > limit else ""
-    return table(shape.columns, map(shape.cells, items[:limit]), kind="list", anchors=anchors) + rest
+    shown = table(shape.columns, map(shape.cells, items[:limit]), kind="list", anchors=anchors)
+    return shown + note_of_rest(len(items), limit)
 
 
 def legend(names: Sequence[str]) -> str:
@@ -168,5 +176,4 @@ def legend(names: Sequence[str]) -> str:
         tag("span", {}, tag("i", {"class": "chip", "style": f"background:{color(number)}"}, ""), text(name))
         for number, name in enumerate(names[:_MAX_LEGEND])
     ]
-    rest = text(f"... and {len(names) - _MAX_LEGEND:,} more") if len(names) > _MAX_LEGEND else ""
-    return tag("p", {"class": "legend"}, *chips, rest)
+    return tag("p", {"class": "legend"}, *chips, text(rest_text(len(names), _MAX_LEGEND, "... ")))

@@ -13,7 +13,7 @@ from ..terminal import Column, TableShape
 from ..timeline_text import seconds_text
 from .elements import tag, text
 from .line_chart import Curve, line_chart
-from .page import legend, listing, note, section, whole_page
+from .page import legend, listing, note, note_of_rest, section, whole_page
 
 _MAX_ROWS = 2000
 _MAX_CHARTS = 24
@@ -73,7 +73,7 @@ def _sections(rows: Sequence[RunRow]) -> Iterator[str]:
     charts += [_chart(name, runs, _metric(name), metric_text) for name in names[:_MAX_CHARTS]]
     if any(charts):
         names_of_runs = legend([run or "." for run in runs]) if len(runs) > 1 else ""
-        left_out = note(f"... and {len(names) - _MAX_CHARTS:,} more metrics") if len(names) > _MAX_CHARTS else ""
+        left_out = note_of_rest(len(names), _MAX_CHARTS, " metrics")
         yield section("Over the steps", names_of_runs, *charts, left_out)
     for row in rows:
         if row.item.problem:
