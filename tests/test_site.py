@@ -75,6 +75,7 @@ def test_public_names_of_an_integration_have_docstrings(name: str, module: Path)
     """Read, not imported: its framework may be missing."""
     assert ast.get_docstring(ast.parse(module.read_text())), name
     files = [module] if module.stem == name else list(module.parent.glob("*.py"))
+    files += (INTEGRATIONS / "shared").glob("*.py")
     nodes = [node for file in files for node in ast.parse(file.read_text()).body]
     defined = {node.name: node for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     for public in public_names(module) or [each for each in defined if not each.startswith("_")]:

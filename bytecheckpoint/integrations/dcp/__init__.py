@@ -8,7 +8,8 @@ does, and saved under the same names.
 
 from __future__ import annotations
 
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner as DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner as DefaultSavePlanner
 
 from bytecheckpoint.integrations.dcp.calls import async_save, load, save
 from bytecheckpoint.integrations.dcp.storage import BcpStorageReader, BcpStorageWriter
@@ -21,10 +22,6 @@ __all__ = [
     "AgreedStop",
     "BcpStorageReader",
     "BcpStorageWriter",
-    "DefaultLoadPlanner",
-    "DefaultSavePlanner",
-    "FileSystemReader",
-    "FileSystemWriter",
     "async_save",
     "load",
     "save",
