@@ -21,6 +21,7 @@ from bytecheckpoint.distributed.rendezvous import Address, Listener
 from bytecheckpoint.distributed.transfer import Fetching, SentPiece, transfer
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.manifest import DataFile
+from bytecheckpoint.memory.host_mapping import map_memory
 from bytecheckpoint.memory_tier.parity import xor_into
 from bytecheckpoint.memory_tier.parity_block import FoundParity
 from bytecheckpoint.memory_tier.pieces import PIECE_BYTES, check_extents
@@ -224,7 +225,7 @@ class _Rebuild:
         self._given = given
         self._length = segment_bytes(order.members)
         self._lock = threading.Lock()
-        self._content = bytearray(self._length * (len(order.members) - 1))
+        self._content = memoryview(map_memory(self._length * (len(order.members) - 1), advice=["MADV_HUGEPAGE"]))
 
     def fetches(self) -> list[Fetching]:
         """Returns what the other members send: their segments, and their parity."""
@@ -260,7 +261,7 @@ class _Rebuild:
 
     def keep(self, memory: JobMemory, *, max_bytes: int | None) -> None:
         """Puts what was rebuilt into slots for copies, once it is found to be what the manifest says."""
-        position, content = 0, memoryview(self._content)
+        position, content = 0, self._content
         by_rank: dict[int, dict[int, memoryview]] = {}
         for name, length in self._order.members[self._order.lost].files:
             rank, number = _rank_and_number(name)
