@@ -117,7 +117,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
         """On rank 0."""
         if rank_in(None) == 0:
             self._folders = NumberedFolders(self.folder, "step-", storage_options=config.storage_options)
-        self._decisions.hear(f"looking at the checkpoints in {self.folder}", self._begin, bool)
+        self._decisions.decide_together(f"looking at the checkpoints in {self.folder}", self._begin, bool)
         signals = () if config.load_only else config.stop_signals
         self._stop = AgreedStop(self.folder, signals=signals, timeout_s=config.options.timeout_s)
 
@@ -225,7 +225,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
         unknown = set(self.config.exclude_from_loading) - set(self.states) - set(_ENTRIES)
         if unknown:
             raise ValueError(f"checkpoint.exclude_from_loading: {sorted(unknown)} are no states of this run")
-        choice = self._decisions.hear(
+        choice = self._decisions.decide_together(
             f"looking for a checkpoint in {self.folder}", partial(self._choose, step), LoadChoice
         )
         if not choice.path:

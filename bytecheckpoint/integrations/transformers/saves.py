@@ -63,7 +63,7 @@ class TrainerSaves:
         self._handle: SaveHandle | None = None
         self._folders: NumberedFolders | None = folders_of(run_dir) if rank_in(None) == 0 else None
         """On rank 0."""
-        self._decisions.hear(f"looking at the checkpoints in {run_dir}", partial(self._look, resumed), bool)
+        self._decisions.decide_together(f"looking at the checkpoints in {run_dir}", partial(self._look, resumed), bool)
 
     def _look(self, resumed: str) -> bool:
         if self._folders is not None:
@@ -75,7 +75,7 @@ class TrainerSaves:
         """Returns True on all ranks if rank 0 finds a committed checkpoint there, or one is being saved there."""
         if path == self.newest_path:
             return True
-        return self._decisions.hear(f"looking at {path}", lambda: is_committed(path), bool)
+        return self._decisions.decide_together(f"looking at {path}", lambda: is_committed(path), bool)
 
     def settle(self) -> None:
         """Waits until the save in flight is committed, and raises its error."""
@@ -133,7 +133,7 @@ class TrainerSaves:
             )
             return True
 
-        self._decisions.hear(f"preparing {path}", write_beside, bool)
+        self._decisions.decide_together(f"preparing {path}", write_beside, bool)
         metadata = records[0].as_metadata() if records else None  # rank 0's counts
         options = replace(options, overwrite=True)
         handle = api.save(path, state, async_save=async_save, metadata=metadata, options=options)

@@ -134,7 +134,7 @@ class RoleSaves:
         if self._root != str(root) or resumed:
             decisions = Decisions(None, str(root), timeout_s=self._options.timeout_s)
             begin = partial(self._begin, root, below, resumed)
-            decisions.hear(f"looking at the checkpoints in {root}", begin, bool)
+            decisions.decide_together(f"looking at the checkpoints in {root}", begin, bool)
             self._root = str(root)
         return self._folders
 

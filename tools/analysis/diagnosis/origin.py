@@ -47,7 +47,7 @@ class Origin(NamedTuple):
 
     writer: str
     """Name of the program."""
-    told_by: str
+    known_by: str
     """File or key that only it writes."""
 
 
