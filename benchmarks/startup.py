@@ -97,7 +97,7 @@ def _make_checkpoint(folder: str, num_tensors: int) -> None:
 def processor_s(code: str, folder: str) -> float:
     """Runs the code in a new interpreter; returns its processor time, in seconds."""
     repository = str(Path(__file__).parents[1])
-    command = [sys.executable, "-W", "ignore", "-c", code]
+    command = [sys.executable, "-c", f"import warnings; warnings.simplefilter('ignore'); {code}"]
     environment = {**os.environ, "PYTHONPATH": repository}
     with subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL) as process:
         _, status, usage = os.wait4(process.pid, 0)

@@ -272,7 +272,7 @@ def run_resume(
         options=load_options,
         ignored=(),
     )
-    calls = ResumeLoads(lambda step: loading(step=step), lambda opened: loading(step=None, opened=opened))
+    calls = ResumeLoads(loading, partial(loading, step=None))
     call = ResumeCall(root, options, process_group=process_group, storage_options=storage_options, abandoned=abandoned)
     return call.run(calls)
 

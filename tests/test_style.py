@@ -18,7 +18,11 @@ MAX_MODULE_LINES, MAX_FUNCTION_LINES, MAX_NESTING = 400, 60, 3
 MAX_FLAT_MODULES, MAX_PACKAGE_MODULES, MAX_VAGUE_SHARE = 9, 14, 0.02
 VAGUE_OPENINGS = {"What", "Of", "Whether", "How", "Where", "Those", "Who", "Which", "As", "By", "For", "In"}
 """Words that no verb and no noun follows soon enough: a docstring begins with a verb or with the thing itself."""
-METAPHORS = {"guest", "hall", "farewell", "goodbye", "parcel", "outbox", "greeting", "crew", "stranger", "wish", "deal"}
+METAPHORS = {
+    *("guest", "hall", "farewell", "goodbye", "parcel", "outbox", "greeting", "crew", "stranger", "wish", "deal"),
+    *("told", "hear", "heard", "patience", "aftermath"),
+}
+"""No name has one of these. `kept`, `order` and `turn` are also plain words for policies, sequences and round-robin."""
 
 FLOORS = (
     {"errors"},

@@ -150,7 +150,7 @@ def _checkpoint_json(diagnosis: CheckpointDiagnosis) -> dict[str, Any]:
     return {
         **without(diagnosis, "origin", "parts", "code", "error"),
         "writer": origin and origin.writer,
-        "told_by": origin and origin.told_by,
+        "told_by": origin and origin.known_by,
         "parts": [{name: getattr(part, name) for name in shown} for part in diagnosis.parts],
         "code": diagnosis.code,
         "error": error and {"kind": error.kind, "message": error.message, "path": error.path},

@@ -42,9 +42,9 @@ _LOOKS = attrgetter("dtype", "shape", "is_cpu")
 
 
 class _ColumnLayout(NamedTuple):
-    """All that names and looks decide. Holds no tensor."""
+    """All that names and layouts decide. Holds no tensor."""
 
-    looks: list[Any]
+    layouts: list[Any]
     dtypes: list[str]
     shapes: list[tuple[int, ...]]
     regions: list[Region]
@@ -117,7 +117,7 @@ class ShardColumns(Sequence[LocalShard]):
         return NEW_TUPLE(LocalShard, (*about, self._memory_of(index), 0, None, 0))
 
     def _memory_of(self, index: int) -> torch.Tensor:
-        places, (dtype, shape, _) = self._places, self._layout.looks[index]
+        places, (dtype, shape, _) = self._places, self._layout.layouts[index]
         if index in places.separate:
             return places.separate[index]
         # From the storage: the tensor itself may have been given other memory since it was looked at.
@@ -183,21 +183,21 @@ class WholeTensors(Sequence[LocalShard]):
         return None if layout is None or places is None else ShardColumns(self._fqns, layout, places)
 
     def _new_layout(self) -> _ColumnLayout | None:
-        looks_of: dict[Any, Any] = {}
+        layout_of: dict[Any, Any] = {}
         kinds: dict[Any, Any] = {}
-        looks, of_each = [], []
+        layouts, of_each = [], []
         for fqn, tensor in zip(self._fqns, self._tensors, strict=True):
             found = _LOOKS(tensor)
             if found not in kinds:
                 kinds[found] = kind_of(fqn, tensor)
-            looks.append(looks_of.setdefault(found, found))
+            layouts.append(layout_of.setdefault(found, found))
             of_each.append(kinds[found])
         if not all(is_cpu for *_, is_cpu in kinds):
             return None
         dtypes, shapes, regions, lengths = map(list, zip(*of_each, strict=True)) if of_each else ([], [], [], [])
         are_complex = any(dtype.is_complex for dtype, _, _ in kinds)
         digest = xxhash.xxh3_128_digest(msgspec.msgpack.encode((self._fqns, dtypes, shapes, regions)))
-        return _ColumnLayout(looks, dtypes, shapes, regions, np.array(lengths, np.int64), are_complex, digest)
+        return _ColumnLayout(layouts, dtypes, shapes, regions, np.array(lengths, np.int64), are_complex, digest)
 
     def _look(self, layout: _ColumnLayout) -> _MemoryPlaces | None:
         """Returns where the tensors lie, which it looks at in one pass: each is a miss of the processor's cache. None
@@ -209,7 +209,7 @@ class WholeTensors(Sequence[LocalShard]):
         for first in range(0, len(self), AT_ONCE):
             some = slice(first, first + AT_ONCE)
             tensors = self._tensors[some]
-            if list(map(_LOOKS, tensors)) != layout.looks[some]:
+            if list(map(_LOOKS, tensors)) != layout.layouts[some]:
                 return None
             found = look_at(tensors, are_complex=layout.are_complex)
             addresses[some], starts[some], sizes[some] = found.addresses, found.starts, found.sizes

@@ -264,7 +264,7 @@ class Subject(NamedTuple):
     path: str
     step: int | None
     is_save: bool
-    aftermath: str = ""
+    left_behind: str = ""
     """A sentence on what a failure in this phase leaves behind; empty if nothing has changed yet."""
     call: str = ""
     """The public function, if it is neither save nor load."""
@@ -302,7 +302,7 @@ def _wrapped(error: Exception, ranks: Ranks, what: str, about: Subject) -> Check
 
 
 def _sentences(message: str, about: Subject) -> str:
-    return f"{message}. {about.aftermath}" if about.aftermath else message
+    return f"{message}. {about.left_behind}" if about.left_behind else message
 
 
 def check_same(doing: str, targets: Sequence[str], global_ranks: Sequence[int]) -> None:

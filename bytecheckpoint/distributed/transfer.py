@@ -159,8 +159,8 @@ class _Transfer:
         for connection in (*self._inbound, *self._outbound):
             connection.close()
         # One that was interrupted because another failed says less.
-        told = [error for error in self._errors if not isinstance(error, PeerLeftError)]
-        for error in (*told, *self._errors):
+        causes = [error for error in self._errors if not isinstance(error, PeerLeftError)]
+        for error in (*causes, *self._errors):
             raise error
 
 

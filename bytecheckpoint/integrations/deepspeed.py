@@ -156,7 +156,7 @@ def load_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
         )
     options = options or LoadOptions()
     folder = folder_at(load_dir, LATEST, storage_options=storage_options, timeout_s=options.timeout_s)
-    found = folder.hear(lambda: _find(folder, tag), _Found)
+    found = folder.decide_together(lambda: _find(folder, tag), _Found)
     if not found.name:
         return None, None
     path, client, excluded = folder.path_of(found.name), ClientState(), list[str]()

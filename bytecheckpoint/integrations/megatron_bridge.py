@@ -103,7 +103,7 @@ class BcpBridgeManager:
         """
         config, train_state = self.config, ctx.state.train_state
         folder = self._folder("")
-        found = folder.hear(lambda: find(config, config.load, folder), FoundIteration)
+        found = folder.decide_together(lambda: find(config, config.load, folder), FoundIteration)
         if found.is_of_megatron or not found.path:
             step, num_operations = DefaultCheckpointManager(config).load(ctx)
             return step, num_operations

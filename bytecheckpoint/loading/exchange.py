@@ -258,7 +258,7 @@ class _Exchange:
         return Fetch(*unit, read.byte_length, (), is_direct=False, target=target, place=place, wanted_by=wanted_by)
 
     def _noted(self, read: Fetch) -> Fetch:
-        """Returns a read that other ranks hear of, and that is the last one after an error."""
+        """Returns a read that counts as progress for other ranks, and that raises once any thread has failed."""
 
         def place(content: memoryview) -> None:
             self._note_progress()

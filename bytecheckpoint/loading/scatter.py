@@ -75,7 +75,7 @@ def takes_bytes(shard: LocalShard, stored_dtype: str) -> bool:
 
 
 def memory_of(part: Part, targets: Targets) -> memoryview | None:
-    """Returns the host memory of the bytes of a part, if they can be put there as they are."""
+    """Returns the host memory of the bytes of a part, if they need no conversion."""
     if not isinstance(part, FlatPart) or not targets.addresses[part.want]:
         return None
     memory = as_bytes(targets.shards[part.want].tensor)
@@ -83,7 +83,7 @@ def memory_of(part: Part, targets: Targets) -> memoryview | None:
 
 
 def device_memory_of(part: Part, targets: Targets) -> torch.Tensor | None:
-    """Returns the memory of the bytes of a part on a device with streams, if they can be put there as they are."""
+    """Returns the memory of the bytes of a part on a device with streams, if they need no conversion."""
     if not isinstance(part, FlatPart) or targets.lane(part.want) is None:
         return None
     end = part.target_byte_offset + part.byte_length
@@ -93,8 +93,8 @@ def device_memory_of(part: Part, targets: Targets) -> torch.Tensor | None:
 
 
 def places_of(fetch: Fetch, targets: Targets) -> Places | None:
-    """Returns the host memory that the bytes of a fetch can be read into at once, piece by piece, with scratch memory
-    for those that no part wants. None where copies are needed, or cost less.
+    """Returns host memory that one read can fill with the bytes of a fetch: each piece goes to its tensor, and bytes
+    that no part wants go to scratch memory. None where the bytes have to be copied, or copying costs less.
     """
     if fetch.frames or len(fetch.parts) < FEW_PIECES:
         return None

@@ -1,5 +1,5 @@
 """CheckpointManager, the checkpoints of a training run: when to save, which to keep, where to resume, when to stop.
-Rank 0 decides, and all ranks hear it.
+Rank 0 decides, and sends its decisions to all ranks.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class CheckpointManager:
         self._is_closed = False
         self.next_step = 0
         """First step to train: the restored one and 1, else 0."""
-        opened = self._decisions.hear(f"opening {self._root}", self._open, OpenedRoot)
+        opened = self._decisions.decide_together(f"opening {self._root}", self._open, OpenedRoot)
         log = log_of(self._store, opened.generation, process_group, timeout_s=timeout_s)
         self._saves = ManagedSaves(
             self._run, self._options, decisions=self._decisions, goodput=self._goodput, owned=self._owned, log=log
@@ -170,7 +170,7 @@ class CheckpointManager:
             return report
         passed_over: dict[int, str] = {}
         while True:
-            choice = self._decisions.hear(
+            choice = self._decisions.decide_together(
                 f"choosing what to restore from {self._root}", partial(self._choose, step, passed_over), RestoreChoice
             )
             passed_over.update(choice.passed_over)
@@ -219,7 +219,7 @@ class CheckpointManager:
         """Makes the restored step the newest one: later ones belong to a branch that training leaves."""
         warn_of_ignored(report, rank=self._rank)
         left = partial(abandoned_steps.steps_left_behind, self._store, step)
-        abandoned = self._decisions.hear("leaving later steps", left, dict[int, str])
+        abandoned = self._decisions.decide_together("leaving later steps", left, dict[int, str])
         self._saves.begin_at(step, abandoned)
         self._saves.durable_step, self.next_step = step, step + 1
         if self._owned is not None:
@@ -324,7 +324,7 @@ class CheckpointManager:
         begun = self._saves.begun
         if begun is not None and begun.step == step:
             begun.handle.result()
-        self._decisions.hear(f"{doing} step {step}", partial(self._write_mark, step, mark), NoneType)
+        self._decisions.decide_together(f"{doing} step {step}", partial(self._write_mark, step, mark), NoneType)
 
     def _write_mark(self, step: int, mark: Callable[[StepMarks, int], None]) -> None:
         if self._owned is not None:

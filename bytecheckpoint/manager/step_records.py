@@ -365,7 +365,7 @@ def _from_json(metrics: Mapping[str, float | str]) -> dict[str, float]:
 
 
 def _write(store: Store, name: str, content: object) -> None:
-    with suppress(CheckpointExistsError):  # written before, by a process that did not hear of it
+    with suppress(CheckpointExistsError):  # written before, by a process that did not learn of it
         store.write(name, one_block(msgspec.json.encode(content)), replace=False)
 
 

@@ -1,5 +1,5 @@
 """Replicas that have come apart: ranks stage the same data file, because they hold the same tensors, and have other
-bytes. Found by the digests that each has computed anyway, and told by the names of the tensors.
+bytes. Found by the digests that each has computed anyway, and reported by the names of the tensors.
 """
 
 from __future__ import annotations
@@ -101,11 +101,12 @@ def warn_of_divergence(found: Sequence[DivergentReplica], path: str, global_rank
     """Warns of replicas that are not alike, if there are any."""
     if not found:
         return
-    told = {(each.names, each.owner, each.rank): each for each in reversed(found)}  # the first extent of each counts
+    # The first extent of each counts.
+    first_of_each = {(each.names, each.owner, each.rank): each for each in reversed(found)}
     lines = [
         f"{each.names}: xxh3 {each.owner_digest:016x} on rank {global_ranks[each.owner]}, "
         f"{each.digest:016x} on rank {global_ranks[each.rank]}"
-        for each in reversed(told.values())
+        for each in reversed(first_of_each.values())
     ]
     warnings.warn(
         f"in {path}, bytes that ranks hold as replicas are not alike: {and_more(lines, _NUM_SHOWN, '; ')}. The first "

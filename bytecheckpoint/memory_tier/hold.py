@@ -159,7 +159,7 @@ def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[s
         divergent = msgspec.msgpack.encode(staged.drop(reply.divergent))
     with together(ranks, doing, about=about), timer.phase("hold"):
         slots.doubt(agreed.save_id)
-        ranks.reduce_scatter(divergent, partial(_all_heard, prepared))
+        ranks.reduce_scatter(divergent, partial(_warn_of_all, prepared))
         slots.settle(agreed.save_id)
         slots.note_complete(reply.record)
         if reply.manifest:
@@ -187,7 +187,7 @@ def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> Checkp
         _note_protected(part.slots, held)
     if done.refusal:
         progress.never_reach("host", done.refusal)
-        part.slots.warn_once(done.refusal, is_told=ranks.rank == COORDINATOR)
+        part.slots.warn_once(done.refusal, is_reporter=ranks.rank == COORDINATOR)
     elif done.error is not None:
         progress.miss("host", done.error)
     else:
@@ -264,7 +264,7 @@ class _StagedFiles:
         ]
 
 
-def _all_heard(prepared: PreparedSave, payloads: Sequence[bytes]) -> Sequence[bytes]:
+def _warn_of_all(prepared: PreparedSave, payloads: Sequence[bytes]) -> Sequence[bytes]:
     found = [each for of in payloads for each in msgspec.msgpack.decode(of, type=list[DivergentReplica])]
     warn_of_divergence(found, prepared.target.path, prepared.call.ranks.global_ranks)
     return [b""] * len(payloads)

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch.distributed as dist
@@ -60,10 +60,10 @@ _FEW_STEPS, _MANY_STEPS = 4, 32
 class ResumeLoads(NamedTuple):
     """The loads that a resume makes."""
 
-    at_path: Callable[[int | Literal["latest"]], LoadReport]
-    """Loads a step at the path, or the newest."""
-    opened: Callable[[Callable[[Ranks, LoadOptions], Source]], LoadReport]
-    """Loads what is opened so."""
+    at_path: Callable[..., LoadReport]
+    """Loads `step` at the path, a number or "latest"."""
+    opened: Callable[..., LoadReport]
+    """Loads the Source that `opened` returns for ranks and options."""
 
 
 class _Seen(msgspec.Struct, frozen=True, array_like=True):
@@ -137,9 +137,9 @@ class ResumeCall:
                 continue
             try:
                 if choice.is_stored_only:
-                    report = calls.at_path(version.step)
+                    report = calls.at_path(step=version.step)
                 else:
-                    report = calls.opened(partial(self._open, choice, content))
+                    report = calls.opened(opened=partial(self._open, choice, content))
             except CheckpointError as error:
                 if not _is_damage(error):
                     raise
@@ -338,7 +338,7 @@ class ResumeCall:
     def _load_what_is_there(self, calls: ResumeLoads) -> LoadReport | None:
         """Loads what is at the path where memory has nothing: also what other programs have written."""
         try:
-            report = calls.at_path("latest")
+            report = calls.at_path(step="latest")
         except CheckpointNotFoundError as error:
             if error.kind in {"not_found", "not_committed"}:
                 return None

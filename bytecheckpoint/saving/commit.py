@@ -119,8 +119,8 @@ def commit_together(call: SaveCall, files: SaveFiles, content: bytes, info: byte
     """
     ranks, about, timer = call
     target, is_coordinator = files.target, ranks.rank == COORDINATOR
-    may_be = f"{about.aftermath}. {_MAY_BE_COMMITTED}" if about.aftermath else _MAY_BE_COMMITTED
-    after = about._replace(aftermath=about.aftermath if is_coordinator else may_be)
+    may_be = f"{about.left_behind}. {_MAY_BE_COMMITTED}" if about.left_behind else _MAY_BE_COMMITTED
+    after = about._replace(left_behind=about.left_behind if is_coordinator else may_be)
     replaced: Sequence[str] = ()
     with ExitStack() as undo, together(ranks, f"committing {target.path}", about=after), timer.phase("commit"):
         broadcast_or_discard(ranks, files, b"")

@@ -84,7 +84,7 @@ def write_upload_and_commit(
         if staged.is_recoverable:
             prepared.progress.reach_local(local)
         with uploading:
-            after = call.about._replace(aftermath=_IS_RECOVERABLE if staged.is_recoverable else "")
+            after = call.about._replace(left_behind=_IS_RECOVERABLE if staged.is_recoverable else "")
             call = call._replace(about=after)
             _upload(call, files, stage, plan, prepared.meter)
             prepared.meter.begin("commit")

@@ -153,9 +153,9 @@ class JobMemory:
         """Notes that training goes on from what was loaded: a new branch."""
         self.opens_generation = True
 
-    def warn_once(self, message: str, *, is_told: bool) -> None:
-        """Warns of this once in the process, on the rank that tells it."""
-        if is_told and message not in self._warned:
+    def warn_once(self, message: str, *, is_reporter: bool) -> None:
+        """Warns of this once in the process, on the rank that reports it."""
+        if is_reporter and message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, stacklevel=2)
 

@@ -183,10 +183,10 @@ class Builder:
 
 
 def _keep_stage(model: nn.Module, stage: int) -> None:
-    """The first stage has the embedding and two layers, the last one the rest."""
+    """The first stage has the embedding and a layer, the last one the rest."""
     layers: Any = model.layers
     for index in list(layers):
-        if (int(index) < 2) != (stage == 0):
+        if (int(index) < 1) != (stage == 0):
             del layers[index]
     for name in ("norm", "head") if stage == 0 else ("embedding", "frozen"):
         delattr(model, name)

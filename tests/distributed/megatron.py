@@ -20,7 +20,7 @@ from distributed.layouts import State
 GRID = Grid(tp=2, pp=2, dp=2)
 _ROWS = re.compile(r"(attention\.w[qkv]|mlp\.up)\.(weight|bias)$|(embedding|head)\.weight$")
 _COLUMNS = re.compile(r"(attention\.wo|mlp\.down)\.weight$")
-_FIRST_STAGE = re.compile(r"embedding\.|frozen\.|layers\.[01]\.")
+_FIRST_STAGE = re.compile(r"embedding\.|frozen\.|layers\.0\.")
 
 
 class MegatronBuilder(StateBuilder):

@@ -86,12 +86,15 @@ Loaded = dict[Way, tuple[list[str], int]]
 def load_each(
     rank: int, world_size: int, layout: str, optimizer: str, paths: dict[str, str], term: str, *, tied: bool = False
 ) -> dict[str, Loaded]:
-    """By source. Into an optimizer without state first; the next load overwrites state that is there."""
+    """By source. Into an optimizer without state first; the next load overwrites state that is there. No value stays
+    from one source to the next, so one model is enough for all.
+    """
     builder = Builder(layout, rank, tied=tied)
     expected = builder.truth(optimizer)
+    state = builder.stateless(optimizer)
     loaded: dict[str, Loaded] = {}
     for source, path in paths.items():
-        state = builder.stateless(optimizer)
+        state["optimizer"].state.clear()
         loaded[source] = {way: load(path, state, expected, way) for way in WAYS[term](source, layout, optimizer)}
     return loaded
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NUM_LAYERS = 3
+NUM_LAYERS = 2
 VOCABULARY = 37
 WIDTH = 14
 HIDDEN = 22

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed import transfer
+from bytecheckpoint.memory_tier import protect
 from bytecheckpoint.saving import global_plan
 from bytecheckpoint.saving.in_flight import process_state
 from bytecheckpoint.staging.copy_slots import scan_copies
@@ -81,7 +82,7 @@ class Counted:
             self.num_plans += 1
             return plan(*arguments, **names)
 
-        patch.setattr("bytecheckpoint.memory_tier.protect.transfer", fetching)
+        patch.setattr(protect, "transfer", fetching)
         patch.setattr(global_plan, "plan_files", planning)
 
 

@@ -88,7 +88,7 @@ def _facts(diagnosis: CheckpointDiagnosis) -> list[tuple[str, str]]:
     size = f"{size_text(diagnosis.num_bytes)} in {count_text(diagnosis.num_files, 'file')}"
     return [
         ("format", (diagnosis.format or "") if diagnosis.origin else ""),
-        ("told by", diagnosis.origin.told_by if diagnosis.origin else ""),
+        ("told by", diagnosis.origin.known_by if diagnosis.origin else ""),
         ("looks like", diagnosis.looks_like or ""),
         ("step", "" if diagnosis.step is None else str(diagnosis.step)),
         ("saved by", "" if diagnosis.world_size is None else count_text(diagnosis.world_size, "rank")),

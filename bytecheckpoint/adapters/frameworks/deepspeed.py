@@ -82,7 +82,7 @@ def flat_optimizer(fqn: str, value: Any, engines: Iterable[Any]) -> FlatOptimize
         if value.state and not any(groups):  # none of its state would be saved, nor any loaded
             what = f"a {type(value).__name__} that has state and no parameters, as inside ZeRO 3 between steps"
             raise unsupported(fqn, what, "pass engine.optimizer, or the engine itself beside it")
-        facts = partial(facts_of, value, engine), partial(take_facts, value, engine)
+        facts = partial(resume_facts, value, engine), partial(take_facts, value, engine)
         return None if engine is None else FlatOptimizer(value, groups, lambda _: None, *facts)
     _refuse_unreadable(fqn, wrapper)
     if not isinstance(wrapper.optimizer, torch.optim.Optimizer):
@@ -91,7 +91,7 @@ def flat_optimizer(fqn: str, value: Any, engines: Iterable[Any]) -> FlatOptimize
         wrapper.optimizer,
         _groups_of(wrapper),
         lambda named: flat_module(fqn, named, wrapper),
-        partial(facts_of, wrapper, engine),
+        partial(resume_facts, wrapper, engine),
         partial(take_facts, wrapper, engine),
     )
 
@@ -255,7 +255,7 @@ def _refuse_swapped(fqn: str, parameter: Any) -> None:
         raise unsupported(fqn, "a module with quantised partitions", "turn zero_quantized_nontrainable_weights off")
 
 
-def facts_of(wrapper: Any, engine: Any | None) -> dict[str, Any]:
+def resume_facts(wrapper: Any, engine: Any | None) -> dict[str, Any]:
     """Returns the plain data that a resumed training needs besides parameters and their state."""
     facts: dict[str, Any] = {}
     scaler = _dynamic_scaler(wrapper)

@@ -140,7 +140,9 @@ def _found_in_modules(wanted: set[int], modules: Sequence[NamesParameters]) -> O
             if first is not of_parameter:
                 whole[parameter_id] = _merged(first, of_parameter)
         for flat_id, of_flat in parts.items():
-            new = [OptimizedParameter(_names_of(prefix, others, of, is_model=is_model), part) for of, part in of_flat]
+            new = [
+                OptimizedParameter(_names_of(prefix, others, name, is_model=is_model), part) for name, part in of_flat
+            ]
             before = flat.get(flat_id)
             flat[flat_id] = new if before is None else list(map(_merged_part, before, new))
     for flat_id in flat:

@@ -110,7 +110,7 @@ class PeerWatch:
         self._local = LocalProcesses()
         self._links: HostLinks | None = None
         self._seen_ended: dict[int, float] = {}
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._lock = threading.RLock()  # a save in the background may wait while the caller loads
 
     def introduce(self) -> None:
@@ -182,8 +182,8 @@ class PeerWatch:
 
     def _tell_unreachable(self) -> None:
         for rank, seconds in self.unreachable().items():
-            if rank not in self._told:
-                self._told.add(rank)
+            if rank not in self._reported:
+                self._reported.add(rank)
                 logger.warning(
                     "rank %d of the group (%s) is not reachable: its host has not answered for %.0f s. The call waits "
                     "on, and fails at its timeout_s",

@@ -61,7 +61,9 @@ def is_stateful(loader: Any) -> bool:
 
 
 def has_first_iterator(loader: Any) -> bool:
-    """Returns True if torchdata's loader has its first iterator already: accelerate asks each for a state at once."""
+    """Returns True if torchdata's loader has its first iterator already. accelerate asks each loader for
+    a state before its first pass, and that makes one.
+    """
     return bool(getattr(loader.base_dataloader, "_initial_iter_for_state_dict", False))
 
 

@@ -260,7 +260,7 @@ def _project_root(accelerator: Any) -> str:
 def _decide(root: str, arguments: Mapping[str, Any], default: SaveOptions | LoadOptions, decide: Any, kind: Any) -> Any:
     """Returns on all ranks what rank 0 finds in the project; an error of it is raised by all."""
     doing = f"looking at the checkpoints in {showable_url(root)}"
-    return _decisions(root, arguments, default).hear(doing, decide, kind)
+    return _decisions(root, arguments, default).decide_together(doing, decide, kind)
 
 
 def _decisions(path: str, arguments: Mapping[str, Any], default: SaveOptions | LoadOptions) -> Decisions:

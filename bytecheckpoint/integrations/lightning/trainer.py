@@ -352,7 +352,7 @@ class BcpStrategyMixin(Strategy):
         return model
 
     def _bcp_decide(self, doing: str, decide: Any, kind: Any) -> Any:
-        return Decisions(None, "", timeout_s=self.bcp_options.timeout_s).hear(doing, decide, kind)
+        return Decisions(None, "", timeout_s=self.bcp_options.timeout_s).decide_together(doing, decide, kind)
 
 
 def module_of(strategy: Strategy) -> pl.LightningModule:

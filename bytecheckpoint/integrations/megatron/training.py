@@ -196,7 +196,7 @@ def load_checkpoint(  # noqa: PLR0917 - Megatron's signature
     args, options = get_args(), options or LoadOptions()
     _refuse_unsupported(args, others, kind=args.non_persistent_ckpt_type)
     first = folder_at("", TRACKER, storage_options=storage_options, timeout_s=options.timeout_s)
-    found = first.hear(lambda: find(args, getattr(args, load_arg), first), FoundIteration)
+    found = first.decide_together(lambda: find(args, getattr(args, load_arg), first), FoundIteration)
     if found.is_of_megatron:
         own = {"load_arg": load_arg, "strict": strict, "checkpointing_context": checkpointing_context, **others}
         iteration, num_operations = load_megatrons_own(ddp_model, optimizer, opt_param_scheduler, **own)

@@ -27,7 +27,9 @@ class AgreedStop:
     ) -> None:
         """Handles the signals until `close`. `root` is the run as errors name it; ranks wait `timeout_s` for others."""
         decisions = Decisions(None, os.fspath(root), timeout_s=timeout_s)
-        token = decisions.hear(f"beginning to train in {os.fspath(root)}", partial(secrets.token_hex, 8), str)
+        token = decisions.decide_together(
+            f"beginning to train in {os.fspath(root)}", partial(secrets.token_hex, 8), str
+        )
         self._requests = StopRequests(signals, deadlines=(), needed_s=float)
         try:
             self._agreement = join_stop(self._requests, None, token=token, timeout_s=timeout_s)

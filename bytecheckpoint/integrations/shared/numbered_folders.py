@@ -330,7 +330,7 @@ def on_rank_0(decisions: Decisions, make: Callable[[], NumberedFolders]) -> Numb
         made.append(make())
         return True
 
-    decisions.hear("looking at the checkpoints of the run", look, bool)
+    decisions.decide_together("looking at the checkpoints of the run", look, bool)
     return made[0] if made else None
 
 

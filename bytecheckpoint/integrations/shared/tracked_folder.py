@@ -82,13 +82,13 @@ class TrackedFolder(NamedTuple):
             owner=SaveOwner("", may_replace=lambda: True, before_commit=_nothing, check=check),
         )
 
-    def hear(self, decide: Callable[[], T], kind: type[T]) -> T:
+    def decide_together(self, decide: Callable[[], T], kind: type[T]) -> T:
         """Returns on every rank what `decide` returns on rank 0, whose error all raise. All ranks call it together, and
         what this process saves is committed before.
         """
         process_state().saves.wait_until_ended()
         decisions = Decisions(self.process_group, self.shown(), timeout_s=self.timeout_s)
-        return decisions.hear(f"looking for a checkpoint in {self.shown()}", decide, kind)
+        return decisions.decide_together(f"looking for a checkpoint in {self.shown()}", decide, kind)
 
     def read(self) -> str | None:
         """Returns what the file holds; None if there is none. Raises CheckpointNotFoundError for an empty one."""

@@ -109,12 +109,12 @@ def find_newest(run_dir: str) -> Resume:
     others = [path for path in map(folders.path_of, folders.numbers()) if not is_committed(path)]
     foreign = [path for path in others if _is_of_trainer(path)]
     unfinished = [path for path in others if not _is_of_trainer(path)]
-    told = [f"No valid checkpoint found in output directory ({run_dir})"]
+    reasons = [f"No valid checkpoint found in output directory ({run_dir})"]
     if unfinished:
-        told.append(f"incomplete, because their saves did not finish, are: {and_more(unfinished, _MAX_NAMED)}")
+        reasons.append(f"incomplete, because their saves did not finish, are: {and_more(unfinished, _MAX_NAMED)}")
     if foreign:
-        told.append(f"the Trainer itself wrote {and_more(foreign, _MAX_NAMED)}: to go on from one, give its path")
-    return Resume(refusal="; ".join(told), others=bool(others))
+        reasons.append(f"the Trainer itself wrote {and_more(foreign, _MAX_NAMED)}: to go on from one, give its path")
+    return Resume(refusal="; ".join(reasons), others=bool(others))
 
 
 def find_given(path: str) -> Resume:

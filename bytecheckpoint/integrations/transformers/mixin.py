@@ -69,8 +69,8 @@ class BcpTrainerMixin(Trainer):
     bcp_save_base: bool = False
     """With PEFT, the frozen base model is saved as well."""
     bcp_elastic: Elastic | None = None
-    """Treatment of a train loader that has a state on another number of ranks, see DataLoaderState. None is `exact` for
-    loaders of streams, and `same`, which refuses another number, for others."""
+    """Way to load the state of a train loader on another number of ranks, see DataLoaderState. None means `exact` for
+    loaders of streams; for others it means `same`, which refuses another number."""
     bcp_signals: Sequence[str] = ("SIGTERM",)
     """Signals on which training saves and ends, on any rank."""
     bcp_stop_reason: str = ""
@@ -152,15 +152,15 @@ class BcpTrainerMixin(Trainer):
             put_trainer_state(found.path, found.record)
             return Resume(found.path, found.record.without_state())
 
-        found = self._bcp_hear(f"looking for a checkpoint in {self.args.output_dir}", find)
+        found = self._bcp_decide_together(f"looking for a checkpoint in {self.args.output_dir}", find)
         if found.refusal:
             raise ValueError(found.refusal)
         return found
 
-    def _bcp_hear(self, doing: str, find: Callable[[], Resume]) -> Resume:
+    def _bcp_decide_together(self, doing: str, find: Callable[[], Resume]) -> Resume:
         """Returns on all ranks what rank 0 finds."""
         decisions = Decisions(None, self.args.output_dir, timeout_s=self.bcp_options.timeout_s)
-        return decisions.hear(doing, find, Resume)
+        return decisions.decide_together(doing, find, Resume)
 
     def _validate_args(self) -> None:
         super()._validate_args()
@@ -295,7 +295,7 @@ class BcpTrainerMixin(Trainer):
 
     def _bcp_load_model(self, path: str, model: nn.Module | None) -> bool:
         """Loads the model, on all ranks; returns False if the mixin has saved no checkpoint there."""
-        record = self._bcp_hear(f"looking at {path}", partial(find_record, path)).record
+        record = self._bcp_decide_together(f"looking at {path}", partial(find_record, path)).record
         if record is None:
             return False
         model = self.model if model is None else model

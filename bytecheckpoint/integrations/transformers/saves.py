@@ -68,7 +68,7 @@ class TrainerSaves:
         """Returns True on all ranks if rank 0 finds a committed checkpoint there, or one is being saved there."""
         if path == self.newest_path:
             return True
-        return self._decisions.hear(f"looking at {path}", lambda: is_committed(path), bool)
+        return self._decisions.decide_together(f"looking at {path}", lambda: is_committed(path), bool)
 
     def settle(self) -> None:
         """Waits until the save in flight is committed, and raises its error."""
@@ -126,7 +126,7 @@ class TrainerSaves:
             )
             return True
 
-        self._decisions.hear(f"preparing {path}", write_beside, bool)
+        self._decisions.decide_together(f"preparing {path}", write_beside, bool)
         metadata = marked("transformers", records[0].as_metadata() if records else None)  # rank 0's counts
         options = replace(options, overwrite=True)
         handle = api.save(path, state, async_save=async_save, metadata=metadata, options=options)

@@ -36,7 +36,7 @@ class WaitLimits(NamedTuple):
     """Times of one load, in seconds."""
 
     timeout_s: float
-    patience_s: float
+    take_timeout_s: float
     """Time that a rank has to take a unit: longer, because it may be held up by another one, and that one is stuck."""
     heartbeat_s: float
 
@@ -73,7 +73,7 @@ class HostExchange:
         """What takers have not taken yet, with the time since when."""
         self._started_at = self._beat_at = time.monotonic()
         self._checked_at = self._started_at
-        self._heard_at = dict.fromkeys((*self._awaited, *takers), self._started_at)
+        self._seen_at = dict.fromkeys((*self._awaited, *takers), self._started_at)
         self._is_given = False
         self._lock = threading.Lock()
 
@@ -135,8 +135,8 @@ class HostExchange:
 
     def _handle(self, message: Message) -> None:
         sender, unit = message.sender, (message.file, message.byte_offset)
-        if sender in self._heard_at:
-            self._heard_at[sender] = time.monotonic()
+        if sender in self._seen_at:
+            self._seen_at[sender] = time.monotonic()
         if message.kind == LEFT:
             raise PeerLeftError
         if message.kind == GONE:
@@ -182,13 +182,13 @@ class HostExchange:
         """Raises CheckpointError (rank_missing) for a rank of which nothing has come for too long, and nothing is there
         to be read.
         """
-        now, (timeout_s, patience_s, _) = time.monotonic(), self._limits
-        silent = [rank for rank, units in self._awaited.items() if units and now - self._heard_at[rank] > timeout_s]
+        now, (timeout_s, take_timeout_s, _) = time.monotonic(), self._limits
+        silent = [rank for rank, units in self._awaited.items() if units and now - self._seen_at[rank] > timeout_s]
         if silent:
             raise self._lost(silent, f"passed nothing on for {timeout_s:g} s")
-        waits = [(rank, max(since, self._heard_at[rank])) for (rank, _), (_, since) in self._all_announced()]
-        if late := [rank for rank, since in waits if now - since > patience_s]:
-            raise self._lost(late, f"took nothing for {patience_s:g} s")
+        waits = [(rank, max(since, self._seen_at[rank])) for (rank, _), (_, since) in self._all_announced()]
+        if late := [rank for rank, since in waits if now - since > take_timeout_s]:
+            raise self._lost(late, f"took nothing for {take_timeout_s:g} s")
         if self._unasked and now - self._started_at > timeout_s:
             raise self._lost(self._unasked, f"did not connect to this one within {timeout_s:g} s")
 

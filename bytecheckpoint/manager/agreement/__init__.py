@@ -1,1 +1,1 @@
-"""Decisions of rank 0 that all ranks hear, and stops that all ranks make at one boundary."""
+"""Decisions of rank 0 that all ranks receive, and stops that all ranks make at one boundary."""

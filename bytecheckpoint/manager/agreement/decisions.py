@@ -1,4 +1,4 @@
-"""Decisions of rank 0 that all ranks hear, and the clock by which they are made. Knows no policy."""
+"""Decisions of rank 0 that all ranks receive, and the clock by which they are made. Knows no policy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Decisions:
         self._timeout_s = timeout_s
         self._about = Subject(root, None, is_save=False, call="CheckpointManager")
 
-    def hear(self, doing: str, decide: Callable[[], T], kind: type[T]) -> T:
+    def decide_together(self, doing: str, decide: Callable[[], T], kind: type[T]) -> T:
         """Returns on every rank what `decide` returns on rank 0; an error of it is raised on every rank. All ranks call
         it together.
         """

@@ -43,7 +43,7 @@ class DueSteps:
             return True
         if save_policies.is_step_only(self._policy):
             return self._is_due_by_step(step)
-        return self._decisions.hear(f"deciding about step {step}", partial(self._decide, step), bool)
+        return self._decisions.decide_together(f"deciding about step {step}", partial(self._decide, step), bool)
 
     def is_known_due(self, step: int) -> bool:
         """Returns True if it is known now that a later step is due: by a policy that depends on the step alone."""

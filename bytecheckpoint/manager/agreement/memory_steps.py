@@ -69,7 +69,7 @@ class MemorySteps:
             return False
         if save_policies.is_step_only(self._policy):
             return self._ask(step)
-        return self._decisions.hear(f"deciding about step {step} in memory", partial(self._ask, step), bool)
+        return self._decisions.decide_together(f"deciding about step {step} in memory", partial(self._ask, step), bool)
 
     def _ask(self, step: int) -> bool:
         now_s = time.time()
@@ -130,6 +130,8 @@ class MemorySteps:
             load_options=load_options,
             process_group=self._run.group,
             storage_options=self._run.storage_options,
-            abandoned=self._decisions.hear("looking for the steps that training has left", left, dict[int, str]),
+            abandoned=self._decisions.decide_together(
+                "looking for the steps that training has left", left, dict[int, str]
+            ),
             **as_load,
         )

@@ -108,7 +108,7 @@ class ManagedData:
         if self._log is not None:
             self._decisions.do("bringing the log of data positions up to date", self._log.finish)
         doing = f"choosing data positions of {self._run.root}"
-        choice = self._decisions.hear(doing, partial(self._choose, step), _DataChoice)
+        choice = self._decisions.decide_together(doing, partial(self._choose, step), _DataChoice)
         if choice.base is not None:
             self._run.load(self._run.root, loaders, choice.base, options=self._options, strict=True)
         if choice.loaders:
@@ -155,7 +155,7 @@ class ManagedData:
             return
         # Without the part of rank 0 none of the steps is complete, also where other ranks delete theirs later.
         self._log.begin_branch()
-        self._decisions.hear("removing data positions that training leaves", self._log.finish, NoneType)
+        self._decisions.decide_together("removing data positions that training leaves", self._log.finish, NoneType)
         self._has_logged = False
 
     def wait(self) -> None:

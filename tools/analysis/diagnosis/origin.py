@@ -42,7 +42,7 @@ class Origin(NamedTuple):
 
     writer: str
     """Name of the program."""
-    told_by: str
+    known_by: str
     """File or key that only it writes."""
 
 
