@@ -45,6 +45,7 @@ _FOLDER = re.compile(r"\A(?:/(?!.*(?:\A|/)\.\.(?:/|\Z))|[a-z][a-z0-9+.-]*://).{0
 """An absolute path or a URL."""
 _CONTAINERS = (dict, list, tuple)
 """The types of containers that msgpack decodes to and encodes."""
+_LEAVES = frozenset({str, int, float, bool, bytes, type(None)})
 UNSAFE_NAME = re.compile(r"\A\Z|[\\:\x00]|\A/|/\Z|//|(?:\A|/)\.\.?(?:/|\Z)")
 
 
@@ -68,6 +69,8 @@ def refuse_more_than(limit: int, found: int, what: str) -> None:
 
 def refuse_deep_nesting(value: object, what: str) -> None:
     """Raises UnsafeCheckpointError (limits_exceeded) if containers are nested more than MAX_DEPTH deep."""
+    if type(value) is dict and _LEAVES.issuperset(map(type, value.values())):  # as most metadata is
+        return
     # There may be millions of items: a check for exact classes takes a tenth of one for `Mapping`.
     layer: list[Any] = [dict(value) if isinstance(value, Mapping) else value]
     for _ in range(MAX_DEPTH):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,7 +41,10 @@ def short_count(number: int) -> str:
 
 
 def time_text(when: datetime | None) -> str:
-    return when.strftime("%Y-%m-%d %H:%M:%S %Z").strip() if when else "-"
+    if when is None:
+        return "-"
+    # A list may have ten thousand: `strftime` takes four times as long.
+    return f"{when.replace(tzinfo=None).isoformat(' ', 'seconds')} {when.tzname() or ''}".rstrip()
 
 
 def age_text(when: datetime | None, now: datetime) -> str:
@@ -49,8 +52,9 @@ def age_text(when: datetime | None, now: datetime) -> str:
     if when is None:
         return "-"
     age = now - when if when.tzinfo else now.replace(tzinfo=None) - when
+    num_seconds = int(age.total_seconds())
     for unit, seconds in (("day", 86400), ("h", 3600), ("min", 60)):
-        count = age // timedelta(seconds=seconds)
+        count = num_seconds // seconds
         if count >= 1:
             return f"{count} {unit}{'s' if unit == 'day' and count > 1 else ''} ago"
     return "just now"

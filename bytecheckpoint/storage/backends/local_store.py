@@ -177,16 +177,24 @@ class LocalStore:
 
     def list(self, folder: str) -> Mapping[str, int | None]:
         path = self._resolve(check_name(folder) if folder else "")
+        sizes: dict[str, int | None] = {}
         try:
             with os.scandir(path) as entries:
-                sizes = {entry.name: _size(entry) for entry in entries if not entry.name.startswith(TEMPORARY_PREFIX)}
+                for entry in entries:
+                    name = entry.name
+                    if name.startswith(TEMPORARY_PREFIX):
+                        continue
+                    # A folder is known without asking the file system: a root may have thousands of steps.
+                    size = _FOLDER if entry.is_dir(follow_symlinks=False) else _size(entry)
+                    if size is not None:
+                        sizes[name] = None if size == _FOLDER else size
         except FileNotFoundError:
             return {}
         except NotADirectoryError as error:
             raise is_a_file(file_in_the_way(path)) from error
         except OSError as error:
             raise read_error(error, path, reason=describe(error), doing="list") from error
-        return {name: None if size == _FOLDER else size for name, size in sizes.items() if size is not None}
+        return sizes
 
     def delete(self, name: str) -> None:
         """Removes folders that become empty as well: a store has no empty folders."""
@@ -368,9 +376,9 @@ def _opened(path: str) -> Iterator[tuple[int, int]]:
 
 
 def _size(entry: os.DirEntry[str]) -> int | None:
-    """Returns the size in bytes, _FOLDER for a folder, None for anything else, a vanished entry or a link to itself."""
-    if entry.is_dir(follow_symlinks=False):  # asks no file system: a root may have thousands of steps
-        return _FOLDER
+    """Returns the size in bytes, _FOLDER for a link to a folder, None for anything that is neither, a vanished entry or
+    a link to itself.
+    """
     try:
         status = entry.stat()
     except FileNotFoundError:
