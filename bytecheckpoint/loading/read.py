@@ -174,7 +174,9 @@ class Source:
             self.with_place(fetch, targets, stored_fqns)
             if each is None
             else fetch._replace(
-                wanted_by=partial(names_in, fetch, stored_fqns), pieces=partial(each.opened, self.changes)
+                wanted_by=partial(names_in, fetch, stored_fqns),
+                pieces=partial(each.opened, self.changes),
+                gap_bytes=int(each.gaps.sum()),
             )
             for fetch, each in zip(fetches, places, strict=True)
         ]

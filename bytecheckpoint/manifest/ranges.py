@@ -119,6 +119,8 @@ class Fetch(NamedTuple):
     """Gives the memory that the bytes are read into; None if they go through scratch memory."""
     pieces: Callable[[], AbstractContextManager[Sequence[memoryview]]] | None = None
     """Gives the memory that the bytes are read into where that is in many places, in the order of the file."""
+    gap_bytes: int = 0
+    """Scratch memory in `pieces`: for the bytes that no part wants."""
     place: Callable[[memoryview], None] = ignore_bytes
     """Called with the verified bytes, from any thread."""
     wanted_by: Callable[[int, int], str] = name_nothing

@@ -80,6 +80,7 @@ def run_fetches(
     decoding_bytes = max((frame.raw_bytes for frame in frames), default=0)
     bytes_per_fetch = memory.block_bytes(content_bytes) + memory.block_bytes(raw_bytes) + decoding_bytes
     scratch_bytes += threads * ALIGNMENT  # alignment must not cost a buffer
+    scratch_bytes -= threads * max((fetch.gap_bytes for fetch in fetches), default=0)
     store_budget = None
     if isinstance(store, SupportsReadBytes):
         longest_bytes = max((fetch.byte_length for fetch in fetches), default=0)

@@ -12,6 +12,7 @@ import xxhash
 from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.manifest.ranges import Fetch
+from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.storage import range_reader
 from bytecheckpoint.storage.backends.local_store import LocalStore
 
@@ -113,6 +114,34 @@ def test_a_read_without_digests_asks_for_no_reports_on_the_way() -> None:
         memory, store = range_reader.HostMemory(), Noting(CONTENT, 5)
         range_reader.run_fetches(store, "", [file], [read], threads=1, verify=verify, scratch_bytes=1000, memory=memory)
     assert [on_filled is None for on_filled in asked] == [True, False]
+
+
+@pytest.mark.parametrize("gap_bytes", [0, 25_000])
+def test_memory_for_gaps_is_a_part_of_the_scratch_memory(tmp_path: Path, gap_bytes: int) -> None:
+    class Counting(range_reader.HostMemory):
+        def new_buffers(self, num_buffers: int, byte_length: int) -> BufferPool:
+            taken.append(num_buffers * byte_length)
+            return super().new_buffers(num_buffers, byte_length)
+
+    taken: list[int] = []
+    content, threads = bytes(400_000), 4
+    (tmp_path / "f").write_bytes(content)
+    pieces = [memoryview(bytearray(gap_bytes)), memoryview(bytearray(100_000 - gap_bytes))]
+    reads = [Fetch(0, first, 100_000, (), is_direct=False, place=len) for first in range(0, 300_000, 100_000)]
+    reads.append(
+        Fetch(0, 300_000, 100_000, (), is_direct=False, pieces=lambda: nullcontext(pieces), gap_bytes=gap_bytes)
+    )
+    range_reader.run_fetches(
+        LocalStore(str(tmp_path), writer_threads=1),
+        "",
+        [DataFile("f", len(content))],
+        reads,
+        threads=threads,
+        verify=False,
+        scratch_bytes=400_000,
+        memory=Counting(),
+    )
+    assert sum(taken) + threads * gap_bytes <= 400_000 + threads * range_reader.ALIGNMENT
 
 
 def test_places_that_do_not_hold_the_bytes_of_a_read_are_refused_before_it(tmp_path: Path) -> None:
