@@ -60,12 +60,12 @@ def look_at_host(job: JobFolder, local_stage: str | None, store: Store) -> HostV
     steps = {save_id: version.record.step for save_id, version in held.items()}
     others: dict[tuple[str, HolderKind], dict[str, list[FilePlace]]] = {}
     kinds: Sequence[HolderKind] = ("memory", "peer")
-    for kind, slots in zip(kinds, (slot_file.scan(job.slots), scan_copies(job, "copies")), strict=True):
-        for slot in slots:
-            for name, place in slot.places().items():
-                steps.setdefault(slot.save_id, slot.header.step if slot.header is not None else 0)
-                if places.setdefault((slot.save_id, kind), {}).setdefault(name, place) != place:
-                    others.setdefault((slot.save_id, kind), {}).setdefault(name, []).append(place)
+    by_kind = zip(kinds, (slot_file.scan(job.slots), scan_copies(job, "copies")), strict=True)
+    for kind, slot in ((kind, slot) for kind, slots in by_kind for slot in slots):
+        for name, place in slot.places().items():
+            steps.setdefault(slot.save_id, slot.header.step if slot.header is not None else 0)
+            if places.setdefault((slot.save_id, kind), {}).setdefault(name, place) != place:
+                others.setdefault((slot.save_id, kind), {}).setdefault(name, []).append(place)
     parity = _own_parity(job)
     for save_id in parity:
         steps.setdefault(save_id, 0)

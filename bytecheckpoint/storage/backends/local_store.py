@@ -177,24 +177,21 @@ class LocalStore:
 
     def list(self, folder: str) -> Mapping[str, int | None]:
         path = self._resolve(check_name(folder) if folder else "")
-        sizes: dict[str, int | None] = {}
         try:
             with os.scandir(path) as entries:
-                for entry in entries:
-                    name = entry.name
-                    if name.startswith(TEMPORARY_PREFIX):
-                        continue
-                    # A folder is known without asking the file system: a root may have thousands of steps.
-                    size = _FOLDER if entry.is_dir(follow_symlinks=False) else _size(entry)
-                    if size is not None:
-                        sizes[name] = None if size == _FOLDER else size
+                # A folder is known without asking the file system: a root may have thousands of steps.
+                found = [
+                    (entry.name, _FOLDER if entry.is_dir(follow_symlinks=False) else _size(entry))
+                    for entry in entries
+                    if not entry.name.startswith(TEMPORARY_PREFIX)
+                ]
         except FileNotFoundError:
             return {}
         except NotADirectoryError as error:
             raise is_a_file(file_in_the_way(path)) from error
         except OSError as error:
             raise read_error(error, path, reason=describe(error), doing="list") from error
-        return sizes
+        return {name: None if size == _FOLDER else size for name, size in found if size is not None}
 
     def delete(self, name: str) -> None:
         """Removes folders that become empty as well: a store has no empty folders."""
