@@ -20,7 +20,7 @@ from bytecheckpoint.staging.memory_slots import generation_of
 from bytecheckpoint.storage import layout, stage_folder
 from bytecheckpoint.storage.memory_root import slot_file, version_files
 from bytecheckpoint.storage.memory_root.job_folder import JobFolder
-from bytecheckpoint.storage.memory_root.slot_file import FilePlace
+from bytecheckpoint.storage.memory_root.slot_file import FilePlace, FoundSlot
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
 
@@ -59,13 +59,10 @@ def look_at_host(job: JobFolder, local_stage: str | None, store: Store) -> HostV
     places: dict[tuple[str, HolderKind], dict[str, FilePlace]] = {}
     steps = {save_id: version.record.step for save_id, version in held.items()}
     others: dict[tuple[str, HolderKind], dict[str, list[FilePlace]]] = {}
-    kinds: Sequence[HolderKind] = ("memory", "peer")
-    by_kind = zip(kinds, (slot_file.scan(job.slots), scan_copies(job, "copies")), strict=True)
-    for kind, slot in ((kind, slot) for kind, slots in by_kind for slot in slots):
-        for name, place in slot.places().items():
-            steps.setdefault(slot.save_id, slot.header.step if slot.header is not None else 0)
-            if places.setdefault((slot.save_id, kind), {}).setdefault(name, place) != place:
-                others.setdefault((slot.save_id, kind), {}).setdefault(name, []).append(place)
+    for slot, kind, name, place in _files_in_slots(job):
+        steps.setdefault(slot.save_id, slot.header.step if slot.header is not None else 0)
+        if places.setdefault((slot.save_id, kind), {}).setdefault(name, place) != place:
+            others.setdefault((slot.save_id, kind), {}).setdefault(name, []).append(place)
     parity = _own_parity(job)
     for save_id in parity:
         steps.setdefault(save_id, 0)
@@ -93,6 +90,13 @@ def look_at_host(job: JobFolder, local_stage: str | None, store: Store) -> HostV
         for save_id, step in steps.items()
     ]
     return HostView(versions, manifests, folders, places, others, parity)
+
+
+def _files_in_slots(job: JobFolder) -> Iterator[tuple[FoundSlot, HolderKind, str, FilePlace]]:
+    kinds: Sequence[HolderKind] = ("memory", "peer")
+    for kind, slots in zip(kinds, (slot_file.scan(job.slots), scan_copies(job, "copies")), strict=True):
+        for slot in slots:
+            yield from ((slot, kind, name, place) for name, place in slot.places().items())
 
 
 def _own_parity(job: JobFolder) -> dict[str, FoundParity]:
