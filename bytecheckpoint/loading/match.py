@@ -201,7 +201,7 @@ def _can_convert(stored: str, wanted: str) -> bool:
 
 
 def match_again(entries: Collection[Entry], stored: CheckpointView, before: Match, *, cast: bool) -> Match:
-    """Matches a state again that was given the memory that it lacked.
+    """Matches a state again, after it was given the memory that it lacked.
 
     Raises CheckpointMismatchError (conflict) if a tensor still has none, or cannot be filled now.
     """
