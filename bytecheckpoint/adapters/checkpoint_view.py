@@ -350,7 +350,7 @@ class CheckpointView:
 
     @cached_property
     def common_names(self) -> list[str]:
-        """State FQNs, in the order of the checkpoint, of what every rank sees alike."""
+        """State FQNs of all entries that are the same for every rank, in the order of the checkpoint."""
         own = set(self.own_names)
         return [fqn for fqn in self._known if fqn not in own] if own else list(self._known)
 

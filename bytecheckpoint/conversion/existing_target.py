@@ -71,7 +71,7 @@ def open_target(path: str, to: TargetFormat, opening: Opening) -> TargetPlace:
 
 def find_existing(place: TargetPlace, to: TargetFormat, *, overwrite: bool, beside: bool) -> ExistingTarget:
     """Raises CheckpointExistsError (exists) where something is not to be replaced, StorageError (unsupported) where the
-    store cannot replace it. `beside` lets another format be: what is written only points into it.
+    store cannot replace it. With `beside` a checkpoint of another format may stay: what is written only points into it.
     """
     try:
         listing = place.store.list("")

@@ -142,8 +142,8 @@ def _not_refused(match: Match, shards: Sequence[LocalShard]) -> list[LocalShard]
 
 def _shared(match: Match) -> list[int]:
     """Returns the shards to leave out so that memory is filled once: tied tensors, and views of a part, take the value
-    of the tensor that contains them. One that only overlaps with another would hold a mixture, and could not be
-    verified: that is a problem.
+    of the tensor that contains them. A tensor that overlaps with another in part is a problem: it would hold
+    a mixture of both, which could not be verified.
     """
     shared = find_shared(match.shards)
     for first, second in shared.clashing:
@@ -201,7 +201,7 @@ def _can_convert(stored: str, wanted: str) -> bool:
 
 
 def match_again(entries: Collection[Entry], stored: CheckpointView, before: Match, *, cast: bool) -> Match:
-    """Matches a state again that was given the memory that it lacked.
+    """Matches a state again, after it was given the memory that it lacked.
 
     Raises CheckpointMismatchError (conflict) if a tensor still has none, or cannot be filled now.
     """

@@ -37,8 +37,8 @@ class NameScope(NamedTuple):
     exclude: Sequence[str] | None
 
     def view(self, entries: Sequence[Entry], below: str, beside: Collection[str]) -> CheckpointView:
-        """Returns the checkpoint as these entries see it, with all of its names below `below`, except those at and
-        below the names `beside`, which are below "".
+        """Returns the checkpoint as these entries see it. The FQN `below` is put in front of each of its names, but not
+        in front of the names in `beside` and those under them.
         """
         forms = forms_of(entries)
         return CheckpointView(

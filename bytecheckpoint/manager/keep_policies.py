@@ -52,7 +52,7 @@ class KeepPolicy(Protocol):
 
 
 class _JoinableKeepPolicy:
-    """The operator of the policies here, and of a user's policy beside one of them."""
+    """A keep policy that `|` joins with another one, which may be a user's own."""
 
     __slots__ = ()
 

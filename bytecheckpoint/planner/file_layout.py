@@ -101,8 +101,8 @@ def cut_extents(
 ) -> list[int]:
     """Returns the lengths, in bytes, of the extents of a file: the header, then its chunks.
 
-    `state_bytes` is the approximate size of the checkpoint. `groups` has the group of each chunk; empty if there is
-    one.
+    `state_bytes` is the approximate size of the checkpoint. `groups` has the group of each chunk; it is empty if
+    all chunks are of one group.
 
     Small neighbours of one group share an extent; a large chunk starts one of its own and is cut into equal parts, so
     that it can be read and verified in its destination memory, and half of it without a byte of the other half. No
@@ -119,7 +119,7 @@ def cut_extents(
 
 
 def _group_chunks(chunk_bytes: Sequence[int], groups: Sequence[int], *, longest: int, in_large_bytes: int) -> list[int]:
-    """Returns the extents of chunks, of at most `longest` bytes, of large chunks `in_large_bytes`."""
+    """Returns the extents of chunks. None has more than `longest` bytes; `in_large_bytes` is for large chunks."""
     own_bytes = OWN_EXTENT_BYTES if longest == EXTENT_BYTES else longest
     counts = Counter(num_bytes for num_bytes in chunk_bytes if num_bytes >= own_bytes)
     parts_of = _choose_parts(counts, longest=longest, in_large_bytes=in_large_bytes)

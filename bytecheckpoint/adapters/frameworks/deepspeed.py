@@ -106,7 +106,7 @@ def _optimizers_in(engine: Any) -> Iterator[Any]:
 
 
 def _groups_of(wrapper: Any) -> list[Sequence[torch.Tensor]]:
-    """ZeRO 3 gives its optimizer parameters only while it steps, and lists of none at other times."""
+    """Returns the parameters of each group. The optimizer of ZeRO 3 itself has them only during a step."""
     groups: list[Sequence[torch.Tensor]] = [group["params"] for group in wrapper.optimizer.param_groups]
     if "sub_group_to_group_id" not in vars(wrapper) or any(groups):
         return groups

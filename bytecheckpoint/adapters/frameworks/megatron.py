@@ -224,7 +224,7 @@ def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
 
 
 def _is_main(replica_id: int | Sequence[int]) -> bool:
-    """Returns True if an object is the one of its replicas that is saved: Megatron's may differ."""
+    """Returns True for the one replica of an object that is saved. Replicas of Megatron may differ."""
     return not any((replica_id,) if isinstance(replica_id, int) else replica_id)
 
 

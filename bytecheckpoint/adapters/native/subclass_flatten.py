@@ -81,7 +81,7 @@ def flat_parts(fqn: str, tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def is_facts(fqn: str) -> bool:
-    """Returns True if this is the FQN of the facts of a subclass, unless a user has called something else so."""
+    """Returns True if this is the FQN of the facts of a subclass, or of something to which a user gave such a name."""
     return fqn.endswith(FACTS) and fqn.rpartition(".")[2] == FACTS
 
 

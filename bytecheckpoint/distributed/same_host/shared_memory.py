@@ -126,7 +126,7 @@ class PeerMemory:
             raise
 
     def send(self, message: Message) -> bool:
-        """Returns False if the queue is full. One that has been closed takes everything: nobody waits there."""
+        """Returns False if the queue is full. A message to a closed queue is dropped: nobody reads it."""
         with suppress(BrokenPipeError):
             try:
                 os.write(self._queue, _MESSAGE.pack(*message))

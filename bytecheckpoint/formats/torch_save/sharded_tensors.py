@@ -85,7 +85,7 @@ class _TorchClass:
 
 
 def _attribute(owner: Any, name: Any) -> _TorchClass:
-    """Stands for getattr: returns a class inside of one of torch's."""
+    """Stands for getattr: returns a class that is nested in one of torch's."""
     if not isinstance(owner, _TorchClass) or type(name) is not str:
         raise PickleError("it asks for an attribute")
     full_name = f"{owner.name}.{name}"

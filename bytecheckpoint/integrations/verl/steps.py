@@ -185,7 +185,7 @@ class RoleSaves:
 
 
 def _beyond(folders: NumberedFolders, num_kept: int) -> list[NumberedFolder]:
-    """Returns the checkpoints of a role beyond so many, but for that of the step that a restart would go on from."""
+    """Returns all checkpoints of a role but the newest `num_kept`, and but that from which a restart would resume."""
     tracked = tracked_step(Path(folders.root, TRACKER))
     return [folder for folder in folders.committed()[:-num_kept] if folder.number != tracked]
 
