@@ -39,7 +39,7 @@ def test_each_integration_has_a_line_with_which_a_run_goes_on(tmp_path: Path, na
     path = tmp_path / "a folder's" / "run-3"
     found = saved(path, name)
     assert found.origin is not None
-    assert found.origin.told_by == "'integration' in the metadata"
+    assert found.origin.known_by == "'integration' in the metadata"
     assert found.step == 3
     code = found.code[0]
     assert code.does == f"go on in {found.origin.writer.removeprefix('this library within ')}"
