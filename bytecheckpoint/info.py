@@ -11,7 +11,7 @@ from bytecheckpoint.manifest import Manifest, ManifestOutline
 from bytecheckpoint.runtime.notebook_html import facts_html
 
 OWN_FORMAT = "bytecheckpoint"
-INTEGRATION = "integration"
+INTEGRATION = "bcp_integration"
 """Key in the metadata of what an integration has saved."""
 Outcome: TypeAlias = Literal["committed", "removed", "kept", "under_way"]
 

@@ -131,13 +131,18 @@ class _WorkerSignal:
 
     def __init__(self) -> None:
         self.stop: WorkerStop | None = None
+        self._pid = os.getpid()
         self._old = signal.signal(signal.SIGTERM, self)
 
     def __call__(self, number: int, frame: Any) -> None:
-        if self.stop is not None:
+        # A forked child inherits the handler, and must not outlive its signal.
+        if self.stop is not None and os.getpid() == self._pid:
             self.stop.request("SIGTERM")
         elif callable(self._old):
             self._old(number, frame)
+        elif self._old != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
 
 def _handle_sigterm() -> None:

@@ -186,8 +186,8 @@ def warn_of_ignored(report: LoadReport, *, rank: int) -> None:
     """Warns, on rank 0, of what the checkpoint has and the state does not: the next save would not have it either."""
     if report.ignored and rank == 0:
         logger.warning(
-            "step %s also has %s, which the state does not: not restored, and the next save of this state will lack "
-            "it. Add it to the state to go on with it, or pass exclude= to leave it out without this warning",
+            "step %s also has %s, which the state does not: not restored, and no save of this state will have it. Add "
+            "it to the state to go on with it, or pass exclude= to leave it out without this warning",
             report.step,
             and_more(list(map(repr, report.ignored)), 10),
         )

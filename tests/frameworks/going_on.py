@@ -11,7 +11,7 @@ from bytecheckpoint.tools.analysis.diagnosis.checkpoint_diagnosis import diagnos
 def line_of(path: Path | str, framework: str) -> str:
     """The line; a test fails unless the doctor says that the checkpoint is of this framework."""
     found = diagnose(str(path), {})
-    assert found.origin == (f"this library within {framework}", "'integration' in the metadata")
+    assert found.origin == (f"this library within {framework}", "'bcp_integration' in the metadata")
     (line,) = found.code[0].lines
     assert found.code[0].does == f"go on in {framework}"
     return line

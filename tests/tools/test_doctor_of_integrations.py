@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
+from bytecheckpoint.info import INTEGRATION
 from bytecheckpoint.integrations.shared.mark import Name, marked
 from bytecheckpoint.tools.analysis.diagnosis.checkpoint_diagnosis import CheckpointDiagnosis, diagnose
 
@@ -39,7 +40,7 @@ def test_each_integration_has_a_line_with_which_a_run_goes_on(tmp_path: Path, na
     path = tmp_path / "a folder's" / "run-3"
     found = saved(path, name)
     assert found.origin is not None
-    assert found.origin.known_by == "'integration' in the metadata"
+    assert found.origin.known_by == "'bcp_integration' in the metadata"
     assert found.step == 3
     code = found.code[0]
     assert code.does == f"go on in {found.origin.writer.removeprefix('this library within ')}"
@@ -60,6 +61,6 @@ def test_a_step_of_verl_without_roles_is_its_own_folder(tmp_path: Path) -> None:
 def test_weights_alone_and_other_marks_have_no_line_to_go_on_with(tmp_path: Path) -> None:
     found = saved(tmp_path / "weights", "lightning", weights_only=True)
     assert not found.code[0].does.startswith("go on in")
-    bcp.save(tmp_path / "other", {"model": {"w": torch.ones(2)}}, metadata={"integration": ["of another"]})
+    bcp.save(tmp_path / "other", {"model": {"w": torch.ones(2)}}, metadata={INTEGRATION: ["of another"]})
     found = diagnose(str(tmp_path / "other"), {})
     assert found.origin == ("this library", "manifest.bcp")

@@ -38,7 +38,7 @@ from bytecheckpoint.integrations.dcp.storage import (
     flattened,
     refuse_other,
 )
-from bytecheckpoint.integrations.dcp.torch_keywords import stages_later
+from bytecheckpoint.integrations.dcp.torch_keywords import stages_later, with_writers_keywords
 from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.runtime.threads import shared_threads
@@ -68,7 +68,8 @@ def save(
         process_group: The ranks that take part; the default group if None.
         no_dist: Save in this process alone.
         use_collectives: Without effect: no collective is used in any case.
-        options: See SaveOptions; an existing checkpoint is replaced unless the writer has `overwrite=False`.
+        options: See SaveOptions. Its `overwrite` has no effect: a checkpoint that is there is replaced, unless the
+            writer was made with the keyword `overwrite=False`.
         storage_options: For the fsspec backend; never stored.
         on_conflict: `per_rank` saves plain data and tensors of at most 64 KiB that differ between ranks for each rank,
             with a warning; `error` refuses them.
@@ -319,9 +320,10 @@ def _begin(
 
 
 def _save_options(writer: object, options: SaveOptions | None) -> SaveOptions:
-    """Returns the options of the call, else those of the writer, which alone says if a checkpoint may be replaced."""
-    of_writer = writer.options if isinstance(writer, BcpStorageWriter) else SaveOptions(overwrite=True)
-    return replace(options or of_writer, overwrite=of_writer.overwrite)
+    """Returns the options of the call, else those of the writer, with the keywords of the writer."""
+    if not isinstance(writer, BcpStorageWriter):
+        return replace(options or SaveOptions(), overwrite=True)
+    return writer.options if options is None else with_writers_keywords(options, writer.keywords)
 
 
 @contextmanager

@@ -112,13 +112,14 @@ class BcpStorageWriter(StorageWriter):
         **of_file_system_writer: Any,
     ) -> None:
         """`process_group` is the one that dcp.save is called with, which DCP does not tell its writers. Keywords of
-        FileSystemWriter are taken: `overwrite=False` keeps a checkpoint that is there, `thread_count` is
-        SaveOptions.writer_threads.
+        FileSystemWriter are taken: `overwrite=False` keeps a checkpoint that is there, whatever `options.overwrite`
+        says, and `thread_count` is SaveOptions.writer_threads.
 
         Raises CheckpointMismatchError (conflict) for `single_file_per_rank=False` and `_extensions`.
         """
         self.path = path
-        self.options = with_writers_keywords(options or SaveOptions(), of_file_system_writer)
+        self.keywords = of_file_system_writer
+        self.options = with_writers_keywords(options or SaveOptions(), self.keywords)
         self.storage_options = storage_options
         self.process_group = process_group
         self._uses_collectives = True

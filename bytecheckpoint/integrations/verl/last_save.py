@@ -8,7 +8,7 @@ from typing import Any
 
 from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
-from bytecheckpoint.integrations.verl.steps import TRACKER, tracked_step
+from bytecheckpoint.integrations.verl.steps import TRACKER, is_whole, tracked_step
 from bytecheckpoint.options import SaveOptions
 
 try:
@@ -21,11 +21,15 @@ _LOOK_S = 0.1
 
 class WaitForLastSave(CheckpointCallback):
     """The callback that `trainer.checkpoint_callback_class` names. A subclass may set `timeout_s`, and has to call
-    `on_save` if it has its own.
+    `__init__` and `on_save` if it has its own.
     """
 
     timeout_s = SaveOptions().timeout_s
     """Longest wait for the last save."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self._began = time.time()
 
     def on_save(
         self,
@@ -35,14 +39,16 @@ class WaitForLastSave(CheckpointCallback):
         async_save: bool = False,  # noqa: FBT001, FBT002 - verl's signature
         **_: Any,
     ) -> None:
-        """Returns, after the save of the last step, when the tracker file names it: all roles are committed.
+        """Returns, after the last save of the job, when all roles are committed and the tracker file names the step.
 
-        Raises CheckpointSaveError (rank_missing) if it does not name it in time.
+        Raises CheckpointSaveError (rank_missing) if that does not happen in time.
         """
-        if not async_save or global_step < trainer.total_training_steps:
+        if not async_save or self._is_another_to_come(trainer, global_step):
             return
-        tracker, began = Path(checkpoint_dir).parent / TRACKER, time.monotonic()
-        while tracked_step(tracker) != global_step:
+        step, began = Path(checkpoint_dir), time.monotonic()
+        tracker = step.parent / TRACKER
+        # An earlier run, whose steps are replaced, may have left a tracker file that names the step already.
+        while tracked_step(tracker) != global_step or not is_whole(step, since=self._began):
             if time.monotonic() - began > self.timeout_s:
                 raise CheckpointSaveError(
                     f"the last save, {checkpoint_dir}, was not committed by all its roles within {self.timeout_s:g} s; "
@@ -52,3 +58,14 @@ class WaitForLastSave(CheckpointCallback):
                     path=checkpoint_dir,
                 )
             time.sleep(_LOOK_S)
+
+    def _is_another_to_come(self, trainer: Any, global_step: int) -> bool:
+        """Returns True if the driver saves a later step: it does at multiples of `save_freq`, and at the last of
+        `total_training_steps`, which epochs may end before.
+        """
+        of_job, last = self.config.trainer, trainer.total_training_steps
+        end = min(last, trainer.steps_per_epoch * of_job.total_epochs)
+        if of_job.save_freq <= 0:
+            return False
+        next_due = (global_step // of_job.save_freq + 1) * of_job.save_freq
+        return bool(next_due <= end or global_step < last == end)

@@ -87,6 +87,9 @@ class RoleSaves:
         number = int(step.name.removeprefix(_PREFIX)) if folders is not None else 0
         record = folders.record(number) if folders is not None else FolderRecord(sequence=0)
         self._path = str(place)
+        if folders is not None and is_role:
+            # A step is whole when each folder of it is committed: that of a role must not come after those of others.
+            place.mkdir(parents=True, exist_ok=True)
         handle = api.save(
             place,
             state,
@@ -125,29 +128,32 @@ class RoleSaves:
         self.settle()
         if state:
             api.load(local_path, state, step=None, options=self._load_options)
-        with api.open(local_path, step=None) as checkpoint:
-            self._find_folders(Path(local_path), resumed=checkpoint.info.save_id)
+        self._find_folders(Path(local_path), is_resumed=True)
 
-    def _find_folders(self, place: Path, *, resumed: str = "") -> NumberedFolders | None:
-        """Returns the folders of the role on rank 0, where the path is one of verl's layouts. `resumed` is the save id
-        of a checkpoint that was loaded. Raises on all ranks what rank 0 raises.
+    def _find_folders(self, place: Path, *, is_resumed: bool = False) -> NumberedFolders | None:
+        """Returns the folders of the role on rank 0, where the path is one of verl's layouts. With `is_resumed` it is
+        that of the checkpoint that was loaded. Raises on all ranks what rank 0 raises.
         """
         is_role = _STEP.fullmatch(place.parent.name) is not None
         if not (is_role or _STEP.fullmatch(place.name)):
             return None
         root, below = (place.parent.parent, place.name) if is_role else (place.parent, "")
-        if self._root != str(root) or resumed:
+        if self._root != str(root) or is_resumed:
             decisions = Decisions(None, str(root), timeout_s=self._options.timeout_s)
-            self._folders = on_rank_0(decisions, partial(self._begun, root, below, resumed))
+            self._folders = on_rank_0(decisions, partial(self._begun, root, below, place if is_resumed else None))
             self._root = str(root)
         return self._folders
 
-    def _begun(self, root: Path, below: str, resumed: str) -> NumberedFolders:
+    def _begun(self, root: Path, below: str, resumed: Path | None) -> NumberedFolders:
         folders = self._folders
         if folders is None or folders.root != str(root):
             beside = _remove_files_of_verl
             folders = NumberedFolders(root, _PREFIX, below=below, storage_options=None, remove_beside=beside)
-        folders.begin(resumed=resumed)
+        save_id = ""
+        if resumed is not None:
+            with api.open(resumed, step=None) as checkpoint:
+                save_id = checkpoint.info.save_id
+        folders.begin(resumed=save_id)
         return folders
 
     @staticmethod

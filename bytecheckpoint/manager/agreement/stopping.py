@@ -59,8 +59,8 @@ class StopRequests:
         self._is_closed = False
         if signals and threading.current_thread() is not threading.main_thread():
             logger.warning(
-                "the manager was made outside of the main thread, so it cannot handle %s: make it in the main thread, "
-                "or call request_stop",
+                "stops cannot be requested by %s, because only the main thread can handle signals: make the manager or "
+                "AgreedStop there, or call request_stop of the manager, request of AgreedStop",
                 ", ".join(signals),
             )
             return
@@ -274,7 +274,7 @@ def join_stop(
         return SoleStop(requests)
     group = process_group if process_group is not None else dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError("rank 0 was heard, so there is a group")
+        raise TypeError(f"process_group is a {type(group).__name__}, no ProcessGroup")
     ranks = dist.get_process_group_ranks(group)
     store, rank = group_store(group), dist.get_rank(group)
     return GroupStop(requests, store, token=token, rank=rank, global_ranks=ranks, timeout_s=timeout_s)

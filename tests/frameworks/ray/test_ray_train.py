@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -196,3 +199,21 @@ def test_the_block_of_the_page_runs(reported: Reported, monkeypatch: pytest.Monk
     names["train"]({"steps": 3})
     assert [metrics for metrics, _ in reported.calls] == [{"loss": 0.5}] * 3
     assert reported.upload()().path.endswith("step_00000002")
+
+
+def test_a_forked_child_of_a_worker_does_not_outlive_sigterm() -> None:
+    from bytecheckpoint.integrations.ray import _WorkerSignal
+
+    old = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        handler = _WorkerSignal()
+        handler.stop = SimpleNamespace(request=lambda _: None)  # as that of a worker that trains
+        child = os.fork()
+        if child == 0:
+            time.sleep(5)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+    finally:
+        signal.signal(signal.SIGTERM, old)
+    assert os.WTERMSIG(status) == signal.SIGTERM
