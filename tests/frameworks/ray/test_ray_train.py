@@ -208,10 +208,13 @@ def test_a_forked_child_of_a_worker_does_not_outlive_sigterm() -> None:
     try:
         handler = _WorkerSignal()
         handler.stop = SimpleNamespace(request=lambda _: None)  # as that of a worker that trains
+        readable, writable = os.pipe()
         child = os.fork()
         if child == 0:
+            os.write(writable, b"1")
             time.sleep(5)
             os._exit(0)
+        os.read(readable, 1)  # Python forgets a signal that comes before the child's first line
         os.kill(child, signal.SIGTERM)
         _, status = os.waitpid(child, 0)
     finally:
