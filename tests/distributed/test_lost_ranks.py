@@ -166,6 +166,8 @@ LOST = {
     "taking in": "was to take what this one reads, and is gone",
     "taking": "shared memory with this one, and its process has ended",
 }
+SEEN_AT_BARRIER = "cannot answer, because process"
+"""What rank 0 says of rank 2 instead if rank 1 has left the exchange first, so that rank 0 waits for all already."""
 
 
 @pytest.mark.parametrize("phase", LOST)
@@ -177,7 +179,7 @@ def test_a_peer_that_dies_is_known_long_before_the_timeout(workers: WorkerPool, 
     for outcome in others:
         assert outcome.error is None, outcome.error
         assert (outcome.value.kind, outcome.value.ranks) == ("rank_missing", (2,))
-        assert LOST[phase] in outcome.value.message
+        assert LOST[phase] in outcome.value.message or SEEN_AT_BARRIER in outcome.value.message
 
 
 HOLD_S = 4.0
