@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 import bytecheckpoint as bcp
 from bytecheckpoint.integrations import dcp
+from bytecheckpoint.integrations.dcp import calls, storage
 from bytecheckpoint.saving import commit
 from bytecheckpoint.tools.main import cli
 
@@ -294,6 +295,22 @@ def test_a_writer_that_may_not_overwrite_keeps_what_is_there(tmp_path: Path) -> 
         pytest.raises(torch_dcp.CheckpointException, match="CheckpointExistsError"),
     ):
         torch_dcp.save({"n": 2}, storage_writer=writer)
+    assert bcp.load_tree(tmp_path) == {"n": 1}
+
+
+def test_options_of_a_call_leave_the_keywords_of_the_writer_in_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[bcp.SaveOptions] = []
+
+    def begin_save(*args: Any, options: bcp.SaveOptions, **keywords: Any) -> bcp.SaveHandle:
+        used.append(options)
+        return storage.begin_save(*args, options=options, **keywords)
+
+    monkeypatch.setattr(calls, "begin_save", begin_save)
+    writer = dcp.FileSystemWriter(tmp_path, thread_count=5, overwrite=False)
+    dcp.save({"n": 1}, storage_writer=writer, options=bcp.SaveOptions(timeout_s=77, writer_threads=2))
+    assert used == [bcp.SaveOptions(timeout_s=77, writer_threads=5, overwrite=False)]
     assert bcp.load_tree(tmp_path) == {"n": 1}
 
 
