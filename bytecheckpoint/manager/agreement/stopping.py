@@ -274,7 +274,10 @@ def join_stop(
         return SoleStop(requests)
     group = process_group if process_group is not None else dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"process_group is a {type(group).__name__}, no ProcessGroup")
+        raise TypeError(
+            f"process_group is of type {type(group).__name__}: pass a ProcessGroup that has this rank, or None for the "
+            "default one"
+        )
     ranks = dist.get_process_group_ranks(group)
     store, rank = group_store(group), dist.get_rank(group)
     return GroupStop(requests, store, token=token, rank=rank, global_ranks=ranks, timeout_s=timeout_s)
