@@ -285,7 +285,11 @@ def write_page() -> None:
 
 
 def main() -> int:
-    arguments = _parser().parse_args()
+    parser = _parser()
+    arguments = parser.parse_args()
+    of_one = arguments.more or arguments.seed is not None or arguments.trials is not None
+    if of_one and len(arguments.names) != 1:
+        parser.error("--more, --seed and --trials are options of one campaign: name exactly one")
     by_name = {campaign.name: campaign for campaign in all_campaigns()}
     unknown = [name for name in arguments.names if name not in by_name]
     if unknown:

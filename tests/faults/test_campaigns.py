@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -464,6 +465,18 @@ def test_a_campaign_that_ends_without_an_outcome_is_named_and_makes_no_whole_run
 )
 def test_trials_are_a_number_or_a_range(arguments: str, expected: range) -> None:
     assert fault_table.range_of(arguments) == expected
+
+
+@pytest.mark.parametrize("names", [[], ["flip-data", "mix-up"]])
+@pytest.mark.parametrize("option", [["--more"], ["--seed", "3"], ["--trials", "17"]])
+def test_an_option_of_one_campaign_is_refused_for_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], names: list[str], option: list[str]
+) -> None:
+    """Instead of a run of all their trials, which would replace what was kept."""
+    monkeypatch.setattr(sys, "argv", ["fault_table.py", *names, *option])
+    with pytest.raises(SystemExit, match="2"):
+        fault_table.main()
+    assert "name exactly one" in capsys.readouterr().err
 
 
 def test_the_numbers_of_the_page_about_guarantees_are_those_that_were_kept() -> None:
