@@ -1,6 +1,7 @@
 # Every target does its own set-up: a machine with Python >= 3.11, pip and make needs nothing else.
 #
-#   make test     the tests
+#   make test     the tests, in ten minutes on 2 cores
+#   make test-thorough     those that `make test` leaves out: whole matrices, campaigns, benchmarks, long pages
 #   make test-faults       the long tests of faults, for an hour or two
 #   make fault-table       break it on purpose, thousands of times, and write docs/faults.md; some 50 minutes on 2 cores
 #   make test-frameworks   the tests against DeepSpeed, Megatron and all other frameworks themselves, in environments of their own
@@ -34,12 +35,15 @@ BENCH_OBJECTS_ARGS ?= --size 0.25
 FRAMEWORKS := $(patsubst tests/frameworks/requirements-%.txt,%,$(wildcard tests/frameworks/requirements-*.txt))
 
 .DELETE_ON_ERROR:
-.PHONY: test test-gpu test-package test-faults fault-table test-frameworks $(FRAMEWORKS:%=test-framework-%) lint docs demo bench bench-load bench-objects \
+.PHONY: test test-thorough test-gpu test-package test-faults fault-table test-frameworks $(FRAMEWORKS:%=test-framework-%) lint docs demo bench bench-load bench-objects \
   cli-doc clean
 
 # Three processes share the files: tests wait as long as they compute. `make test PYTEST_ARGS="-n 0 -k name"` uses one.
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-thorough: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "thorough and not frameworks and not long" $(PYTEST_ARGS)
 
 test-faults: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)

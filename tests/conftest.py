@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import no_pickle
@@ -14,6 +15,7 @@ import no_sync
 import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
+from thorough import is_thorough
 
 from distributed.workers import WorkerPool
 
@@ -30,6 +32,8 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 
+TESTS = Path(__file__).parent
+
 no_pickle.install()
 no_sync.install()
 
@@ -44,9 +48,18 @@ costs more the more memory a process has.
 """
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _is_thorough(item):
+            item.add_marker("thorough")
     turns = {name: turn for turn, name in enumerate(LONGEST)}
     items.sort(key=lambda item: turns.get(item.path.name, len(turns)))
+
+
+def _is_thorough(item: pytest.Item) -> bool:
+    function, _, parameters = item.name.partition("[")
+    return is_thorough(str(item.path.relative_to(TESTS)), function, parameters.removesuffix("]"))
 
 
 def pytest_collection_finish() -> None:
