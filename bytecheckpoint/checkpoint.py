@@ -268,8 +268,8 @@ def read_whole(
 
 
 def plain_part(value: Any, views: Sequence[Any]) -> Any:
-    """Returns a nested state without the tensors in its dicts, and without dicts of nothing else; None if nothing is
-    left. In lists a view stands for each tensor.
+    """Returns a nested state without the tensors in its dicts, and without dicts that held only tensors; None if
+    nothing is left. In lists and tuples, the view of a tensor takes its place.
     """
     if isinstance(value, TensorStub):
         return views[value.number]
@@ -283,7 +283,7 @@ def plain_part(value: Any, views: Sequence[Any]) -> Any:
 
 
 def _refs(tree: Any, fqn: str) -> dict[str, str]:
-    """Returns the leaves of a tree that are tensors in data files, with the FQNs of those tensors."""
+    """Maps the FQN of each leaf that is a tensor in data files to the FQN of that tensor."""
     return {leaf: value.fqn for leaf, value in leaves(tree, fqn).items() if isinstance(value, TensorRef)}
 
 
@@ -303,7 +303,9 @@ def _read_regions(
 
 
 def _covering_region(shape: tuple[int, ...], index: Any) -> tuple[Region, tuple[Any, ...]]:
-    """Returns the smallest region that an index touches, and the index to apply to it."""
+    """Returns the smallest region that holds all elements of an index, and the index to apply to that region. Raises
+    IndexError for an index that is out of range or of another kind than integers, slices and "...".
+    """
     items = list(index) if isinstance(index, tuple) else [index]
     if items.count(Ellipsis) > 1:
         raise IndexError("an index can only have a single ellipsis ('...')")

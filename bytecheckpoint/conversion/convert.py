@@ -118,6 +118,7 @@ class _Plan(NamedTuple):
     target: TargetPlan
     save_id: str
     experts: str = ""
+    """As in the result: the key in EXPERT_NAMES."""
 
 
 def convert(

@@ -157,7 +157,9 @@ class Budget(NamedTuple):
 
 
 def budget_of(memory_bytes: int, longest_file: int) -> Budget:
-    """Returns how a conversion divides its memory: at least 64 MiB."""
+    """Divides `memory_bytes`, which are at least 64 MiB, into three windows and scratch memory. Windows are no longer
+    than the longest file needs.
+    """
     scratch_bytes = max(8 << 20, min(64 << 20, memory_bytes // 8))
     window_bytes = min(128 << 20, (memory_bytes - scratch_bytes) // 3, longest_file + BLOCK_BYTES - 1)
     return Budget(max(1, window_bytes // BLOCK_BYTES) * BLOCK_BYTES, 3, scratch_bytes)

@@ -116,12 +116,12 @@ class Departures:
         return sum(_bit(rank - leader) for rank in self._members(leader))
 
     def _hand_over(self, keys: Sequence[str]) -> None:
-        """Leaves a list of keys for the last rank."""
+        """Leaves a list of keys for the last rank to remove."""
         number = self._call.store.add(_NUM_LISTS, 1)
         put_message(self._call.store, _handed_key(number), msgspec.msgpack.encode(list(keys)))
 
     def _listed(self, key: str) -> list[str]:
-        """Returns the keys of a list that ranks have left, and its own."""
+        """Returns the keys in the list that was left under `key`, and the keys that hold the list itself."""
         message = get_message(self._call.store, key)
         return [*msgspec.msgpack.decode(message, type=list[str]), *keys_of(key, message)]
 
@@ -129,7 +129,7 @@ class Departures:
         return [*map(_mask_key, self._leaders), _NUM_BLOCKS, _ALL_LEFT]
 
     def _remove_all(self) -> None:
-        """Removes all keys of a call that a rank has left early, or in which one has failed."""
+        """Removes all keys of a call that a rank has left early, or in which a rank has failed."""
         for number in range(1, self._call.store.add(NUM_FAILURES, 0) + 1):
             key = failure_key(number)
             self._call.remove(*keys_of(key, get_message(self._call.store, key)))

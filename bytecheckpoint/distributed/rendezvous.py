@@ -148,7 +148,7 @@ def connect(
     """
     hello = _HELLO.pack(address.token[:16], own_rank, len(request))
     reasons: list[str] = []
-    for host, family, place in _places(address, reasons):
+    for host, family, socket_address in _resolved(address, reasons):
         opened = socket.socket(family, socket.SOCK_STREAM)
         connection = Connection(opened, reader, timeout_s)
         on_open(connection)
@@ -156,7 +156,7 @@ def connect(
             raise PeerLeftError
         try:
             opened.settimeout(min(timeout_s, _HELLO_S))
-            opened.connect(place)
+            opened.connect(socket_address)
             opened.sendall(hello)
             opened.settimeout(timeout_s)
             if not hmac.compare_digest(fill(bytearray(16), opened), address.token[16:]):
@@ -177,11 +177,13 @@ def connect(
     )
 
 
-def _places(address: Address, reasons: list[str]) -> Iterator[tuple[str, int, Any]]:
-    """Resolves the hosts, one after the other; adds an error to `reasons` for each host that cannot be resolved."""
+def _resolved(address: Address, reasons: list[str]) -> Iterator[tuple[str, int, Any]]:
+    """Yields host, family and socket address of each host in turn; adds an error to `reasons` for each host that cannot
+    be resolved.
+    """
     for host in address.hosts:
         try:
-            for family, _, _, _, place in socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM):
-                yield host, family, place
+            for family, _, _, _, socket_address in socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM):
+                yield host, family, socket_address
         except (OSError, UnicodeError) as error:  # UnicodeError of a name that is too long
             reasons.append(f"{host}: {error}")

@@ -58,7 +58,7 @@ class Manifest:
     reader follows it only if its caller asks for that."""
     files: Sequence[DataFile] = ()
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
-    """By FQN. A `TensorTable` where the manifest was decoded or planned, which makes a record when it is asked for."""
+    """By FQN. If the manifest was decoded or planned, a `TensorTable`, which makes records on demand."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """FQN of a tied tensor -> the FQN in `tensors` under which it is stored."""
     objects: Mapping[str, bytes] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Manifest:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """Versions, world size and time of the save. Loading never reads it."""
     map_notes: MapNotes = field(default_factory=MapNotes)
-    """Empty where the checkpoint is seen as it is."""
+    """Empty unless the checkpoint is seen through a name map."""
 
     @property
     def outline(self) -> ManifestOutline:
@@ -80,7 +80,7 @@ class Manifest:
 
     @cached_property
     def table(self) -> TensorTable:
-        """The tensors as columns. Records are put into columns once, when these are first asked for."""
+        """The tensors as columns. Records are put into columns once, on the first use of this property."""
         if isinstance(self.tensors, TensorTable):
             return self.tensors
         return TensorTable(

@@ -199,7 +199,7 @@ def divide_plan(fetches: Iterable[Fetch], share: ReaderShare, extents: Extents, 
 
 
 def _overlapping(runs: Sequence[ExtentRun], run: ExtentRun) -> Iterator[ExtentRun]:
-    """Yields those of the runs that have an extent in common with this one. They are in order and do not overlap."""
+    """Yields the members of `runs` that have an extent in common with `run`. `runs` are in order and do not overlap."""
     number = bisect_right(runs, (run.file, run.first), key=lambda other: (other.file, other.end))
     while number < len(runs) and (runs[number].file, runs[number].first) < (run.file, run.end):
         yield runs[number]
@@ -207,7 +207,7 @@ def _overlapping(runs: Sequence[ExtentRun], run: ExtentRun) -> Iterator[ExtentRu
 
 
 def _units(run: ExtentRun, extents: Extents, unit_bytes: int) -> Iterator[ExtentRun]:
-    """Cuts a run into units: extents that are read at once, of which pieces are passed on."""
+    """Cuts a run into units: runs of extents that a reader rank reads in one piece and passes on in pieces."""
     bounds, first = extents.bounds(run.file), run.first
     while first < run.end:
         end = bisect_right(bounds, bounds[first] + unit_bytes, first + 2, run.end + 1) - 1
@@ -216,8 +216,8 @@ def _units(run: ExtentRun, extents: Extents, unit_bytes: int) -> Iterator[Extent
 
 
 def _cut_all(fetches: Iterable[Fetch], units: Sequence[ExtentRun], extents: Extents) -> dict[ExtentRun, Fetch]:
-    """Returns a fetch of each unit, with what the fetches want of it in file order. The units are in order and hold all
-    that is wanted.
+    """Returns a fetch of each unit, with all parts and frames in it that the fetches want, in file order. The units are
+    in order and cover all that is wanted.
     """
     wanted: dict[ExtentRun, list[Part | Frame]] = {unit: [] for unit in units}
     for fetch in fetches:

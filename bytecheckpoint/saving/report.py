@@ -230,7 +230,7 @@ def _contradiction(rank: int, planned: str, reported: str) -> CheckpointSaveErro
 
 
 def provenance_of(world_size: int) -> dict[str, Any]:
-    """Returns the record about the ranks that wrote the checkpoint, now."""
+    """Returns the provenance of a checkpoint that is written now: number of ranks, time, and versions of software."""
     return {
         "world_size": world_size,
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),

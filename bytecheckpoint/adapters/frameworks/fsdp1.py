@@ -225,16 +225,17 @@ def _order(fqn: str, shape: Sequence[int], strides: Sequence[int]) -> tuple[int,
 
 
 class _Lowered(NamedTuple):
-    """A buffer that mixed precision keeps in another dtype, and its values in its own."""
+    """A buffer that mixed precision keeps in a lower precision."""
 
     buffer: torch.Tensor
     held: FlatParamMemory
+    """Copy of its values in the dtype that the buffer had before; a load fills this copy."""
 
 
 def _lowered_buffers(tree: ModuleTree, wrappers: Iterable[Any], plain_name: Callable[[str], str]) -> Sequence[_Lowered]:
     prefixes = {id(module): plain_name(name) for name, module in reversed(tree.submodules)}
     own_dtypes: dict[str, tuple[torch.dtype, torch.dtype | None]] = {}
-    for wrapper in wrappers:  # inner ones come last, and theirs is what counts
+    for wrapper in wrappers:  # inner wrappers come last: their dtype overwrites that of outer ones
         for name, dtype in wrapper._buffer_name_to_orig_dtype.items():
             full_name = join_fqn(prefixes[id(wrapper)], name)
             own_dtypes[plain_name(full_name)] = dtype, wrapper.mixed_precision.buffer_dtype

@@ -165,8 +165,8 @@ def decode_plain(data: bytes) -> Any:
 
 
 def decode_refs(data: bytes) -> dict[str, str] | None:
-    """Returns the FQNs by name of a dict of tensors alone, which `encode_refs` has encoded, without a step for each;
-    None for any other tree, and for a damaged one.
+    """Returns the FQNs, by key, in a dict of tensors alone, as `encode_refs` encodes it; None for any other tree, and
+    for a damaged one. It takes no step of Python for each tensor.
     """
     try:
         tree = msgspec.msgpack.decode(data, type=dict[str, Ext])
@@ -179,7 +179,7 @@ def decode_refs(data: bytes) -> dict[str, str] | None:
 
 
 class _ExtensionFound(Exception):  # noqa: N818  it is no error
-    """Ends the decoding of a tree that is more than msgpack's own types."""
+    """Ends the decoding of a tree that has other types than msgpack's own."""
 
 
 def _refuse_extension(_code: int, _content: memoryview) -> Any:
@@ -190,8 +190,8 @@ _decode_simple = msgspec.msgpack.Decoder(ext_hook=_refuse_extension).decode
 
 
 def decode_flagged(data: bytes | msgspec.Raw) -> tuple[Any, bool]:
-    """Returns the tree as `decode_plain` does, and False if it has no extension types, and with them no tensor: which
-    is found for nothing. Raises as that does.
+    """Returns what `decode_plain` returns, and True if the tree has extension types. If it has none, it has no tensor
+    either, and a walk for tensors is saved. Raises the errors of `decode_plain`.
     """
     try:
         return _decode_simple(data), False

@@ -42,16 +42,16 @@ class HostRanks:
 
     @property
     def host(self) -> int:
-        """The lowest rank of the host: ranks with the same one share memory. -1 if this one shares none."""
+        """The lowest rank that shares memory with this rank, the same for all of them; -1 if this rank shares none."""
         return min(self.rank, *self.others) if self.others else -1
 
     @property
-    def max_slots(self) -> int:
-        """Parts of the memory that may be announced at a time, so that no queue is ever full of them."""
+    def max_parts(self) -> int:
+        """Number of parts of the memory that may be announced at a time, so that no queue is ever full of them."""
         return max(1, QUEUE_MESSAGES // (8 * (1 + len(self.others))))
 
     def open(self, offers: Mapping[int, MemoryOffer]) -> None:
-        """Opens the memory of all other ranks of the host. Raises OSError if that of one cannot be had."""
+        """Opens the memory of all other ranks of the host. Raises OSError if the memory of any cannot be opened."""
         try:
             for rank, offer in offers.items():
                 if rank != self.rank:

@@ -266,7 +266,7 @@ class BcpStrategyMixin(Strategy):
             super().load_optimizer_state_dict(checkpoint)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint, on rank 0, once the save in flight is committed. One that is gone passes."""
+        """Removes a checkpoint, on rank 0, once the save in flight is committed. It may be gone already."""
         if not self.is_global_zero:
             return
         path = os.fspath(filepath)

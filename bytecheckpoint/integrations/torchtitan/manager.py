@@ -77,7 +77,9 @@ class BcpCheckpointManager(BaseCheckpointManager):
         """For the fsspec backend of `folder` and of `initial_load_path`; never stored."""
 
         def to_dict(self) -> dict[str, Any]:
-            """Returns the options without credentials: torchtitan logs and stores them."""
+            """Returns the options without `storage_options`, which may have credentials: torchtitan logs and stores the
+            result.
+            """
             fields: dict[str, Any] = BaseCheckpointManager.Config.to_dict(replace(self, storage_options=None))
             return fields
 

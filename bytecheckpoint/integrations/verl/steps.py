@@ -158,8 +158,8 @@ class RoleSaves:
 
     @staticmethod
     def _track(owner: weakref.ref[RoleSaves], handle: SaveHandle, place: Path) -> None:
-        """Writes the tracker file once the step of a role is whole, unless another step of it has begun meanwhile, or
-        the manager is gone. Gives up, with a warning, after as long as ranks wait for one another.
+        """Writes the tracker file once all roles of a step are saved, unless this role has begun another step by then,
+        or its manager is gone. Gives up after `timeout_s` of the save options, with a warning.
         """
         if has_failed(handle):
             return
@@ -191,7 +191,9 @@ class RoleSaves:
 
 
 def _beyond(folders: NumberedFolders, num_kept: int) -> list[NumberedFolder]:
-    """Returns all checkpoints of a role but the newest `num_kept`, and but that from which a restart would resume."""
+    """Returns the checkpoints of a role that may be deleted: all except the newest `num_kept`, and except the one from
+    which a restart would resume.
+    """
     tracked = tracked_step(Path(folders.root, TRACKER))
     return [folder for folder in folders.committed()[:-num_kept] if folder.number != tracked]
 

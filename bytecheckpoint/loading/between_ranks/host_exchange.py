@@ -86,20 +86,20 @@ class HostExchange:
             self._has_requests.set()
 
     def wait_for_requests(self) -> None:
-        """Returns when all takers have asked. Raises PeerLeftError if the load has failed meanwhile."""
+        """Waits until all takers have asked for their units. Raises PeerLeftError if the load has failed meanwhile."""
         with self._activity.waiting():
             self._has_requests.wait()
         if self._is_over.is_set():
             raise PeerLeftError
 
-    def announce(self, unit: Unit, slot: ArenaPart) -> None:
-        """Lets all who have asked for this unit take it out of the slot."""
+    def announce(self, unit: Unit, part: ArenaPart) -> None:
+        """Tells every rank that has asked for this unit to take it from this part of the memory."""
         now = time.monotonic()
         for rank in {rank for ranks in self.requests.get(unit, {}).values() for rank in ranks}:
-            slot.hold()
-            self._announced[rank, unit] = slot, now
+            part.hold()
+            self._announced[rank, unit] = part, now
             file, byte_offset = unit
-            where = {"start": slot.start, "byte_length": slot.content.nbytes}
+            where = {"start": part.start, "byte_length": part.content.nbytes}
             self._send(rank, _READY, file=file, byte_offset=byte_offset, **where)
 
     def beat(self) -> None:
@@ -219,9 +219,9 @@ class Arenas(NamedTuple):
 
 
 def divided(met: HostRanks, read_bytes: int) -> Arenas:
-    """Divides the memory; so many bytes are for what this rank reads."""
+    """Divides the shared memory of this rank; `read_bytes` are for units that it reads, the rest for received ones."""
     parts = (range(read_bytes), range(read_bytes, met.content.nbytes))
-    return Arenas(*(Arena(met.content, part, max_slots=met.max_slots) for part in parts))
+    return Arenas(*(Arena(met.content, part, max_parts=met.max_parts) for part in parts))
 
 
 def _unit(fetch: Fetch) -> Unit:

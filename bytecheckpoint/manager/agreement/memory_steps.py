@@ -43,7 +43,9 @@ class MemorySteps:
         *,
         decisions: Decisions,
     ) -> None:
-        """Raises ValueError or TypeError for what is neither a number of steps nor a policy."""
+        """Raises TypeError if `every` is neither a number of steps nor a policy, and ValueError if it is less than one
+        step, or is not 1 although the options have no memory.
+        """
         self._policy = EverySteps(every) if isinstance(every, int) else every
         if not callable(getattr(self._policy, "due", None)):
             raise TypeError(f"memory_every takes a number of steps or a save policy, not {every!r}")
@@ -56,7 +58,7 @@ class MemorySteps:
         self._decisions = decisions
         self._handle: SaveHandle | None = None
         self._held: list[StepInfo] = []
-        """The newest step that memory was asked to hold, as the policy sees it."""
+        """The newest step that was saved to memory, for the policy; empty before the first one."""
 
     @property
     def is_on(self) -> bool:

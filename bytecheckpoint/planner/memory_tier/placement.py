@@ -17,7 +17,7 @@ class RankPlace(NamedTuple):
     """The place of a rank."""
 
     host: str
-    """Id of the memory root."""
+    """Id of the memory root, which all ranks of a host share."""
     domain: str | None
     """Label of the failure domain; None where each host is its own."""
 
@@ -30,7 +30,7 @@ class CopyPlan(NamedTuple):
     """The ranks that hold copies."""
 
     targets: Sequence[Sequence[int]]
-    """For each rank those that hold a copy of what it staged, each in a domain of its own."""
+    """By rank: the ranks that hold a copy of what this rank staged, each in a domain of its own."""
     short: Sequence[int]
     """Ranks for which there are not enough domains."""
 
@@ -48,7 +48,8 @@ def place_copies(places: Sequence[RankPlace], staged_bytes: Sequence[int], copie
 
     The ranks of one host go to as few hosts as an even spread allows: the fewer pairs of hosts there are, the fewer
     losses of two hosts matter. Equal hosts form a ring, with steps longer than any domain. Where a ring is uneven or
-    impossible, each goes to the host that holds the least, those with the least choice first.
+    impossible, each copy goes to the host that holds the fewest bytes, beginning with the ranks that have the least
+    choice.
     """
     tried = [_place_greedily(places, staged_bytes, copies)]
     ring = _place_on_a_ring(places, copies)
