@@ -94,7 +94,7 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the user gave to `save`."""
+        """The metadata that was given to `save`."""
         return self.manifest.metadata
 
     @cached_property
@@ -108,7 +108,7 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         return plain_part(PlainData(self.manifest, selection, request).shared(), views) or {}
 
     def rank_values(self, fqn: str) -> dict[int, Any]:
-        """What each rank saved under this FQN, by rank: RankLocal values, and extra_state that differed.
+        """Returns the values that ranks saved under this FQN, by rank: RankLocal values, and extra_state that differed.
 
         Tensors in them are read, whole, to the host; ranks that saved the same large tensor share it. Raises
         CheckpointNotFoundError (not_found), which is not a KeyError, for an FQN without such values, and the errors of

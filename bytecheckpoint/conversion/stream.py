@@ -73,7 +73,7 @@ class Stream:
         return [Block(at, min(BLOCK_BYTES, self.byte_length - at)) for at in range(0, self.byte_length, BLOCK_BYTES)]
 
     def fill(self, byte_offset: int, memory: memoryview, elements: Elements) -> None:
-        """Fills the memory, which is aligned as in the file, with the bytes from there on."""
+        """Fills the memory with the bytes of the file from `byte_offset` on. The memory is aligned as in the file."""
         parts = list(self._parts(byte_offset, memory))
         elements.read(
             [
@@ -91,7 +91,9 @@ class Stream:
                 self._checksums[number] = zlib.crc32(part, self._checksums.get(number, 0))
 
     def _parts(self, byte_offset: int, memory: memoryview) -> Iterator[tuple[int, FileRun, int, memoryview]]:
-        """Yields the runs that the range meets: number, run, the range's start in it, and the memory for it."""
+        """Yields each run in the range as its number, the run, the first byte of it in the range, and the memory for
+        it.
+        """
         position, end = byte_offset, byte_offset + len(memory)
         for number in range(bisect_right(self._ends, byte_offset), len(self._runs)):
             run_end = self._ends[number]
@@ -137,7 +139,9 @@ class TargetPlan(NamedTuple):
 
 
 def spread(byte_lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Returns the numbers of the items for each rank: about as many bytes for each, the largest first."""
+    """Assigns items to ranks, the largest first, so that each rank gets about as many bytes; returns the numbers of the
+    items of each rank.
+    """
     loads, numbers = [0] * num_ranks, [list[int]() for _ in range(num_ranks)]
     for number in sorted(range(len(byte_lengths)), key=lambda each: -byte_lengths[each]):
         rank = loads.index(min(loads))

@@ -95,7 +95,7 @@ class Streams(IterableDataset[Any]):
         self._block: list[str] | None = None
         """The streams of this worker process, from its first pass on."""
         self._epoch = 0
-        """That of the last pass that was begun."""
+        """Epoch of the last pass that was begun."""
         self.read_ahead = read_ahead
         """Batches that the training loop holds when it saves."""
         self.is_tracked = False

@@ -187,22 +187,22 @@ def load_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
 
 
 class ClientState:
-    """Takes what the checkpoint has of a client state, whatever it is."""
+    """Target of a load that accepts any client state, which it then has in `given`."""
 
     def __init__(self) -> None:
         self.given: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns nothing: the checkpoint says what there is."""
+        """Returns an empty dict: the checkpoint decides what is loaded."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what there is."""
+        """Takes the client state of the checkpoint, if it has one."""
         self.given = state_dict.get("client_state", {})
 
     def take_own(self, path: str, storage_options: Mapping[str, Any] | None) -> None:
-        """Takes what this rank has saved, or rank 0 where this rank is new; of DeepSpeed's own checkpoint, what it has
-        at the top beside the engine's state, where DeepSpeed puts it.
+        """Takes the client state that this rank has saved, or that of the lowest rank if this rank saved none. From a
+        checkpoint of DeepSpeed itself, takes the values beside the engine's state, where DeepSpeed puts them.
         """
         with api.open(path, storage_options=storage_options) as checkpoint:
             if checkpoint.info.format == _OF_DEEPSPEED:

@@ -1,5 +1,5 @@
-"""Which checkpoints a `CheckpointManager` and `bcp keep` keep. A policy is a frozen value; `|` joins policies, and a
-checkpoint stays if one of them keeps it.
+"""Policies that choose the checkpoints to keep, for `CheckpointManager` and `bcp keep`. A policy is a frozen value; `|`
+joins policies, and a checkpoint stays if one of them keeps it.
 
     keep=Latest(3) | EverySteps(10_000) | Best(2, "val_loss", mode="min")
 

@@ -57,7 +57,7 @@ class Generation(NamedTuple):
     save_id_prefix: str
     """First 8 characters of the ids of its saves."""
     earlier_prefixes: tuple[str, ...]
-    """Those of earlier generations that were not cleared when this one was claimed."""
+    """Prefixes of earlier generations that were not cleared when this one was claimed."""
 
     def check(self, *, outcome: str) -> None:
         """Raises CheckpointSaveError (superseded) if there is a higher generation. `outcome` is a sentence about what

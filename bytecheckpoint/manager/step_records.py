@@ -226,7 +226,7 @@ def _first_chosen(
 
 
 class _Reading(NamedTuple):
-    """How the steps of a store are read."""
+    """The way in which the steps of a store are read."""
 
     store: Store
     reads_manifests: bool

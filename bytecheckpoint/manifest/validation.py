@@ -151,7 +151,9 @@ def itemsizes_of(columns: Columns, fqns: Sequence[str]) -> Int64s:
 
 
 def numels_of(columns: Columns, itemsizes: Int64s, fqns: Sequence[str]) -> Int64s:
-    """Returns the elements of each tensor. Raises CheckpointCorruptError (bad_manifest) for an impossible shape."""
+    """Returns the number of elements of each tensor. Raises CheckpointCorruptError (bad_manifest) for a shape that is
+    too large.
+    """
     if columns.num_dims.max(initial=0) > MAX_DIMS:
         tensor = first_true(columns.num_dims > MAX_DIMS)
         raise bad_manifest(f"{shown(fqns[tensor])} has {columns.num_dims[tensor]} dimensions; at most {MAX_DIMS}")

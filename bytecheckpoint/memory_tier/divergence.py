@@ -37,11 +37,11 @@ class DivergentFile(msgspec.Struct, frozen=True, array_like=True):
     owner: int
     number: int
     digests: list[int]
-    """The owner's, of each extent."""
+    """The owner's digest of each extent."""
 
 
 class DivergentReplica(msgspec.Struct, frozen=True, array_like=True):
-    """Tensors in one extent that is not alike on two ranks."""
+    """Tensors in an extent whose bytes differ between two ranks, the owner and another one."""
 
     names: str
     owner: int

@@ -80,9 +80,9 @@ class HeldSave(NamedTuple):
     info: CheckpointInfo
     record: VersionRecord
     holdings: Sequence[RankHolding]
-    """Those of all ranks, on the coordinator."""
+    """Holdings of all ranks, on the coordinator."""
     tells_host: bool
-    """True on the one rank that writes down for its host what is held."""
+    """True on the one rank of each host that records what the host holds."""
 
 
 _THREADS = 3

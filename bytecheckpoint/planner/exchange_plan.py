@@ -146,7 +146,7 @@ def can_share(fetch: Fetch, extents: Extents) -> bool:
 
 
 def wanted_runs(fetches: Iterable[Fetch], extents: Extents) -> list[ExtentRun]:
-    """Returns the extents that hold something that the fetches are for, in file order, in runs that do not touch.
+    """Returns the extents from which the fetches want bytes, in file order, as runs that do not touch one another.
     Fetches that cannot be shared are left out.
     """
     sharable = [fetch for fetch in fetches if can_share(fetch, extents)]

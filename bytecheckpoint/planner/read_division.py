@@ -84,7 +84,7 @@ class ReadGroup(NamedTuple):
 
 
 class ReadDivision(NamedTuple):
-    """Who reads what, of all ranks."""
+    """The division of reading among all ranks."""
 
     groups: Sequence[ReadGroup]
     common: Sequence[tuple[int, ExtentRun]]

@@ -147,7 +147,8 @@ class _JobRun(Generic[Job]):
 
 
 class ThreadPool:
-    """As many threads as were ever at work at the same time. They are daemons, so that a program may join all others.
+    """A pool that starts a thread when all are busy, and keeps it. Its threads are daemons, so that a program may join
+    all others.
 
     A forked child has none of them, and starts its own.
     """

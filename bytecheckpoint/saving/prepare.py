@@ -104,7 +104,7 @@ def devices_of(shards: ShardBlocks) -> set[torch.device]:
 
 
 class KeptBetweenSaves(NamedTuple):
-    """What a process keeps from one save for the next."""
+    """Objects that a process keeps from one save to the next."""
 
     buffers: HostBuffers
     history: PhaseHistory
@@ -141,7 +141,7 @@ class PreparedSave:
         self.generation: int | None = None
         """Set on the coordinator once memory holds the save, if it does."""
         self.extent_digests: Sequence[Sequence[int]] = ()
-        """Those of each file of this rank, once memory holds the save."""
+        """Extent digests of each file of this rank, once memory holds the save."""
         if memory is not None:
             memory.slots.begin_save()
         self.history = kept.history

@@ -70,7 +70,7 @@ class SaveTarget(NamedTuple):
     owner: SaveOwner | None = None
     """None if nobody owns the root."""
     memory: str = ""
-    """What must be the same on all ranks of a memory tier, in words; empty without one."""
+    """Text of the memory options that must be the same on all ranks; empty without a memory tier."""
     reuse: bool = False
     """True if files of the newest checkpoint are taken where they are equal."""
 

@@ -89,7 +89,7 @@ class SaveFiles(NamedTuple):
     rank: int
     planned: Sequence[PlannedFile]
     extent_digests: Sequence[Sequence[int]] = ()
-    """Those of each file, where memory holds what is written and they were computed for that."""
+    """Extent digests of each file if memory holds the save, for which they were computed already; else empty."""
 
     def name(self, number: int) -> str:
         """Returns the name of a file inside the checkpoint's folder."""

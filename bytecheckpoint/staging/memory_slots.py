@@ -36,7 +36,7 @@ class JobMemory:
     def __init__(self, job: JobFolder) -> None:
         self.job = job
         self.copies, self.parity = CopySlots(job, "copies"), CopySlots(job, "parity")
-        """What this process holds for other hosts."""
+        """Slots in which this process holds copies and parity for other hosts."""
         self._joined: tuple[ProcessLock, LivingProcess] | None = None
         self._resumed: tuple[ProcessLock, LivingProcess] | None = None
         self._slots: list[Slot] = []
@@ -58,14 +58,14 @@ class JobMemory:
             slot_file.remove_stale_temporaries(job.slots)
 
     def begin_save(self) -> None:
-        """Ends what an earlier save has left of its slot."""
+        """Gives up the slots that an earlier save has begun to fill."""
         self._filling = None
         self.copies.begin_save()
         self.parity.begin_save()
 
     def take(self, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
-        """Returns memory for an image with files of these lengths: a slot that holds nothing which is still needed.
-        Called again by the same save, it returns the same slot.
+        """Returns memory for an image with files of these lengths, in a slot whose content is no longer needed. Called
+        again for the same save, takes the same slot.
 
         Raises CheckpointSaveError (no_space).
         """

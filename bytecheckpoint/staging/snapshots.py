@@ -203,7 +203,8 @@ class ProposedState:
         self._is_agreed.set()
 
     def stage(self) -> None:
-        # Completes a wrong one as well: no thread may still write to its memory when the right one is staged.
+        # The proposed copy is completed even if it is wrong: no thread may still write to its memory when the right one
+        # is staged.
         self.proposed.stage()
         self._is_agreed.wait()
         if self._error is not None:
@@ -288,7 +289,7 @@ class StateInWaves:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Returns when no thread writes to the memory, so that another save may use it."""
+        """Stops staging, and waits until no thread writes to the memory, so that another save may use it."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

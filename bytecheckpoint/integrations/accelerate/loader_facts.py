@@ -1,4 +1,4 @@
-"""What a loader of accelerate says about itself: samplers, generators, the size of its batches, and its state."""
+"""Reads facts about a loader of accelerate: samplers, generators, the size of its batches, and its state."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class _Reply(NamedTuple):
     hosts: list[list[int]]
     """The ranks of each host of the groups."""
     addresses: dict[int, Address]
-    """Those of all readers in the groups, if they are on several hosts."""
+    """Addresses of all reader ranks in the groups, if the groups are on several hosts."""
     unit_bytes: int
     heartbeat_s: float
 

@@ -70,7 +70,7 @@ class HostExchange:
         self._unasked = {*takers}
         self._has_requests = threading.Event()
         self._announced: dict[tuple[int, Unit], tuple[ArenaPart, float]] = {}
-        """What takers have not taken yet, with the time since when."""
+        """By taker and unit: the part that was announced and not taken yet, and the time of the announcement."""
         self._started_at = self._beat_at = time.monotonic()
         self._checked_at = self._started_at
         self._seen_at = dict.fromkeys((*self._awaited, *takers), self._started_at)

@@ -75,7 +75,7 @@ class SecondRoot:
         self._renewed: set[int] = set()
         """Steps with metrics that were reported since their copies."""
         self._to_renew: set[int] = set()
-        """Those of them that this catching up copies."""
+        """Steps of `_renewed` that are to be copied in this round."""
         self._is_refused = False
         """True if the second root has refused to delete."""
         self.may_delete = False

@@ -54,7 +54,7 @@ class ManagedData:
         self._log = log
         self._options = options
         self._loaders: dict[str, DataLoaderState] = {}
-        """Those of the last state that was passed here."""
+        """Loaders of the last state that was passed here, by FQN."""
         self._has_logged = False
 
     def find(self, state: Mapping[str, Any] | None) -> dict[str, DataLoaderState]:

@@ -59,7 +59,7 @@ class HeldVersion(NamedTuple):
 
 
 def add_pending(job: JobFolder, record: VersionRecord, content: bytes) -> None:
-    """Writes the manifest of a version whose data is whole on all hosts."""
+    """Writes the manifest of a version as pending: all hosts hold its data, but not all may have its manifest yet."""
     encoded = msgspec.msgpack.encode(record)
     prefix = _PREFIX.pack(_MAGIC, len(encoded), xxhash.xxh3_64_intdigest(encoded))
     replace_file(_path(job, record.save_id, "pending"), prefix, encoded, content)
