@@ -79,7 +79,7 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 
 class CheckpointCorruptError(CheckpointError, ValueError):
-    """Bytes are not those that were written, or cannot be understood."""
+    """Bytes differ from those that were written, or cannot be understood."""
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):

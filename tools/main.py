@@ -53,7 +53,7 @@ _COMMANDS = {
 
 
 class _Commands(MutableMapping[str, click.Command]):
-    """Commands by name. A module is imported when its command is asked for: some take half a second."""
+    """Commands by name. The module of a command is imported when the command runs: some imports take half a second."""
 
     def __init__(self) -> None:
         self._added: dict[str, click.Command] = {}

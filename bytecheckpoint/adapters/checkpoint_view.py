@@ -210,7 +210,7 @@ class CheckpointView:
 
     @property
     def moment(self) -> str:
-        """Names the state that was saved: its step, or, where it has none, the save."""
+        """Names the save for messages: by its step, or by its save id if it has no step."""
         return f"save {self._manifest.save_id}" if self._manifest.step is None else f"step {self._manifest.step}"
 
     def saved_by_rank(self, fqn: str) -> SavedByRank | None:

@@ -81,7 +81,7 @@ class _MemoryPlaces(NamedTuple):
 
 
 class ShardColumns(Sequence[LocalShard]):
-    """The shards of whole tensors on the host. Each record is made when it is asked for, which few are."""
+    """The shards of whole tensors on the host. Records are made on demand, and few are needed."""
 
     def __init__(self, fqns: tuple[str, ...], layout: _ColumnLayout, places: _MemoryPlaces) -> None:
         self._fqns = fqns

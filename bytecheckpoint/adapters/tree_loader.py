@@ -146,7 +146,8 @@ class TreeTarget:
         return restored(filled, found.fqn, self.live, left=unbuildable)
 
     def left_out(self, found: StoredTree, checkpoint: CheckpointView) -> set[str]:
-        """Returns the subclasses, by checkpoint FQN, that would have to be built without what is left out of them."""
+        """Returns the checkpoint FQNs of subclasses that are not live and cannot be built, because parts are left out.
+        """
         names = partly_taken(leaves(found.tree, found.fqn), checkpoint)
         return {name for name in names if state_fqn(name, checkpoint) not in self.live}
 
@@ -165,7 +166,7 @@ class TreeTarget:
 
 
 def state_fqn(fqn: str, checkpoint: CheckpointView) -> str:
-    """Returns the state FQN of a subclass of this checkpoint FQN: that of its facts tells it."""
+    """Returns the state FQN of the subclass with this checkpoint FQN, found by renaming the FQN of its facts."""
     return outer_fqn(checkpoint.rename(f"{fqn}.{FACTS}"))
 
 

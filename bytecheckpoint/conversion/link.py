@@ -27,7 +27,7 @@ def link_manifest(
     view: MappedView, request: SelectionRequest, *, source: str, target: str
 ) -> tuple[Manifest, Selection]:
     """Returns the manifest to write in the folder `target`, for files below the folder `source`; both are paths or URLs
-    as stores show them. What is left out stays where it is.
+    as stores show them.
 
     Raises CheckpointMismatchError (conflict) for what takes more than a manifest.
     """

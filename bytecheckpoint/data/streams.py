@@ -133,7 +133,7 @@ class Streams(IterableDataset[Any]):
         return tree_of(replace(self._taken[stream_id], snapshot=None), source_name(self._sources[stream_id]))
 
     def shared_state(self) -> dict[str, Any]:
-        """Returns what all ranks agree about: all state is that of streams."""
+        """Returns the state that all ranks have in common. It only says that all other state belongs to streams."""
         return {"kind": "streams"}
 
     def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
@@ -331,7 +331,7 @@ def check_stream(stream_id: Any, source: Any) -> None:
 
 
 def check_unshared(sources: Mapping[str, Any]) -> None:
-    """Raises ValueError if two streams have the same source, where it has a place or an epoch that each would set."""
+    """Raises ValueError if two streams share a source that has a position or an epoch, which each of them would set."""
     ids: dict[int, str] = {}
     for stream_id, source in sources.items():
         if not (is_stateful(source) or hasattr(source, "set_epoch")):

@@ -139,7 +139,7 @@ class Departures:
 
 
 def failure_key(number: int) -> str:
-    """Returns the key of the error of the rank that was the so many-th to fail."""
+    """Returns the key of an error; `number` counts ranks in the order in which they failed, from 1."""
     return f"failed/{number}"
 
 

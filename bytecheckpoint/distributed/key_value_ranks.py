@@ -317,7 +317,9 @@ class GroupRanks:
             self._put(bell_key(number, reader), b"")
 
     def _leave(self, *, all_failed: bool = False) -> None:
-        """Removes the own keys that nobody reads any more and counts this rank, not the coordinator, as gone."""
+        """Removes the keys of this rank that no rank reads any more, and counts this rank as gone, unless it is the
+        coordinator.
+        """
         # A leader may be about to read them.
         is_unsafe = self._has_failed or (all_failed and self._blocks.are_several)
         num_read = 0 if is_unsafe else self._num_read

@@ -106,7 +106,7 @@ class Listener:
             connected.close()
 
     def _serve(self, connected: socket.socket, awaited: dict[int, int], admit: Admit, timeout_s: float) -> None:
-        """Admits the connection and does what follows, if it is that of a peer that is awaited; else closes it."""
+        """Admits the connection of an awaited peer and starts the job that follows; closes any other connection."""
         rank, request = -1, memoryview(b"")
         connected.settimeout(timeout_s)
         with suppress(OSError):

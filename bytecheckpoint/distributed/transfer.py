@@ -21,7 +21,7 @@ from bytecheckpoint.distributed.wire import HEADER, WireHeader, check_digest, da
 from bytecheckpoint.runtime.thread_priority import lower_priority
 
 _TELL_S = 10.0
-"""Time in which a rank that has failed still connects to those that wait for it, so that they see it go."""
+"""Time in which a rank that has failed still connects to the ranks that wait for it, so that they see it leave."""
 
 
 class SentPiece(NamedTuple):

@@ -53,7 +53,7 @@ class Opening(NamedTuple):
 
 
 def open_above(path: str, levels: int, opening: Opening) -> Store:
-    """Opens the store so many levels above a path, which is where `find_checkpoint` has found the checkpoint."""
+    """Opens the store `levels` above a path, where `find_checkpoint` has found the checkpoint."""
     path = from_root(path)
     for _ in range(levels):
         path = split_path(path)[0]

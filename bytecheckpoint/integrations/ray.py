@@ -108,8 +108,8 @@ class WorkerStop(AgreedStop):
 
 @dataclass
 class SigtermTorchConfig(TorchConfig):
-    """The TorchConfig of workers whose SIGTERM a WorkerStop is to hear. Ray trains in a thread, and Python has signals
-    handled in the main thread alone.
+    """The TorchConfig of workers in which a WorkerStop is to react to SIGTERM. Ray trains in a thread, and Python
+    handles signals in the main thread only.
     """
 
     @property

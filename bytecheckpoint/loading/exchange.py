@@ -41,7 +41,7 @@ from bytecheckpoint.runtime.buffers import ArenaPart, ByteBudget
 from bytecheckpoint.storage.range_reader import ALIGNMENT
 
 _TELL_S = 10.0
-"""Time in which a rank whose load has failed still connects to those that wait for it, to tell them."""
+"""Time in which a rank whose load has failed still connects to the ranks that wait for it, to tell them."""
 _POLL_S = 0.01
 
 
@@ -322,7 +322,9 @@ class _Exchange:
             connection.send_ack()
 
     def _connect(self, reader: int, request: bytes) -> Connection:
-        """Returns a connection to the reader rank. If this rank has failed meanwhile, it is told so."""
+        """Returns a connection to the reader rank. If this rank has failed meanwhile, the reader rank is sent
+        DISCONNECT.
+        """
         try:
             connection = connect(
                 self._ranks.global_ranks[reader],

@@ -305,15 +305,15 @@ class CheckpointManager:
         self._mark("reporting metrics of", step, partial(StepMarks.report, metrics=metrics))
 
     def pin(self, step: int) -> None:
-        """Keeps a checkpoint until it is unpinned. All ranks call it together."""
+        """Keeps a checkpoint until it is unpinned. All ranks call this together."""
         self._mark("pinning", step, StepMarks.pin)
 
     def unpin(self, step: int) -> None:
-        """Takes the pin away. All ranks call it together."""
+        """Removes the pin of a checkpoint. All ranks call this together."""
         self._mark("unpinning", step, StepMarks.unpin)
 
     def lease(self, step: int, seconds: float) -> None:
-        """Keeps a checkpoint for so many seconds from now. All ranks call it together."""
+        """Keeps a checkpoint for a number of seconds from now. All ranks call this together."""
         self._mark("leasing", step, partial(StepMarks.lease, seconds=seconds))
 
     def _mark(self, doing: str, step: int, mark: Callable[[StepMarks, int], None]) -> None:

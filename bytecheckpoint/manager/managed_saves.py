@@ -132,7 +132,9 @@ class ManagedSaves:
         """State that was gathered ahead of the next save."""
 
     def begin_at(self, step: int | None, abandoned: Collection[int]) -> None:
-        """Notes the step that training goes on from, None for none, and those of branches that it left."""
+        """Notes the step that training goes on from (None for a fresh start), and the steps of branches that training
+        left.
+        """
         self.has_steps, self.abandoned = step is not None, set(abandoned)
         self.newest_seen = -1 if step is None else step
 

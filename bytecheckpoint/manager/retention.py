@@ -116,7 +116,7 @@ class DeletionPace:
         self._next_s = time.monotonic()
 
     def wait(self, num_objects: int) -> None:
-        """Returns when the next request may begin, which deletes so many objects."""
+        """Waits until the next request may begin, which deletes this number of objects."""
         pause_s = self._next_s - time.monotonic()
         if pause_s > 0:
             time.sleep(pause_s)

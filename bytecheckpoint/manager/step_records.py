@@ -138,12 +138,12 @@ def pin(store: Store, folder: str, *, time: float) -> None:
 
 
 def write_pin(store: Store, folder: str, *, time: float) -> None:
-    """Writes a pin, whether a checkpoint is committed there or not."""
+    """Writes a pin for a checkpoint, which need not be committed."""
     _write(store, join_name(folder, PIN_NAME), {"version": _VERSION, "time": time})
 
 
 def unpin(store: Store, folder: str) -> None:
-    """Takes the pin away. One that is not there is no error."""
+    """Removes the pin, if there is one."""
     store.delete(join_name(folder, PIN_NAME))
 
 

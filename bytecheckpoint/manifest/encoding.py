@@ -210,7 +210,9 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def open_manifest(data: bytes) -> Manifest:
-    """Decodes a manifest for a few of its chunks: each is checked when it is asked for. Raises the same."""
+    """Decodes a manifest of which few chunks are needed: a chunk is checked when it is used. Raises the errors of
+    `decode_manifest`.
+    """
     body = unseal(data)
     try:
         wire = msgspec.msgpack.decode(body, type=_Wire)

@@ -1,5 +1,5 @@
-"""The tensors of a manifest as columns. A record is made, and its chunks are checked, when it is asked for, because
-most ranks want few chunks of a checkpoint's millions.
+"""The tensors of a manifest as columns. Records are made and checked on demand, because most ranks want few chunks of a
+checkpoint's millions.
 """
 
 from __future__ import annotations

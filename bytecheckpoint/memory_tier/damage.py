@@ -21,7 +21,7 @@ _THREADS = 4
 
 
 def damaged_files(store: HeldStore, files: Sequence[DataFile]) -> list[str]:
-    """Returns the names of those of the files that cannot be read as they were saved."""
+    """Returns the names of the files that cannot be read as they were saved."""
     is_damaged = map_jobs(lambda file: not _is_whole(store, file), files, num_threads=_THREADS)
     return [file.name for file, damaged in zip(files, is_damaged, strict=True) if damaged]
 

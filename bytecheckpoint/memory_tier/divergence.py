@@ -77,7 +77,7 @@ def divergent_files(
 def name_divergent(
     rank: int, mirror: MirroredImage, found: DataFile, owned: DivergentFile
 ) -> Iterator[DivergentReplica]:
-    """Yields the extents of a mirrored file that are not as those of its owner, by the tensors in them."""
+    """Yields the extents of a mirrored file that differ from the owner's, named by the tensors in them."""
     for extent in differing_extents(owned.digests, found.extent_digests)[:_MAX_SENT]:
         names = _names_in(mirror.planned, extent)
         one_of = names[0] if len(names) == 1 else f"one of {and_more(names, _NUM_NAMES)}"

@@ -139,7 +139,9 @@ class _Copying:
         return msgspec.msgpack.decode(reply, type=_CopyOrders)
 
     def try_all(self, listener: Listener, orders: _CopyOrders, timeout_s: float) -> _CopyOutcome:
-        """Sends and takes what is left. Failures are returned, because all ranks go on together."""
+        """Sends and takes the pieces that have not arrived yet. Failures are returned, because all ranks go on
+        together.
+        """
         try:
             try:
                 fetches = self._fetches(orders)

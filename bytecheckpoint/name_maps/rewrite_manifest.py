@@ -23,7 +23,7 @@ class Relinked(NamedTuple):
     records: Mapping[str, TensorRecord]
     """By name."""
     zeros: DataFile | None
-    """A file after those of the manifest, which does not exist. Chunks in it are zeros."""
+    """A data file to list after those of the manifest. It does not exist: chunks in it are zeros."""
 
 
 def relink(manifest: Manifest, tensors: Sequence[WantedTensor]) -> Relinked:

@@ -101,8 +101,8 @@ class Extents:
 
 
 def runs_by_ranks(wanted: Sequence[Sequence[ExtentRun]]) -> dict[tuple[int, ...], list[ExtentRun]]:
-    """Returns every wanted extent once, under exactly those ranks that want it; runs are in the order of the files.
-    Those of one rank do not overlap.
+    """Returns every wanted extent once, under exactly the ranks that want it; runs are in file order. The runs of one
+    rank, in `wanted`, do not overlap.
     """
     # A set of ranks is a number with a bit for each while files are swept: it changes at every begin and end.
     ranks_of_list: dict[int, int] = {}

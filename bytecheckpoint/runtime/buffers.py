@@ -133,7 +133,7 @@ class ByteBudget:
         self._changed = threading.Condition()
 
     def take(self, num_bytes: int) -> None:
-        """Waits until so many are free. Raises the error that `break_off` was given."""
+        """Waits until `num_bytes` are free, and takes them. Raises the error that `break_off` was given."""
         wanted = min(num_bytes, self._num_bytes)
         with self._changed:
             self._changed.wait_for(lambda: self._broken_by is not None or self._free >= wanted)

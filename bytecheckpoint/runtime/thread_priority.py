@@ -19,7 +19,7 @@ Priority = tuple[int, int]
 
 
 def priority() -> Priority:
-    """Returns the priority of this thread; the same for all threads if they have none of their own."""
+    """Returns the priority of this thread; that of the process where threads have none of their own."""
     if sys.platform != "linux":
         return 0, 0
     this = threading.get_native_id()

@@ -265,7 +265,7 @@ class SavesInFlight:
             progress.wait_until_staged()
 
     def wait_until_ended(self) -> None:
-        """Returns when no save is under way. An error is left for the caller who asks its handle."""
+        """Waits until no save is in flight. Errors are left to the callers of the handles."""
         for progress in self._all:
             if not progress.outcome.done():
                 awaited_threads().refuse()
@@ -289,7 +289,9 @@ class SavesInFlight:
             progress.outcome.exception()
 
     def _report_at_exit(self) -> None:
-        """Prints the errors that nobody has seen, and ends the process with an exit code that says so."""
+        """Prints the saves that are cut short, and the errors that no caller has seen; ends the process with an exit
+        code for it.
+        """
         # The interpreter waits for saves, unless Ctrl-C or an exception of a signal handler cuts that short.
         under_way = [progress.path for progress in self._all if not progress.outcome.done()]
         errors = [(progress.path, progress.take_unseen_error()) for progress in self._all]

@@ -43,7 +43,7 @@ class SaveCall(NamedTuple):
 
 
 class SaveOwner(NamedTuple):
-    """The owner of the root that a save writes to, who may lose it to another one while the save is under way."""
+    """The owner of the root that a save writes to. Another owner may take the root over while the save is in flight."""
 
     save_id_prefix: str
     """First 8 characters of the id of each of its saves, by which others know what they left."""
@@ -68,7 +68,7 @@ class SaveTarget(NamedTuple):
     stage: LocalStage | None = None
     """None where data goes to the store at once."""
     owner: SaveOwner | None = None
-    """None if nobody owns the root."""
+    """None if the root has no owner."""
     memory: str = ""
     """Text of the memory options that must be the same on all ranks; empty without a memory tier."""
     reuse: bool = False

@@ -186,7 +186,7 @@ class JobMemory:
         return [process for process in self.job.living() if process.has_saved and process.name != own]
 
     def look_at(self, store: Store) -> None:
-        """Looks at the path, once, for the generation of what is there. Called by the coordinator."""
+        """Reads, once, which steps are at the path and the generation of the newest. Called by the coordinator."""
         if self._present is not None:
             return
         self._present = set()

@@ -80,7 +80,7 @@ class ReuseHistory:
 
 
 class FoundChanges(NamedTuple):
-    """FQNs by whether their bytes were the same in two saves with one plan."""
+    """FQNs of tensors whose bytes changed between two saves with one plan, and of those whose bytes did not."""
 
     changed: frozenset[str]
     unchanged: frozenset[str]
@@ -182,7 +182,7 @@ class RunningDigest:
             yield content
 
     def of_all(self, num_bytes: int) -> bytes:
-        """Returns the digest of a file of so many bytes; an empty one, by which nothing is found, if not all of them
-        came in their order.
+        """Returns the digest of a file of this length; an empty one, which matches no file, if not all bytes came in
+        order.
         """
         return self._hasher.digest() if self._num_bytes == num_bytes else b""

@@ -124,7 +124,7 @@ class SupportsReadPieces(Store, Protocol):
 
 @runtime_checkable
 class RemoteStore(Store, Protocol):
-    """A store that may turn out not to be writable only when it is asked."""
+    """A store that has to make a request to find out that it is not writable."""
 
     def check_writable(self) -> None:
         """Raises what a write would raise, within seconds if no server answers. Leaves nothing there."""
@@ -146,8 +146,8 @@ class SupportsInFolders(Store, Protocol):
     """A store that looks into many folders for less than a listing of each."""
 
     def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
-        """Returns, for each folder, whether an object of this name lies in it; None where only a look into that folder
-        tells, such as behind a link.
+        """Returns, for each folder, True if it has an object of this name, else False; None if only a listing of the
+        folder can tell, such as behind a link.
         """
 
 

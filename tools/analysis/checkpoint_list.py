@@ -74,7 +74,7 @@ class CheckpointList(NamedTuple):
     """Checkpoints under a root."""
 
     checkpoints: Sequence[ListedCheckpoint]
-    """The root itself, its steps, its other folders and files; then the same of each run."""
+    """The root itself, its steps, its other folders and files; then those of each run below it."""
     not_listed: Sequence[str]
     """Folders of the root that were not listed: there are too many, or the storage does not permit it."""
 

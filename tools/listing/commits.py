@@ -44,7 +44,7 @@ class CommitWatch:
         return len(self._seen)
 
     def begin(self) -> None:
-        """Takes what is there as seen. Raises what the store raises."""
+        """Marks the checkpoints that are there now as seen. Raises the errors of the store."""
         self._seen = dict.fromkeys(self._new_folders())
         for folder in islice(reversed(self._seen), _LOOKED_AT):
             self._seen[folder] = self._end_of_manifest(folder)

@@ -34,7 +34,7 @@ class Stage(NamedTuple):
 
     module: torch.nn.Module
     number: int | None
-    """Number of the pipeline stage, where it says it."""
+    """Number of the pipeline stage; None if the stage object does not have it."""
 
 
 def stages_of(value: Any) -> list[Stage]:

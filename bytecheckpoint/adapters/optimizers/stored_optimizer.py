@@ -82,7 +82,7 @@ class StoredOptimizer:
                 if name:
                     self._tensors.setdefault(name, {})[key] = (state_fqn, tensor)
         self._known_names: dict[tuple[str, ...], list[str]] = {}
-        """FQNs of a parameter in the state -> what `_names` has found for them: it is asked for each time and again."""
+        """FQNs of a parameter in the state -> the result of `_names`, which is called for each parameter many times."""
         self._by_state_fqn: dict[str, str] = {}
         """FQN of a parameter in the state -> the name that it was saved under."""
         self._by_tensor: dict[str, str] = {}

@@ -98,7 +98,7 @@ _FROM_TAG: dict[str, Callable[[Any], Any]] = {
 
 
 def as_plain(value: Any) -> Any:
-    """Returns the same for programs that know plain data only: sets as sorted lists, all else as text."""
+    """Returns the value for programs that know plain data only: a set as a sorted list, all else as text."""
     tagged = tag_value(value)
     if tagged is None:
         return value

@@ -42,7 +42,7 @@ class Presence(msgspec.Struct, frozen=True, array_like=True):
 
 
 def own_presence() -> Presence:
-    """Returns that of this process."""
+    """Returns the presence of this process."""
     kernel = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

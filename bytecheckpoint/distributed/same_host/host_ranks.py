@@ -29,7 +29,7 @@ LEFT, GONE = 0, 1
 
 
 class HostRanks:
-    """The memory of this rank, and those of the other ranks of its host."""
+    """The memory of this rank, and the memories of the other ranks of its host."""
 
     def __init__(self, rank: int, content: memoryview, own: OwnMemory | None = None) -> None:
         """Without `own`, the `content` is memory of this rank alone."""

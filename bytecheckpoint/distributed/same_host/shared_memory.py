@@ -97,12 +97,14 @@ class OwnMemory:
         return None
 
     def wake(self, message: Message) -> None:
-        """Puts a message into the own queue; if that is full, nobody waits."""
+        """Puts a message into this rank's own queue, to wake a thread; drops it if the queue is full, since then none
+        waits.
+        """
         with suppress(BlockingIOError):
             os.write(self._sent, _MESSAGE.pack(*message))
 
     def close(self) -> None:
-        """Closes the descriptors; the memory stays for those who have it open."""
+        """Closes the descriptors; the memory stays for the processes that have it open."""
         for descriptor in (self._memory, self._received, self._sent):
             if descriptor >= 0:
                 os.close(descriptor)

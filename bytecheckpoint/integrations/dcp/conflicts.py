@@ -139,7 +139,7 @@ def _items(value: Any, fqn: str) -> Collection[tuple[Any, Any]] | None:
 
 
 def _marked(value: Any, fqn: str, differing: set[str]) -> Any:
-    """Returns the value with those of these names in a RankLocal, in containers of its own."""
+    """Returns a copy of the value in which the parts with these names are put into a RankLocal each."""
     if fqn in differing:
         return RankLocal(value)
     items = _items(value, fqn)

@@ -129,7 +129,9 @@ class BcpStorageWriter(StorageWriter):
         self.path = self.path if checkpoint_id is None else checkpoint_id
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - torch's signature
-        """Takes note of whether ranks work together. Which of them coordinates, the save itself decides."""
+        """Notes whether ranks save together. `is_coordinator` is ignored: the save itself decides which rank
+        coordinates.
+        """
         del is_coordinator
         self._uses_collectives = kwargs.get("use_collectives", True)
 

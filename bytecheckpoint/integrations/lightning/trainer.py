@@ -149,7 +149,7 @@ class BcpStrategyMixin(Strategy):
         self._bcp_saves.begin(handle)
 
     def _bcp_place(self, given: str) -> tuple[str, str]:
-        """Returns the path of a save, and that of the checkpoint that is copied there instead."""
+        """Returns the path of a save, and the path of the checkpoint that is copied there instead of saving."""
         if os.path.islink(given):  # noqa: PTH114
             os.unlink(given)  # noqa: PTH108 - else the save would replace what it points to
         return given, saved_just_before(self._bcp_trainer(), given)
@@ -307,7 +307,7 @@ class BcpStrategyMixin(Strategy):
         return super().batch_to_device(batch, *args, **kwargs)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Lets all ranks stop after this batch if one was told to."""
+        """Stops all ranks after this batch if one of them was requested to stop."""
         super().on_train_batch_start(batch, batch_idx)
         self._bcp_restore_random()  # where training_step(dataloader_iter) takes the batches
         if self._bcp_stop is not None and self._bcp_stop.end_step():
@@ -347,7 +347,7 @@ class BcpStrategyMixin(Strategy):
         return module_of(self).trainer
 
     def _bcp_module(self) -> nn.Module:
-        """Returns the module to save: that of the user, or with FSDP its wrapper, which knows what is where."""
+        """Returns the module to save: the user's module, or with FSDP the wrapper around it, which knows the layout."""
         model: nn.Module = self.model if isinstance(self.model, FullyShardedDataParallel) else module_of(self)
         return model
 

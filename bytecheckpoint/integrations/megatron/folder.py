@@ -39,7 +39,7 @@ class FoundIteration(msgspec.Struct):
     is_of_megatron: bool = False
     """True if Megatron itself wrote it."""
     is_pretrained: bool = False
-    """True if it is that of `--pretrained-checkpoint`, to begin a new run from."""
+    """True for the checkpoint of `--pretrained-checkpoint`, from which a new run begins."""
     has_rng: bool = False
     has_rerun: bool = False
     iteration: int = 0

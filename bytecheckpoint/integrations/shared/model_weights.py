@@ -89,4 +89,4 @@ def load_weights(
 
 
 def _count(num_bytes: int) -> None:
-    """Nobody looks at the progress."""
+    """Does nothing: the progress is not shown."""

@@ -198,7 +198,7 @@ class BcpTrainerMixin(Trainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _bcp_is_saved(self) -> bool:
-        """Returns True if the newest save is that of the current step."""
+        """Returns True if the newest save is of the current step."""
         newest = self._bcp_saves.newest_path if self._bcp_saves is not None else ""
         return Path(newest).name == f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
 

@@ -217,5 +217,5 @@ def in_order(holders: Collection[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def differing_extents(expected: Sequence[int], found: Sequence[int]) -> list[int]:
-    """Returns the extents of a file whose digests at a mirror are not those of its owner."""
+    """Returns the numbers of the extents whose digests differ between the owner and a mirror."""
     return [number for number, pair in enumerate(zip_longest(expected, found)) if pair[0] != pair[1]]

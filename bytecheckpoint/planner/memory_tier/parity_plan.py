@@ -13,7 +13,7 @@ from bytecheckpoint.planner.memory_tier.placement import Domain
 from bytecheckpoint.planner.memory_tier.resume_plan import ParityMember
 
 _SEGMENT_UNIT = 64
-"""Segments are of a multiple of so many bytes, so that words are XORed."""
+"""Segment lengths are multiples of this number of bytes, so that words are XORed."""
 
 
 class Segment(NamedTuple):

@@ -84,7 +84,7 @@ class _RanksOfHosts:
             self._ranks.setdefault(place.host, []).append(rank)
 
     def take(self, host: str, rank: int) -> int:
-        """Returns the rank on the host that is to hold a copy of that of `rank`."""
+        """Returns the rank on the given host that is to hold a copy of what `rank` staged."""
         target = min(self._ranks[host], key=lambda other: (self._held[other], other))
         self._held[target] += self._bytes[rank]
         return target

@@ -1,5 +1,5 @@
-"""The folder of one job in a memory root: who it belongs to, and which living processes work on it. The files in it are
-described by slot_file.py and version_files.py.
+"""The folder of one job in a memory root: its owner, and the living processes that work on it. slot_file.py and
+version_files.py describe the files in it.
 """
 
 # ruff: noqa: PTH101, PTH102, PTH103, PTH104, PTH108, PTH110, PTH112, PTH116, PTH118, PTH120, PTH123, PTH208 - the calls of `os` by name, as in posix_files.py

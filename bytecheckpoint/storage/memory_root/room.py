@@ -28,8 +28,8 @@ class RoomLimit(NamedTuple):
 
 
 def check_room(root: str, new_bytes: int, *, held_bytes: int, max_bytes: int | None) -> None:
-    """Raises CheckpointSaveError (no_space) if the root cannot hold so many bytes more than the `held_bytes` of all
-    slots of the job on this host.
+    """Raises CheckpointSaveError (no_space) if the root cannot hold `new_bytes` more than the `held_bytes` of all slots
+    of the job on this host.
     """
     limits = [*_file_system(root), *_host_memory(), *container_limits()]
     if max_bytes is not None:

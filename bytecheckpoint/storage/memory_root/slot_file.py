@@ -180,7 +180,7 @@ def whole_pages(num_bytes: int) -> int:
 
 
 def header_bytes(num_files: int) -> int:
-    """Returns the bytes before the image of so many files."""
+    """Returns the number of bytes before the image of this number of files."""
     return whole_pages(_PREFIX.size + _FIXED_BYTES + _FILE_BYTES * num_files)
 
 
