@@ -62,7 +62,7 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         self.close()
 
     def close(self) -> None:
-        """Frees the manifest. Nothing can be read afterwards, here or through a view: that is a ValueError."""
+        """Frees the manifest. Reading afterwards, here or through a view, raises ValueError."""
         self._opened = None
         for name in ("info", "objects", "_other_names"):
             self.__dict__.pop(name, None)

@@ -249,7 +249,9 @@ class ShardBlocks(Sequence[LocalShard]):
         return self.blocks[block][index - self._starts[block]]
 
     def looked_at(self) -> ShardBlocks:
-        """Returns the same with all tensors looked at; raises as `WholeTensors.shards` does."""
+        """Returns these shards with those of each WholeTensors in its place. Raises the errors of
+        `WholeTensors.shards`.
+        """
         return ShardBlocks(block.shards() if isinstance(block, WholeTensors) else block for block in self.blocks)
 
     def records(self) -> Iterator[LocalShard]:

@@ -100,7 +100,7 @@ class TreeTarget:
         self.unchanged: dict[str, torch.Tensor] = {}
         """Live subclasses that stay as they are."""
         self.own: dict[str, torch.Tensor] = {}
-        """Tensor subclasses of an object that gets new ones, by FQN: they stay where one is not wholly loaded."""
+        """Tensor subclasses of an object that gets new ones, by FQN; each stays if the new one is not wholly loaded."""
 
     def expect(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Expectation:
         """Returns the targets of all that the tree has, and a problem for each subclass in it that cannot be built."""
@@ -146,8 +146,7 @@ class TreeTarget:
         return restored(filled, found.fqn, self.live, left=unbuildable)
 
     def left_out(self, found: StoredTree, checkpoint: CheckpointView) -> set[str]:
-        """Returns the checkpoint FQNs of subclasses that are not live and cannot be built, because parts are left out.
-        """
+        """Returns the checkpoint FQNs of subclasses that are not live and cannot be built: parts are left out."""
         names = partly_taken(leaves(found.tree, found.fqn), checkpoint)
         return {name for name in names if state_fqn(name, checkpoint) not in self.live}
 

@@ -204,7 +204,7 @@ def _open_source(request: ConvertRequest, ranks: Ranks) -> Source:
 
 
 def _plan(request: ConvertRequest, ranks: Ranks) -> _Plan:
-    """Plans the same on every rank, because all see the same manifest and get the same id."""
+    """Plans the conversion. Every rank makes the same plan, because all read the same manifest and get the same id."""
     asked, limits = request.selection, request.limits
     source = _open_source(request, ranks)
     view = mapped_view(source, request.name_map, is_state=asked.to == "bcp", in_place=False)

@@ -33,7 +33,7 @@ class ElasticLoader(Protocol):
         """Returns the state of a stream that this rank owns."""
 
     def shared_state(self) -> Any:
-        """Returns the state that is the same on all ranks."""
+        """Returns the part of the state that all ranks have in common."""
 
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
         """Takes over these streams, and gives up all others. `streams` are states by id, `shared` the shared state."""

@@ -39,7 +39,7 @@ class StreamPosition:
     """The number of the loader's last batch that held a sample of this stream, from 1; 0 before the first. With several
     workers it tells whose batch comes next."""
     snapshot: SourceSnapshot | None = None
-    """The newest one that is not past this place; None where the source is read from the start of the epoch."""
+    """The newest snapshot that is not past this position; None where the source is read from the start of the epoch."""
 
     @property
     def place(self) -> tuple[int, int]:

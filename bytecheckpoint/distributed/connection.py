@@ -120,8 +120,8 @@ class Connection:
                 self.check_peer(self.timeout_s / 4)
 
     def check_peer(self, wait_s: float = 0.0) -> None:
-        """Returns when the peer has acknowledged all that was sent, or says nothing for `wait_s`. Raises as `send` does
-        if it has disconnected or is gone.
+        """Waits until the peer has acknowledged all that was sent, or has sent nothing for `wait_s`. Raises the errors
+        of `send` if the peer has disconnected or is gone.
         """
         if not wait([self._socket], wait_s):
             return

@@ -26,7 +26,7 @@ _NUM_BLOCKS = "left"
 _ALL_LEFT = "left/all"
 """The key that is set when all but the coordinator have left."""
 _NUM_LISTS = "left/lists"
-"""The key that counts the lists of keys that ranks have left for the last one to remove; also one that has failed."""
+"""The key that counts the lists of keys that ranks, also failed ones, have left for the last rank to remove."""
 _ALL_LEFT_S = 5.0
 _POLL_S = 0.02
 

@@ -48,7 +48,7 @@ class Ranks(Protocol):
         """The host of the group's store, as all ranks reach it; None if the store is not a TCPStore."""
 
     def enter(self) -> None:
-        """Returns when the number of this call is known; the process may make no other call before."""
+        """Waits until the number of this call is known; before that, the process may make no other call."""
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Returns every rank's payload by rank on the coordinator, and an empty list elsewhere."""
@@ -65,7 +65,7 @@ class Ranks(Protocol):
         """
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
+        """Waits until every rank has called this."""
 
     def fail(self, error: CheckpointError) -> CheckpointError:
         """Sends the error to the other ranks, and returns the error that every rank is to raise."""

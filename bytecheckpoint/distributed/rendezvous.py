@@ -70,9 +70,9 @@ class Listener:
         timeout_s: float,
         is_over: threading.Event,
     ) -> None:
-        """Returns when all peers are connected and admitted. `peers` has their ranks within the group and their global
-        ranks. `admit` is called by one thread at a time. `start` starts threads: there must be one for each peer and
-        `2 * MAX_UNAUTHENTICATED` more, or a peer that waits for one could be closed as unauthenticated.
+        """Waits until all peers are connected and admitted. `peers` has their ranks within the group and their global
+        ranks. `admit` is called by one thread at a time. `start` starts threads: it must be able to start one for each
+        peer and `2 * MAX_UNAUTHENTICATED` more, or a peer that waits for a thread could be closed as unauthenticated.
 
         Raises CheckpointError (rank_missing) if some have not come in time, and PeerLeftError soon after `is_over` is
         set: peers that connect in between are admitted, and can be sent DISCONNECT.

@@ -363,8 +363,8 @@ class CheckpointManager:
         return self._goodput.stats()
 
     def wait(self) -> None:
-        """Returns when saves, the log of data, and on rank 0 copies and due deletions, have ended. Raises the error of
-        a save that the handle has not raised, and on rank 0 that of a copy that fails.
+        """Waits until saves, the log of data, and on rank 0 copies and due deletions, have ended. Raises the error of a
+        save that the handle has not raised, and on rank 0 the error of a copy that fails.
         """
         self._saves.settle(is_end=True)
         self._data.wait()

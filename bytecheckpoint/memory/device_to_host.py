@@ -119,7 +119,7 @@ class DeviceCopies:
             del self._waiting[device]
 
     def wait(self) -> None:
-        """Returns when all copies that were queued are done."""
+        """Waits until all copies that were queued are done."""
         for event, _ in list(self._queued):
             event.synchronize()
 

@@ -45,7 +45,7 @@ class CopyStream(Protocol):
         """Returns the event after everything queued so far."""
 
     def close(self) -> None:
-        """Returns when everything queued is done; later work of the caller's stream sees it."""
+        """Waits until everything queued is done; later work of the caller's stream sees the result."""
 
 
 class CudaCopyStream:
@@ -122,7 +122,7 @@ class CopyStreams:
                 closing.callback(stream.close)
 
     def wait_for_callers(self) -> None:
-        """Returns when work that was queued before is done, for copies that follow no stream."""
+        """Waits until work that was queued before is done: copies that are not ordered by a stream need this."""
         for stream in self._streams.values():
             stream.mark().synchronize()
 

@@ -27,7 +27,7 @@ def damaged_files(store: HeldStore, files: Sequence[DataFile]) -> list[str]:
 
 
 def choose_good_places(view: HostView, save_id: str, files: Sequence[DataFile]) -> None:
-    """Makes the place of each data file that the host has more than once one whose bytes are right, if there is any."""
+    """Chooses, for each data file that the host has more than once, an undamaged place, if there is one."""
     by_name = {file.name: file for file in files}
     for (of_save, kind), others in view.others.items():
         places = view.places[of_save, kind]

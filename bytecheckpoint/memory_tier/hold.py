@@ -172,7 +172,7 @@ def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[s
 
 
 def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> CheckpointError | None:
-    """Copies the save to other failure domains, and returns what went wrong with that, the same on all ranks."""
+    """Copies the save to other failure domains. Returns the outcome, which is the same on all ranks."""
     memory, progress = prepared.options.memory, prepared.progress
     ranks, about, timer = prepared.call
     if memory is None or (memory.copies == 1 and not memory.parity):

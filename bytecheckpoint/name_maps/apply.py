@@ -72,7 +72,7 @@ class Mapped(NamedTuple):
 
 
 def in_a_state(mapped: Mapped) -> Mapped:
-    """Returns the same with the model below the name that it has in a state."""
+    """Returns the mapped checkpoint with the model below the name that it has in a state."""
     new = {fqn: f"{entry}.{fqn}" for fqn, entry in mapped.entries.items()}
     new_fqns = set(new.values())
     taken = next((fqn for fqn in (*mapped.in_model, *mapped.unmapped, *mapped.others) if fqn in new_fqns), None)

@@ -28,7 +28,7 @@ COMMON_READER = 0
 
 
 class Hosts:
-    """The ranks of each host. One that shares no memory with others is a host of its own."""
+    """The ranks of each host. A rank that shares no memory with others is a host of its own."""
 
     def __init__(self, ranks: Sequence[Sequence[int]]) -> None:
         self.ranks = ranks

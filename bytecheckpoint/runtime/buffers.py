@@ -22,7 +22,7 @@ class CopyEvent(Protocol):
         """Returns True if everything before it is done."""
 
     def synchronize(self) -> None:
-        """Returns when everything before it is done."""
+        """Waits until everything that was queued before is done."""
 
 
 def map_block(num_bytes: int) -> memoryview:

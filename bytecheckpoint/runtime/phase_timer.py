@@ -18,7 +18,7 @@ class Span(NamedTuple):
 
 
 class PhaseTimer:
-    """Seconds by phase. Phases may overlap, and run on several threads; of one that runs twice the seconds add up."""
+    """Seconds by phase. Phases may overlap, and run on several threads; if a phase runs twice, its seconds add up."""
 
     def __init__(self) -> None:
         self.started_at = time.time()

@@ -14,7 +14,7 @@ logger = logging.getLogger("bytecheckpoint")
 _REPORT_S = 0.1
 """Least time between two reports of bytes; the begin and the end of a phase are always reported."""
 _ORDER = ("plan", "stage", "write", "upload", "read", "commit", "done", "failed")
-"""Phases overlap: one that begins late does not hide a later one."""
+"""Order of the phases. They overlap: a phase that begins late does not hide a later phase of this order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ class SaveHandle:
         return facts_html(repr(self), facts)
 
     def staged(self) -> None:
-        """Blocks until the training state may change again. Raises what the save raised if it failed before."""
+        """Blocks until the training state may change again. Raises the error of the save if it failed before that."""
         self._progress.wait_until_staged()
         if self._progress.error is not None:
             self.result()
@@ -190,8 +190,8 @@ class SaveProgress:
         self._shared = snapshot
 
     def wait_until_staged(self, *, helps: bool = True) -> None:
-        """Returns when the training state may change. This thread helps, because the background has a low priority;
-        unless it has nothing to do with training.
+        """Waits until the training state may change. The calling thread helps, because the background has a low
+        priority, unless it has nothing to do with training.
         """
         if self._is_staged.is_set():
             return

@@ -253,7 +253,7 @@ class SavesInFlight:
                 self._step_hook = register_optimizer_step_pre_hook(self._wait_before_step)
 
     def wait_until_numbered(self) -> None:
-        """Returns when every save in flight has its number."""
+        """Waits until every save in flight has its number."""
         for progress in self._all:
             if not progress.is_numbered.is_set():
                 awaited_threads().refuse()
@@ -371,7 +371,7 @@ def process_state() -> ProcessState:
 
 
 def wait_until_numbered() -> None:
-    """Returns when another call may begin: ranks count their calls, and must count them in the same order."""
+    """Waits until another call may begin: ranks count their calls, and must count them in the same order."""
     for state in _STATE.values():
         state.saves.wait_until_numbered()
 

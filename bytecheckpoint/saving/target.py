@@ -90,8 +90,8 @@ class SaveTarget(NamedTuple):
         return self.owner.save_id_prefix if self.owner is not None else ""
 
     def may_replace(self) -> bool:
-        """Returns True if a checkpoint that stands there may be replaced. Asked by the coordinator. Raises what the
-        owner raises.
+        """Returns True if the existing checkpoint may be replaced. Called by the coordinator. Raises the errors of the
+        owner.
         """
         return self.overwrite if self.owner is None else self.owner.may_replace()
 
@@ -116,7 +116,7 @@ def open_target(
     options: SaveOptions,
     owner: SaveOwner | None = None,
 ) -> SaveTarget:
-    """Opens the store and the local stage of a save. Raises what the checks of the role and of both folders raise."""
+    """Opens the store and the local stage of a save. Raises the errors of the checks of role and folders."""
     root, folder = root_of(path, role), "" if step is None else step_folder(step)
     store = open_store(
         root,

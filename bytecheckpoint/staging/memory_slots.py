@@ -168,7 +168,7 @@ class JobMemory:
 
     @property
     def process(self) -> LivingProcess:
-        """This process, which from its first save on is one that works on the job."""
+        """This process. It counts as working on the job from its first save on."""
         if self._joined is None:
             self._joined = self.job.join()
             if self._resumed is not None:

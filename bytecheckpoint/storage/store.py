@@ -127,7 +127,7 @@ class RemoteStore(Store, Protocol):
     """A store that has to make a request to find out that it is not writable."""
 
     def check_writable(self) -> None:
-        """Raises what a write would raise, within seconds if no server answers. Leaves nothing there."""
+        """Raises the error that a write would raise, within seconds if no server answers. Leaves no object behind."""
 
 
 @runtime_checkable

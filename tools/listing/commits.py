@@ -50,9 +50,10 @@ class CommitWatch:
             self._seen[folder] = self._end_of_manifest(folder)
 
     def look(self) -> Iterator[NewCheckpoint]:
-        """Yields what was committed since the last look, by time, but for what is gone by now.
+        """Yields the checkpoints that were committed since the last look, in the order of time, except those that are
+        gone by now.
 
-        Raises what the store raises; what was not yielded by then comes with a later look.
+        Raises the errors of the store; checkpoints that were not yielded by then come with a later look.
         """
         ends = {folder: self._end_of_manifest(folder) for folder in self._new_folders()}
         for folder in self._compared():

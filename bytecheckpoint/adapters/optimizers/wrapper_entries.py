@@ -70,7 +70,7 @@ class OptimizerWrapper(NamedTuple):
         return _StateCheck("by state_dict" if held <= shown.shapes else "refused", shown.shapes, held)
 
     def refused(self, fqn: str, found: _StateCheck) -> CheckpointSaveError:
-        """Returns the error for one of which no way saves all."""
+        """Returns the error for an optimizer whose state cannot be saved completely in any way."""
         names = ", ".join(sorted({type(each).__name__ for each in self.inner}))
         inside = f" and the optimizers in it ({names})" if names else ""
         what = (

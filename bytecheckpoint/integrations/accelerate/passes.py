@@ -202,9 +202,7 @@ def _iterated(loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator
 
 
 def _begin_resumed(loader: Any, resume: ResumedPass) -> Callable[[], None]:
-    """Lets the next pass begin as the one that was saved did. Returns what is to be called when its first batch is
-    there.
-    """
+    """Makes the next pass begin as the saved pass did. Returns a function to call when its first batch is there."""
     is_own = resume.prepared() is loader
     before = RngState().state_dict()
     if resume.order is not None:

@@ -71,7 +71,7 @@ class SaveInFlight:
         self._after_commit(remove)
 
     def settle(self, *, timeout_s: float, wait_s: float | None = None) -> None:
-        """Returns when the save in flight is committed, and its copies and removals are done. All ranks call it.
+        """Waits until the save in flight is committed, and its copies and removals are done. All ranks call this.
 
         Args:
             timeout_s: Seconds to wait for other ranks.

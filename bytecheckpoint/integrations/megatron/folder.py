@@ -120,13 +120,13 @@ class ReplacedCheckpoints:
         self._replaced: set[int] = set()
 
     def note(self, text: str | None) -> None:
-        """Takes what the tracker file held before a save."""
+        """Notes the content that the tracker file had before a save."""
         if text and text.isdecimal():
             self._replaced.add(int(text))
 
     def going(self, iteration: int, interval: int) -> list[NumberedFolder]:
-        """Returns those before this iteration but for one of every `interval`; with 0, all of them. A damaged one is
-        passed over.
+        """Returns the checkpoints before this iteration, except one of every `interval`; with 0, all of them. Damaged
+        checkpoints are skipped.
         """
         going = []
         for number in sorted(self._replaced - {0, iteration}):

@@ -113,8 +113,8 @@ class RoleSaves:
             self._folders.wait(self._options.timeout_s)
 
     def settle(self) -> None:
-        """Returns when the save in flight is committed and the tracker file names its step if that is whole; raises the
-        error of the save. It waits for no deletion: rank 0 alone deletes, and the others would wait for it.
+        """Waits until the save in flight is committed, then writes the tracker file if the step is whole; raises the
+        error of the save. Does not wait for deletions: only rank 0 deletes, and the other ranks would wait for it.
         """
         handle, self._handle = self._handle, None
         if handle is not None:

@@ -121,8 +121,8 @@ class HostExchange:
         self._wake()
 
     def serve(self) -> None:
-        """Takes what is announced. Raises PeerLeftError if the load of another rank has failed, and CheckpointError
-        (rank_missing) for one that is stuck or gone.
+        """Takes the units that are announced. Raises PeerLeftError if the load of another rank has failed, and
+        CheckpointError (rank_missing) for a rank that is stuck or gone.
         """
         while (self._num_left or not self._is_given) and not self._is_over.is_set():
             message = self._met.receive(_CHECK_S)

@@ -124,8 +124,8 @@ class Background:
             self._second.renew(change.step)
 
     def wait(self, hanging_s: float) -> None:
-        """Returns when copies are made and due deletions are done. Deletions that fail, or hang for so long, are named
-        in a warning. Raises the error of a copy that fails, and StorageError for one that hangs.
+        """Waits until copies are made and due deletions are done. Deletions that fail, or hang for `hanging_s`, are
+        named in a warning. Raises the error of a copy that fails, and StorageError for a copy that hangs.
         """
         copy_failure = self._finish(hanging_s)
         if copy_failure is not None:

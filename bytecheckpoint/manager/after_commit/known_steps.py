@@ -45,7 +45,7 @@ class KnownSteps:
         """Changes made before the steps were read; the records that are read may have them or not."""
 
     def all(self) -> list[StoredStep]:
-        """Returns the steps, oldest first, abandoned ones before all others. Raises what the store raises."""
+        """Returns the steps, oldest first, abandoned ones before all others. Raises the errors of the store."""
         self._read()
         with self._lock:
             return ordered(self._steps.values())
@@ -87,7 +87,7 @@ class KnownSteps:
                     self._steps.pop(step, None)
 
     def read_again(self, step: int) -> None:
-        """Reads a step whose checkpoint another program has replaced. Raises what the store raises."""
+        """Reads a step whose checkpoint another program has replaced. Raises the errors of the store."""
         found = step_records.read_step(self._store, step, reads_manifest=True)
         with self._lock:
             if step not in self._steps:

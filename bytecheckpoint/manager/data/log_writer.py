@@ -96,7 +96,7 @@ class LogWriter:
             self._work.ask()
 
     def finish(self) -> None:
-        """Returns when all is written and deleted that has to be. Raises CheckpointError if it cannot be."""
+        """Waits until everything is written and deleted that is due. Raises CheckpointError if that fails."""
         began = time.monotonic()
         failure = self._work.wait(began=began, failing_s=0.0, hanging_s=self._timeout_s)
         if isinstance(failure, CheckpointError):
@@ -109,7 +109,7 @@ class LogWriter:
             ) from failure
 
     def wait(self) -> None:
-        """Returns when all is done; a store that fails or hangs is named in a warning."""
+        """Waits until all is done. Warns of a store that fails or hangs."""
         try:
             self.finish()
         except CheckpointError as error:

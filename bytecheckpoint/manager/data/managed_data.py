@@ -159,7 +159,7 @@ class ManagedData:
         self._has_logged = False
 
     def wait(self) -> None:
-        """Returns when what was handed over is written, or cannot be."""
+        """Waits until all that was handed over is written, or has failed."""
         if self._log is not None and self._has_logged:
             self._log.wait()
 

@@ -20,7 +20,7 @@ bytes should not make a file of their own.
 
 
 class Mirroring(NamedTuple):
-    """The places of all ranks, and how often replicas are staged."""
+    """The places of all ranks, and the number of copies to stage."""
 
     places: Sequence[RankPlace]
     """By rank."""

@@ -211,8 +211,7 @@ class _Candidate:
         return VersionPlan(self._save_id, generation, step, self._manifest_hosts, self._held)
 
     def _manifests(self) -> tuple[list[str], Mapping[str, int]]:
-        """Returns all holders of the manifest ("" is the path), and the data files that it lists, with their lengths.
-        """
+        """Returns all holders of the manifest ("" is the path), and the lengths of the data files that it lists."""
         listed = {
             host: version.needed
             for host, versions in self._by_host.items()

@@ -87,7 +87,7 @@ class JobFolder(NamedTuple):
             os.close(fd)
 
     def join(self, *, saves: bool = True) -> tuple[ProcessLock, LivingProcess]:
-        """Makes this process one that works on the job, until it ends or the lock is released."""
+        """Registers this process as working on the job, until it ends or the lock is released."""
         alive = os.path.join(self.path, _ALIVE)
         name = secrets.token_hex(8) + ("" if saves else _RESUMED)
         temporary, path = os.path.join(alive, f"{TEMPORARY_PREFIX}{name}"), os.path.join(alive, name)

@@ -157,7 +157,7 @@ class Slot:
         self._header = header
 
     def release(self) -> None:
-        """Gives the slot to whoever takes it next."""
+        """Releases the slot for the next process that takes it."""
         self._memory = None
         self._lock.release()
 
