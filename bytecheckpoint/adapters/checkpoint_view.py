@@ -338,7 +338,7 @@ class CheckpointView:
         return {".".join(of_one[:count]) for of_one in parts for count in range(1, len(of_one))}
 
     def below(self, fqn: str) -> list[str]:
-        """State FQNs of the tensors below this one."""
+        """Returns the state FQNs of the tensors below this state FQN."""
         return [name for name in self.tensors if name.startswith(f"{fqn}.")]
 
     @cached_property

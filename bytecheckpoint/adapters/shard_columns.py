@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     Int64s = NDArray[np.int64]
 
 _LOOKS = attrgetter("dtype", "shape", "is_cpu")
-"""All that decides what is saved of a plain tensor with memory besides its elements."""
+"""Reads the attributes that decide what is saved of a plain tensor with memory besides its elements."""
 
 
 class _ColumnLayout(NamedTuple):
-    """All that names and layouts decide. Holds no tensor."""
+    """All that follows from names, dtypes and shapes. Holds no tensor."""
 
     layouts: list[Any]
     dtypes: list[str]

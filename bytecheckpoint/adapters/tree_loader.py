@@ -125,8 +125,8 @@ class TreeTarget:
                 self._new[name] = torch.empty_like(placeholder(stored), device=device)
 
     def filled(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Any:
-        """Returns the tree with tensors in place of references; what include and exclude leave out is as in `current`,
-        and not there at all where that lacks it. None where nothing is left.
+        """Returns the tree with tensors in place of references; None if nothing is left. Parts that include and exclude
+        leave out are as in `current`, and absent if `current` lacks them.
         """
         values = leaves(found.tree, found.fqn)
         unbuildable = self._unbuildable(values, checkpoint).keys()

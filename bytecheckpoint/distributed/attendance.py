@@ -53,7 +53,9 @@ class Attendance:
         return bool(self.ended)
 
     def has_coordinator_ended(self) -> bool:
-        """Always False on ranks that do not watch it: leaders do, and the other ranks of its block."""
+        """Returns True if the coordinator's process has ended. Always False on ranks that do not watch it: leaders and
+        the ranks of its block do.
+        """
         if self._blocks.is_leader or self._blocks.leader == COORDINATOR:
             return bool(self.ended_among([COORDINATOR]))
         return False

@@ -202,7 +202,7 @@ def _call_store(clients: WaitingClients, call: int) -> CallStore:
 def _next_call(clients: WaitingClients, rank: int, num_ranks: int) -> int:
     """Returns the number of the call that this rank makes, the same on all ranks. It is counted in the store.
 
-    A rank skips a call that it has missed and that the others gave up on: else it would be one behind for ever.
+    A rank skips calls that it has missed and the other ranks gave up on: else it would be one call behind for ever.
     """
     store = clients.store
     call = store.add(_calls_key(rank), 1)

@@ -118,7 +118,9 @@ def _find_foreign(
 
 
 def _in_hub(found: FoundCheckpoint, path: str, opening: Opening) -> FoundCheckpoint:
-    """Returns a checkpoint in a snapshot of the Hugging Face cache as part of the folder that its links lead to."""
+    """Returns a checkpoint in a snapshot of the Hugging Face cache as a part of its model's folder, into which its
+    links lead; any other checkpoint as it is.
+    """
     above, revision = split_path(path)
     model, snapshots = split_path(above)
     if snapshots != "snapshots" or not revision or found.folder:

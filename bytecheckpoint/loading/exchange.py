@@ -177,7 +177,7 @@ class _Exchange:
         self._futures: list[Future[None]] = []
 
     def run(self, listener: Listener) -> None:
-        """Raises the first error of any thread."""
+        """Reads, passes on and receives until all is done. Raises the first error of any thread."""
         plan, share = self._plan, self._assigned.share
         peers = {rank: self._ranks.global_ranks[rank] for rank in share.peers}
         timeout_s = self._source.options.timeout_s
@@ -196,8 +196,8 @@ class _Exchange:
                 if self._requests:
                     raise damaged(f"what was asked for of {len(self._requests)} units that this rank does not read was")
                 alone = map(self._noted, self._source.with_targets(plan.alone, self._targets, self._stored_fqns))
-                no_slots = partial(self._arenas.read.break_off, PeerLeftError)
-                self._source.run([*passed_on, *alone], self._lanes, no_slots)
+                break_off = partial(self._arenas.read.break_off, PeerLeftError)
+                self._source.run([*passed_on, *alone], self._lanes, break_off)
                 wait(relays, return_when=FIRST_EXCEPTION)
                 self._host.end_giving()
                 wait(self._futures, return_when=FIRST_EXCEPTION)

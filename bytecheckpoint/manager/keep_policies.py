@@ -150,7 +150,7 @@ class Latest(_JoinableKeepPolicy):
         object.__setattr__(self, "n", check_integer(self, "n", self.n, minimum=1))
 
     def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
-        """Returns True for the last n."""
+        """Returns True for each of the last n steps, False for all others."""
         return [len(saved) - number <= self.n for number in range(len(saved))]
 
 

@@ -228,10 +228,10 @@ class ManagedSaves:
             self.new_branch = None
 
     def _may_replace(self, owned: OwnedRoot, step: int) -> bool:
-        """Returns True if a checkpoint that stands there may be replaced: with `overwrite`, one of a branch that
-        training left, or one that an earlier manager committed after this one had claimed the root.
+        """Returns True if the existing checkpoint of a step may be replaced: `overwrite` is set, or training has left
+        its branch, or an earlier manager committed it after this one had claimed the root.
 
-        Raises CheckpointExistsError for a pinned or leased one.
+        Raises CheckpointExistsError if it is pinned or leased.
         """
         is_left, is_overwritten = step in self.abandoned, self._options.save.overwrite
         may_be_late = step > self.newest_seen and bool(owned.generation.earlier_prefixes)

@@ -100,7 +100,7 @@ class Manifest:
         return self.table.describe_all()
 
     def describe_each(self, fqns: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
-        """Describes these tensors."""
+        """Returns dtype and global shape of each of these tensors."""
         return self.table.describe_each(fqns)
 
 

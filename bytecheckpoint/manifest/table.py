@@ -323,7 +323,7 @@ class TensorTable(Mapping[str, TensorRecord]):
         return self._described
 
     def describe_each(self, fqns: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
-        """Describes these tensors."""
+        """Returns dtype and global shape of each of these tensors."""
         if len(self._described) == len(self):
             return list(map(self._described.__getitem__, fqns))
         return list(map(self.describe, fqns))

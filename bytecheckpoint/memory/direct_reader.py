@@ -80,7 +80,7 @@ def _wait(reading: Sequence[tuple[DirectRead, Any]]) -> list[tuple[DirectRead, i
 
 
 def find_direct_reader() -> DirectReader | None:
-    """Returns None if kvikio is not installed, or cannot be used here."""
+    """Returns a reader; None if kvikio is not installed, or cannot be used here."""
     try:
         return KvikioReader(importlib.import_module("kvikio"))
     except (ImportError, OSError, RuntimeError):

@@ -277,7 +277,7 @@ def ended_jobs(roots: Sequence[str], location: str | None) -> list[EndedJob]:
 
 
 def remove_job(root: str, path: str) -> bool:
-    """Gives the memory of a job back, unless one of its processes lives. Returns False then."""
+    """Frees the memory of a job. Returns False, and frees nothing, if one of its processes lives."""
     found = next((each for each in find_jobs(root) if each[0].path == path), None)
     if found is None:
         return False

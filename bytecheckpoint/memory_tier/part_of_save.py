@@ -118,7 +118,9 @@ def holding_first(
     metadata: Mapping[str, Any],
     finish: Callable[[], CheckpointInfo],
 ) -> Callable[[], CheckpointInfo]:
-    """Returns what finishes a save with a memory tier: `finish` commits it, unless memory is all that it goes to."""
+    """Returns the function that finishes a save with a memory tier: `finish` commits it, unless it goes to memory
+    alone.
+    """
     if part.is_only:
         return partial(hold, prepared, part, metadata)
     return partial(hold_and_finish, prepared, part, metadata, finish)

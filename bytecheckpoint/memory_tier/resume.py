@@ -1,4 +1,4 @@
-"""The newest version that memory and storage hold, loaded by all ranks together. What is damaged is left out, and the
+"""Loads the newest version that memory and storage hold, with all ranks together. Damaged holders are left out, and the
 next holder or the next older version is tried, until one loads: planner/memory_tier/resume_plan.py decides which.
 """
 

@@ -110,7 +110,7 @@ class ProgressMeter:
         self._report(is_due=False)
 
     def _report(self, *, is_due: bool) -> None:
-        """Calls the watcher. Reports of bytes are left out while another one is under way or was made just now."""
+        """Calls the watcher. A report of bytes is left out while another report is under way or was made just now."""
         if self._on_progress is None or not self._reporting.acquire(blocking=is_due):
             return
         try:

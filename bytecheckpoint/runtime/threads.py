@@ -138,7 +138,7 @@ class _JobRun(Generic[Job]):
         return True
 
     def stop(self) -> list[BaseException]:
-        """Returns the errors when no job is running any more, and none will."""
+        """Ends the run, waits until no job is running any more, and returns the errors."""
         with self._changed:
             self._is_over = True
             self._changed.wait_for(lambda: not self._num_helpers)

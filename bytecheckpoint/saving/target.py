@@ -46,7 +46,7 @@ class SaveOwner(NamedTuple):
     """The owner of the root that a save writes to. Another owner may take the root over while the save is in flight."""
 
     save_id_prefix: str
-    """First 8 characters of the id of each of its saves, by which others know what they left."""
+    """First 8 characters of the ids of its saves, by which other owners recognise what these saves left."""
     may_replace: Callable[[], bool]
     """Called by the coordinator before anything is written, and again before the commit. Returns True if a checkpoint
     that stands there may be replaced; raises CheckpointExistsError if it is protected."""

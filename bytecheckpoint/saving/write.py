@@ -52,8 +52,8 @@ def find_reusable(ranks: Ranks, target: SaveTarget, history: RootHistory | None)
 
 
 def _reusable_of(target: SaveTarget, folder: str | None, known_ids: Sequence[str]) -> list[ReusableFiles | None]:
-    """Returns the reusable files of the newest checkpoint for each rank, None for those that know them by its save id.
-    None as the `folder` says that the coordinator does not know that checkpoint.
+    """Returns, for each rank, its reusable files of the newest checkpoint; None for a rank that knows them already, by
+    the save id. `folder` is None if the coordinator does not know that checkpoint.
     """
     if folder is not None and len(set(known_ids)) == 1:
         return [None] * len(known_ids)

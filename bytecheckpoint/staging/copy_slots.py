@@ -39,8 +39,8 @@ class CopySlots:
         self._taken = {}
 
     def take(self, owner: int, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
-        """Returns memory for a copy of the image of this rank. Called again by the same save, the same memory, with
-        what it has got.
+        """Returns memory for a copy of the image of rank `owner`. Called again for the same save, returns the same
+        memory with its content.
 
         Raises CheckpointSaveError (no_space).
         """

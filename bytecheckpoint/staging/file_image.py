@@ -79,11 +79,11 @@ def cut_to_files(shard: LocalShard, options: SaveOptions) -> list[LocalShard]:
 
 
 class FileApart(NamedTuple):
-    """The contents of a data file that is planned apart from others, and alike on each rank that holds them."""
+    """The contents of a data file that is planned apart from others, in the same way on each rank that holds them."""
 
     writes: Sequence[ItemRegion]
     together: Sequence[Sequence[int]]
-    """As in `lay_out_files`; other items in it do not matter."""
+    """Groups as in `lay_out_files`; items that are not in the file are ignored."""
     state_bytes: int
     is_frozen: bool = False
 

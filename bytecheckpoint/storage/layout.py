@@ -146,8 +146,8 @@ def steps_of_root(store: Store) -> list[int]:
 
 
 def steps_below(store: Store, folder: str, listing: Mapping[str, int | None]) -> Iterator[int]:
-    """Yields the committed steps in the folder with this listing, newest first; if it is cheap, twice as many looks
-    each time.
+    """Yields the committed steps in the folder with this listing, newest first. Looks at one step at a time, or, where
+    looks are cheap, at twice as many each time.
     """
     steps, num_looks, growth = _step_folders(listing)[::-1], 1, 2 if isinstance(store, SupportsInFolders) else 1
     while steps:

@@ -157,7 +157,7 @@ def _link_files(source: str, target: str, names: Iterable[str], storage_options:
 
 def remove_checkpoint(path: str, storage_options: Mapping[str, Any] | None) -> None:
     """Deletes the checkpoint at a path, what abandoned saves have left there, and its folder if nothing else is in it.
-    A link goes alone. A path where nothing is passes.
+    Of a link, only the link is deleted. It is no error if there is nothing.
 
     Raises CheckpointCorruptError if a manifest cannot be read, and StorageError.
     """

@@ -97,7 +97,7 @@ class BcpStrategyMixin(Strategy):
         return dict(self._bcp_shown)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Returns nothing: optimizers are saved as they are."""
+        """Returns an empty dict: optimizers are saved as live objects instead."""
         del optimizer
         return {}
 

@@ -153,7 +153,9 @@ class SecondRoot:
         self._pauses.pause()
 
     def _is_superseded(self) -> bool:
-        """Returns True if another manager owns the root, and copies: this one's saves raise the error."""
+        """Returns True if another manager owns the root and makes the copies. The saves of this manager raise the
+        error.
+        """
         try:
             self._generation.check(outcome="")
         except CheckpointSaveError:

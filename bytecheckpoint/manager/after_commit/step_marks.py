@@ -55,7 +55,7 @@ def _note_of(step: int) -> str:
 
 
 class StepMarks(NamedTuple):
-    """Writes marks, and tells the background work of them."""
+    """Writes the marks of steps (metrics, pins, leases), and notes them for the background work."""
 
     store: Store
     background: Background

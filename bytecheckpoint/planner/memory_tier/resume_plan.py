@@ -146,8 +146,8 @@ def plan_resume(
 
 
 def files_read_at(version: VersionPlan, host: str) -> list[str]:
-    """Returns the data files that ranks of this host read: those that are nowhere cheaper, but for storage, which all
-    read. Memory is as cheap wherever it is.
+    """Returns the data files of which this host is one of the cheapest holders. Memory is equally cheap on all hosts,
+    and storage belongs to none.
     """
     return [
         name

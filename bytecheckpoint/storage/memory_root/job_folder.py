@@ -111,7 +111,7 @@ class JobFolder(NamedTuple):
         return found
 
     def remove_stale_temporaries(self) -> None:
-        """Removes what killed processes were making of the job itself and of the memory root."""
+        """Removes temporary files that killed processes have left in the job's folder and in the memory root."""
         paths = [os.path.join(folder, name) for folder in (self.root, self.path) for name in os.listdir(folder)]
         for path in filter(_is_temporary, paths):
             with suppress(OSError):  # gone meanwhile, or another user's

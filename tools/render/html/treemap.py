@@ -82,7 +82,7 @@ def _placed(nodes: Sequence[ModuleNode], box: Box) -> list[tuple[ModuleNode, Box
 
 
 def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
-    """Returns rectangles with areas in proportion to these sizes, above 0, nearly squares."""
+    """Divides a box into nearly square rectangles, with areas in proportion to these sizes, all above 0."""
     boxes: list[Box] = []
     first, left = 0, sum(sizes)
     while first < len(sizes):
