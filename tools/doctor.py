@@ -186,7 +186,7 @@ def _examine(url: str, stage: str | None, options: Mapping[str, Any], *, seconds
 
 @contextmanager
 def _probing(url: str, folder: str, options: Mapping[str, Any]) -> Iterator[ProbeStore]:
-    """Yields a folder of a storage for objects, and removes them in the end."""
+    """Yields a store for objects in a folder, and removes the objects in the end."""
     store = ProbeStore(open_store(url, storage_options=options, writer_threads=1), folder)
     with _no_new_folders(store.store):
         try:

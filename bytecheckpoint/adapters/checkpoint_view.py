@@ -83,12 +83,12 @@ class CheckpointView:
         reshape: Reshape | None = None,
         trees_at: Collection[str] | None = None,
     ) -> None:
-        """`rank` is this rank's number among the `num_ranks` that load. `below` is the state FQN that all names of the
-        checkpoint get before them, renamed ones too, but for those at and below the state FQNs `beside` it.
-        `plain_names` are state FQNs by the names under which the state shows the same, which earlier versions and other
-        programs have saved. `reshape` puts plain data that ranks share into the form that the state has. `trees_at` are
-        state FQNs: where a name stands neither above nor below one of them, the streams of a data loader are one leaf,
-        a StreamTable, because there may be 100,000; None if all are trees.
+        """`rank` is this rank's number among the `num_ranks` that load. `below` is a state FQN that is put before all
+        names of the checkpoint, also before renamed ones, except for names at or below the state FQNs in `beside`.
+        `plain_names` maps names of plain data, as earlier versions and other programs have saved them, to the state
+        FQNs of the same values. `reshape` puts plain data that ranks share into the form that the state has. `trees_at`
+        are state FQNs: the streams of a data loader whose name is neither above nor below one of them are one leaf, a
+        StreamTable, because there may be 100,000; None makes trees of all.
         """
         self._manifest = manifest
         self._reshape = reshape
@@ -289,7 +289,9 @@ class CheckpointView:
         return {name if fqn else name.removesuffix("."): fqn for name, fqn in by_name.items()}
 
     def missing_at(self, fqn: str) -> tuple[str, RankMissing] | None:
-        """Returns the name of this state FQN or of one around it that this rank has no value for."""
+        """Returns this state FQN, or the innermost one around it, that has no value for this rank, with the reason;
+        None if there is no such FQN.
+        """
         parts = fqn.split(".") if self._missing else []
         names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         return next(((name, self._missing[name]) for name in names if name in self._missing), None)

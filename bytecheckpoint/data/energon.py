@@ -120,7 +120,7 @@ class EnergonLoader:
 
 
 def energon_loader(loader: Any) -> EnergonLoader | None:
-    """Returns the elastic loader of a SavableDataLoader of Energon's."""
+    """Returns the elastic loader of Energon's SavableDataLoader; None for any other loader."""
     kinds = type(loader).__mro__
     is_known = any(kind.__name__ == "SavableDataLoader" and kind.__module__.startswith(_PACKAGE) for kind in kinds)
     return EnergonLoader(loader) if is_known else None

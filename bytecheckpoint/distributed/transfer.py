@@ -58,7 +58,7 @@ def transfer(
     fetches: Sequence[Fetching],
     timeout_s: float,
 ) -> None:
-    """Fetches all pieces, and serves what these ranks fetch from this one, who offers files.
+    """Fetches all pieces, and serves the pieces of the `offered` files that the ranks in `takers` fetch from this rank.
 
     Raises CheckpointError (rank_missing) for a rank that is gone or stuck, CheckpointCorruptError (checksum) for bytes
     that were damaged on the way, and whatever `take` raises.

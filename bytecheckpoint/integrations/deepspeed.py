@@ -79,7 +79,7 @@ def save_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
         storage_options: For the fsspec backend; never stored.
 
     Returns:
-        The handle of the save, which is true as DeepSpeed's answer is.
+        The handle of the save. It is truthy, as the True that DeepSpeed returns.
 
     Raises:
         ValueError: `save_dir` is empty.
@@ -267,7 +267,7 @@ def _described(name: str, checkpoint: Checkpoint) -> _Found:
 
 
 def _has_optimizer(engine: DeepSpeedEngine) -> bool:
-    """Returns True unless it was made without an optimizer, for which DeepSpeed has stand-ins."""
+    """Returns True unless the engine was made without an optimizer: it has a stand-in of DeepSpeed's then."""
     optimizer = engine.optimizer
     return isinstance(optimizer, torch.optim.Optimizer) or isinstance(
         getattr(optimizer, "optimizer", None), torch.optim.Optimizer

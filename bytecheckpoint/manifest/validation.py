@@ -172,7 +172,9 @@ def numels_of(columns: Columns, itemsizes: Int64s, fqns: Sequence[str]) -> Int64
 
 
 def check_tensors(columns: Columns, fqns: Sequence[str]) -> None:
-    """Checks dtypes, shapes and grids, and no other chunk. Raises CheckpointCorruptError (bad_manifest)."""
+    """Checks dtypes, shapes and grids. Chunks outside of grids are not checked. Raises CheckpointCorruptError
+    (bad_manifest).
+    """
     numels = numels_of(columns, itemsizes_of(columns, fqns), fqns)
     if columns.codecs.max(initial=0) >= max(1, len(columns.codec_names)):
         raise bad_manifest(f"it has {len(columns.codec_names)} codecs and a chunk of codec {columns.codecs.max()}")

@@ -35,8 +35,8 @@ class CopyStream(Protocol):
     def copy(
         self, target: torch.Tensor, content: memoryview, shaped: Callable[[torch.Tensor], torch.Tensor] | None
     ) -> None:
-        """Queues a copy of these bytes into `target`, a tensor of the device: of the result of `shaped` for a flat
-        tensor of them, or as they are.
+        """Queues a copy of these bytes into `target`, a tensor on the device. With `shaped`, copies what it returns for
+        a flat tensor of the bytes.
 
         Memory of `new_block` must stay unchanged until the copy is done; any other has been read when this returns.
         """

@@ -111,7 +111,7 @@ def apply_map(name_map: MapFile, contents: MapInput, request: MapRequest) -> Map
     """Returns the tensors and aliases of a checkpoint as they are on the other side of the map.
 
     Raises CheckpointMismatchError: conflict, missing_key, unexpected_key, shape or dtype if the map does not fit the
-    checkpoint; and UnsafeCheckpointError (limits_exceeded) if that would be too many pieces.
+    checkpoint; and UnsafeCheckpointError (limits_exceeded) if the result has too many pieces.
     """
     side = _source_side(name_map, contents.described) if request.source_side is None else request.source_side
     return _Application(name_map, side, contents, request).run()
@@ -302,7 +302,7 @@ class _Application:
         return TargetTensor(dtype, (len(layers), *shape), pieces)
 
     def _made(self, rule: Rule, tensors: Mapping[int, LayerTensor], *, equal_parts: bool) -> list[TargetTensor]:
-        """Returns the parts on the other side."""
+        """Returns the tensors on the other side of the map that the rule makes of these tensors."""
         if equal_parts:
             return [unchanged(tensors[min(tensors)])] * len(rule.names[self._target])
         try:

@@ -61,7 +61,7 @@ def has_separate_experts(manifest: Manifest) -> bool:
 def with_fused_experts(manifest: Manifest) -> Manifest | None:
     """Returns the same checkpoint with one tensor for all experts of a layer, in the same files.
 
-    None if no layer has experts that can be one tensor. Raises the errors of `relink`.
+    Returns None if no layer has experts that can be one tensor. Raises the errors of `relink`.
     """
     layers = [name for name in manifest.tensors if ".weight" in name and "experts." in name]
     described = dict(zip(layers, manifest.describe_each(layers), strict=True))

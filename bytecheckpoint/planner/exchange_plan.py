@@ -135,7 +135,7 @@ def _numbers_in(bits: int) -> Iterator[int]:
 
 
 def can_share(fetch: Fetch, extents: Extents) -> bool:
-    """Returns True if what the fetch is for can be cut where extents end: no element of a box lies across an end."""
+    """Returns True if the fetch can be cut at every end of an extent: no element of a box lies across one."""
     bounds = extents.bounds(fetch.file)
     for part in fetch.parts:
         if isinstance(part, BoxPart):

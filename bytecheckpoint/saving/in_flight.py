@@ -319,7 +319,7 @@ def _print(text: str) -> None:
 
 
 class ProcessState:
-    """Everything that a process keeps between saves. One a process, which stages one save at a time."""
+    """Everything that a process keeps between saves. A process has one of these, and stages one save at a time."""
 
     def __init__(self) -> None:
         self.saves = SavesInFlight()
@@ -333,14 +333,14 @@ class ProcessState:
         self._of_parent: list[object] = []
 
     def kept(self, target: SaveTarget) -> KeptBetweenSaves:
-        """Returns what a save takes from earlier ones."""
+        """Returns the objects that a save takes over from earlier saves."""
         reuse = self.reuse.of_root(full_location(target.store, "")) if target.reuse else None
         return KeptBetweenSaves(self.buffers, self.history, reuse)
 
     def check_writable(self, store: Store, ranks: Ranks) -> None:
-        """Raises what a write to the store would raise, so that a save fails before anything is staged.
+        """Raises the error that a write to the store would raise, so that a save fails before anything is staged.
 
-        One rank asks for all, once in its process.
+        One rank does this for all ranks, once in its process.
         """
         place = full_location(store, "")
         if ranks.rank == COORDINATOR and isinstance(store, RemoteStore) and place not in self._writable:
@@ -348,7 +348,7 @@ class ProcessState:
             self._writable.add(place)
 
     def reset_in_child(self) -> None:
-        """Forgets in a forked child the saves of the parent, whose threads it lacks, and the memory."""
+        """Forgets, in a forked child, the saves of the parent, whose threads it does not have, and the memory."""
         self.saves.reset()
         # The memory is not the child's, but freeing it here could free what has come to lie in the same place.
         self._of_parent.append((self.buffers, self.memories))

@@ -110,8 +110,8 @@ class JobMemory:
         self._settled = {*self._needed(), save_id}
 
     def settle(self, save_id: str, *, is_protected: bool = False) -> None:
-        """Keeps the slots of this save: it is complete on all hosts, or what all ranks go on from. Unless it survives a
-        host, as far as it ever will, those of the newest save that does stay as well.
+        """Keeps the slots of this save, which is complete on all hosts, or from which all ranks have resumed. Unless it
+        is protected against the loss of a host, also keeps the slots of the newest save that is.
         """
         protected = "" if is_protected else version_files.protected_save(self.job)
         self._settled = {save_id, protected} - {""}

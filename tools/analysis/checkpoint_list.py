@@ -80,7 +80,7 @@ class CheckpointList(NamedTuple):
 
 
 class _ListedFolder(NamedTuple):
-    """A folder, and the checkpoint that it is."""
+    """A folder, and its checkpoint, if it is one."""
 
     folder: str
     checkpoint: ListedCheckpoint | None

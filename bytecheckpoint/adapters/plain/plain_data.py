@@ -67,8 +67,8 @@ def encode_plain(value: Any, fqn: str, on_tensor: TensorHook) -> bytes:
 
 @lru_cache(maxsize=16)
 def encode_refs(fqn: str, names: tuple[str, ...]) -> tuple[tuple[str, ...], frozenset[str], bytes]:
-    """Returns the FQNs, once more as a set, and the encoding of a dict of tensors alone, which depend on the names
-    only.
+    """Returns the FQNs of the tensors in a dict of tensors alone, the same FQNs as a set, and the encoding of the dict.
+    They depend on the names only.
     """
     for name in names:
         wire.check_key(name, fqn)

@@ -118,7 +118,9 @@ def chosen_by_lightning(trainer: Trainer) -> bool:
 def lasting_paths(
     trainer: Trainer, callbacks: Mapping[str, Any], path: str, storage_options: Mapping[str, Any] | None
 ) -> list[str]:
-    """Returns the paths in the states of callbacks that open now, and the one that was loaded. Asked on rank 0."""
+    """Returns the paths in the states of callbacks that can be opened now, and the path that was loaded. Called on rank
+    0.
+    """
     held = {path}
     for callback in _model_checkpoints(trainer):
         state = callbacks.get(callback.state_key, {})

@@ -50,7 +50,7 @@ class Commit(NamedTuple):
 
 
 class Background:
-    """The thread of the root, and the one that copies to a second root if there is one."""
+    """The background work of a manager: a thread for its root and, with a second root, a thread that copies to it."""
 
     def __init__(self, generation: Generation, keep: KeepPolicy, clock: StorageClock, *, reads_steps: bool) -> None:
         """With `reads_steps` the steps of the root are read at once, because a policy will ask for them."""
@@ -61,7 +61,7 @@ class Background:
         self._reads_steps = reads_steps
         self._commits: deque[Commit] = deque()
         self._is_opened = False
-        """True when deletions that have begun are finished."""
+        """True once the deletions that earlier managers had begun are finished."""
         self._is_first = True
         self._newest: int | None = None
         """Step that this manager committed last."""

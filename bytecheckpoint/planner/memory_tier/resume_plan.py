@@ -121,7 +121,7 @@ class ResumePlan(msgspec.Struct, frozen=True, array_like=True):
 def plan_resume(
     seen: Sequence[SeenByRank], stored: Sequence[StoredVersion], damaged: Collection[DamagedHolding]
 ) -> ResumePlan:
-    """Plans from what all ranks see, what is at the path, and what earlier tries of this resume found damaged.
+    """Plans a resume from what all ranks see, what is at the path, and what earlier tries of this resume found damaged.
 
     Files of different saves are never mixed. The order is that of generation and step; a save that went to memory
     alone counts before a stored one of equal generation and step.
