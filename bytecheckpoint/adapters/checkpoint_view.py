@@ -85,9 +85,9 @@ class CheckpointView:
     ) -> None:
         """`rank` is this rank's number among the `num_ranks` that load. `below` is a state FQN that is put before all
         names of the checkpoint, also before renamed ones, except for names at or below the state FQNs in `beside`.
-        `plain_names` maps names of plain data, as earlier versions and other programs have saved them, to the state
-        FQNs of the same values. `reshape` puts plain data that ranks share into the form that the state has. `trees_at`
-        are state FQNs: the streams of a data loader whose name is neither above nor below one of them are one leaf, a
+        `plain_names` maps names of tensors, as earlier versions and other programs have saved them, to the state FQNs
+        of the same tensors. `reshape` puts plain data that ranks share into the form that the state has. `trees_at` are
+        state FQNs: the streams of a data loader whose name is neither above nor below one of them are one leaf, a
         StreamTable, because there may be 100,000; None makes trees of all.
         """
         self._manifest = manifest

@@ -138,8 +138,8 @@ class ShardColumns(Sequence[LocalShard]):
 
 
 class WholeTensors(Sequence[LocalShard]):
-    """Whole tensors of an entry that nobody has looked at: they are looked at when all entries have been collected,
-    because what an object does to make its state may move the memory of others.
+    """Whole tensors of an entry, not yet looked at. They are looked at when all entries have been collected, because an
+    object that makes its state may move the memory of others.
     """
 
     def __init__(self, fqns: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> None:

@@ -305,7 +305,9 @@ class _FileWriter:
 
 
 def _confirm_all_written(ranks: Ranks, plan: _Plan, done: Sequence[DataFile]) -> None:
-    """Waits for the coordinator. Removes the files of this rank if another rank has failed."""
+    """Waits until the coordinator confirms that all ranks have written. Removes the files of this rank if another rank
+    has failed.
+    """
     try:
         ranks.broadcast(b"")
     except RankFailedError:

@@ -52,7 +52,9 @@ class CursorLoader:
         return self._read()
 
     def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Raises CheckpointMismatchError (conflict) for streams, and for a position that the loader cannot go on at."""
+        """Raises CheckpointMismatchError (conflict) if there are streams, or if the loader cannot go on at the saved
+        position.
+        """
         if streams:
             raise CheckpointMismatchError(
                 f"the state that was saved has {len(streams)} streams, and this loader has one position for all ranks; "

@@ -64,7 +64,7 @@ class EnergonLoader:
     def assign(self, ids: Sequence[str], size: int) -> list[list[str]]:
         """Returns equal shares of workers in their order: a worker's number says which share of the data it reads.
 
-        Raises CheckpointMismatchError (conflict) where there are none.
+        Raises CheckpointMismatchError (conflict) if there are no equal shares.
         """
         if len(ids) % size:
             raise CheckpointMismatchError(

@@ -247,11 +247,11 @@ class GroupRanks:
         """Forwards the messages of the block, as its leader. Does nothing if a member is missing or a rank has failed:
         the coordinator sees that for itself, and sends one verdict to all.
         """
-        self._put(up_key(number, self.rank), b"")  # to be found there, if a member is missing
+        self._put(up_key(number, self.rank), b"")  # so that this rank does not count as missing if a member is
         # The coordinator may begin to wait later.
         if not self._await_arrivals(number, self._reply_timeout_s):
             return
-        # Before this message has come no other is sent down but a verdict.
+        # Until this message has arrived, the coordinator sends down nothing but a verdict.
         if any(map(self._at.is_set, (HAS_FAILURE, down_key(self._num_down, "all")))):
             return
         self._raise_ended()

@@ -48,8 +48,8 @@ class SelectionRequest:
     """The tree is returned and not written: values keep their types, and a selection without tensors is no error."""
 
     def takes(self, fqn: str) -> bool:
-        """Returns True if the tensor is included. One that differs from rank to rank goes by the name of its value,
-        too.
+        """Returns True if the tensor is included. A tensor that differs from rank to rank is also matched by the name
+        of its value.
         """
         names = {fqn, without_content(fqn)}
         is_included = not self.include or any(fnmatchcase(name, glob) for glob in self.include for name in names)

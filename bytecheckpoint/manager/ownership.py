@@ -76,7 +76,7 @@ class Generation(NamedTuple):
             )
 
     def is_newest(self) -> bool:
-        """Returns False if another manager owns the root: what it wants to keep is not known here."""
+        """Returns True unless another manager owns the root. What that manager wants to keep is not known here."""
         return max(_numbers(self.store), default=0) <= self.number
 
     def is_claimed_in(self, store: Store) -> bool:

@@ -158,8 +158,8 @@ class DeviceRanges:
 
 
 def mark_streams(devices: Iterable[torch.device]) -> dict[torch.device, CopyEvent]:
-    """Returns the event on the current stream of each CUDA device among these: after it, tensors are as at the call.
-    Other accelerators have finished what they were given when this returns.
+    """Marks the current stream of each CUDA device among these; returns the events, after which tensors are as at this
+    call. Waits until other accelerators have finished their work.
     """
     marked = set(devices)
     finish_work(marked)

@@ -66,7 +66,7 @@ class KvikioReader:
 
 
 def _wait(reading: Sequence[tuple[DirectRead, Any]]) -> list[tuple[DirectRead, int]]:
-    """Returns how many bytes each read has found, when all of them have ended; then raises the first error."""
+    """Waits until all reads have ended. Returns the number of bytes that each has read, or raises the first error."""
     found: list[tuple[DirectRead, int]] = []
     errors: list[Exception] = []
     for read, future in reading:

@@ -146,7 +146,7 @@ def _offered(given: RebuildInput, host: str) -> Iterator[memoryview]:
 
 
 def _order(version: VersionPlan, payloads: Sequence[bytes]) -> Sequence[bytes]:
-    """Gives each lost member to a rank, in turn."""
+    """Assigns each lost member to a rank that rebuilds it, in turn; returns the reply to every rank."""
     offers = [msgspec.msgpack.decode(payload, type=_HostOffer) for payload in payloads]
     first: dict[str, int] = {}
     for rank, offer in enumerate(offers):

@@ -53,8 +53,8 @@ class ReaderShare(NamedTuple):
 
 
 class DividedPlan(NamedTuple):
-    """A load plan that one rank carries out together with others. A fetch holds the bytes that this rank wants of a
-    unit.
+    """A load plan that one rank carries out together with others. The parts of a fetch are the bytes that this rank
+    wants of a unit.
     """
 
     shared: Sequence[Fetch]
@@ -63,7 +63,7 @@ class DividedPlan(NamedTuple):
     """Fetches that this rank reads for itself alone."""
     received: Mapping[int, Sequence[Fetch]]
     """Units that this rank takes from the memory of each other rank of its host, in file order. Units of which it wants
-    nothing, such as those between the rows of a box, are left out; no unit may be left."""
+    nothing, such as those between the rows of a box, are left out; the list may be empty."""
     relayed: Mapping[int, Sequence[Fetch]]
     """Units that each reader rank on another host may send to this one, for all of its host."""
     common: Sequence[Fetch]

@@ -24,7 +24,7 @@ def priority() -> Priority:
         return 0, 0
     this = threading.get_native_id()
     nice, policy = os.getpriority(os.PRIO_PROCESS, this), os.SCHED_OTHER
-    with suppress(OSError):  # if it may not be asked for, all threads have the same
+    with suppress(OSError):  # if it cannot be read, all threads have the same
         policy = os.sched_getscheduler(this)
     return nice, policy
 

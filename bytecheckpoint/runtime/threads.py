@@ -154,7 +154,9 @@ class ThreadPool:
     """
 
     def __init__(self, *, is_awaited: bool) -> None:
-        """If they are awaited, the interpreter ends only after their jobs, and accepts no job once it is about to."""
+        """With `is_awaited`, the interpreter ends only after the jobs of the threads, and no job is accepted once it
+        has begun to end.
+        """
         self._is_awaited = is_awaited
         self._is_over = False
         self._forget()
@@ -174,7 +176,7 @@ class ThreadPool:
             jobs.put((name, do))
 
     def submit(self, name: str, do: Callable[[], T]) -> Future[T]:
-        """Like `begin`, and returns a future of what `do` returns or raises."""
+        """Begins `do` on a thread, as `begin` does; returns a future of what it returns or raises."""
         future: Future[T] = Future()
 
         def run() -> None:

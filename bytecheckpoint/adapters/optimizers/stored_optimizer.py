@@ -62,8 +62,8 @@ class StoredOptimizer:
         *,
         has_order: bool,
     ) -> None:
-        """`groups` are the names of the parameters in each group of the live optimizer, in its order; `has_order` where
-        an optimizer of the unwrapped model has the same.
+        """`groups` are the names of the parameters in each group of the live optimizer, in its order. `has_order` is
+        True if an optimizer of the unwrapped model has them in the same order.
         """
         self._fqn = fqn
         self._checkpoint = checkpoint
@@ -86,7 +86,7 @@ class StoredOptimizer:
         self._by_state_fqn: dict[str, str] = {}
         """FQN of a parameter in the state -> the name that it was saved under."""
         self._by_tensor: dict[str, str] = {}
-        """Checkpoint FQN under which a parameter's elements lie -> the same."""
+        """Checkpoint FQN under which a parameter's elements lie -> the name that it was saved under."""
         self._is_by_position = BY_POSITION in found.tree
         self._lengths = [len(group) for group in groups if group]
         self._stored_lengths = [len(group["params"]) for group in found.tree["groups"].values() if group["params"]]

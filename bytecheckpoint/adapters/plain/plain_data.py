@@ -78,7 +78,7 @@ def encode_refs(fqn: str, names: tuple[str, ...]) -> tuple[tuple[str, ...], froz
 
 
 def keep_in_tree(_fqn: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Is the `on_tensor` of a tree whose tensors are all written in place."""
+    """Returns the tensor itself. Serves as `on_tensor` for a tree in which all tensors are written in place."""
     return tensor
 
 

@@ -1,5 +1,5 @@
-"""Values of one name that differ from rank to rank. torch.distributed.checkpoint keeps one rank's without a word; here
-each rank keeps its own. Modules, optimizers and other live objects are compared by the save itself.
+"""Finds values of one name that differ from rank to rank. torch.distributed.checkpoint silently saves the value of one
+rank; here the value of each rank is saved. Modules, optimizers and other live objects are compared by the save itself.
 """
 
 from __future__ import annotations

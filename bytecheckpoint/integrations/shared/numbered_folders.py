@@ -326,7 +326,9 @@ class NumberedFolders:
 
 
 def on_rank_0(decisions: Decisions, make: Callable[[], NumberedFolders]) -> NumberedFolders | None:
-    """Returns on rank 0 what `make` gives, which looks at the folders, and None on others. All raise its error."""
+    """Calls `make`, which looks at the folders, on rank 0, and returns its result there; returns None on other ranks.
+    If it fails, all ranks raise its error.
+    """
     made: list[NumberedFolders] = []
 
     def look() -> bool:
