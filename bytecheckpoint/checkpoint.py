@@ -253,7 +253,7 @@ class StoredTensorView:
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __dlpack__(self, **arguments: Any) -> Any:
-        """Serves `torch.from_dlpack(view)` and its like: all of it, read now."""
+        """Implements `torch.from_dlpack(view)` and the like; reads the whole tensor."""
         return self[...].__dlpack__(**arguments)
 
     def __dlpack_device__(self) -> tuple[Any, int]:

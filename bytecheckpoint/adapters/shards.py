@@ -210,7 +210,8 @@ class LocalShards:
 
 
 def kind_of(fqn: str, tensor: torch.Tensor) -> _Kind:
-    """Returns dtype, lengths, region and bytes of a plain tensor that is whole. Raises as `LocalShards.add` does."""
+    """Returns dtype, lengths, region and bytes of a plain tensor that is whole. Raises the errors of `LocalShards.add`.
+    """
     region = whole(tensor.shape)
     return dense_dtype(fqn, tensor), region.lengths, region, tensor.nbytes
 

@@ -99,7 +99,7 @@ def megatron_cursor(args: Any) -> CursorLoader | None:
 
 
 def mosaic_cursor(loader: Any) -> CursorLoader | None:
-    """Returns the loader of a StreamingDataLoader of Mosaic's over a StreamingDataset.
+    """Returns the elastic loader of Mosaic's StreamingDataLoader over a StreamingDataset; None for any other loader.
 
     It counts the samples that it gave out, at the same rate on all ranks.
     """

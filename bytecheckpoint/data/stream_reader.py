@@ -83,7 +83,7 @@ class StreamReader:
         snapshot_every: int,
         num_requests: Callable[[], int],
     ) -> None:
-        """`positions` is brought up to date with each sample. With `epoch` None the reader does not end."""
+        """`positions` is brought up to date with each sample. With `epoch` None the reader reads all epochs on."""
         self._ids, self._positions, self._sources, self._cursors = ids, positions, sources, cursors
         self._is_endless = epoch is None
         self._epoch = pass_epoch(positions[each] for each in ids) if epoch is None else epoch

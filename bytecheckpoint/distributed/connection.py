@@ -77,8 +77,8 @@ class Connection:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, content: memoryview | bytes) -> None:
-        """Sends all of it. Raises PeerLeftError if the peer has disconnected, and CheckpointError (rank_missing) if it
-        is stuck or gone.
+        """Sends all of `content`. Raises PeerLeftError if the peer has disconnected, and CheckpointError (rank_missing)
+        if the peer is stuck or gone.
         """
         left = memoryview(content)
         try:

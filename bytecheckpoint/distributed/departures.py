@@ -144,7 +144,7 @@ def failure_key(number: int) -> str:
 
 
 def _bit(index: int) -> int:
-    """Returns the bit of the signed 64-bit number that a store counts with."""
+    """Returns the number that has only this bit, as a signed 64-bit integer: a store counts in these."""
     return 1 << index if index < MAX_BLOCK_RANKS - 1 else -(1 << index)
 
 

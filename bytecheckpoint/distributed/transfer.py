@@ -81,7 +81,7 @@ class _Transfer:
         self._futures: list[Future[None]] = []
 
     def run(self, listener: Listener, takers: Sequence[int], fetches: Sequence[Fetching]) -> None:
-        """Raises the first error of any thread."""
+        """Serves the takers and carries out the fetches. Raises the first error of any thread."""
         num_threads = len(takers) + len(fetches) + 2 * MAX_UNAUTHENTICATED
         # Threads of its own: so many and no more, and with a lower priority, which a shared thread would keep.
         self._pool = ThreadPoolExecutor(num_threads, "bcp-copies", initializer=lower_priority)

@@ -77,7 +77,7 @@ class Selection:
 
     wanted: list[WantedTensor]
     names: Mapping[str, str]
-    """Checkpoint FQN of each tensor that is taken, under each of its names that is -> its FQN in the target."""
+    """Checkpoint FQN of each selected tensor, for a tied one each of its selected FQNs -> its FQN in the target."""
     aliases: Mapping[str, str]
     """Further names in the target -> the FQN there under which the tensor is written."""
     left_out: Sequence[LeftOut]
@@ -102,7 +102,7 @@ class ModelNames(NamedTuple):
         return next((entry for entry in known if entry in found), min(found, default=""))
 
     def not_of_model(self, fqns: Sequence[str]) -> dict[str, str]:
-        """Returns for each FQN the reason why it is not a tensor of the model."""
+        """Returns, for each FQN that is not a tensor of the model, the reason."""
         entry = self.entry(fqns)
         others = [fqn for fqn in fqns if self.entries.get(fqn) != entry and fqn not in self.kept]
         return dict.fromkeys(others, "no part of the model, by the name map")
@@ -190,7 +190,7 @@ def entry_of(fqn: str) -> str:
 
 
 def _not_of_a_model(manifest: Manifest, fqns: Sequence[str], trees: Mapping[str, Any]) -> dict[str, str]:
-    """Returns for each FQN the reason why it is not a tensor of the model that is taken."""
+    """Returns, for each FQN that is not a tensor of the selected model, the reason."""
     prefixes = tuple(join_fqn(fqn, "state.") for fqn in optimizers_in(trees))
     why = {fqn: "state of an optimizer" for fqn in fqns if fqn.startswith(prefixes)}
     why |= {fqn: "differs from rank to rank" for fqn in fqns if is_content_fqn(fqn)}

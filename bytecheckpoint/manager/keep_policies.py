@@ -170,8 +170,8 @@ class EverySteps(_JoinableKeepPolicy):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class EverySeconds(_JoinableKeepPolicy):
-    """Keeps a checkpoint for every so many seconds: the oldest, and each that was committed so long after the one kept
-    before.
+    """Keeps one checkpoint every `s` seconds: the oldest, and each that was committed at least `s` seconds after the
+    one kept before it.
     """
 
     s: float

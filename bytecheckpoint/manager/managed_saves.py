@@ -69,7 +69,7 @@ class ManagedRun(NamedTuple):
 
 
 class OwnedRoot(NamedTuple):
-    """The tools of rank 0, which owns the root for all."""
+    """The objects with which rank 0 owns the root for all ranks."""
 
     generation: Generation
     background: Background

@@ -35,7 +35,7 @@ class DeviceStreams(Protocol):
     """The streams of a device, for copies to the host."""
 
     def mark(self) -> CopyEvent:
-        """Returns the event after everything queued on the current stream of this thread."""
+        """Returns an event that comes after everything queued so far on the current stream of this thread."""
 
     def copy(self, copies: Sequence[DeviceCopy], *, after: CopyEvent) -> CopyEvent:
         """Queues the copies after that event, on a stream of their own, and returns the event after them. If it raises,

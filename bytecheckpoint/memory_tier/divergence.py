@@ -58,8 +58,8 @@ def staged_file(owner: int, number: int, file: DataFile) -> StagedFile:
 def divergent_files(
     staged: Sequence[Sequence[StagedFile]], files_of: Callable[[int], Sequence[DataFile]]
 ) -> list[list[DivergentFile]]:
-    """Returns, by rank, the files of others that it has with other bytes than their owners. `staged` has all files by
-    rank, and `files_of` returns those that a rank owns.
+    """Returns, by rank, the files of other ranks that it holds with other bytes than their owners. `staged` has all
+    files by rank, and `files_of` returns the files that a rank owns.
     """
     owned = {
         (each.owner, each.number): each.digest for rank, of in enumerate(staged) for each in of if each.owner == rank

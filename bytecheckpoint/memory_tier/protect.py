@@ -65,7 +65,7 @@ class _CopyOrders(msgspec.Struct, frozen=True, array_like=True):
     """The reason why there are no copies at all."""
 
     def sources(self) -> list[tuple[int, Address]]:
-        """Returns the ranks that wait for this one, with their addresses."""
+        """Returns the ranks from which this rank takes files, and which wait for it, with their addresses."""
         blocks = self.parity.sources if self.parity is not None else []
         return [(order.owner, order.address) for order in self.orders] + [(each.rank, each.address) for each in blocks]
 

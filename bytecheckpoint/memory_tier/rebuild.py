@@ -261,7 +261,7 @@ class _Rebuild:
         return Fetching(rank, address, list(places), memory, take)
 
     def keep(self, memory: JobMemory, *, max_bytes: int | None) -> None:
-        """Puts what was rebuilt into slots for copies, once it is found to be what the manifest says."""
+        """Compares the rebuilt files with the checksums of the manifest, and puts them into slots for copies."""
         position, content = 0, self._content
         by_rank: dict[int, dict[int, memoryview]] = {}
         for name, length in self._order.members[self._order.lost].files:

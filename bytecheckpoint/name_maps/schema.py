@@ -1,5 +1,5 @@
-"""Name maps: the tensors of one framework by the names of another, both ways, and the few operations between them; and
-how they are read from TOML. docs/name_maps.md says what the fields mean.
+"""Records of name maps, which give the tensors of one framework the names of another, in both directions, with a few
+operations; and the parser that reads them from TOML. docs/name_maps.md says what the fields mean.
 
 Sides are counted 0 and 1, in the order in which the map names them.
 """
@@ -31,7 +31,7 @@ class OptionSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rena
 
     value: str = ""
     condition: str = ""
-    """The value is not used where the one of this name exists and is false."""
+    """Name of another value: if that exists and is false, `value` is not used."""
     tensor: Pattern | None = None
     dim: int = 0
 

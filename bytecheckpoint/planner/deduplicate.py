@@ -1,4 +1,4 @@
-"""Replicas: one writer for each region that several ranks hold, and one FQN for each tied tensor.
+"""Chooses one writer for each region that several ranks hold, and one FQN for each tied tensor.
 
 Small replicas stay together on few ranks, so that a load finds them in few files; large ones go to the least loaded
 rank, largest first, and are split by rows if a rank would write more than the others.

@@ -72,7 +72,7 @@ class ReadGroup(NamedTuple):
     thousands of ranks do takes little memory."""
 
     def paths(self, hosts: Hosts) -> Iterator[ReadPath]:
-        """Yields the ways of all runs to all hosts of which a rank wants them."""
+        """Yields the path of each reader rank's runs to each host that has ranks of the group."""
         readers = {rank: part for rank, part in zip(self.ranks, self.parts, strict=True) if part}
         by_host: dict[int, list[int]] = {}
         for rank in self.ranks:

@@ -56,8 +56,8 @@ class PhaseTimer:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the call, at least those of the wall clock: the clock of `total` stands still while the host
-        sleeps.
+        """Seconds since the call, by the wall clock if that shows more: the clock of `total` stands still while the
+        host sleeps.
         """
         return max(self.total, time.time() - self.started_at)
 

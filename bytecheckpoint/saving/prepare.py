@@ -171,8 +171,8 @@ class PreparedSave:
     def take_snapshot(self, entries: Sequence[Entry]) -> None:
         """Takes the snapshot, and agrees with all ranks unless that can be done in the background.
 
-        It takes the snapshot of a cached plan first. What a rank does only after the agreement would have to wait for a
-        core on which another rank trains already.
+        With a cached plan, takes the snapshot before the agreement: afterwards this would have to wait for a core on
+        which another rank trains already.
         """
         with self.call.phase("stage"):
             if self.is_lazy:

@@ -156,7 +156,9 @@ def encode_manifest_and_info(
 
 
 def _same_chunks(tensors: Mapping[str, TensorRecord], decoded: Manifest) -> bool:
-    """Returns True if a decoded manifest has the chunks that an earlier save with this plan has had checked."""
+    """Returns True if a decoded manifest has the same chunks as an earlier save with this plan, in which they were
+    checked.
+    """
     if not isinstance(tensors, TensorTable) or list(tensors) != list(decoded.tensors):
         return False
     return all(map(_are_equal, tensors.columns, decoded.table.columns))

@@ -88,8 +88,8 @@ class ModuleTree(NamedTuple):
     """Names of extra state that the tree itself looks for, and the module of each."""
 
     def own_saving(self, known: str) -> Iterator[tuple[str, str]]:
-        """Yields the modules that say themselves what a state_dict holds, by their names, and how: a walk would miss
-        that.
+        """Yields the name of each module that itself decides what its state_dict holds, with the way in which it does
+        so: a walk would miss that.
 
         Extra state and hooks from the module `known` do not count.
         """

@@ -88,7 +88,7 @@ class HostRanks:
         return self._processes.ended() & {*self.others}
 
     def leave(self, *, is_silent: bool) -> None:
-        """Tells the others, once, that this rank ends without what it was to do."""
+        """Tells the other ranks, once, that this rank leaves before its part is done."""
         if not self._has_left:
             self._has_left = True
             for rank in self.others:
