@@ -214,7 +214,9 @@ class CheckpointView:
         return f"save {self._manifest.save_id}" if self._manifest.step is None else f"step {self._manifest.step}"
 
     def saved_by_rank(self, fqn: str) -> SavedByRank | None:
-        """Returns what every rank saved as the entry of this state FQN, where that is values of single ranks."""
+        """Returns the values that all ranks saved as the entry of this state FQN; None if it has no values of single
+        ranks.
+        """
         source = self._tree_names.get(fqn)
         data = self._manifest.rank_objects.get(source) if source is not None else None
         if source is None or data is None:
@@ -257,7 +259,7 @@ class CheckpointView:
         return self._tree_of_all() if found is None and fqn == self._below[:-1] else found
 
     def _tree_of_all(self) -> StoredTree | None:
-        """Returns all plain data and tensors of the checkpoint, but for entries of other names, as one tree."""
+        """Returns all plain data and tensors of the checkpoint as one tree, except entries of other names."""
         below = {fqn: tree for fqn, tree in self.trees.items() if fqn and self.rename(fqn).startswith(self._below)}
         roots = set(below)
         alone = [fqn for fqn in self.saved if not is_at_or_below(fqn, roots)]

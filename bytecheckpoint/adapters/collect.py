@@ -248,8 +248,8 @@ def check_can_be_lazy(entries: Sequence[Entry]) -> None:
 
 
 def buffers_in(entries: Sequence[Entry]) -> list[torch.Tensor]:
-    """Returns this rank's memory of the buffers of all modules, but for those that no state may hold, and of what data
-    loaders have in tensors.
+    """Returns this rank's memory of the buffers of all modules, except those that no state may hold, and of tensors of
+    data loaders.
     """
     shards = LocalShards()
     for buffer in (buffer for entry in entries if isinstance(entry, _CHANGING) for buffer in entry.buffers()):

@@ -210,8 +210,7 @@ class LocalShards:
 
 
 def kind_of(fqn: str, tensor: torch.Tensor) -> _Kind:
-    """Returns dtype, lengths, region and bytes of a plain tensor that is whole. Raises the errors of `LocalShards.add`.
-    """
+    """Returns dtype, lengths, region and bytes of a whole plain tensor. Raises the errors of `LocalShards.add`."""
     region = whole(tensor.shape)
     return dense_dtype(fqn, tensor), region.lengths, region, tensor.nbytes
 
@@ -236,8 +235,9 @@ class Memories(NamedTuple):
 
 
 def look_at(tensors: Sequence[torch.Tensor], *, are_complex: bool) -> Memories:
-    """Looks at tensors on the host, of which some `are_complex`. They must be few: they stay in the processor's cache
-    from look to look, of which the first costs more than all others.
+    """Reads the memory places of tensors on the host, some of which may be complex if `are_complex`. Pass few at a
+    time, so that they stay in the processor's cache between the reads: the first read of each costs more than all
+    others.
     """
     storages = list(map(_Tensor.untyped_storage, tensors))
     each = map(_Tensor.data_ptr, tensors), map(_Storage.data_ptr, storages), map(_Storage.nbytes, storages)

@@ -60,7 +60,7 @@ class Activity:
 
 
 class Connection:
-    """One end of a connection. Used by one thread at a time, but for `disconnect`, `interrupt` and `close`."""
+    """One end of a connection. Used by one thread at a time, except for `disconnect`, `interrupt` and `close`."""
 
     def __init__(self, connected: socket.socket, global_rank: int, timeout_s: float) -> None:
         """`global_rank` is that of the other end, which may stall for `timeout_s`."""

@@ -284,7 +284,7 @@ class _TrainedEngine(nn.Module):
 
 
 def _trained(module: nn.Module) -> nn.Module:
-    """Returns a tree of modules with the same names and tensors, but for frozen parameters."""
+    """Returns a tree of modules with the same names and tensors, without frozen parameters."""
     tree = nn.Module()
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter.requires_grad:

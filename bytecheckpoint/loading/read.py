@@ -266,8 +266,8 @@ def _frame_with_target(frame: Frame, targets: Targets, changes: StateChanges) ->
 
 
 def _fitting(num_bytes: int) -> int:
-    """Returns the length of a fetch that, widened to whole extents, mostly fits into that much pinned memory, of which
-    torch gives powers of two.
+    """Returns the length of a fetch that, widened to whole extents, mostly fits into this number of bytes of pinned
+    memory, which torch allocates in powers of two.
     """
     block_bytes = 1 << (num_bytes.bit_length() - 1)
     return block_bytes - ALIGNMENT - 2 * min(_EXTENT_BYTES, block_bytes // 4)

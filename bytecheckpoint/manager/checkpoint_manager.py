@@ -290,7 +290,9 @@ class CheckpointManager:
         return layout.steps_of_root(self._store)
 
     def latest(self) -> int | None:
-        """Returns the newest committed step, but none of a branch that training left; None if there is none."""
+        """Returns the newest committed step, without steps of branches that training left; None if there is no such
+        step.
+        """
         return next(abandoned_steps.newest_steps(self._store, self._saves.new_branch), None)
 
     def best(self, metric: str | None = None) -> CheckpointInfo | None:

@@ -250,7 +250,7 @@ class ManagedSaves:
         return True
 
     def _save_id_at(self, step: int) -> str:
-        """Returns the save id of the checkpoint that stands there; empty if there is none, or a damaged one."""
+        """Returns the save id of the committed checkpoint of a step; empty if there is none, or if it is damaged."""
         try:
             return layout.committed_save_id(self._run.store, layout.step_folder(step))
         except (CheckpointCorruptError, UnsafeCheckpointError):

@@ -1,4 +1,4 @@
-"""The manifest: a whole checkpoint but for the bytes of its tensors. It knows no rank, mesh or framework."""
+"""The manifest: a whole checkpoint except the bytes of its tensors. It knows no rank, mesh or framework."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class ManifestOutline(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A whole checkpoint but for its data."""
+    """A whole checkpoint except its data."""
 
     save_id: str
-    """Empty where the files are of another format, which has none."""
+    """Empty if the files are of another format, which has no save ids."""
     step: int | None = None
     foreign_format: str = ""
     """The format of files that another program wrote: a name of formats/. Chunks may share bytes then, because tensors

@@ -124,7 +124,7 @@ class DeviceCopies:
             event.synchronize()
 
     def close(self) -> None:
-        """Releases the tensors, of which no copy may be under way."""
+        """Releases the tensors. No copy of them may be under way."""
         self._waiting, self._queued = {}, []
 
 

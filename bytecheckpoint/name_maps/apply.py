@@ -62,7 +62,7 @@ class Mapped(NamedTuple):
     unmapped: list[str]
     """Tensors of the model that the map does not know. They have their names still, as the caller wanted."""
     others: list[str]
-    """Tensors of the checkpoint that are none of a model, and have their names still."""
+    """Tensors of the checkpoint that belong to no model, and keep their names."""
     drop: tuple[str, ...]
     """Globs of tensors and plain data that the map leaves out."""
     sides: tuple[str, str]

@@ -59,7 +59,7 @@ class CopyRun(NamedTuple):
     """The part of the block; both in the coordinates of the target's tensor."""
     fqn: str | None
     source_region: Region
-    """As in CopySource. Its lengths are those of `region`, but for dimensions of length 1."""
+    """As in CopySource. Its lengths are those of `region`, except for dimensions of length 1."""
 
 
 def same_tensor(fqn: str, dtype: str, shape: tuple[int, ...], *, stored_fqn: str) -> WantedTensor:

@@ -51,7 +51,7 @@ class TargetFolder(NamedTuple):
     sizes: Mapping[str, int]
     """Bytes of data files, by name in the checkpoint."""
     in_the_way: str = ""
-    """Path of a committed checkpoint beside which none may be committed there; empty where there is none."""
+    """Path of a committed checkpoint beside which no other may be committed; empty if there is none."""
 
 
 class RecoveryTask(msgspec.Struct, frozen=True, array_like=True):

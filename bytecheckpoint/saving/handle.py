@@ -151,7 +151,8 @@ class SaveProgress:
         self._on_seen: Callable[[], object] = lambda: None
 
     def when_seen(self, do: Callable[[], object]) -> None:
-        """Calls this, perhaps more than once, when the save has ended and its error was raised or there is none."""
+        """Sets the function to call, perhaps more than once, when the save has ended and its error, if any, was raised.
+        """
         self._on_seen = do
 
     def mark_seen(self) -> None:

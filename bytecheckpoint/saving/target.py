@@ -58,7 +58,7 @@ class SaveOwner(NamedTuple):
 
 
 class SaveTarget(NamedTuple):
-    """The place of the checkpoint; the same on all ranks but for the folder of the local stage."""
+    """The place of the checkpoint; the same on all ranks, except for the folder of the local stage."""
 
     store: Store
     folder: str

@@ -98,7 +98,7 @@ def copy_file(
 
 
 def _extents_in(content: memoryview, lengths: Sequence[int], extents: range) -> Iterator[tuple[int, memoryview]]:
-    """Numbers and bytes of consecutive extents, of which the first begins where the content does."""
+    """Yields the number and the bytes of each of these consecutive extents. The first begins where `content` begins."""
     start = 0
     for extent in extents:
         yield extent, content[start : start + lengths[extent]]

@@ -205,7 +205,7 @@ def to_json(value: Any) -> Any:
 
 
 def without(record: Any, *names: str) -> dict[str, Any]:
-    """Returns a record as JSON, but for these fields."""
+    """Returns a record as JSON, without these fields."""
     return {name: value for name, value in to_json(record).items() if name not in names}
 
 

@@ -73,7 +73,9 @@ def is_flattened(parameter: torch.Tensor | None) -> bool:
 
 
 def shows_parameter(parameter: torch.Tensor) -> bool:
-    """Returns True if it stands for one parameter, of which it shows a part of a flat parameter (`use_orig_params`)."""
+    """Returns True for a tensor that FSDP1 shows in place of one parameter: a view of its part of the flat parameter
+    (`use_orig_params`).
+    """
     return is_flattened(parameter) and not getattr(parameter, "_is_flat_param", False)
 
 

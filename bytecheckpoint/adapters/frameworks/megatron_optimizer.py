@@ -32,7 +32,7 @@ _SCALER = "megatron_grad_scaler"
 
 
 def is_megatron_optimizer(value: object) -> bool:
-    """Returns True if an object is one of Megatron's optimizers, which are none of torch's."""
+    """Returns True if an object is one of Megatron's optimizers, which are not derived from torch's."""
     if isinstance(value, type | torch.nn.Module | torch.optim.Optimizer):
         return False
     own = getattr(value, "__dict__", {})

@@ -22,7 +22,7 @@ _CONTAINERS = (dict, list, tuple)
 _ABSENT = object()
 
 _REFUSALS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)
-"""Errors of torch, numpy and Python for a state that is none of the generator's."""
+"""Errors of torch, numpy and Python for a state that the generator cannot take."""
 
 
 class FoundGenerator(NamedTuple):
@@ -57,7 +57,7 @@ def _found(value: Any, fqn: str, keys: tuple[Any, ...]) -> Iterator[FoundGenerat
 
 
 def with_states(value: Any, fqn: str) -> Any:
-    """Returns the tree with states in place of its generators; itself where it has none."""
+    """Returns the tree with states in place of its generators; the tree itself if it has no generators."""
     return _with_states(value) if generators_in(value, fqn) else value
 
 

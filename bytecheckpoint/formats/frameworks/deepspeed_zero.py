@@ -43,8 +43,8 @@ class ZeroState(NamedTuple):
 def read_zero_state(models: Sequence[SavedFile], optimizers: Sequence[SavedFile], zero: ZeroBuilder) -> ZeroState:
     """Adds `model.<name>` and `optimizer.state.<name>.<key>`.
 
-    Raises LookupError, TypeError, ValueError and AttributeError where the files are none of DeepSpeed's, and the errors
-    of `Saved.buffer`.
+    Raises LookupError, TypeError, ValueError or AttributeError if the files are not DeepSpeed's, and the errors of
+    `Saved.buffer`.
     """
     states = [saved.value["optimizer_state_dict"] for saved in optimizers]
     count = states[0].get("partition_count", len(optimizers))

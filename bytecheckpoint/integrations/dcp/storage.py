@@ -140,7 +140,7 @@ class BcpStorageWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Returns the plans with the number of ranks that take part, of which DCP tells its writers nothing else."""
+        """Adds the number of ranks that take part to the plans, since DCP does not tell it to its writers otherwise."""
         return [replace(plan, storage_data=len(plans)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -203,7 +203,7 @@ def begin_save(
     on_conflict: OnConflict,
     is_async: bool,
 ) -> SaveHandle:
-    """Saves a state without Stateful values, of which each rank keeps its own where they differ."""
+    """Saves a state without Stateful values. Values that differ between ranks are saved for each rank."""
     kept = mark_differing(
         state,
         path=str(path),

@@ -1,5 +1,5 @@
-"""The save in flight of a strategy, and what rank 0 does once it is committed: copies and removals; the strategy that
-has none. Knows nothing of Lightning.
+"""The save in flight of a strategy, and the work of rank 0 once it is committed, copies and removals; and the refusal
+of DeepSpeed's strategy. Knows nothing of Lightning.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ class _Candidate:
         self._find_holders()
 
     def plan(self) -> VersionPlan | PassedOver:
-        """Returns the plan of this version, or the reason for which there is none."""
+        """Returns the plan of this version, or the reason why there is none."""
         generation, step, *_ = self.order
         if not self._manifest_hosts:
             what = "no host that is here has a readable manifest of it"
@@ -223,7 +223,7 @@ class _Candidate:
         return list(listed), next(iter(listed.values()), {})
 
     def _find_holders(self) -> None:
-        """Notes every holder of each data file, but for parity."""
+        """Notes every holder of each data file, except parity."""
         for host, versions in self._by_host.items():
             for version in versions:
                 self._note(FileHolder("memory", host), version.memory)

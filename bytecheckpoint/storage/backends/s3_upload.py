@@ -32,7 +32,7 @@ from bytecheckpoint.storage.backends.s3_requests import RetryPolicy, S3Requests
 from bytecheckpoint.storage.object_io import open_block, take_blocks
 
 _MIN_PART_BYTES = 5 << 20
-"""S3 takes no smaller part, but for the last."""
+"""Least length of a part that S3 takes, except for the last part."""
 _PART_BYTES = 16 << 20
 _MAX_PARTS = 9000
 """S3 takes 10,000."""

@@ -83,9 +83,7 @@ def container_limits(groups: str = "/proc/self/cgroup", mount: str = "/sys/fs/cg
 
 
 def _limits_of(mount: Path, path: str, limit_name: str, usage_name: str, reclaimable: str) -> Iterator[RoomLimit]:
-    """Yields the limits of a group and of those above it, of which a container may see only the innermost, as the
-    root.
-    """
+    """Yields the limits of a control group and of those above it. A container may see only its own, as the root."""
     inside = Path(path.strip("/"))
     for group in {mount / inside, *(mount / above for above in inside.parents), mount}:
         with suppress(OSError, ValueError):

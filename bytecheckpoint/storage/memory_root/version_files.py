@@ -27,7 +27,7 @@ _PREFIX = struct.Struct("<8sIQ")  # magic, length and checksum of the record
 _MAGIC = b"BCPMEMV1"
 _NAME = re.compile(r"\A([0-9a-f]{16})\.(pending|manifest)\Z")
 _KEPT = 2
-"""The newest complete version, and the one before it, of which the slots may still be whole."""
+"""The newest complete version, and the one before it, whose slots may still be whole."""
 _PROTECTED = "protected"
 
 
