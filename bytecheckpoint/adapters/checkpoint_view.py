@@ -148,7 +148,9 @@ class CheckpointView:
         return (self._include is None or self._include.match(fqn)) and not is_excluded
 
     def why_left_out(self, fqn: str) -> str | None:
-        """Returns why a name map does not show what this state FQN was saved as, where the checkpoint has it."""
+        """Returns the reason why a name map leaves out the value saved under this state FQN; None if it leaves out no
+        such value.
+        """
         left_out = self._manifest.map_notes.left_out
         return next((why for source, why in left_out.items() if self.rename(source) == fqn), None)
 
@@ -242,7 +244,7 @@ class CheckpointView:
         return self.of_other_ranks[fqn]
 
     def entry_tree(self, fqn: str) -> StoredTree | None:
-        """Returns the tree that the entry of this state FQN was saved as, where the checkpoint has it."""
+        """Returns the tree as which the entry of this state FQN was saved; None if there is no such entry."""
         source = self._tree_names.get(fqn)
         if source is None:
             return None

@@ -39,7 +39,7 @@ __all__ = [
 
 
 class _StandIn(type):
-    """Class of the types that stand for one of torch."""
+    """Metaclass of the types that each stand for a type of torch."""
 
     module: str
     name: str

@@ -64,7 +64,7 @@ class CursorLoader:
         self._check(shared)
 
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Takes the position. Raises as `check_streams` does."""
+        """Loads the position. Raises the errors of `check_streams`."""
         self.check_streams(streams, shared)
         self._load(shared)
 

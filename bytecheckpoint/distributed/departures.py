@@ -60,7 +60,7 @@ class Departures:
             self._remove_all()
 
     def leave_for(self, ranks: Collection[int]) -> None:
-        """Counts ranks as gone that are dead, unless they had left."""
+        """Counts dead ranks as gone, unless they had left before."""
         for rank in ranks:
             leader = rank - rank % self._block_ranks
             if not self._call.store.add(_mask_key(leader), 0) & _bit(rank - leader):

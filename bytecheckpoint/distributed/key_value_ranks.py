@@ -391,7 +391,7 @@ class GroupRanks:
         self._left += put_message(self._store, key, message)
 
     def _use_store(self, do: Callable[[], T]) -> T:
-        """Runs it within a limit of time. Raises CheckpointError (rank_missing) if the store is gone or silent."""
+        """Runs `do` within a time limit. Raises CheckpointError (rank_missing) if the store is gone or silent."""
         try:
             return run_with_timeout(self._reply_timeout_s + _STORE_GRACE_S, do)
         except CheckpointError:

@@ -278,7 +278,7 @@ _SHARED_KINDS = {
 
 
 _REFUSALS = {*_SHARED_KINDS, "unsupported_value", "path_escape", "pickle_refused"} - {"rank_missing"}
-"""Errors about the arguments of a call or about what stands at its path: nothing has failed."""
+"""Kinds of errors about the arguments of a call, or about the objects at its path: nothing has failed."""
 
 
 def _located(error: CheckpointError, ranks: Ranks, about: Subject) -> CheckpointError:

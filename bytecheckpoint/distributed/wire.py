@@ -107,7 +107,7 @@ class OutgoingUnit:
         self._peers_left = [*range(num_peers)]
 
     def sent(self) -> None:
-        """Counts another peer that has it."""
+        """Notes that one more peer has the unit."""
         if self._peers_left.pop() == 0:  # one thread alone gets the 0
             self._budget.give(self._num_copied)
             self._done()

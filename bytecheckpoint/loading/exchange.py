@@ -367,7 +367,7 @@ class _Exchange:
             connection.disconnect()
 
     def _is_silent(self) -> bool:
-        """Returns True if this rank will not say what has happened: others are to see that it is gone."""
+        """Returns True if this rank is to send nothing about its failure: the others are to see that it is gone."""
         return any(not isinstance(error, Exception) for error in self._errors[:1])
 
     def _interrupt_all(self) -> None:

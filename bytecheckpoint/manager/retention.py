@@ -39,7 +39,7 @@ JOURNAL_FOLDER = "manager/deleting"
 
 PINNED = "pinned"
 REPLACED = "replaced meanwhile"
-"""Reasons why a checkpoint stays; the second one is that another stands there now."""
+"""Reasons why a checkpoint stays; the second one is that its folder has another checkpoint now."""
 
 _NUM_THREADS = 4
 _OBJECTS_PER_S = 500

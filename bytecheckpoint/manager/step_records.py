@@ -326,7 +326,7 @@ def _is_of_save(record: SaveRecord) -> bool:
 
 
 def _record_of(info: CheckpointInfo) -> SaveRecord:
-    """Makes the record that the manifest of a checkpoint stands for."""
+    """Makes the record of a checkpoint from its manifest."""
     given = info.metadata.get("metrics")
     metrics: dict[str, float] = {}
     with suppress(ValueError):  # metadata of a program without a manager may hold anything

@@ -292,7 +292,7 @@ def remove_job(root: str, path: str) -> bool:
 
 @contextmanager
 def _locked(jobs: Sequence[JobFolder], location: str) -> Iterator[None]:
-    """Takes the jobs, as a process of them would. Raises CheckpointSaveError (superseded) if others live."""
+    """Registers as a process of these jobs. Raises CheckpointSaveError (superseded) if other processes of them live."""
     locks = [(job, *job.join()) for job in jobs]
     try:
         for job, _, own in locks:

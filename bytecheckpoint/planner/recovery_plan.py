@@ -74,7 +74,7 @@ class RecoveryVerdict(msgspec.Struct, frozen=True, array_like=True):
     folder: str
     step: int | None
     outcome: str
-    """As `RecoveredSave` has it."""
+    """The outcome, as in `RecoveredSave`."""
     what: str
     may_arrive: bool
     """Its manifest may have been sent, without an answer, and be carried out yet: what it points to has to stay."""

@@ -160,7 +160,7 @@ class LocalSavePlan(NamedTuple):
 
 
 class AgreedPlan(NamedTuple):
-    """The global plan as one rank has it, once all ranks have agreed."""
+    """One rank's part of the global plan, once all ranks have agreed."""
 
     save_id: str
     rank_plan: RankPlan

@@ -151,8 +151,7 @@ class SaveProgress:
         self._on_seen: Callable[[], object] = lambda: None
 
     def when_seen(self, do: Callable[[], object]) -> None:
-        """Sets the function to call, perhaps more than once, when the save has ended and its error, if any, was raised.
-        """
+        """Sets a function to call, perhaps more than once, when the save has ended and any error of it was seen."""
         self._on_seen = do
 
     def mark_seen(self) -> None:
@@ -187,7 +186,7 @@ class SaveProgress:
             self.held[level].set_exception(CheckpointMismatchError(why, kind="conflict", path=self.path))
 
     def share(self, snapshot: Snapshot) -> None:
-        """Lets each thread that waits for staging stage a part of this snapshot."""
+        """Makes each thread that waits for staging stage a part of this snapshot."""
         self._shared = snapshot
 
     def wait_until_staged(self, *, helps: bool = True) -> None:

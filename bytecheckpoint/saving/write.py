@@ -169,7 +169,9 @@ def _write_raw(
 
 
 def _take(target: SaveTarget, image: FileImage, reuse: FileReuse | None, timer: PhaseTimer) -> DataFile | None:
-    """Takes a file from the newest checkpoint. Returns None if that has no equal one: then it is to be written."""
+    """Takes a file from the newest checkpoint. Returns None if that checkpoint has no equal file: then the file is to
+    be written.
+    """
     if reuse is None or not reuse.may_have(image):
         return None
     started = time.perf_counter()

@@ -122,8 +122,8 @@ class JobMemory:
             slot.remove()
 
     def keep_copies_of(self, save_id: str) -> None:
-        """Gives up what this process holds for other hosts of any save but this one, which is complete. A failure costs
-        no checkpoint.
+        """Gives up what this process holds for other hosts, except of this save, which is complete. A failure costs no
+        checkpoint.
         """
         try:
             self.copies.settle(save_id)
@@ -241,7 +241,9 @@ class JobMemory:
         return given_up
 
     def _add_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
-        """Takes a slot that no process holds, the smallest that is large enough or else the largest; or makes one."""
+        """Takes a slot that no process holds: the smallest that is large enough, or else the largest. Makes one if
+        there is none.
+        """
         with self.job.locked():
             free = sorted(
                 (each for each in slot_file.scan(self.job.slots) if self._is_free(each)),

@@ -31,7 +31,7 @@ class Form(NamedTuple):
 OWN, FLAT, NUMBERED = Form(is_own=True), Form(), Form(is_numbered=True)
 
 Parse = Callable[[Mapping[Any, Any]], dict[str, Any] | None]
-"""Makes the library's own tree of a nested or flat one, with what stands for its tensors; None for anything else."""
+"""Turns a nested or flat tree into the library's own form, tensors or their references included; None for any other."""
 
 
 @runtime_checkable
@@ -116,7 +116,7 @@ class Reshaping(NamedTuple):
 
 
 def _holds_more(form: Form, own: Mapping[str, Any], fqn: str, tensors: Iterable[str]) -> bool:
-    """Returns True for state by numbers, as a state_dict() has it, with other keys than a parameter's state has."""
+    """Returns True for state by number, as in a state_dict(), that has other keys than a parameter's state."""
     if form.keys is None or BY_POSITION not in own:
         return False
     return any(not form.keys >= values.keys() for values in _with_refs(own, fqn, tensors)[_STATE].values())

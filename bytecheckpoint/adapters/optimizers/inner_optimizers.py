@@ -66,7 +66,7 @@ def _items_of(value: Any, depth: int, matches: Callable[[Any], bool]) -> Iterato
 
 
 def is_usual(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if an optimizer has a `.state` of its own and gives it out as torch's base class does."""
+    """Returns True if an optimizer has a `.state` of its own, and its state_dict() is that of torch's base class."""
     has_usual_dict = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
     return has_usual_dict and "state_dict" not in vars(optimizer) and keeps_state(optimizer)
 
@@ -77,7 +77,7 @@ def keeps_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class ShownState(NamedTuple):
-    """The state that an optimizer's state_dict() gives out."""
+    """The state in the result of an optimizer's state_dict()."""
 
     shapes: Shapes
     """Shapes of its tensors, without hyperparameters."""

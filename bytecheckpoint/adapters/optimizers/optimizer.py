@@ -83,8 +83,8 @@ class OptimizerEntry:
     def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
         """Takes the names of the parameters from the modules of the state.
 
-        Raises CheckpointSaveError (unsupported_value) for a parameter that none of them has, and one that two
-        optimizers of this entry hold.
+        Raises CheckpointSaveError (unsupported_value) for a parameter that no module has, or that two optimizers of
+        this entry hold.
         """
         for optimizer in self.optimizers:
             refuse_zero_redundancy(self.fqn, optimizer)

@@ -173,7 +173,7 @@ class HostLinks:
                 self._admit(link)
 
     def _admit(self, link: socket.socket) -> None:
-        """Takes a new link if it shows the token. Raises BlockingIOError if its hello has not come."""
+        """Accepts a new link if it shows the token. Raises BlockingIOError if its hello has not arrived yet."""
         try:
             hello = link.recv(_HELLO.size)
         except BlockingIOError:

@@ -119,7 +119,7 @@ def _names_that_differ(payloads: Sequence[bytes]) -> bytes:
 
 
 def _parts(value: Any, fqn: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yields the values that one name each stands for: what is in dicts, and in lists that hold tensors."""
+    """Yields the values that have a name each: those in dicts, and in lists that hold tensors."""
     items = _items(value, fqn)
     if items is None:
         yield fqn, value

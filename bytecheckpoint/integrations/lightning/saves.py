@@ -50,11 +50,11 @@ class SaveInFlight:
         self._copied_to = ""
 
     def begin(self, handle: SaveHandle) -> None:
-        """Takes a save that has begun. `settle` comes before."""
+        """Notes a save that has begun. Call `settle` before."""
         self._handle = handle
 
     def copy(self, source: str, target: str, storage_options: Mapping[str, Any] | None) -> None:
-        """Lets rank 0 copy the checkpoint in flight to another path, once it is committed. All ranks call it."""
+        """Makes rank 0 copy the checkpoint in flight to another path, once it is committed. All ranks call this."""
         self._copied_to = target
         if rank_in(None) == 0:
             self._after_commit(lambda: copy_checkpoint(source, target, storage_options))
@@ -125,8 +125,8 @@ class SaveInFlight:
 
 
 def copy_checkpoint(source: str, target: str, storage_options: Mapping[str, Any] | None) -> None:
-    """Puts a committed checkpoint at a second path, in place of one that stands there, by links or copies inside the
-    storage where it has them.
+    """Puts a committed checkpoint at a second path, in place of any checkpoint there; by links or copies inside the
+    storage, if it has them.
 
     Raises like `copy_step`.
     """

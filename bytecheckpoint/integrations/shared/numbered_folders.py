@@ -199,7 +199,7 @@ class NumberedFolders:
         self.finish_begun()
 
     def finish_begun(self) -> None:
-        """Lets the background finish the deletions that killed processes have begun."""
+        """Finishes, in the background, the deletions that killed processes have begun."""
         self._has_looked = False
         self._ask()
 

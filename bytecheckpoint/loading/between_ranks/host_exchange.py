@@ -165,8 +165,8 @@ class HostExchange:
             self._num_left -= 1
 
     def _check_processes(self) -> None:
-        """Raises CheckpointError (rank_missing) for a rank of the host that is gone; tells others that this one is not
-        stuck.
+        """Raises CheckpointError (rank_missing) for a rank of the host that is gone; tells the other ranks that this
+        rank is not stuck.
         """
         with self._lock:
             if time.monotonic() - self._checked_at < _CHECK_S:

@@ -86,8 +86,8 @@ class Background:
         self._work.ask()
 
     def cool_down(self, target: Store, keep: KeepPolicy, *, overwrites: bool) -> None:
-        """Copies the steps to a second root from now on, those of earlier managers first. With `overwrites` a copy
-        replaces whatever checkpoint stands in its place.
+        """Copies the steps to a second root from now on, first those of earlier managers. With `overwrites` a copy
+        replaces any checkpoint in its place.
         """
         self._second = SecondRoot(
             target,

@@ -79,7 +79,7 @@ class LogWriter:
         self._ask_to_delete()
 
     def begin_branch(self) -> None:
-        """Lets the log begin anew: what was logged before belongs to a branch that training leaves."""
+        """Begins a new log: the records before it belong to a branch that training leaves."""
         with self._lock:
             self._branch, self._committed = self._branch + 1, -1
             self._waiting.clear()

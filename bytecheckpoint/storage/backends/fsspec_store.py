@@ -43,7 +43,7 @@ _ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
 """Figures of an object store in the same region."""
 
 _TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "modifiedTime", "created")
-"""Names that backends give the time of an object, the best first."""
+"""Keys under which backends give the time of an object, the best first."""
 
 _PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), "'bytecheckpoint[s3fs]'"),
