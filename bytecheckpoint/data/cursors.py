@@ -40,7 +40,7 @@ class CursorLoader:
         self._check = check
 
     def stream_ids(self) -> Sequence[str]:
-        """Returns nothing: a position has no streams."""
+        """Returns an empty list: a position has no streams."""
         return []
 
     def stream_state(self, stream_id: str) -> Any:

@@ -230,7 +230,7 @@ class GroupRanks:
         return has_rung
 
     def _look(self, number: int) -> None:
-        """Rings the own bell if a rank has ended without its message."""
+        """Rings the bell of this rank itself if a process has ended without sending its message."""
         if self._attendance.look_for_senders(self._at, number):
             self._put(bell_key(number, self.rank), b"")
 

@@ -286,7 +286,9 @@ class CheckpointManager:
         self._requests.request(reason, deadline_s=deadline_s)
 
     def steps(self) -> list[int]:
-        """Returns the committed steps, rising. Reads the store on the rank that calls it, as `latest` and `best` do."""
+        """Returns the committed steps in ascending order. Reads the store on the rank that calls it, as `latest` and
+        `best` do.
+        """
         return layout.steps_of_root(self._store)
 
     def latest(self) -> int | None:

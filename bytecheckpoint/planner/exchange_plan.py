@@ -37,14 +37,14 @@ class ReaderShare(NamedTuple):
     reads: Sequence[ExtentRun]
     """Runs that this rank reads for itself and for other ranks."""
     peers: Sequence[int]
-    """The ranks of other hosts that this rank sends bytes to, rising."""
+    """The ranks of other hosts to which this rank sends bytes, in ascending order."""
     received: Sequence[tuple[int, ExtentRun]]
     """The rank of this host in whose memory each run is that this rank wants and neither reads nor relays, in the order
     of the files."""
     relayed: Sequence[tuple[int, ExtentRun]] = ()
     """The reader rank, on another host, of each run that this rank receives for all of its host, in the same order."""
     takers: Sequence[int] = ()
-    """The ranks of this host that take what this rank reads or relays, rising."""
+    """The ranks of this host that take what this rank reads or relays, in ascending order."""
     common: Sequence[ExtentRun] = ()
     """Runs that one rank reads and the coordinator broadcasts. They are the same for every rank, whether it wants them
     or not."""
@@ -124,7 +124,7 @@ def runs_by_ranks(wanted: Sequence[Sequence[ExtentRun]]) -> dict[tuple[int, ...]
 
 
 def _numbers_in(bits: int) -> Iterator[int]:
-    """Yields the numbers of the bits that are set, rising."""
+    """Yields the numbers of the bits that are set, in ascending order."""
     if bits.bit_count() > _FEW_BITS:
         yield from (bit.start() for bit in re.finditer("1", f"{bits:b}"[::-1]))
         return

@@ -149,7 +149,7 @@ class ByteBudget:
 
     @contextmanager
     def taken(self, num_bytes: int) -> Iterator[None]:
-        """Takes them for as long as the context lasts."""
+        """Takes `num_bytes` for as long as the context lasts."""
         self.take(num_bytes)
         try:
             yield

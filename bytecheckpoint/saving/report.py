@@ -50,8 +50,8 @@ class WrittenFile(NamedTuple):
 
 
 class ReportedFile(msgspec.Struct, frozen=True, array_like=True):
-    """A data file on its way to the coordinator: as numbers, extents of thousands of ranks would be millions of
-    objects.
+    """A data file on its way to the coordinator. Its extents are packed into bytes: as numbers, those of thousands of
+    ranks would be millions of objects.
     """
 
     name: str

@@ -108,7 +108,7 @@ def recovery_name(save_id: str) -> str:
 
 
 def committed_steps(store: Store, folder: str = "") -> list[int]:
-    """Returns the steps whose folders hold a manifest, rising."""
+    """Returns the steps whose folders hold a manifest, in ascending order."""
     return _committed(store, folder, store.list(folder))
 
 
@@ -137,7 +137,7 @@ def newest_steps(store: Store) -> Iterator[int]:
 
 
 def steps_of_root(store: Store) -> list[int]:
-    """Returns the committed steps, rising. Raises like `newest_steps`."""
+    """Returns the committed steps in ascending order. Raises the errors of `newest_steps`."""
     listing = store.list("")
     steps = _committed(store, "", listing)
     if steps and has_manifest(listing):

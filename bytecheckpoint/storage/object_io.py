@@ -32,9 +32,9 @@ class FileImage(NamedTuple):
     extent_lengths: Sequence[int]
     """In bytes, adding up to the length of the file."""
     blocks: Sequence[Block]
-    """With their content. An extent lies in one of them."""
+    """Blocks with their content. Each extent lies in a single block."""
     extent_digests: Sequence[int] | None = None
-    """If known already; extents may then cross blocks."""
+    """Set if they are known already; extents may then cross blocks."""
 
 
 def write_image(store: Store, name: str, image: FileImage, on_checksum: Callable[[float], None]) -> DataFile:

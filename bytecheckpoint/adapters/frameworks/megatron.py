@@ -121,7 +121,7 @@ class MegatronEntry:
         yield from self._in_optimizer.items()
 
     def tied_names(self) -> dict[str, str]:
-        """Returns nothing: tied tensors have one key."""
+        """Returns an empty dict: tied tensors have one key."""
         return {}
 
     def buffers(self) -> Iterator[torch.Tensor]:

@@ -42,7 +42,7 @@ class PreparedLoader:
         return [] if self._loads else [_id_of(self._accelerator.process_index)]
 
     def stream_state(self, _stream_id: str) -> Mapping[str, Any]:
-        """Returns what this rank goes on with on as many ranks."""
+        """Returns the state with which this rank goes on if the number of ranks is the same."""
         if self._resume is not None and self._resume.stream is not None:
             return self._resume.stream
         loader, in_pass = self._loader, self._is_in_pass()

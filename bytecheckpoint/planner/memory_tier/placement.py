@@ -64,7 +64,9 @@ def place_copies(places: Sequence[RankPlace], staged_bytes: Sequence[int], copie
 def _unevenness(
     hosts: Sequence[Sequence[str]], places: Sequence[RankPlace], staged_bytes: Sequence[int]
 ) -> tuple[int, int, int]:
-    """Returns the number of copies, negated, the bytes of the fullest host, and the pairs of hosts."""
+    """Returns the key by which plans are compared, the better first: the number of copies, negated; the bytes of the
+    fullest host; the number of pairs of hosts.
+    """
     held: Counter[str] = Counter()
     pairs: set[tuple[str, str]] = set()
     for place, of_rank, num_bytes in zip(places, hosts, staged_bytes, strict=True):

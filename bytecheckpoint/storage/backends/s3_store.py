@@ -179,7 +179,7 @@ class S3Store:
         return [found.get(key) for key in keys]
 
     def list_many(self, folders: Sequence[str]) -> Sequence[Mapping[str, int | None] | None]:
-        """Implements `SupportsListMany` in the same way."""
+        """Implements `SupportsListMany` with pages of keys, as `in_folders` does."""
         prefixes = list(map(self._prefix_of, folders))
         found = self._scan(list_folders, prefixes)
         return [_shown_names(found.get(prefix, {})) or None for prefix in prefixes]  # an empty one may be an object

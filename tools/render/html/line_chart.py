@@ -22,7 +22,7 @@ class Curve(NamedTuple):
 
     name: str
     points: Sequence[tuple[int, float]]
-    """Steps, rising, and values."""
+    """Steps, in ascending order, and values."""
 
 
 class _Scale(NamedTuple):

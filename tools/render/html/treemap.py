@@ -42,8 +42,8 @@ class TreemapTile(NamedTuple):
 
 
 def lay_out(nodes: Sequence[ModuleNode], box: Box) -> list[TreemapTile]:
-    """Returns the tiles of a tree in a rectangle. Nodes without bytes have none, and of many siblings the smallest
-    share one.
+    """Returns the tiles of a tree in a rectangle. Nodes without bytes have no tile; of many siblings, the smallest
+    share a tile.
     """
     tiles: list[TreemapTile] = []
     for family, (node, place) in enumerate(_placed(nodes, box)):
