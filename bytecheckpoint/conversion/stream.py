@@ -198,7 +198,7 @@ class ReadAhead:
 
     @contextmanager
     def content(self, block: Block) -> Iterator[memoryview]:
-        """Lends a block of the stream; blocks are asked for in rising order.
+        """Lends a block of the stream. Blocks have to be requested in ascending order.
 
         Waits until there is a window for it: a store may want more blocks at once than all windows hold, and those that
         it has are written without the ones that follow. Raises the error of another block that was not written.

@@ -68,7 +68,8 @@ class Streams(IterableDataset[Any]):
                 saves. Lightning takes 1; other loops 0, and what accelerate's loaders take is known.
 
         Raises:
-            ValueError: there are fewer streams than ranks, a source cannot be read, or two streams would move one.
+            ValueError: there are fewer streams than ranks, a source cannot be read, or two streams share one that
+                each would move.
         """
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of {size} ranks")

@@ -96,7 +96,7 @@ class ModelNames(NamedTuple):
     """FQNs that the map does not know, and that `keep_unmapped` keeps."""
 
     def entry(self, fqns: Sequence[str]) -> str:
-        """Returns the prefix of the model that these tensors are of, the first of two."""
+        """Returns the prefix of the model to which these tensors belong; of several models, the prefix of the first."""
         found = {self.entries[fqn] for fqn in fqns if fqn in self.entries}
         known = ["", *(f"{name}." for name in _MODELS)]
         return next((entry for entry in known if entry in found), min(found, default=""))

@@ -123,7 +123,7 @@ def _holds_more(form: Form, own: Mapping[str, Any], fqn: str, tensors: Iterable[
 
 
 def _with_numbers(tree: Any, fqn: str, tensors: Iterable[str]) -> Any:
-    """Returns the tree with each optimizer in it that is by position in the form of its state_dict()."""
+    """Returns the tree, with each optimizer that was saved by position in the form of its state_dict()."""
     if not isinstance(tree, dict):
         return tree
     if not (is_optimizer_tree(tree) and BY_POSITION in tree):

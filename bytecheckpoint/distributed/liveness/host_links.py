@@ -200,7 +200,7 @@ def _kept(link: socket.socket) -> socket.socket:
 
 
 def own_hosts(towards: str | None) -> list[str]:
-    """Returns this host's addresses on the networks that lead there, and its name."""
+    """Returns this host's addresses on the networks that lead to the host `towards`, and its name."""
     if towards is None:
         return [socket.gethostname(), "127.0.0.1"]
     hosts = []

@@ -1,6 +1,6 @@
-"""The full-precision weights and the optimizer state of ZeRO: in flat buffers, where the order and the shapes of
-parameters that DeepSpeed writes beside them say what is whose; or in universal checkpoints, as ds_to_universal makes
-them: a folder for each parameter, with a file for its weights and one for each piece of its optimizer state.
+"""Reads the full-precision weights and the optimizer state of ZeRO: from flat buffers, in which DeepSpeed's lists of
+the order and the shapes of parameters tell whose elements are where; or from universal checkpoints, as ds_to_universal
+makes them: a folder for each parameter, with a file for its weights and one for each piece of its optimizer state.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class S3Requests:
                 return answer
 
     def _pause_after(self, error: Exception, number: int) -> float | None:
-        """Returns the pause before the next attempt in seconds; None if another attempt is in vain."""
+        """Returns the pause before the next attempt, in seconds; None if another attempt would be in vain."""
         if not is_no_answer(error):
             self._has_answered.set()
         if not is_transient(error):
