@@ -163,7 +163,7 @@ def split_at_gaps(inner: Region, outer: Region, max_gap: int) -> list[Region]:
     num_cut = 0
     span = stride = 1
     for dim in reversed(range(len(outer.lengths))):
-        # From the inner to the outer dimensions gaps only grow: what is cut is the first dimensions.
+        # From the inner to the outer dimensions gaps only grow, so the first dimensions are cut.
         if inner.lengths[dim] > 1 and stride - span > max_gap:
             num_cut = dim + 1
             break

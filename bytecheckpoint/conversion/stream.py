@@ -178,7 +178,7 @@ class ReadAhead:
         self._scratch = scratch
         self._window_bytes = budget.window_bytes
         self._num_windows = -(-stream.byte_length // budget.window_bytes)
-        # A thread of its own, which reads one window after another, and none of those that are left after `close`.
+        # A thread of its own, which reads one window after another, and none of the remaining ones after `close`.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="bcp-read-ahead")
         self._changed = Condition()
         self._left = {number: self._length(number) for number in range(self._num_windows)}

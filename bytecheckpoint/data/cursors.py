@@ -119,7 +119,7 @@ def mosaic_cursor(loader: Any) -> CursorLoader | None:
 
     def load(state: Mapping[str, Any]) -> None:
         loader.load_state_dict(dict(state))
-        # A dataset that has begun a later epoch takes an earlier state for one that is out of date.
+        # A dataset that has begun a later epoch would take an earlier state for an outdated one.
         loader.dataset.next_epoch = state["epoch"]
         loader.num_samples_yielded = 0
 

@@ -125,7 +125,7 @@ class Streams(IterableDataset[Any]):
         if stream_id in self._prepared:
             self._prepared.discard(stream_id)
         elif cursor is not None and (snapshot := cursor.capture(position)) is not None:
-            # The source stands where the trainer is, so that a load has nothing to read again.
+            # The source is at the trainer's position, so that a load has nothing to read again.
             position = replace(position, snapshot=snapshot)
         return tree_of(position, source_name(self._sources[stream_id]))
 

@@ -61,7 +61,7 @@ class TrackedLoader:
         self._turn = 0
         streams._begin_counting()
         collate = loader.collate_fn
-        # Accelerate hands the collate_fn of a loader on to the one that it makes of it.
+        # Accelerate passes the collate_fn of a loader on to the loader that it makes of it.
         collate = collate.collate if isinstance(collate, CountingCollate) else collate
         loader.collate_fn = CountingCollate(collate, streams)
         # Found before the method of the class, by the loader's own __iter__.

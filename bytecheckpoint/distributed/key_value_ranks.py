@@ -291,7 +291,7 @@ class GroupRanks:
         for leader in self._blocks.leaders[1:]:  # which may wait for a rank of their blocks
             self._ring(leader)
         if error.kind == "rank_missing":
-            put_message(self._store, ABANDONED, b"")  # stays for those who come late
+            put_message(self._store, ABANDONED, b"")  # stays for ranks that come late
         self._end(missing=error.ranks if error.kind == "rank_missing" else ())
         return error
 

@@ -33,7 +33,7 @@ def refuse_replaced(store: Store, folder: str, manifest: Manifest, *, cause: Bas
     zeros_file = manifest.map_notes.zeros_file  # which a name map has added
     written = [file for number, file in enumerate(manifest.files) if number != zeros_file]
     if not all(file.name.startswith(own) for file in written):
-        return  # files of another format, or of a link: their manifest stands elsewhere
+        return  # files of another format, or of a link: their manifest is elsewhere
     try:
         stands = committed_save_id(store, folder)
     except CheckpointError:

@@ -148,7 +148,7 @@ class DeviceRanges:
             if low < high:
                 part = into[low - byte_offset : high - byte_offset]
                 copies.setdefault(tensor.device, []).append(DeviceCopy(tensor, low - start, part))
-        with ExitStack() as waiting:  # for all of them, also after one that could not be queued
+        with ExitStack() as waiting:  # for all copies, also after one that could not be queued
             for device, of_device in copies.items():
                 waiting.callback(streams_of(device).copy(of_device, after=self._ready[device]).synchronize)
 

@@ -116,7 +116,7 @@ class CopyStreams:
     def __exit__(
         self, cls: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with ExitStack() as closing:  # all of them, also after one that fails
+        with ExitStack() as closing:  # all streams, also after one that fails
             closing.callback(finish_work, self._without_streams)
             for stream in self._streams.values():
                 closing.callback(stream.close)

@@ -136,7 +136,7 @@ def divide_reading(
     division = _Division(len(wanted), extents, hosts)
     for ranks in sorted(by_ranks, key=lambda ranks: (len(ranks), ranks)):  # small ones have the least choice
         for of_file, runs in _runs_by_holders(by_ranks[ranks], holders):
-            # What few can read is read once for all: of some hosts nobody might be able to.
+            # A file that few ranks can read is read once for all: on some hosts no rank might be able to.
             for together in [ranks] if of_file is not None else division.parts_of(ranks):
                 division.add(together, of_file, runs)
     return ReadDivision(division.groups, [(min(holders.get(run.file, (COMMON_READER,))), run) for run in common], hosts)

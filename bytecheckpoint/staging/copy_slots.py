@@ -125,7 +125,7 @@ class CopySlots:
 
     def _write_needed(self, save_ids: Sequence[str]) -> None:
         content = msgspec.json.encode(list(dict.fromkeys(save_ids)))
-        with self._job.locked():  # so that nobody takes what is being written for what a dead process left
+        with self._job.locked():  # so that no process takes the file being written for one that a dead process left
             replace_file(os.path.join(self._folder, _NEEDED), content)
 
     @staticmethod

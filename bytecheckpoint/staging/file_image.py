@@ -208,7 +208,7 @@ class LiveFile:
     def __init__(self, planned: PlannedFile, shards: ShardBlocks) -> None:
         self.planned = planned
         self._shards = shards  # keeps alive the memory behind the addresses
-        located = np.append(shards.addresses(), 0)[planned.whole]  # the last, 0, is for what is not whole
+        located = np.append(shards.addresses(), 0)[planned.whole]  # the last, 0, is for shards that are not whole
         is_seen = (located == 0) & (planned.lengths > 0)
         seen = list(map(self._look_at, np.flatnonzero(is_seen).tolist()))
         num_pieces = np.ones(len(located), np.int64)

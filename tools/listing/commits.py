@@ -58,7 +58,7 @@ class CommitWatch:
         ends = {folder: self._end_of_manifest(folder) for folder in self._new_folders()}
         for folder in self._compared():
             end, before = self._end_of_manifest(folder), self._seen[folder]
-            if end == _GONE:  # what is committed there later is a new one
+            if end == _GONE:  # a checkpoint that is committed there later is a new one
                 del self._seen[folder]
             elif before is None or before == end:
                 self._seen[folder] = end

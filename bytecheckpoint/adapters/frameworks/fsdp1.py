@@ -58,7 +58,7 @@ def has_units(fqn: str, tree: ModuleTree) -> bool:
     wrappers = [module for _, module in tree.submodules if isinstance(module, FullyShardedDataParallel)]
     wrapped = {id(module) for wrapper in wrappers for module in wrapper.modules()}
     for name, module in tree.submodules:
-        # torch marks modules for its compiler, those of FSDP2 as well.
+        # torch marks modules for its compiler, also those of FSDP2.
         if "_is_fsdp_managed_module" not in module.__dict__ or id(module) in wrapped:
             continue
         if not module._fsdp_use_orig_params or any(map(is_flattened, module._parameters.values())):

@@ -159,7 +159,7 @@ def _with_refs(tree: Mapping[str, Any], fqn: str, tensors: Iterable[str]) -> dic
     prefix = f"{join_fqn(fqn, _STATE)}."
     for tensor in tensors:
         name, key = split_state_path(tensor.removeprefix(prefix), known) if tensor.startswith(prefix) else ("", "")
-        if name and "." not in key:  # the tree itself refers to those in containers
+        if name and "." not in key:  # the tree itself refers to tensors in containers
             state.setdefault(name, {})[key] = TensorRef(tensor)
     return {**tree, _STATE: state}
 

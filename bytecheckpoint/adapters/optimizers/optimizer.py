@@ -224,7 +224,7 @@ class OptimizerEntry:
             tree = checkpoint.object_tree(self.fqn)
             if tree is not None and is_optimizer_tree(tree.tree):
                 groups = [group.parameters for group in self._groups()]
-                # True if each stands where its parameter would stand in an optimizer of the unwrapped model.
+                # True if each is at the position that its parameter would have in an optimizer of the unwrapped model.
                 flat = self._optimized.flat
                 has_order = all(id(each) not in flat or shows_parameter(each) for of_one in groups for each in of_one)
                 names = list(map(self._optimized.names, groups))

@@ -115,7 +115,7 @@ class HostLinks:
         """Returns the ranks whose process has ended."""
         self._accept()
         by_descriptor = {link.fileno(): (rank, link) for rank, link in list(self._open.items())}
-        by_descriptor.pop(-1, None)  # of one that was closed meanwhile
+        by_descriptor.pop(-1, None)  # of a link that was closed meanwhile
         poll = select.poll()
         for descriptor in by_descriptor:
             poll.register(descriptor, select.POLLIN)

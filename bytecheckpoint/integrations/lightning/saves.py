@@ -86,7 +86,7 @@ class SaveInFlight:
             try:
                 handle.result(wait_s)
             except TimeoutError:
-                if not handle.done():  # whoever waits longer, such as teardown, is to find it
+                if not handle.done():  # a caller that waits longer, such as teardown, is to find it
                     self._handle, self._work, self._copied_to = handle, work, copied_to
                 raise
 

@@ -106,7 +106,7 @@ class BcpStrategyMixin(Strategy):
         given = os.fspath(filepath)
         original = sys.exception() if self._bcp_trainer().state.status == TrainerStatus.INTERRUPTED else None
         if original is None:
-            # After training, whoever saves may read at once: nothing would wait for that.
+            # After training, the caller may read the checkpoint at once: nothing would wait for the save.
             is_async = self.bcp_async_save and self._bcp_trainer().state.status == TrainerStatus.RUNNING
             self._bcp_saves.settle(timeout_s=self.bcp_options.timeout_s)
             self._bcp_save(checkpoint, given, storage_options or self.bcp_storage_options, is_async=is_async)
@@ -206,7 +206,7 @@ class BcpStrategyMixin(Strategy):
         if self._bcp_is_foreign:
             loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
             return loaded
-        if found.path != given:  # for messages, and because the one that was resumed from is not removed
+        if found.path != given:  # for messages, and so that the checkpoint resumed from is not removed
             trainer._checkpoint_connector._ckpt_path = found.path
         checkpoint = self._bcp_load(found, is_fitting=trainer.state.fn == TrainerFn.FITTING)
         callbacks = checkpoint.get("callbacks", {})

@@ -60,7 +60,7 @@ def find(args: Namespace, root: str | None, reach: TrackedFolder) -> FoundIterat
         folder = reach._replace(root=pretrained)
         found = [(folder, text) for text in [folder.read()] if text is not None]
     if found:
-        # The newest, and of two the one that is not persistent, as Megatron has it.
+        # The newest, and of two equally new ones the one that is not persistent, as in Megatron.
         folder, text = max(found, key=lambda each: _iteration_in(each[1]))
         name = RELEASE if text == RELEASE else name_of(_iteration_in(text))
         described = _described(folder, name)

@@ -210,7 +210,7 @@ class NumberedFolders:
         """
         with self._changed:
             self._saving.add(number)
-            # Hazard: a deletion under way could take the new manifest for the one that it is to delete.
+            # Hazard: a deletion under way could delete the new manifest, taking it for the old one.
             if not self._changed.wait_for(lambda: self._deleting != number, _HANGING_S):
                 self._saving.discard(number)
                 raise StorageError(

@@ -179,7 +179,7 @@ class BcpTrainerMixin(Trainer):
                 "BcpTrainerMixin does not take DeepSpeed under the Trainer: use FSDP2, or train with DeepSpeed's own "
                 "loop and bytecheckpoint.integrations.deepspeed"
             )
-        # Its handler would save on the rank that got the signal, without the others. Ours does what it is for.
+        # Its handler would save on the rank that got the signal, without the others. Ours does that handler's work.
         self.args.enable_jit_checkpoint = False
 
     # ---- Saving
@@ -203,7 +203,7 @@ class BcpTrainerMixin(Trainer):
         return Path(newest).name == f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        del model  # self.model is the one whose names are those of a model that is not wrapped
+        del model  # self.model has the names of a model that is not wrapped
         run_dir = self._get_output_dir(trial=trial)
         saves = self._bcp_saves_in(run_dir)
         try:

@@ -88,7 +88,7 @@ class RoleSaves:
         record = folders.record(number) if folders is not None else FolderRecord(sequence=0)
         self._path = str(place)
         if folders is not None and is_role:
-            # A step is whole when each folder of it is committed: that of a role must not come after those of others.
+            # A step is whole when all folders in it are committed, so the folder of this role has to exist before then.
             place.mkdir(parents=True, exist_ok=True)
         handle = api.save(
             place,

@@ -344,7 +344,7 @@ class FsspecStore:
             if is_done is not None and is_done():
                 return
             translated = to_error(error, shown, reason=describe_safely(error, self._secrets))
-            # A traceback prints the whole chain of errors, so one that repeats a credential is cut off.
+            # A traceback prints the whole chain of errors, so a chain that repeats a credential is cut off.
             raise translated from None if contains_secret(error, self._secrets) else error
 
 

@@ -207,7 +207,7 @@ class S3Store:
             try:
                 self._requests.call("delete_object", self._policy(), Key=self._key(name))
             except FailedRequestError as failed:
-                if not is_missing(failed.error):  # some services refuse to delete what is gone
+                if not is_missing(failed.error):  # some services refuse to delete an object that is gone
                     raise
 
     def delete_many(self, names: Sequence[str]) -> None:

@@ -151,7 +151,7 @@ class Slot:
 
     def _write_header(self, header: SlotHeader) -> None:
         encoded, memory = msgspec.msgpack.encode(header), self.memory
-        memory[: _PREFIX.size] = bytes(_PREFIX.size)  # what comes next is nothing until its checksum stands before it
+        memory[: _PREFIX.size] = bytes(_PREFIX.size)  # the content counts only once its checksum is written
         memory[_PREFIX.size : _PREFIX.size + len(encoded)] = encoded
         memory[: _PREFIX.size] = _PREFIX.pack(_MAGIC, len(encoded), xxhash.xxh3_64_intdigest(encoded))
         self._header = header
