@@ -286,15 +286,11 @@ class CheckpointManager:
         self._requests.request(reason, deadline_s=deadline_s)
 
     def steps(self) -> list[int]:
-        """Returns the committed steps in ascending order. Reads the store on the rank that calls it, as `latest` and
-        `best` do.
-        """
+        """Returns the committed steps, ascending. Reads the store on the calling rank, as `latest` and `best` do."""
         return layout.steps_of_root(self._store)
 
     def latest(self) -> int | None:
-        """Returns the newest committed step, without steps of branches that training left; None if there is no such
-        step.
-        """
+        """Returns the newest committed step that is on no branch which training left, or None without such a step."""
         return next(abandoned_steps.newest_steps(self._store, self._saves.new_branch), None)
 
     def best(self, metric: str | None = None) -> CheckpointInfo | None:

@@ -266,10 +266,7 @@ def read_manifest(store: Store, folder: str) -> Manifest:
 
 
 def read_manifest_bytes(store: Store, folder: str) -> bytes:
-    """Reads the manifest file without decoding it, for one rank that passes it on to all.
-
-    Raises CheckpointNotFoundError (not_committed).
-    """
+    """Reads the manifest file without decoding it. Raises CheckpointNotFoundError (not_committed)."""
     name = join_name(folder, MANIFEST_NAME)
     path = join_name(str(store), name)
     try:
