@@ -289,7 +289,7 @@ class SavesInFlight:
             progress.outcome.exception()
 
     def _report_at_exit(self) -> None:
-        """Prints saves cut short and errors that no caller has seen, then ends the process with an exit code for them."""
+        """Prints saves cut short and errors that no caller has seen; ends the process with an exit code for them."""
         # The interpreter waits for saves, unless Ctrl-C or an exception of a signal handler cuts that short.
         under_way = [progress.path for progress in self._all if not progress.outcome.done()]
         errors = [(progress.path, progress.take_unseen_error()) for progress in self._all]
