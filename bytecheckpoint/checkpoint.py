@@ -62,7 +62,7 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         self.close()
 
     def close(self) -> None:
-        """Frees the manifest. Nothing can be read afterwards, here or through a view: that is a ValueError."""
+        """Frees the manifest. Reading afterwards, here or through a view, raises ValueError."""
         self._opened = None
         for name in ("info", "objects", "_other_names"):
             self.__dict__.pop(name, None)
@@ -84,7 +84,7 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
 
     @cached_property
     def info(self) -> CheckpointInfo:
-        """Step, size, number of tensors, world size, when, metadata, save id."""
+        """Step, size, number of tensors, world size, time, metadata and save id."""
         return describe_checkpoint(self.manifest, path=self._path, seconds={})
 
     @property
@@ -94,7 +94,7 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the user gave to `save`."""
+        """The metadata that was given to `save`."""
         return self.manifest.metadata
 
     @cached_property
@@ -108,7 +108,7 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         return plain_part(PlainData(self.manifest, selection, request).shared(), views) or {}
 
     def rank_values(self, fqn: str) -> dict[int, Any]:
-        """What each rank saved under this FQN, by rank: RankLocal values, and extra_state that differed.
+        """Returns the values that ranks saved under this FQN, by rank: RankLocal values, and extra_state that differed.
 
         Tensors in them are read, whole, to the host; ranks that saved the same large tensor share it. Raises
         CheckpointNotFoundError (not_found), which is not a KeyError, for an FQN without such values, and the errors of
@@ -253,7 +253,7 @@ class StoredTensorView:
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __dlpack__(self, **arguments: Any) -> Any:
-        """Serves `torch.from_dlpack(view)` and its like: all of it, read now."""
+        """Implements `torch.from_dlpack(view)` and the like; reads the whole tensor."""
         return self[...].__dlpack__(**arguments)
 
     def __dlpack_device__(self) -> tuple[Any, int]:
@@ -268,8 +268,8 @@ def read_whole(
 
 
 def plain_part(value: Any, views: Sequence[Any]) -> Any:
-    """Returns a nested state without the tensors in its dicts, and without dicts of nothing else; None if nothing is
-    left. In lists a view stands for each tensor.
+    """Returns a nested state without the tensors in its dicts, and without dicts that held only tensors; None if
+    nothing is left. In lists and tuples, the view of a tensor takes its place.
     """
     if isinstance(value, TensorStub):
         return views[value.number]
@@ -283,7 +283,7 @@ def plain_part(value: Any, views: Sequence[Any]) -> Any:
 
 
 def _refs(tree: Any, fqn: str) -> dict[str, str]:
-    """Returns the leaves of a tree that are tensors in data files, with the FQNs of those tensors."""
+    """Maps the FQN of each leaf that is a tensor in data files to the FQN of that tensor."""
     return {leaf: value.fqn for leaf, value in leaves(tree, fqn).items() if isinstance(value, TensorRef)}
 
 
@@ -303,7 +303,9 @@ def _read_regions(
 
 
 def _covering_region(shape: tuple[int, ...], index: Any) -> tuple[Region, tuple[Any, ...]]:
-    """Returns the smallest region that an index touches, and the index to apply to it."""
+    """Returns the smallest region that holds all elements of an index, and the index to apply to that region. Raises
+    IndexError for an index that is out of range or of another kind than integers, slices and "...".
+    """
     items = list(index) if isinstance(index, tuple) else [index]
     if items.count(Ellipsis) > 1:
         raise IndexError("an index can only have a single ellipsis ('...')")

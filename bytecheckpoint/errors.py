@@ -75,11 +75,11 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """A committed checkpoint stands where one was to be saved, or where it would make a path mean two of them."""
+    """A committed checkpoint exists where another was to be saved, or where a path would then mean two checkpoints."""
 
 
 class CheckpointCorruptError(CheckpointError, ValueError):
-    """Bytes are not those that were written, or cannot be understood."""
+    """Bytes differ from those that were written, or cannot be understood."""
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):

@@ -101,7 +101,7 @@ class DataReport:
     num_streams: int
     """Streams of all ranks; one a rank where the loader's state is not of streams."""
     num_moved: int = 0
-    """Those of them that another data-parallel rank had when they were saved."""
+    """Streams that another data-parallel rank had when they were saved."""
     saved_size: int
     """Number of data-parallel ranks that saved them."""
     size: int

@@ -255,7 +255,7 @@ def run_resume(
     storage_options: Mapping[str, Any] | None,
     abandoned: Collection[int] = (),
 ) -> LoadReport | None:
-    """Does what `resume` says, and passes over the steps at the path that are `abandoned`."""
+    """Does what `api.resume` promises; skips the `abandoned` steps at the path."""
     loading = partial(
         run_load,
         root,

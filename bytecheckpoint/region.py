@@ -36,7 +36,9 @@ def describe(region: Region) -> str:
 
 
 class TilingFault(NamedTuple):
-    """A fault of regions that do not tile a shape: `hole` is a part that none covers, `overlap` one that two cover."""
+    """A fault of regions that do not tile a shape: `hole` is a part that no region covers, `overlap` a part that two
+    cover.
+    """
 
     hole: Region | None
     overlap: Region | None
@@ -161,7 +163,7 @@ def split_at_gaps(inner: Region, outer: Region, max_gap: int) -> list[Region]:
     num_cut = 0
     span = stride = 1
     for dim in reversed(range(len(outer.lengths))):
-        # From the inner to the outer dimensions gaps only grow: what is cut is the first dimensions.
+        # From the inner to the outer dimensions gaps only grow, so the first dimensions are cut.
         if inner.lengths[dim] > 1 and stride - span > max_gap:
             num_cut = dim + 1
             break
@@ -239,7 +241,9 @@ def _compare(regions: Iterable[Region]) -> Region | None:
 
 
 def _sweep(regions: Sequence[Region]) -> Region | None:
-    """Compares each region with those that begin within it along one dimension, the one with fewest of these."""
+    """Compares each region with the regions that begin within it along one dimension: the dimension with the fewest
+    such pairs.
+    """
     starts = np.array([region.offsets for region in regions], np.int64).reshape(len(regions), -1)
     ends = starts + np.array([region.lengths for region in regions], np.int64).reshape(starts.shape)
     if not starts.shape[1]:

@@ -33,8 +33,8 @@ def load_tree(
 
     A module is a dict of the names in its state_dict, an optimizer the dict that its state_dict() gives, with names of
     parameters where it had them, a RankLocal a dict by rank, and a tensor subclass the tensors that it is made of. Tied
-    tensors are one tensor. What another program wrote is nested as it wrote it. A module below another name of the
-    state, as `{"nets": {"actor": module}}`, is in the dict of the first name, under the rest of its names.
+    tensors are one tensor. What another program wrote is nested as it wrote it. A module inside a dict of the state, as
+    `{"nets": {"actor": module}}`, gives the dict of `nets` names such as `actor.weight`.
 
     Args:
         path: As for `load`.

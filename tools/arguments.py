@@ -70,8 +70,8 @@ class AccessOptions(NamedTuple):
         return opened._replace(store=files.store, folder=files.folder)
 
     def for_paths(self, *paths: str) -> list[AccessOptions]:
-        """Returns the access to each of these paths: storage options are for URLs, where one of them is one, and for
-        all otherwise. Links may lead to URLs: where they are followed, all get the options.
+        """Returns these options for each path. If any path is a URL, storage options go to URLs only, else to all
+        paths. With `follow_links` all get them, because links may lead to URLs.
         """
         is_url = ["://" in path or "::" in path for path in paths]
         gets_options = [self.follow_links or of_url or not any(is_url) for of_url in is_url]

@@ -144,7 +144,7 @@ def _parse_item(text: str) -> Any:
 
 
 def _numpy(values: Tensor) -> Any:
-    """Returns the numbers; those that numpy has no dtype for, as one that holds each of them exactly."""
+    """Returns the numbers as an array. A dtype that numpy lacks is replaced by one that holds each number exactly."""
     import torch  # noqa: PLC0415
 
     if values.dtype == torch.complex32:

@@ -186,7 +186,7 @@ def _examine(url: str, stage: str | None, options: Mapping[str, Any], *, seconds
 
 @contextmanager
 def _probing(url: str, folder: str, options: Mapping[str, Any]) -> Iterator[ProbeStore]:
-    """Yields a folder of a storage for objects, and removes them in the end."""
+    """Yields a store for objects in a folder, and removes the objects in the end."""
     store = ProbeStore(open_store(url, storage_options=options, writer_threads=1), folder)
     with _no_new_folders(store.store):
         try:
@@ -300,7 +300,7 @@ def _folder_rows(features: FilesystemFeatures) -> list[tuple[str, str]]:
 def _print_speeds(screen: Screen, title: str, speeds: Sequence[Speed]) -> None:
     threads = sorted({speed.threads for speed in speeds})
     columns = [Column(f"{title}, parts of", is_right=True)]
-    # The ends of the range say most: what is between them leaves a narrow window first.
+    # The ends of the range say most: in a narrow window, the values between them are left out first.
     drops = [LAST_DROP, *range(1, len(threads) - 1), 0][-len(threads) :]
     columns += [
         Column(f"{count} in flight", is_right=True, drop=drop) for count, drop in zip(threads, drops, strict=True)

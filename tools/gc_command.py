@@ -138,7 +138,7 @@ def gc(
 def collect_memory(
     roots: Sequence[str], location: str | None, min_age_s: float, *, is_real: bool, as_json: bool
 ) -> int:
-    """Lists the memory of jobs, and removes that of jobs that ended long enough ago."""
+    """Lists the memory of jobs; with `is_real`, removes the memory of jobs that ended at least `min_age_s` ago."""
     jobs = ended_jobs(roots, location)
     dead = [job for job in jobs if not job.num_living and age_s(job) >= min_age_s]
     kept = [job for job in dead if is_real and not remove_job(job.path.rpartition("/")[0], job.path)]
@@ -174,7 +174,9 @@ def _row(store: Store, item: GarbageObject, now_s: float, min_age_s: float, save
 
 
 def _rows_of_stage(store: Store, stage: str, min_age_s: float, save_ids: Iterable[str]) -> list[GarbageRow]:
-    """Lists what saves to this root have left in the local stage, which knows for certain if their process lives."""
+    """Lists the files that saves to this root have left in the local stage. The stage knows for certain whether the
+    process of a save lives.
+    """
     root = str(store)
     below = join_name(root, "x")[:-1]
     rows = []

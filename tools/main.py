@@ -53,7 +53,7 @@ _COMMANDS = {
 
 
 class _Commands(MutableMapping[str, click.Command]):
-    """Commands by name. A module is imported when its command is asked for: some take half a second."""
+    """Commands by name. The module of a command is imported when the command runs: some imports take half a second."""
 
     def __init__(self) -> None:
         self._added: dict[str, click.Command] = {}
@@ -126,7 +126,7 @@ class Program(click.Group):
 
 
 def _complete(words: Sequence[str]) -> NoReturn:
-    """Answers the script of a shell, and ends."""
+    """Prints the completions of these words for the script of a shell, and ends the process."""
     from .completion.command import answer  # noqa: PLC0415 - no other call needs it
 
     for line in answer(cli, _COMMANDS, words):
@@ -135,7 +135,9 @@ def _complete(words: Sequence[str]) -> NoReturn:
 
 
 def _report(kind: str, message: str, path: str | None, *, as_json: bool) -> int:
-    """Prints an error; returns the exit code of the two kinds that are no CheckpointError."""
+    """Prints an error. Returns the exit code for an interruption or a usage error; for a CheckpointError, callers take
+    `exit_codes.code_of`.
+    """
     if as_json:
         click.echo(json.dumps({"error": {"kind": kind, "message": message, "path": path}}))
     else:

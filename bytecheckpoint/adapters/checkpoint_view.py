@@ -83,12 +83,12 @@ class CheckpointView:
         reshape: Reshape | None = None,
         trees_at: Collection[str] | None = None,
     ) -> None:
-        """`rank` is this rank's number among the `num_ranks` that load. `below` is the state FQN that all names of the
-        checkpoint get before them, renamed ones too, but for those at and below the state FQNs `beside` it.
-        `plain_names` are state FQNs by the names under which the state shows the same, which earlier versions and other
-        programs have saved. `reshape` puts plain data that ranks share into the form that the state has. `trees_at` are
-        state FQNs: where a name stands neither above nor below one of them, the streams of a data loader are one leaf,
-        a StreamTable, because there may be 100,000; None if all are trees.
+        """`rank` is this rank's number among the `num_ranks` that load. `below` is a state FQN that is put before all
+        names of the checkpoint, also before renamed ones, except for names at or below the state FQNs in `beside`.
+        `plain_names` maps names of tensors, as earlier versions and other programs have saved them, to the state FQNs
+        of the same tensors. `reshape` puts plain data that ranks share into the form that the state has. `trees_at` are
+        state FQNs: the streams of a data loader whose name is neither above nor below one of them are one leaf, a
+        StreamTable, because there may be 100,000; None makes trees of all.
         """
         self._manifest = manifest
         self._reshape = reshape
@@ -148,7 +148,9 @@ class CheckpointView:
         return (self._include is None or self._include.match(fqn)) and not is_excluded
 
     def why_left_out(self, fqn: str) -> str | None:
-        """Returns why a name map does not show what this state FQN was saved as, where the checkpoint has it."""
+        """Returns the reason why a name map leaves out the value saved under this state FQN; None if it leaves out no
+        such value.
+        """
         left_out = self._manifest.map_notes.left_out
         return next((why for source, why in left_out.items() if self.rename(source) == fqn), None)
 
@@ -210,11 +212,13 @@ class CheckpointView:
 
     @property
     def moment(self) -> str:
-        """Names the state that was saved: its step, or, where it has none, the save."""
+        """Names the save for messages: by its step, or by its save id if it has no step."""
         return f"save {self._manifest.save_id}" if self._manifest.step is None else f"step {self._manifest.step}"
 
     def saved_by_rank(self, fqn: str) -> SavedByRank | None:
-        """Returns what every rank saved as the entry of this state FQN, where that is values of single ranks."""
+        """Returns the values that all ranks saved as the entry of this state FQN; None if it has no values of single
+        ranks.
+        """
         source = self._tree_names.get(fqn)
         data = self._manifest.rank_objects.get(source) if source is not None else None
         if source is None or data is None:
@@ -240,7 +244,7 @@ class CheckpointView:
         return self.of_other_ranks[fqn]
 
     def entry_tree(self, fqn: str) -> StoredTree | None:
-        """Returns the tree that the entry of this state FQN was saved as, where the checkpoint has it."""
+        """Returns the tree as which the entry of this state FQN was saved; None if there is no such entry."""
         source = self._tree_names.get(fqn)
         if source is None:
             return None
@@ -257,7 +261,7 @@ class CheckpointView:
         return self._tree_of_all() if found is None and fqn == self._below[:-1] else found
 
     def _tree_of_all(self) -> StoredTree | None:
-        """Returns all plain data and tensors of the checkpoint, but for entries of other names, as one tree."""
+        """Returns all plain data and tensors of the checkpoint as one tree, except entries of other names."""
         below = {fqn: tree for fqn, tree in self.trees.items() if fqn and self.rename(fqn).startswith(self._below)}
         roots = set(below)
         alone = [fqn for fqn in self.saved if not is_at_or_below(fqn, roots)]
@@ -289,7 +293,9 @@ class CheckpointView:
         return {name if fqn else name.removesuffix("."): fqn for name, fqn in by_name.items()}
 
     def missing_at(self, fqn: str) -> tuple[str, RankMissing] | None:
-        """Returns the name of this state FQN or of one around it that this rank has no value for."""
+        """Returns this state FQN, or the innermost one around it, that has no value for this rank, with the reason;
+        None if there is no such FQN.
+        """
         parts = fqn.split(".") if self._missing else []
         names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         return next(((name, self._missing[name]) for name in names if name in self._missing), None)
@@ -338,7 +344,7 @@ class CheckpointView:
         return {".".join(of_one[:count]) for of_one in parts for count in range(1, len(of_one))}
 
     def below(self, fqn: str) -> list[str]:
-        """State FQNs of the tensors below this one."""
+        """Returns the state FQNs of the tensors below this state FQN."""
         return [name for name in self.tensors if name.startswith(f"{fqn}.")]
 
     @cached_property

@@ -64,7 +64,7 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     """Returns the entries of a state, modules first: optimizers are named after their modules' parameters.
 
     Raises CheckpointSaveError (unsupported_value) for a state that is not a dict with names as keys, and
-    CheckpointMismatchError (conflict) for a framework that is not known, or that nothing in the state is of.
+    CheckpointMismatchError (conflict) for a framework that is not known, or to which nothing in the state belongs.
     """
     check_known(framework)
     if not isinstance(state, dict):
@@ -248,8 +248,8 @@ def check_can_be_lazy(entries: Sequence[Entry]) -> None:
 
 
 def buffers_in(entries: Sequence[Entry]) -> list[torch.Tensor]:
-    """Returns this rank's memory of the buffers of all modules, but for those that no state may hold, and of what data
-    loaders have in tensors.
+    """Returns this rank's memory of the buffers of all modules, except those that no state may hold, and of tensors of
+    data loaders.
     """
     shards = LocalShards()
     for buffer in (buffer for entry in entries if isinstance(entry, _CHANGING) for buffer in entry.buffers()):
@@ -280,7 +280,7 @@ def data_reports(entries: Sequence[Entry]) -> dict[str, DataReport]:
 
 
 def plain_names_of(entries: Sequence[Entry]) -> dict[str, str]:
-    """Returns the state FQNs of the tensors that objects show under other names, by these."""
+    """Returns the state FQNs of tensors that objects show under other names, by these other names."""
     objects = (entry for entry in entries if isinstance(entry, ReloadEntry))
     return {name: plain for entry in objects for name, plain in entry.plain_names().items()}
 

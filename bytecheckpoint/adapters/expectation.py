@@ -20,7 +20,7 @@ class EntryContents(NamedTuple):
     names: AbstractSet[str]
     """The FQNs of its tensors and leaves of plain data, aliases included."""
     plain: Mapping[str, tuple[Scope, bytes]] = {}
-    """Encoded trees of plain data by FQN, and whether ranks must agree on each."""
+    """Encoded trees of plain data by FQN, each with its scope: how ranks have to agree on it."""
     aliases: Mapping[str, str] = {}
     """FQN of a tied tensor -> the FQN of the shard that stands for both."""
     stages: Mapping[str, int] = {}
@@ -40,7 +40,7 @@ class Expectation(NamedTuple):
 
     shards: list[LocalShard]
     claims: set[str]
-    """State FQNs that it has a target for, besides those of its shards."""
+    """State FQNs that the entry can fill, besides the FQNs of its shards."""
     problems: list[Problem]
     copies: Sequence[LocalShard] = ()
     """Shards in lower precision of tensors that it loads in full as well: converted whatever `cast` says."""

@@ -123,7 +123,7 @@ def renamed_alike(name: str, fqn: str, other: str) -> CheckpointMismatchError:
 
 
 class Globs:
-    """Some globs, and those of them that no name has matched so far."""
+    """Globs, with a note of those that have matched no name so far."""
 
     def __init__(self, globs: Sequence[str]) -> None:
         self._globs = list(globs)

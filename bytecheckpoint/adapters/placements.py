@@ -102,7 +102,7 @@ _find_parts_once = lru_cache(maxsize=1024)(_find_parts)
 
 
 def _regions_of(placement: Any) -> _RegionsOf | None:
-    """Returns how a placement that is none of torch's cuts a tensor."""
+    """Returns the way in which a placement that is not torch's cuts a tensor."""
     if isinstance(placement, Replicate | Shard | StridedShard):
         return None
     own: _RegionsOf | None = getattr(placement, "checkpoint_regions", None)

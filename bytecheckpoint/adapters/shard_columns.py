@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     Int64s = NDArray[np.int64]
 
 _LOOKS = attrgetter("dtype", "shape", "is_cpu")
-"""All that decides what is saved of a plain tensor with memory besides its elements."""
+"""Reads the attributes that decide what is saved of a plain tensor with memory besides its elements."""
 
 
 class _ColumnLayout(NamedTuple):
-    """All that names and layouts decide. Holds no tensor."""
+    """All that follows from names, dtypes and shapes. Holds no tensor."""
 
     layouts: list[Any]
     dtypes: list[str]
@@ -81,7 +81,7 @@ class _MemoryPlaces(NamedTuple):
 
 
 class ShardColumns(Sequence[LocalShard]):
-    """The shards of whole tensors on the host. Each record is made when it is asked for, which few are."""
+    """The shards of whole tensors on the host. Records are made on demand, and few are needed."""
 
     def __init__(self, fqns: tuple[str, ...], layout: _ColumnLayout, places: _MemoryPlaces) -> None:
         self._fqns = fqns
@@ -138,8 +138,8 @@ class ShardColumns(Sequence[LocalShard]):
 
 
 class WholeTensors(Sequence[LocalShard]):
-    """Whole tensors of an entry that nobody has looked at: they are looked at when all entries have been collected,
-    because what an object does to make its state may move the memory of others.
+    """Whole tensors of an entry, not yet looked at. They are looked at when all entries have been collected, because an
+    object that makes its state may move the memory of others.
     """
 
     def __init__(self, fqns: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> None:
@@ -249,7 +249,9 @@ class ShardBlocks(Sequence[LocalShard]):
         return self.blocks[block][index - self._starts[block]]
 
     def looked_at(self) -> ShardBlocks:
-        """Returns the same with all tensors looked at; raises as `WholeTensors.shards` does."""
+        """Returns these shards with those of each WholeTensors in its place. Raises the errors of
+        `WholeTensors.shards`.
+        """
         return ShardBlocks(block.shards() if isinstance(block, WholeTensors) else block for block in self.blocks)
 
     def records(self) -> Iterator[LocalShard]:

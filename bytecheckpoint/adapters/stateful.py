@@ -29,7 +29,7 @@ from bytecheckpoint.manifest.plain_wire import TensorRef
 
 
 class Stateful(Protocol):
-    """Anything that gives out its state and takes it back."""
+    """An object with state_dict() and load_state_dict()."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

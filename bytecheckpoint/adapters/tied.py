@@ -76,7 +76,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _memory(tensor: torch.Tensor) -> object:
-    """Returns what two tied tensors share, and what tells them from views that only start at the same place."""
+    """Returns a key that is equal for tied tensors, and differs for views that only start at the same place."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if local.is_meta or local.numel() == 0 or local.layout is not torch.strided:
         return id(tensor)

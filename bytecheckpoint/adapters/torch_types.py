@@ -39,7 +39,7 @@ __all__ = [
 
 
 class _StandIn(type):
-    """Class of the types that stand for one of torch."""
+    """Metaclass of the types that each stand for a type of torch."""
 
     module: str
     name: str
@@ -72,13 +72,13 @@ if not TYPE_CHECKING:
 
 
 def loaded_dtensor() -> type | None:
-    """Returns torch's class of DTensors, or None as long as nobody has imported it: then there is no instance."""
+    """Returns torch's class DTensor, or None as long as it was not imported, when there is no instance of it."""
     return cast("type | None", getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None))
 
 
 @cache
 def placement_types() -> frozenset[type]:
-    """Returns torch's placements. Imports them: only a state that has some asks for them."""
+    """Returns torch's classes of placements. Imports them, so it is called only for a state that has placements."""
     from torch.distributed import tensor  # noqa: PLC0415
     from torch.distributed.tensor.placement_types import _StridedShard  # noqa: PLC0415
 

@@ -100,7 +100,7 @@ class TreeTarget:
         self.unchanged: dict[str, torch.Tensor] = {}
         """Live subclasses that stay as they are."""
         self.own: dict[str, torch.Tensor] = {}
-        """Tensor subclasses of an object that gets new ones, by FQN: they stay where one is not wholly loaded."""
+        """Tensor subclasses of an object that gets new ones, by FQN; each stays if the new one is not wholly loaded."""
 
     def expect(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Expectation:
         """Returns the targets of all that the tree has, and a problem for each subclass in it that cannot be built."""
@@ -125,8 +125,8 @@ class TreeTarget:
                 self._new[name] = torch.empty_like(placeholder(stored), device=device)
 
     def filled(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Any:
-        """Returns the tree with tensors in place of references; what include and exclude leave out is as in `current`,
-        and not there at all where that lacks it. None where nothing is left.
+        """Returns the tree with tensors in place of references; None if nothing is left. Parts that include and exclude
+        leave out are as in `current`, and absent if `current` lacks them.
         """
         values = leaves(found.tree, found.fqn)
         unbuildable = self._unbuildable(values, checkpoint).keys()
@@ -146,7 +146,7 @@ class TreeTarget:
         return restored(filled, found.fqn, self.live, left=unbuildable)
 
     def left_out(self, found: StoredTree, checkpoint: CheckpointView) -> set[str]:
-        """Returns the subclasses, by checkpoint FQN, that would have to be built without what is left out of them."""
+        """Returns the checkpoint FQNs of subclasses that are not live and cannot be built: parts are left out."""
         names = partly_taken(leaves(found.tree, found.fqn), checkpoint)
         return {name for name in names if state_fqn(name, checkpoint) not in self.live}
 
@@ -165,7 +165,7 @@ class TreeTarget:
 
 
 def state_fqn(fqn: str, checkpoint: CheckpointView) -> str:
-    """Returns the state FQN of a subclass of this checkpoint FQN: that of its facts tells it."""
+    """Returns the state FQN of the subclass with this checkpoint FQN, found by renaming the FQN of its facts."""
     return outer_fqn(checkpoint.rename(f"{fqn}.{FACTS}"))
 
 

@@ -69,8 +69,9 @@ class Elements:
                 self._refuse_overflow(job)
 
     def _refuse_overflow(self, job: Job) -> None:
-        """Raises CheckpointMismatchError (dtype) for an element that is finite only as it is stored. Elements that are
-        not finite are read again in float64, which holds each of them exactly.
+        """Raises CheckpointMismatchError (dtype) for an element that is finite as it is stored, and infinite in the
+        wanted dtype. Parts with elements that are not finite are read again in float64, which holds each element
+        exactly.
         """
         wanted = self._wanted[job.tensor]
         converted = torch.frombuffer(job.memory, dtype=torch.uint8).view(torch_dtype(wanted.dtype))

@@ -118,6 +118,7 @@ class _Plan(NamedTuple):
     target: TargetPlan
     save_id: str
     experts: str = ""
+    """As in the result: the key in EXPERT_NAMES."""
 
 
 def convert(
@@ -203,7 +204,7 @@ def _open_source(request: ConvertRequest, ranks: Ranks) -> Source:
 
 
 def _plan(request: ConvertRequest, ranks: Ranks) -> _Plan:
-    """Plans the same on every rank, because all see the same manifest and get the same id."""
+    """Plans the conversion. Every rank makes the same plan, because all read the same manifest and get the same id."""
     asked, limits = request.selection, request.limits
     source = _open_source(request, ranks)
     view = mapped_view(source, request.name_map, is_state=asked.to == "bcp", in_place=False)
@@ -304,7 +305,9 @@ class _FileWriter:
 
 
 def _confirm_all_written(ranks: Ranks, plan: _Plan, done: Sequence[DataFile]) -> None:
-    """Waits for the coordinator. Removes the files of this rank if another rank has failed."""
+    """Waits until the coordinator confirms that all ranks have written. Removes the files of this rank if another rank
+    has failed.
+    """
     try:
         ranks.broadcast(b"")
     except RankFailedError:

@@ -48,7 +48,7 @@ class ExistingTarget(NamedTuple):
     is_there: bool
     """A checkpoint of the target's format, or parts that may be one."""
     is_in_the_way: bool
-    """Files have names that the target would give its own."""
+    """True if there are files with names that the target would give to its own files."""
     stale: Sequence[str]
     """Files to remove once the target exists, in this order."""
 

@@ -27,7 +27,7 @@ def link_manifest(
     view: MappedView, request: SelectionRequest, *, source: str, target: str
 ) -> tuple[Manifest, Selection]:
     """Returns the manifest to write in the folder `target`, for files below the folder `source`; both are paths or URLs
-    as stores show them. What is left out stays where it is.
+    as stores show them.
 
     Raises CheckpointMismatchError (conflict) for what takes more than a manifest.
     """
@@ -79,9 +79,9 @@ def with_samples(store: Store, folder: str, manifest: Manifest, *, threads: int)
 
 
 def write_link(store: Store, manifest: Manifest, *, overwrite: bool) -> int:
-    """Commits it and returns its length in bytes. Raises the errors of `layout.commit`."""
+    """Commits the manifest and returns its length in bytes. Raises the errors of `layout.commit`."""
     content = encode_manifest(manifest)
-    decode_manifest(content)  # what no reader would accept is never written
+    decode_manifest(content)  # a manifest that no reader would accept is never written
     layout.commit(store, "", content, replace=overwrite)
     return len(content)
 

@@ -46,10 +46,12 @@ class MappedView(NamedTuple):
 
 
 def mapped_view(source: Source, name_map: NameMap | None, *, is_state: bool, in_place: bool) -> MappedView:
-    """`is_state` asks for names as a state of this library has them; `in_place` has the tensors of the view lie in the
-    files of the checkpoint.
+    """Returns the view of a checkpoint through a map; without a map, as it is.
 
-    Raises the errors of `map_checkpoint` and `mapped_objects`, and `relink`, where it is in place.
+    With `is_state`, names are those of a state of this library. With `in_place`, the tensors of the view are chunks in
+    the files of the checkpoint.
+
+    Raises the errors of `map_checkpoint` and `mapped_objects`, and those of `relink` with `in_place`.
     """
     if name_map is None:
         return MappedView(source.manifest)

@@ -77,7 +77,7 @@ def plan_own(
 
 
 def _shares(wanted: Sequence[WantedTensor], max_file_bytes: int, num_ranks: int) -> list[_TensorRows]:
-    """Returns the tensors, cut by rows where one is larger than a file, or than the share of a rank."""
+    """Returns all tensors; a tensor that is larger than a file, or than the share of a rank, is cut by rows."""
     sizes = [prod(tensor.shape) * itemsize(tensor.dtype) for tensor in wanted]
     max_bytes = min(max_file_bytes, max(1 << 20, -(-sum(sizes) // num_ranks)))
     return [

@@ -73,7 +73,7 @@ class Stream:
         return [Block(at, min(BLOCK_BYTES, self.byte_length - at)) for at in range(0, self.byte_length, BLOCK_BYTES)]
 
     def fill(self, byte_offset: int, memory: memoryview, elements: Elements) -> None:
-        """Fills the memory, which is aligned as in the file, with the bytes from there on."""
+        """Fills the memory with the bytes of the file from `byte_offset` on. The memory is aligned as in the file."""
         parts = list(self._parts(byte_offset, memory))
         elements.read(
             [
@@ -91,7 +91,9 @@ class Stream:
                 self._checksums[number] = zlib.crc32(part, self._checksums.get(number, 0))
 
     def _parts(self, byte_offset: int, memory: memoryview) -> Iterator[tuple[int, FileRun, int, memoryview]]:
-        """Yields the runs that the range meets: number, run, the range's start in it, and the memory for it."""
+        """Yields each run in the range as its number, the run, the first byte of it in the range, and the memory for
+        it.
+        """
         position, end = byte_offset, byte_offset + len(memory)
         for number in range(bisect_right(self._ends, byte_offset), len(self._runs)):
             run_end = self._ends[number]
@@ -137,7 +139,9 @@ class TargetPlan(NamedTuple):
 
 
 def spread(byte_lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Returns the numbers of the items for each rank: about as many bytes for each, the largest first."""
+    """Assigns items to ranks, the largest first, so that each rank gets about as many bytes; returns the numbers of the
+    items of each rank.
+    """
     loads, numbers = [0] * num_ranks, [list[int]() for _ in range(num_ranks)]
     for number in sorted(range(len(byte_lengths)), key=lambda each: -byte_lengths[each]):
         rank = loads.index(min(loads))
@@ -157,7 +161,9 @@ class Budget(NamedTuple):
 
 
 def budget_of(memory_bytes: int, longest_file: int) -> Budget:
-    """Returns how a conversion divides its memory: at least 64 MiB."""
+    """Divides `memory_bytes`, which are at least 64 MiB, into three windows and scratch memory. Windows are no longer
+    than the longest file needs.
+    """
     scratch_bytes = max(8 << 20, min(64 << 20, memory_bytes // 8))
     window_bytes = min(128 << 20, (memory_bytes - scratch_bytes) // 3, longest_file + BLOCK_BYTES - 1)
     return Budget(max(1, window_bytes // BLOCK_BYTES) * BLOCK_BYTES, 3, scratch_bytes)
@@ -172,7 +178,7 @@ class ReadAhead:
         self._scratch = scratch
         self._window_bytes = budget.window_bytes
         self._num_windows = -(-stream.byte_length // budget.window_bytes)
-        # A thread of its own, which reads one window after another, and none of those that are left after `close`.
+        # A thread of its own, which reads one window after another, and none of the remaining ones after `close`.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="bcp-read-ahead")
         self._changed = Condition()
         self._left = {number: self._length(number) for number in range(self._num_windows)}
@@ -192,7 +198,7 @@ class ReadAhead:
 
     @contextmanager
     def content(self, block: Block) -> Iterator[memoryview]:
-        """Lends a block of the stream; blocks are asked for in rising order.
+        """Lends a block of the stream. Blocks have to be requested in ascending order.
 
         Waits until there is a window for it: a store may want more blocks at once than all windows hold, and those that
         it has are written without the ones that follow. Raises the error of another block that was not written.

@@ -46,7 +46,9 @@ class _PlacedMember(NamedTuple):
 
 
 def archive_runs(members: Sequence[ZipMember], *, first_run: int) -> list[FileRun]:
-    """Returns an archive that begins at a multiple of ALIGNMENT of its file, with the run of this number."""
+    """Returns the runs of an archive. It begins at a multiple of ALIGNMENT in its file, and its first run has the
+    number `first_run` there.
+    """
     runs: list[FileRun] = []
     placed: list[_PlacedMember] = []
     position = 0

@@ -25,7 +25,7 @@ class CountedBatch:
     changes: Sequence[Change]
 
     def pin_memory(self) -> CountedBatch:
-        """Returns the same with the batch in pinned memory; torch calls this by its name."""
+        """Returns this message with the batch in pinned memory. torch calls this method by its name."""
         return CountedBatch(pin_memory(self.batch), self.changes)  # type: ignore[no-untyped-call]
 
 

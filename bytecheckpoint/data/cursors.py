@@ -40,7 +40,7 @@ class CursorLoader:
         self._check = check
 
     def stream_ids(self) -> Sequence[str]:
-        """Returns nothing: a position has no streams."""
+        """Returns an empty list: a position has no streams."""
         return []
 
     def stream_state(self, stream_id: str) -> Any:
@@ -52,7 +52,9 @@ class CursorLoader:
         return self._read()
 
     def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Raises CheckpointMismatchError (conflict) for streams, and for a position that the loader cannot go on at."""
+        """Raises CheckpointMismatchError (conflict) if there are streams, or if the loader cannot go on at the saved
+        position.
+        """
         if streams:
             raise CheckpointMismatchError(
                 f"the state that was saved has {len(streams)} streams, and this loader has one position for all ranks; "
@@ -62,7 +64,7 @@ class CursorLoader:
         self._check(shared)
 
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Takes the position. Raises as `check_streams` does."""
+        """Loads the position. Raises the errors of `check_streams`."""
         self.check_streams(streams, shared)
         self._load(shared)
 
@@ -97,7 +99,7 @@ def megatron_cursor(args: Any) -> CursorLoader | None:
 
 
 def mosaic_cursor(loader: Any) -> CursorLoader | None:
-    """Returns the loader of a StreamingDataLoader of Mosaic's over a StreamingDataset.
+    """Returns the elastic loader of Mosaic's StreamingDataLoader over a StreamingDataset; None for any other loader.
 
     It counts the samples that it gave out, at the same rate on all ranks.
     """
@@ -117,7 +119,7 @@ def mosaic_cursor(loader: Any) -> CursorLoader | None:
 
     def load(state: Mapping[str, Any]) -> None:
         loader.load_state_dict(dict(state))
-        # A dataset that has begun a later epoch takes an earlier state for one that is out of date.
+        # A dataset that has begun a later epoch would take an earlier state for an outdated one.
         loader.dataset.next_epoch = state["epoch"]
         loader.num_samples_yielded = 0
 

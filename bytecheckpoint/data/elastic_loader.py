@@ -33,10 +33,12 @@ class ElasticLoader(Protocol):
         """Returns the state of a stream that this rank owns."""
 
     def shared_state(self) -> Any:
-        """Returns the state that is the same on all ranks."""
+        """Returns the part of the state that all ranks have in common."""
 
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Takes over these streams, and gives up all others. `streams` are states by id, `shared` the shared state."""
+        """Continues with these streams instead of its own. `streams` has their states by id, `shared` is the shared
+        state.
+        """
 
 
 def assign_streams(loader: object, ids: Sequence[str], size: int) -> list[list[str]]:

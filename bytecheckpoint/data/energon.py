@@ -53,7 +53,9 @@ class EnergonLoader:
         return {"worker": None if state is None else to_tree(state.worker_states[worker])}
 
     def shared_state(self) -> Any:
-        """Returns which worker of each rank gives the next sample."""
+        """Returns the number of workers of a rank, the worker that gives the next sample, and the size of a
+        micro-batch.
+        """
         state = self._rank_state()
         return {
             "num_workers": int(self._loader.num_workers),
@@ -64,7 +66,7 @@ class EnergonLoader:
     def assign(self, ids: Sequence[str], size: int) -> list[list[str]]:
         """Returns equal shares of workers in their order: a worker's number says which share of the data it reads.
 
-        Raises CheckpointMismatchError (conflict) where there are none.
+        Raises CheckpointMismatchError (conflict) if there are no equal shares.
         """
         if len(ids) % size:
             raise CheckpointMismatchError(
@@ -102,8 +104,8 @@ class EnergonLoader:
         return [from_tree(streams[stream_id]["worker"]) for stream_id in ordered]
 
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Restores this rank's workers. On another number of them the first one gives the next sample. Raises as
-        `check_streams` does.
+        """Restores this rank's workers. If their number differs, the first worker gives the next sample. Raises the
+        errors of `check_streams`.
         """
         loader, states = self._loader, self._checked(streams, shared)
         if all(state is None for state in states):
@@ -120,14 +122,14 @@ class EnergonLoader:
 
 
 def energon_loader(loader: Any) -> EnergonLoader | None:
-    """Returns the elastic loader of a SavableDataLoader of Energon's."""
+    """Returns the elastic loader of Energon's SavableDataLoader; None for any other loader."""
     kinds = type(loader).__mro__
     is_known = any(kind.__name__ == "SavableDataLoader" and kind.__module__.startswith(_PACKAGE) for kind in kinds)
     return EnergonLoader(loader) if is_known else None
 
 
 def to_tree(value: Any) -> Any:
-    """Returns the tree of plain data that stands for a state of Energon's."""
+    """Returns a state of Energon's as a tree of plain data."""
     kind = type(value)
     if kind.__module__.startswith(_PACKAGE):
         name = f"{kind.__module__}.{kind.__qualname__}".removeprefix(_PACKAGE)

@@ -37,7 +37,9 @@ class Packer:
             raise ValueError(f"a Packer makes rows of {length} tokens; a row has 1 or more")
         self.wrapped_source = source
         self.name_of_positions = f"{type(self).__name__}[{length}]"
-        """Positions count rows, so that those of another length are none of this."""
+        """Name that is saved with positions. It has the row length, because they count rows: those of another length do
+        not fit.
+        """
         self._length, self._key = length, key
         self._cursor = cursor_of(source)
         self._at = StreamPosition()

@@ -41,7 +41,7 @@ class ShuffleBuffer:
             raise ValueError(f"a ShuffleBuffer has room for {size} samples; it needs 1 or more")
         self.wrapped_source = source
         self.snapshot_interval = size
-        """A snapshot holds the whole buffer, so that one is taken once in this many samples at most."""
+        """Least number of samples between two snapshots, since each holds the whole buffer."""
         self._size, self._seed = size, seed
         self._cursor = cursor_of(source)
         self._at = StreamPosition()

@@ -101,8 +101,8 @@ def check_source(name: str, source: Any) -> None:
 
 
 def source_name(source: Any) -> str:
-    """Returns the name of a source's class, with what else a position depends on, and in brackets that of what it reads
-    from.
+    """Returns the name of a source's class with all that a position depends on, and in brackets the name of the source
+    that it reads from.
     """
     inner = getattr(source, "wrapped_source", None)
     name = getattr(source, "name_of_positions", type(source).__name__)

@@ -39,7 +39,7 @@ class StreamPosition:
     """The number of the loader's last batch that held a sample of this stream, from 1; 0 before the first. With several
     workers it tells whose batch comes next."""
     snapshot: SourceSnapshot | None = None
-    """The newest one that is not past this place; None where the source is read from the start of the epoch."""
+    """The newest snapshot that is not past this position; None where the source is read from the start of the epoch."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -87,7 +87,7 @@ def position_of(stream_id: str, tree: Any, source: str) -> StreamPosition:
             "loader. Load it with the kind of loader that saved it",
             kind="conflict",
         ) from error
-    # A buffer gives other samples than what it reads from, and a snapshot fits one kind of source.
+    # A buffer gives other samples than the source it reads from, and a snapshot fits one kind of source.
     may_refuse = saved_source != source and (snapshot is not None or "(" in saved_source + source)
     # States of the first versions do not say how long rows are.
     if may_refuse and ("[" in saved_source or saved_source != re.sub(r"\[\d+\]", "", source)):

@@ -28,7 +28,7 @@ class Change(NamedTuple):
     position: int
     samples: int
     snapshot: SourceSnapshot | EllipsisType | None
-    """An ellipsis: the same as before."""
+    """An ellipsis stands for no change."""
 
     def applied_to(self, before: StreamPosition, turn: int) -> StreamPosition:
         """Returns the new place of a stream that stood at `before`."""
@@ -37,7 +37,7 @@ class Change(NamedTuple):
 
 
 def pass_epoch(positions: Iterable[StreamPosition]) -> int:
-    """Returns the epoch of a pass over streams at these positions: that of the ones that are furthest back."""
+    """Returns the epoch of a pass over streams at these positions: the lowest of their epochs."""
     return min((position.epoch for position in positions), default=0)
 
 
@@ -83,7 +83,7 @@ class StreamReader:
         snapshot_every: int,
         num_requests: Callable[[], int],
     ) -> None:
-        """`positions` is brought up to date with each sample. With `epoch` None the reader does not end."""
+        """`positions` is brought up to date with each sample. With `epoch` None the reader reads all epochs on."""
         self._ids, self._positions, self._sources, self._cursors = ids, positions, sources, cursors
         self._is_endless = epoch is None
         self._epoch = pass_epoch(positions[each] for each in ids) if epoch is None else epoch

@@ -68,7 +68,8 @@ class Streams(IterableDataset[Any]):
                 saves. Lightning takes 1; other loops 0, and what accelerate's loaders take is known.
 
         Raises:
-            ValueError: there are fewer streams than ranks, a source cannot be read, or two streams would move one.
+            ValueError: there are fewer streams than ranks, a source cannot be read, or two streams share one that
+                each would move.
         """
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not one of {size} ranks")
@@ -95,7 +96,7 @@ class Streams(IterableDataset[Any]):
         self._block: list[str] | None = None
         """The streams of this worker process, from its first pass on."""
         self._epoch = 0
-        """That of the last pass that was begun."""
+        """Epoch of the last pass that was begun."""
         self.read_ahead = read_ahead
         """Batches that the training loop holds when it saves."""
         self.is_tracked = False
@@ -124,7 +125,7 @@ class Streams(IterableDataset[Any]):
         if stream_id in self._prepared:
             self._prepared.discard(stream_id)
         elif cursor is not None and (snapshot := cursor.capture(position)) is not None:
-            # The source stands where the trainer is, so that a load has nothing to read again.
+            # The source is at the trainer's position, so that a load has nothing to read again.
             position = replace(position, snapshot=snapshot)
         return tree_of(position, source_name(self._sources[stream_id]))
 
@@ -133,7 +134,7 @@ class Streams(IterableDataset[Any]):
         return tree_of(replace(self._taken[stream_id], snapshot=None), source_name(self._sources[stream_id]))
 
     def shared_state(self) -> dict[str, Any]:
-        """Returns what all ranks agree about: all state is that of streams."""
+        """Returns the state that all ranks have in common. It only says that all other state belongs to streams."""
         return {"kind": "streams"}
 
     def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
@@ -331,7 +332,7 @@ def check_stream(stream_id: Any, source: Any) -> None:
 
 
 def check_unshared(sources: Mapping[str, Any]) -> None:
-    """Raises ValueError if two streams have the same source, where it has a place or an epoch that each would set."""
+    """Raises ValueError if two streams share a source that has a position or an epoch, which each of them would set."""
     ids: dict[int, str] = {}
     for stream_id, source in sources.items():
         if not (is_stateful(source) or hasattr(source, "set_epoch")):

@@ -61,7 +61,7 @@ class TrackedLoader:
         self._turn = 0
         streams._begin_counting()
         collate = loader.collate_fn
-        # Accelerate hands the collate_fn of a loader on to the one that it makes of it.
+        # Accelerate passes the collate_fn of a loader on to the loader that it makes of it.
         collate = collate.collate if isinstance(collate, CountingCollate) else collate
         loader.collate_fn = CountingCollate(collate, streams)
         # Found before the method of the class, by the loader's own __iter__.
@@ -204,12 +204,12 @@ class TrackedLoader:
 
 
 class _CountedPass:
-    """What an iterator of a tracked loader does beside its class."""
+    """One pass over a tracked loader: counts the batches that an iterator of the loader's class returns."""
 
     def __init__(self, tracked: TrackedLoader, cls: Any, blocks: list[list[str]]) -> None:
         self._tracked, self._cls, self._blocks = tracked, cls, blocks
         self._continued: Any = None
-        """The iterator that took over, where this one had nothing left to read of its epoch."""
+        """The iterator that took over because this one had nothing left to read in its epoch; else None."""
         self._begin()
 
     def _begin(self) -> None:
@@ -228,7 +228,7 @@ class _CountedPass:
             if not counting._is_empty_rest:
                 tracked._arrived(counting._epoch)
                 raise StopIteration
-            # The end of the epoch was not known when it was saved. A pass without batches is none.
+            # The save did not know yet that the epoch was at its end. A pass without batches does not count.
             tracked._streams._finish_pass(counting._epoch)
             self._continued = iterator = counting._replace(iterator)
             counting = iterator._counted_by

@@ -61,10 +61,11 @@ def measure_latency(store: ProbeStore) -> Latency:
 
 
 def measure_writes(open_store: Callable[[int], ProbeStore], *, seconds: float, max_bytes: int) -> Iterator[Speed]:
-    """Writes one object for each part length and each number of `writer_threads`, which `open_store` takes.
+    """Writes one object for each part length and each number of `writer_threads`, the argument of `open_store`; yields
+    the speed of each.
 
-    Its length takes about `seconds` at the speed measured before, but is at least one part a thread and at most
-    `max_bytes`.
+    An object is as long as `seconds` allow at the speed of the object before, but has at least a part for each thread,
+    and at most `max_bytes`.
     """
     content = _page_aligned(os.urandom(min(max_bytes, max(WRITE_PART_BYTES))))
     bytes_per_s = 0.0

@@ -218,7 +218,9 @@ def slowest_ranks(ranks: Sequence[RankRecord], phases: Sequence[Phase], count: i
 
 
 def rank_rows(ranks: Sequence[RankRecord], phases: Sequence[Phase], max_rows: int) -> list[RankRow]:
-    """Returns the ranks as at most so many rows (0 for all): neighbours share one, so that no slow rank is lost."""
+    """Divides the ranks among at most `max_rows` rows (0 for a row each). Neighbours share a row, which shows the
+    slowest of them.
+    """
     per_row = -(-len(ranks) // max_rows) if max_rows else 1
     rows = []
     for start in range(0, len(ranks), per_row):

@@ -1,1 +1,1 @@
-"""How ranks agree, and the connections between them."""
+"""Agreement of ranks, and the connections between them."""

@@ -1,5 +1,5 @@
-"""Which ranks of a call are there: those whose messages have come, those whose process has ended, and the errors about
-the others and about those that make another call. It reads of a message only the name of the call.
+"""Finds out which ranks take part in a call: whose messages have come, whose processes have ended, and which ranks make
+another call. Makes the errors about them. Of a message it reads only the name of the call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Attendance:
             self._watch.introduce()
 
     def meet(self, number: int) -> None:
-        """Begins to watch others: with the first message of a call all whom it is about have introduced themselves."""
+        """Begins to watch other ranks with the first message of a call: until then they have introduced themselves."""
         if self._watch is not None and number == 0:
             self._watch.meet()
 
@@ -53,13 +53,15 @@ class Attendance:
         return bool(self.ended)
 
     def has_coordinator_ended(self) -> bool:
-        """Always False on ranks that do not watch it: leaders do, and the other ranks of its block."""
+        """Returns True if the coordinator's process has ended. Always False on ranks that do not watch it: leaders and
+        the ranks of its block do.
+        """
         if self._blocks.is_leader or self._blocks.leader == COORDINATOR:
             return bool(self.ended_among([COORDINATOR]))
         return False
 
     def find_absent(self, call: CallStore, number: int) -> list[int]:
-        """Returns the ranks whose message the coordinator has waited for in vain."""
+        """Returns the ranks whose messages have not reached the coordinator."""
         blocks = self._blocks
         silent = [leader for leader in blocks.leaders[1:] if not call.is_set(block_key(number, leader))]
         suspects = [rank for leader in [COORDINATOR, *silent] for rank in (leader, *blocks.members(leader))]

@@ -24,7 +24,7 @@ class RankBlocks:
 
     @property
     def leader(self) -> int:
-        """That of the own block."""
+        """The leader of this rank's block."""
         return self.leader_of(self.rank)
 
     @property

@@ -60,7 +60,7 @@ class Activity:
 
 
 class Connection:
-    """One end of a connection. Used by one thread at a time, but for `disconnect`, `interrupt` and `close`."""
+    """One end of a connection. Used by one thread at a time, except for `disconnect`, `interrupt` and `close`."""
 
     def __init__(self, connected: socket.socket, global_rank: int, timeout_s: float) -> None:
         """`global_rank` is that of the other end, which may stall for `timeout_s`."""
@@ -77,8 +77,8 @@ class Connection:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, content: memoryview | bytes) -> None:
-        """Sends all of it. Raises PeerLeftError if the peer has disconnected, and CheckpointError (rank_missing) if it
-        is stuck or gone.
+        """Sends all of `content`. Raises PeerLeftError if the peer has disconnected, and CheckpointError (rank_missing)
+        if the peer is stuck or gone.
         """
         left = memoryview(content)
         try:
@@ -120,8 +120,8 @@ class Connection:
                 self.check_peer(self.timeout_s / 4)
 
     def check_peer(self, wait_s: float = 0.0) -> None:
-        """Returns when the peer has acknowledged all that was sent, or says nothing for `wait_s`. Raises as `send` does
-        if it has disconnected or is gone.
+        """Waits until the peer has acknowledged all that was sent, or has sent nothing for `wait_s`. Raises the errors
+        of `send` if the peer has disconnected or is gone.
         """
         if not wait([self._socket], wait_s):
             return

@@ -26,7 +26,7 @@ _NUM_BLOCKS = "left"
 _ALL_LEFT = "left/all"
 """The key that is set when all but the coordinator have left."""
 _NUM_LISTS = "left/lists"
-"""The key that counts the lists of keys that ranks have left for the last one to remove; also one that has failed."""
+"""The key that counts the lists of keys that ranks, also failed ones, have left for the last rank to remove."""
 _ALL_LEFT_S = 5.0
 _POLL_S = 0.02
 
@@ -60,7 +60,7 @@ class Departures:
             self._remove_all()
 
     def leave_for(self, ranks: Collection[int]) -> None:
-        """Counts ranks as gone that are dead, unless they had left."""
+        """Counts dead ranks as gone, unless they had left before."""
         for rank in ranks:
             leader = rank - rank % self._block_ranks
             if not self._call.store.add(_mask_key(leader), 0) & _bit(rank - leader):
@@ -116,12 +116,12 @@ class Departures:
         return sum(_bit(rank - leader) for rank in self._members(leader))
 
     def _hand_over(self, keys: Sequence[str]) -> None:
-        """Leaves a list of keys for the last rank."""
+        """Leaves a list of keys for the last rank to remove."""
         number = self._call.store.add(_NUM_LISTS, 1)
         put_message(self._call.store, _handed_key(number), msgspec.msgpack.encode(list(keys)))
 
     def _listed(self, key: str) -> list[str]:
-        """Returns the keys of a list that ranks have left, and its own."""
+        """Returns the keys in the list that was left under `key`, and the keys that hold the list itself."""
         message = get_message(self._call.store, key)
         return [*msgspec.msgpack.decode(message, type=list[str]), *keys_of(key, message)]
 
@@ -129,7 +129,7 @@ class Departures:
         return [*map(_mask_key, self._leaders), _NUM_BLOCKS, _ALL_LEFT]
 
     def _remove_all(self) -> None:
-        """Removes all keys of a call that a rank has left early, or in which one has failed."""
+        """Removes all keys of a call that a rank has left early, or in which a rank has failed."""
         for number in range(1, self._call.store.add(NUM_FAILURES, 0) + 1):
             key = failure_key(number)
             self._call.remove(*keys_of(key, get_message(self._call.store, key)))
@@ -139,12 +139,12 @@ class Departures:
 
 
 def failure_key(number: int) -> str:
-    """Returns the key of the error of the rank that was the so many-th to fail."""
+    """Returns the key of an error; `number` counts ranks in the order in which they failed, from 1."""
     return f"failed/{number}"
 
 
 def _bit(index: int) -> int:
-    """Returns the bit of the signed 64-bit number that a store counts with."""
+    """Returns the number that has only this bit, as a signed 64-bit integer: a store counts in these."""
     return 1 << index if index < MAX_BLOCK_RANKS - 1 else -(1 << index)
 
 

@@ -21,7 +21,7 @@ class _Failure(msgspec.Struct, frozen=True):
 
 
 def merge_errors(errors: Sequence[CheckpointError]) -> CheckpointError:
-    """Returns one error for several ranks that failed: that of the first, with all ranks named.
+    """Returns one error for several ranks that failed: the error of the first, with all ranks named.
 
     Errors about missing ranks count only if there are no others: a rank that failed may be the missing one.
     """

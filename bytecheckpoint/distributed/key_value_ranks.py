@@ -230,7 +230,7 @@ class GroupRanks:
         return has_rung
 
     def _look(self, number: int) -> None:
-        """Rings the own bell if a rank has ended without its message."""
+        """Rings the bell of this rank itself if a process has ended without sending its message."""
         if self._attendance.look_for_senders(self._at, number):
             self._put(bell_key(number, self.rank), b"")
 
@@ -247,11 +247,11 @@ class GroupRanks:
         """Forwards the messages of the block, as its leader. Does nothing if a member is missing or a rank has failed:
         the coordinator sees that for itself, and sends one verdict to all.
         """
-        self._put(up_key(number, self.rank), b"")  # to be found there, if a member is missing
+        self._put(up_key(number, self.rank), b"")  # so that this rank does not count as missing if a member is
         # The coordinator may begin to wait later.
         if not self._await_arrivals(number, self._reply_timeout_s):
             return
-        # Before this message has come no other is sent down but a verdict.
+        # Until this message has arrived, the coordinator sends down nothing but a verdict.
         if any(map(self._at.is_set, (HAS_FAILURE, down_key(self._num_down, "all")))):
             return
         self._raise_ended()
@@ -291,12 +291,12 @@ class GroupRanks:
         for leader in self._blocks.leaders[1:]:  # which may wait for a rank of their blocks
             self._ring(leader)
         if error.kind == "rank_missing":
-            put_message(self._store, ABANDONED, b"")  # stays for those who come late
+            put_message(self._store, ABANDONED, b"")  # stays for ranks that come late
         self._end(missing=error.ranks if error.kind == "rank_missing" else ())
         return error
 
     def _report_failure(self, error: CheckpointError) -> CheckpointError:
-        """Reports the error to the coordinator, and returns the one that it says all are to raise."""
+        """Reports an error to the coordinator; returns the error that it has chosen for all ranks to raise."""
         self._has_failed = True
         number = self._store.add(NUM_FAILURES, 1)
         put_message(self._store, failure_key(number), _FAILURE + encode_failure(error))
@@ -317,7 +317,9 @@ class GroupRanks:
             self._put(bell_key(number, reader), b"")
 
     def _leave(self, *, all_failed: bool = False) -> None:
-        """Removes the own keys that nobody reads any more and counts this rank, not the coordinator, as gone."""
+        """Removes the keys of this rank that no rank reads any more, and counts this rank as gone, unless it is the
+        coordinator.
+        """
         # A leader may be about to read them.
         is_unsafe = self._has_failed or (all_failed and self._blocks.are_several)
         num_read = 0 if is_unsafe else self._num_read
@@ -387,7 +389,7 @@ class GroupRanks:
         self._left += put_message(self._store, key, message)
 
     def _use_store(self, do: Callable[[], T]) -> T:
-        """Runs it within a limit of time. Raises CheckpointError (rank_missing) if the store is gone or silent."""
+        """Runs `do` within a time limit. Raises CheckpointError (rank_missing) if the store is gone or silent."""
         try:
             return run_with_timeout(self._reply_timeout_s + _STORE_GRACE_S, do)
         except CheckpointError:

@@ -48,7 +48,7 @@ class Ranks(Protocol):
         """The host of the group's store, as all ranks reach it; None if the store is not a TCPStore."""
 
     def enter(self) -> None:
-        """Returns when the number of this call is known; the process may make no other call before."""
+        """Waits until the number of this call is known; before that, the process may make no other call."""
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Returns every rank's payload by rank on the coordinator, and an empty list elsewhere."""
@@ -65,7 +65,7 @@ class Ranks(Protocol):
         """
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
+        """Waits until every rank has called this."""
 
     def fail(self, error: CheckpointError) -> CheckpointError:
         """Sends the error to the other ranks, and returns the error that every rank is to raise."""
@@ -202,7 +202,7 @@ def _call_store(clients: WaitingClients, call: int) -> CallStore:
 def _next_call(clients: WaitingClients, rank: int, num_ranks: int) -> int:
     """Returns the number of the call that this rank makes, the same on all ranks. It is counted in the store.
 
-    A rank skips a call that it has missed and that the others gave up on: else it would be one behind for ever.
+    A rank skips calls that it has missed and the other ranks gave up on: else it would be one call behind for ever.
     """
     store = clients.store
     call = store.add(_calls_key(rank), 1)
@@ -278,7 +278,7 @@ _SHARED_KINDS = {
 
 
 _REFUSALS = {*_SHARED_KINDS, "unsupported_value", "path_escape", "pickle_refused"} - {"rank_missing"}
-"""Errors about the arguments of a call or about what stands at its path: nothing has failed."""
+"""Kinds of errors about the arguments of a call, or about the objects at its path: nothing has failed."""
 
 
 def _located(error: CheckpointError, ranks: Ranks, about: Subject) -> CheckpointError:

@@ -70,9 +70,9 @@ class Listener:
         timeout_s: float,
         is_over: threading.Event,
     ) -> None:
-        """Returns when all peers are connected and admitted. `peers` has their ranks within the group and their global
-        ranks. `admit` is called by one thread at a time. `start` starts threads: there must be one for each peer and
-        `2 * MAX_UNAUTHENTICATED` more, or a peer that waits for one could be closed as unauthenticated.
+        """Waits until all peers are connected and admitted. `peers` has their ranks within the group and their global
+        ranks. `admit` is called by one thread at a time. `start` starts threads: it must be able to start one for each
+        peer and `2 * MAX_UNAUTHENTICATED` more, or a peer that waits for a thread could be closed as unauthenticated.
 
         Raises CheckpointError (rank_missing) if some have not come in time, and PeerLeftError soon after `is_over` is
         set: peers that connect in between are admitted, and can be sent DISCONNECT.
@@ -106,7 +106,7 @@ class Listener:
             connected.close()
 
     def _serve(self, connected: socket.socket, awaited: dict[int, int], admit: Admit, timeout_s: float) -> None:
-        """Admits the connection and does what follows, if it is that of a peer that is awaited; else closes it."""
+        """Admits the connection of an awaited peer and starts the job that follows; closes any other connection."""
         rank, request = -1, memoryview(b"")
         connected.settimeout(timeout_s)
         with suppress(OSError):
@@ -148,7 +148,7 @@ def connect(
     """
     hello = _HELLO.pack(address.token[:16], own_rank, len(request))
     reasons: list[str] = []
-    for host, family, place in _places(address, reasons):
+    for host, family, socket_address in _resolved(address, reasons):
         opened = socket.socket(family, socket.SOCK_STREAM)
         connection = Connection(opened, reader, timeout_s)
         on_open(connection)
@@ -156,7 +156,7 @@ def connect(
             raise PeerLeftError
         try:
             opened.settimeout(min(timeout_s, _HELLO_S))
-            opened.connect(place)
+            opened.connect(socket_address)
             opened.sendall(hello)
             opened.settimeout(timeout_s)
             if not hmac.compare_digest(fill(bytearray(16), opened), address.token[16:]):
@@ -177,11 +177,13 @@ def connect(
     )
 
 
-def _places(address: Address, reasons: list[str]) -> Iterator[tuple[str, int, Any]]:
-    """Resolves the hosts, one after the other; adds an error to `reasons` for each host that cannot be resolved."""
+def _resolved(address: Address, reasons: list[str]) -> Iterator[tuple[str, int, Any]]:
+    """Yields host, family and socket address of each host in turn; adds an error to `reasons` for each host that cannot
+    be resolved.
+    """
     for host in address.hosts:
         try:
-            for family, _, _, _, place in socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM):
-                yield host, family, place
+            for family, _, _, _, socket_address in socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM):
+                yield host, family, socket_address
         except (OSError, UnicodeError) as error:  # UnicodeError of a name that is too long
             reasons.append(f"{host}: {error}")

@@ -1,4 +1,4 @@
-"""Work on the store with a limit of time, because its client has none."""
+"""Runs work on the store with a time limit, because the store's client has no limit itself."""
 
 from __future__ import annotations
 

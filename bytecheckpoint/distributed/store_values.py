@@ -1,4 +1,6 @@
-"""Messages of any length in a key-value store that limits the length of its values: a long one is put in parts."""
+"""Messages of any length in a key-value store that limits the length of its values: a long message is put there in
+parts.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from bytecheckpoint.distributed.wire import HEADER, WireHeader, check_digest, da
 from bytecheckpoint.runtime.thread_priority import lower_priority
 
 _TELL_S = 10.0
-"""Time in which a rank that has failed still connects to those that wait for it, so that they see it go."""
+"""Time in which a rank that has failed still connects to the ranks that wait for it, so that they see it leave."""
 
 
 class SentPiece(NamedTuple):
@@ -58,7 +58,7 @@ def transfer(
     fetches: Sequence[Fetching],
     timeout_s: float,
 ) -> None:
-    """Fetches all pieces, and serves what these ranks fetch from this one, who offers files.
+    """Fetches all pieces, and serves the pieces of the `offered` files that the ranks in `takers` fetch from this rank.
 
     Raises CheckpointError (rank_missing) for a rank that is gone or stuck, CheckpointCorruptError (checksum) for bytes
     that were damaged on the way, and whatever `take` raises.
@@ -81,7 +81,7 @@ class _Transfer:
         self._futures: list[Future[None]] = []
 
     def run(self, listener: Listener, takers: Sequence[int], fetches: Sequence[Fetching]) -> None:
-        """Raises the first error of any thread."""
+        """Serves the takers and carries out the fetches. Raises the first error of any thread."""
         num_threads = len(takers) + len(fetches) + 2 * MAX_UNAUTHENTICATED
         # Threads of its own: so many and no more, and with a lower priority, which a shared thread would keep.
         self._pool = ThreadPoolExecutor(num_threads, "bcp-copies", initializer=lower_priority)

@@ -32,7 +32,7 @@ _POLL_S_A_RANK = 0.0004
 
 
 class WaitingClients:
-    """The connections on which this process waits for keys in the store of a process group. They are kept."""
+    """The connections on which this process waits for keys in the store of a process group. They are used again."""
 
     def __init__(self, store: Store, num_ranks: int) -> None:
         self.store = store
@@ -42,12 +42,12 @@ class WaitingClients:
         self._can_block = isinstance(base_of(store), HashStore | TCPStore) and hasattr(store, "clone")
         self._idle: list[Store] = []
         self._under_way: dict[Future[bool], float] = {}
-        """Waits, also those that nobody looks at any more, with the times at which they end."""
+        """Waits, also those whose result is no longer wanted, with their ends on the monotonic clock."""
         atexit.register(_end_waits, weakref.ref(self), os.getpid())
 
     def begin(self, prefix: str, key: str, limit_s: float) -> Future[bool]:
-        """Waits on a thread until the key is there, or returns False after the limit. Raises RuntimeError if there can
-        be no such wait.
+        """Starts a wait on a thread: its result is True once the key is there, False after `limit_s`. Raises
+        RuntimeError if this kind of store, or the lack of a thread, allows no such wait.
         """
         if not self._can_block:
             raise RuntimeError("this kind of store is polled")
@@ -57,7 +57,7 @@ class WaitingClients:
         return arrived
 
     def end(self) -> None:
-        """Blocks until the waits that end soon have ended."""
+        """Blocks until all waits have ended that time out within `_EXIT_S` from now."""
         now = time.monotonic()
         soon = {arrived: until - now for arrived, until in [*self._under_way.items()] if until - now < _EXIT_S}
         if soon:
@@ -77,7 +77,9 @@ class WaitingClients:
 
 
 def _end_waits(reference: weakref.ref[WaitingClients], process: int) -> None:
-    """A thread that comes back from torch while the interpreter is torn down ends the process with SIGABRT."""
+    """Ends the waits before the interpreter is torn down: a thread that returns from torch after that would end the
+    process with SIGABRT.
+    """
     clients = reference()
     if clients is not None and os.getpid() == process:
         clients.end()

@@ -70,7 +70,7 @@ def seal(header: WireHeader, buffers: Sequence[memoryview]) -> WireHeader:
 
 
 def check_digest(header: WireHeader, buffers: Sequence[memoryview], *, reader: int, wanted_by: str) -> None:
-    """Raises CheckpointCorruptError (checksum) if the pieces are not those that the reader rank sent."""
+    """Raises CheckpointCorruptError (checksum) if the pieces differ from those that the reader rank sent."""
     found = seal(header, buffers).digest
     if found != header.digest:
         raise damaged(
@@ -107,14 +107,14 @@ class OutgoingUnit:
         self._peers_left = [*range(num_peers)]
 
     def sent(self) -> None:
-        """Counts another peer that has it."""
+        """Notes that one more peer has the unit."""
         if self._peers_left.pop() == 0:  # one thread alone gets the 0
             self._budget.give(self._num_copied)
             self._done()
 
 
 def damaged(what: str) -> CheckpointCorruptError:
-    """Returns the error about bytes that are not those that another rank sent."""
+    """Returns the error about received bytes that differ from those that another rank sent."""
     return CheckpointCorruptError(
         f"{what} damaged on the way. The checkpoint is as it was: look at the network and the memory of both hosts, or "
         'load with LoadOptions(exchange="off")',

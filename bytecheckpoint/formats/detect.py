@@ -61,7 +61,9 @@ def find_folder(store: Store, folder: str, listing: Mapping[str, int | None]) ->
 
 
 def find_step(store: Store, step: int | None, listing: Mapping[str, int | None]) -> ForeignPlace | None:
-    """Returns the checkpoint of a step in the root with this listing; step None: the one that a file there names."""
+    """Returns the checkpoint of a step in the root with this listing; for None, the checkpoint that a tracker file
+    there names.
+    """
     names = _latest(store, listing) if step is None else [form.format(step) for form in _STEP_FOLDERS]
     for name in (name for name in names if listing.get(name, 0) is None):
         place = find_folder(store, name, store.list(name))

@@ -53,7 +53,7 @@ class Opening(NamedTuple):
 
 
 def open_above(path: str, levels: int, opening: Opening) -> Store:
-    """Opens the store so many levels above a path, which is where `find_checkpoint` has found the checkpoint."""
+    """Opens the store `levels` above a path, where `find_checkpoint` has found the checkpoint."""
     path = from_root(path)
     for _ in range(levels):
         path = split_path(path)[0]
@@ -118,7 +118,9 @@ def _find_foreign(
 
 
 def _in_hub(found: FoundCheckpoint, path: str, opening: Opening) -> FoundCheckpoint:
-    """Returns a checkpoint in a snapshot of the Hugging Face cache as part of the folder that its links lead to."""
+    """Returns a checkpoint in a snapshot of the Hugging Face cache as a part of its model's folder, into which its
+    links lead; any other checkpoint as it is.
+    """
     above, revision = split_path(path)
     model, snapshots = split_path(above)
     if snapshots != "snapshots" or not revision or found.folder:

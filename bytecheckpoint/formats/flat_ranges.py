@@ -69,7 +69,9 @@ class FlatTensor(NamedTuple):
 
 
 def lay_out(shapes: Sequence[Sequence[int]], paddings: Sequence[int] | None) -> tuple[list[FlatTensor], int]:
-    """Returns tensors that follow one another, each with so many elements of padding behind it, and their end."""
+    """Places tensors one after the other, each followed by its elements of padding; returns them and the end of the
+    last.
+    """
     lengths = [prod(shape) + padding for shape, padding in zip(shapes, paddings or [0] * len(shapes), strict=True)]
     ends = list(accumulate(lengths, initial=0))
     return [FlatTensor(tuple(shape), first) for shape, first in zip(shapes, ends, strict=False)], ends[-1]

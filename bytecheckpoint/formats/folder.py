@@ -43,7 +43,7 @@ class SourceFolder:
         return self.listing.get(name, 0) is None
 
     def list(self, inside: str) -> Mapping[str, int | None]:
-        """Returns the listing of a folder in it. The store is asked once for each."""
+        """Returns the listing of a folder inside this one. It is requested from the store once."""
         if inside not in self._listings:
             self._listings[inside] = self._store.list(join_name(self.name, inside))
         return self._listings[inside]
@@ -73,7 +73,7 @@ class SourceFolder:
         return saved
 
     def name_unread_files(self) -> None:
-        """Leaves out, by name, files that may hold tensors and were not read; of an unread folder, the folder."""
+        """Notes files that may hold tensors and were not read as left out, by name; for an unread folder, its name."""
         builder, why = self.builder, "not among the files of the checkpoint, which were read"
         seen = {file.name.partition("/")[0] for file in builder.files}
         seen |= {name.partition("/")[0] for names in builder.left_out.values() for name in names}

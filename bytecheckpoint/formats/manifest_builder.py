@@ -101,7 +101,7 @@ class ManifestBuilder:
         self.trees[entry] = {fqn: TensorRef(join_fqn(entry, fqn)) for fqn in [*other.tensors, *other.aliases]}
 
     def set_step(self, step: Any) -> None:
-        """Takes a step from a file, which may be anything."""
+        """Sets the step from a value in a file, which may be anything."""
         self.step = step if type(step) is int and step >= 0 else None
 
     def leave_out(self, name: str, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Plain data of other formats, encoded as a manifest holds it. Records stand for the values of torch in it."""
+"""Encodes plain data of other formats as a manifest holds it. Records take the place of values of torch in it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SizeValue(NamedTuple):
 
 
 class _RecordLeaves:
-    """Encodes the records of torch's values; tensors are TensorRefs already."""
+    """Encodes DtypeName and SizeValue, the leaves that msgpack has no type for. Tensors are TensorRefs already."""
 
     tensor_types: frozenset[type] = frozenset()
 

@@ -1,5 +1,5 @@
-"""The state_dict of a torch optimizer as this library writes optimizers down (docs/format.md): by parameter name where
-the checkpoint knows the names, else by position.
+"""Turns the state_dict of a torch optimizer into the tree in which this library saves optimizers (docs/format.md): by
+parameter name where the checkpoint has the names, else by position.
 
 torch itself knows three forms: parameters by number, by name (torch.distributed.checkpoint.state_dict), and by name
 with the whole state_dict flattened to one level.
@@ -19,7 +19,9 @@ _STATE, _GROUPS = "state.", "param_groups."
 
 
 def as_saved_here(value: Mapping[Any, Any]) -> dict[str, Any] | None:
-    """Returns the optimizer that this dict is, with tensors where they are; None if it is none."""
+    """Returns the state_dict of an optimizer as the tree in which this library saves it, tensors included; None if the
+    dict is no such state_dict.
+    """
     if "param_groups" in value and value.keys() <= {"state", "param_groups"}:
         return _nested(value.get("state", {}), value["param_groups"])
     if set(map(type, value)) != {str} or not any(key.startswith(_GROUPS) for key in value):
@@ -29,7 +31,7 @@ def as_saved_here(value: Mapping[Any, Any]) -> dict[str, Any] | None:
 
 
 def without_tensors(tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns the optimizer without what its tensors' names say already."""
+    """Returns the tree without its tensors: their names say where they belong."""
     state = {}
     for name, values in tree["state"].items():
         plain = {key: value for key, value in values.items() if not isinstance(value, TensorRef)}

@@ -79,7 +79,7 @@ def save_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
         storage_options: For the fsspec backend; never stored.
 
     Returns:
-        The handle of the save, which is true as DeepSpeed's answer is.
+        The handle of the save. It is truthy, as the True that DeepSpeed returns.
 
     Raises:
         ValueError: `save_dir` is empty.
@@ -187,22 +187,22 @@ def load_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
 
 
 class ClientState:
-    """Takes what the checkpoint has of a client state, whatever it is."""
+    """Target of a load that accepts any client state, which it then has in `given`."""
 
     def __init__(self) -> None:
         self.given: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns nothing: the checkpoint says what there is."""
+        """Returns an empty dict: the checkpoint decides what is loaded."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what there is."""
+        """Takes the client state of the checkpoint, if it has one."""
         self.given = state_dict.get("client_state", {})
 
     def take_own(self, path: str, storage_options: Mapping[str, Any] | None) -> None:
-        """Takes what this rank has saved, or rank 0 where this rank is new; of DeepSpeed's own checkpoint, what it has
-        at the top beside the engine's state, where DeepSpeed puts it.
+        """Takes the client state that this rank has saved, or that of the lowest rank if this rank saved none. From a
+        checkpoint of DeepSpeed itself, takes the values beside the engine's state, where DeepSpeed puts them.
         """
         with api.open(path, storage_options=storage_options) as checkpoint:
             if checkpoint.info.format == _OF_DEEPSPEED:
@@ -267,7 +267,7 @@ def _described(name: str, checkpoint: Checkpoint) -> _Found:
 
 
 def _has_optimizer(engine: DeepSpeedEngine) -> bool:
-    """Returns True unless it was made without an optimizer, for which DeepSpeed has stand-ins."""
+    """Returns True unless the engine was made without an optimizer: it has a stand-in of DeepSpeed's then."""
     optimizer = engine.optimizer
     return isinstance(optimizer, torch.optim.Optimizer) or isinstance(
         getattr(optimizer, "optimizer", None), torch.optim.Optimizer
@@ -284,7 +284,7 @@ class _TrainedEngine(nn.Module):
 
 
 def _trained(module: nn.Module) -> nn.Module:
-    """Returns a tree of modules with the same names and tensors, but for frozen parameters."""
+    """Returns a tree of modules with the same names and tensors, without frozen parameters."""
     tree = nn.Module()
     for name, parameter in module._parameters.items():
         if parameter is not None and parameter.requires_grad:

@@ -166,7 +166,7 @@ def _reached(found: FoundIteration, state: Mapping[str, torch.Tensor]) -> dict[s
 
 
 def _before(folders: NumberedFolders, step: int, num_kept: int) -> list[NumberedFolder]:
-    """Returns the checkpoints up to this step but for as many as are kept."""
+    """Returns the checkpoints up to this step, without the newest ones that are kept."""
     # Those of later steps, which training has left or has saved meanwhile, do not count: they would push out the newest
     # one.
     return [folder for folder in folders.committed() if folder.number <= step][:-num_kept]

@@ -35,7 +35,7 @@ _SCHEME = re.compile(r"\A[a-z0-9+]+://")
 def report(metrics: dict[str, Any], handle: SaveHandle | None = None, **report_arguments: Any) -> None:
     """Reports metrics, and with a handle the checkpoint that it saves, as `ray.train.report` does.
 
-    Returns at once. Ray hears of the checkpoint when it is committed on all ranks, in the order of the reports; a save
+    Returns at once. Ray receives the checkpoint when it is committed on all ranks, in the order of the reports; a save
     that fails fails the run there, as `FailureConfig` says. All workers report equally often; rank 0's metrics count.
 
     Args:
@@ -108,8 +108,8 @@ class WorkerStop(AgreedStop):
 
 @dataclass
 class SigtermTorchConfig(TorchConfig):
-    """The TorchConfig of workers whose SIGTERM a WorkerStop is to hear. Ray trains in a thread, and Python has signals
-    handled in the main thread alone.
+    """The TorchConfig of workers in which a WorkerStop is to react to SIGTERM. Ray trains in a thread, and Python
+    handles signals in the main thread only.
     """
 
     @property

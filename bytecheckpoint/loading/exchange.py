@@ -41,7 +41,7 @@ from bytecheckpoint.runtime.buffers import ArenaPart, ByteBudget
 from bytecheckpoint.storage.range_reader import ALIGNMENT
 
 _TELL_S = 10.0
-"""Time in which a rank whose load has failed still connects to those that wait for it, to tell them."""
+"""Time in which a rank whose load has failed still connects to the ranks that wait for it, to tell them."""
 _POLL_S = 0.01
 
 
@@ -150,7 +150,7 @@ class _Exchange:
         self._requests: dict[tuple[int, int], dict[tuple[ByteRange, ...], list[Connection]]] = {}
         """The pieces of each unit, by its file and byte offset, with the peers that asked for them."""
         self._errors: list[BaseException] = []
-        """Those of all threads, in the order of time."""
+        """Errors of all threads, in the order in which they were raised."""
         self._is_over = threading.Event()
         """Set with the first error."""
         self._is_interrupted = threading.Event()
@@ -177,7 +177,7 @@ class _Exchange:
         self._futures: list[Future[None]] = []
 
     def run(self, listener: Listener) -> None:
-        """Raises the first error of any thread."""
+        """Reads, passes on and receives until all is done. Raises the first error of any thread."""
         plan, share = self._plan, self._assigned.share
         peers = {rank: self._ranks.global_ranks[rank] for rank in share.peers}
         timeout_s = self._source.options.timeout_s
@@ -196,8 +196,8 @@ class _Exchange:
                 if self._requests:
                     raise damaged(f"what was asked for of {len(self._requests)} units that this rank does not read was")
                 alone = map(self._noted, self._source.with_targets(plan.alone, self._targets, self._stored_fqns))
-                no_slots = partial(self._arenas.read.break_off, PeerLeftError)
-                self._source.run([*passed_on, *alone], self._lanes, no_slots)
+                break_off = partial(self._arenas.read.break_off, PeerLeftError)
+                self._source.run([*passed_on, *alone], self._lanes, break_off)
                 wait(relays, return_when=FIRST_EXCEPTION)
                 self._host.end_giving()
                 wait(self._futures, return_when=FIRST_EXCEPTION)
@@ -219,7 +219,7 @@ class _Exchange:
         return self._futures[-1]
 
     def _admit(self, connection: Connection, message: bytes) -> Callable[[], None]:
-        """Notes what a peer asks for, and returns what sends it."""
+        """Notes what a peer asks for, and returns the function that sends it."""
         self._outbound.append(connection)
         if self._is_silent():
             connection.interrupt()
@@ -229,23 +229,27 @@ class _Exchange:
         return partial(self._send, connection, len(request))
 
     def _passing_on(self, read: Fetch) -> Fetch:
-        """Returns the read of a unit into memory of the host, after which the others get what they asked for."""
+        """Returns a fetch that reads a unit into memory that the host shares, and then passes it on to all ranks that
+        asked for bytes of it.
+        """
         unit = read.file, read.byte_offset
         requests = self._requests.pop(unit, {})
-        slots: list[ArenaPart] = []
+        parts: list[ArenaPart] = []
 
         @contextmanager
         def target() -> Iterator[memoryview]:
             # Bytes that are aligned in the file are aligned in memory.
-            slots.append(self._arenas.read.take(read.byte_length, lead_bytes=read.byte_offset % ALIGNMENT))
-            yield slots[0].content
+            parts.append(self._arenas.read.take(read.byte_length, lead_bytes=read.byte_offset % ALIGNMENT))
+            yield parts[0].content
 
         def place(_: memoryview) -> None:
             self._note_progress()
-            self._pass_on(read, slots[0], requests)
+            self._pass_on(read, parts[0], requests)
 
         def wanted_by(start: int, end: int) -> str:
-            """Names other ranks as well: they rely on the reader rank to verify."""
+            """Names what this rank wants of these bytes, else the ranks that asked for them: the reader rank verifies
+            for them.
+            """
             names = self._global_ranks
             of_host = self._host.requests.get(unit, {})
             asked = [(pieces, [peer.global_rank for peer in peers]) for pieces, peers in requests.items()]
@@ -258,7 +262,7 @@ class _Exchange:
         return Fetch(*unit, read.byte_length, (), is_direct=False, target=target, place=place, wanted_by=wanted_by)
 
     def _noted(self, read: Fetch) -> Fetch:
-        """Returns a read that counts as progress for other ranks, and that raises once any thread has failed."""
+        """Returns a read that is noted as progress, for heartbeats, and that raises once any thread has failed."""
 
         def place(content: memoryview) -> None:
             self._note_progress()
@@ -272,28 +276,30 @@ class _Exchange:
         self._activity.step()
 
     def _pass_on(
-        self, fetch: Fetch, slot: ArenaPart, requests: Mapping[tuple[ByteRange, ...], Sequence[Connection]]
+        self, fetch: Fetch, part: ArenaPart, requests: Mapping[tuple[ByteRange, ...], Sequence[Connection]]
     ) -> None:
-        """Passes on a unit that is in the slot, and takes what this rank wants of it."""
-        self._host.announce((fetch.file, fetch.byte_offset), slot)
+        """Passes on the unit in this part of the memory, puts what this rank wants of it into tensors, and releases the
+        part.
+        """
+        self._host.announce((fetch.file, fetch.byte_offset), part)
         for pieces, peers in requests.items():
-            slot.hold()
-            views, verify = view_pieces(slot.content, fetch.byte_offset, pieces), self._source.options.verify
-            unit = OutgoingUnit(fetch, views, len(peers), budget=self._outgoing, verify=verify, done=slot.release)
+            part.hold()
+            views, verify = view_pieces(part.content, fetch.byte_offset, pieces), self._source.options.verify
+            unit = OutgoingUnit(fetch, views, len(peers), budget=self._outgoing, verify=verify, done=part.release)
             for connection in peers:
                 connection.units.put(unit)
-        self.receiver.place(fetch, slot.content)
-        slot.release()
+        self.receiver.place(fetch, part.content)
+        part.release()
 
     def _send(self, connection: Connection, num_units: int) -> None:
         try:
             connection.send_units(num_units, self._activity, self._is_over, heartbeat_s=self._assigned.heartbeat_s)
         except PeerLeftError:
-            self._is_over.wait(GRACE_S)  # if the peer is also a reader rank of this one, that says why
+            self._is_over.wait(GRACE_S)  # the peer may be a reader rank too: then its other connection has the reason
             raise
 
     def _relay(self, reader: int, fetches: Sequence[Fetch]) -> None:
-        """Receives from a reader rank on another host what any rank of this one wants, and passes it on."""
+        """Receives, from a reader rank on another host, what any rank of this host wants, and passes it on."""
         self._host.wait_for_requests()
         awaited: dict[tuple[int, int], tuple[Fetch, tuple[ByteRange, ...]]] = {}
         for fetch in fetches:
@@ -309,14 +315,16 @@ class _Exchange:
                     f"(file {header.file}, byte {header.byte_offset}), were"
                 )
             fetch, pieces = awaited.pop((header.file, header.byte_offset))
-            slot = self._arenas.received.take(fetch.byte_length, lead_bytes=fetch.byte_offset % ALIGNMENT)
-            self.receiver.receive(connection, header, fetch, pieces=pieces, content=slot.content)
-            self._pass_on(fetch, slot, {})
+            part = self._arenas.received.take(fetch.byte_length, lead_bytes=fetch.byte_offset % ALIGNMENT)
+            self.receiver.receive(connection, header, fetch, pieces=pieces, content=part.content)
+            self._pass_on(fetch, part, {})
         if not awaited:
             connection.send_ack()
 
     def _connect(self, reader: int, request: bytes) -> Connection:
-        """Returns a connection to the reader rank. If this rank has failed meanwhile, it is told so."""
+        """Returns a connection to the reader rank. If this rank has failed meanwhile, the reader rank is sent
+        DISCONNECT.
+        """
         try:
             connection = connect(
                 self._ranks.global_ranks[reader],
@@ -359,7 +367,7 @@ class _Exchange:
             connection.disconnect()
 
     def _is_silent(self) -> bool:
-        """Returns True if this rank will not say what has happened: others are to see that it is gone."""
+        """Returns True if this rank is to send nothing about its failure: the others are to see that it is gone."""
         return any(not isinstance(error, Exception) for error in self._errors[:1])
 
     def _interrupt_all(self) -> None:

@@ -93,7 +93,7 @@ def _without(match: Match, numbers: Sequence[int]) -> Match:
 
 
 def _match_shards(match: Match, shards: TargetShards, stored: CheckpointView, *, cast: bool) -> Sequence[LocalShard]:
-    """Adds the stored tensors that fill these shards, or the problems. Returns the shards that are filled."""
+    """Adds the stored tensors for these shards to `match`, or problems. Returns the shards that will be filled."""
     tensors = stored.tensors
     if shards and (fitting := _fitting_as_they_are(shards, tensors)):
         match.stored_fqns.extend(fitting)
@@ -124,8 +124,8 @@ def _match_shards(match: Match, shards: TargetShards, stored: CheckpointView, *,
 
 
 def _fitting_as_they_are(shards: TargetShards, tensors: Mapping[str, StoredTensor]) -> Sequence[str]:
-    """Returns the stored FQNs if all can be filled without another look, else nothing: mostly so, and 100,000 are
-    compared in a few calls.
+    """Returns the stored FQNs of all shards if every shard has an address and its dtype and shape are as stored, else
+    an empty list. Nearly always they are, and 100,000 shards are compared in a few calls.
     """
     found = [stored for stored in map(tensors.get, shards.fqns) if stored is not None]
     if len(found) < len(shards) or shards.without_address:

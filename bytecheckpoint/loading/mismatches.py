@@ -214,7 +214,7 @@ def _nothing_text(stored: CheckpointView, top_level: set[str]) -> str:
 
 
 def _entries_text(missing: Sequence[str], stored: CheckpointView) -> str:
-    """Names the entries of the checkpoint if it has none of those that the missing names are in."""
+    """Names the entries of the checkpoint if it lacks the entry of a missing name; else returns ""."""
     entries = {name.partition(".")[0] for name in stored.common_names}
     lost = sorted({name.partition(".")[0] for name in missing} - entries)
     if not lost:

@@ -1,5 +1,5 @@
-"""Finds the names under which a state meets those of a checkpoint. Mostly they are those of the state that was saved;
-but files of one model have no name for the model, nor has a checkpoint that was converted or saved without one.
+"""Finds the names under which the parts of a state are in a checkpoint. Mostly they are the names in the state that was
+saved; but files of one model have no name for the model, nor has a checkpoint that was converted or saved without one.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class NameScope(NamedTuple):
     exclude: Sequence[str] | None
 
     def view(self, entries: Sequence[Entry], below: str, beside: Collection[str]) -> CheckpointView:
-        """Returns the checkpoint as these entries see it. The FQN `below` is put in front of each of its names, but not
-        in front of the names in `beside` and those under them.
+        """Returns the checkpoint as these entries see it. The FQN `below` is put in front of each of its names, except
+        for the names in `beside` and the names below these.
         """
         forms = forms_of(entries)
         return CheckpointView(
@@ -56,8 +56,8 @@ class NameScope(NamedTuple):
         )
 
     def other_name(self, names: Sequence[str], entries: Sequence[Entry]) -> str:
-        """Returns the only one of these names of the state that the checkpoint does not have, below which all of its
-        tensors may belong; "" for none or several. If it lacks several, the name of the only model among them.
+        """Returns the name of the state below which all tensors of the checkpoint may belong: the only name that the
+        checkpoint lacks, or the only model among several that it lacks; "" if there is no such name.
         """
         if all(isinstance(entry, DataLoaderEntry) for entry in entries):  # whose state is never a whole checkpoint
             return ""
@@ -73,7 +73,7 @@ class NameScope(NamedTuple):
 
 
 class WantedState(NamedTuple):
-    """The state to load, and how the caller wants that."""
+    """The state to load, and the caller's options for it."""
 
     state: Mapping[str, Any]
     framework: str
@@ -107,7 +107,7 @@ class Fitted(NamedTuple):
 
 def match_named(scope: NameScope, wanted: WantedState, *, below: str = "", beside: Collection[str] = ()) -> Matched:
     """Compares the state with the checkpoint. With `below`, a name of the state, the checkpoint counts as that entry of
-    the state, but for its own entries `beside`.
+    the state, except for entries of the checkpoint in `beside`.
     """
     entries = entries_of(wanted.state, wanted.framework)  # they serve for one comparison
     stored = scope.view(entries, below, beside)
@@ -115,18 +115,18 @@ def match_named(scope: NameScope, wanted: WantedState, *, below: str = "", besid
 
 
 def fit_state(ranks: Ranks, scope: NameScope, wanted: WantedState, plan: Callable[[Matched], list[Fetch]]) -> Fitted:
-    """Compares the state with the checkpoint as it is, and, if that lacks something, in other ways: below a name of the
-    state that is not an entry of the checkpoint, and with stacks of the experts that it has in separate tensors. Takes
-    the one that fits best on all ranks together.
+    """Compares the state with the checkpoint as it is. If the checkpoint lacks something, also compares with its names
+    put below a name of the state that is no entry of it, and with its separate tensors of experts stacked. Takes the
+    comparison that fits best on all ranks together.
 
-    Raises the errors of `plan`, and CheckpointMismatchError on every rank for what does not fit on any.
+    Raises the errors of `plan`, and CheckpointMismatchError on every rank if something does not fit on one of them.
     """
     as_it_is = match_named(scope, wanted)
     names = list(map(str, wanted.state))
 
     def agree(matched: Matched, *, other_name: str = "", has_experts: bool = False) -> Fitted:
         fetches = plan(matched)
-        # The last of what can be refused: a rank that receives the findings knows that every rank has come this far.
+        # Nothing is refused after this: a rank that receives the findings knows that every rank has come this far.
         findings = merge_findings(
             ranks,
             matched.match,
@@ -163,9 +163,9 @@ def _entries(stored: CheckpointView) -> set[str]:
 
 
 def _best_of(ranks: Ranks, candidates: Sequence[Matched]) -> Matched:
-    """Returns the comparison that fits best on all ranks together, the first of several: one that finds any shard, with
-    most shards less problems. If include leaves out all that could be found, there is no problem, and that is not a
-    fit.
+    """Returns the comparison that fits best on all ranks together, the first of equal ones: the one with the most
+    shards minus problems. One without shards comes last even if it has no problems, because `include` may have left out
+    everything.
     """
 
     def choose(payloads: Sequence[bytes]) -> Sequence[bytes]:

@@ -26,7 +26,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _ATTEMPTS = 10
-"""Attempts to read a checkpoint that others replace meanwhile; the same on every rank."""
+"""Number of attempts to read a checkpoint that others replace meanwhile; all ranks need the same number."""
 
 
 class LoadTarget(NamedTuple):

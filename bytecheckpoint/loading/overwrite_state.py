@@ -48,7 +48,7 @@ class StateChanges:
 
 @contextmanager
 def report_overwrite(changes: StateChanges, ranks: Ranks) -> Iterator[None]:
-    """Adds to the message of a CheckpointError whether the state of this rank was overwritten."""
+    """Adds a sentence to the message of a CheckpointError: the state of this rank was overwritten, or was not."""
     try:
         yield
     except CheckpointError as error:

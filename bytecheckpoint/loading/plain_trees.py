@@ -113,7 +113,7 @@ class PlainData:
             parameters = {name for group in tree["groups"].values() for name in group["params"]}
             named = parameters | {f"model.{name}" for name in parameters}
             state = join_fqn(fqn, "state.")
-            # Without the name of the model a parameter has the one that its optimizer knows it by.
+            # Without the name of the model, a parameter has the name by which its optimizer knows it.
             alike = {f"model.{name}" for name in parameters if self._selection.names.get(f"model.{name}") == name}
             torn = sorted(name for name in renamed - alike if name in named or name.startswith(state))
             if torn and self._has_optimizer(fqn, tree) and self._request.to != "hf":

@@ -124,7 +124,7 @@ class Source:
         return fetches
 
     def plan_unchecked(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Fetch]:
-        """Plans the same without a look at the data files, for a caller that has checked them."""
+        """Plans as `plan` does, but without looking at the data files: the caller has checked them."""
         options, targets, dtypes = self.options, TargetShards.of(shards), self._dtypes(stored_fqns)
         # Where there is an address, that is all that is left to look at.
         are_flat = list(map(eq, targets.dtypes, dtypes))
@@ -148,8 +148,8 @@ class Source:
         )
 
     def check_files(self, numbers: Iterable[int], *, verify: bool) -> None:
-        """Checks that the data files of these numbers have their sizes, and that those which a link points to are the
-        ones that it was made for.
+        """Checks that the data files of these numbers have their sizes, and that files to which a link points are those
+        that the link was made for.
 
         Raises CheckpointNotFoundError (missing_file, replaced) or CheckpointCorruptError (truncated, checksum).
         """
@@ -266,8 +266,8 @@ def _frame_with_target(frame: Frame, targets: Targets, changes: StateChanges) ->
 
 
 def _fitting(num_bytes: int) -> int:
-    """Returns the length of a fetch that, widened to whole extents, mostly fits into that much pinned memory, of which
-    torch gives powers of two.
+    """Returns the length of a fetch that, widened to whole extents, mostly fits into this number of bytes of pinned
+    memory, which torch allocates in powers of two.
     """
     block_bytes = 1 << (num_bytes.bit_length() - 1)
     return block_bytes - ALIGNMENT - 2 * min(_EXTENT_BYTES, block_bytes // 4)

@@ -49,10 +49,11 @@ class Receiver:
         pieces: Sequence[ByteRange],
         content: memoryview,
     ) -> None:
-        """Receives the pieces behind the header to their places in the content of the unit. Bytes between them stay as
-        they are.
+        """Receives the pieces that follow the header into their places in `content`, the memory of the unit. Bytes
+        between the pieces are not changed.
 
-        Raises CheckpointCorruptError (checksum) if they are not those that were sent.
+        Raises CheckpointCorruptError (checksum) if the bytes received are not those that were sent, and CheckpointError
+        (rank_failed) if the header announces another length.
         """
         names = first_names(self._stored_fqns[part.want] for part in fetch.all_parts) or "what other ranks wanted"
         num_bytes = sum(piece.byte_length for piece in pieces)
@@ -77,7 +78,7 @@ class Receiver:
         if not fetch.all_parts:
             return
         fetch = self._source.with_place(fetch._replace(is_direct=False), self._targets, self._stored_fqns)
-        # A frame is there twice while it is decoded: as the codec returns it, and in its order.
+        # A frame is in memory twice while it is decoded: shuffled, as the codec returns it, and in order.
         with self.scratch.taken(max((2 * frame.raw_bytes for frame in fetch.frames), default=0)):
             for frame in fetch.frames:
                 encoded = content[frame.byte_offset - fetch.byte_offset :][: frame.byte_length]
@@ -88,12 +89,14 @@ class Receiver:
 
 
 def pieces_of(fetch: Fetch) -> tuple[ByteRange, ...]:
-    """Returns the bytes that a fetch is for."""
+    """Returns the byte ranges that the parts and frames of a fetch want."""
     return tuple(map(piece_of, (*fetch.parts, *fetch.frames)))
 
 
 def united(fetch: Fetch, requests: Iterable[Iterable[ByteRange]]) -> tuple[ByteRange, ...]:
-    """Returns what to ask for if several ranks want pieces of a unit: all of it, unless that is clearly more."""
+    """Returns the pieces to ask for if several ranks want pieces of a unit: one piece, the whole unit, unless that is
+    much more than they want.
+    """
     pieces = tuple(dict.fromkeys(chain.from_iterable(requests)))
     is_most = sum(piece.byte_length for piece in pieces) >= _MOST_OF_A_UNIT * fetch.byte_length
     return (ByteRange(fetch.byte_offset, (fetch.byte_length,), (1,)),) if is_most else pieces

@@ -1,5 +1,5 @@
-"""Tells a checkpoint that was replaced or deleted while it was read, which is read again, from one with damaged files.
-Reads the manifest that stands there now, and nothing else.
+"""Tells a checkpoint that was replaced or deleted while it was read, which is read again, from a checkpoint with
+damaged files. Reads the manifest that is there now, and nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from bytecheckpoint.storage.store import Store
 
 @contextmanager
 def detect_replacement(store: Store, folder: str, manifest: Manifest) -> Iterator[None]:
-    """Turns the error about a missing file into one of kind `replaced` if another checkpoint stands there now."""
+    """Turns the error about a missing file into an error of kind `replaced` if the folder has another checkpoint now,
+    or none.
+    """
     try:
         yield
     except CheckpointNotFoundError as error:
@@ -31,7 +33,7 @@ def refuse_replaced(store: Store, folder: str, manifest: Manifest, *, cause: Bas
     zeros_file = manifest.map_notes.zeros_file  # which a name map has added
     written = [file for number, file in enumerate(manifest.files) if number != zeros_file]
     if not all(file.name.startswith(own) for file in written):
-        return  # files of another format, or of a link: their manifest stands elsewhere
+        return  # files of another format, or of a link: their manifest is elsewhere
     try:
         stands = committed_save_id(store, folder)
     except CheckpointError:

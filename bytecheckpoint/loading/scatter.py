@@ -41,8 +41,8 @@ class Targets:
         """Address of the first byte of each shard that is on the host and takes stored bytes as they are; else 0."""
         self.byte_lengths = columns.byte_lengths.copy()
         """Length of each shard, on any device, that takes stored bytes as they are; else 0."""
-        # A tensor may have been moved since it was matched: others' state_dict() ran meanwhile, and sharing memory with
-        # a process moves it.
+        # A tensor may have been moved since it was matched: the state_dict() of other objects was called meanwhile, and
+        # sharing memory with a process moves a tensor.
         is_known = self.addresses != 0
         tensors = columns.tensors if is_known.all() else list(compress(columns.tensors, is_known.tolist()))
         is_known[is_known] = self.addresses[is_known] == np.array(list(map(torch.Tensor.data_ptr, tensors)), np.int64)
@@ -52,7 +52,7 @@ class Targets:
             self._look_at(number)
 
     def _look_at(self, number: int) -> None:
-        """Finds out about a shard whose address was not asked for, or is another one by now."""
+        """Finds address and length of a shard that came without an address, or that has moved to another one since."""
         given = self.shards[number]
         has_moved = given.address and given.tensor.data_ptr() != given.address
         shard = given._replace(address=0) if has_moved else given

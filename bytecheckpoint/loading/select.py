@@ -48,8 +48,8 @@ class SelectionRequest:
     """The tree is returned and not written: values keep their types, and a selection without tensors is no error."""
 
     def takes(self, fqn: str) -> bool:
-        """Returns True if the tensor is included. One that differs from rank to rank goes by the name of its value,
-        too.
+        """Returns True if the tensor is included. A tensor that differs from rank to rank is also matched by the name
+        of its value.
         """
         names = {fqn, without_content(fqn)}
         is_included = not self.include or any(fnmatchcase(name, glob) for glob in self.include for name in names)
@@ -77,7 +77,7 @@ class Selection:
 
     wanted: list[WantedTensor]
     names: Mapping[str, str]
-    """Checkpoint FQN of each tensor that is taken, under each of its names that is -> its FQN in the target."""
+    """Checkpoint FQN of each selected tensor, for a tied one each of its selected FQNs -> its FQN in the target."""
     aliases: Mapping[str, str]
     """Further names in the target -> the FQN there under which the tensor is written."""
     left_out: Sequence[LeftOut]
@@ -96,13 +96,13 @@ class ModelNames(NamedTuple):
     """FQNs that the map does not know, and that `keep_unmapped` keeps."""
 
     def entry(self, fqns: Sequence[str]) -> str:
-        """Returns the prefix of the model that these tensors are of, the first of two."""
+        """Returns the prefix of the model to which these tensors belong; of several models, the prefix of the first."""
         found = {self.entries[fqn] for fqn in fqns if fqn in self.entries}
         known = ["", *(f"{name}." for name in _MODELS)]
         return next((entry for entry in known if entry in found), min(found, default=""))
 
     def not_of_model(self, fqns: Sequence[str]) -> dict[str, str]:
-        """Returns for each FQN the reason why it is not a tensor of the model."""
+        """Returns, for each FQN that is not a tensor of the model, the reason."""
         entry = self.entry(fqns)
         others = [fqn for fqn in fqns if self.entries.get(fqn) != entry and fqn not in self.kept]
         return dict.fromkeys(others, "no part of the model, by the name map")
@@ -190,7 +190,7 @@ def entry_of(fqn: str) -> str:
 
 
 def _not_of_a_model(manifest: Manifest, fqns: Sequence[str], trees: Mapping[str, Any]) -> dict[str, str]:
-    """Returns for each FQN the reason why it is not a tensor of the model that is taken."""
+    """Returns, for each FQN that is not a tensor of the selected model, the reason."""
     prefixes = tuple(join_fqn(fqn, "state.") for fqn in optimizers_in(trees))
     why = {fqn: "state of an optimizer" for fqn in fqns if fqn.startswith(prefixes)}
     why |= {fqn: "differs from rank to rank" for fqn in fqns if is_content_fqn(fqn)}

@@ -286,11 +286,11 @@ class CheckpointManager:
         self._requests.request(reason, deadline_s=deadline_s)
 
     def steps(self) -> list[int]:
-        """Returns the committed steps, rising. Reads the store on the rank that calls it, as `latest` and `best` do."""
+        """Returns the committed steps, ascending. Reads the store on the calling rank, as `latest` and `best` do."""
         return layout.steps_of_root(self._store)
 
     def latest(self) -> int | None:
-        """Returns the newest committed step, but none of a branch that training left; None if there is none."""
+        """Returns the newest committed step that is on no branch which training left, or None without such a step."""
         return next(abandoned_steps.newest_steps(self._store, self._saves.new_branch), None)
 
     def best(self, metric: str | None = None) -> CheckpointInfo | None:
@@ -305,15 +305,15 @@ class CheckpointManager:
         self._mark("reporting metrics of", step, partial(StepMarks.report, metrics=metrics))
 
     def pin(self, step: int) -> None:
-        """Keeps a checkpoint until it is unpinned. All ranks call it together."""
+        """Keeps a checkpoint until it is unpinned. All ranks call this together."""
         self._mark("pinning", step, StepMarks.pin)
 
     def unpin(self, step: int) -> None:
-        """Takes the pin away. All ranks call it together."""
+        """Removes the pin of a checkpoint. All ranks call this together."""
         self._mark("unpinning", step, StepMarks.unpin)
 
     def lease(self, step: int, seconds: float) -> None:
-        """Keeps a checkpoint for so many seconds from now. All ranks call it together."""
+        """Keeps a checkpoint for a number of seconds from now. All ranks call this together."""
         self._mark("leasing", step, partial(StepMarks.lease, seconds=seconds))
 
     def _mark(self, doing: str, step: int, mark: Callable[[StepMarks, int], None]) -> None:
@@ -363,8 +363,8 @@ class CheckpointManager:
         return self._goodput.stats()
 
     def wait(self) -> None:
-        """Returns when saves, the log of data, and on rank 0 copies and due deletions, have ended. Raises the error of
-        a save that the handle has not raised, and on rank 0 that of a copy that fails.
+        """Waits until saves, the log of data, and on rank 0 copies and due deletions, have ended. Raises the error of a
+        save that the handle has not raised, and on rank 0 the error of a copy that fails.
         """
         self._saves.settle(is_end=True)
         self._data.wait()

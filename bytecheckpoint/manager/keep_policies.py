@@ -1,5 +1,5 @@
-"""Which checkpoints a `CheckpointManager` and `bcp keep` keep. A policy is a frozen value; `|` joins policies, and a
-checkpoint stays if one of them keeps it.
+"""Policies that choose the checkpoints to keep, for `CheckpointManager` and `bcp keep`. A policy is a frozen value; `|`
+joins policies, and a checkpoint stays if one of them keeps it.
 
     keep=Latest(3) | EverySteps(10_000) | Best(2, "val_loss", mode="min")
 
@@ -150,7 +150,7 @@ class Latest(_JoinableKeepPolicy):
         object.__setattr__(self, "n", check_integer(self, "n", self.n, minimum=1))
 
     def keeps(self, saved: Sequence[StepInfo], _: float, /) -> Sequence[bool]:
-        """Returns True for the last n."""
+        """Returns True for each of the last n steps, False for all others."""
         return [len(saved) - number <= self.n for number in range(len(saved))]
 
 
@@ -170,8 +170,8 @@ class EverySteps(_JoinableKeepPolicy):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class EverySeconds(_JoinableKeepPolicy):
-    """Keeps a checkpoint for every so many seconds: the oldest, and each that was committed so long after the one kept
-    before.
+    """Keeps one checkpoint every `s` seconds: the oldest, and each that was committed at least `s` seconds after the
+    one kept before it.
     """
 
     s: float

@@ -69,7 +69,7 @@ class ManagedRun(NamedTuple):
 
 
 class OwnedRoot(NamedTuple):
-    """The tools of rank 0, which owns the root for all."""
+    """The objects with which rank 0 owns the root for all ranks."""
 
     generation: Generation
     background: Background
@@ -132,7 +132,9 @@ class ManagedSaves:
         """State that was gathered ahead of the next save."""
 
     def begin_at(self, step: int | None, abandoned: Collection[int]) -> None:
-        """Notes the step that training goes on from, None for none, and those of branches that it left."""
+        """Notes the step that training goes on from (None for a fresh start), and the steps of branches that training
+        left.
+        """
         self.has_steps, self.abandoned = step is not None, set(abandoned)
         self.newest_seen = -1 if step is None else step
 
@@ -226,10 +228,10 @@ class ManagedSaves:
             self.new_branch = None
 
     def _may_replace(self, owned: OwnedRoot, step: int) -> bool:
-        """Returns True if a checkpoint that stands there may be replaced: with `overwrite`, one of a branch that
-        training left, or one that an earlier manager committed after this one had claimed the root.
+        """Returns True if the existing checkpoint of a step may be replaced: `overwrite` is set, or training has left
+        its branch, or an earlier manager committed it after this one had claimed the root.
 
-        Raises CheckpointExistsError for a pinned or leased one.
+        Raises CheckpointExistsError if it is pinned or leased.
         """
         is_left, is_overwritten = step in self.abandoned, self._options.save.overwrite
         may_be_late = step > self.newest_seen and bool(owned.generation.earlier_prefixes)
@@ -248,7 +250,7 @@ class ManagedSaves:
         return True
 
     def _save_id_at(self, step: int) -> str:
-        """Returns the save id of the checkpoint that stands there; empty if there is none, or a damaged one."""
+        """Returns the save id of the committed checkpoint of a step; empty if there is none, or if it is damaged."""
         try:
             return layout.committed_save_id(self._run.store, layout.step_folder(step))
         except (CheckpointCorruptError, UnsafeCheckpointError):

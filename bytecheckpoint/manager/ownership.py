@@ -57,7 +57,7 @@ class Generation(NamedTuple):
     save_id_prefix: str
     """First 8 characters of the ids of its saves."""
     earlier_prefixes: tuple[str, ...]
-    """Those of earlier generations that were not cleared when this one was claimed."""
+    """Prefixes of earlier generations that were not cleared when this one was claimed."""
 
     def check(self, *, outcome: str) -> None:
         """Raises CheckpointSaveError (superseded) if there is a higher generation. `outcome` is a sentence about what
@@ -76,7 +76,7 @@ class Generation(NamedTuple):
             )
 
     def is_newest(self) -> bool:
-        """Returns False if another manager owns the root: what it wants to keep is not known here."""
+        """Returns True unless another manager owns the root. What that manager wants to keep is not known here."""
         return max(_numbers(self.store), default=0) <= self.number
 
     def is_claimed_in(self, store: Store) -> bool:

@@ -39,7 +39,7 @@ JOURNAL_FOLDER = "manager/deleting"
 
 PINNED = "pinned"
 REPLACED = "replaced meanwhile"
-"""Reasons why a checkpoint stays; the second one is that another stands there now."""
+"""Reasons why a checkpoint stays; the second one is that its folder has another checkpoint now."""
 
 _NUM_THREADS = 4
 _OBJECTS_PER_S = 500
@@ -116,7 +116,7 @@ class DeletionPace:
         self._next_s = time.monotonic()
 
     def wait(self, num_objects: int) -> None:
-        """Returns when the next request may begin, which deletes so many objects."""
+        """Waits until the next request may begin, which deletes this number of objects."""
         pause_s = self._next_s - time.monotonic()
         if pause_s > 0:
             time.sleep(pause_s)

@@ -138,12 +138,12 @@ def pin(store: Store, folder: str, *, time: float) -> None:
 
 
 def write_pin(store: Store, folder: str, *, time: float) -> None:
-    """Writes a pin, whether a checkpoint is committed there or not."""
+    """Writes a pin for a checkpoint, which need not be committed."""
     _write(store, join_name(folder, PIN_NAME), {"version": _VERSION, "time": time})
 
 
 def unpin(store: Store, folder: str) -> None:
-    """Takes the pin away. One that is not there is no error."""
+    """Removes the pin, if there is one."""
     store.delete(join_name(folder, PIN_NAME))
 
 
@@ -226,7 +226,7 @@ def _first_chosen(
 
 
 class _Reading(NamedTuple):
-    """How the steps of a store are read."""
+    """The way in which the steps of a store are read."""
 
     store: Store
     reads_manifests: bool
@@ -326,7 +326,7 @@ def _is_of_save(record: SaveRecord) -> bool:
 
 
 def _record_of(info: CheckpointInfo) -> SaveRecord:
-    """Makes the record that the manifest of a checkpoint stands for."""
+    """Makes the record of a checkpoint from its manifest."""
     given = info.metadata.get("metrics")
     metrics: dict[str, float] = {}
     with suppress(ValueError):  # metadata of a program without a manager may hold anything

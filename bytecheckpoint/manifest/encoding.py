@@ -210,7 +210,9 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def open_manifest(data: bytes) -> Manifest:
-    """Decodes a manifest for a few of its chunks: each is checked when it is asked for. Raises the same."""
+    """Decodes a manifest of which few chunks are needed: a chunk is checked when it is used. Raises the errors of
+    `decode_manifest`.
+    """
     body = unseal(data)
     try:
         wire = msgspec.msgpack.decode(body, type=_Wire)
@@ -267,7 +269,11 @@ def _decode_places(column: memoryview, runs: memoryview, num_chunks: int, name: 
 
 
 def _decode_items(raw: msgspec.Raw, kind: type[_Items], limit: int, what: str) -> _Items:
-    """Decodes a list or dict if it has at most `limit` items. It was found well-formed together with the body."""
+    """Decodes a list or dict. `raw` is known to be well-formed msgpack.
+
+    Raises UnsafeCheckpointError (limits_exceeded) if it has more than `limit` items, and CheckpointCorruptError
+    (bad_manifest) for a dict that repeats a key.
+    """
     num_items = count_items(raw, limit, what)
     items = msgspec.msgpack.decode(raw, type=kind)
     if len(items) != num_items:
@@ -339,7 +345,7 @@ def _with_samples(files: Sequence[DataFile], wire: _Wire) -> list[DataFile]:
 
 
 def encode_column(values: Iterable[int]) -> memoryview:
-    """Encodes integers as little-endian unsigned ones, each of the fewest bytes (1, 2, 4, 8) that hold the largest."""
+    """Encodes integers as unsigned little-endian ones, all as wide as the largest needs: 1, 2, 4 or 8 bytes."""
     column = values if isinstance(values, np.ndarray) else np.fromiter(values, np.uint64)
     largest = int(column.max(initial=0))
     width = next(width for width in (1, 2, 4, 8) if largest < 1 << (8 * width))
@@ -347,8 +353,8 @@ def encode_column(values: Iterable[int]) -> memoryview:
 
 
 def decode_column(data: memoryview, num_values: int, name: str) -> np.ndarray:
-    """Decodes `num_values` integers of `encode_column`. Raises CheckpointCorruptError (bad_manifest) if the bytes do
-    not hold as many.
+    """Decodes `num_values` integers that `encode_column` has encoded. Raises CheckpointCorruptError (bad_manifest) if
+    the bytes do not hold that many.
     """
     width = len(data) // num_values if num_values else 1
     if width not in {1, 2, 4, 8} or len(data) != width * num_values:
@@ -357,9 +363,7 @@ def decode_column(data: memoryview, num_values: int, name: str) -> np.ndarray:
 
 
 def _decode_counts(data: memoryview, num_values: int, name: str, limit: int) -> np.ndarray:
-    """Decodes numbers of things, which are at most `limit` together, or raises UnsafeCheckpointError
-    (limits_exceeded).
-    """
+    """Decodes counts. Raises UnsafeCheckpointError (limits_exceeded) if their sum is more than `limit`."""
     counts = decode_column(data, num_values, name)
     # A float cannot wrap around, and is exact where the sum is within any limit.
     refuse_more_than(limit, int(counts.sum(dtype=np.float64)), name)

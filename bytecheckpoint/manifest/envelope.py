@@ -67,7 +67,7 @@ def _decompress(compressed: memoryview, num_bytes: int) -> bytes:
 
 @lru_cache(maxsize=16)
 def _decompressor(_thread: int) -> zstandard.ZstdDecompressor:
-    """Returns one for a thread, which no other may use: to make it takes three times as long as to read a small
-    manifest.
+    """Returns the decompressor of this thread, which no other thread may use. Making one takes three times as long as
+    reading a small manifest.
     """
     return zstandard.ZstdDecompressor()

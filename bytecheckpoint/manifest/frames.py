@@ -20,7 +20,7 @@ MIN_CHUNK_BYTES = 4096
 
 
 def count_frames(raw_bytes: int) -> int:
-    """Returns the number of frames of a chunk of so many raw bytes."""
+    """Returns the number of frames of a chunk of `raw_bytes`."""
     return -(-raw_bytes // FRAME_BYTES)
 
 
@@ -39,7 +39,7 @@ def unknown_codec(codec: str, what: str) -> CheckpointCorruptError:
 
 
 def is_compressible(raw_bytes: int) -> bool:
-    """Returns True if compressing a chunk of so many raw bytes may pay."""
+    """Returns True if compressing a chunk of `raw_bytes` may be worth it."""
     return raw_bytes >= MIN_CHUNK_BYTES
 
 

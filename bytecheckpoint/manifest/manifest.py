@@ -1,4 +1,4 @@
-"""The manifest: a whole checkpoint but for the bytes of its tensors. It knows no rank, mesh or framework."""
+"""The manifest: a whole checkpoint except the bytes of its tensors. It knows no rank, mesh or framework."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class ManifestOutline(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A whole checkpoint but for its data."""
+    """A whole checkpoint except its data."""
 
     save_id: str
-    """Empty where the files are of another format, which has none."""
+    """Empty if the files are of another format, which has no save ids."""
     step: int | None = None
     foreign_format: str = ""
     """The format of files that another program wrote: a name of formats/. Chunks may share bytes then, because tensors
@@ -58,7 +58,7 @@ class Manifest:
     reader follows it only if its caller asks for that."""
     files: Sequence[DataFile] = ()
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
-    """By FQN. A `TensorTable` where the manifest was decoded or planned, which makes a record when it is asked for."""
+    """By FQN. If the manifest was decoded or planned, a `TensorTable`, which makes records on demand."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """FQN of a tied tensor -> the FQN in `tensors` under which it is stored."""
     objects: Mapping[str, bytes] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Manifest:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """Versions, world size and time of the save. Loading never reads it."""
     map_notes: MapNotes = field(default_factory=MapNotes)
-    """Empty where the checkpoint is seen as it is."""
+    """Empty unless the checkpoint is seen through a name map."""
 
     @property
     def outline(self) -> ManifestOutline:
@@ -80,7 +80,7 @@ class Manifest:
 
     @cached_property
     def table(self) -> TensorTable:
-        """The tensors as columns. Records are put into columns once, when these are first asked for."""
+        """The tensors as columns. Records are put into columns once, on the first use of this property."""
         if isinstance(self.tensors, TensorTable):
             return self.tensors
         return TensorTable(
@@ -100,7 +100,7 @@ class Manifest:
         return self.table.describe_all()
 
     def describe_each(self, fqns: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
-        """Describes these tensors."""
+        """Returns dtype and global shape of each of these tensors."""
         return self.table.describe_each(fqns)
 
 

@@ -26,7 +26,9 @@ class _OutlineWire(msgspec.Struct):
 
 
 class _ShortOutlineWire(msgspec.Struct):
-    """The same of a body that is shorter than metadata may be: decoded in one step, as a list of many needs."""
+    """The outline in a body that is no longer than metadata may be, decoded in one step: a list of many checkpoints
+    needs that.
+    """
 
     save_id: str
     step: int | None

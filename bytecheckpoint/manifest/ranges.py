@@ -27,7 +27,7 @@ class FlatPart(NamedTuple):
 
 
 class FlatParts(Sequence[FlatPart]):
-    """Flat parts as rows of an array: a load may want 100,000 small tensors. A record is made when it is asked for."""
+    """Flat parts as rows of an array: a load may want 100,000 small tensors. Records are made on demand."""
 
     def __init__(self, rows: np.ndarray) -> None:
         """A row has the fields of a FlatPart."""

@@ -1,5 +1,5 @@
-"""The tensors of a manifest as columns. A record is made, and its chunks are checked, when it is asked for, because
-most ranks want few chunks of a checkpoint's millions.
+"""The tensors of a manifest as columns. Records are made and checked on demand, because most ranks want few chunks of a
+checkpoint's millions.
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ class TensorTable(Mapping[str, TensorRecord]):
         return pairwise(bounds)
 
     def _refuse_bytes_shared_by_any(self, spans: Sequence[Spans]) -> None:
-        """Looks at some files at a time: an order of fifty million chunks takes gigabytes."""
+        """Raises CheckpointCorruptError (bad_manifest) if any two chunks share bytes. Looks at some files at a time:
+        sorting fifty million chunks takes gigabytes.
+        """
         total = sum(len(each.starts) for each in spans)
         firsts = [*accumulate((len(each.starts) for each in spans), initial=0)][:-1]
         num_parts = min(-(-total // _CHUNKS_SORTED) or 1, len(self._bounds.files) or 1)
@@ -143,6 +145,7 @@ class TensorTable(Mapping[str, TensorRecord]):
             raise self._shared_bytes([first_chunk + chunk for chunk in found])
 
     def _shared_bytes(self, chunks: Sequence[int]) -> CheckpointCorruptError:
+        """Makes the error for two chunks that share bytes."""
         fqns = list(self._indices)
         owners = [fqns[int(np.searchsorted(self._first_chunks, chunk, side="right")) - 1] for chunk in chunks]
         file = self._bounds.files[self.columns.files[chunks[0]]]
@@ -320,7 +323,7 @@ class TensorTable(Mapping[str, TensorRecord]):
         return self._described
 
     def describe_each(self, fqns: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
-        """Describes these tensors."""
+        """Returns dtype and global shape of each of these tensors."""
         if len(self._described) == len(self):
             return list(map(self._described.__getitem__, fqns))
         return list(map(self.describe, fqns))

@@ -151,7 +151,9 @@ def itemsizes_of(columns: Columns, fqns: Sequence[str]) -> Int64s:
 
 
 def numels_of(columns: Columns, itemsizes: Int64s, fqns: Sequence[str]) -> Int64s:
-    """Returns the elements of each tensor. Raises CheckpointCorruptError (bad_manifest) for an impossible shape."""
+    """Returns the number of elements of each tensor. Raises CheckpointCorruptError (bad_manifest) for a shape that is
+    too large.
+    """
     if columns.num_dims.max(initial=0) > MAX_DIMS:
         tensor = first_true(columns.num_dims > MAX_DIMS)
         raise bad_manifest(f"{shown(fqns[tensor])} has {columns.num_dims[tensor]} dimensions; at most {MAX_DIMS}")
@@ -170,7 +172,9 @@ def numels_of(columns: Columns, itemsizes: Int64s, fqns: Sequence[str]) -> Int64
 
 
 def check_tensors(columns: Columns, fqns: Sequence[str]) -> None:
-    """Checks dtypes, shapes and grids, and no other chunk. Raises CheckpointCorruptError (bad_manifest)."""
+    """Checks dtypes, shapes and grids. Chunks outside of grids are not checked. Raises CheckpointCorruptError
+    (bad_manifest).
+    """
     numels = numels_of(columns, itemsizes_of(columns, fqns), fqns)
     if columns.codecs.max(initial=0) >= max(1, len(columns.codec_names)):
         raise bad_manifest(f"it has {len(columns.codec_names)} codecs and a chunk of codec {columns.codecs.max()}")

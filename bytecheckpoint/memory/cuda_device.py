@@ -48,7 +48,8 @@ def copy_stream(device: torch.device) -> torch.cuda.Stream:
 def callers_stream(device: torch.device, *, raises: type[CheckpointError] = CheckpointError) -> torch.cuda.Stream:
     """Returns the current stream of this thread on a device.
 
-    Raises an error of that class (unsupported_value) while it captures a CUDA graph, in which nothing is done yet.
+    Raises an error of the class `raises` (unsupported_value) while the stream captures a CUDA graph: work is only
+    recorded then.
     """
     with on_cuda(device):
         if torch.cuda.is_current_stream_capturing():

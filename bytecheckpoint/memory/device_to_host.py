@@ -35,7 +35,7 @@ class DeviceStreams(Protocol):
     """The streams of a device, for copies to the host."""
 
     def mark(self) -> CopyEvent:
-        """Returns the event after everything queued on the current stream of this thread."""
+        """Returns an event that comes after everything queued so far on the current stream of this thread."""
 
     def copy(self, copies: Sequence[DeviceCopy], *, after: CopyEvent) -> CopyEvent:
         """Queues the copies after that event, on a stream of their own, and returns the event after them. If it raises,
@@ -119,12 +119,12 @@ class DeviceCopies:
             del self._waiting[device]
 
     def wait(self) -> None:
-        """Returns when all copies that were queued are done."""
+        """Waits until all copies that were queued are done."""
         for event, _ in list(self._queued):
             event.synchronize()
 
     def close(self) -> None:
-        """Releases the tensors, of which no copy may be under way."""
+        """Releases the tensors. No copy of them may be under way."""
         self._waiting, self._queued = {}, []
 
 
@@ -148,7 +148,7 @@ class DeviceRanges:
             if low < high:
                 part = into[low - byte_offset : high - byte_offset]
                 copies.setdefault(tensor.device, []).append(DeviceCopy(tensor, low - start, part))
-        with ExitStack() as waiting:  # for all of them, also after one that could not be queued
+        with ExitStack() as waiting:  # for all copies, also after one that could not be queued
             for device, of_device in copies.items():
                 waiting.callback(streams_of(device).copy(of_device, after=self._ready[device]).synchronize)
 
@@ -158,8 +158,8 @@ class DeviceRanges:
 
 
 def mark_streams(devices: Iterable[torch.device]) -> dict[torch.device, CopyEvent]:
-    """Returns the event on the current stream of each CUDA device among these: after it, tensors are as at the call.
-    Other accelerators have finished what they were given when this returns.
+    """Marks the current stream of each CUDA device among these; returns the events, after which tensors are as at this
+    call. Waits until other accelerators have finished their work.
     """
     marked = set(devices)
     finish_work(marked)

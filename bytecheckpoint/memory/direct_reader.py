@@ -28,7 +28,8 @@ class DirectReader(Protocol):
     """A way from files to devices."""
 
     def read(self, path: str, reads: Sequence[DirectRead]) -> None:
-        """Returns when all bytes are on their devices. The reads follow no stream: nothing may be using the targets.
+        """Waits until all bytes are on their devices. The reads are not ordered by a stream: nothing may be using the
+        targets.
 
         Raises StorageError (unavailable) or CheckpointCorruptError (truncated); no read is under way then.
         """
@@ -65,7 +66,7 @@ class KvikioReader:
 
 
 def _wait(reading: Sequence[tuple[DirectRead, Any]]) -> list[tuple[DirectRead, int]]:
-    """Returns how many bytes each read has found, when all of them have ended; then raises the first error."""
+    """Waits until all reads have ended. Returns the number of bytes that each has read, or raises the first error."""
     found: list[tuple[DirectRead, int]] = []
     errors: list[Exception] = []
     for read, future in reading:
@@ -79,7 +80,7 @@ def _wait(reading: Sequence[tuple[DirectRead, Any]]) -> list[tuple[DirectRead, i
 
 
 def find_direct_reader() -> DirectReader | None:
-    """Returns None if kvikio is not installed, or cannot be used here."""
+    """Returns a reader; None if kvikio is not installed, or cannot be used here."""
     try:
         return KvikioReader(importlib.import_module("kvikio"))
     except (ImportError, OSError, RuntimeError):

@@ -55,7 +55,7 @@ class HostMapping(mmap.mmap):
         return self._device is not None
 
     def unpin(self) -> None:
-        """Gives the pages back to the host. No copy may be under way."""
+        """Unpins the pages. No copy may be under way."""
         device, self._device = self._device, None
         # Not in a forked child, where CUDA cannot be called; and at its end a process gives back everything.
         if device is not None and self._pid == os.getpid() and not sys.is_finalizing():

@@ -35,8 +35,8 @@ class CopyStream(Protocol):
     def copy(
         self, target: torch.Tensor, content: memoryview, shaped: Callable[[torch.Tensor], torch.Tensor] | None
     ) -> None:
-        """Queues a copy of these bytes into `target`, a tensor of the device: of the result of `shaped` for a flat
-        tensor of them, or as they are.
+        """Queues a copy of these bytes into `target`, a tensor on the device. With `shaped`, copies what it returns for
+        a flat tensor of the bytes.
 
         Memory of `new_block` must stay unchanged until the copy is done; any other has been read when this returns.
         """
@@ -45,7 +45,7 @@ class CopyStream(Protocol):
         """Returns the event after everything queued so far."""
 
     def close(self) -> None:
-        """Returns when everything queued is done; later work of the caller's stream sees it."""
+        """Waits until everything queued is done; later work of the caller's stream sees the result."""
 
 
 class CudaCopyStream:
@@ -116,13 +116,13 @@ class CopyStreams:
     def __exit__(
         self, cls: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with ExitStack() as closing:  # all of them, also after one that fails
+        with ExitStack() as closing:  # all streams, also after one that fails
             closing.callback(finish_work, self._without_streams)
             for stream in self._streams.values():
                 closing.callback(stream.close)
 
     def wait_for_callers(self) -> None:
-        """Returns when work that was queued before is done, for copies that follow no stream."""
+        """Waits until work that was queued before is done: copies that are not ordered by a stream need this."""
         for stream in self._streams.values():
             stream.mark().synchronize()
 

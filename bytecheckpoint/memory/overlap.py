@@ -94,13 +94,13 @@ def _compare_group(group: Sequence[int], shards: Sequence[LocalShard], shared: S
 
 
 def _largest_apart(views: Mapping[int, _ByteRuns]) -> dict[int, _ByteRuns]:
-    """Chooses large ones first, as long as they have no byte in common."""
+    """Chooses views that have no byte in common, larger ones first."""
     apart: dict[int, _ByteRuns] = {}
     taken_starts, taken_ends = np.empty(0, np.int64), np.empty(0, np.int64)
     for number in sorted(views, key=lambda number: -views[number].num_runs * views[number].run_bytes):
         starts = np.sort(views[number].starts())
         ends = starts + views[number].run_bytes
-        # Of the runs that are taken, the last one that begins before the end of a run.
+        # The last of the chosen runs that begins before the end of this run.
         last = np.searchsorted(taken_starts, ends) - 1
         if not (taken_ends[last[last >= 0]] > starts[last >= 0]).any():
             apart[number] = views[number]

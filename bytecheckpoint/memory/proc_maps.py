@@ -19,7 +19,7 @@ class MemoryArea(NamedTuple):
 
 
 def memory_areas() -> list[MemoryArea]:
-    """Returns all areas, rising; none without /proc."""
+    """Returns all areas in ascending order; an empty list without /proc."""
     maps = ""
     with suppress(OSError):
         maps = Path("/proc/self/maps").read_text(encoding="ascii", errors="replace")

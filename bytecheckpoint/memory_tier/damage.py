@@ -21,13 +21,13 @@ _THREADS = 4
 
 
 def damaged_files(store: HeldStore, files: Sequence[DataFile]) -> list[str]:
-    """Returns the names of those of the files that cannot be read as they were saved."""
+    """Returns the names of the files that cannot be read as they were saved."""
     is_damaged = map_jobs(lambda file: not _is_whole(store, file), files, num_threads=_THREADS)
     return [file.name for file, damaged in zip(files, is_damaged, strict=True) if damaged]
 
 
 def choose_good_places(view: HostView, save_id: str, files: Sequence[DataFile]) -> None:
-    """Makes the place of each data file that the host has more than once one whose bytes are right, if there is any."""
+    """Chooses, for each data file that the host has more than once, an undamaged place, if there is one."""
     by_name = {file.name: file for file in files}
     for (of_save, kind), others in view.others.items():
         places = view.places[of_save, kind]

@@ -37,11 +37,11 @@ class DivergentFile(msgspec.Struct, frozen=True, array_like=True):
     owner: int
     number: int
     digests: list[int]
-    """The owner's, of each extent."""
+    """The owner's digest of each extent."""
 
 
 class DivergentReplica(msgspec.Struct, frozen=True, array_like=True):
-    """Tensors in one extent that is not alike on two ranks."""
+    """Tensors in an extent whose bytes differ between two ranks, the owner and another one."""
 
     names: str
     owner: int
@@ -58,8 +58,8 @@ def staged_file(owner: int, number: int, file: DataFile) -> StagedFile:
 def divergent_files(
     staged: Sequence[Sequence[StagedFile]], files_of: Callable[[int], Sequence[DataFile]]
 ) -> list[list[DivergentFile]]:
-    """Returns, by rank, the files of others that it has with other bytes than their owners. `staged` has all files by
-    rank, and `files_of` returns those that a rank owns.
+    """Returns, by rank, the files of other ranks that it holds with other bytes than their owners. `staged` has all
+    files by rank, and `files_of` returns the files that a rank owns.
     """
     owned = {
         (each.owner, each.number): each.digest for rank, of in enumerate(staged) for each in of if each.owner == rank
@@ -77,7 +77,7 @@ def divergent_files(
 def name_divergent(
     rank: int, mirror: MirroredImage, found: DataFile, owned: DivergentFile
 ) -> Iterator[DivergentReplica]:
-    """Yields the extents of a mirrored file that are not as those of its owner, by the tensors in them."""
+    """Yields the extents of a mirrored file that differ from the owner's, named by the tensors in them."""
     for extent in differing_extents(owned.digests, found.extent_digests)[:_MAX_SENT]:
         names = _names_in(mirror.planned, extent)
         one_of = names[0] if len(names) == 1 else f"one of {and_more(names, _NUM_NAMES)}"

@@ -1,5 +1,5 @@
-"""What memory holds of a job that has ended, brought to its path without a trainer: each host uploads the files that it
-has, and the one that finds all of them there commits the checkpoint.
+"""Uploads the memory checkpoints of a job that has ended to its path, without a trainer: each host uploads the files
+that it has, and the host that finds all of them at the path commits the checkpoint.
 """
 
 from __future__ import annotations
@@ -109,11 +109,11 @@ def list_held(roots: Sequence[str]) -> Iterator[MemoryCheckpoint]:
 
 
 def flush(path: str, roots: Sequence[str], *, storage_options: Mapping[str, Any] | None = None) -> FlushedStep:
-    """Uploads the newest version of a job that these memory roots have, and commits it if all of it is at the path. Of
-    versions that are pending on this host, the newest that is whole at the path is committed.
+    """Uploads the newest version of a job that these memory roots have, and commits it if all of its files are at the
+    path. Of versions that are pending on this host, the newest that is whole at the path is committed.
 
-    Raises CheckpointNotFoundError if they have nothing of the job, CheckpointSaveError (superseded) if processes of it
-    live, CheckpointExistsError if another save of the step is committed, and the errors of the store.
+    Raises CheckpointNotFoundError if the roots hold nothing of the job, CheckpointSaveError (superseded) if processes
+    of the job live, CheckpointExistsError if another save of the step is committed, and the errors of the store.
     """
     store = open_store(path, storage_options=storage_options, writer_threads=_WRITERS)
     jobs = [job for root in roots if (job := find_job(root, location_of(store))) is not None]
@@ -177,7 +177,7 @@ def _missing(store: Store, version: HeldVersion) -> list[str]:
 
 
 class _Upload:
-    """What the roots of a host bring of one version to its path."""
+    """The upload of one version from the memory roots of a host to its path."""
 
     def __init__(self, store: Store, version: HeldVersion, jobs: Sequence[JobFolder]) -> None:
         self.num_files = 0
@@ -188,12 +188,12 @@ class _Upload:
         self._places: dict[str, list[FilePlace]] = {}
         for name, place in chain.from_iterable(map(_holders, jobs)):
             self._places.setdefault(name, []).append(place)
-        found = (found for job in jobs for found in scan_parity(job) if found.save_id == version.record.save_id)
-        self._blocks = {_block_name(found.save_id, found.held.members[found.held.position]): found for found in found}
+        blocks = (block for job in jobs for block in scan_parity(job) if block.save_id == version.record.save_id)
+        self._blocks = {_block_name(each.save_id, each.held.members[each.held.position]): each for each in blocks}
         self._scratch = BufferPool(BLOCK_BYTES, _WRITERS + 1)
 
     def bring(self, file: DataFile) -> None:
-        """Uploads a file from the first holder whose bytes are right, if there is one."""
+        """Uploads a file from the first place that holds its bytes undamaged, if there is one."""
         for place in self._places.get(file.name, ()):
             held = HeldStore({file.name: place}, self._version.content, shown=self._shown, elsewhere={})
             try:
@@ -207,8 +207,8 @@ class _Upload:
                 return
 
     def bring_parity(self, missing: Collection[str]) -> None:
-        """Uploads the blocks of parity from which others, with their own, may rebuild a file. They go when the version
-        is committed; garbage collection takes them as files of a save, too.
+        """Uploads the parity blocks of this host whose groups lack a file: the last host of a group to upload rebuilds
+        the file from them. They are deleted when the version is committed, or else as garbage of the save.
         """
         for name, found in self._blocks.items():
             covered = {file for member in found.held.members for file, _ in member.files}
@@ -218,7 +218,9 @@ class _Upload:
                 self._store.write(join_name(self._folder, name), one_block(mapped_file(found.place)), replace=False)
 
     def bring_rebuilt(self, missing: Collection[str]) -> None:
-        """Uploads the files that the others of a group, with all its parity, make up for."""
+        """Rebuilds missing files and uploads them, for each group in which only one member lacks files: they are made
+        from the files and the parity of the other members, all read from the path.
+        """
         source = HeldStore({}, b"", shown=self._shown, elsewhere={}, stored=StoredAt(self._store, self._folder))
         files, save_id = {file.name: file for file in self._version.files}, self._version.record.save_id
         groups = {
@@ -254,7 +256,7 @@ def _block_name(save_id: str, member: ParityMember) -> str:
 
 
 def ended_jobs(roots: Sequence[str], location: str | None) -> list[EndedJob]:
-    """Returns the memory of all jobs in these roots, or of one; also of those that live."""
+    """Returns the memory of every job in these roots, also of running jobs; with `location`, of that job only."""
     found = []
     for root in roots:
         for job, about in find_jobs(root):
@@ -275,7 +277,7 @@ def ended_jobs(roots: Sequence[str], location: str | None) -> list[EndedJob]:
 
 
 def remove_job(root: str, path: str) -> bool:
-    """Gives the memory of a job back, unless one of its processes lives. Returns False then."""
+    """Frees the memory of a job. Returns False, and frees nothing, if one of its processes lives."""
     found = next((each for each in find_jobs(root) if each[0].path == path), None)
     if found is None:
         return False
@@ -290,7 +292,7 @@ def remove_job(root: str, path: str) -> bool:
 
 @contextmanager
 def _locked(jobs: Sequence[JobFolder], location: str) -> Iterator[None]:
-    """Takes the jobs, as a process of them would. Raises CheckpointSaveError (superseded) if others live."""
+    """Registers as a process of these jobs. Raises CheckpointSaveError (superseded) if other processes of them live."""
     locks = [(job, *job.join()) for job in jobs]
     try:
         for job, _, own in locks:

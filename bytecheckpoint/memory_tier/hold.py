@@ -80,9 +80,9 @@ class HeldSave(NamedTuple):
     info: CheckpointInfo
     record: VersionRecord
     holdings: Sequence[RankHolding]
-    """Those of all ranks, on the coordinator."""
+    """Holdings of all ranks, on the coordinator."""
     tells_host: bool
-    """True on the one rank that writes down for its host what is held."""
+    """True on the one rank of each host that records what the host holds."""
 
 
 _THREADS = 3
@@ -172,7 +172,7 @@ def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[s
 
 
 def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> CheckpointError | None:
-    """Copies the save to other failure domains, and returns what went wrong with that, the same on all ranks."""
+    """Copies the save to other failure domains. Returns the outcome, which is the same on all ranks."""
     memory, progress = prepared.options.memory, prepared.progress
     ranks, about, timer = prepared.call
     if memory is None or (memory.copies == 1 and not memory.parity):
@@ -225,7 +225,7 @@ def _leave(content: memoryview, byte_offset: int) -> None:
 
 
 class _StagedFiles:
-    """The data files in the slot of this rank: its own, and those of others that hold the same."""
+    """The data files in the slot of this rank: its own, and those of other ranks that it mirrors."""
 
     def __init__(self, prepared: PreparedSave, slots: JobMemory) -> None:
         agreed, ranks, plan = prepared.agree(), prepared.call.ranks, prepared.agree().rank_plan

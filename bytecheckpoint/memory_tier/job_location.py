@@ -9,5 +9,5 @@ from bytecheckpoint.storage.store import Store, full_location
 
 
 def location_of(store: Store) -> str:
-    """Returns the text that stands for the root of a job, the same by whatever links it is reached."""
+    """Returns the text that identifies the root of a job, equal for all links that lead to it."""
     return full_location(store, "") if is_remote(store) else os.path.realpath(str(store))

@@ -1,5 +1,5 @@
-"""XOR of the bytes of several hosts, and the bytes of one of them out of it. Works on memory; planner/memory_tier says
-which bytes go where.
+"""Computes the XOR of the bytes of several hosts, and from it the bytes of one of them. Works on memory;
+planner/memory_tier says which bytes go where.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _BLOCK_BYTES = 256 << 10
 
 
 def xor_into(parity: memoryview | bytearray, byte_offset: int, content: memoryview | bytes | bytearray) -> None:
-    """XORs the content into the bytes of the parity that begin there."""
+    """XORs the content into the bytes of the parity from `byte_offset` on, in place."""
     source = np.frombuffer(content, np.uint8)
     target = np.frombuffer(parity, np.uint8)[byte_offset : byte_offset + source.size]
     for first in range(0, source.size, _BLOCK_BYTES):
@@ -22,12 +22,12 @@ def xor_into(parity: memoryview | bytearray, byte_offset: int, content: memoryvi
 
 
 def _words(block: np.ndarray) -> np.ndarray:
-    """Returns the bytes as words of eight where they are so many."""
+    """Returns the bytes as words of eight bytes, or as they are if their number is no multiple of eight."""
     return block.view(np.uint64) if block.size % 8 == 0 else block
 
 
 def xor_all(parts: Iterable[memoryview | bytes | bytearray], byte_length: int) -> bytearray:
-    """Returns the XOR of parts, each padded with zeros to that length."""
+    """Returns the XOR of the parts, each padded with zeros to `byte_length`."""
     total = bytearray(byte_length)
     for part in parts:
         xor_into(total, 0, part)

@@ -163,7 +163,7 @@ def _cut(placed: PlacedPiece) -> list[PlacedPiece]:
 
 
 def scan_parity(job: JobFolder) -> list[FoundParity]:
-    """Returns the blocks of parity on a host whose notes can be read."""
+    """Returns the parity blocks on a host, except those with notes that cannot be read."""
     found = []
     for slot in scan_copies(job, "parity"):
         if slot.header is None or not slot.header.is_filled or len(slot.header.lengths) != len(("block", "notes")):

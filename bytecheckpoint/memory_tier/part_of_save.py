@@ -50,7 +50,7 @@ def where_to(to: str, options: SaveOptions, path: str) -> tuple[SaveOptions, boo
 
 
 def described(target: SaveTarget, options: SaveOptions, *, only: bool) -> SaveTarget:
-    """Returns the target with what must be the same on all ranks of a memory tier."""
+    """Returns the target with a text of the memory options that must be the same on all ranks."""
     memory = options.memory
     if memory is None:
         return target
@@ -88,7 +88,9 @@ def slots_for(
 
 
 def replicas_of(part: MemoryPart | None, options: SaveOptions) -> ReplicaCopies | None:
-    """Returns how often memory is to stage what ranks hold alike; None for once."""
+    """Returns the number of copies that memory is to have of replicas, with the place of this rank; None if one copy is
+    enough.
+    """
     memory = options.memory
     if part is None or memory is None or (memory.copies == 1 and not memory.parity):
         return None
@@ -116,7 +118,9 @@ def holding_first(
     metadata: Mapping[str, Any],
     finish: Callable[[], CheckpointInfo],
 ) -> Callable[[], CheckpointInfo]:
-    """Returns what finishes a save with a memory tier: `finish` commits it, unless memory is all that it goes to."""
+    """Returns the function that finishes a save with a memory tier: `finish` commits it, unless it goes to memory
+    alone.
+    """
     if part.is_only:
         return partial(hold, prepared, part, metadata)
     return partial(hold_and_finish, prepared, part, metadata, finish)

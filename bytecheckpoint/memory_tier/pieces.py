@@ -1,4 +1,4 @@
-"""Pieces in which data files are sent from memory to memory, and the check of those that arrive."""
+"""Cuts data files into pieces that are sent from memory to memory, and checks the pieces that arrive."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def pieces_of(number: int, file: DataFile) -> Iterator[SentPiece]:
 
 
 def check_extents(file: DataFile, piece: SentPiece, content: memoryview, *, owner: int) -> None:
-    """Raises CheckpointCorruptError (checksum) if extents that are whole in a piece are not those of the manifest."""
+    """Raises CheckpointCorruptError (checksum) if an extent that lies completely in the piece does not match its
+    checksum.
+    """
     starts = accumulate(file.extent_lengths, initial=0)
     for start, length, digest in zip(starts, file.extent_lengths, file.extent_digests, strict=False):
         first = start - piece.byte_offset

@@ -65,13 +65,13 @@ class _CopyOrders(msgspec.Struct, frozen=True, array_like=True):
     """The reason why there are no copies at all."""
 
     def sources(self) -> list[tuple[int, Address]]:
-        """Returns the ranks that wait for this one, with their addresses."""
+        """Returns the ranks from which this rank takes files, and which wait for it, with their addresses."""
         blocks = self.parity.sources if self.parity is not None else []
         return [(order.owner, order.address) for order in self.orders] + [(each.rank, each.address) for each in blocks]
 
 
 class _CopyOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """What became of the copies of one rank, or of all."""
+    """The outcome of the copies of one rank, or of all ranks. `failure` is empty if they were made."""
 
     failure: str = ""
     kind: str = ""
@@ -79,19 +79,19 @@ class _CopyOutcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Protection(NamedTuple):
-    """What became of the copies of a save."""
+    """The outcome of the copies of a save."""
 
     refusal: str
-    """The reason why it never has copies; empty where it can."""
+    """The reason why the save can have no copies; empty if it can have some."""
     error: CheckpointError | None
-    """What went wrong, the same on all ranks."""
+    """The error of making them, the same on all ranks; None if all were made."""
 
 
 def protect(ranks: Ranks, slots: JobMemory, record: VersionRecord, memory: Memory, *, timeout_s: float) -> Protection:
     """Copies what every rank has staged to hosts of other failure domains. All ranks call it, after the checkpoint is
     complete in memory and before another slot is taken.
 
-    Raises CheckpointError (rank_missing) for a rank that does not answer at all; what else fails is returned.
+    Raises CheckpointError (rank_missing) for a rank that does not answer at all; any other failure is returned.
     """
     copying = _Copying(ranks, slots, record, memory)
     outcome = _CopyOutcome()
@@ -108,7 +108,9 @@ def protect(ranks: Ranks, slots: JobMemory, record: VersionRecord, memory: Memor
 
 
 _RETRIED = {"rank_missing"}
-"""A connection that broke looks like a rank that died: who is dead does not answer the next message."""
+"""Kinds of failure after which all is tried again. A broken connection looks like a dead rank; a rank that is really
+dead does not answer the next message.
+"""
 
 
 class _Copying:
@@ -125,10 +127,10 @@ class _Copying:
         self._files: dict[str, DataFile] | None = None
         self._parity: ParityBlock | None = None
         self._left: dict[int, list[SentPiece]] = {}
-        """By owner, what has not arrived yet."""
+        """By owner: pieces that have not arrived yet."""
 
     def agree(self, address: Address) -> _CopyOrders:
-        """Tells the coordinator what this rank has, and returns what it is to do."""
+        """Tells the coordinator what this rank has staged, and returns this rank's orders."""
         lengths = [content.nbytes for content in self._image]
         offer = _CopyOffer(self._slots.job.host, self._memory.failure_domain, address, lengths, self._mirrored)
         place = partial(_place_parity, save_id=self._record.save_id)
@@ -137,7 +139,9 @@ class _Copying:
         return msgspec.msgpack.decode(reply, type=_CopyOrders)
 
     def try_all(self, listener: Listener, orders: _CopyOrders, timeout_s: float) -> _CopyOutcome:
-        """Sends and takes what is left. Failures are returned, because all ranks go on together."""
+        """Sends and takes the pieces that have not arrived yet. Failures are returned, because all ranks go on
+        together.
+        """
         try:
             try:
                 fetches = self._fetches(orders)

@@ -146,7 +146,7 @@ def _offered(given: RebuildInput, host: str) -> Iterator[memoryview]:
 
 
 def _order(version: VersionPlan, payloads: Sequence[bytes]) -> Sequence[bytes]:
-    """Gives each lost member to a rank, in turn."""
+    """Assigns each lost member to a rank that rebuilds it, in turn; returns the reply to every rank."""
     offers = [msgspec.msgpack.decode(payload, type=_HostOffer) for payload in payloads]
     first: dict[str, int] = {}
     for rank, offer in enumerate(offers):
@@ -173,7 +173,7 @@ def _order(version: VersionPlan, payloads: Sequence[bytes]) -> Sequence[bytes]:
 
 
 def _lost_members(version: VersionPlan, offers: Sequence[_HostOffer]) -> Iterator[tuple[list[ParityMember], int]]:
-    """Yields the groups with the member of each that lacks a file."""
+    """Yields each group with the number of its member that lacks a file, once for every such member."""
     groups = {
         tuple(member.host for member in offer.block.members): offer.block.members
         for offer in offers
@@ -188,10 +188,11 @@ def _lost_members(version: VersionPlan, offers: Sequence[_HostOffer]) -> Iterato
 def rebuild_member(
     source: Store, members: Sequence[ParityMember], lost: int, blocks: Sequence[str], files: Mapping[str, DataFile]
 ) -> Iterator[tuple[str, memoryview]]:
-    """Yields the files of a lost member, made of those of the other members and of their `blocks` of parity, which the
-    source has under these names. Holds all of its bytes.
+    """Yields names and bytes of the files of a lost member, made from the files of the other members and their parity:
+    `blocks` has the name of each member's parity in the source. Holds all bytes of the lost member in memory.
 
-    Raises CheckpointNotFoundError if one is missing, and CheckpointCorruptError if the result is not what was saved.
+    Raises CheckpointNotFoundError if the source lacks a file or parity, and CheckpointCorruptError if the result is not
+    what was saved.
     """
     length = segment_bytes(members)
     content = bytearray(length * (len(members) - 1))
@@ -212,7 +213,7 @@ def rebuild_member(
 
 
 def _rank_and_number(name: str) -> tuple[int, int]:
-    """Returns those in the name of a data file."""
+    """Returns the rank and the number in the name of a data file; zeros if the name has none."""
     found = _RANK_AND_NUMBER.search(name)
     return (int(found.group(1)), int(found.group(2))) if found else (0, 0)
 
@@ -228,7 +229,7 @@ class _Rebuild:
         self._content = memoryview(map_memory(self._length * (len(order.members) - 1), advice=["MADV_HUGEPAGE"]))
 
     def fetches(self) -> list[Fetching]:
-        """Returns what the other members send: their segments, and their parity."""
+        """Returns a fetch from each other member, of its segments and its parity."""
         members, lost = self._order.members, self._order.lost
         numbers = {
             name: (owner, at) for owner, member in enumerate(members) for at, (name, _) in enumerate(member.files)
@@ -260,7 +261,7 @@ class _Rebuild:
         return Fetching(rank, address, list(places), memory, take)
 
     def keep(self, memory: JobMemory, *, max_bytes: int | None) -> None:
-        """Puts what was rebuilt into slots for copies, once it is found to be what the manifest says."""
+        """Compares the rebuilt files with the checksums of the manifest, and puts them into slots for copies."""
         position, content = 0, self._content
         by_rank: dict[int, dict[int, memoryview]] = {}
         for name, length in self._order.members[self._order.lost].files:

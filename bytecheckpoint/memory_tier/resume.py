@@ -1,4 +1,4 @@
-"""The newest version that memory and storage hold, loaded by all ranks together. What is damaged is left out, and the
+"""Loads the newest version that memory and storage hold, with all ranks together. Damaged holders are left out, and the
 next holder or the next older version is tried, until one loads: planner/memory_tier/resume_plan.py decides which.
 """
 
@@ -346,7 +346,9 @@ class ResumeCall:
         return replace(report, sources=dict.fromkeys(SOURCES, 0))
 
     def _settle(self, choice: _Choice) -> dict[str, int]:
-        """Makes the resumed version the one whose slots stay, and counts from where all ranks together read it."""
+        """Keeps the slots of the resumed version. Returns the number of its data files by the source from which all
+        ranks together read them.
+        """
         version, memory = choice.version, self._memory
         if version is None or memory is None:
             raise TypeError("a version was chosen")

@@ -100,7 +100,7 @@ def _files_in_slots(job: JobFolder) -> Iterator[tuple[FoundSlot, HolderKind, str
 
 
 def _own_parity(job: JobFolder) -> dict[str, FoundParity]:
-    """Returns the block of each save; where there are several, that of this host counts."""
+    """Returns the block of parity of each save; of several, the block of this host."""
     blocks = sorted(scan_parity(job), key=lambda found: found.held.members[found.held.position].host == job.host)
     return {found.save_id: found for found in blocks}
 

@@ -62,7 +62,7 @@ class Mapped(NamedTuple):
     unmapped: list[str]
     """Tensors of the model that the map does not know. They have their names still, as the caller wanted."""
     others: list[str]
-    """Tensors of the checkpoint that are none of a model, and have their names still."""
+    """Tensors of the checkpoint that belong to no model, and keep their names."""
     drop: tuple[str, ...]
     """Globs of tensors and plain data that the map leaves out."""
     sides: tuple[str, str]
@@ -72,7 +72,7 @@ class Mapped(NamedTuple):
 
 
 def in_a_state(mapped: Mapped) -> Mapped:
-    """Returns the same with the model below the name that it has in a state."""
+    """Returns the mapped checkpoint with the model below the name that it has in a state."""
     new = {fqn: f"{entry}.{fqn}" for fqn, entry in mapped.entries.items()}
     new_fqns = set(new.values())
     taken = next((fqn for fqn in (*mapped.in_model, *mapped.unmapped, *mapped.others) if fqn in new_fqns), None)
@@ -111,7 +111,7 @@ def apply_map(name_map: MapFile, contents: MapInput, request: MapRequest) -> Map
     """Returns the tensors and aliases of a checkpoint as they are on the other side of the map.
 
     Raises CheckpointMismatchError: conflict, missing_key, unexpected_key, shape or dtype if the map does not fit the
-    checkpoint; and UnsafeCheckpointError (limits_exceeded) if that would be too many pieces.
+    checkpoint; and UnsafeCheckpointError (limits_exceeded) if the result has too many pieces.
     """
     side = _source_side(name_map, contents.described) if request.source_side is None else request.source_side
     return _Application(name_map, side, contents, request).run()
@@ -302,7 +302,7 @@ class _Application:
         return TargetTensor(dtype, (len(layers), *shape), pieces)
 
     def _made(self, rule: Rule, tensors: Mapping[int, LayerTensor], *, equal_parts: bool) -> list[TargetTensor]:
-        """Returns the parts on the other side."""
+        """Returns the tensors on the other side of the map that the rule makes of these tensors."""
         if equal_parts:
             return [unchanged(tensors[min(tensors)])] * len(rule.names[self._target])
         try:

@@ -61,7 +61,7 @@ def has_separate_experts(manifest: Manifest) -> bool:
 def with_fused_experts(manifest: Manifest) -> Manifest | None:
     """Returns the same checkpoint with one tensor for all experts of a layer, in the same files.
 
-    None if no layer has experts that can be one tensor. Raises the errors of `relink`.
+    Returns None if no layer has experts that can be one tensor. Raises the errors of `relink`.
     """
     layers = [name for name in manifest.tensors if ".weight" in name and "experts." in name]
     described = dict(zip(layers, manifest.describe_each(layers), strict=True))
@@ -82,9 +82,13 @@ class _Layer(NamedTuple):
     """The experts of one layer, fused."""
 
     files_prefix: str
+    """Prefix of its names in files."""
     memory_prefix: str
+    """Prefix of its names in memory."""
     wanted: list[WantedTensor]
+    """Its stacks, a tensor each."""
     sources: list[str]
+    """FQNs of the stored tensors that the stacks are made of."""
 
 
 def _layers(described: _Described) -> Iterator[_Layer]:
@@ -106,8 +110,8 @@ def _layers(described: _Described) -> Iterator[_Layer]:
 def _stacks(
     names: ExpertNames, matrices: Mapping[str, Mapping[int, str]], described: _Described
 ) -> dict[str, list[list[str]]] | None:
-    """Returns, by name in memory, for each expert the stored tensors that follow one another in its part of the
-    stack.
+    """Returns the stored tensors of each stack, by the name of the stack in memory, then by expert: those that follow
+    one another in the part of an expert. Returns None if they cannot be stacked.
     """
     if names.up not in matrices or names.down not in matrices:
         return None
@@ -128,7 +132,7 @@ def _stacks(
 
 
 def _stack(fqn: str, experts: Sequence[Sequence[str]], described: _Described) -> WantedTensor:
-    """Returns one tensor: along dimension 0 the experts, along dimension 1 the tensors of each."""
+    """Returns one tensor, with the experts along dimension 0 and the tensors of an expert along dimension 1."""
     dtype, (num_rows, num_columns) = described[experts[0][0]]
     shape = (num_rows * len(experts[0]), num_columns)
     pieces = [
@@ -142,7 +146,9 @@ def _stack(fqn: str, experts: Sequence[Sequence[str]], described: _Described) ->
 
 
 def _renamed(name: str, renamed: Mapping[str, str], block: str) -> str:
-    """Returns the name of a tensor in a module with experts, a router for example, if that module has a new name."""
+    """Returns the name of a tensor. If the tensor is in the module `block`, as a router is beside the experts, and
+    `renamed` has the prefix of that module, the name gets the new prefix.
+    """
     at = f".{name}".find(f".{block}.")
     prefix = name[: at + len(block) + 1] if at >= 0 else ""
     return renamed[prefix] + name[len(prefix) :] if prefix in renamed else name
@@ -179,7 +185,7 @@ def with_separate_experts(tensors: Sequence[WantedTensor], names: ExpertNames) -
 def _separate(
     prefix: str, stacks: set[str], by_name: Mapping[str, WantedTensor], names: ExpertNames
 ) -> dict[str, list[WantedTensor]] | None:
-    """Returns by FQN of each stack of a layer the tensors of its experts; None if a stack cannot be split."""
+    """Returns the tensors of single experts, by the FQN of the stack; None if a stack of the layer cannot be split."""
     is_gated = stacks == {"gate_up_proj", "down_proj"}
     if not is_gated and stacks != {"up_proj", "down_proj"}:
         return None

@@ -102,7 +102,7 @@ def mapped_manifest(manifest: Manifest, folder: CheckpointFolder, wanted: NameMa
 
 
 def as_state(mapped: Mapped, objects: Mapping[str, bytes]) -> Mapped:
-    """Adds the names that entries of a state have: a model has one if there is more in the checkpoint."""
+    """Puts the model below the name of an entry, as in a state, if the checkpoint has more than the model."""
     is_more = bool(objects) or len(mapped.in_model) < len(mapped.tensors) + len(mapped.aliases)
     return in_a_state(mapped) if is_more else mapped
 

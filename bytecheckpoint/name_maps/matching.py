@@ -110,7 +110,7 @@ class Translation(NamedTuple):
         return tuple(dict.fromkeys(names))
 
     def name(self, around: int, rule: int, part: int, numbers: Mapping[str, int]) -> str:
-        """Returns the name of a part of a rule."""
+        """Returns the name that a part of a rule has on the other side."""
         variants = self.name_map.rules[rule].names[self.target][part]
         pattern = variants[self.variant if len(variants) > 1 else 0]
         name = (pattern.without(self.stacked) if self.stacked else pattern).fill(numbers)

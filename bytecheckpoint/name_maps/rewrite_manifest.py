@@ -23,7 +23,7 @@ class Relinked(NamedTuple):
     records: Mapping[str, TensorRecord]
     """By name."""
     zeros: DataFile | None
-    """A file after those of the manifest, which does not exist. Chunks in it are zeros."""
+    """A data file to list after those of the manifest. It does not exist: chunks in it are zeros."""
 
 
 def relink(manifest: Manifest, tensors: Sequence[WantedTensor]) -> Relinked:
@@ -80,7 +80,7 @@ def _chunks(manifest: Manifest, tensor: WantedTensor, piece: CopySource) -> Iter
 
 
 def _cut(chunk: Chunk, common: Region, piece: CopySource, item_bytes: int) -> Iterator[Chunk]:
-    """Yields a part of a chunk as runs of bytes."""
+    """Yields the region `common` of a chunk as chunks of the tensor, one for each run of bytes."""
     for run in split_at_gaps(common, chunk.region, 0):
         first, last = flat_span(run, chunk.region)
         at = chunk.byte_offset + first * item_bytes
@@ -88,8 +88,9 @@ def _cut(chunk: Chunk, common: Region, piece: CopySource, item_bytes: int) -> It
 
 
 def _moved(region: Region, piece: CopySource) -> Region:
-    """Returns a region of the piece's source in the coordinates of the target, which has the same dimensions but for
-    leading ones of length 1.
+    """Returns a region of the piece's source in the coordinates of the target.
+
+    Raises ValueError if source and target differ in more than leading dimensions of length 1.
     """
     source, target = piece.source_region, piece.region
     num_more = len(source.lengths) - len(target.lengths)

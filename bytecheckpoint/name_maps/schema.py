@@ -1,5 +1,5 @@
-"""Name maps: the tensors of one framework by the names of another, both ways, and the few operations between them; and
-how they are read from TOML. docs/name_maps.md says what the fields mean.
+"""Records of name maps, which give the tensors of one framework the names of another, in both directions, with a few
+operations; and the parser that reads them from TOML. docs/name_maps.md says what the fields mean.
 
 Sides are counted 0 and 1, in the order in which the map names them.
 """
@@ -31,7 +31,7 @@ class OptionSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rena
 
     value: str = ""
     condition: str = ""
-    """The value is not used where the one of this name exists and is false."""
+    """Name of another value: if that exists and is false, `value` is not used."""
     tensor: Pattern | None = None
     dim: int = 0
 
@@ -102,16 +102,16 @@ class Rule(NamedTuple):
     where: str
     """The place of the rule in the file."""
     names: tuple[tuple[tuple[Pattern, ...], ...], tuple[tuple[Pattern, ...], ...]]
-    """By side and part, the name: one for each variant of the side, or one for all."""
+    """By side and part: the names, one for each variant of the side, or one for all variants."""
     interleave: Interleave | None
     padding: Padding | None
 
 
 class MapFile(NamedTuple):
-    """A name map, checked in itself."""
+    """A name map that has no error in itself. No checkpoint was looked at."""
 
     path: str
-    """As messages show it."""
+    """Path of the map, as messages show it."""
     sides: tuple[str, str]
     options: Mapping[str, Option]
     rules: Sequence[Rule]
@@ -135,7 +135,9 @@ _FIELDS_BESIDE_SIDES = {*Around.__struct_fields__, *_RuleFields.__struct_fields_
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tables with names of sides, and tables that messages number or name, are converted one by one."""
+    """The tables of a map in TOML. Fields of type Any are converted later, one by one: some have keys named after the
+    sides, and errors give the number or the name of each.
+    """
 
     format: int
     sides: list[str]
@@ -242,7 +244,7 @@ class _Parser:
                     what = f"the default of {name!r:.80} needs {needed!r:.80}, which is not an option of this map"
                     self._refuse("options", what)
         while left:
-            # What needs nothing that is left can be found; where there is no such option, they go round in a circle.
+            # An option whose needs are all known is known as well. If there is no such option, they form a circle.
             found = [name for name, needs in left.items() if not any(needed in left for needed in needs)]
             if not found:
                 self._refuse("options", f"the defaults of {', '.join(left)} need one another")

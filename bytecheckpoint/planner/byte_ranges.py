@@ -1,4 +1,4 @@
-"""Byte ranges of a file that wanted parts consist of, without the gaps between rows; and the tensors that they are of,
+"""Finds the byte ranges of a file that wanted parts consist of, without the gaps between rows, and names their tensors
 for errors.
 """
 
@@ -21,7 +21,7 @@ class ByteRange(NamedTuple):
     lengths: tuple[int, ...]
     """Number of rows in each dimension; the last one in bytes."""
     strides: tuple[int, ...]
-    """In bytes; the last one is 1."""
+    """Distance of rows in each dimension, in bytes; the last one is 1."""
 
     @property
     def byte_length(self) -> int:

@@ -31,9 +31,9 @@ class CopySource(NamedTuple):
     """The stored tensor, aliases resolved. None where the elements are zeros that no file holds, as those that pad a
     vocabulary."""
     source_region: Region
-    """In the global coordinates of the stored tensor: as many elements as `region`. The elements of the one in
-    row-major order are those of the other in row-major order, whatever their dimensions. Equal to `region` where `fqn`
-    is None."""
+    """In the global coordinates of the stored tensor. It has as many elements as `region`, which correspond to each
+    other in row-major order, whatever the dimensions. Equal to `region` if `fqn` is None.
+    """
 
 
 class WantedTensor(NamedTuple):
@@ -59,7 +59,7 @@ class CopyRun(NamedTuple):
     """The part of the block; both in the coordinates of the target's tensor."""
     fqn: str | None
     source_region: Region
-    """As in CopySource. Its lengths are those of `region`, but for dimensions of length 1."""
+    """As in CopySource. Its lengths are those of `region`, except for dimensions of length 1."""
 
 
 def same_tensor(fqn: str, dtype: str, shape: tuple[int, ...], *, stored_fqn: str) -> WantedTensor:

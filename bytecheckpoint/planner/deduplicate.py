@@ -1,4 +1,4 @@
-"""Replicas: one writer for each region that several ranks hold, and one FQN for each tied tensor.
+"""Chooses one writer for each region that several ranks hold, and one FQN for each tied tensor.
 
 Small replicas stay together on few ranks, so that a load finds them in few files; large ones go to the least loaded
 rank, largest first, and are split by rows if a rank would write more than the others.
@@ -53,7 +53,9 @@ def assign_writers(replicas: Sequence[Replica], loads: list[int]) -> Iterator[tu
 
 
 def _assign_small(replicas: Sequence[Replica], loads: list[int], level: int) -> Iterator[tuple[Replica, int]]:
-    """Assigns small replicas, by name, to the first holders: each is filled before the next one gets any."""
+    """Assigns small replicas, in the order of their names, to the first holders: each holder is filled before the next
+    one gets any. Yields each replica with the position of its writer.
+    """
     position, taken = 0, 0
     room = max(level - loads[0], level // _SMALL_FRACTION, EXTENT_BYTES)
     for replica in sorted(replicas, key=lambda replica: (replica.fqn, replica.region)):
@@ -66,7 +68,7 @@ def _assign_small(replicas: Sequence[Replica], loads: list[int], level: int) -> 
 
 
 def _assign_large(replicas: Sequence[Replica], loads: list[int], level: int) -> Iterator[tuple[Replica, Region, int]]:
-    """Assigns large replicas, largest first, to the least loaded holder."""
+    """Assigns large replicas, largest first, to the least loaded holder. One that is too large for it is split."""
     heap = [(load, position) for position, load in enumerate(loads)]
     heapq.heapify(heap)
     for replica in sorted(replicas, key=lambda replica: (-replica.byte_length, replica.fqn, replica.region)):
@@ -81,7 +83,9 @@ def _assign_large(replicas: Sequence[Replica], loads: list[int], level: int) -> 
 
 
 def _level(loads: Sequence[int], num_bytes: int) -> int:
-    """Returns the level of these (sorted) loads when `num_bytes` more are spread so that the lowest rise first."""
+    """Returns the load of the holders that get any of `num_bytes` more, if the least loaded get them first. `loads` are
+    sorted.
+    """
     total = num_bytes
     for count, load in enumerate(loads, start=1):
         total += load

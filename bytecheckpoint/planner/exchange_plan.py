@@ -37,14 +37,14 @@ class ReaderShare(NamedTuple):
     reads: Sequence[ExtentRun]
     """Runs that this rank reads for itself and for other ranks."""
     peers: Sequence[int]
-    """The ranks of other hosts that this rank sends bytes to, rising."""
+    """The ranks of other hosts to which this rank sends bytes, in ascending order."""
     received: Sequence[tuple[int, ExtentRun]]
     """The rank of this host in whose memory each run is that this rank wants and neither reads nor relays, in the order
     of the files."""
     relayed: Sequence[tuple[int, ExtentRun]] = ()
     """The reader rank, on another host, of each run that this rank receives for all of its host, in the same order."""
     takers: Sequence[int] = ()
-    """The ranks of this host that take what this rank reads or relays, rising."""
+    """The ranks of this host that take what this rank reads or relays, in ascending order."""
     common: Sequence[ExtentRun] = ()
     """Runs that one rank reads and the coordinator broadcasts. They are the same for every rank, whether it wants them
     or not."""
@@ -53,8 +53,8 @@ class ReaderShare(NamedTuple):
 
 
 class DividedPlan(NamedTuple):
-    """A load plan that one rank carries out together with others. A fetch holds the bytes that this rank wants of a
-    unit.
+    """A load plan that one rank carries out together with others. The parts of a fetch are the bytes that this rank
+    wants of a unit.
     """
 
     shared: Sequence[Fetch]
@@ -63,7 +63,7 @@ class DividedPlan(NamedTuple):
     """Fetches that this rank reads for itself alone."""
     received: Mapping[int, Sequence[Fetch]]
     """Units that this rank takes from the memory of each other rank of its host, in file order. Units of which it wants
-    nothing, such as those between the rows of a box, are left out; no unit may be left."""
+    nothing, such as those between the rows of a box, are left out; the list may be empty."""
     relayed: Mapping[int, Sequence[Fetch]]
     """Units that each reader rank on another host may send to this one, for all of its host."""
     common: Sequence[Fetch]
@@ -101,8 +101,8 @@ class Extents:
 
 
 def runs_by_ranks(wanted: Sequence[Sequence[ExtentRun]]) -> dict[tuple[int, ...], list[ExtentRun]]:
-    """Returns every wanted extent once, under exactly those ranks that want it; runs are in the order of the files.
-    Those of one rank do not overlap.
+    """Returns every wanted extent once, under exactly the ranks that want it; runs are in file order. The runs of one
+    rank, in `wanted`, do not overlap.
     """
     # A set of ranks is a number with a bit for each while files are swept: it changes at every begin and end.
     ranks_of_list: dict[int, int] = {}
@@ -124,7 +124,7 @@ def runs_by_ranks(wanted: Sequence[Sequence[ExtentRun]]) -> dict[tuple[int, ...]
 
 
 def _numbers_in(bits: int) -> Iterator[int]:
-    """Yields the numbers of the bits that are set, rising."""
+    """Yields the numbers of the bits that are set, in ascending order."""
     if bits.bit_count() > _FEW_BITS:
         yield from (bit.start() for bit in re.finditer("1", f"{bits:b}"[::-1]))
         return
@@ -135,7 +135,7 @@ def _numbers_in(bits: int) -> Iterator[int]:
 
 
 def can_share(fetch: Fetch, extents: Extents) -> bool:
-    """Returns True if what the fetch is for can be cut where extents end: no element of a box lies across an end."""
+    """Returns True if the fetch can be cut at every end of an extent: no element of a box lies across one."""
     bounds = extents.bounds(fetch.file)
     for part in fetch.parts:
         if isinstance(part, BoxPart):
@@ -146,7 +146,7 @@ def can_share(fetch: Fetch, extents: Extents) -> bool:
 
 
 def wanted_runs(fetches: Iterable[Fetch], extents: Extents) -> list[ExtentRun]:
-    """Returns the extents that hold something that the fetches are for, in file order, in runs that do not touch.
+    """Returns the extents from which the fetches want bytes, in file order, as runs that do not touch one another.
     Fetches that cannot be shared are left out.
     """
     sharable = [fetch for fetch in fetches if can_share(fetch, extents)]
@@ -199,7 +199,7 @@ def divide_plan(fetches: Iterable[Fetch], share: ReaderShare, extents: Extents, 
 
 
 def _overlapping(runs: Sequence[ExtentRun], run: ExtentRun) -> Iterator[ExtentRun]:
-    """Yields those of the runs that have an extent in common with this one. They are in order and do not overlap."""
+    """Yields the members of `runs` that have an extent in common with `run`. `runs` are in order and do not overlap."""
     number = bisect_right(runs, (run.file, run.first), key=lambda other: (other.file, other.end))
     while number < len(runs) and (runs[number].file, runs[number].first) < (run.file, run.end):
         yield runs[number]
@@ -207,7 +207,7 @@ def _overlapping(runs: Sequence[ExtentRun], run: ExtentRun) -> Iterator[ExtentRu
 
 
 def _units(run: ExtentRun, extents: Extents, unit_bytes: int) -> Iterator[ExtentRun]:
-    """Cuts a run into units: extents that are read at once, of which pieces are passed on."""
+    """Cuts a run into units: runs of extents that a reader rank reads in one piece and passes on in pieces."""
     bounds, first = extents.bounds(run.file), run.first
     while first < run.end:
         end = bisect_right(bounds, bounds[first] + unit_bytes, first + 2, run.end + 1) - 1
@@ -216,8 +216,8 @@ def _units(run: ExtentRun, extents: Extents, unit_bytes: int) -> Iterator[Extent
 
 
 def _cut_all(fetches: Iterable[Fetch], units: Sequence[ExtentRun], extents: Extents) -> dict[ExtentRun, Fetch]:
-    """Returns a fetch of each unit, with what the fetches want of it in file order. The units are in order and hold all
-    that is wanted.
+    """Returns a fetch of each unit, with all parts and frames in it that the fetches want, in file order. The units are
+    in order and cover all that is wanted.
     """
     wanted: dict[ExtentRun, list[Part | Frame]] = {unit: [] for unit in units}
     for fetch in fetches:

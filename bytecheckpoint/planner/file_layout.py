@@ -195,7 +195,7 @@ CodecOption = str | Mapping[str, str] | Sequence[tuple[str, str]]
 
 
 def codec_of(fqn: str, codec: CodecOption) -> str:
-    """Returns the codec for a tensor: that of the first glob that matches, or `none`."""
+    """Returns the codec for a tensor: the one of the first glob that matches, or `none`."""
     if isinstance(codec, str):
         return codec
     rules = codec.items() if isinstance(codec, Mapping) else codec

@@ -31,10 +31,11 @@ class GridShards(NamedTuple):
     num_replicas: Int64s
     """Ranks that hold each part."""
     holders: NDArray[np.int32]
-    """The ranks, rising."""
+    """The ranks in ascending order."""
     order: NDArray[np.intp]
-    """Indices into `holders`: of the ranks that hold the first part, in row-major order, then the second, ...; each
-    rising; at the end ranks without elements. Shape (tensors, ranks)."""
+    """Indices into `holders`: of the ranks that hold the first part, in row-major order, then the second, ...;
+    ascending for each part; at the end ranks without elements. Shape (tensors, ranks).
+    """
     boxes: Int64s
     """Offsets and lengths of their regions, in this order. Shape (tensors, ranks, 2, dimensions)."""
 

@@ -28,7 +28,7 @@ COMMON_READER = 0
 
 
 class Hosts:
-    """The ranks of each host. One that shares no memory with others is a host of its own."""
+    """The ranks of each host. A rank that shares no memory with others is a host of its own."""
 
     def __init__(self, ranks: Sequence[Sequence[int]]) -> None:
         self.ranks = ranks
@@ -72,7 +72,7 @@ class ReadGroup(NamedTuple):
     thousands of ranks do takes little memory."""
 
     def paths(self, hosts: Hosts) -> Iterator[ReadPath]:
-        """Yields the ways of all runs to all hosts of which a rank wants them."""
+        """Yields the path of each reader rank's runs to each host that has ranks of the group."""
         readers = {rank: part for rank, part in zip(self.ranks, self.parts, strict=True) if part}
         by_host: dict[int, list[int]] = {}
         for rank in self.ranks:
@@ -84,7 +84,7 @@ class ReadGroup(NamedTuple):
 
 
 class ReadDivision(NamedTuple):
-    """Who reads what, of all ranks."""
+    """The division of reading among all ranks."""
 
     groups: Sequence[ReadGroup]
     common: Sequence[tuple[int, ExtentRun]]
@@ -136,7 +136,7 @@ def divide_reading(
     division = _Division(len(wanted), extents, hosts)
     for ranks in sorted(by_ranks, key=lambda ranks: (len(ranks), ranks)):  # small ones have the least choice
         for of_file, runs in _runs_by_holders(by_ranks[ranks], holders):
-            # What few can read is read once for all: of some hosts nobody might be able to.
+            # A file that few ranks can read is read once for all: on some hosts no rank might be able to.
             for together in [ranks] if of_file is not None else division.parts_of(ranks):
                 division.add(together, of_file, runs)
     return ReadDivision(division.groups, [(min(holders.get(run.file, (COMMON_READER,))), run) for run in common], hosts)
@@ -145,7 +145,9 @@ def divide_reading(
 def share_of(
     rank: int, groups: Iterable[ReadGroup], common: Sequence[tuple[int, ExtentRun]], hosts: Hosts
 ) -> ReaderShare:
-    """Returns the share of a rank, of the groups that it is in or relays for."""
+    """Returns the share of a rank: what it reads, receives and relays in all groups, and the runs `common` to all, each
+    of which comes with its reader.
+    """
     reads: list[ExtentRun] = []
     received: list[tuple[int, ExtentRun]] = []
     relayed: list[tuple[int, ExtentRun]] = []
@@ -173,7 +175,7 @@ def share_of(
 
 
 def _holders_by_file(held: Sequence[Collection[int]]) -> dict[int, list[int]]:
-    """Returns the ranks, rising, that can read each file that not all can."""
+    """Returns, for each file that not every rank can read, the ranks that can, in ascending order."""
     holders: dict[int, list[int]] = {}
     for rank, files in enumerate(held):
         for file in files:
@@ -184,7 +186,7 @@ def _holders_by_file(held: Sequence[Collection[int]]) -> dict[int, list[int]]:
 def _runs_by_holders(
     runs: Sequence[ExtentRun], holders: Mapping[int, Sequence[int]]
 ) -> Iterator[tuple[Sequence[int] | None, Sequence[ExtentRun]]]:
-    """Yields the runs of files that the same ranks can read, with these; None stands for all."""
+    """Groups the runs by the ranks that can read their file; yields these ranks with the runs. None is all ranks."""
     if not holders:
         yield None, runs
         return
@@ -196,21 +198,21 @@ def _runs_by_holders(
 
 
 class _Division:
-    """The groups, while runs are assigned."""
+    """The groups of ranks that share reading, while runs are assigned to them."""
 
     def __init__(self, num_ranks: int, extents: Extents, hosts: Hosts) -> None:
         self.groups: list[ReadGroup] = []
         self._hosts = hosts
         self._partners: list[set[int]] = [set() for _ in hosts.ranks]
-        """The hosts with which each one exchanges bytes."""
+        """By host: the other hosts with which it exchanges bytes."""
         self._extents = extents
         self._read_bytes = [0] * num_ranks
         self._divided: dict[tuple[int, ...], _Divided] = {}
         """By the id of the runs and the loads. Replicas mostly have equal loads, and divide the same runs alike."""
 
     def parts_of(self, ranks: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Yields the ranks in parts that share reading, each of all that a few hosts have of them: of hosts that do so
-        already, where it can be.
+        """Divides the ranks into parts that share reading. A part has all of the ranks on a few hosts; hosts that
+        exchange bytes already are put together where possible.
         """
         by_host: dict[int, list[int]] = {}
         for rank in ranks:
@@ -229,13 +231,17 @@ class _Division:
             yield sorted(rank for host in part for rank in by_host[host])
 
     def _can_join(self, host: int, part: Sequence[int]) -> bool:
-        """Returns True if none of the hosts gets more partners than it may have."""
+        """Returns True if `host` can join the hosts of `part` without any of them exchanging bytes with more than
+        HOSTS_TOGETHER - 1 others.
+        """
         known = self._partners
         joined = [len(known[other] | {host, *part} - {other}) < HOSTS_TOGETHER for other in part]
         return all(joined) and len(known[host] | {*part}) < HOSTS_TOGETHER
 
     def add(self, together: Sequence[int], holders: Sequence[int] | None, runs: Sequence[ExtentRun]) -> None:
-        """Divides runs that these ranks want among those of them that can read, or among others."""
+        """Divides the runs that all of `together` want among those of these ranks that can read, or, if none of them
+        can, among `holders`, the ranks that can; None is all ranks.
+        """
         readers = self._hosts.readers_among(together) if holders is None else sorted({*together} & {*holders})
         if not readers and holders is not None:
             self._add_of_others(together, holders, runs)

@@ -51,7 +51,7 @@ class TargetFolder(NamedTuple):
     sizes: Mapping[str, int]
     """Bytes of data files, by name in the checkpoint."""
     in_the_way: str = ""
-    """Path of a committed checkpoint beside which none may be committed there; empty where there is none."""
+    """Path of a committed checkpoint beside which no other may be committed; empty if there is none."""
 
 
 class RecoveryTask(msgspec.Struct, frozen=True, array_like=True):
@@ -74,7 +74,7 @@ class RecoveryVerdict(msgspec.Struct, frozen=True, array_like=True):
     folder: str
     step: int | None
     outcome: str
-    """As `RecoveredSave` has it."""
+    """The outcome, as in `RecoveredSave`."""
     what: str
     may_arrive: bool
     """Its manifest may have been sent, without an answer, and be carried out yet: what it points to has to stay."""

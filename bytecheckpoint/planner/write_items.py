@@ -108,8 +108,8 @@ class ItemTable:
         return columns.astype(np.int64).reshape(len(self.ranks), 2, len(self.shapes[item]))
 
     def boxes_of(self, items: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the same for many items, of tensors with equally many dimensions: shape (items, ranks, 2,
-        dimensions).
+        """Returns the boxes of many items, of tensors with equally many dimensions, as an array of shape (items, ranks,
+        2, dimensions).
         """
         num_dims = len(self.shapes[items[0]])
         columns = np.array(self.starts)[items][:, None] + np.arange(2 * num_dims)

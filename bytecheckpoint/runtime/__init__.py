@@ -1,1 +1,1 @@
-"""What any long-running process needs: threads, buffers, timers, priorities. Nothing here knows a checkpoint."""
+"""Parts for any long-running process: threads, buffers, timers, priorities. Nothing here knows a checkpoint."""

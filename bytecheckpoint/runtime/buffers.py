@@ -22,7 +22,7 @@ class CopyEvent(Protocol):
         """Returns True if everything before it is done."""
 
     def synchronize(self) -> None:
-        """Returns when everything before it is done."""
+        """Waits until everything that was queued before is done."""
 
 
 def map_block(num_bytes: int) -> memoryview:
@@ -133,7 +133,7 @@ class ByteBudget:
         self._changed = threading.Condition()
 
     def take(self, num_bytes: int) -> None:
-        """Waits until so many are free. Raises the error that `break_off` was given."""
+        """Waits until `num_bytes` are free, and takes them. Raises the error that `break_off` was given."""
         wanted = min(num_bytes, self._num_bytes)
         with self._changed:
             self._changed.wait_for(lambda: self._broken_by is not None or self._free >= wanted)
@@ -149,7 +149,7 @@ class ByteBudget:
 
     @contextmanager
     def taken(self, num_bytes: int) -> Iterator[None]:
-        """Takes them for as long as the context lasts."""
+        """Takes `num_bytes` for as long as the context lasts."""
         self.take(num_bytes)
         try:
             yield
@@ -164,18 +164,18 @@ class ByteBudget:
 
 
 class ArenaPart:
-    """A part of an arena, which gets it back from the last of those that hold it."""
+    """A part of an arena. The arena gets it back when its last holder has released it."""
 
     def __init__(self, arena: Arena, part: tuple[int, int], content: memoryview) -> None:
         self.start = part[1] - content.nbytes
-        """Of the content, in the memory that the arena is a part of."""
+        """First byte of the content, in the memory that the arena is a part of."""
         self.content = content
         self._part = part
         self._arena = arena
         self._num_holders = 1
 
     def hold(self) -> None:
-        """Counts one more that will release it. Whoever calls this holds it."""
+        """Adds a holder, which has to call `release` as well. The caller must be a holder already."""
         with self._arena.changed:
             self._num_holders += 1
 
@@ -187,23 +187,23 @@ class ArenaPart:
 
 
 class Arena:
-    """A part of a memory that several threads share in slots of any length. A slot is where the first fits, so that few
-    pages are touched: the first touch costs more than a copy.
+    """The range `bounds` of a memory, which threads share in parts of any length. A part is taken from the first gap
+    that is long enough, so that few pages are touched: the first touch of a page costs more than a copy.
     """
 
-    def __init__(self, memory: memoryview, bounds: range, *, max_slots: int) -> None:
-        """At most `max_slots` are lent at a time."""
+    def __init__(self, memory: memoryview, bounds: range, *, max_parts: int) -> None:
+        """At most `max_parts` are lent at a time."""
         self._memory = memory
         self._bounds = bounds
-        self._max_slots = max_slots
+        self._max_parts = max_parts
         self._lent: list[tuple[int, int]] = []
-        """First byte and end of each part, rising."""
+        """First byte and end of each part, in ascending order."""
         self._broken_by: type[Exception] | None = None
         self.changed = threading.Condition(threading.RLock())
 
     def take(self, num_bytes: int, *, lead_bytes: int = 0) -> ArenaPart:
-        """Waits until there is room for the content and so many bytes before it, which must not be more than the arena
-        has. Raises the error that `break_off` was given.
+        """Waits until there is room for `num_bytes` of content and `lead_bytes` before it, together no more than the
+        arena has. Raises the error that `break_off` was given.
         """
         length = num_bytes + lead_bytes
         with self.changed:
@@ -216,7 +216,7 @@ class Arena:
         return ArenaPart(self, part, self._memory[first + lead_bytes : first + length])
 
     def give(self, part: tuple[int, int]) -> None:
-        """Takes back a part that nobody holds."""
+        """Takes back a part that has no holder any more."""
         with self.changed:
             self._lent.remove(part)
             self.changed.notify_all()
@@ -228,8 +228,8 @@ class Arena:
             self.changed.notify_all()
 
     def _first_fit(self, length: int) -> int | None:
-        """Returns the first byte of room, aligned for any dtype; None if there is none."""
-        if len(self._lent) >= self._max_slots:
+        """Returns the first byte of a gap of this length, aligned for any dtype; None if there is no such gap."""
+        if len(self._lent) >= self._max_parts:
             return None
         first = self._bounds.start
         for start, end in self._lent:

@@ -18,7 +18,7 @@ class Span(NamedTuple):
 
 
 class PhaseTimer:
-    """Seconds by phase. Phases may overlap, and run on several threads; of one that runs twice the seconds add up."""
+    """Seconds by phase. Phases may overlap, and run on several threads; if a phase runs twice, its seconds add up."""
 
     def __init__(self) -> None:
         self.started_at = time.time()
@@ -56,8 +56,8 @@ class PhaseTimer:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the call, at least those of the wall clock: the clock of `total` stands still while the host
-        sleeps.
+        """Seconds since the call, by the wall clock if that shows more: the clock of `total` stands still while the
+        host sleeps.
         """
         return max(self.total, time.time() - self.started_at)
 

@@ -14,7 +14,7 @@ logger = logging.getLogger("bytecheckpoint")
 _REPORT_S = 0.1
 """Least time between two reports of bytes; the begin and the end of a phase are always reported."""
 _ORDER = ("plan", "stage", "write", "upload", "read", "commit", "done", "failed")
-"""Phases overlap: one that begins late does not hide a later one."""
+"""Order of the phases. They overlap: a phase that begins late does not hide a later phase of this order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class ProgressMeter:
         self._report(is_due=False)
 
     def _report(self, *, is_due: bool) -> None:
-        """Calls the watcher. Reports of bytes are left out while another one is under way or was made just now."""
+        """Calls the watcher. A report of bytes is left out while another report is under way or was made just now."""
         if self._on_progress is None or not self._reporting.acquire(blocking=is_due):
             return
         try:

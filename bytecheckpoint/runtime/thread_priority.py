@@ -19,12 +19,12 @@ Priority = tuple[int, int]
 
 
 def priority() -> Priority:
-    """Returns the priority of this thread; the same for all threads if they have none of their own."""
+    """Returns the priority of this thread; that of the process where threads have none of their own."""
     if sys.platform != "linux":
         return 0, 0
     this = threading.get_native_id()
     nice, policy = os.getpriority(os.PRIO_PROCESS, this), os.SCHED_OTHER
-    with suppress(OSError):  # if it may not be asked for, all threads have the same
+    with suppress(OSError):  # if it cannot be read, all threads have the same
         policy = os.sched_getscheduler(this)
     return nice, policy
 

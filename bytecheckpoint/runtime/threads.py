@@ -87,8 +87,8 @@ def map_looks(do: Callable[[Job], T], jobs: Iterable[Job], *, num_threads: int) 
 
 
 def _num_waits() -> float:
-    """Returns how often this thread gave the processor away to wait for something; infinite where nobody counts that.
-    On a busy machine looks take long without it.
+    """Returns how often this thread gave the processor away to wait for something; infinite on systems that do not
+    count it. On a busy machine, looks take long even without waiting.
     """
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if hasattr(resource, "RUSAGE_THREAD") else math.inf
 
@@ -138,7 +138,7 @@ class _JobRun(Generic[Job]):
         return True
 
     def stop(self) -> list[BaseException]:
-        """Returns the errors when no job is running any more, and none will."""
+        """Ends the run, waits until no job is running any more, and returns the errors."""
         with self._changed:
             self._is_over = True
             self._changed.wait_for(lambda: not self._num_helpers)
@@ -147,13 +147,16 @@ class _JobRun(Generic[Job]):
 
 
 class ThreadPool:
-    """As many threads as were ever at work at the same time. They are daemons, so that a program may join all others.
+    """A pool that starts a thread when all are busy, and keeps it. Its threads are daemons, so that a program may join
+    all others.
 
     A forked child has none of them, and starts its own.
     """
 
     def __init__(self, *, is_awaited: bool) -> None:
-        """If they are awaited, the interpreter ends only after their jobs, and accepts no job once it is about to."""
+        """With `is_awaited`, the interpreter ends only after the jobs of the threads, and no job is accepted once it
+        has begun to end.
+        """
         self._is_awaited = is_awaited
         self._is_over = False
         self._forget()
@@ -173,7 +176,7 @@ class ThreadPool:
             jobs.put((name, do))
 
     def submit(self, name: str, do: Callable[[], T]) -> Future[T]:
-        """Like `begin`, and returns a future of what `do` returns or raises."""
+        """Begins `do` on a thread, as `begin` does; returns a future of what it returns or raises."""
         future: Future[T] = Future()
 
         def run() -> None:

@@ -46,7 +46,7 @@ _MAX_PLANS = 8
 
 
 class MirroredImage(NamedTuple):
-    """A data file of another rank, planned on one that holds the same."""
+    """A data file of another rank, planned on a rank that holds the same chunks."""
 
     owner: int
     number: int
@@ -117,7 +117,7 @@ class PlanCache:
 
 
 class ReplicaCopies(NamedTuple):
-    """The place of a rank, and how often memory stages what ranks hold alike."""
+    """The place of a rank, and the number of copies that memory stages of replicas."""
 
     place: RankPlace
     copies: int
@@ -160,7 +160,7 @@ class LocalSavePlan(NamedTuple):
 
 
 class AgreedPlan(NamedTuple):
-    """The global plan as one rank has it, once all ranks have agreed."""
+    """One rank's part of the global plan, once all ranks have agreed."""
 
     save_id: str
     rank_plan: RankPlan

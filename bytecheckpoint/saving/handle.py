@@ -40,7 +40,7 @@ class SaveHandle:
         return facts_html(repr(self), facts)
 
     def staged(self) -> None:
-        """Blocks until the training state may change again. Raises what the save raised if it failed before."""
+        """Blocks until the training state may change again. Raises the error of the save if it failed before that."""
         self._progress.wait_until_staged()
         if self._progress.error is not None:
             self.result()
@@ -151,7 +151,7 @@ class SaveProgress:
         self._on_seen: Callable[[], object] = lambda: None
 
     def when_seen(self, do: Callable[[], object]) -> None:
-        """Calls this, perhaps more than once, when the save has ended and its error was raised or there is none."""
+        """Sets a function to call, perhaps more than once, when the save has ended and any error of it was seen."""
         self._on_seen = do
 
     def mark_seen(self) -> None:
@@ -186,12 +186,12 @@ class SaveProgress:
             self.held[level].set_exception(CheckpointMismatchError(why, kind="conflict", path=self.path))
 
     def share(self, snapshot: Snapshot) -> None:
-        """Lets each thread that waits for staging stage a part of this snapshot."""
+        """Makes each thread that waits for staging stage a part of this snapshot."""
         self._shared = snapshot
 
     def wait_until_staged(self, *, helps: bool = True) -> None:
-        """Returns when the training state may change. This thread helps, because the background has a low priority;
-        unless it has nothing to do with training.
+        """Waits until the training state may change. The calling thread helps, because the background has a low
+        priority, unless it has nothing to do with training.
         """
         if self._is_staged.is_set():
             return

@@ -253,7 +253,7 @@ class SavesInFlight:
                 self._step_hook = register_optimizer_step_pre_hook(self._wait_before_step)
 
     def wait_until_numbered(self) -> None:
-        """Returns when every save in flight has its number."""
+        """Waits until every save in flight has its number."""
         for progress in self._all:
             if not progress.is_numbered.is_set():
                 awaited_threads().refuse()
@@ -265,7 +265,7 @@ class SavesInFlight:
             progress.wait_until_staged()
 
     def wait_until_ended(self) -> None:
-        """Returns when no save is under way. An error is left for the caller who asks its handle."""
+        """Waits until no save is in flight. Errors are left to the callers of the handles."""
         for progress in self._all:
             if not progress.outcome.done():
                 awaited_threads().refuse()
@@ -289,7 +289,7 @@ class SavesInFlight:
             progress.outcome.exception()
 
     def _report_at_exit(self) -> None:
-        """Prints the errors that nobody has seen, and ends the process with an exit code that says so."""
+        """Prints saves cut short and errors that no caller has seen; ends the process with an exit code for them."""
         # The interpreter waits for saves, unless Ctrl-C or an exception of a signal handler cuts that short.
         under_way = [progress.path for progress in self._all if not progress.outcome.done()]
         errors = [(progress.path, progress.take_unseen_error()) for progress in self._all]
@@ -317,7 +317,7 @@ def _print(text: str) -> None:
 
 
 class ProcessState:
-    """Everything that a process keeps between saves. One a process, which stages one save at a time."""
+    """Everything that a process keeps between saves. A process has one of these, and stages one save at a time."""
 
     def __init__(self) -> None:
         self.saves = SavesInFlight()
@@ -331,14 +331,14 @@ class ProcessState:
         self._of_parent: list[object] = []
 
     def kept(self, target: SaveTarget) -> KeptBetweenSaves:
-        """Returns what a save takes from earlier ones."""
+        """Returns the objects that a save takes over from earlier saves."""
         reuse = self.reuse.of_root(full_location(target.store, "")) if target.reuse else None
         return KeptBetweenSaves(self.buffers, self.history, reuse)
 
     def check_writable(self, store: Store, ranks: Ranks) -> None:
-        """Raises what a write to the store would raise, so that a save fails before anything is staged.
+        """Raises the error that a write to the store would raise, so that a save fails before anything is staged.
 
-        One rank asks for all, once in its process.
+        One rank does this for all ranks, once in its process.
         """
         place = full_location(store, "")
         if ranks.rank == COORDINATOR and isinstance(store, RemoteStore) and place not in self._writable:
@@ -346,7 +346,7 @@ class ProcessState:
             self._writable.add(place)
 
     def reset_in_child(self) -> None:
-        """Forgets in a forked child the saves of the parent, whose threads it lacks, and the memory."""
+        """Forgets, in a forked child, the saves of the parent, whose threads it does not have, and the memory."""
         self.saves.reset()
         # The memory is not the child's, but freeing it here could free what has come to lie in the same place.
         self._of_parent.append((self.buffers, self.memories))
@@ -369,7 +369,7 @@ def process_state() -> ProcessState:
 
 
 def wait_until_numbered() -> None:
-    """Returns when another call may begin: ranks count their calls, and must count them in the same order."""
+    """Waits until another call may begin: ranks count their calls, and must count them in the same order."""
     for state in _STATE.values():
         state.saves.wait_until_numbered()
 

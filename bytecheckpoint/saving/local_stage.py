@@ -143,7 +143,9 @@ class LocalStage:
         return self._direct + self._reused
 
     def upload(self, store: Store, folder: str, on_bytes: Callable[[int], None]) -> None:
-        """Copies this rank's files to the checkpoint's folder in the store. `on_bytes` gets the length of each one."""
+        """Copies this rank's files to the checkpoint's folder in the store. `on_bytes` is called with the length of
+        each file that was copied.
+        """
         if self._folder is not None:
             files = self._to_upload()
             upload_files(self._folder, store, folder, files, writer_threads=self._writer_threads, on_bytes=on_bytes)
@@ -154,7 +156,7 @@ class LocalStage:
             self._folder.remove()
 
     def close(self) -> None:
-        """Leaves to recovery what is still there."""
+        """Unlocks the folder; recovery takes what is still in it."""
         if self._folder is not None:
             self._folder.close()
 

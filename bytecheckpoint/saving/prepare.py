@@ -104,7 +104,7 @@ def devices_of(shards: ShardBlocks) -> set[torch.device]:
 
 
 class KeptBetweenSaves(NamedTuple):
-    """What a process keeps from one save for the next."""
+    """Objects that a process keeps from one save to the next."""
 
     buffers: HostBuffers
     history: PhaseHistory
@@ -141,7 +141,7 @@ class PreparedSave:
         self.generation: int | None = None
         """Set on the coordinator once memory holds the save, if it does."""
         self.extent_digests: Sequence[Sequence[int]] = ()
-        """Those of each file of this rank, once memory holds the save."""
+        """Extent digests of each file of this rank, once memory holds the save."""
         if memory is not None:
             memory.slots.begin_save()
         self.history = kept.history
@@ -171,8 +171,8 @@ class PreparedSave:
     def take_snapshot(self, entries: Sequence[Entry]) -> None:
         """Takes the snapshot, and agrees with all ranks unless that can be done in the background.
 
-        It takes the snapshot of a cached plan first. What a rank does only after the agreement would have to wait for a
-        core on which another rank trains already.
+        With a cached plan, takes the snapshot before the agreement: afterwards this would have to wait for a core on
+        which another rank trains already.
         """
         with self.call.phase("stage"):
             if self.is_lazy:

@@ -50,8 +50,8 @@ class WrittenFile(NamedTuple):
 
 
 class ReportedFile(msgspec.Struct, frozen=True, array_like=True):
-    """A data file on its way to the coordinator: as numbers, extents of thousands of ranks would be millions of
-    objects.
+    """A data file on its way to the coordinator. Its extents are packed into bytes: as numbers, those of thousands of
+    ranks would be millions of objects.
     """
 
     name: str
@@ -156,7 +156,9 @@ def encode_manifest_and_info(
 
 
 def _same_chunks(tensors: Mapping[str, TensorRecord], decoded: Manifest) -> bool:
-    """Returns True if a decoded manifest has the chunks that an earlier save with this plan has had checked."""
+    """Returns True if a decoded manifest has the same chunks as an earlier save with this plan, in which they were
+    checked.
+    """
     if not isinstance(tensors, TensorTable) or list(tensors) != list(decoded.tensors):
         return False
     return all(map(_are_equal, tensors.columns, decoded.table.columns))
@@ -230,7 +232,7 @@ def _contradiction(rank: int, planned: str, reported: str) -> CheckpointSaveErro
 
 
 def provenance_of(world_size: int) -> dict[str, Any]:
-    """Returns the record about the ranks that wrote the checkpoint, now."""
+    """Returns the provenance of a checkpoint that is written now: number of ranks, time, and versions of software."""
     return {
         "world_size": world_size,
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),

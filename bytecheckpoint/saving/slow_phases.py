@@ -47,7 +47,7 @@ class SlowPhase(NamedTuple):
     slowest: int
     """Position of the slowest rank among the ranks of the save."""
     is_of_one: bool
-    """True if only this one of several ranks has told its time."""
+    """True if only this one of several ranks has reported its time."""
 
 
 class _EarlierSave(NamedTuple):

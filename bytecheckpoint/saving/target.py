@@ -43,10 +43,10 @@ class SaveCall(NamedTuple):
 
 
 class SaveOwner(NamedTuple):
-    """The owner of the root that a save writes to, who may lose it to another one while the save is under way."""
+    """The owner of the root that a save writes to. Another owner may take the root over while the save is in flight."""
 
     save_id_prefix: str
-    """First 8 characters of the id of each of its saves, by which others know what they left."""
+    """First 8 characters of the ids of its saves, by which other owners recognise what these saves left."""
     may_replace: Callable[[], bool]
     """Called by the coordinator before anything is written, and again before the commit. Returns True if a checkpoint
     that stands there may be replaced; raises CheckpointExistsError if it is protected."""
@@ -58,7 +58,7 @@ class SaveOwner(NamedTuple):
 
 
 class SaveTarget(NamedTuple):
-    """The place of the checkpoint; the same on all ranks but for the folder of the local stage."""
+    """The place of the checkpoint; the same on all ranks, except for the folder of the local stage."""
 
     store: Store
     folder: str
@@ -68,9 +68,9 @@ class SaveTarget(NamedTuple):
     stage: LocalStage | None = None
     """None where data goes to the store at once."""
     owner: SaveOwner | None = None
-    """None if nobody owns the root."""
+    """None if the root has no owner."""
     memory: str = ""
-    """What must be the same on all ranks of a memory tier, in words; empty without one."""
+    """Text of the memory options that must be the same on all ranks; empty without a memory tier."""
     reuse: bool = False
     """True if files of the newest checkpoint are taken where they are equal."""
 
@@ -90,8 +90,8 @@ class SaveTarget(NamedTuple):
         return self.owner.save_id_prefix if self.owner is not None else ""
 
     def may_replace(self) -> bool:
-        """Returns True if a checkpoint that stands there may be replaced. Asked by the coordinator. Raises what the
-        owner raises.
+        """Returns True if the existing checkpoint may be replaced. Called by the coordinator. Raises the errors of the
+        owner.
         """
         return self.overwrite if self.owner is None else self.owner.may_replace()
 
@@ -116,7 +116,7 @@ def open_target(
     options: SaveOptions,
     owner: SaveOwner | None = None,
 ) -> SaveTarget:
-    """Opens the store and the local stage of a save. Raises what the checks of the role and of both folders raise."""
+    """Opens the store and the local stage of a save. Raises the errors of the checks of role and folders."""
     root, folder = root_of(path, role), "" if step is None else step_folder(step)
     store = open_store(
         root,

@@ -168,7 +168,7 @@ def _upload(call: SaveCall, files: SaveFiles, stage: LocalStage, plan: SavePlan 
 def _new_journal(ranks: Ranks, target: SaveTarget, stage: LocalStage, *, save_id: str) -> Journal:
     endpoint = endpoint_of(target.store)
     replaces = []
-    if ranks.rank == COORDINATOR and target.overwrite:  # what is committed there, and what others upload to there
+    if ranks.rank == COORDINATOR and target.overwrite:  # the save committed there, and saves still uploaded there
         journals = [found.journal for found in stage_folder.scan(stage.root) if found.journal]
         here = (endpoint, target.path)
         replaces = [journal.save_id for journal in journals if (journal.endpoint, journal.path) == here]

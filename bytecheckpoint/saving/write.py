@@ -52,8 +52,8 @@ def find_reusable(ranks: Ranks, target: SaveTarget, history: RootHistory | None)
 
 
 def _reusable_of(target: SaveTarget, folder: str | None, known_ids: Sequence[str]) -> list[ReusableFiles | None]:
-    """Returns the reusable files of the newest checkpoint for each rank, None for those that know them by its save id.
-    None as the `folder` says that the coordinator does not know that checkpoint.
+    """Returns, for each rank, its reusable files of the newest checkpoint; None for a rank that knows them already, by
+    the save id. `folder` is None if the coordinator does not know that checkpoint.
     """
     if folder is not None and len(set(known_ids)) == 1:
         return [None] * len(known_ids)
@@ -89,7 +89,7 @@ class SaveFiles(NamedTuple):
     rank: int
     planned: Sequence[PlannedFile]
     extent_digests: Sequence[Sequence[int]] = ()
-    """Those of each file, where memory holds what is written and they were computed for that."""
+    """Extent digests of each file if memory holds the save, for which they were computed already; else empty."""
 
     def name(self, number: int) -> str:
         """Returns the name of a file inside the checkpoint's folder."""
@@ -106,8 +106,8 @@ def write_files(
     scratch: BufferPool,
     reuse: FileReuse | None,
 ) -> list[WrittenFile]:
-    """Writes all files of this rank durably, but for those that `reuse` has. Compressed ones are put together in
-    `scratch`.
+    """Writes all files of this rank durably, except those that `reuse` has. Files of compressed tensors are put
+    together in `scratch`.
     """
     meter.begin("write", sum(planned.byte_length for planned in files.planned))
     num_raw = sum(not planned.codecs for planned in files.planned)  # they come first
@@ -169,7 +169,9 @@ def _write_raw(
 
 
 def _take(target: SaveTarget, image: FileImage, reuse: FileReuse | None, timer: PhaseTimer) -> DataFile | None:
-    """Takes a file from the newest checkpoint. Returns None if that has no equal one: then it is to be written."""
+    """Takes a file from the newest checkpoint. Returns None if that checkpoint has no equal file: then the file is to
+    be written.
+    """
     if reuse is None or not reuse.may_have(image):
         return None
     started = time.perf_counter()

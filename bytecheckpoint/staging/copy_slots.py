@@ -39,8 +39,8 @@ class CopySlots:
         self._taken = {}
 
     def take(self, owner: int, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
-        """Returns memory for a copy of the image of this rank. Called again by the same save, the same memory, with
-        what it has got.
+        """Returns memory for a copy of the image of rank `owner`. Called again for the same save, returns the same
+        memory with its content.
 
         Raises CheckpointSaveError (no_space).
         """
@@ -125,7 +125,7 @@ class CopySlots:
 
     def _write_needed(self, save_ids: Sequence[str]) -> None:
         content = msgspec.json.encode(list(dict.fromkeys(save_ids)))
-        with self._job.locked():  # so that nobody takes what is being written for what a dead process left
+        with self._job.locked():  # so that no process takes the file being written for one that a dead process left
             replace_file(os.path.join(self._folder, _NEEDED), content)
 
     @staticmethod

@@ -79,11 +79,11 @@ def cut_to_files(shard: LocalShard, options: SaveOptions) -> list[LocalShard]:
 
 
 class FileApart(NamedTuple):
-    """The contents of a data file that is planned apart from others, and alike on each rank that holds them."""
+    """The contents of a data file that is planned apart from others, in the same way on each rank that holds them."""
 
     writes: Sequence[ItemRegion]
     together: Sequence[Sequence[int]]
-    """As in `lay_out_files`; other items in it do not matter."""
+    """Groups as in `lay_out_files`; items that are not in the file are ignored."""
     state_bytes: int
     is_frozen: bool = False
 
@@ -208,7 +208,7 @@ class LiveFile:
     def __init__(self, planned: PlannedFile, shards: ShardBlocks) -> None:
         self.planned = planned
         self._shards = shards  # keeps alive the memory behind the addresses
-        located = np.append(shards.addresses(), 0)[planned.whole]  # the last, 0, is for what is not whole
+        located = np.append(shards.addresses(), 0)[planned.whole]  # the last, 0, is for shards that are not whole
         is_seen = (located == 0) & (planned.lengths > 0)
         seen = list(map(self._look_at, np.flatnonzero(is_seen).tolist()))
         num_pieces = np.ones(len(located), np.int64)

@@ -36,7 +36,7 @@ class JobMemory:
     def __init__(self, job: JobFolder) -> None:
         self.job = job
         self.copies, self.parity = CopySlots(job, "copies"), CopySlots(job, "parity")
-        """What this process holds for other hosts."""
+        """Slots in which this process holds copies and parity for other hosts."""
         self._joined: tuple[ProcessLock, LivingProcess] | None = None
         self._resumed: tuple[ProcessLock, LivingProcess] | None = None
         self._slots: list[Slot] = []
@@ -58,14 +58,14 @@ class JobMemory:
             slot_file.remove_stale_temporaries(job.slots)
 
     def begin_save(self) -> None:
-        """Ends what an earlier save has left of its slot."""
+        """Gives up the slots that an earlier save has begun to fill."""
         self._filling = None
         self.copies.begin_save()
         self.parity.begin_save()
 
     def take(self, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
-        """Returns memory for an image with files of these lengths: a slot that holds nothing which is still needed.
-        Called again by the same save, it returns the same slot.
+        """Returns memory for an image with files of these lengths, in a slot whose content is no longer needed. Called
+        again for the same save, takes the same slot.
 
         Raises CheckpointSaveError (no_space).
         """
@@ -110,8 +110,8 @@ class JobMemory:
         self._settled = {*self._needed(), save_id}
 
     def settle(self, save_id: str, *, is_protected: bool = False) -> None:
-        """Keeps the slots of this save: it is complete on all hosts, or what all ranks go on from. Unless it survives a
-        host, as far as it ever will, those of the newest save that does stay as well.
+        """Keeps the slots of this save, which is complete on all hosts, or from which all ranks have resumed. Unless it
+        is protected against the loss of a host, also keeps the slots of the newest save that is.
         """
         protected = "" if is_protected else version_files.protected_save(self.job)
         self._settled = {save_id, protected} - {""}
@@ -122,8 +122,8 @@ class JobMemory:
             slot.remove()
 
     def keep_copies_of(self, save_id: str) -> None:
-        """Gives up what this process holds for other hosts of any save but this one, which is complete. A failure costs
-        no checkpoint.
+        """Gives up what this process holds for other hosts, except of this save, which is complete. A failure costs no
+        checkpoint.
         """
         try:
             self.copies.settle(save_id)
@@ -168,7 +168,7 @@ class JobMemory:
 
     @property
     def process(self) -> LivingProcess:
-        """This process, which from its first save on is one that works on the job."""
+        """This process. It counts as working on the job from its first save on."""
         if self._joined is None:
             self._joined = self.job.join()
             if self._resumed is not None:
@@ -186,7 +186,7 @@ class JobMemory:
         return [process for process in self.job.living() if process.has_saved and process.name != own]
 
     def look_at(self, store: Store) -> None:
-        """Looks at the path, once, for the generation of what is there. Called by the coordinator."""
+        """Reads, once, which steps are at the path and the generation of the newest. Called by the coordinator."""
         if self._present is not None:
             return
         self._present = set()
@@ -241,7 +241,9 @@ class JobMemory:
         return given_up
 
     def _add_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
-        """Takes a slot that no process holds, the smallest that is large enough or else the largest; or makes one."""
+        """Takes a slot that no process holds: the smallest that is large enough, or else the largest. Makes one if
+        there is none.
+        """
         with self.job.locked():
             free = sorted(
                 (each for each in slot_file.scan(self.job.slots) if self._is_free(each)),

@@ -39,16 +39,16 @@ class ReusableFiles(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RootHistory:
-    """What one rank knows of the saves to one root: the files of the last one, and which tensors have changed."""
+    """History of one rank's saves to one root: the files of the newest one, and the tensors that have changed."""
 
     def __init__(self) -> None:
         self.newest = ReusableFiles()
         self._plan_id = ""
         self._written: Sequence[DataFile] = ()
         self._changed: frozenset[str] = frozenset()
-        """FQNs that were not the same in two saves in a row: they stay here, so that plans do not go back and forth."""
+        """FQNs that have differed between two saves in a row. None is ever removed, so that plans do not alternate."""
         self._unchanged: frozenset[str] | None = None
-        """FQNs that the first two saves with one plan have found the same; None before."""
+        """FQNs that were the same in the first two saves with one plan; None before."""
 
     def frozen(self, marked: Collection[str]) -> frozenset[str]:
         """Returns the FQNs that get files of their own: those `marked`, and those found unchanged."""
@@ -57,7 +57,7 @@ class RootHistory:
     def add(
         self, newest: ReusableFiles, plan_id: str, planned: Sequence[PlannedFile], files: Sequence[DataFile]
     ) -> None:
-        """Records a committed save: all its `files` of this rank, as `planned`."""
+        """Records a committed save: all `files` of this rank, in the order of `planned`."""
         if plan_id == self._plan_id:
             found = compare_files(planned, self._written, files)
             self._changed |= found.changed
@@ -80,7 +80,7 @@ class ReuseHistory:
 
 
 class FoundChanges(NamedTuple):
-    """FQNs by whether their bytes were the same in two saves with one plan."""
+    """FQNs of tensors whose bytes changed between two saves with one plan, and of those whose bytes did not."""
 
     changed: frozenset[str]
     unchanged: frozenset[str]
@@ -90,7 +90,8 @@ class FoundChanges(NamedTuple):
 def compare_files(
     planned: Sequence[PlannedFile], earlier: Sequence[DataFile], later: Sequence[DataFile]
 ) -> FoundChanges:
-    """Compares the files of two saves by the checksums of their extents: of each tensor, those that have bytes of it.
+    """Compares the files of two saves by the checksums of their extents. A tensor has changed if an extent that holds
+    bytes of it has.
 
     Files of compressed chunks are left out, because their extents move with the values.
     """
@@ -181,7 +182,7 @@ class RunningDigest:
             yield content
 
     def of_all(self, num_bytes: int) -> bytes:
-        """Returns the digest of a file of so many bytes; an empty one, by which nothing is found, if not all of them
-        came in their order.
+        """Returns the digest of a file of this length; an empty one, which matches no file, if not all bytes came in
+        order.
         """
         return self._hasher.digest() if self._num_bytes == num_bytes else b""

@@ -31,13 +31,13 @@ class Snapshot(Protocol):
     """The bytes of the data files that one rank writes."""
 
     def stage(self) -> None:
-        """Returns when the state may change. Called once, while others may wait in `content` already."""
+        """Returns once the state may change. Called once, while other threads may wait in `content` already."""
 
     def fail(self, error: BaseException) -> None:
         """Ends staging with an error: `content` raises the first one from now on."""
 
     def wait(self) -> None:
-        """Returns when writing may begin without slowing down staging, for which training may be waiting."""
+        """Waits until writing may begin without slowing down staging, for which training may be waiting."""
 
     def content(self, block: Block) -> AbstractContextManager[memoryview]:
         """Yields the bytes of a planned block, as the state was. Entered in file order, from any thread, one block at a
@@ -151,7 +151,7 @@ class StagedState:
         return self._held_by.count(_GATHERED) == len(self._held_by)
 
     def fail(self, error: BaseException) -> None:
-        """Returns when no thread writes to the memory, nor will, so that another save may use it."""
+        """Ends staging with an error. Waits until no thread writes to the memory: another save may then use it."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -203,7 +203,8 @@ class ProposedState:
         self._is_agreed.set()
 
     def stage(self) -> None:
-        # Completes a wrong one as well: no thread may still write to its memory when the right one is staged.
+        # The proposed copy is completed even if it is wrong: no thread may still write to its memory when the right one
+        # is staged.
         self.proposed.stage()
         self._is_agreed.wait()
         if self._error is not None:
@@ -288,7 +289,7 @@ class StateInWaves:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Returns when no thread writes to the memory, so that another save may use it."""
+        """Stops staging, and waits until no thread writes to the memory, so that another save may use it."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

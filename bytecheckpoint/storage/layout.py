@@ -108,7 +108,7 @@ def recovery_name(save_id: str) -> str:
 
 
 def committed_steps(store: Store, folder: str = "") -> list[int]:
-    """Returns the steps whose folders hold a manifest, rising."""
+    """Returns the steps whose folders hold a manifest, in ascending order."""
     return _committed(store, folder, store.list(folder))
 
 
@@ -137,7 +137,7 @@ def newest_steps(store: Store) -> Iterator[int]:
 
 
 def steps_of_root(store: Store) -> list[int]:
-    """Returns the committed steps, rising. Raises like `newest_steps`."""
+    """Returns the committed steps in ascending order. Raises the errors of `newest_steps`."""
     listing = store.list("")
     steps = _committed(store, "", listing)
     if steps and has_manifest(listing):
@@ -146,8 +146,8 @@ def steps_of_root(store: Store) -> list[int]:
 
 
 def steps_below(store: Store, folder: str, listing: Mapping[str, int | None]) -> Iterator[int]:
-    """Yields the committed steps in the folder with this listing, newest first; if it is cheap, twice as many looks
-    each time.
+    """Yields the committed steps in the folder with this listing, newest first. Looks at one step at a time, or, where
+    looks are cheap, at twice as many each time.
     """
     steps, num_looks, growth = _step_folders(listing)[::-1], 1, 2 if isinstance(store, SupportsInFolders) else 1
     while steps:
@@ -266,7 +266,7 @@ def read_manifest(store: Store, folder: str) -> Manifest:
 
 
 def read_manifest_bytes(store: Store, folder: str) -> bytes:
-    """Reads the manifest file without decoding it: one rank reads it for all."""
+    """Reads the manifest file without decoding it. Raises CheckpointNotFoundError (not_committed)."""
     name = join_name(folder, MANIFEST_NAME)
     path = join_name(str(store), name)
     try:

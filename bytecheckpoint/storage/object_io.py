@@ -32,9 +32,9 @@ class FileImage(NamedTuple):
     extent_lengths: Sequence[int]
     """In bytes, adding up to the length of the file."""
     blocks: Sequence[Block]
-    """With their content. An extent lies in one of them."""
+    """Blocks with their content. Each extent lies in a single block."""
     extent_digests: Sequence[int] | None = None
-    """If known already; extents may then cross blocks."""
+    """Set if they are known already; extents may then cross blocks."""
 
 
 def write_image(store: Store, name: str, image: FileImage, on_checksum: Callable[[float], None]) -> DataFile:
@@ -98,7 +98,7 @@ def copy_file(
 
 
 def _extents_in(content: memoryview, lengths: Sequence[int], extents: range) -> Iterator[tuple[int, memoryview]]:
-    """Numbers and bytes of consecutive extents, of which the first begins where the content does."""
+    """Yields the number and the bytes of each of these consecutive extents. The first begins where `content` begins."""
     start = 0
     for extent in extents:
         yield extent, content[start : start + lengths[extent]]

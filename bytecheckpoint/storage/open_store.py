@@ -71,8 +71,8 @@ def is_local(path: str) -> bool:
 
 
 def is_plain_path(path: str) -> bool:
-    """Returns True for a path, not for a URL, even one that lost a slash: a URL has credentials, and they are not part
-    of a path.
+    """Returns True for a path, and False for a URL, also for one that lost a slash: a URL may hold credentials, which
+    must not be taken for parts of a path.
     """
     return bool(path) and "://" not in path and "::" not in path and not _is_collapsed_url(path)
 

@@ -32,7 +32,7 @@ class FetchMemory(Protocol):
         """Returns how much memory a buffer of that length takes."""
 
     def new_buffers(self, num_buffers: int, byte_length: int) -> BufferPool:
-        """Returns a pool of at most so many buffers of that length."""
+        """Returns a pool of at most `num_buffers` buffers of that length."""
 
 
 class HostMemory:

@@ -119,7 +119,7 @@ class FoundStage(NamedTuple):
     is_alive: bool
     """True if a living process holds its lock."""
     journal: Journal | None
-    """None after an interrupted removal or creation: it is certain that there is none."""
+    """None after an interrupted removal or creation: then it is certain that there is no journal."""
     sizes: dict[str, int]
     """Sizes of the data files, by name in the checkpoint, in bytes."""
     has_manifest: bool

@@ -124,10 +124,10 @@ class SupportsReadPieces(Store, Protocol):
 
 @runtime_checkable
 class RemoteStore(Store, Protocol):
-    """A store that may turn out not to be writable only when it is asked."""
+    """A store that has to make a request to find out that it is not writable."""
 
     def check_writable(self) -> None:
-        """Raises what a write would raise, within seconds if no server answers. Leaves nothing there."""
+        """Raises the error that a write would raise, within seconds if no server answers. Leaves no object behind."""
 
 
 @runtime_checkable
@@ -146,17 +146,17 @@ class SupportsInFolders(Store, Protocol):
     """A store that looks into many folders for less than a listing of each."""
 
     def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
-        """Returns, for each folder, whether an object of this name lies in it; None where only a look into that folder
-        tells, such as behind a link.
+        """Returns, for each folder, True if it has an object of this name, else False; None if only a listing of the
+        folder can tell, such as behind a link.
         """
 
 
 @runtime_checkable
 class SupportsListMany(Store, Protocol):
-    """A store that lists many folders for less than a listing of each."""
+    """A store that lists many folders at less cost than one by one."""
 
     def list_many(self, folders: Sequence[str]) -> Sequence[Mapping[str, int | None] | None]:
-        """Returns what `list` does for each folder; None where only `list` tells."""
+        """Returns, for each folder, what `list` returns for it; None if only `list` can tell."""
 
 
 @runtime_checkable
@@ -176,7 +176,7 @@ class SupportsByteLength(Store, Protocol):
     """A store whose listings may be older than its objects, as on network file systems."""
 
     def byte_length(self, name: str) -> int | None:
-        """Returns the length of an object, from opening it; None if it does not exist."""
+        """Returns the length of an object in bytes, found by opening it; None if it does not exist."""
 
 
 @runtime_checkable
@@ -184,8 +184,8 @@ class SupportsDuplicate(Store, Protocol):
     """A store that can give an object a second name, or copy it, without its bytes passing through this process."""
 
     def duplicate(self, source: str, name: str, *, num_bytes: int) -> None:
-        """Makes `name` an object with the bytes of `source`, durably; deleting one leaves the other. To the inventory
-        it is a new object.
+        """Makes `name` an object with the bytes of `source`, durably; deleting one leaves the other. The inventory
+        takes it for a new object.
 
         Raises CheckpointNotFoundError (missing_file) if there is no source of `num_bytes`, CheckpointExistsError
         (exists) if the name is taken, and StorageError (unsupported) if this place can do neither.
@@ -202,8 +202,8 @@ class SupportsFilePath(Store, Protocol):
 
 @runtime_checkable
 class UnconditionalStore(Store, Protocol):
-    """A store that replaces an object without a condition on what is there. After a replacement, only reading the
-    object tells which writer's it is.
+    """A store that replaces an object without a condition on the old one. If several writers replace it, only reading
+    the object tells which of them was last.
     """
 
     def check_replaceable(self) -> None:
@@ -222,7 +222,7 @@ def full_location(store: Store, folder: str) -> str:
 
 
 def read_whole(store: Store, name: str, *, max_bytes: int) -> bytes:
-    """Reads like `SupportsReadWhole.read_whole`; from other stores as many bytes as a listing says."""
+    """Reads an object as `SupportsReadWhole.read_whole` does; from other stores, as many bytes as a listing says."""
     # Asking for the protocol looks at all of its members, which takes longer than reading a small file.
     read: Callable[..., bytes] | None = getattr(store, "read_whole", None)
     if read is not None:

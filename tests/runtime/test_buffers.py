@@ -31,12 +31,12 @@ def test_a_small_save_takes_no_more_memory_than_it_fills() -> None:
         assert len(block) == BLOCK_BYTES
 
 
-def arena(num_bytes: int, max_slots: int = 9) -> Arena:
+def arena(num_bytes: int, max_parts: int = 9) -> Arena:
     """Of the second half of a memory."""
-    return Arena(memoryview(bytearray(2 * num_bytes)), range(num_bytes, 2 * num_bytes), max_slots=max_slots)
+    return Arena(memoryview(bytearray(2 * num_bytes)), range(num_bytes, 2 * num_bytes), max_parts=max_parts)
 
 
-def test_a_slot_is_where_the_first_fits_and_comes_back_with_the_last_holder() -> None:
+def test_a_part_is_in_the_first_gap_and_comes_back_with_the_last_holder() -> None:
     memory = arena(256)
     first, second = memory.take(60, lead_bytes=4), memory.take(100)
     assert (first.start, len(first.content), second.start) == (260, 60, 320)
@@ -47,14 +47,14 @@ def test_a_slot_is_where_the_first_fits_and_comes_back_with_the_last_holder() ->
     assert memory.take(64).start == 256
 
 
-@pytest.mark.parametrize(("num_bytes", "max_slots"), [(128, 9), (1024, 1)])
-def test_a_slot_is_waited_for_until_there_is_room(num_bytes: int, max_slots: int) -> None:
-    memory = arena(num_bytes, max_slots)
-    slot = memory.take(100)
+@pytest.mark.parametrize(("num_bytes", "max_parts"), [(128, 9), (1024, 1)])
+def test_taking_a_part_waits_until_there_is_room(num_bytes: int, max_parts: int) -> None:
+    memory = arena(num_bytes, max_parts)
+    part = memory.take(100)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(memory.take, 100)
         assert not waiting.done()
-        slot.release()
+        part.release()
         taken = waiting.result()
         waiting = pool.submit(memory.take, 100)
         memory.break_off(KeyError)

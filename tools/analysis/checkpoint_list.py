@@ -74,13 +74,13 @@ class CheckpointList(NamedTuple):
     """Checkpoints under a root."""
 
     checkpoints: Sequence[ListedCheckpoint]
-    """The root itself, its steps, its other folders and files; then the same of each run."""
+    """The root itself, its steps, its other folders and files; then those of each run below it."""
     not_listed: Sequence[str]
     """Folders of the root that were not listed: there are too many, or the storage does not permit it."""
 
 
 class _ListedFolder(NamedTuple):
-    """A folder, and the checkpoint that it is."""
+    """A folder, and its checkpoint, if it is one."""
 
     folder: str
     checkpoint: ListedCheckpoint | None

@@ -27,12 +27,12 @@ _SAMPLE_FRAMES = 16
 
 
 class CompressionSpeed(NamedTuple):
-    """Compression of what looks like bfloat16 weights, by all threads of a save."""
+    """Compression of values like bfloat16 weights, by all threads of a save."""
 
     bytes_per_s: float
     """Raw bytes a second."""
     ratio: float
-    """Compressed bytes by raw ones."""
+    """Compressed bytes divided by raw bytes."""
     threads: int
 
 

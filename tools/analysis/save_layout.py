@@ -90,7 +90,7 @@ def compressed(manifest: Manifest) -> CompressedBytes | None:
 
 
 def first_chunks(record: TensorRecord, count: int) -> TensorRecord:
-    """Returns the record with at most so many of its chunks (0 for all), without making the others."""
+    """Returns the record of a tensor with its first `count` chunks, or all for 0. The other chunks are not made."""
     if not count or record.num_chunks <= count:
         return record
     return record._replace(

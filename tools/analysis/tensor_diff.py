@@ -46,12 +46,12 @@ class ComparedTensors(NamedTuple):
 
 
 class _ComparedRegion(NamedTuple):
-    """A region of a pair that is compared at once."""
+    """A region of a pair of tensors, small enough to be compared in one piece."""
 
     pair: TensorPair
     region: Region
     num_bytes: int
-    """Bytes in the wider dtype."""
+    """Bytes of the region in the wider of the two dtypes."""
 
 
 class TensorDiff:

@@ -141,7 +141,7 @@ def _are_same_integers(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _integer_gaps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Returns exact distances, even if a float64 or the dtype could not hold them: modulo 2**bits, unsigned."""
+    """Returns the exact distances, unsigned: neither a float64 nor the signed dtype can hold all of them."""
     unsigned = a.dtype.str.replace("i", "u")
     high, low = np.maximum(a, b), np.minimum(a, b)
     gaps: np.ndarray = high.view(unsigned) - low.view(unsigned)
@@ -164,7 +164,7 @@ def _bits_differ(a: TensorElements, b: TensorElements) -> np.ndarray:
 
 
 def _compare_bits(a: TensorElements, b: TensorElements, start: int) -> ValueDifference:
-    """Compares elements that are not numbers: packed ones."""
+    """Compares the bits of elements that are no single numbers, as those of packed dtypes are."""
     differs = _bits_differ(a, b)
     bits_a, bits_b = (np.frombuffer(side.content, _BITS[itemsize(a.dtype)]) for side in (a, b))
     first = _first(differs, bits_a, bits_b, start)

@@ -44,20 +44,21 @@ class CommitWatch:
         return len(self._seen)
 
     def begin(self) -> None:
-        """Takes what is there as seen. Raises what the store raises."""
+        """Marks the checkpoints that are there now as seen. Raises the errors of the store."""
         self._seen = dict.fromkeys(self._new_folders())
         for folder in islice(reversed(self._seen), _LOOKED_AT):
             self._seen[folder] = self._end_of_manifest(folder)
 
     def look(self) -> Iterator[NewCheckpoint]:
-        """Yields what was committed since the last look, by time, but for what is gone by now.
+        """Yields the checkpoints that were committed since the last look, in the order of time, except those that are
+        gone by now.
 
-        Raises what the store raises; what was not yielded by then comes with a later look.
+        Raises the errors of the store; checkpoints that were not yielded by then come with a later look.
         """
         ends = {folder: self._end_of_manifest(folder) for folder in self._new_folders()}
         for folder in self._compared():
             end, before = self._end_of_manifest(folder), self._seen[folder]
-            if end == _GONE:  # what is committed there later is a new one
+            if end == _GONE:  # a checkpoint that is committed there later is a new one
                 del self._seen[folder]
             elif before is None or before == end:
                 self._seen[folder] = end

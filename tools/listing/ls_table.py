@@ -99,7 +99,7 @@ COLUMN_NAMES = tuple(_ALL)
 
 
 def sort_rows(found: Sequence[ListedCheckpoint], name: str, *, is_reversed: bool) -> list[ListedCheckpoint]:
-    """Returns the checkpoints by a column, those without a value last.
+    """Sorts the checkpoints by a column; those without a value come last.
 
     Raises CheckpointMismatchError (conflict) for a name that is neither a column nor a metric of one of them.
     """

@@ -101,8 +101,8 @@ def _found(store: Store, item: ListedCheckpoint) -> FoundCheckpoint:
 
 
 def _bytes_below(store: Store, folder: str) -> int:
-    """Returns the bytes that the save of a checkpoint and its manager have put there: other folders, which may hold
-    further checkpoints, are none of its own.
+    """Returns the bytes that the save of a checkpoint and its manager have put into its folder. Other folders in it are
+    not counted, because they may hold further checkpoints.
     """
     entries = store.list(folder)
     inside = (store.list(join_name(folder, name)) for name in _FOLDERS if name in entries and entries[name] is None)

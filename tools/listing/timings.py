@@ -15,7 +15,7 @@ from ..render.timeline_text import seconds_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedCheckpoint:
-    """A checkpoint that was committed, and how its save went."""
+    """A checkpoint that was committed, and the times of its save."""
 
     path: str
     run: str | None

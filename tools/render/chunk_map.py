@@ -35,7 +35,7 @@ class ChunkMap(NamedTuple):
     """Rows of fields: position in `files` of the file with the element in the middle of the field; -1 for none. If the
     map leaves dimensions out, the file of one of the chunks that lie behind one another."""
     files: Sequence[int]
-    """Files that hold the tensor, rising, as indices into `Manifest.files`."""
+    """Files that hold the tensor, as ascending indices into `Manifest.files`."""
 
 
 def letter_of(position: int) -> str:

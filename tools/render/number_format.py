@@ -75,7 +75,7 @@ def shortened(text: str, limit: int) -> str:
 
 
 def ranges_text(numbers: Sequence[int]) -> str:
-    """Returns `0-3,5,7-9` for rising numbers."""
+    """Returns ascending numbers as a text such as `0-3,5,7-9`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

@@ -205,7 +205,7 @@ def to_json(value: Any) -> Any:
 
 
 def without(record: Any, *names: str) -> dict[str, Any]:
-    """Returns a record as JSON, but for these fields."""
+    """Returns a record as JSON, without these fields."""
     return {name: value for name, value in to_json(record).items() if name not in names}
 
 
@@ -261,7 +261,7 @@ def _share(room: int, lengths: Sequence[int]) -> list[int]:
 
 
 def _fitted_text(text: str, width: int, *, is_folded: bool) -> str:
-    """Cuts what neither fits nor goes on in the next line in its middle: names of neighbours differ at their ends."""
+    """Cuts the middle out of a text that neither fits nor is folded: names of neighbours differ at their ends."""
     from rich.cells import cell_len, set_cell_size  # noqa: PLC0415 - a pipe does not wait for rich
 
     if is_folded or cell_len(text) <= width:

@@ -14,7 +14,9 @@ class LoadRule(NamedTuple):
     """The treatment of a stored state."""
 
     action: Literal["assign", "prefix", "restart", "refuse"]
-    """Deal the streams out; go on behind what all ranks have passed; leave the loader at its start; refuse the load."""
+    """Assign the streams to ranks; go on behind what all ranks have passed; leave the loader at its start; refuse the
+    load.
+    """
     why: str = ""
     """Reason for the last three."""
 

@@ -47,7 +47,7 @@ class _StreamShare(NamedTuple):
     own: Sequence[str]
     """Sorted ids of all of these."""
     new: Mapping[str, Any]
-    """States in which those of this rank's streams begin that the checkpoint lacks."""
+    """Initial states of the streams of this rank that the checkpoint lacks."""
     ids: Sequence[str] | None
     """Sorted ids of the streams of all ranks, where these were assigned."""
     names: Collection[str]
@@ -242,15 +242,15 @@ class DataLoaderEntry:
         )
 
     def _joining(self, loader: ElasticLoader, new: Sequence[str], others: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the states in which streams that the checkpoint lacks begin beside others with these states."""
+        """Returns the initial states of streams that the checkpoint lacks, given the states of the other streams."""
         join = getattr(loader, "joining_state", None)
         return {each: loader.stream_state(each) if join is None else join(each, others) for each in new}
 
     def _compare(
         self, loader: ElasticLoader, saved_by: Mapping[str, int]
     ) -> tuple[list[str], list[str], list[Problem]]:
-        """Returns the ids to deal out, those of this rank that the checkpoint lacks, and a problem for each that only
-        one of the two has.
+        """Returns the ids of the streams to assign, the ids of this rank's streams that the checkpoint lacks, and a
+        problem for each stream that only the checkpoint or only the loader has.
         """
         prefix, ids, problems = f"{self.fqn}.streams", sorted(saved_by), []
         all_ids = getattr(loader, "all_stream_ids", None)

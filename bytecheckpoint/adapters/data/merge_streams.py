@@ -1,5 +1,5 @@
-"""The state of a data loader put together from the parts of all ranks: the shared part once, each stream once. Whatever
-would make a stream lost or doubled is an error that names it.
+"""Puts the state of a data loader together from the parts of all ranks: the shared part once, each stream once. A
+stream that would be lost or doubled is an error, which names the stream.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _decode_streams = msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class StreamProblem(NamedTuple):
-    """A reason why parts make no whole."""
+    """A reason why the parts cannot be put together."""
 
     text: str
     ranks: tuple[int, ...]

@@ -118,7 +118,7 @@ def _progress_of(state: Any) -> _RankPosition | str:
 
 
 def _state_after(state: Mapping[str, Any], num_batches: int, batch_size: int) -> dict[str, Any]:
-    """Returns the state of a rank, like the given one, that has taken so many batches."""
+    """Returns a state like the given one, of a rank that has taken `num_batches`."""
     num_samples = num_batches * batch_size
     if "yielded" in state:
         return {**state, "yielded": num_samples}

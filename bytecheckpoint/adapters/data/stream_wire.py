@@ -130,7 +130,9 @@ def _is_simple(value: Any, depth: int) -> bool:
 def encode_stored(
     part: StreamsPart, streams: Mapping[str, msgspec.Raw], owners: Mapping[str, int], shared: msgspec.Raw
 ) -> bytes:
-    """Returns the object of a manifest; `part` says what is the same in the parts of all ranks."""
+    """Returns the object of a manifest. `part` is that of any rank: only values that all ranks have in common are taken
+    from it.
+    """
     ids = sorted(streams)
     array = np.fromiter((owners[stream_id] for stream_id in ids), np.int32, count=len(ids))
     stored = _StoredStreams(
@@ -154,7 +156,7 @@ def has_mark(data: bytes) -> bool:
 
 def decode_stored(data: bytes) -> Any:
     """Returns the state of a data loader as `decode_plain` does, but with a StreamTable in place of its streams. Raises
-    as that does.
+    the errors of `decode_plain`.
     """
     try:
         stored = msgspec.msgpack.decode(data, type=_StoredStreams)

@@ -171,7 +171,7 @@ def module_alone(fqn: str, named: NamedParameters, engine: Any | None) -> FlatMo
 
 
 def not_in(named: NamedParameters, flat: Iterable[FlatModule]) -> NamedParameters:
-    """Returns the parameters that none of these has flat."""
+    """Returns the parameters that are flat in none of these modules."""
     replaced = {tensor_id for each in flat for tensor_id in each.replaced}
     return [(name, parameter) for name, parameter in named if id(parameter) not in replaced]
 
@@ -197,7 +197,9 @@ def _flat(master: torch.Tensor) -> torch.Tensor:
 
 
 def _copies(fqn: str, name: str, held: MasterPart) -> Iterator[FlatParamMemory]:
-    """Low precision that has no master on this rank."""
+    """Yields the low-precision memory of a parameter that has no master on this rank. With ZeRO 3, this is the whole
+    parameter while it is gathered, and nothing else.
+    """
     parameter: Any = held.parameter
     if hasattr(parameter, _PARTITION):
         _refuse_swapped(fqn, parameter)
@@ -211,7 +213,9 @@ def _copies(fqn: str, name: str, held: MasterPart) -> Iterator[FlatParamMemory]:
 
 
 def _gathered(fqn: str, name: str, parameter: Any) -> Iterator[FlatParamMemory]:
-    """Yields a parameter of ZeRO 3 that is gathered now: a small one always, others from forward to backward."""
+    """Yields the memory of a parameter of ZeRO 3 if it is gathered now: small ones always are, others between forward
+    and backward.
+    """
     if parameter.ds_status.name == "INFLIGHT":
         raise unsupported(fqn, "a module whose parameters are being gathered", "save and load between steps")
     if parameter.ds_status.name == "AVAILABLE":
@@ -220,7 +224,9 @@ def _gathered(fqn: str, name: str, parameter: Any) -> Iterator[FlatParamMemory]:
 
 
 def _finish(masters: Sequence[MasterPart], alone: Sequence[Any]) -> None:
-    """Rounds the masters into low-precision parameters, as DeepSpeed does. A load has read other ranks' elements."""
+    """Rounds this rank's masters into the low-precision parameters, as DeepSpeed does. The load itself has filled the
+    elements whose masters are on other ranks.
+    """
     for partitioned in alone:
         partitioned.ds_secondary_tensor = None  # hpZ: gathered within a node, from values that are out of date now
     for held in masters:

@@ -27,7 +27,7 @@ FRAMEWORKS: tuple[str, ...] = get_args(Framework)
 
 
 def check_known(framework: object) -> None:
-    """Raises CheckpointMismatchError (conflict) for a framework that is none of FRAMEWORKS."""
+    """Raises CheckpointMismatchError (conflict) for a framework that is not in FRAMEWORKS."""
     if framework not in FRAMEWORKS:
         raise CheckpointMismatchError(
             f"framework={framework!r} is none that this release knows; nothing was changed: pass one of "

@@ -158,7 +158,9 @@ class FlatParamState:
                     self._group.optimizer.state[self._memory][key] = new
 
     def finish(self, found: StoredOptimizer) -> list[str]:
-        """Puts scalars in place. Returns a message for each one that parameters disagree about: it stays as it is."""
+        """Puts scalars in place. Returns a message for each scalar that parameters disagree about, which stays as it
+        is.
+        """
         values: dict[str, tuple[str, Any]] = {}
         differing: dict[str, str] = {}
         for names, _, stored_shape in self._taken(found):

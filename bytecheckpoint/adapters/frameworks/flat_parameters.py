@@ -36,7 +36,7 @@ class _PartFields(NamedTuple):
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     box: Region
-    """Region whose elements are counted by rows: the whole tensor, or what tensor parallelism leaves to this rank."""
+    """Region whose elements are counted by rows: the whole tensor, or this rank's share under tensor parallelism."""
     start: int
     """Index of the first element of the box that lies here."""
     numel: int
@@ -44,17 +44,21 @@ class _PartFields(NamedTuple):
     position: int
     """Position of the first of them in the flat memory, in elements."""
     order: tuple[int, ...] | None = None
-    """The dimensions from the outermost in memory to the innermost, where elements are counted so and not by rows."""
+    """The dimensions from the outermost in memory to the innermost; None where elements are counted by rows."""
     padded_axis: int | None = None
     """The axis along which a checkpoint may hold more or less of the tensor: the difference is padding."""
 
 
 class FlatParamPart(_PartFields):
-    """Consecutive elements of flat memory that are consecutive elements of a tensor, or of a box of it, by rows."""
+    """A run of flat memory whose elements are consecutive elements of a tensor, or of a box in it, counted by rows or
+    in `order`.
+    """
 
     @cached_property
     def _cuts(self) -> Sequence[_FlatRegion]:
-        """The regions, found once for the parameter and all of its optimizer state: it takes longer than the views."""
+        """The regions of the tensor that make up this part. They are found once for the parameter and all of its
+        optimizer state, since finding them takes longer than making views of them.
+        """
         lengths = self.box.lengths
         if self.order is None and self.start == 0 and self.numel == prod(lengths) > 0:
             return (_FlatRegion(self.box, self.position, _row_strides(lengths)),)
@@ -62,7 +66,7 @@ class FlatParamPart(_PartFields):
         back = [order.index(dim) for dim in range(len(order))]
         cuts, position = [], self.position
         nothing = (0,) * len(lengths)
-        # One of no elements, so that every rank knows the FQN; what has no dimensions cannot have no elements.
+        # An empty region, so that every rank knows the FQN. A tensor without dimensions has one element, so none there.
         empty = [Region(nothing, nothing)] if nothing else []
         for region in split_flat_range([lengths[dim] for dim in order], self.start, self.numel) or empty:
             offsets = tuple(region.offsets[back[dim]] + at for dim, at in enumerate(self.box.offsets))
@@ -73,10 +77,10 @@ class FlatParamPart(_PartFields):
         return cuts
 
     def shards(self, fqn: str, memory: torch.Tensor) -> list[LocalShard]:
-        """Returns the regions that lie here, as views of the flat memory; if there are none, an empty one for a
-        parameter that has dimensions.
+        """Returns the shards of this part, as views of the flat memory. A part without elements is one empty shard, or
+        none if the parameter has no dimensions.
 
-        Memory that has the box's shape is the box itself.
+        `memory` of the box's shape, with as many elements as the part, is taken for the box itself.
 
         Raises CheckpointSaveError (unsupported_value) for memory of a dtype that cannot be saved, and for memory that
         ends before the part does.
@@ -149,7 +153,7 @@ class FlatModule(NamedTuple):
 
 
 def merged(flat: Sequence[FlatModule]) -> FlatModule | None:
-    """Returns one record of what several optimizers keep of one module."""
+    """Joins the records of one module that several optimizers have. Returns None without any."""
     if len(flat) < 2:
         return next(iter(flat), None)
 
@@ -171,8 +175,8 @@ def split_padding(
     shard: LocalShard, axis: int | None, stored_shape: Sequence[int] | None
 ) -> tuple[LocalShard, list[LocalShard]]:
     """Splits a shard of a tensor that is padded along one axis by an amount that depends on the layout, as vocabularies
-    are. Returns the part that a stored tensor of this shape has, as a shard of that tensor, and a list of the part that
-    it lacks, if any.
+    are. Returns the part that lies in the stored tensor, as a shard of that tensor, and a list with the part that lies
+    beyond it, if any.
 
     The shard is returned whole if nothing is padded, or if the shapes differ along another axis: the load refuses that.
     """
@@ -214,7 +218,7 @@ class FlatOptimizer(NamedTuple):
     parameters: Sequence[Sequence[torch.Tensor]]
     """The parameters of each of its param_groups, also while the framework keeps them elsewhere."""
     module: Callable[[NamedParameters], FlatModule | None]
-    """Finds the flat parameters of the module that has these; None where none is flat."""
+    """Finds the flat parameters of the module that has the given parameters; returns None where none is flat."""
     facts: Callable[[], dict[str, Any]]
     """Returns the other values that a resumed training needs, as plain data that is the same on all ranks."""
     take_facts: Callable[[Mapping[str, Any]], None]

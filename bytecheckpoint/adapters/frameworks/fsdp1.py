@@ -58,7 +58,7 @@ def has_units(fqn: str, tree: ModuleTree) -> bool:
     wrappers = [module for _, module in tree.submodules if isinstance(module, FullyShardedDataParallel)]
     wrapped = {id(module) for wrapper in wrappers for module in wrapper.modules()}
     for name, module in tree.submodules:
-        # torch marks modules for its compiler, those of FSDP2 as well.
+        # torch marks modules for its compiler, also those of FSDP2.
         if "_is_fsdp_managed_module" not in module.__dict__ or id(module) in wrapped:
             continue
         if not module._fsdp_use_orig_params or any(map(is_flattened, module._parameters.values())):
@@ -73,7 +73,9 @@ def is_flattened(parameter: torch.Tensor | None) -> bool:
 
 
 def shows_parameter(parameter: torch.Tensor) -> bool:
-    """Returns True if it stands for one parameter, of which it shows a part of a flat parameter (`use_orig_params`)."""
+    """Returns True for a tensor that FSDP1 shows in place of one parameter: a view of its part of the flat parameter
+    (`use_orig_params`).
+    """
     return is_flattened(parameter) and not getattr(parameter, "_is_flat_param", False)
 
 
@@ -225,16 +227,17 @@ def _order(fqn: str, shape: Sequence[int], strides: Sequence[int]) -> tuple[int,
 
 
 class _Lowered(NamedTuple):
-    """A buffer that mixed precision keeps in another dtype, and its values in its own."""
+    """A buffer that mixed precision keeps in a lower precision."""
 
     buffer: torch.Tensor
     held: FlatParamMemory
+    """Copy of its values in the dtype that the buffer had before; a load fills this copy."""
 
 
 def _lowered_buffers(tree: ModuleTree, wrappers: Iterable[Any], plain_name: Callable[[str], str]) -> Sequence[_Lowered]:
     prefixes = {id(module): plain_name(name) for name, module in reversed(tree.submodules)}
     own_dtypes: dict[str, tuple[torch.dtype, torch.dtype | None]] = {}
-    for wrapper in wrappers:  # inner ones come last, and theirs is what counts
+    for wrapper in wrappers:  # inner wrappers come last: their dtype overwrites that of outer ones
         for name, dtype in wrapper._buffer_name_to_orig_dtype.items():
             full_name = join_fqn(prefixes[id(wrapper)], name)
             own_dtypes[plain_name(full_name)] = dtype, wrapper.mixed_precision.buffer_dtype

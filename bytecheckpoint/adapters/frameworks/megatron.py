@@ -121,7 +121,7 @@ class MegatronEntry:
         yield from self._in_optimizer.items()
 
     def tied_names(self) -> dict[str, str]:
-        """Returns nothing: tied tensors have one key."""
+        """Returns an empty dict: tied tensors have one key."""
         return {}
 
     def buffers(self) -> Iterator[torch.Tensor]:
@@ -229,7 +229,7 @@ def _is_main(replica_id: int | Sequence[int]) -> bool:
 
 
 def _memory_key(tensor: torch.Tensor) -> object:
-    """Returns a key of a parameter's memory, the same also where it is given as its `data`, a new object each time."""
+    """Returns a key of a parameter's memory, equal also for its `data`, which is a new object each time."""
     if tensor.is_meta or not tensor.numel():
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype

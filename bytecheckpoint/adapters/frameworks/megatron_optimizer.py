@@ -32,7 +32,7 @@ _SCALER = "megatron_grad_scaler"
 
 
 def is_megatron_optimizer(value: object) -> bool:
-    """Returns True if an object is one of Megatron's optimizers, which are none of torch's."""
+    """Returns True if an object is one of Megatron's optimizers, which are not derived from torch's."""
     if isinstance(value, type | torch.nn.Module | torch.optim.Optimizer):
         return False
     own = getattr(value, "__dict__", {})
@@ -40,10 +40,10 @@ def is_megatron_optimizer(value: object) -> bool:
 
 
 def megatron_optimizer_entry(fqn: str, optimizer: Any, framework: str) -> OptimizerEntry:
-    """Returns the entry of one of Megatron's optimizers, with all that it chains.
+    """Returns the entry of one of Megatron's optimizers, including all optimizers in a chain.
 
-    Raises CheckpointSaveError (unsupported_value) if an optimizer keeps its state elsewhere than torch's do, and if
-    `framework` is another one.
+    Raises CheckpointSaveError (unsupported_value) if an optimizer does not keep its state where torch's optimizers do,
+    or if `framework` is neither "auto" nor "megatron".
     """
     if framework not in {"auto", "megatron"}:
         what = f"Megatron's {type(optimizer).__name__} with framework={framework!r}, which could save no more than its "
@@ -63,7 +63,9 @@ def megatron_optimizer_entry(fqn: str, optimizer: Any, framework: str) -> Optimi
 
 
 def _with_scaler(owner: Any) -> torch.optim.Optimizer | FlatOptimizer:
-    """Returns the inner optimizer, with the state of the grad scaler beside it, of which a chain has one value."""
+    """Returns the inner optimizer, joined with the state of the grad scaler if there is one. All optimizers of a chain
+    have the same grad scaler state.
+    """
     inner: torch.optim.Optimizer = owner.optimizer
     scaler = getattr(owner, "grad_scaler", None)
     if scaler is None:
@@ -80,7 +82,7 @@ def _with_scaler(owner: Any) -> torch.optim.Optimizer | FlatOptimizer:
 
 
 def _chained(optimizer: Any) -> Iterator[Any]:
-    """Yields the optimizers inside; ChainedOptimizer's own `optimizer` is only there for a chain of one."""
+    """Yields the optimizers of a chain; ChainedOptimizer has an `optimizer` only if its chain has a single one."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is None:
         yield optimizer
@@ -103,7 +105,7 @@ def _check_readable(fqn: str, owner: Any) -> None:
 
 
 def _optimized(owner: Any) -> Iterator[OptimizedElements]:
-    """Yields the parameters that the inner optimizer has, and those without elements on this rank."""
+    """Yields the elements that the inner optimizer has of each parameter, also if it has none on this rank."""
     seen: set[int] = set()
     copies = _pairs(getattr(owner, "float16_groups", ()), getattr(owner, "fp32_from_float16_groups", ()))
     of_float16 = (OptimizedElements(parameter, copy, 0, "copy") for parameter, copy in copies)

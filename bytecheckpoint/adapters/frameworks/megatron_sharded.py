@@ -164,7 +164,7 @@ def _cover(pieces: Sequence[ShardedPiece], data: torch.Tensor) -> bool:
     if None not in spans:
         ends = [stop for _, stop in runs]
         return [start for start, _ in runs] == [0, *ends[:-1]][: len(runs)]
-    # Elements are compared by their positions in the storage, each of which one byte stands for.
+    # Elements are compared by their positions in the storage: one byte stands for each position.
     tensors = [data, *(piece.memory for piece in pieces)]
     first = min(tensor.storage_offset() for tensor in tensors)
     reach = max(map(_last_element, tensors)) + 1

@@ -28,9 +28,8 @@ class WrappedModules(NamedTuple):
 
 
 def modules_inside(value: Any) -> WrappedModules | None:
-    """Returns the modules in the attributes of an object with a state_dict(), where that shows exactly their state: the
-    same names, and the same memory where a module's state is live. None if it shows anything else, such as averages of
-    the weights.
+    """Returns the modules in the attributes of an object whose state_dict() gives exactly their state: the same names,
+    and the same memory where a module's state is live. None if it gives anything else, such as averages of the weights.
     """
     modules = _modules_in(value)
     if not modules or any(map(_is_read_otherwise, modules)):

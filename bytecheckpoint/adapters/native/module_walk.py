@@ -34,7 +34,7 @@ class Stage(NamedTuple):
 
     module: torch.nn.Module
     number: int | None
-    """Number of the pipeline stage, where it says it."""
+    """Number of the pipeline stage; None if the stage object does not have it."""
 
 
 def stages_of(value: Any) -> list[Stage]:
@@ -81,15 +81,15 @@ class ModuleTree(NamedTuple):
     is_walked_as_usual: bool
     """Parameters and buffers are found by torch's own methods, which nothing overrides."""
     is_saved_as_usual: bool
-    """The same holds for state_dict, and no hook and no extra state adds to it."""
+    """The state_dict is made by torch's own methods, too, and no hook and no extra state adds to it."""
     resharding: Sequence[Callable[..., Any]]
     """The hooks of fully_shard; what else there are of hooks is in `is_saved_as_usual`."""
     extra_states: Sequence[tuple[str, torch.nn.Module]] = ()
     """Names of extra state that the tree itself looks for, and the module of each."""
 
     def own_saving(self, known: str) -> Iterator[tuple[str, str]]:
-        """Yields the modules that say themselves what a state_dict holds, by their names, and how: a walk would miss
-        that.
+        """Yields the name of each module that itself decides what its state_dict holds, with the way in which it does
+        so: a walk would miss that.
 
         Extra state and hooks from the module `known` do not count.
         """
@@ -123,7 +123,7 @@ class ModuleTree(NamedTuple):
             hook(self.module, "", True)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Returns the same as `state_dict(keep_vars=True)` of the module: live values by the module's own names."""
+        """Returns what `state_dict(keep_vars=True)` of the module returns: live values by the module's own names."""
         if not self.is_saved_as_usual:
             return self.module.state_dict(keep_vars=True)
         values: dict[str, Any] = {}
@@ -139,7 +139,7 @@ class ModuleTree(NamedTuple):
         return values
 
     def named_parameters(self) -> Iterable[tuple[str, torch.nn.Parameter]]:
-        """Returns the same as `named_parameters()` of the module: each once, under its first name."""
+        """Returns what `named_parameters()` of the module returns: each parameter once, under its first name."""
         if not self.is_walked_as_usual:
             return self.module.named_parameters()
         found: dict[int, tuple[str, torch.nn.Parameter]] = {}
@@ -151,7 +151,9 @@ class ModuleTree(NamedTuple):
         return found.values()
 
     def buffers(self) -> Iterable[torch.Tensor]:
-        """Returns the same as `buffers()` of the module; where it is walked as usual, some more than once."""
+        """Returns the buffers that `buffers()` of the module returns; if torch's own methods find them, some more than
+        once.
+        """
         if not self.is_walked_as_usual:
             return self.module.buffers()
         return [buffer for _, module in self.submodules for buffer in module._buffers.values() if buffer is not None]

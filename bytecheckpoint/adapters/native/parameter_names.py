@@ -1,7 +1,7 @@
 """The names of an optimizer's parameters, in a checkpoint and in the state. Knows nothing of what is stored.
 
-A parameter of the module whose FQN is `model` has the name that it has in that module, one of any other module has its
-FQN. So a name depends on nothing that other ranks hold, and on nothing else that the state holds.
+A parameter of the module whose FQN is `model` is named as in that module, a parameter of any other module by its FQN.
+So a name depends on nothing that other ranks hold, and on nothing else that the state holds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NamesParameters(Protocol):
         """Yields every parameter that is not flat memory, with its name in the model; a tied one once."""
 
     def in_optimizer(self) -> Iterator[tuple[int, Sequence[NamedPart]]]:
-        """Yields the ids of tensors that an optimizer has in place of the others, and what lies in each."""
+        """Yields the id of each tensor of flat memory that an optimizer may have, with the parts that lie in it."""
 
     def tied_names(self) -> dict[str, str]:
         """Returns the other names of tied tensors -> their first name."""
@@ -43,7 +43,7 @@ class ParameterNames(NamedTuple):
     fqns: tuple[str, ...]
     """All FQNs that it has in the state, or may have: several where it is tied, or stands in two modules."""
     elsewhere: tuple[str, ...] = ()
-    """FQNs of it in other modules than the first that has it."""
+    """Its FQNs in other modules than the first that has it."""
 
     @property
     def is_outside_model(self) -> bool:
@@ -62,12 +62,12 @@ class OptimizedParameters(NamedTuple):
     """Contents of each tensor that an optimizer calls a parameter, by the tensor's id."""
 
     whole: dict[int, ParameterNames]
-    """One parameter, as a tensor that says how it lies."""
+    """Tensors that are one parameter each, with its shape and placements."""
     flat: dict[int, list[OptimizedParameter]]
-    """Parts of parameters."""
+    """Tensors of flat memory, with the parts of parameters in each."""
 
     def names(self, parameters: Iterable[torch.Tensor]) -> list[ParameterNames]:
-        """Returns the names of all that lies in these tensors."""
+        """Returns the names of the parameters that lie in these tensors, wholly or in part."""
         whole, flat = self
         if not flat:
             return [whole[id(parameter)] for parameter in parameters]
@@ -85,10 +85,11 @@ class OptimizedParameters(NamedTuple):
 def name_parameters(
     optimizer_fqn: str, parameters: Iterable[tuple[torch.Tensor, str | None]], modules: Sequence[NamesParameters]
 ) -> OptimizedParameters:
-    """Returns what the tensors hold that an optimizer calls parameters, each given with the name that it knows it by.
+    """Names the contents of the tensors that an optimizer calls parameters. Each is given with the name that the
+    optimizer itself has for it, or None.
 
-    Raises CheckpointSaveError (unsupported_value) for a parameter that has no name or is given twice, and where two
-    would have the same one.
+    Raises CheckpointSaveError (unsupported_value) for a parameter that has no name or is given twice, and if two would
+    have the same name.
     """
     parameters = list(parameters)
     in_modules = _found_in_modules({id(parameter) for parameter, _ in parameters}, modules)

@@ -37,26 +37,28 @@ from bytecheckpoint.adapters.torch_types import (
 from bytecheckpoint.manifest.plain_wire import unsupported
 
 _TABLES = frozenset({"qmap"})
-"""Inner tensors that hold one table for all elements, as torchao's low-bit optimizer states do: no part of anything."""
+"""Names of inner tensors that hold one table for all elements, as in torchao's low-bit optimizer states. A table is the
+same on all ranks and not a part of a larger one.
+"""
 
 
 def is_subclass(value: object) -> bool:
-    """Returns True if a value is a tensor that names the tensors that it is made of, or a DTensor of such tensors."""
+    """Returns True for a tensor that names the inner tensors it is made of, and for a DTensor of such tensors."""
     if type(value) in PLAIN_TENSORS or not isinstance(value, torch.Tensor):
         return False
     tensor = value._local_tensor if isinstance(value, DTensor) else value
     if type(tensor) in PLAIN_TENSORS or isinstance(tensor, AsyncCollectiveTensor):
         return False
     can_be_taken_apart = bool(is_traceable_wrapper_subclass(tensor))
-    # Asked in this order, because a ShardedTensor refuses to say what follows.
+    # In this order, because a ShardedTensor raises when it is asked for `is_nested` and `layout`.
     return can_be_taken_apart and not tensor.is_nested and tensor.layout is torch.strided
 
 
 def parts_of(fqn: str, tensor: torch.Tensor) -> dict[str, Any]:
-    """Returns the inner tensors of a subclass by attribute, live, and its facts under FACTS. An inner one may be a
-    subclass.
+    """Returns the inner tensors of a subclass by attribute, live, and its facts under FACTS. An inner tensor may be a
+    subclass itself.
 
-    Raises CheckpointSaveError (unsupported_value) where they are not all that there is to say.
+    Raises CheckpointSaveError (unsupported_value) if tensors and facts in plain data do not describe it completely.
     """
     local: Any = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     names, context = local.__tensor_flatten__()
@@ -72,7 +74,7 @@ def parts_of(fqn: str, tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def flat_parts(fqn: str, tensor: torch.Tensor) -> dict[str, Any]:
-    """Returns the parts of a subclass and of those nested in it, by FQN: plain tensors, and facts."""
+    """Returns plain tensors and facts of a subclass, and of all subclasses nested in it, by FQN."""
     found: dict[str, Any] = {}
     for name, part in parts_of(fqn, tensor).items():
         child = f"{fqn}.{name}"
@@ -91,7 +93,7 @@ def outer_fqn(facts_fqn: str) -> str:
 
 
 def enclosing(fqn: str, outer: Collection[str]) -> list[str]:
-    """Returns the FQNs of subclasses that an FQN is inside of, the innermost one first."""
+    """Returns the FQNs of the subclasses around an FQN, the innermost first."""
     found, name = [], fqn.rpartition(".")[0]
     while name:
         if name in outer:
@@ -101,7 +103,7 @@ def enclosing(fqn: str, outer: Collection[str]) -> list[str]:
 
 
 def tied_subclasses(facts_fqns: Iterable[str], aliases: Mapping[str, str], own_fqns: Iterable[str]) -> dict[str, str]:
-    """Maps each subclass whose inner tensors are all tied to those of one other to the FQN of that one."""
+    """Maps the FQN of each tied subclass to the FQN of the subclass that has all of its inner tensors."""
     outer = {outer_fqn(fqn) for fqn in facts_fqns}
     if not outer or not aliases:
         return {}
@@ -264,7 +266,7 @@ def is_table_fqn(fqn: str) -> bool:
 
 
 def dtensor_of_part(fqn: str, inner: torch.Tensor, outer: DTensor) -> DTensor | None:
-    """Returns an inner tensor as a part of its own global tensor; None where this rank holds nothing of it."""
+    """Returns an inner tensor as a part of its own global tensor; None if this rank holds no elements of it."""
     if is_table_fqn(fqn):
         return _as_dtensor(inner, inner.shape, outer, is_table=True)
     sharded, local = _sharded_dims(outer), outer._local_tensor
@@ -291,13 +293,13 @@ def _sharded_dims(outer: DTensor) -> set[int] | None:
 
 
 def _can_follow(num_dims: int, outer: DTensor, sharded: set[int]) -> bool:
-    """Returns True if a tensor of so many dimensions has those along which the outer one is cut."""
+    """Returns True if a tensor of `num_dims` dimensions has the dimensions along which the outer tensor is cut."""
     return not sharded or num_dims == outer.dim() or (num_dims > 0 and sharded == {0})
 
 
 def _ends_with_blocks(outer: DTensor, dim: int, length: int) -> bool:
-    """Returns True if parts of the outer tensor end where blocks do, of which an inner tensor of this length has one
-    element each, or several: 6 rows with 4 scales are blocks of two rows and a short one, twice.
+    """Returns True if each part of the outer tensor ends at the end of a block. Then one of the two lengths divides the
+    other: 6 rows with 4 scales would be twice a block of two rows and a short block.
     """
     if outer._local_tensor.shape[dim] == outer.shape[dim]:  # not cut
         return True
@@ -314,7 +316,9 @@ def _as_dtensor(local: torch.Tensor, shape: torch.Size, outer: DTensor, *, is_ta
 
 
 def dense_stride(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Returns the stride of a tensor without gaps whose dimensions lie in memory as those of this stride do."""
+    """Returns the stride of a tensor without gaps. Its dimensions lie in memory in the order of falling `order`, the
+    stride of another tensor.
+    """
     stride = [0] * len(shape)
     dims = sorted(range(len(shape)), key=lambda dim: (-order[dim], dim))
     for at, dim in enumerate(dims):

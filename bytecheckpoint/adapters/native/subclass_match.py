@@ -31,11 +31,11 @@ from bytecheckpoint.manifest.plain_wire import TensorRef
 
 
 class Refusals(NamedTuple):
-    """Reasons why live subclasses are not filled: each is loaded wholly, or not at all."""
+    """Live subclasses that are not filled, and why: each is loaded wholly, or not at all."""
 
     problems: list[Problem]
     prefixes: tuple[str, ...]
-    """Prefixes of the FQNs of all that is inside of them."""
+    """Prefixes of the FQNs inside of these subclasses."""
 
     def has(self, fqn: str) -> bool:
         return bool(self.prefixes) and fqn.startswith(self.prefixes)
@@ -47,10 +47,10 @@ def refusals(
     aliases: Mapping[str, str] = MappingProxyType({}),
     other_names: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Refusals:
-    """Finds the live subclasses among these tensors and facts that do not fit.
+    """Finds the live subclasses that do not fit, in the state's tensors and facts, `own`.
 
-    The other FQNs of a tied tensor are `other_names` of it, and `aliases` of its own. Subclasses that share a tensor
-    are refused together.
+    `aliases` maps the other FQNs of tied tensors to those in `own`, `other_names` maps them back. Subclasses that share
+    a tensor are refused together.
     """
     facts = {fqn: value for fqn, value in own.items() if is_facts(fqn) and are_facts(value)}
     if not facts:
@@ -64,11 +64,13 @@ def refusals(
             if problem is not None:
                 problems.append(problem)
                 refused.add(fqn)
-    return Refusals(problems, _together(refused, outer, aliases))
+    return Refusals(problems, _refused_prefixes(refused, outer, aliases))
 
 
-def _together(fqns: Collection[str], outer: Collection[str], aliases: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the prefixes of the outermost subclasses around these FQNs, and of those that share tensors with them."""
+def _refused_prefixes(fqns: Collection[str], outer: Collection[str], aliases: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the FQN prefixes of the outermost subclasses around these FQNs, and of all subclasses that share tensors
+    with any of them.
+    """
     refused = {enclosing(fqn, outer)[-1] for fqn in fqns}
     pairs = [(enclosing(alias, outer), enclosing(fqn, outer)) for alias, fqn in aliases.items()] if refused else []
     links = [{of_alias[-1], of_own[-1]} for of_alias, of_own in pairs if of_alias and of_own]

@@ -31,7 +31,7 @@ class Form(NamedTuple):
 OWN, FLAT, NUMBERED = Form(is_own=True), Form(), Form(is_numbered=True)
 
 Parse = Callable[[Mapping[Any, Any]], dict[str, Any] | None]
-"""Makes the library's own tree of a nested or flat one, with what stands for its tensors; None for anything else."""
+"""Turns a nested or flat tree into the library's own form, tensors or their references included; None for any other."""
 
 
 @runtime_checkable
@@ -116,14 +116,14 @@ class Reshaping(NamedTuple):
 
 
 def _holds_more(form: Form, own: Mapping[str, Any], fqn: str, tensors: Iterable[str]) -> bool:
-    """Returns True for state by numbers, as a state_dict() has it, with other keys than a parameter's state has."""
+    """Returns True for state by number, as in a state_dict(), that has other keys than a parameter's state."""
     if form.keys is None or BY_POSITION not in own:
         return False
     return any(not form.keys >= values.keys() for values in _with_refs(own, fqn, tensors)[_STATE].values())
 
 
 def _with_numbers(tree: Any, fqn: str, tensors: Iterable[str]) -> Any:
-    """Returns the tree with each optimizer in it that is by position in the form of its state_dict()."""
+    """Returns the tree, with each optimizer that was saved by position in the form of its state_dict()."""
     if not isinstance(tree, dict):
         return tree
     if not (is_optimizer_tree(tree) and BY_POSITION in tree):
@@ -159,7 +159,7 @@ def _with_refs(tree: Mapping[str, Any], fqn: str, tensors: Iterable[str]) -> dic
     prefix = f"{join_fqn(fqn, _STATE)}."
     for tensor in tensors:
         name, key = split_state_path(tensor.removeprefix(prefix), known) if tensor.startswith(prefix) else ("", "")
-        if name and "." not in key:  # the tree itself refers to those in containers
+        if name and "." not in key:  # the tree itself refers to tensors in containers
             state.setdefault(name, {})[key] = TensorRef(tensor)
     return {**tree, _STATE: state}
 

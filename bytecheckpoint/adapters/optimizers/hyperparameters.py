@@ -96,7 +96,7 @@ class OptimizerKind(NamedTuple):
     """The keys of the state that an optimizer keeps for a parameter."""
 
     needed: frozenset[str]
-    """Keys without which its next step fails, where there is other state."""
+    """Keys without which the next step fails if the parameter has other state."""
     others: frozenset[str] = frozenset()
     """Keys that are there or not, by hyperparameters or the version of torch."""
 

@@ -66,18 +66,18 @@ def _items_of(value: Any, depth: int, matches: Callable[[Any], bool]) -> Iterato
 
 
 def is_usual(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if an optimizer has a `.state` of its own and gives it out as torch's base class does."""
+    """Returns True if an optimizer has a `.state` of its own, and its state_dict() is that of torch's base class."""
     has_usual_dict = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
     return has_usual_dict and "state_dict" not in vars(optimizer) and keeps_state(optimizer)
 
 
 def keeps_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if what is put into `.state` stays there: a property may give a new dict each time."""
+    """Returns True if values put into `.state` stay there: it may be a property that gives a new dict each time."""
     return _STATE in vars(optimizer) or optimizer.state is optimizer.state
 
 
 class ShownState(NamedTuple):
-    """The state that an optimizer's state_dict() gives out."""
+    """The state in the result of an optimizer's state_dict()."""
 
     shapes: Shapes
     """Shapes of its tensors, without hyperparameters."""
@@ -86,12 +86,12 @@ class ShownState(NamedTuple):
 
 
 def shown_by(optimizer: torch.optim.Optimizer, inner: Sequence[Any]) -> ShownState:
-    """Returns the content of state_dict(). State that it makes for inner optimizers that had none is not counted and is
-    removed again: torchtitan's takes a step to make it, and a save changes nothing.
+    """Describes the content of state_dict(). State that this call makes for an inner optimizer that had none is not
+    counted and is removed again: torchtitan's takes a step to make it, and a save changes nothing.
     """
     empty = [each for each in (optimizer, *inner) if isinstance(each, torch.optim.Optimizer) and not each.state]
     shapes: Shapes = Counter()
-    own_data = _look(optimizer.state_dict(), shapes, depth=MAX_DEPTH, is_known=False)
+    own_data = _count_tensors(optimizer.state_dict(), shapes, depth=MAX_DEPTH, is_known=False)
     made = [each for each in empty if each.state]
     shapes -= held_by(made)
     for each in made:
@@ -99,8 +99,10 @@ def shown_by(optimizer: torch.optim.Optimizer, inner: Sequence[Any]) -> ShownSta
     return ShownState(shapes, own_data)
 
 
-def _look(value: Any, shapes: Shapes, *, depth: int, is_known: bool) -> bool:
-    """Counts the tensors; returns whether there is any plain data that is not `is_known` to be of a parameter."""
+def _count_tensors(value: Any, shapes: Shapes, *, depth: int, is_known: bool) -> bool:
+    """Counts the tensors in a part of a state_dict, by shape, into `shapes`. Returns True if it also has plain data
+    that belongs to no parameter; `is_known` says that this part belongs to one.
+    """
     if isinstance(value, torch.Tensor):
         shapes[tuple(value.shape)] += 1
         return False
@@ -113,12 +115,14 @@ def _look(value: Any, shapes: Shapes, *, depth: int, is_known: bool) -> bool:
         text = key if type(key) is str else ""
         if not (key == _GROUPS and isinstance(item, list)) and not text.startswith(f"{_GROUPS}."):
             is_state = is_known or key == _STATE or text.startswith(f"{_STATE}.")
-            is_found |= _look(item, shapes, depth=depth - 1, is_known=is_state)
+            is_found |= _count_tensors(item, shapes, depth=depth - 1, is_known=is_state)
     return is_found
 
 
 def held_by(optimizers: Iterable[Any], *, without: Iterable[Any] = ()) -> Shapes:
-    """Returns the state tensors of these optimizers, but for those that others hold as well."""
+    """Counts the state tensors of these optimizers by shape, except for tensors that the optimizers `without` have as
+    well.
+    """
     elsewhere = {id(tensor) for tensor in _state_tensors(without)}
     return Counter(tuple(tensor.shape) for tensor in _state_tensors(optimizers) if id(tensor) not in elsewhere)
 

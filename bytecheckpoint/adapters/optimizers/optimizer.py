@@ -83,8 +83,8 @@ class OptimizerEntry:
     def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
         """Takes the names of the parameters from the modules of the state.
 
-        Raises CheckpointSaveError (unsupported_value) for a parameter that none of them has, and one that two
-        optimizers of this entry hold.
+        Raises CheckpointSaveError (unsupported_value) for a parameter that no module has, or that two optimizers of
+        this entry hold.
         """
         for optimizer in self.optimizers:
             refuse_zero_redundancy(self.fqn, optimizer)
@@ -224,7 +224,7 @@ class OptimizerEntry:
             tree = checkpoint.object_tree(self.fqn)
             if tree is not None and is_optimizer_tree(tree.tree):
                 groups = [group.parameters for group in self._groups()]
-                # True if each stands where its parameter would stand in an optimizer of the unwrapped model.
+                # True if each is at the position that its parameter would have in an optimizer of the unwrapped model.
                 flat = self._optimized.flat
                 has_order = all(id(each) not in flat or shows_parameter(each) for of_one in groups for each in of_one)
                 names = list(map(self._optimized.names, groups))

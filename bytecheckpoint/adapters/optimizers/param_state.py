@@ -212,24 +212,24 @@ def is_scalar(value: Any) -> bool:
 
 
 def can_take(own: Any, value: Any) -> bool:
-    """Returns True if a loaded value has a place where the optimizer has `own`: a scalar in a tensor of one element,
-    anything else in a value that is not a tensor. The rest was refused, and strict=False leaves it out.
+    """Returns True if a loaded value can take the place of the optimizer's `own`: a scalar that of a tensor of one
+    element, anything that of a value other than a tensor. Other pairs were refused; strict=False leaves them out.
     """
     return not isinstance(own, torch.Tensor) or (is_scalar(value) and own.numel() == 1)
 
 
 def scalar_device(group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device:
-    """Returns the device on which an optimizer itself makes the scalars of a parameter in this group."""
+    """Returns the device on which an optimizer with this param_group keeps the scalar state of a parameter."""
     is_on_device = group.get("capturable") or group.get("fused")
     return parameter.device if is_on_device else torch.device("cpu")
 
 
 def put_scalar(group: ParamGroup, parameter: torch.Tensor, key: str, value: Any) -> None:
-    """Puts a loaded value in place: what is a tensor stays that tensor, and what is a number stays one. A state that
-    lacks it gets a tensor of its own, where the optimizer keeps one.
+    """Puts a loaded value into the state of a parameter. A tensor in the state is filled, a number stays a number. A
+    state that lacks the key gets a new tensor, if the optimizer keeps one there.
 
-    Never the value itself: other parts of the parameter, and what was tied to it, get the same, and steps change state
-    in place.
+    Never puts `value` itself there: other parts of the parameter, and parameters tied to it, get the same value, and
+    steps change state in place.
     """
     state: MutableMapping[str, Any] = group.optimizer.state[parameter]
     own = state.get(key)
@@ -250,6 +250,6 @@ def put_scalar(group: ParamGroup, parameter: torch.Tensor, key: str, value: Any)
 
 
 def _keeps_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if an optimizer makes its scalars as tensors: torch's own and those derived from them do."""
+    """Returns True if an optimizer keeps its scalars as tensors: torch's own and classes derived from them do."""
     bases = {cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim.")}
     return bool(bases - {torch.optim.Optimizer}) and not isinstance(optimizer, _COUNT_IN_NUMBERS)

@@ -62,8 +62,8 @@ class StoredOptimizer:
         *,
         has_order: bool,
     ) -> None:
-        """`groups` are the names of the parameters in each group of the live optimizer, in its order; `has_order` where
-        an optimizer of the unwrapped model has the same.
+        """`groups` are the names of the parameters in each group of the live optimizer, in its order. `has_order` is
+        True if an optimizer of the unwrapped model has them in the same order.
         """
         self._fqn = fqn
         self._checkpoint = checkpoint
@@ -82,11 +82,11 @@ class StoredOptimizer:
                 if name:
                     self._tensors.setdefault(name, {})[key] = (state_fqn, tensor)
         self._known_names: dict[tuple[str, ...], list[str]] = {}
-        """FQNs of a parameter in the state -> what `_names` has found for them: it is asked for each time and again."""
+        """FQNs of a parameter in the state -> the result of `_names`, which is called for each parameter many times."""
         self._by_state_fqn: dict[str, str] = {}
         """FQN of a parameter in the state -> the name that it was saved under."""
         self._by_tensor: dict[str, str] = {}
-        """Checkpoint FQN under which a parameter's elements lie -> the same."""
+        """Checkpoint FQN under which a parameter's elements lie -> the name that it was saved under."""
         self._is_by_position = BY_POSITION in found.tree
         self._lengths = [len(group) for group in groups if group]
         self._stored_lengths = [len(group["params"]) for group in found.tree["groups"].values() if group["params"]]
@@ -108,7 +108,7 @@ class StoredOptimizer:
 
     @cached_property
     def has_subclasses(self) -> bool:
-        """True if any state in it is a tensor subclass."""
+        """True if the stored state has a tensor subclass."""
         return any(map(is_facts, leaves(self._tree["state"], "")))
 
     def _source(self, name: str) -> str:
@@ -118,8 +118,8 @@ class StoredOptimizer:
         return in_model if is_in_model else name
 
     def _state_fqns(self, name: str) -> list[str]:
-        """Returns the names that a stored parameter may have in the state. Renamed once: as key_map renames the
-        parameter in its module, or else as it renames its state in the optimizer.
+        """Returns the FQNs that a stored parameter may have in the live state. key_map renames it once: by its name in
+        the module, or else by the names of its state in the optimizer.
         """
         source, rename = self._source(name), self._checkpoint.rename
         sources = [source] if source in self._checkpoint.saved else [join_fqn(MODEL_FQN, name), name]
@@ -134,7 +134,7 @@ class StoredOptimizer:
         return sources
 
     def _names(self, names: ParameterNames) -> list[str]:
-        """Returns every name that a parameter of the state was saved under; several where it was not tied then."""
+        """Returns every name under which a live parameter was saved; several if it is tied now and was not then."""
         known = self._known_names.get(names.fqns)
         if known is None:
             found = [self._by_state_fqn.get(fqn) for fqn in names.fqns]
@@ -148,38 +148,40 @@ class StoredOptimizer:
         return known
 
     def claims(self, names: ParameterNames) -> Iterator[str]:
-        """State FQNs of all that was saved of a parameter's state."""
+        """Yields the FQNs, in the live state, of everything that was saved of a parameter's optimizer state."""
         for name in self._names(names):
             yield from (fqn for fqn, _ in self._tensors.get(name, {}).values())
             plain = leaves(self._tree["state"].get(name, {}), join_fqn(self._tree_fqn, f"state.{name}"))
             yield from map(self._checkpoint.rename, plain)
 
     def shared_claims(self) -> Iterator[str]:
-        """State FQNs of what belongs to no single parameter."""
+        """Yields the FQNs, in the live state, of stored values that belong to no single parameter."""
         for key in self._tree.keys() - {"state"}:
             yield from map(self._checkpoint.rename, leaves(self._tree[key], join_fqn(self._tree_fqn, key)))
         if not self._tree["state"]:
             yield self._checkpoint.rename(join_fqn(self._tree_fqn, "state"))
 
     def is_excluded(self, names: ParameterNames) -> bool:
-        """Returns True if exclude leaves out the parameter itself, under every name that it has."""
+        """Returns True if `exclude` leaves out the parameter itself under all of its names."""
         sources = [self._sources[fqn] for fqn in names.fqns if fqn in self._sources]
         return all(map(self._checkpoint.excludes, sources or map(self._checkpoint.globbed_name, names.fqns)))
 
     def parameter_shape(self, names: ParameterNames) -> tuple[int, ...] | None:
-        """Returns the shape that the parameter had, where a module with it is in the checkpoint."""
+        """Returns the shape of the stored parameter; None if no module in the checkpoint has it."""
         tensors = (self._checkpoint.saved.get(self._source(name)) for name in self._names(names))
         return next((tensor.shape for tensor in tensors if tensor is not None), None)
 
     def fits(self, names: ParameterNames, shape: tuple[int, ...]) -> bool:
-        """Returns True if a parameter of this shape had it when its state was made, as far as the checkpoint tells."""
-        if self._is_by_position:  # of the parameters themselves nothing is known
+        """Returns True unless the checkpoint shows that the parameter had another shape when its state was saved."""
+        if self._is_by_position:  # the checkpoint does not say which tensors the parameters are
             shapes = {tensor.shape for _, tensor in self.tensors(names).values()}
             return all(found == shape or len(found) != len(shape) for found in shapes)
         return self.parameter_shape(names) in {None, shape}
 
     def misfits(self, names: ParameterNames, shape: tuple[int, ...]) -> Iterator[Problem]:
-        """Yields a problem for each tensor in the state of a parameter that has this shape now, and had another one."""
+        """Yields a problem for each tensor in the stored state of a parameter. Call it for a parameter that had another
+        shape in the checkpoint than now, `shape`.
+        """
         for fqn, tensor in self.tensors(names).values():
             if tensor.shape:
                 stored_as = list(tensor.shape if self._is_by_position else self.parameter_shape(names) or ())
@@ -187,7 +189,7 @@ class StoredOptimizer:
                 yield Problem("shape", fqn, text)
 
     def number_problems(self) -> list[Problem]:
-        """Returns why parameters that are called by their position cannot be those of the live optimizer."""
+        """Returns the reasons why stored parameters without names cannot be matched by position to the live ones."""
         if not self._is_by_position or (self._has_order and self._lengths == self._stored_lengths):
             return []
         if not self._has_order:

@@ -70,7 +70,7 @@ class OptimizerWrapper(NamedTuple):
         return _StateCheck("by state_dict" if held <= shown.shapes else "refused", shown.shapes, held)
 
     def refused(self, fqn: str, found: _StateCheck) -> CheckpointSaveError:
-        """Returns the error for one of which no way saves all."""
+        """Returns the error for an optimizer whose state cannot be saved completely in any way."""
         names = ", ".join(sorted({type(each).__name__ for each in self.inner}))
         inside = f" and the optimizers in it ({names})" if names else ""
         what = (
@@ -95,7 +95,7 @@ class OptimizerWrapperEntry:
         outer = [one.optimizer for one in wrappers if one.inner and id(one.optimizer) not in map(id, one.inner)]
         self.optimizers = [*outer, *self._by_parameter.optimizers]
         self._unnamed: CheckpointSaveError | None = None
-        """The error for parameters that have no names, where they have none."""
+        """The error for parameters without names; None if all have names."""
 
     def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
         """Takes the names of the parameters from the modules of the state, where they have them.

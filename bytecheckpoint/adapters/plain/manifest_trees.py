@@ -22,8 +22,8 @@ _LONG = 1 << 14
 
 
 def tensor_dicts(manifest: Manifest) -> dict[str, dict[str, str]]:
-    """Returns the FQNs of tensors by name for each entry that is a long dict of tensors alone, each named after the
-    entry and its key, by the FQN of the entry.
+    """Returns, by the FQN of an entry, the FQNs of its tensors by key: for each entry that is a long dict of tensors
+    alone, all named after the entry and their keys.
     """
     found = {fqn: decode_refs(data) for fqn, data in manifest.objects.items() if fqn and len(data) > _LONG}
     return {fqn: refs for fqn, refs in found.items() if refs and _are_own_names(fqn, refs)}
@@ -54,7 +54,7 @@ def all_trees(manifest: Manifest) -> list[tuple[str, bytes]]:
 
 
 def common_tree(trees: Sequence[Any]) -> Any:
-    """Returns the first tree, with what is not the same in all of them, or not in all, marked as missing."""
+    """Returns the first tree, in which values are marked as missing if another tree lacks them or has other values."""
     if all(isinstance(tree, dict) for tree in trees):
         by_key: dict[Any, list[Any]] = {}
         for key, item in (item for tree in trees for item in tree.items()):

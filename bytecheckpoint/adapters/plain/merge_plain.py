@@ -30,7 +30,7 @@ def merge_plain(
     """Returns the values common to all ranks, and the values of each single rank, by FQN; `plain[r]` comes from rank r,
     whose global number is `global_ranks[r]`.
 
-    Raises one CheckpointMismatchError (conflict) for all FQNs whose values differ without being allowed to, else one
+    Raises one CheckpointMismatchError (conflict) for all FQNs whose values differ and must not; if there are none, one
     for all data loaders whose parts make no whole.
     """
     shared: dict[str, bytes] = {}

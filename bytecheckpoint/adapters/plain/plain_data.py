@@ -67,8 +67,8 @@ def encode_plain(value: Any, fqn: str, on_tensor: TensorHook) -> bytes:
 
 @lru_cache(maxsize=16)
 def encode_refs(fqn: str, names: tuple[str, ...]) -> tuple[tuple[str, ...], frozenset[str], bytes]:
-    """Returns the FQNs, once more as a set, and the encoding of a dict of tensors alone, which depend on the names
-    only.
+    """Returns the FQNs of the tensors in a dict of tensors alone, the same FQNs as a set, and the encoding of the dict.
+    They depend on the names only.
     """
     for name in names:
         wire.check_key(name, fqn)
@@ -78,7 +78,7 @@ def encode_refs(fqn: str, names: tuple[str, ...]) -> tuple[tuple[str, ...], froz
 
 
 def keep_in_tree(_fqn: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Is the `on_tensor` of a tree whose tensors are all written in place."""
+    """Returns the tensor itself. Serves as `on_tensor` for a tree in which all tensors are written in place."""
     return tensor
 
 
@@ -165,8 +165,8 @@ def decode_plain(data: bytes) -> Any:
 
 
 def decode_refs(data: bytes) -> dict[str, str] | None:
-    """Returns the FQNs by name of a dict of tensors alone, which `encode_refs` has encoded, without a step for each;
-    None for any other tree, and for a damaged one.
+    """Returns the FQNs, by key, in a dict of tensors alone, as `encode_refs` encodes it; None for any other tree, and
+    for a damaged one. It takes no step of Python for each tensor.
     """
     try:
         tree = msgspec.msgpack.decode(data, type=dict[str, Ext])
@@ -179,7 +179,7 @@ def decode_refs(data: bytes) -> dict[str, str] | None:
 
 
 class _ExtensionFound(Exception):  # noqa: N818  it is no error
-    """Ends the decoding of a tree that is more than msgpack's own types."""
+    """Ends the decoding of a tree that has other types than msgpack's own."""
 
 
 def _refuse_extension(_code: int, _content: memoryview) -> Any:
@@ -190,8 +190,8 @@ _decode_simple = msgspec.msgpack.Decoder(ext_hook=_refuse_extension).decode
 
 
 def decode_flagged(data: bytes | msgspec.Raw) -> tuple[Any, bool]:
-    """Returns the tree as `decode_plain` does, and False if it has no extension types, and with them no tensor: which
-    is found for nothing. Raises as that does.
+    """Returns what `decode_plain` returns, and True if the tree has extension types. If it has none, it has no tensor
+    either, and a walk for tensors is saved. Raises the errors of `decode_plain`.
     """
     try:
         return _decode_simple(data), False

@@ -29,8 +29,8 @@ def digested(plain: PlainData) -> tuple[dict[str, tuple[Scope, bytes]], list[str
 def restored(
     sent: Sequence[tuple[PlainData, Collection[str]]], known: Mapping[bytes, bytes]
 ) -> tuple[list[PlainData] | None, dict[bytes, bytes]]:
-    """Returns the data of each rank with values instead of digests, or None if one is not known, and the values by
-    digest for the next time. `sent` has the data and the digested FQNs of each rank.
+    """Returns the data of each rank with values in place of digests, or None if a digest is not known, and the values
+    by digest for the next save. `sent` has the data and the digested FQNs of each rank.
     """
     values = {
         xxhash.xxh3_128_digest(value): value

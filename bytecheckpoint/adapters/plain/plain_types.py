@@ -36,7 +36,9 @@ class Tagged(NamedTuple):
 
 
 def tag_value(value: Any) -> Tagged | None:
-    """Returns None for a value that would not come back as it is: of another type, or with what its text leaves out."""
+    """Returns a value of one of these types as a tag and plain content; None for any other value, and for one that its
+    content would not restore exactly.
+    """
     kind = type(value)
     if kind is set or kind is frozenset:
         if any(type(item) not in _ITEMS or (type(item) is int and item not in INT64) for item in value):
@@ -61,8 +63,8 @@ def is_tagged(pairs: Any) -> bool:
 
 
 def untag_value(tag: str, content: Any) -> Any:
-    """Returns the value that was written with this tag. Raises ValueError, TypeError or OverflowError if none has this
-    content.
+    """Returns the value that was written with this tag. Raises ValueError, TypeError or OverflowError if no value of
+    the tag has this content.
     """
     return _FROM_TAG[tag](content)
 
@@ -98,7 +100,7 @@ _FROM_TAG: dict[str, Callable[[Any], Any]] = {
 
 
 def as_plain(value: Any) -> Any:
-    """Returns the same for programs that know plain data only: sets as sorted lists, all else as text."""
+    """Returns the value for programs that know plain data only: a set as a sorted list, all else as text."""
     tagged = tag_value(value)
     if tagged is None:
         return value

@@ -22,7 +22,7 @@ _CONTAINERS = (dict, list, tuple)
 _ABSENT = object()
 
 _REFUSALS = (RuntimeError, ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)
-"""Errors of torch, numpy and Python for a state that is none of the generator's."""
+"""Errors of torch, numpy and Python for a state that the generator cannot take."""
 
 
 class FoundGenerator(NamedTuple):
@@ -57,7 +57,7 @@ def _found(value: Any, fqn: str, keys: tuple[Any, ...]) -> Iterator[FoundGenerat
 
 
 def with_states(value: Any, fqn: str) -> Any:
-    """Returns the tree with states in place of its generators; itself where it has none."""
+    """Returns the tree with states in place of its generators; the tree itself if it has no generators."""
     return _with_states(value) if generators_in(value, fqn) else value
 
 
@@ -130,7 +130,9 @@ def _kind(generator: Generator) -> str:
 
 
 def at(tree: Any, keys: tuple[Any, ...]) -> Any:
-    """Returns the part of a tree to which these keys lead, and a value that nothing else is where they lead nowhere."""
+    """Returns the part of a tree at the end of a path of keys. If the path leads nowhere, returns a marker for which
+    `is_there` is False.
+    """
     for key in keys:
         is_there = key in tree if isinstance(tree, dict) else type(tree) in (list, tuple) and 0 <= key < len(tree)
         if not is_there:
@@ -140,12 +142,12 @@ def at(tree: Any, keys: tuple[Any, ...]) -> Any:
 
 
 def is_there(found: Any) -> bool:
-    """Returns True for a result of `at` that is a part of the tree."""
+    """Returns True if `at` has found a part of the tree."""
     return found is not _ABSENT
 
 
 def put_back(tree: Any, found: list[FoundGenerator]) -> Any:
-    """Returns the tree with generators in place of their states, where it has these."""
+    """Returns the tree with generators in place of their states, wherever it has the states."""
     for keys, generator in found:
         if is_there(at(tree, keys)):
             tree = _replaced(tree, keys, generator)

@@ -44,7 +44,7 @@ def _tensor_of(state: Any) -> torch.Tensor:
 
 
 def _place() -> dict[str, int]:
-    """Returns this rank's number in each dimension of the mesh; nothing before the mesh is made."""
+    """Returns this rank's number in each dimension of the mesh; an empty dict before the mesh is made."""
     parallel = sys.modules.get(_PARALLEL)
     if parallel is None or not parallel.model_parallel_is_initialized():
         return {}

@@ -25,7 +25,7 @@ _WIDER_FLOAT = {True: torch.complex128, False: torch.float64}
 
 
 class MergeTarget:
-    """What all ranks saved, on its way to being one value."""
+    """The merging of the values that all ranks saved under one FQN into one value."""
 
     def __init__(self, saved: SavedByRank, rule: MergeRule, checkpoint: CheckpointView) -> None:
         self._saved = saved

@@ -59,8 +59,8 @@ def philox_state(key: int) -> torch.Tensor:
 
 
 def _torch_state(key: int) -> torch.Tensor:
-    """Returns the state of a generator on the host. Its own seeds have 32 bits, of which thousands of ranks would get
-    two alike: all words of the state follow from the key instead.
+    """Returns a state of torch's CPU generator, all words of which follow from the key. torch's own seeds have 32 bits,
+    so that two of thousands of ranks would get the same.
     """
     generator = torch.Generator().manual_seed(key % 2**64)
     state = generator.get_state()

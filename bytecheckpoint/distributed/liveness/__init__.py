@@ -1,1 +1,1 @@
-"""The life of the processes of other ranks, as kernels know it."""
+"""Watches whether the processes of other ranks have ended, as far as kernels tell."""

@@ -115,7 +115,7 @@ class HostLinks:
         """Returns the ranks whose process has ended."""
         self._accept()
         by_descriptor = {link.fileno(): (rank, link) for rank, link in list(self._open.items())}
-        by_descriptor.pop(-1, None)  # of one that was closed meanwhile
+        by_descriptor.pop(-1, None)  # of a link that was closed meanwhile
         poll = select.poll()
         for descriptor in by_descriptor:
             poll.register(descriptor, select.POLLIN)
@@ -173,7 +173,7 @@ class HostLinks:
                 self._admit(link)
 
     def _admit(self, link: socket.socket) -> None:
-        """Takes a new link if it shows the token. Raises BlockingIOError if its hello has not come."""
+        """Accepts a new link if it shows the token. Raises BlockingIOError if its hello has not arrived yet."""
         try:
             hello = link.recv(_HELLO.size)
         except BlockingIOError:
@@ -200,7 +200,7 @@ def _kept(link: socket.socket) -> socket.socket:
 
 
 def own_hosts(towards: str | None) -> list[str]:
-    """Returns this host's addresses on the networks that lead there, and its name."""
+    """Returns this host's addresses on the networks that lead to the host `towards`, and its name."""
     if towards is None:
         return [socket.gethostname(), "127.0.0.1"]
     hosts = []

@@ -42,7 +42,7 @@ class Presence(msgspec.Struct, frozen=True, array_like=True):
 
 
 def own_presence() -> Presence:
-    """Returns that of this process."""
+    """Returns the presence of this process."""
     kernel = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -60,12 +60,12 @@ def _start_time(pid: int) -> int | None:
 
 
 class LocalProcesses:
-    """Processes on this host."""
+    """The processes of ranks on this host. Notices when they end."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
         self._watched: dict[int, int] = {}
-        """Rank by descriptor, of which each refers to one process whatever becomes of its id."""
+        """Rank by process descriptor. A descriptor refers to one process, even if its id is given to another later."""
         self._unopened: dict[int, Presence] = {}
         """Processes for which there is no descriptor."""
 
@@ -95,8 +95,8 @@ class LocalProcesses:
 
 
 class PeerWatch:
-    """Watches those ranks of a group with whom this one exchanges messages: the members of its block and its leader,
-    and the coordinator all leaders.
+    """Watches the ranks of a group with which this rank exchanges messages. A rank watches its leader, a leader the
+    members of its block and the coordinator, and the coordinator all leaders.
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int, block_ranks: int) -> None:
@@ -122,8 +122,8 @@ class PeerWatch:
             self._store.set(_presence_key(self._rank), msgspec.msgpack.encode(self._own))  # type: ignore[arg-type]
 
     def meet(self) -> None:
-        """Begins to watch, once the ranks to watch are known to have made a call; opens links to those on other
-        hosts.
+        """Begins to watch, and opens links to the watched ranks on other hosts. Call it when those ranks have called
+        `introduce`.
         """
         with self._lock:
             self._meet()
@@ -142,7 +142,9 @@ class PeerWatch:
             self._links.connect(above, address)
 
     def ended(self, ranks: Iterable[int]) -> list[int]:
-        """Returns those of the ranks whose process has ended, after a moment in which their last messages arrive."""
+        """Returns the members of `ranks` whose processes ended at least `_LAST_MESSAGES_S` ago, so that their last
+        messages have arrived.
+        """
         with self._lock:
             self._find(ranks)
             found = self._local.ended() | (self._links.ended() if self._links is not None else set())
@@ -165,7 +167,7 @@ class PeerWatch:
             (self._links.forget if is_forked else self._links.close)()
 
     def _find(self, ranks: Iterable[int]) -> None:
-        """Reads the presences of ranks that are not known yet, as far as they have made a call."""
+        """Reads the presences of ranks that are not known yet and have called `introduce`."""
         new = [rank for rank in ranks if rank not in self._known]
         if not new:
             return

@@ -29,7 +29,7 @@ LEFT, GONE = 0, 1
 
 
 class HostRanks:
-    """The memory of this rank, and those of the other ranks of its host."""
+    """The memory of this rank, and the memories of the other ranks of its host."""
 
     def __init__(self, rank: int, content: memoryview, own: OwnMemory | None = None) -> None:
         """Without `own`, the `content` is memory of this rank alone."""
@@ -42,16 +42,16 @@ class HostRanks:
 
     @property
     def host(self) -> int:
-        """The lowest rank of the host: ranks with the same one share memory. -1 if this one shares none."""
+        """The lowest rank that shares memory with this rank, the same for all of them; -1 if this rank shares none."""
         return min(self.rank, *self.others) if self.others else -1
 
     @property
-    def max_slots(self) -> int:
-        """Parts of the memory that may be announced at a time, so that no queue is ever full of them."""
+    def max_parts(self) -> int:
+        """Number of parts of the memory that may be announced at a time, so that no queue is ever full of them."""
         return max(1, QUEUE_MESSAGES // (8 * (1 + len(self.others))))
 
     def open(self, offers: Mapping[int, MemoryOffer]) -> None:
-        """Opens the memory of all other ranks of the host. Raises OSError if that of one cannot be had."""
+        """Opens the memory of all other ranks of the host. Raises OSError if the memory of any cannot be opened."""
         try:
             for rank, offer in offers.items():
                 if rank != self.rank:
@@ -88,7 +88,7 @@ class HostRanks:
         return self._processes.ended() & {*self.others}
 
     def leave(self, *, is_silent: bool) -> None:
-        """Tells the others, once, that this rank ends without what it was to do."""
+        """Tells the other ranks, once, that this rank leaves before its part is done."""
         if not self._has_left:
             self._has_left = True
             for rank in self.others:
@@ -137,7 +137,9 @@ def _tell(what: str, error: Exception) -> None:
 
 
 def _offers_by_host(payloads: Sequence[bytes]) -> list[bytes]:
-    """Returns for each rank the offers of all ranks of its host, by rank; none for one that offers no memory."""
+    """Returns, for each rank, the offers of all ranks of its host, by rank; an empty dict for a rank that offers no
+    memory.
+    """
     offers = [msgspec.msgpack.decode(payload, type=MemoryOffer | None) for payload in payloads]
     by_host: dict[tuple[str, str], dict[int, MemoryOffer]] = {}
     for rank, offer in enumerate(offers):

@@ -97,12 +97,14 @@ class OwnMemory:
         return None
 
     def wake(self, message: Message) -> None:
-        """Puts a message into the own queue; if that is full, nobody waits."""
+        """Puts a message into this rank's own queue, to wake a thread; drops it if the queue is full, since then none
+        waits.
+        """
         with suppress(BlockingIOError):
             os.write(self._sent, _MESSAGE.pack(*message))
 
     def close(self) -> None:
-        """Closes the descriptors; the memory stays for those who have it open."""
+        """Closes the descriptors; the memory stays for the processes that have it open."""
         for descriptor in (self._memory, self._received, self._sent):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -112,21 +114,21 @@ class PeerMemory:
     """The memory of another rank of this host, and the queue of messages to it."""
 
     def __init__(self, offer: MemoryOffer) -> None:
-        """Raises OSError if this process may not open it, or it is not there."""
+        """Raises OSError if the memory is gone, or this process may not open it."""
         folder = f"/proc/{offer.presence.pid}/fd"
         self._memory, self._queue = os.open(f"{folder}/{offer.memory}", os.O_RDWR | os.O_CLOEXEC), -1
         try:
             if not hmac.compare_digest(os.pread(self._memory, _TOKEN_BYTES, 0), offer.token):
                 raise FileNotFoundError("another file has its number")
             self._queue = os.open(f"{folder}/{offer.queue}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            # To be written to as far as Python is concerned: torch and ctypes take no other memory.
+            # Opened for writing although nothing is written: torch and ctypes take only writable memory.
             self.content = _mapped(self._memory, _HEAD_BYTES + offer.num_bytes)[_HEAD_BYTES:]
         except BaseException:
             self.close()
             raise
 
     def send(self, message: Message) -> bool:
-        """Returns False if the queue is full. A message to a closed queue is dropped: nobody reads it."""
+        """Sends a message; returns False if the queue is full. A message to a closed queue is dropped."""
         with suppress(BrokenPipeError):
             try:
                 os.write(self._queue, _MESSAGE.pack(*message))
@@ -135,7 +137,9 @@ class PeerMemory:
         return True
 
     def read(self, start: int, byte_length: int) -> bytes:
-        """Returns what the other rank has appended."""
+        """Returns bytes that the other rank has appended, at `start` of its file. Raises FileNotFoundError if the file
+        ends before.
+        """
         found = bytearray()
         while len(found) < byte_length:
             part = os.pread(self._memory, byte_length - len(found), start + len(found))

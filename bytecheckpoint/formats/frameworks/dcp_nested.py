@@ -19,7 +19,9 @@ class _Kind(NamedTuple):
     """The names that a program gives to the folders."""
 
     members: Mapping[str, str]
-    """Folder -> the name of its content; "" if the content has names already. The first is that of the model."""
+    """Folder -> the name that its content gets; "" if the content has names already. The first is the folder of the
+    model.
+    """
     extra: str
     """The folder with a file for each rank, if there is one."""
 

@@ -95,7 +95,7 @@ def _by_rank(names: set[str], pattern: re.Pattern[str], path: str) -> list[str]:
 
 
 def _add_frozen(models: list[SavedFile], zero: deepspeed_zero.ZeroBuilder) -> None:
-    """Adds parameters that no optimizer has: whole in each file, or by ZeRO 3 divided over those of all ranks."""
+    """Adds parameters that no optimizer has. Each file has the whole parameter; with ZeRO 3, one part of it."""
     builder = models[0].builder
     for name, shape in (models[0].value.get("frozen_param_shapes") or {}).items():
         fqn = f"model.{name}"

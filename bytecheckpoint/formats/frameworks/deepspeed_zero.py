@@ -1,6 +1,6 @@
-"""The full-precision weights and the optimizer state of ZeRO: in flat buffers, where the order and the shapes of
-parameters that DeepSpeed writes beside them say what is whose; or in universal checkpoints, as ds_to_universal makes
-them: a folder for each parameter, with a file for its weights and one for each piece of its optimizer state.
+"""Reads the full-precision weights and the optimizer state of ZeRO: from flat buffers, in which DeepSpeed's lists of
+the order and the shapes of parameters tell whose elements are where; or from universal checkpoints, as ds_to_universal
+makes them: a folder for each parameter, with a file for its weights and one for each piece of its optimizer state.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ZeroState(NamedTuple):
 def read_zero_state(models: Sequence[SavedFile], optimizers: Sequence[SavedFile], zero: ZeroBuilder) -> ZeroState:
     """Adds `model.<name>` and `optimizer.state.<name>.<key>`.
 
-    Raises LookupError, TypeError, ValueError and AttributeError where the files are none of DeepSpeed's, and the errors
-    of `Saved.buffer`.
+    Raises LookupError, TypeError, ValueError or AttributeError if the files are not DeepSpeed's, and the errors of
+    `Saved.buffer`.
     """
     states = [saved.value["optimizer_state_dict"] for saved in optimizers]
     count = states[0].get("partition_count", len(optimizers))

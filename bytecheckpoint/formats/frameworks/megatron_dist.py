@@ -32,7 +32,7 @@ _MAX_MARKER_BYTES = 1 << 16
 
 
 def read_backend(source: SourceFolder) -> str | None:
-    """Returns the backend that Megatron says has written the folder; None if it is none of Megatron's."""
+    """Returns the backend with which Megatron has written the folder; None if the folder is not Megatron's."""
     if not 0 < (source.listing.get(MARKER_NAME) or 0) <= _MAX_MARKER_BYTES:
         return None
     try:

@@ -78,7 +78,9 @@ def _open(source: SourceFolder, folder: str) -> RankFile:
 
 
 def _arrange(opened: list[RankFile], builder: ManifestBuilder) -> dict[Rank, RankFile]:
-    """Returns the files by rank, all of them there and of one save. Leaves out optimizer state by name."""
+    """Returns the files by rank. Refuses files of missing or repeated ranks, and of several saves. Notes optimizer
+    state as left out.
+    """
     files: dict[Rank, RankFile] = {}
     for file in opened:
         other = files.setdefault(file.rank, file)

@@ -86,14 +86,17 @@ class Model:
         self._files = files
         self._builder = builder
         self._num_layers: dict[str, int] = {}
-        """Number of layers in the stages before, by the prefix of their names."""
+        """Number of layers added so far, by the prefix of their names."""
         self._stage_of: dict[str, Rank] = {}
+        """By FQN: a rank of the stage that has the tensor."""
         self._twice: _Stage = {}
-        """Parts of tensors that another stage may have as well."""
+        """Parts of tensors that the first and the last stage may both have, as the first of them has them."""
         self._comparer = Comparer()
 
     def add(self) -> None:
-        """Adds `model.<name>`, stage after stage; the chunks of a stage are as far apart as the stages are many."""
+        """Adds all tensors as `model.<name>`, in the order of their layers: the first chunk of every stage, then the
+        second chunk of every stage, and so on.
+        """
         stages = sorted({rank.pp for rank in self._files})
         chunks = {pp: _chunks_of(self._files[Rank(0, pp, 0)]) for pp in stages}
         for number in range(max(map(len, chunks.values()))):
@@ -114,7 +117,7 @@ class Model:
             self._num_layers[prefix] = self._num_layers.get(prefix, 0) + len(numbers)
 
     def _by_name(self, key: str, files: list[RankFile]) -> _Stage:
-        """Returns the parts of each tensor of a stage by name, with the model's numbers for experts."""
+        """Returns the parts of each tensor of a stage by name. Experts are numbered across the model in these names."""
         values = {file.rank: _values_of(file, key) for file in files}
         first = values[files[0].rank]
         num_experts = num_local_experts(first, files[0], 1 + max(file.rank.ep for file in files))
@@ -175,7 +178,7 @@ class Model:
             raise conflicting(self._builder.path, what, _ADVICE)
 
     def _add_plain(self, fqn: str, parts: list[_Part]) -> None:
-        """Adds extra state of modules, of which ranks may have different ones."""
+        """Adds extra state of modules, which may differ from rank to rank."""
         for file, value in parts:
             is_first = file is parts[0][0]
             name = fqn if is_first else f"{file.folder}.{fqn}"
@@ -208,7 +211,7 @@ def _chunks_of(file: RankFile) -> list[str]:
 
 
 def _values_of(file: RankFile, key: str) -> dict[str, Any]:
-    """Returns tensors and other values of a chunk by name: models were nested dicts once."""
+    """Returns tensors and other values of a chunk by name, also from the nested dicts that models once were."""
     model, path = file.value[key], file.saved.path
     if not isinstance(model, dict):
         raise damaged(path, f"its model is a {type(model).__name__}, and no dict")

@@ -1,5 +1,5 @@
 """Compares values in two files of torch.save that may be copies of each other: tensors by the checksums that torch has
-written, where it has, and else by their bytes. It knows no format.
+written, or by their bytes if there are none. It knows no format.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ StoredCopy = tuple[SavedFile, StoredView]
 
 
 class Comparer:
-    """Compares values, up to the limits of a checkpoint."""
+    """Compares values in the files of one checkpoint, and limits the bytes that are read for that."""
 
     def __init__(self) -> None:
         self._bytes_left = _MAX_ALL_BYTES
 
     def same_value(self, one: tuple[SavedFile, Any], other: tuple[SavedFile, Any], fqn: str) -> bool | None:
-        """Compares tensors, or plain data. Returns and raises what `same` does."""
+        """Compares two tensors, or two values of plain data. Returns and raises what `same` does."""
         are_tensors = [isinstance(value, StoredView) for _, value in (one, other)]
         if all(are_tensors):
             return self.same(one, other, fqn)
         return not any(are_tensors) and _encoded(*one, fqn) == _encoded(*other, fqn)
 
     def same(self, one: StoredCopy, other: StoredCopy, fqn: str) -> bool | None:
-        """Returns True if they have the same elements; None if too much would have to be read to compare them.
+        """Returns True if two tensors have the same elements; None if comparing them would read too many bytes.
 
         Raises CheckpointCorruptError (bad_manifest, truncated) for a tensor that is not in its file.
         """
@@ -53,7 +53,7 @@ class Comparer:
         if max(strided_views.num_chunks(view.shape, view.strides) for _, view in (one, other)) > _MAX_PIECES:
             return None
         copies = [(saved.archive, saved.chunks(view, fqn)) for saved, view in (one, other)]
-        # The first bytes cost little, and tell different weights of any size.
+        # Reading the first bytes costs little, and shows that weights differ, however large they are.
         head_bytes = min(_HEAD_BYTES, *(chunks[0].byte_length for _, chunks in copies))
         if len({archive.read(chunks[0].byte_offset, head_bytes) for archive, chunks in copies}) > 1:
             return False

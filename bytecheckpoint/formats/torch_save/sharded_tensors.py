@@ -132,7 +132,7 @@ class ShardedReader:
         self._regions: dict[int, frozenset[Region]] = {}
 
     def read(self, value: Instance) -> ShardedTensor:
-        """Raises what `translated` translates where a value is none of torch's, and UnsafeCheckpointError."""
+        """Raises errors that `translated` translates if a value is not torch's, and UnsafeCheckpointError."""
         found = self._known.get(id(value))
         if found is None:
             is_dtensor = _name(value) != _SHARDED_TENSOR

@@ -48,9 +48,9 @@ FindPersistent = Callable[[Any], Any]
 
 
 def read_pickle(content: bytes, *, find_global: FindGlobal, find_persistent: FindPersistent) -> Any:
-    """Returns the value in a pickle. What a call makes may have a `take_state(state)`, for `__setstate__`.
+    """Returns the value in a pickle. Objects that calls make may have a method `take_state(state)`, for `__setstate__`.
 
-    Raises PickleError, and what the two functions raise.
+    Raises PickleError, and the errors of the two functions.
     """
     if len(content) > MAX_PICKLE_BYTES:
         raise PickleError(f"it has {len(content)} bytes, at most {MAX_PICKLE_BYTES} are read")

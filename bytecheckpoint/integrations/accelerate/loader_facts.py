@@ -1,4 +1,4 @@
-"""What a loader of accelerate says about itself: samplers, generators, the size of its batches, and its state."""
+"""Reads facts about a loader of accelerate: samplers, generators, the size of its batches, and its state."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def has_first_iterator(loader: Any) -> bool:
 
 
 def holds_dataset(state: Any) -> bool:
-    """Returns True if the state of torchdata's loader holds that of a dataset."""
+    """Returns True if the state of torchdata's loader holds the state of a dataset."""
     if not isinstance(state, Mapping):
         return False
     own = any(state.get(key) is not None for key in ("dataset_state", "dataset_iter_state"))

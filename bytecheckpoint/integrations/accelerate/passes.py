@@ -63,7 +63,7 @@ class LoaderPass:
 
 @dataclass
 class ResumedPass:
-    """What a load has left for the next pass over a loader."""
+    """Loaded state that the next pass over a loader begins with."""
 
     prepared: Callable[[], Any]
     """Weak reference to the prepared loader."""
@@ -71,23 +71,23 @@ class ResumedPass:
     stream: Mapping[str, Any] | None
     """State of this rank; None if the checkpoint is of another number of ranks."""
     order: dict[str, Any] | None
-    """Generators as they were when the pass that goes on began; None where none goes on."""
+    """Generators as they were when the saved pass began; None if the save was made between passes."""
     num_to_skip: int
     """Batches that the loader itself is to leave out."""
     restore_rng: Callable[[], object] | None
-    """For the loader that was read when the save was made."""
+    """Sets the random state; only for the loader that was being read when the save was made."""
 
 
 PASSES: MutableMapping[Any, LoaderPass] = weakref.WeakKeyDictionary()
 RESUMES: MutableMapping[Any, ResumedPass] = weakref.WeakKeyDictionary()
-"""Both by what a loader shares with the one that `skip_first_batches` makes of it."""
+"""Both have as keys an object that a loader shares with the loader that `skip_first_batches` makes of it."""
 
 
 class _SamplingNoted:
-    """Stands in for a sampler while a pass begins, where the order is drawn from the generators of the process. Notes
-    these, or sets them as they were for the pass that goes on.
+    """Stands in for a sampler while a pass begins, at the moment when the order is drawn from the generators of the
+    process. Notes their states, or, for a resumed pass, sets them as they were.
 
-    The begin of the pass is not exact enough: torchdata's loader makes its first iterator, which draws too, earlier.
+    The beginning of the pass would be too late: torchdata's loader makes its first iterator earlier, which draws too.
     """
 
     def __init__(self, loader: Any, order: dict[str, Any], *, replays: bool) -> None:
@@ -202,9 +202,7 @@ def _iterated(loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator
 
 
 def _begin_resumed(loader: Any, resume: ResumedPass) -> Callable[[], None]:
-    """Lets the next pass begin as the one that was saved did. Returns what is to be called when its first batch is
-    there.
-    """
+    """Makes the next pass begin as the saved pass did. Returns a function to call when its first batch is there."""
     is_own = resume.prepared() is loader
     before = RngState().state_dict()
     if resume.order is not None:

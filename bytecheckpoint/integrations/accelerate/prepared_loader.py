@@ -42,7 +42,7 @@ class PreparedLoader:
         return [] if self._loads else [_id_of(self._accelerator.process_index)]
 
     def stream_state(self, _stream_id: str) -> Mapping[str, Any]:
-        """Returns what this rank goes on with on as many ranks."""
+        """Returns the state with which this rank goes on if the number of ranks is the same."""
         if self._resume is not None and self._resume.stream is not None:
             return self._resume.stream
         loader, in_pass = self._loader, self._is_in_pass()
@@ -138,8 +138,8 @@ def data_state(accelerator: Any, current: Any, *, loads: bool) -> list[DataLoade
 
 
 def current_loader(accelerator: Any) -> Any:
-    """Returns the loader that the trainer reads, or None: of those in a pass the one whose batch came last. A loop that
-    was left counts if there is no other, but for one of an evaluation.
+    """Returns the loader that the trainer reads, or None: of the loaders in a pass, the one that gave the last batch. A
+    pass that was left early counts if there is no other, unless it was an evaluation.
     """
     cores = [(PASSES.get(core_of(loader)), loader) for loader in accelerator._dataloaders]
     begun = [(each, loader) for each, loader in cores if each is not None and each.num_taken and not each.has_ended()]

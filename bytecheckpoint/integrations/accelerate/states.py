@@ -284,8 +284,8 @@ def _folders_of(accelerator: Any, root: str, arguments: Mapping[str, Any]) -> Nu
 
 
 def _newest(root: str, arguments: Mapping[str, Any]) -> tuple[str, int]:
-    """Returns the checkpoint that was committed last, which is not the highest number where training has gone back, and
-    the number of the next one. A damaged one is passed over where another is there, and keeps its number.
+    """Returns the checkpoint that was committed last, whose number is not the highest if training has gone back, and
+    the number of the next one. Damaged checkpoints are skipped if there is another, and keep their numbers.
     """
 
     def find() -> tuple[str, int]:

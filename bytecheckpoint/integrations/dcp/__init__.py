@@ -16,7 +16,7 @@ from bytecheckpoint.integrations.dcp.storage import BcpStorageReader, BcpStorage
 from bytecheckpoint.integrations.shared.agreed_stop import AgreedStop
 
 FileSystemReader, FileSystemWriter = BcpStorageReader, BcpStorageWriter
-"""As programs name them that have changed the import alone."""
+"""The names of torch, for programs in which only the import was changed."""
 
 __all__ = [
     "AgreedStop",

@@ -320,7 +320,9 @@ def _begin(
 
 
 def _save_options(writer: object, options: SaveOptions | None) -> SaveOptions:
-    """Returns the options of the call, else those of the writer, with the keywords of the writer."""
+    """Returns the options of the call, or those of the writer if the call has none, with the keywords of the writer
+    set.
+    """
     if not isinstance(writer, BcpStorageWriter):
         return replace(options or SaveOptions(), overwrite=True)
     return writer.options if options is None else with_writers_keywords(options, writer.keywords)

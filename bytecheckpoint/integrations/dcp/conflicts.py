@@ -1,5 +1,5 @@
-"""Values of one name that differ from rank to rank. torch.distributed.checkpoint keeps one rank's without a word; here
-each rank keeps its own. Modules, optimizers and other live objects are compared by the save itself.
+"""Finds values of one name that differ from rank to rank. torch.distributed.checkpoint silently saves the value of one
+rank; here the value of each rank is saved. Modules, optimizers and other live objects are compared by the save itself.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _names_that_differ(payloads: Sequence[bytes]) -> bytes:
 
 
 def _parts(value: Any, fqn: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yields the values that one name each stands for: what is in dicts, and in lists that hold tensors."""
+    """Yields the values that have a name each: those in dicts, and in lists that hold tensors."""
     items = _items(value, fqn)
     if items is None:
         yield fqn, value
@@ -139,7 +139,7 @@ def _items(value: Any, fqn: str) -> Collection[tuple[Any, Any]] | None:
 
 
 def _marked(value: Any, fqn: str, differing: set[str]) -> Any:
-    """Returns the value with those of these names in a RankLocal, in containers of its own."""
+    """Returns a copy of the value in which the parts with these names are put into a RankLocal each."""
     if fqn in differing:
         return RankLocal(value)
     items = _items(value, fqn)

@@ -129,7 +129,9 @@ class BcpStorageWriter(StorageWriter):
         self.path = self.path if checkpoint_id is None else checkpoint_id
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - torch's signature
-        """Takes note of whether ranks work together. Which of them coordinates, the save itself decides."""
+        """Notes whether ranks save together. `is_coordinator` is ignored: the save itself decides which rank
+        coordinates.
+        """
         del is_coordinator
         self._uses_collectives = kwargs.get("use_collectives", True)
 
@@ -138,7 +140,7 @@ class BcpStorageWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Returns the plans with the number of ranks that take part, of which DCP tells its writers nothing else."""
+        """Adds the number of ranks that take part to the plans, since DCP does not tell it to its writers otherwise."""
         return [replace(plan, storage_data=len(plans)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -201,7 +203,7 @@ def begin_save(
     on_conflict: OnConflict,
     is_async: bool,
 ) -> SaveHandle:
-    """Saves a state without Stateful values, of which each rank keeps its own where they differ."""
+    """Saves a state without Stateful values. Values that differ between ranks are saved for each rank."""
     kept = mark_differing(
         state,
         path=str(path),

@@ -40,7 +40,7 @@ class TrainLoaders:
     def load_later(
         self, found: ChosenCheckpoint, storage_options: Mapping[str, Any] | None, *, timeout_s: float
     ) -> None:
-        """Loads the loaders of this checkpoint when Lightning has made those of the run."""
+        """Loads the state of the data loaders later, once Lightning has made the loaders of the run."""
         num_loaders = int(found.metadata.get("num_loaders", 0))
         self._waiting = LoadLater(found.path, num_loaders, storage_options, timeout_s) if num_loaders else None
 

@@ -1,4 +1,6 @@
-"""What of a module is saved, where a hook of Lightning has changed the state_dict that it was shown."""
+"""Chooses what is saved of a module if a hook of Lightning has changed its state_dict. `shown` is the state_dict that
+the hook was given, `left` the one that it leaves.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from torch import nn
 
 
 def module_or_part(module: nn.Module, shown: Mapping[str, Any], left: Mapping[str, Any]) -> nn.Module | dict[str, Any]:
-    """Returns the module itself if hooks have left its state_dict as it was, a module with a part of its parameters and
-    buffers if they took some out, else the tensors that they have put there.
+    """Returns the module itself if hooks have not changed its state_dict, a module with the remaining parameters and
+    buffers if they have only removed some, else the state_dict that they have left.
     """
     if any(value is not shown.get(name) for name, value in left.items()):
         return dict(left)
@@ -36,5 +38,5 @@ def _part_of(module: nn.Module, names: Mapping[str, Any]) -> nn.Module:
 
 
 def is_same(value: Any, shown: Mapping[str, Any]) -> bool:
-    """Returns True for the state_dict that a hook was shown and has put into another place."""
+    """Returns True if `value` is the state_dict that a hook was shown, put into another place by the hook."""
     return isinstance(value, dict) and value.keys() == shown.keys() and all(value[key] is shown[key] for key in shown)

@@ -118,7 +118,9 @@ def chosen_by_lightning(trainer: Trainer) -> bool:
 def lasting_paths(
     trainer: Trainer, callbacks: Mapping[str, Any], path: str, storage_options: Mapping[str, Any] | None
 ) -> list[str]:
-    """Returns the paths in the states of callbacks that open now, and the one that was loaded. Asked on rank 0."""
+    """Returns the paths in the states of callbacks that can be opened now, and the path that was loaded. Called on rank
+    0.
+    """
     held = {path}
     for callback in _model_checkpoints(trainer):
         state = callbacks.get(callback.state_key, {})
@@ -135,7 +137,7 @@ def _opens(path: str, storage_options: Mapping[str, Any] | None) -> bool:
 
 
 def drop_gone_paths(trainer: Trainer, callbacks: dict[str, Any], loaded: str, lasting: list[str]) -> None:
-    """Takes paths that do not open any more out of the states of callbacks, and puts in that of a last checkpoint that
+    """Removes paths that do not open any more from the states of callbacks, and adds the path of a last checkpoint that
     was saved as a copy of another one.
     """
     for callback in _model_checkpoints(trainer):
@@ -155,7 +157,7 @@ def drop_gone_paths(trainer: Trainer, callbacks: dict[str, Any], loaded: str, la
 
 
 def _rank_again(callback: ModelCheckpoint, state: dict[str, Any], scores: dict[str, Any]) -> None:
-    """Makes the scores of a state those of its checkpoints that are still there."""
+    """Puts `scores`, those of the checkpoints that still exist, into a state, with the best and the worst of them."""
     best, worst = (min, max) if callback.mode == "min" else (max, min)
     state["best_k_models"] = scores
     if state.get("best_model_path") not in scores:

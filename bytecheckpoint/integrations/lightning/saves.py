@@ -1,5 +1,5 @@
-"""The save in flight of a strategy, and what rank 0 does once it is committed: copies and removals; the strategy that
-has none. Knows nothing of Lightning.
+"""The save in flight of a strategy, and the work of rank 0 once it is committed, copies and removals; and the refusal
+of DeepSpeed's strategy. Knows nothing of Lightning.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class SaveInFlight:
         self._copied_to = ""
 
     def begin(self, handle: SaveHandle) -> None:
-        """Takes a save that has begun. `settle` comes before."""
+        """Notes a save that has begun. Call `settle` before."""
         self._handle = handle
 
     def copy(self, source: str, target: str, storage_options: Mapping[str, Any] | None) -> None:
-        """Lets rank 0 copy the checkpoint in flight to another path, once it is committed. All ranks call it."""
+        """Makes rank 0 copy the checkpoint in flight to another path, once it is committed. All ranks call this."""
         self._copied_to = target
         if rank_in(None) == 0:
             self._after_commit(lambda: copy_checkpoint(source, target, storage_options))
@@ -71,7 +71,7 @@ class SaveInFlight:
         self._after_commit(remove)
 
     def settle(self, *, timeout_s: float, wait_s: float | None = None) -> None:
-        """Returns when the save in flight is committed, and its copies and removals are done. All ranks call it.
+        """Waits until the save in flight is committed, and its copies and removals are done. All ranks call this.
 
         Args:
             timeout_s: Seconds to wait for other ranks.
@@ -86,7 +86,7 @@ class SaveInFlight:
             try:
                 handle.result(wait_s)
             except TimeoutError:
-                if not handle.done():  # whoever waits longer, such as teardown, is to find it
+                if not handle.done():  # a caller that waits longer, such as teardown, is to find it
                     self._handle, self._work, self._copied_to = handle, work, copied_to
                 raise
 
@@ -125,8 +125,8 @@ class SaveInFlight:
 
 
 def copy_checkpoint(source: str, target: str, storage_options: Mapping[str, Any] | None) -> None:
-    """Puts a committed checkpoint at a second path, in place of one that stands there, by links or copies inside the
-    storage where it has them.
+    """Puts a committed checkpoint at a second path, in place of any checkpoint there; by links or copies inside the
+    storage, if it has them.
 
     Raises like `copy_step`.
     """
@@ -157,7 +157,7 @@ def _link_files(source: str, target: str, names: Iterable[str], storage_options:
 
 def remove_checkpoint(path: str, storage_options: Mapping[str, Any] | None) -> None:
     """Deletes the checkpoint at a path, what abandoned saves have left there, and its folder if nothing else is in it.
-    A link goes alone. A path where nothing is passes.
+    Of a link, only the link is deleted. It is no error if there is nothing.
 
     Raises CheckpointCorruptError if a manifest cannot be read, and StorageError.
     """

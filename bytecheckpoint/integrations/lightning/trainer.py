@@ -97,7 +97,7 @@ class BcpStrategyMixin(Strategy):
         return dict(self._bcp_shown)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Returns nothing: optimizers are saved as they are."""
+        """Returns an empty dict: optimizers are saved as live objects instead."""
         del optimizer
         return {}
 
@@ -106,7 +106,7 @@ class BcpStrategyMixin(Strategy):
         given = os.fspath(filepath)
         original = sys.exception() if self._bcp_trainer().state.status == TrainerStatus.INTERRUPTED else None
         if original is None:
-            # After training, whoever saves may read at once: nothing would wait for that.
+            # After training, the caller may read the checkpoint at once: nothing would wait for the save.
             is_async = self.bcp_async_save and self._bcp_trainer().state.status == TrainerStatus.RUNNING
             self._bcp_saves.settle(timeout_s=self.bcp_options.timeout_s)
             self._bcp_save(checkpoint, given, storage_options or self.bcp_storage_options, is_async=is_async)
@@ -149,7 +149,7 @@ class BcpStrategyMixin(Strategy):
         self._bcp_saves.begin(handle)
 
     def _bcp_place(self, given: str) -> tuple[str, str]:
-        """Returns the path of a save, and that of the checkpoint that is copied there instead."""
+        """Returns the path of a save, and the path of the checkpoint that is copied there instead of saving."""
         if os.path.islink(given):  # noqa: PTH114
             os.unlink(given)  # noqa: PTH108 - else the save would replace what it points to
         return given, saved_just_before(self._bcp_trainer(), given)
@@ -206,7 +206,7 @@ class BcpStrategyMixin(Strategy):
         if self._bcp_is_foreign:
             loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
             return loaded
-        if found.path != given:  # for messages, and because the one that was resumed from is not removed
+        if found.path != given:  # for messages, and so that the checkpoint resumed from is not removed
             trainer._checkpoint_connector._ckpt_path = found.path
         checkpoint = self._bcp_load(found, is_fitting=trainer.state.fn == TrainerFn.FITTING)
         callbacks = checkpoint.get("callbacks", {})
@@ -266,7 +266,7 @@ class BcpStrategyMixin(Strategy):
             super().load_optimizer_state_dict(checkpoint)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint, on rank 0, once the save in flight is committed. One that is gone passes."""
+        """Removes a checkpoint, on rank 0, once the save in flight is committed. It may be gone already."""
         if not self.is_global_zero:
             return
         path = os.fspath(filepath)
@@ -307,7 +307,7 @@ class BcpStrategyMixin(Strategy):
         return super().batch_to_device(batch, *args, **kwargs)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Lets all ranks stop after this batch if one was told to."""
+        """Stops all ranks after this batch if one of them was requested to stop."""
         super().on_train_batch_start(batch, batch_idx)
         self._bcp_restore_random()  # where training_step(dataloader_iter) takes the batches
         if self._bcp_stop is not None and self._bcp_stop.end_step():
@@ -347,7 +347,7 @@ class BcpStrategyMixin(Strategy):
         return module_of(self).trainer
 
     def _bcp_module(self) -> nn.Module:
-        """Returns the module to save: that of the user, or with FSDP its wrapper, which knows what is where."""
+        """Returns the module to save: the user's module, or with FSDP the wrapper around it, which knows the layout."""
         model: nn.Module = self.model if isinstance(self.model, FullyShardedDataParallel) else module_of(self)
         return model
 

@@ -39,7 +39,7 @@ class FoundIteration(msgspec.Struct):
     is_of_megatron: bool = False
     """True if Megatron itself wrote it."""
     is_pretrained: bool = False
-    """True if it is that of `--pretrained-checkpoint`, to begin a new run from."""
+    """True for the checkpoint of `--pretrained-checkpoint`, from which a new run begins."""
     has_rng: bool = False
     has_rerun: bool = False
     iteration: int = 0
@@ -60,7 +60,7 @@ def find(args: Namespace, root: str | None, reach: TrackedFolder) -> FoundIterat
         folder = reach._replace(root=pretrained)
         found = [(folder, text) for text in [folder.read()] if text is not None]
     if found:
-        # The newest, and of two the one that is not persistent, as Megatron has it.
+        # The newest, and of two equally new ones the one that is not persistent, as in Megatron.
         folder, text = max(found, key=lambda each: _iteration_in(each[1]))
         name = RELEASE if text == RELEASE else name_of(_iteration_in(text))
         described = _described(folder, name)
@@ -120,13 +120,13 @@ class ReplacedCheckpoints:
         self._replaced: set[int] = set()
 
     def note(self, text: str | None) -> None:
-        """Takes what the tracker file held before a save."""
+        """Notes the content that the tracker file had before a save."""
         if text and text.isdecimal():
             self._replaced.add(int(text))
 
     def going(self, iteration: int, interval: int) -> list[NumberedFolder]:
-        """Returns those before this iteration but for one of every `interval`; with 0, all of them. A damaged one is
-        passed over.
+        """Returns the checkpoints before this iteration, except one of every `interval`; with 0, all of them. Damaged
+        checkpoints are skipped.
         """
         going = []
         for number in sorted(self._replaced - {0, iteration}):

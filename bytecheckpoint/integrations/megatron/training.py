@@ -249,7 +249,7 @@ class _RerunState:
 
 
 def optimizer_state(optimizer: Any, scheduler: Any) -> dict[str, Any]:
-    """Returns those of both that the run has, under their names in a checkpoint."""
+    """Returns optimizer and scheduler, as far as the run has them, under their names in a checkpoint."""
     state = {"optimizer": optimizer} if is_optimizer(optimizer) else {}
     return state | ({"scheduler": scheduler} if scheduler is not None else {})
 

@@ -49,7 +49,7 @@ class AgreedStop:
     def end_step(self) -> bool:
         """Returns True, on all ranks after the same step, if training is to stop. All ranks call it after each step.
 
-        Raises CheckpointError (rank_missing) if a stop was requested and some ranks do not say where they are.
+        Raises CheckpointError (rank_missing) if a stop was requested and some ranks do not report their step.
         """
         return self._agreement.pass_boundary()
 

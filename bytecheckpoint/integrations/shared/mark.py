@@ -1,4 +1,4 @@
-"""The mark of an integration in the metadata of what it saves, by which `bcp doctor` says where a run goes on."""
+"""Marks checkpoints, in their metadata, with the integration that saved them: `bcp doctor` then says how to resume."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ Name = Literal[
 
 
 def marked(name: Name, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the metadata of a checkpoint with the mark."""
+    """Returns metadata of a checkpoint with the mark of this integration added."""
     return {**(metadata or {}), INTEGRATION: name}

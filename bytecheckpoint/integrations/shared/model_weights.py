@@ -35,10 +35,10 @@ def save_weights(
     options: SaveOptions,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a folder of safetensors files with these names, local or of a store, and replaces one that is there.
+    """Writes a folder of safetensors files with these names, local or of a store, in place of any folder there.
 
-    The weights pass through a checkpoint beside it, which is deleted in the end. Raises the errors of a save and of a
-    load.
+    The weights pass through a checkpoint beside the folder, which is deleted afterwards. Raises the errors of a save
+    and of a load.
     """
     between = f"{path}.weights"
     overwriting = SaveOptions(overwrite=True, timeout_s=options.timeout_s, writer_threads=options.writer_threads)
@@ -89,4 +89,4 @@ def load_weights(
 
 
 def _count(num_bytes: int) -> None:
-    """Nobody looks at the progress."""
+    """Does nothing: the progress is not shown."""

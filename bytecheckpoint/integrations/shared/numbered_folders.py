@@ -74,11 +74,11 @@ class NumberedFolder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Choose = Callable[[], Iterable[NumberedFolder]]
-"""Returns the checkpoints that are to go. The background calls it."""
+"""Returns the checkpoints that are to be deleted. It is called in the background."""
 
 
 class NumberedFolders:
-    """The folders of one run. One rank has it, which looks after them; methods may be called from any thread."""
+    """The folders of one run. One rank has this object and manages them; methods may be called from any thread."""
 
     def __init__(
         self,
@@ -93,9 +93,9 @@ class NumberedFolders:
     ) -> None:
         """A checkpoint is at `root/<prefix><number>/<below>`, its number with at least `width` digits.
 
-        `remove_beside` is called with the path of one that is deleted, before its empty folders are removed. With
-        `own_key`, records are in the metadata under that key, and checkpoints without one are others'; without it, they
-        count as older than those of the run.
+        `remove_beside` is called with the path of a checkpoint that is deleted, before its empty folders are removed.
+        With `own_key`, records are in the metadata under that key, and checkpoints without a record do not belong to
+        the run; without `own_key`, they count as older than those that have one.
         """
         self.root = expand_home(os.fspath(root))
         self._prefix, self._below, self._width, self._own_key = prefix, below, width, own_key
@@ -110,9 +110,9 @@ class NumberedFolders:
         self._changed = threading.Condition()
         self._saving: set[int] = set()
         self._num_saves = self._chosen = 0
-        """Saves so far, and the newest of them whose choice of what to delete counts."""
+        """Saves so far, and the number of the save that last chose what to delete."""
         self._num_awaited = 0
-        """Saves whose end has not been noted; whoever waits for a save may go on before that."""
+        """Saves whose end has not been noted here; a caller that waits for a save may go on earlier."""
         self._deleting: int | None = None
         self._unfinished: set[int] = set()
         """Numbers of deletions that have begun and did not end."""
@@ -125,8 +125,8 @@ class NumberedFolders:
         return join_name(self.root, f"{self._prefix}{number:0{self._width}}", self._below)
 
     def numbers(self) -> list[int]:
-        """Returns the numbers of all folders with such a name, rising, whatever is in them. A name that is written in
-        another way, such as `step-007` beside `step-7`, is another's.
+        """Returns the numbers of all folders with such a name, in ascending order, whatever is in them. A name with
+        other digits than `path_of` gives, such as `step-007` for `step-7`, does not count.
         """
         names = open_store(self.root, storage_options=self._storage_options, writer_threads=1).list("")
         matches = (self._is_named(name) for name, num_bytes in names.items() if num_bytes is None)
@@ -134,14 +134,15 @@ class NumberedFolders:
         return sorted(int(digits) for digits in found if digits == f"{int(digits):0{self._width}}")
 
     def names_in(self, path: str) -> Mapping[str, int | None]:
-        """Returns the names in one of the folders, and lengths of files."""
+        """Returns the names in one of the folders: files with their lengths in bytes, folders with None."""
         return open_store(path, storage_options=self._storage_options, writer_threads=1).list("")
 
     def committed(self, *, to_load: bool = False) -> list[NumberedFolder]:
-        """Returns the checkpoints that are committed, those that are to go first at the start, else as committed. A
-        damaged one is left out, so that it does not count and stays; a warning names it. So is a link to another.
+        """Returns the committed checkpoints in the order in which they may be deleted: first those that training has
+        left, then the others by age. Damaged ones are left out with a warning, so they neither count nor are deleted;
+        so are links to another checkpoint.
 
-        Raises, with `to_load`, the error of a damaged one where there is no other.
+        With `to_load`, raises the error of a damaged checkpoint if there are only such.
         """
         found = []
         for number in self.numbers():
@@ -155,8 +156,8 @@ class NumberedFolders:
         )
 
     def read(self, number: int) -> NumberedFolder | None:
-        """Returns a checkpoint; None if none of the run is committed there. Raises the errors of `bytecheckpoint.open`
-        for a damaged one.
+        """Returns the checkpoint with this number; None if no checkpoint of the run is committed in its folder. Raises
+        the errors of `bytecheckpoint.open` for a damaged one.
         """
         path = self.path_of(number)
         if not layout.has_manifest(self.names_in(path)):
@@ -172,7 +173,9 @@ class NumberedFolders:
         return NumberedFolder(number=number, path=path, save_id=checkpoint.info.save_id, record=known)
 
     def find(self, number: int) -> NumberedFolder | None:
-        """Returns a checkpoint; None if none of the run is committed there, or a damaged one, which a warning names."""
+        """Returns the checkpoint with this number; None if no checkpoint of the run is committed in its folder, and for
+        a damaged one, which is logged as a warning.
+        """
         try:
             folder = self.read(number)
         except CheckpointNotFoundError:  # deleted meanwhile
@@ -196,7 +199,7 @@ class NumberedFolders:
         self.finish_begun()
 
     def finish_begun(self) -> None:
-        """Lets the background finish the deletions that killed processes have begun."""
+        """Finishes, in the background, the deletions that killed processes have begun."""
         self._has_looked = False
         self._ask()
 
@@ -207,7 +210,7 @@ class NumberedFolders:
         """
         with self._changed:
             self._saving.add(number)
-            # Hazard: a deletion under way could take the new manifest for the one that it is to delete.
+            # Hazard: a deletion under way could delete the new manifest, taking it for the old one.
             if not self._changed.wait_for(lambda: self._deleting != number, _HANGING_S):
                 self._saving.discard(number)
                 raise StorageError(
@@ -221,8 +224,8 @@ class NumberedFolders:
         return record
 
     def retire_after(self, handle: SaveHandle, number: int, choose: Choose | None) -> None:
-        """Deletes what `choose` returns once this save is committed, in the background; None deletes nothing. Those
-        that are pinned or leased stay.
+        """Deletes the checkpoints that `choose` returns, in the background, once this save is committed; None deletes
+        nothing. Pinned and leased checkpoints stay.
         """
 
         def after(ended: SaveHandle) -> None:
@@ -245,7 +248,7 @@ class NumberedFolders:
         handle.add_done_callback(after)
 
     def keep_newest(self, handle: SaveHandle, number: int, num_kept: int) -> None:
-        """Deletes all but so many committed checkpoints once this save is committed; 0 keeps all."""
+        """Deletes all except the newest `num_kept` checkpoints, once this save is committed; 0 keeps all."""
         self.retire_after(handle, number, (lambda: self.committed()[:-num_kept]) if num_kept > 0 else None)
 
     def retire(self, choose: Choose) -> None:
@@ -254,19 +257,19 @@ class NumberedFolders:
         self._ask()
 
     def retire_again(self) -> None:
-        """Deletes, in the background, what the newest choice has left out because of something that has changed."""
+        """Asks the newest `choose` again, in the background, since something that it depends on has changed."""
         if self._choose is not None:
             self._ask()
 
     def close(self, hanging_s: float) -> None:
-        """Does what `wait` does, and ends the thread. Called at the exit of the process if nobody calls it before."""
+        """Does what `wait` does, and ends the thread. Called at the exit of the process if it was not called before."""
         atexit.unregister(self.close)
         self.wait(hanging_s)
         self._work.close()
 
     def wait(self, hanging_s: float) -> None:
-        """Waits until saves have ended and what is due is deleted. Deletions that fail, or hang for so long or for a
-        minute, are named in a warning.
+        """Waits until saves have ended and their deletions too. Warns if deletions fail, or hang for `hanging_s` or for
+        a minute.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._num_awaited, hanging_s)
@@ -323,7 +326,9 @@ class NumberedFolders:
 
 
 def on_rank_0(decisions: Decisions, make: Callable[[], NumberedFolders]) -> NumberedFolders | None:
-    """Returns on rank 0 what `make` gives, which looks at the folders, and None on others. All raise its error."""
+    """Calls `make`, which looks at the folders, on rank 0, and returns its result there; returns None on other ranks.
+    If it fails, all ranks raise its error.
+    """
     made: list[NumberedFolders] = []
 
     def look() -> bool:

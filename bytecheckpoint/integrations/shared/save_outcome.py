@@ -1,4 +1,4 @@
-"""The outcome of a save for what follows it in the background, which is not the caller: an error stays unseen."""
+"""Reads the outcome of a save for background work that follows it, and leaves its error to the caller of the save."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bytecheckpoint.saving.handle import SaveHandle
 
 
 def has_failed(handle: SaveHandle) -> bool:
-    """Waits for the end of a save, and returns True if it has failed. The next save still raises an error that nobody
-    has seen: the handle's methods would note that the caller has.
+    """Waits for the end of a save, and returns True if it has failed. Unlike the handle's methods, this does not mark
+    the error as seen by the caller, so the next save still raises it.
     """
     return handle._progress.outcome.exception() is not None

@@ -77,7 +77,9 @@ class BcpCheckpointManager(BaseCheckpointManager):
         """For the fsspec backend of `folder` and of `initial_load_path`; never stored."""
 
         def to_dict(self) -> dict[str, Any]:
-            """Returns the options without credentials: torchtitan logs and stores them."""
+            """Returns the options without `storage_options`, which may have credentials: torchtitan logs and stores the
+            result.
+            """
             fields: dict[str, Any] = BaseCheckpointManager.Config.to_dict(replace(self, storage_options=None))
             return fields
 
@@ -189,7 +191,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
         return {name: value for part in self._model_parts for name, value in part.state_dict().items()}
 
     def _end_run(self, step: int) -> None:
-        """Ends the process with what was trained durable, as the signal would have done without."""
+        """Waits until the step is durable, and ends the process with the exit code that the signal would have given."""
         self.maybe_wait_for_saving()
         logger.warning("%s: step %d is saved in %s, and the run ends", self._stop.reason, step, self.folder)
         number = signal.Signals[self._stop.reason]

@@ -28,13 +28,13 @@ class LoadChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose(folders: NumberedFolders, step: int, config: Any, *, assets: str | None) -> LoadChoice:
-    """Returns the checkpoint of a step, for -1 the one that was committed last, and in an empty folder the initial one.
-    A damaged one is passed over where another is there.
+    """Returns the checkpoint of a step; for -1 the one that was committed last, or in an empty folder the initial one.
+    Damaged checkpoints are skipped if there is another.
 
     `config` has torchtitan's options, `assets` is the folder with the weights of Hugging Face.
     Raises CheckpointNotFoundError for a step that is not there, and CheckpointMismatchError (conflict) where training
-    cannot go on from what is there: it never begins anew beside checkpoints. The errors of `bytecheckpoint.open` for a
-    damaged one that was asked for, or beside which there is no other.
+    cannot go on from the checkpoints there: it never begins anew beside checkpoints. Also raises the errors of
+    `bytecheckpoint.open` for a damaged checkpoint, if its step was given or there is no other.
     """
     if step != -1:
         named, found = folders.read(step), folders.committed()

@@ -41,7 +41,7 @@ class TrainerRecord(msgspec.Struct, frozen=True, kw_only=True):
         return {_RECORD: msgspec.to_builtins(self)}
 
     def without_state(self) -> TrainerRecord:
-        """Returns the same without the state of the Trainer, whose history grows with each step."""
+        """Returns the record without the state of the Trainer, whose history grows with each step."""
         return msgspec.structs.replace(self, trainer_state="")
 
 
@@ -53,7 +53,7 @@ class Resume(msgspec.Struct, frozen=True):
     """None if the Trainer itself wrote the checkpoint."""
     refusal: str = ""
     others: bool = False
-    """With a refusal: checkpoints are there from which training does not go on by itself."""
+    """With a refusal: True if there are folders that can be resumed from only if their path is given."""
 
 
 def is_committed(path: str | os.PathLike[str]) -> bool:
@@ -62,7 +62,7 @@ def is_committed(path: str | os.PathLike[str]) -> bool:
 
 
 def find_record(path: str | os.PathLike[str]) -> Resume:
-    """Returns the path with the record of the checkpoint that is committed there, if one is. Raises like
+    """Returns the path, with the record of the checkpoint that is committed there, if any. Raises the errors of
     `read_record`.
     """
     record = read_record(path).without_state() if is_committed(path) else None
@@ -99,8 +99,8 @@ def _is_of_trainer(path: str) -> bool:
 
 
 def find_newest(run_dir: str) -> Resume:
-    """Returns the checkpoint of a run that was committed last, whatever the numbers of its folders. A damaged one is
-    passed over, with a warning, where another is there; its error is raised where none is.
+    """Returns the checkpoint of a run that was committed last, whatever its number. Damaged ones are skipped with a
+    warning; if there is no other, the error of one is raised.
     """
     folders = folders_of(run_dir)
     committed = folders.committed(to_load=True)
@@ -120,7 +120,7 @@ def find_newest(run_dir: str) -> Resume:
 def find_given(path: str) -> Resume:
     """Returns the checkpoint at a path.
 
-    Raises CheckpointNotFoundError (not_committed, not_found) if none is complete there; another one is never taken.
+    Raises CheckpointNotFoundError (not_committed, not_found) if none is complete there: no other path is tried.
     """
     if is_committed(path):
         return Resume(path, read_record(path))

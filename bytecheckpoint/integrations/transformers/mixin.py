@@ -179,7 +179,7 @@ class BcpTrainerMixin(Trainer):
                 "BcpTrainerMixin does not take DeepSpeed under the Trainer: use FSDP2, or train with DeepSpeed's own "
                 "loop and bytecheckpoint.integrations.deepspeed"
             )
-        # Its handler would save on the rank that got the signal, without the others. Ours does what it is for.
+        # Its handler would save on the rank that got the signal, without the others. Ours does that handler's work.
         self.args.enable_jit_checkpoint = False
 
     # ---- Saving
@@ -198,12 +198,12 @@ class BcpTrainerMixin(Trainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _bcp_is_saved(self) -> bool:
-        """Returns True if the newest save is that of the current step."""
+        """Returns True if the newest save is of the current step."""
         newest = self._bcp_saves.newest_path if self._bcp_saves is not None else ""
         return Path(newest).name == f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        del model  # self.model is the one whose names are those of a model that is not wrapped
+        del model  # self.model has the names of a model that is not wrapped
         run_dir = self._get_output_dir(trial=trial)
         saves = self._bcp_saves_in(run_dir)
         try:
@@ -283,7 +283,7 @@ class BcpTrainerMixin(Trainer):
     # ---- Loading
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Loads the model; in `train`, nothing: the optimizer is loaded with the model, once there is one."""
+        """Loads the model, except in `train`: there it is loaded later, together with the optimizer."""
         if self._bcp_stop is not None and self._bcp_resume.record is not None:
             return
         if not self._bcp_load_model(resume_from_checkpoint, model):
@@ -291,7 +291,7 @@ class BcpTrainerMixin(Trainer):
 
     def _load_best_model(self) -> None:
         if not self._bcp_load_model(self.state.best_model_checkpoint, None):
-            super()._load_best_model()  # of steps before the mixin came in
+            super()._load_best_model()  # the best step was saved before the mixin was used
 
     def _bcp_load_model(self, path: str, model: nn.Module | None) -> bool:
         """Loads the model, on all ranks; returns False if the mixin has saved no checkpoint there."""
@@ -303,7 +303,7 @@ class BcpTrainerMixin(Trainer):
         return True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads all that is in the checkpoint: model, optimizer and scheduler are ready here in every setting."""
+        """Loads all that is in the checkpoint: here model, optimizer and scheduler exist in every setting."""
         record = self._bcp_resume.record
         if checkpoint is None or record is None:
             super()._load_optimizer_and_scheduler(checkpoint)
@@ -313,7 +313,9 @@ class BcpTrainerMixin(Trainer):
         self._bcp_is_in_place = "data" in wanted
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Prepares as the Trainer does. What it loads has the position of a train loader with a state of its own."""
+        """Finds the state of the train loader, if it has one, then prepares as the Trainer does: the load in there sets
+        the position of the loader, too.
+        """
         self._bcp_data = train_loader_state(
             train_dataloader, rank=self.args.process_index, size=self.args.world_size, elastic=self.bcp_elastic
         )
@@ -334,7 +336,7 @@ class BcpTrainerMixin(Trainer):
         )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Sets random numbers as the load has set them: the first batch is there, whose loader drew some."""
+        """Sets the random state to what was loaded, once more: the loader has drawn from it for the first batch."""
         if self._bcp_report is None:
             super()._load_rng_state(checkpoint)
         elif self._bcp_resume.record is not None and "rng" in self._bcp_resume.record.entries:

@@ -43,7 +43,7 @@ class RestOfPass(IterableDataset[Any]):
         self._has_begun_next = False
 
     def as_loader(self) -> Any:
-        """Returns what the Trainer is to read."""
+        """Returns the rest of the pass as an object that the Trainer reads like a loader."""
         if self._num_to_skip:
             options = {"batch_size": None, "drop_last": False, "collate_fn": _as_it_is, "prefetch_factor": None}
             return SimpleNamespace(dataset=self, **options)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["BcpFSDPCheckpointManager", "BcpMegatronCheckpointManager", "WaitForLastSave", "install"]
 
 _WHERE_NEEDED = {"BcpMegatronCheckpointManager": "megatron_parts", "WaitForLastSave": "last_save"}
-"""Modules of what is imported only where it is asked for: jobs with FSDP alone have no Megatron."""
+"""Modules by the names in them that are imported on first use only: jobs with FSDP alone have no Megatron."""
 
 
 def __getattr__(name: str) -> Any:

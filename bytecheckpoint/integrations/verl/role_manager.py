@@ -9,7 +9,7 @@ from bytecheckpoint.options import LoadOptions, SaveOptions
 
 
 class RoleManager:
-    """What both managers are to their workers, in front of verl's own class."""
+    """Base of both managers, placed before verl's own class in the order of their bases."""
 
     bcp_options: ClassVar[SaveOptions] = SaveOptions()
     """Options of all saves. `staging_bytes` bounds the host memory of a save."""
@@ -28,7 +28,7 @@ class RoleManager:
     ) -> None:
         """Loads what `load_contents` names, with all ranks together; see `save_checkpoint` for the arguments.
 
-        A checkpoint that holds adapters alone fills these.
+        A checkpoint of adapters alone fills the adapters and leaves the base model as it is.
 
         Raises:
             CheckpointNotFoundError: There is no committed checkpoint (`not_committed`, `not_found`).
@@ -42,7 +42,7 @@ class RoleManager:
         self._saves.load(local_path, self._state_to_load(local_path))
 
     def wait(self) -> None:
-        """Returns when the save in the background is committed, and raises its error."""
+        """Waits until the save in the background is committed; raises its error if it failed."""
         self._saves.wait()
 
     def _state_to_load(self, local_path: str) -> dict[str, Any]:

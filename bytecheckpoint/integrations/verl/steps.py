@@ -88,7 +88,7 @@ class RoleSaves:
         record = folders.record(number) if folders is not None else FolderRecord(sequence=0)
         self._path = str(place)
         if folders is not None and is_role:
-            # A step is whole when each folder of it is committed: that of a role must not come after those of others.
+            # A step is whole when all folders in it are committed, so the folder of this role has to exist before then.
             place.mkdir(parents=True, exist_ok=True)
         handle = api.save(
             place,
@@ -113,8 +113,8 @@ class RoleSaves:
             self._folders.wait(self._options.timeout_s)
 
     def settle(self) -> None:
-        """Returns when the save in flight is committed and the tracker file names its step if that is whole; raises the
-        error of the save. It waits for no deletion: rank 0 alone deletes, and the others would wait for it.
+        """Waits until the save in flight is committed, then writes the tracker file if the step is whole; raises the
+        error of the save. Does not wait for deletions: only rank 0 deletes, and the other ranks would wait for it.
         """
         handle, self._handle = self._handle, None
         if handle is not None:
@@ -158,8 +158,8 @@ class RoleSaves:
 
     @staticmethod
     def _track(owner: weakref.ref[RoleSaves], handle: SaveHandle, place: Path) -> None:
-        """Writes the tracker file once the step of a role is whole, unless another step of it has begun meanwhile, or
-        the manager is gone. Gives up, with a warning, after as long as ranks wait for one another.
+        """Writes the tracker file once all roles of a step are saved, unless this role has begun another step by then,
+        or its manager is gone. Gives up after `timeout_s` of the save options, with a warning.
         """
         if has_failed(handle):
             return
@@ -191,7 +191,9 @@ class RoleSaves:
 
 
 def _beyond(folders: NumberedFolders, num_kept: int) -> list[NumberedFolder]:
-    """Returns all checkpoints of a role but the newest `num_kept`, and but that from which a restart would resume."""
+    """Returns the checkpoints of a role that may be deleted: all except the newest `num_kept`, and except the one from
+    which a restart would resume.
+    """
     tracked = tracked_step(Path(folders.root, TRACKER))
     return [folder for folder in folders.committed()[:-num_kept] if folder.number != tracked]
 

@@ -1,1 +1,1 @@
-"""What ranks that read together tell one another, and pass on in the memory of their host."""
+"""Assignments and messages of ranks that read together, and units that pass through the memory of their host."""

@@ -1,5 +1,5 @@
-"""The messages by which ranks tell the coordinator what they want, and it tells them who reads it. It knows no sockets
-and no memory.
+"""Messages in which ranks tell the coordinator which bytes they want, and it assigns a reader rank to each. Knows no
+sockets and no memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LocalReadPlan(msgspec.Struct, frozen=True, array_like=True):
     held: list[int] = []
     """The files that it can read and not all ranks can."""
     host: int = -1
-    """The same for ranks that share memory; -1 for one that shares none."""
+    """Number of the host: equal for ranks that share memory; -1 for a rank that shares none."""
 
 
 class _EncodedReadPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -54,7 +54,7 @@ class _Reply(NamedTuple):
     hosts: list[list[int]]
     """The ranks of each host of the groups."""
     addresses: dict[int, Address]
-    """Those of all readers in the groups, if they are on several hosts."""
+    """Addresses of all reader ranks in the groups, if the groups are on several hosts."""
     unit_bytes: int
     heartbeat_s: float
 

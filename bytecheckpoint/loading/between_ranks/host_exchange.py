@@ -70,7 +70,7 @@ class HostExchange:
         self._unasked = {*takers}
         self._has_requests = threading.Event()
         self._announced: dict[tuple[int, Unit], tuple[ArenaPart, float]] = {}
-        """What takers have not taken yet, with the time since when."""
+        """By taker and unit: the part that was announced and not taken yet, and the time of the announcement."""
         self._started_at = self._beat_at = time.monotonic()
         self._checked_at = self._started_at
         self._seen_at = dict.fromkeys((*self._awaited, *takers), self._started_at)
@@ -86,20 +86,20 @@ class HostExchange:
             self._has_requests.set()
 
     def wait_for_requests(self) -> None:
-        """Returns when all takers have asked. Raises PeerLeftError if the load has failed meanwhile."""
+        """Waits until all takers have asked for their units. Raises PeerLeftError if the load has failed meanwhile."""
         with self._activity.waiting():
             self._has_requests.wait()
         if self._is_over.is_set():
             raise PeerLeftError
 
-    def announce(self, unit: Unit, slot: ArenaPart) -> None:
-        """Lets all who have asked for this unit take it out of the slot."""
+    def announce(self, unit: Unit, part: ArenaPart) -> None:
+        """Tells every rank that has asked for this unit to take it from this part of the memory."""
         now = time.monotonic()
         for rank in {rank for ranks in self.requests.get(unit, {}).values() for rank in ranks}:
-            slot.hold()
-            self._announced[rank, unit] = slot, now
+            part.hold()
+            self._announced[rank, unit] = part, now
             file, byte_offset = unit
-            where = {"start": slot.start, "byte_length": slot.content.nbytes}
+            where = {"start": part.start, "byte_length": part.content.nbytes}
             self._send(rank, _READY, file=file, byte_offset=byte_offset, **where)
 
     def beat(self) -> None:
@@ -121,8 +121,8 @@ class HostExchange:
         self._wake()
 
     def serve(self) -> None:
-        """Takes what is announced. Raises PeerLeftError if the load of another rank has failed, and CheckpointError
-        (rank_missing) for one that is stuck or gone.
+        """Takes the units that are announced. Raises PeerLeftError if the load of another rank has failed, and
+        CheckpointError (rank_missing) for a rank that is stuck or gone.
         """
         while (self._num_left or not self._is_given) and not self._is_over.is_set():
             message = self._met.receive(_CHECK_S)
@@ -165,8 +165,8 @@ class HostExchange:
             self._num_left -= 1
 
     def _check_processes(self) -> None:
-        """Raises CheckpointError (rank_missing) for a rank of the host that is gone; tells others that this one is not
-        stuck.
+        """Raises CheckpointError (rank_missing) for a rank of the host that is gone; tells the other ranks that this
+        rank is not stuck.
         """
         with self._lock:
             if time.monotonic() - self._checked_at < _CHECK_S:
@@ -219,9 +219,9 @@ class Arenas(NamedTuple):
 
 
 def divided(met: HostRanks, read_bytes: int) -> Arenas:
-    """Divides the memory; so many bytes are for what this rank reads."""
+    """Divides the shared memory of this rank; `read_bytes` are for units that it reads, the rest for received ones."""
     parts = (range(read_bytes), range(read_bytes, met.content.nbytes))
-    return Arenas(*(Arena(met.content, part, max_slots=met.max_slots) for part in parts))
+    return Arenas(*(Arena(met.content, part, max_parts=met.max_parts) for part in parts))
 
 
 def _unit(fetch: Fetch) -> Unit:

@@ -50,7 +50,7 @@ class Commit(NamedTuple):
 
 
 class Background:
-    """The thread of the root, and the one that copies to a second root if there is one."""
+    """The background work of a manager: a thread for its root and, with a second root, a thread that copies to it."""
 
     def __init__(self, generation: Generation, keep: KeepPolicy, clock: StorageClock, *, reads_steps: bool) -> None:
         """With `reads_steps` the steps of the root are read at once, because a policy will ask for them."""
@@ -61,7 +61,7 @@ class Background:
         self._reads_steps = reads_steps
         self._commits: deque[Commit] = deque()
         self._is_opened = False
-        """True when deletions that have begun are finished."""
+        """True once the deletions that earlier managers had begun are finished."""
         self._is_first = True
         self._newest: int | None = None
         """Step that this manager committed last."""
@@ -86,8 +86,8 @@ class Background:
         self._work.ask()
 
     def cool_down(self, target: Store, keep: KeepPolicy, *, overwrites: bool) -> None:
-        """Copies the steps to a second root from now on, those of earlier managers first. With `overwrites` a copy
-        replaces whatever checkpoint stands in its place.
+        """Copies the steps to a second root from now on, first those of earlier managers. With `overwrites` a copy
+        replaces any checkpoint in its place.
         """
         self._second = SecondRoot(
             target,
@@ -124,8 +124,8 @@ class Background:
             self._second.renew(change.step)
 
     def wait(self, hanging_s: float) -> None:
-        """Returns when copies are made and due deletions are done. Deletions that fail, or hang for so long, are named
-        in a warning. Raises the error of a copy that fails, and StorageError for one that hangs.
+        """Waits until copies are made and due deletions are done. Deletions that fail, or hang for `hanging_s`, are
+        named in a warning. Raises the error of a copy that fails, and StorageError for a copy that hangs.
         """
         copy_failure = self._finish(hanging_s)
         if copy_failure is not None:

@@ -32,7 +32,7 @@ class StepChange(NamedTuple):
 
 
 class KnownSteps:
-    """The steps. Methods may be called from any thread."""
+    """The committed steps of one root. Methods may be called from any thread."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -42,10 +42,10 @@ class KnownSteps:
         self._abandoned: set[int] | None = None
         self._is_read = False
         self._early: list[StepChange] = []
-        """Changes before the steps were read, which may or may not have seen them."""
+        """Changes made before the steps were read; the records that are read may have them or not."""
 
     def all(self) -> list[StoredStep]:
-        """Returns the steps, oldest first, abandoned ones before all others. Raises what the store raises."""
+        """Returns the steps, oldest first, abandoned ones before all others. Raises the errors of the store."""
         self._read()
         with self._lock:
             return ordered(self._steps.values())
@@ -66,15 +66,15 @@ class KnownSteps:
                 self._mark(self._abandoned)
 
     def add(self, info: StepInfo) -> None:
-        """Notes a commit."""
+        """Notes that a step was committed."""
         with self._lock:
             self._steps[info.step] = StoredStep(info, False, 0.0, False)
             if self._abandoned is not None:
                 self._abandoned.discard(info.step)
 
     def drop_deleted(self) -> None:
-        """Forgets the steps that other programs have deleted: those whose folders are gone, and of the newest ones also
-        those that have no manifest. Costs one listing and a look at each of the newest.
+        """Forgets the steps that other programs have deleted: all whose folders are gone, and those among the newest
+        that have no manifest. Costs one listing, and a request for each of the newest.
         """
         with self._lock:
             known = list(self._steps)
@@ -87,7 +87,7 @@ class KnownSteps:
                     self._steps.pop(step, None)
 
     def read_again(self, step: int) -> None:
-        """Reads a step whose checkpoint another program has replaced. Raises what the store raises."""
+        """Reads a step whose checkpoint another program has replaced. Raises the errors of the store."""
         found = step_records.read_step(self._store, step, reads_manifest=True)
         with self._lock:
             if step not in self._steps:
@@ -98,14 +98,14 @@ class KnownSteps:
                 self._steps[step] = found._replace(is_abandoned=False)
 
     def remove(self, info: StepInfo) -> None:
-        """Notes that a checkpoint was deleted, unless another one stands there now."""
+        """Notes that a checkpoint was deleted, unless its step has another checkpoint now."""
         with self._lock:
             known = self._steps.get(info.step)
             if known is not None and known.info.save_id == info.save_id:
                 del self._steps[info.step]
 
     def change(self, change: StepChange) -> None:
-        """Notes a change that lies in the store already."""
+        """Notes a change that was already written to the store."""
         with self._lock:
             self._apply(change)
             if not self._is_read:
@@ -119,7 +119,7 @@ class KnownSteps:
             self._steps[change.step] = known._replace(info=info, leased_until=until)
 
     def set_abandoned(self, abandoned: Collection[int]) -> None:
-        """Notes the steps that training left behind; all others are not."""
+        """Marks these steps as abandoned by training, and all others as not abandoned."""
         with self._lock:
             self._abandoned = set(abandoned)
             self._mark(self._abandoned)

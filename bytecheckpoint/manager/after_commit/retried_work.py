@@ -45,11 +45,11 @@ class RetriedWork:
             self._changed.notify_all()
 
     def note_progress(self) -> None:
-        """Notes that a part of the work is done, so that it does not hang."""
+        """Notes that a part of the work is done, so that the work does not count as hanging."""
         self._progress_at = time.monotonic()
 
     def wait(self, *, began: float, failing_s: float, hanging_s: float) -> Exception | None:
-        """Returns None when all is done. Otherwise returns the error of an attempt that ended after `failing_s`, or
+        """Waits until all is done, and returns None. Returns the error of an attempt that ended after `failing_s`, or
         TimeoutError once there was no progress for `hanging_s`; both count from `began`, by `time.monotonic`.
         """
         with self._changed:

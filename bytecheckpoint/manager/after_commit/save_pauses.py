@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 _LONGEST_S = 30.0
-"""Time that work pauses in all until it has caught up: after it, saves that follow one another hold nothing up."""
+"""Longest sum of pauses until work has caught up; after it, work goes on during saves, however many follow."""
 _QUIET_S = 0.05
 """Time without a save after which work that was held up goes on: the next save may begin at once."""
 
@@ -46,24 +46,24 @@ class OngoingSaves:
         return not self._num and time.monotonic() - self._ended_at >= _QUIET_S
 
     def wait_for_end(self, timeout_s: float) -> None:
-        """Returns when a save ends, or without one after the moment that `is_quiet` asks for."""
+        """Waits until a save ends, at most `timeout_s`; if none is in flight, only until `is_quiet` is true."""
         with self._changed:
             quiet_s = max(0.0, self._ended_at + _QUIET_S - time.monotonic())
             self._changed.wait(timeout_s if self._num else min(timeout_s, quiet_s))
 
 
 class SavePauses:
-    """The pauses of one background work."""
+    """The pauses of one kind of background work."""
 
     def __init__(self, saves: OngoingSaves, *, meanwhile: Callable[[], object]) -> None:
-        """`meanwhile` is called in a pause when a save has ended. It raises what `pause` is to raise."""
+        """`meanwhile` is called during a pause, each time that a save has ended. `pause` raises what it raises."""
         self._saves = saves
         self._meanwhile = meanwhile
         self._left_s = _LONGEST_S
 
     def pause(self) -> None:
-        """Returns when no save is in flight and none follows at once, or when the pauses have lasted `_LONGEST_S` since
-        the work had caught up. One thread calls it at a time.
+        """Waits until no save is in flight and none has followed at once, or until the pauses since the work last
+        caught up add up to `_LONGEST_S`. At most one thread may call this at a time.
         """
         if not self._saves.is_any:
             return
@@ -74,5 +74,5 @@ class SavePauses:
             self._meanwhile()
 
     def catch_up(self) -> None:
-        """Notes that all work is done: what comes from now on may be held up again."""
+        """Notes that all work is done: later work may again be held up for `_LONGEST_S`."""
         self._left_s = _LONGEST_S

@@ -75,7 +75,7 @@ class SecondRoot:
         self._renewed: set[int] = set()
         """Steps with metrics that were reported since their copies."""
         self._to_renew: set[int] = set()
-        """Those of them that this catching up copies."""
+        """Steps of `_renewed` that are to be copied in this round."""
         self._is_refused = False
         """True if the second root has refused to delete."""
         self.may_delete = False
@@ -153,7 +153,9 @@ class SecondRoot:
         self._pauses.pause()
 
     def _is_superseded(self) -> bool:
-        """Returns True if another manager owns the root, and copies: this one's saves raise the error."""
+        """Returns True if another manager owns the root and makes the copies. The saves of this manager raise the
+        error.
+        """
         try:
             self._generation.check(outcome="")
         except CheckpointSaveError:

@@ -55,7 +55,7 @@ def _note_of(step: int) -> str:
 
 
 class StepMarks(NamedTuple):
-    """Writes marks, and tells the background work of them."""
+    """Writes the marks of steps (metrics, pins, leases), and notes them for the background work."""
 
     store: Store
     background: Background
@@ -73,12 +73,12 @@ class StepMarks(NamedTuple):
         self.background.note(StepChange(step, pinned=True))
 
     def unpin(self, step: int) -> None:
-        """Takes the pin away."""
+        """Removes the pin."""
         step_records.unpin(self.store, step_folder(step))
         self.background.note(StepChange(step, pinned=False))
 
     def lease(self, step: int, *, seconds: float) -> None:
-        """Leases the step for so many seconds from now."""
+        """Leases the step for a number of seconds from now."""
         until = self.clock.now() + _checked_seconds(seconds)
         step_records.lease(self.store, step_folder(step), until=until)
         self.background.note(StepChange(step, leased_until=until))

@@ -51,7 +51,7 @@ class Decisions:
         return agreed
 
     def do(self, doing: str, act: Callable[[], object]) -> None:
-        """Calls `act` on every rank; an error of one is raised by all. All ranks call it together."""
+        """Calls `act` on every rank; if it fails on one rank, all raise its error. All ranks call this together."""
         wait_until_numbered()
         ranks = join_ranks(self._group, self._timeout_s, about=self._about)
         with together(ranks, doing, about=self._about):

@@ -43,7 +43,9 @@ class MemorySteps:
         *,
         decisions: Decisions,
     ) -> None:
-        """Raises ValueError or TypeError for what is neither a number of steps nor a policy."""
+        """Raises TypeError if `every` is neither a number of steps nor a policy, and ValueError if it is less than one
+        step, or is not 1 although the options have no memory.
+        """
         self._policy = EverySteps(every) if isinstance(every, int) else every
         if not callable(getattr(self._policy, "due", None)):
             raise TypeError(f"memory_every takes a number of steps or a save policy, not {every!r}")
@@ -56,7 +58,7 @@ class MemorySteps:
         self._decisions = decisions
         self._handle: SaveHandle | None = None
         self._held: list[StepInfo] = []
-        """The newest step that memory was asked to hold, as the policy sees it."""
+        """The newest step that was saved to memory, for the policy; empty before the first one."""
 
     @property
     def is_on(self) -> bool:
@@ -119,7 +121,7 @@ class MemorySteps:
         logger.error("memory does not hold step %s: %s", error.step, error.message)
 
     def resume(self, state: Mapping[str, Any], **as_load: Any) -> LoadReport | None:
-        """Loads the newest of memory and storage, of the branch that training is on."""
+        """Loads the newest version that memory or storage hold of the branch that training is on."""
         load_options = as_load.pop("options")
         left = partial(abandoned_steps.present_abandoned, self._run.store)
         return phases.run_resume(

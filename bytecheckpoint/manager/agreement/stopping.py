@@ -82,7 +82,7 @@ class StopRequests:
             os.kill(os.getpid(), number)
 
     def request(self, reason: str, *, deadline_s: float | None) -> None:
-        """Requests a stop now, or early enough before so many seconds from now have passed."""
+        """Requests a stop now, or in time for an end that is a number of seconds from now."""
         if deadline_s is None:
             self._reason = self._reason or reason
         else:
@@ -268,7 +268,9 @@ def size_of(process_group: dist.ProcessGroup | None) -> int:
 def join_stop(
     requests: StopRequests, process_group: dist.ProcessGroup | None, *, token: str, timeout_s: float
 ) -> SoleStop | GroupStop:
-    """Returns the agreement of the ranks of a group, by default of all, or that of a process on its own."""
+    """Returns the agreement of the ranks of a group, by default of all ranks; for a process on its own, one of it
+    alone.
+    """
     is_grouped = process_group is not None or (dist.is_available() and dist.is_initialized())
     if not is_grouped or dist.get_world_size(process_group) == 1:
         return SoleStop(requests)

@@ -79,7 +79,7 @@ class LogWriter:
         self._ask_to_delete()
 
     def begin_branch(self) -> None:
-        """Lets the log begin anew: what was logged before belongs to a branch that training leaves."""
+        """Begins a new log: the records before it belong to a branch that training leaves."""
         with self._lock:
             self._branch, self._committed = self._branch + 1, -1
             self._waiting.clear()
@@ -96,7 +96,7 @@ class LogWriter:
             self._work.ask()
 
     def finish(self) -> None:
-        """Returns when all is written and deleted that has to be. Raises CheckpointError if it cannot be."""
+        """Waits until everything is written and deleted that is due. Raises CheckpointError if that fails."""
         began = time.monotonic()
         failure = self._work.wait(began=began, failing_s=0.0, hanging_s=self._timeout_s)
         if isinstance(failure, CheckpointError):
@@ -109,7 +109,7 @@ class LogWriter:
             ) from failure
 
     def wait(self) -> None:
-        """Returns when all is done; a store that fails or hangs is named in a warning."""
+        """Waits until all is done. Warns of a store that fails or hangs."""
         try:
             self.finish()
         except CheckpointError as error:

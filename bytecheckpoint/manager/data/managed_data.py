@@ -54,7 +54,7 @@ class ManagedData:
         self._log = log
         self._options = options
         self._loaders: dict[str, DataLoaderState] = {}
-        """Those of the last state that was passed here."""
+        """Loaders of the last state that was passed here, by FQN."""
         self._has_logged = False
 
     def find(self, state: Mapping[str, Any] | None) -> dict[str, DataLoaderState]:
@@ -96,7 +96,7 @@ class ManagedData:
         return logged_steps(store, folder) if folder is not None else []
 
     def restore(self, state: Mapping[str, Any] | None, step: int | None) -> int | None:
-        """Brings the loaders, and nothing else, to a logged step, or to that of a checkpoint."""
+        """Brings the loaders, and nothing else, to a logged step, or to the step of a checkpoint."""
         if self._log is None and step is None:
             raise CheckpointMismatchError(
                 "restore_data of a manager that only reads takes step=..., the step that the trainer made last: it "
@@ -159,7 +159,7 @@ class ManagedData:
         self._has_logged = False
 
     def wait(self) -> None:
-        """Returns when what was handed over is written, or cannot be."""
+        """Waits until all that was handed over is written, or has failed."""
         if self._log is not None and self._has_logged:
             self._log.wait()
 

@@ -1,6 +1,6 @@
-"""Finds the bytes that need no copy, because ranks of other failure domains hold replicas: each such rank stages the
-same data file as the one that writes it, under the same name. So no byte is sent, and replicas that have come apart are
-found by their digests. It knows what ranks hold and where they are, and stages nothing.
+"""Finds the bytes that need no copy, because ranks of other failure domains hold replicas: each of these ranks stages
+the same data file as the owner, under the same name. So no byte is sent, and replicas that differ are found by their
+digests. This module knows what ranks hold and where they are, and stages nothing.
 """
 
 from __future__ import annotations
@@ -14,27 +14,30 @@ from bytecheckpoint.planner.write_items import ItemRegion
 from bytecheckpoint.region import Region
 
 _SAME_MIRROR_BYTES = 1 << 20
-"""A rank that mirrors other bytes of the same owner is taken up to this load: few bytes make no file of their own."""
+"""A rank that already mirrors bytes of the same owner is preferred to ranks with up to so many bytes less to stage: few
+bytes should not make a file of their own.
+"""
 
 
 class Mirroring(NamedTuple):
-    """The places of all ranks, and how often replicas are staged."""
+    """The places of all ranks, and the number of copies to stage."""
 
     places: Sequence[RankPlace]
     """By rank."""
     copies: int
-    """Domains in which each byte is to be, that of its writer included."""
+    """Number of domains that are to hold each byte, including the domain of its owner."""
     max_file_bytes: int
     frozen: Sequence[Collection[int]]
-    """By rank: items that share no file with others."""
+    """By rank: numbers of the frozen items. Their files hold frozen items only."""
 
 
 class ReplicaGroup(NamedTuple):
-    """Bytes that one rank writes, and that others hold as well."""
+    """Bytes that several ranks hold."""
 
     owner: int
+    """The rank that writes them."""
     ranks: Sequence[int]
-    """All that hold them."""
+    """All ranks that hold them, including the owner."""
     num_bytes: int
 
 
@@ -46,20 +49,21 @@ class ReplicatedChunk(NamedTuple):
     """The slot among the owner's writes; see SavePlan."""
     ranks: tuple[int, ...]
     items: Sequence[int]
-    """By holder: index among its write items."""
+    """By holder: index of the chunk's item among the write items of that rank."""
     part: Region | None
-    """None if it is all of the items' region."""
+    """The chunk's part of the items' region; None if it is all of that region."""
     num_bytes: int
     is_grouped: bool
-    """True if it belongs to a group of the owner's, see SavePlan."""
+    """True if the chunk belongs to a group of the owner's, see SavePlan."""
 
 
 class MirroredFile(NamedTuple):
-    """A data file of its owner that others stage as well. Its number in the owner's list is that in its name."""
+    """A data file that other ranks stage as well. Its position in the owner's list is the number in its name."""
 
     mirrors: tuple[int, ...]
+    """The ranks that stage it beside the owner."""
     slots: Sequence[int]
-    """Of the owner's writes."""
+    """Slots among the owner's writes."""
     is_frozen: bool
 
 
@@ -69,23 +73,24 @@ class Mirror(NamedTuple):
     owner: int
     number: int
     owner_bytes: int
-    """Bytes of all that the owner writes, on which the extents depend."""
+    """Number of bytes that the owner writes in all files; the extents depend on it."""
     items: Sequence[int]
-    """Write items that it has as a whole."""
+    """Write items of this rank that are in the file as a whole."""
     parts: Sequence[ItemRegion]
+    """Parts of write items of this rank that are in the file."""
     together: Sequence[Sequence[int]]
-    """Groups of its items, as the owner has them."""
+    """Groups of items, the same as those of the owner."""
 
 
 class MirrorPlan(NamedTuple):
-    """By rank: its files that others stage, and those of others that it stages."""
+    """By rank: its own files that other ranks stage, and files of other ranks that it stages."""
 
     mirrored: Sequence[Sequence[MirroredFile]]
     mirrors: Sequence[Sequence[Mirror]]
 
 
 def plan_mirrors(chunks: Sequence[ReplicatedChunk], num_bytes: Sequence[int], wanted: Mirroring) -> MirrorPlan:
-    """Plans the mirrors of these chunks; `num_bytes` has what each rank writes."""
+    """Plans the mirrors of these chunks; `num_bytes` has the bytes that each rank writes."""
     pairs: dict[tuple[int, tuple[int, ...]], list[ReplicatedChunk]] = {}
     for chunk in chunks:
         pairs.setdefault((chunk.owner, chunk.ranks), []).append(chunk)
@@ -113,8 +118,8 @@ def plan_mirrors(chunks: Sequence[ReplicatedChunk], num_bytes: Sequence[int], wa
 def choose_mirrors(
     groups: Sequence[ReplicaGroup], places: Sequence[RankPlace], loads: Sequence[int], copies: int
 ) -> list[tuple[int, ...]]:
-    """Chooses for each group up to `copies - 1` of its holders that stage it beside its owner, all in different
-    domains: those that stage the least. `loads` has the bytes that each rank writes.
+    """Chooses, for each group, up to `copies - 1` of its holders to stage it beside its owner: those that stage the
+    fewest bytes, all in different domains. `loads` has the bytes that each rank writes.
     """
     staged = list(loads)
     mirrors_of: dict[int, set[int]] = {}
@@ -138,9 +143,9 @@ class MissingCopies(NamedTuple):
     """The data files that have to be sent."""
 
     sent: Mapping[tuple[int, int], Sequence[int]]
-    """Owner and the rank that is to hold copies -> numbers of the owner's files."""
+    """Owner, and the rank that gets copies -> numbers of the owner's files."""
     short: Sequence[int]
-    """Ranks for whose files there are not enough domains."""
+    """Owners of files for which there are not enough domains."""
 
 
 def place_missing(
@@ -149,8 +154,8 @@ def place_missing(
     mirrors: Mapping[tuple[int, int], Collection[int]],
     copies: int,
 ) -> MissingCopies:
-    """Chooses the ranks that hold copies of files that are in fewer than `copies` domains. `lengths` has the bytes of
-    the files of each rank, `mirrors` the ranks that have staged a file (owner, number) as well.
+    """Chooses ranks to hold copies of the files that are in fewer than `copies` domains. `lengths` has, by rank, the
+    length of each of its files, `mirrors` the ranks that have staged a file (owner, number) as well.
     """
     alone = [[n for n in range(len(of_rank)) if (rank, n) not in mirrors] for rank, of_rank in enumerate(lengths)]
     num_bytes = [sum(lengths[rank][number] for number in numbers) for rank, numbers in enumerate(alone)]
@@ -190,7 +195,7 @@ def _cut_into_files(chunks: Sequence[ReplicatedChunk], max_bytes: int) -> Iterat
 
 
 def _mirror_at(rank: int, chunks: Sequence[ReplicatedChunk], number: int, owner_bytes: int) -> Mirror:
-    """Returns a file as one of its mirrors has it."""
+    """Returns the file of these chunks in terms of the items of `rank`, which mirrors it."""
     items: list[int] = []
     parts: list[ItemRegion] = []
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -212,5 +217,5 @@ def in_order(holders: Collection[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def differing_extents(expected: Sequence[int], found: Sequence[int]) -> list[int]:
-    """Returns the extents of a file whose digests at a mirror are not those of its owner."""
+    """Returns the numbers of the extents whose digests differ between the owner and a mirror."""
     return [number for number, pair in enumerate(zip_longest(expected, found)) if pair[0] != pair[1]]

@@ -13,7 +13,7 @@ from bytecheckpoint.planner.memory_tier.placement import Domain
 from bytecheckpoint.planner.memory_tier.resume_plan import ParityMember
 
 _SEGMENT_UNIT = 64
-"""Segments are of a multiple of so many bytes, so that words are XORed."""
+"""Segment lengths are multiples of this number of bytes, so that words are XORed."""
 
 
 class Segment(NamedTuple):
@@ -32,11 +32,11 @@ class FilePiece(NamedTuple):
 
 
 class PlacedPiece(NamedTuple):
-    """A piece that is XORed into a block."""
+    """A piece that is XORed into a block of parity, or into the bytes of a lost member."""
 
     piece: FilePiece
     byte_offset: int
-    """Place in the block."""
+    """Place in that block, or in those bytes."""
 
 
 class RebuildStep(NamedTuple):
@@ -46,7 +46,7 @@ class RebuildStep(NamedTuple):
     holder: int
     """The member that has the parity."""
     others: Sequence[Segment]
-    """The segments that are taken out of it."""
+    """The other segments in that parity. XORed with it, they give the lost segment."""
 
 
 def form_groups(domains: Mapping[str, Domain], max_members: int) -> list[list[str]]:
@@ -77,13 +77,15 @@ def holder_of(segment: Segment, num_members: int) -> int:
 
 
 def segments_at(holder: int, num_members: int) -> list[Segment]:
-    """Returns the segments that are XORed on a member: one of every other."""
+    """Returns the segments that are XORed into the parity of a member: one of each other member."""
     owners = (owner for owner in range(num_members) if owner != holder)
     return [Segment(owner, (holder - owner - 1) % num_members) for owner in owners]
 
 
 def pieces_of(member: ParityMember, number: int, length: int) -> list[FilePiece]:
-    """Returns the pieces of the member's files that make up its segment of that length; shorter where it is padded."""
+    """Returns the pieces of the member's files that make up segment `number`. A segment has `length` bytes; where it is
+    padded, the pieces are shorter together.
+    """
     start, end, position = number * length, (number + 1) * length, 0
     pieces = []
     for name, byte_length in member.files:
@@ -95,8 +97,8 @@ def pieces_of(member: ParityMember, number: int, length: int) -> list[FilePiece]
 
 
 def plan_rebuild(lost: int, num_members: int) -> list[RebuildStep]:
-    """Returns the steps that make all segments of a lost member, each from one block of parity and one segment of every
-    other member but its holder.
+    """Returns a step for each segment of a lost member: it is made from the parity of one member, the holder, and a
+    segment of each of the others.
     """
     return [
         RebuildStep(
@@ -110,7 +112,7 @@ def plan_rebuild(lost: int, num_members: int) -> list[RebuildStep]:
 
 
 def pieces_at(holder: int, members: Sequence[ParityMember]) -> list[PlacedPiece]:
-    """Returns all that is XORed into the parity of a member."""
+    """Returns the pieces that are XORed into the parity of a member."""
     length = segment_bytes(members)
     return [
         placed
@@ -120,7 +122,9 @@ def pieces_at(holder: int, members: Sequence[ParityMember]) -> list[PlacedPiece]
 
 
 def pieces_without(lost: int, members: Sequence[ParityMember]) -> list[PlacedPiece]:
-    """Returns what is XORed, with all parity, into the bytes of a lost member: places in its padded bytes."""
+    """Returns the pieces of the other members' files that, XORed together with all parity, make the bytes of a lost
+    member; each with its place in the padded bytes of that member.
+    """
     length = segment_bytes(members)
     return [
         placed

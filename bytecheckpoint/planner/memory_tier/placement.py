@@ -17,7 +17,7 @@ class RankPlace(NamedTuple):
     """The place of a rank."""
 
     host: str
-    """Id of the memory root."""
+    """Id of the memory root, which all ranks of a host share."""
     domain: str | None
     """Label of the failure domain; None where each host is its own."""
 
@@ -30,7 +30,7 @@ class CopyPlan(NamedTuple):
     """The ranks that hold copies."""
 
     targets: Sequence[Sequence[int]]
-    """For each rank those that hold a copy of what it staged, each in a domain of its own."""
+    """By rank: the ranks that hold a copy of what this rank staged, each in a domain of its own."""
     short: Sequence[int]
     """Ranks for which there are not enough domains."""
 
@@ -48,7 +48,8 @@ def place_copies(places: Sequence[RankPlace], staged_bytes: Sequence[int], copie
 
     The ranks of one host go to as few hosts as an even spread allows: the fewer pairs of hosts there are, the fewer
     losses of two hosts matter. Equal hosts form a ring, with steps longer than any domain. Where a ring is uneven or
-    impossible, each goes to the host that holds the least, those with the least choice first.
+    impossible, each copy goes to the host that holds the fewest bytes, beginning with the ranks that have the least
+    choice.
     """
     tried = [_place_greedily(places, staged_bytes, copies)]
     ring = _place_on_a_ring(places, copies)
@@ -63,7 +64,9 @@ def place_copies(places: Sequence[RankPlace], staged_bytes: Sequence[int], copie
 def _unevenness(
     hosts: Sequence[Sequence[str]], places: Sequence[RankPlace], staged_bytes: Sequence[int]
 ) -> tuple[int, int, int]:
-    """Returns the number of copies, negated, the bytes of the fullest host, and the pairs of hosts."""
+    """Returns the key by which plans are compared, the better first: the number of copies, negated; the bytes of the
+    fullest host; the number of pairs of hosts.
+    """
     held: Counter[str] = Counter()
     pairs: set[tuple[str, str]] = set()
     for place, of_rank, num_bytes in zip(places, hosts, staged_bytes, strict=True):
@@ -83,7 +86,7 @@ class _RanksOfHosts:
             self._ranks.setdefault(place.host, []).append(rank)
 
     def take(self, host: str, rank: int) -> int:
-        """Returns the rank on the host that is to hold a copy of that of `rank`."""
+        """Returns the rank on the given host that is to hold a copy of what `rank` staged."""
         target = min(self._ranks[host], key=lambda other: (self._held[other], other))
         self._held[target] += self._bytes[rank]
         return target

@@ -121,7 +121,7 @@ class ResumePlan(msgspec.Struct, frozen=True, array_like=True):
 def plan_resume(
     seen: Sequence[SeenByRank], stored: Sequence[StoredVersion], damaged: Collection[DamagedHolding]
 ) -> ResumePlan:
-    """Plans from what all ranks see, what is at the path, and what earlier tries of this resume found damaged.
+    """Plans a resume from what all ranks see, what is at the path, and what earlier tries of this resume found damaged.
 
     Files of different saves are never mixed. The order is that of generation and step; a save that went to memory
     alone counts before a stored one of equal generation and step.
@@ -146,8 +146,8 @@ def plan_resume(
 
 
 def files_read_at(version: VersionPlan, host: str) -> list[str]:
-    """Returns the data files that ranks of this host read: those that are nowhere cheaper, but for storage, which all
-    read. Memory is as cheap wherever it is.
+    """Returns the data files of which this host is one of the cheapest holders. Memory is equally cheap on all hosts,
+    and storage belongs to none.
     """
     return [
         name
@@ -195,7 +195,7 @@ class _Candidate:
         self._find_holders()
 
     def plan(self) -> VersionPlan | PassedOver:
-        """Returns the plan of this version, or the reason for which there is none."""
+        """Returns the plan of this version, or the reason why there is none."""
         generation, step, *_ = self.order
         if not self._manifest_hosts:
             what = "no host that is here has a readable manifest of it"
@@ -211,7 +211,7 @@ class _Candidate:
         return VersionPlan(self._save_id, generation, step, self._manifest_hosts, self._held)
 
     def _manifests(self) -> tuple[list[str], Mapping[str, int]]:
-        """Returns who has a manifest, and the data files that it lists, with their lengths."""
+        """Returns all holders of the manifest ("" is the path), and the lengths of the data files that it lists."""
         listed = {
             host: version.needed
             for host, versions in self._by_host.items()
@@ -223,7 +223,7 @@ class _Candidate:
         return list(listed), next(iter(listed.values()), {})
 
     def _find_holders(self) -> None:
-        """Notes every holder of each data file, but for parity."""
+        """Notes every holder of each data file, except parity."""
         for host, versions in self._by_host.items():
             for version in versions:
                 self._note(FileHolder("memory", host), version.memory)

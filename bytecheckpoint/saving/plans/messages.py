@@ -40,7 +40,7 @@ class LocalPlanMessage(msgspec.Struct, frozen=True, array_like=True):
     place: RankPlace | None = None
     """Set if memory is to stage replicas in several failure domains."""
     frozen: list[int] = []
-    """Then, its items that share no file with others."""
+    """If `place` is set: numbers of the frozen items of this rank. Their files hold frozen items only."""
 
 
 class PlanReply(msgspec.Struct, frozen=True, array_like=True):

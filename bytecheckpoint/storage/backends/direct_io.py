@@ -91,7 +91,9 @@ def _open_direct(path: str) -> int | None:
 
 
 def _whole_pages(content: memoryview, byte_offset: int) -> tuple[int, int]:
-    """Returns start and end, in `content`, of the pages of the file that it fills whole from aligned memory."""
+    """Returns start and end, in `content`, of the pages of the file that it fills completely; (0, 0) if there are none,
+    or their memory is not aligned.
+    """
     start = -byte_offset % PAGE_BYTES
     end = content.nbytes - (byte_offset + content.nbytes) % PAGE_BYTES
     if end <= start or (_address(content) + start) % PAGE_BYTES:

@@ -28,7 +28,7 @@ class ProcessLock:
         _held_locks().add(self)
 
     def release(self) -> None:
-        """May be called again."""
+        """Releases the lock. May be called again."""
         _held_locks().remove(self)
         if self._fd >= 0:
             # Closing alone is not enough: a child that was forked just now may not have closed its copy yet.

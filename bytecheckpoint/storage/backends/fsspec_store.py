@@ -43,7 +43,7 @@ _ACCESS = Access(latency_s=20e-3, bytes_per_s=100e6)
 """Figures of an object store in the same region."""
 
 _TIMES = ("LastModified", "last_modified", "mtime", "modified", "updated", "modifiedTime", "created")
-"""Names that backends give the time of an object, the best first."""
+"""Keys under which backends give the time of an object, the best first."""
 
 _PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), "'bytecheckpoint[s3fs]'"),
@@ -344,7 +344,7 @@ class FsspecStore:
             if is_done is not None and is_done():
                 return
             translated = to_error(error, shown, reason=describe_safely(error, self._secrets))
-            # A traceback prints the whole chain of errors, so one that repeats a credential is cut off.
+            # A traceback prints the whole chain of errors, so a chain that repeats a credential is cut off.
             raise translated from None if contains_secret(error, self._secrets) else error
 
 

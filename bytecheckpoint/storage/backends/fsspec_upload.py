@@ -65,7 +65,9 @@ class FsspecUpload:
         self._digest = xxhash.xxh3_128()
 
     def pieces(self, blocks: Sequence[Block]) -> Generator[memoryview, None, None]:
-        """Yields the bytes of the blocks in order, at most _CALL_BYTES at a time. Each is valid until the next."""
+        """Yields the bytes of the blocks in order, at most _CALL_BYTES at a time. A piece is valid until the next one
+        is yielded.
+        """
         for block in blocks:
             with open_block(block) as content:
                 self._digest.update(content)

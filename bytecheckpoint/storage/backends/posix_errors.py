@@ -107,7 +107,7 @@ def already_exists(path: str) -> CheckpointExistsError:
 
 
 def no_links(path: str) -> StorageError:
-    """Makes the error for a file system without hard links, or one that refuses this one."""
+    """Makes the error for a file system that has no hard links, or refuses this link."""
     return StorageError(
         f"the file system of {path} makes no hard link to an earlier file; nothing was changed: write the file instead",
         kind="unsupported",

@@ -112,7 +112,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def may_arrive(error: BaseException) -> bool:
-    """Returns True if the request may be carried out yet: it was sent, and no answer says that it was not."""
+    """Returns True if the request may still be carried out: it was sent, and no answer says that it was refused."""
     is_answered = is_unreachable(error) or is_throttled(error) or code_of(error) in _REFUSED
     return is_transient(error) and not is_answered
 

@@ -72,7 +72,7 @@ class RetryPolicy:
     """Limits of the attempts at a request."""
 
     timeout_s: float
-    """From its first attempt; an attempt that makes progress is not interrupted."""
+    """Time for retries, from the first attempt; an attempt that makes progress is not interrupted."""
     stop: threading.Event = field(default_factory=threading.Event)
     """Set when the answer is no longer needed."""
 
@@ -139,7 +139,10 @@ class S3Requests:
         return self.persist(lambda _: self.send(operation, **parameters), policy)
 
     def persist(self, attempt: Callable[[int], Answer], policy: RetryPolicy) -> Answer:
-        """Returns the result of `attempt`, which is called with 0, 1, ... until it raises none of S3_ERRORS."""
+        """Calls `attempt` with 0, 1, ... until it raises none of S3_ERRORS, and returns its result.
+
+        Raises FailedRequestError if another attempt is in vain, the time is over, or `policy.stop` is set.
+        """
         started, number = time.monotonic(), 0
         while True:
             self._backoff.hold(policy.stop, at_most_s=policy.timeout_s - (time.monotonic() - started))
@@ -159,7 +162,7 @@ class S3Requests:
                 return answer
 
     def _pause_after(self, error: Exception, number: int) -> float | None:
-        """Returns the pause before the next attempt in seconds; None if another attempt is in vain."""
+        """Returns the pause before the next attempt, in seconds; None if another attempt would be in vain."""
         if not is_no_answer(error):
             self._has_answered.set()
         if not is_transient(error):

@@ -179,7 +179,7 @@ class S3Store:
         return [found.get(key) for key in keys]
 
     def list_many(self, folders: Sequence[str]) -> Sequence[Mapping[str, int | None] | None]:
-        """Implements `SupportsListMany` in the same way."""
+        """Implements `SupportsListMany` with pages of keys, as `in_folders` does."""
         prefixes = list(map(self._prefix_of, folders))
         found = self._scan(list_folders, prefixes)
         return [_shown_names(found.get(prefix, {})) or None for prefix in prefixes]  # an empty one may be an object
@@ -187,7 +187,9 @@ class S3Store:
     def _scan(
         self, scan: Callable[[Sequence[str], ReadPage], Mapping[str, Found]], keys: Sequence[str]
     ) -> Mapping[str, Found]:
-        """Returns what the scan finds for the keys, many at a time."""
+        """Returns what the scan finds for the keys, many at a time; nothing for few keys, which are better looked up
+        one by one.
+        """
         if len(keys) < _MIN_SCANNED:
             return {}
         wanted = sorted(keys)
@@ -205,7 +207,7 @@ class S3Store:
             try:
                 self._requests.call("delete_object", self._policy(), Key=self._key(name))
             except FailedRequestError as failed:
-                if not is_missing(failed.error):  # some services refuse to delete what is gone
+                if not is_missing(failed.error):  # some services refuse to delete an object that is gone
                     raise
 
     def delete_many(self, names: Sequence[str]) -> None:

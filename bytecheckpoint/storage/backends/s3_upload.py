@@ -32,7 +32,7 @@ from bytecheckpoint.storage.backends.s3_requests import RetryPolicy, S3Requests
 from bytecheckpoint.storage.object_io import open_block, take_blocks
 
 _MIN_PART_BYTES = 5 << 20
-"""S3 takes no smaller part, but for the last."""
+"""Least length of a part that S3 takes, except for the last part."""
 _PART_BYTES = 16 << 20
 _MAX_PARTS = 9000
 """S3 takes 10,000."""
@@ -65,9 +65,9 @@ def new_target(key: str, *, replace: bool) -> S3Target:
 def send(
     requests: S3Requests, target: S3Target, blocks: Sequence[Block], num_bytes: int, *, in_flight: int, timeout_s: float
 ) -> None:
-    """Publishes the object, once all blocks are left. Memory: the blocks, `in_flight` of which are entered at a time.
-    If they are too small or too many for parts, `in_flight` parts of up to 64 MiB, more from 576 GiB on. An object of
-    16 MiB or less is copied.
+    """Publishes the object after the last block was left. Takes the memory of the blocks, of which `in_flight` are
+    entered at a time; if they are too small or too many for parts, the memory of `in_flight` parts of up to 64 MiB, or
+    more for objects of more than 576 GiB. An object of 16 MiB or less is copied.
 
     Raises TakenError, FailedRequestError, and what a block's `content` raises.
     """

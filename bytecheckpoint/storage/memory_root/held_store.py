@@ -119,7 +119,7 @@ class HeldStore:
         return {**stored, **own}
 
     def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> NoReturn:
-        """Refuses: `blocks` and `replace` do not matter."""
+        """Raises the error of a store that is only read."""
         del blocks, replace
         raise self._read_only(name)
 

@@ -1,5 +1,5 @@
-"""The folder of one job in a memory root: who it belongs to, and which living processes work on it. The files in it are
-described by slot_file.py and version_files.py.
+"""The folder of one job in a memory root: its owner, and the living processes that work on it. slot_file.py and
+version_files.py describe the files in it.
 """
 
 # ruff: noqa: PTH101, PTH102, PTH103, PTH104, PTH108, PTH110, PTH112, PTH116, PTH118, PTH120, PTH123, PTH208 - the calls of `os` by name, as in posix_files.py
@@ -87,7 +87,7 @@ class JobFolder(NamedTuple):
             os.close(fd)
 
     def join(self, *, saves: bool = True) -> tuple[ProcessLock, LivingProcess]:
-        """Makes this process one that works on the job, until it ends or the lock is released."""
+        """Registers this process as working on the job, until it ends or the lock is released."""
         alive = os.path.join(self.path, _ALIVE)
         name = secrets.token_hex(8) + ("" if saves else _RESUMED)
         temporary, path = os.path.join(alive, f"{TEMPORARY_PREFIX}{name}"), os.path.join(alive, name)
@@ -111,7 +111,7 @@ class JobFolder(NamedTuple):
         return found
 
     def remove_stale_temporaries(self) -> None:
-        """Removes what killed processes were making of the job itself and of the memory root."""
+        """Removes temporary files that killed processes have left in the job's folder and in the memory root."""
         paths = [os.path.join(folder, name) for folder in (self.root, self.path) for name in os.listdir(folder)]
         for path in filter(_is_temporary, paths):
             with suppress(OSError):  # gone meanwhile, or another user's

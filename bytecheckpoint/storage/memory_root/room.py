@@ -28,8 +28,8 @@ class RoomLimit(NamedTuple):
 
 
 def check_room(root: str, new_bytes: int, *, held_bytes: int, max_bytes: int | None) -> None:
-    """Raises CheckpointSaveError (no_space) if the root cannot hold so many bytes more than the `held_bytes` of all
-    slots of the job on this host.
+    """Raises CheckpointSaveError (no_space) if the root cannot hold `new_bytes` more than the `held_bytes` of all slots
+    of the job on this host.
     """
     limits = [*_file_system(root), *_host_memory(), *container_limits()]
     if max_bytes is not None:
@@ -83,9 +83,7 @@ def container_limits(groups: str = "/proc/self/cgroup", mount: str = "/sys/fs/cg
 
 
 def _limits_of(mount: Path, path: str, limit_name: str, usage_name: str, reclaimable: str) -> Iterator[RoomLimit]:
-    """Yields the limits of a group and of those above it, of which a container may see only the innermost, as the
-    root.
-    """
+    """Yields the limits of a control group and of those above it. A container may see only its own, as the root."""
     inside = Path(path.strip("/"))
     for group in {mount / inside, *(mount / above for above in inside.parents), mount}:
         with suppress(OSError, ValueError):

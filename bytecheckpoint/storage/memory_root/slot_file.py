@@ -151,13 +151,13 @@ class Slot:
 
     def _write_header(self, header: SlotHeader) -> None:
         encoded, memory = msgspec.msgpack.encode(header), self.memory
-        memory[: _PREFIX.size] = bytes(_PREFIX.size)  # what comes next is nothing until its checksum stands before it
+        memory[: _PREFIX.size] = bytes(_PREFIX.size)  # the content counts only once its checksum is written
         memory[_PREFIX.size : _PREFIX.size + len(encoded)] = encoded
         memory[: _PREFIX.size] = _PREFIX.pack(_MAGIC, len(encoded), xxhash.xxh3_64_intdigest(encoded))
         self._header = header
 
     def release(self) -> None:
-        """Gives the slot to whoever takes it next."""
+        """Releases the slot for the next process that takes it."""
         self._memory = None
         self._lock.release()
 
@@ -180,7 +180,7 @@ def whole_pages(num_bytes: int) -> int:
 
 
 def header_bytes(num_files: int) -> int:
-    """Returns the bytes before the image of so many files."""
+    """Returns the number of bytes before the image of this number of files."""
     return whole_pages(_PREFIX.size + _FIXED_BYTES + _FILE_BYTES * num_files)
 
 

@@ -27,7 +27,7 @@ _PREFIX = struct.Struct("<8sIQ")  # magic, length and checksum of the record
 _MAGIC = b"BCPMEMV1"
 _NAME = re.compile(r"\A([0-9a-f]{16})\.(pending|manifest)\Z")
 _KEPT = 2
-"""The newest complete version, and the one before it, of which the slots may still be whole."""
+"""The newest complete version, and the one before it, whose slots may still be whole."""
 _PROTECTED = "protected"
 
 
@@ -59,7 +59,7 @@ class HeldVersion(NamedTuple):
 
 
 def add_pending(job: JobFolder, record: VersionRecord, content: bytes) -> None:
-    """Writes the manifest of a version whose data is whole on all hosts."""
+    """Writes the manifest of a version as pending: all hosts hold its data, but not all may have its manifest yet."""
     encoded = msgspec.msgpack.encode(record)
     prefix = _PREFIX.pack(_MAGIC, len(encoded), xxhash.xxh3_64_intdigest(encoded))
     replace_file(_path(job, record.save_id, "pending"), prefix, encoded, content)

@@ -81,7 +81,7 @@ def _no_checkpoint(path: str, opening: Opening, error: CheckpointError) -> Check
     store = opening.store(from_root(path))
     try:
         listing = store.list("")
-    except CheckpointNotFoundError:  # a file, of which the error says what it is not
+    except CheckpointNotFoundError:  # a file: the error says what it is not
         return CheckpointDiagnosis(path=str(store), error=error)
     if not listing:
         raise error

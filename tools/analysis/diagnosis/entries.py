@@ -71,7 +71,7 @@ class Part:
     needs_cast: bool = False
     """True for a model that has a part of its weights in another precision than the rest."""
     is_generator: bool = False
-    """True for the state of torch's generator on the host, alone."""
+    """True for a tensor that is the state of torch's CPU generator."""
     is_by_rank: bool = False
     """True for values that each rank has saved under one name."""
     is_copy: bool = False

@@ -16,7 +16,7 @@ _PACKAGE = "bytecheckpoint.integrations"
 
 
 class Integration(NamedTuple):
-    """A training framework, and how it goes on."""
+    """A training framework, and the line with which it resumes."""
 
     title: str
     needs: Sequence[str]

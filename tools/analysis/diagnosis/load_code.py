@@ -161,7 +161,7 @@ def _rule(part: Part) -> str:
 
 
 def _renaming(pattern: str, new: str) -> str:
-    """Returns a rule of key_map. Hazard: both are made of names that may have any character."""
+    """Returns a rule of key_map as code. Hazard: pattern and new name may hold any character."""
     is_raw = pattern.isprintable() and '"' not in pattern and not pattern.endswith("\\")
     old = f'r"{pattern}"' if is_raw else repr(pattern)
     new = new.replace("\\", r"\\")
@@ -199,7 +199,7 @@ def _read_values(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
 
 
 def _set_generators(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
-    """Returns the code for the states of torch's generator on the host that stand alone."""
+    """Returns the code that sets torch's CPU generator, for each part that is the state of it and nothing else."""
     return [
         LoadCode(
             f"set torch's generator to {part.name!r}",

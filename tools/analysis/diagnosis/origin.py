@@ -116,7 +116,7 @@ def looks_like(names: Iterable[str]) -> str | None:
 
 
 def step_of(manifest: Manifest, values: Mapping[str, Any]) -> int | None:
-    """Returns the step of a checkpoint, as it says itself, in its metadata or in a value at its top."""
+    """Returns the step that a checkpoint has in its metadata, or in a value at its top level."""
     of_save = {} if manifest.foreign_format else manifest.metadata
     said = [each for each in (of_save, of_save.get("megatron"), values) if isinstance(each, Mapping)]
     found = (each[key] for each in said for key in _STEP_KEYS if type(each.get(key)) is int)
@@ -124,7 +124,7 @@ def step_of(manifest: Manifest, values: Mapping[str, Any]) -> int | None:
 
 
 def world_size_of(manifest: Manifest, values: Mapping[str, Any]) -> int | None:
-    """Returns the number of ranks that saved a checkpoint: as it says, or by the names of its files."""
+    """Returns the number of ranks that saved a checkpoint, read from the checkpoint, or from the names of its files."""
     args = values.get("args")
     said = [manifest.provenance.get("world_size"), *(values.get(key) for key in _SIZE_KEYS)]
     said += [args.get(key) for key in _SIZE_KEYS] if isinstance(args, dict) else []

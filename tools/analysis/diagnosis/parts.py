@@ -38,7 +38,7 @@ _GENERATOR_BYTES = 5056
 
 
 def find_parts(manifest: Manifest) -> list[Part]:
-    """Returns the parts of a checkpoint, models first, plain values last. Raises what decoding plain data raises."""
+    """Returns the parts of a checkpoint, models first, plain values last. Raises the errors of decoding plain data."""
     from bytecheckpoint.adapters.plain.plain_data import decode_plain  # noqa: PLC0415 - it needs torch
 
     trees = {fqn: decode_plain(data) for fqn, data in manifest.objects.items() if not is_extra_state(fqn)}

@@ -22,7 +22,7 @@ class Curve(NamedTuple):
 
     name: str
     points: Sequence[tuple[int, float]]
-    """Steps, rising, and values."""
+    """Steps, in ascending order, and values."""
 
 
 class _Scale(NamedTuple):
@@ -56,14 +56,16 @@ def line_chart(title: str, curves: Sequence[Curve], shown: Callable[[float], str
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Returns finite points, at most `_MAX_POINTS`, the last one among them."""
+    """Returns the finite points, or `_MAX_POINTS` of them that include the last."""
     finite = [point for point in points if math.isfinite(point[1])]
     every = -(-len(finite) // _MAX_POINTS)
     return finite[::-1][:: every or 1][::-1]
 
 
 def _scale(values: Sequence[float], *, from_zero: bool) -> _Scale:
-    """Returns a span around the values; one that begins at 0 where they are not far from it."""
+    """Returns the range of the values, widened if they are all equal. With `from_zero`, it begins at 0 if all are above
+    0 and the least is below half of the largest.
+    """
     low, high = min(values), max(values)
     if from_zero and 0 < low < high / 2:
         low = 0.0

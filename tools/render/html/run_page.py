@@ -20,7 +20,7 @@ _MAX_CHARTS = 24
 
 
 class SaveTimings(Protocol):
-    """How a save went, in seconds; None where nothing tells."""
+    """Times of a save in seconds; None for a time that is not known."""
 
     @property
     def seconds(self) -> float | None: ...

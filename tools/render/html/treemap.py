@@ -42,8 +42,8 @@ class TreemapTile(NamedTuple):
 
 
 def lay_out(nodes: Sequence[ModuleNode], box: Box) -> list[TreemapTile]:
-    """Returns the tiles of a tree in a rectangle. Nodes without bytes have none, and of many siblings the smallest
-    share one.
+    """Returns the tiles of a tree in a rectangle. Nodes without bytes have no tile; of many siblings, the smallest
+    share a tile.
     """
     tiles: list[TreemapTile] = []
     for family, (node, place) in enumerate(_placed(nodes, box)):
@@ -82,7 +82,7 @@ def _placed(nodes: Sequence[ModuleNode], box: Box) -> list[tuple[ModuleNode, Box
 
 
 def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
-    """Returns rectangles with areas in proportion to these sizes, above 0, nearly squares."""
+    """Divides a box into nearly square rectangles, with areas in proportion to these sizes, all above 0."""
     boxes: list[Box] = []
     first, left = 0, sum(sizes)
     while first < len(sizes):
