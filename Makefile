@@ -1,6 +1,6 @@
 # Every target does its own set-up: a machine with Python >= 3.11, pip and make needs nothing else.
 #
-#   make test     the tests, in ten minutes on 2 cores
+#   make test     the tests
 #   make test-thorough     those that `make test` leaves out: whole matrices, campaigns, benchmarks, long pages
 #   make test-faults       the long tests of faults, for an hour or two
 #   make fault-table       break it on purpose, thousands of times, and write docs/faults.md; some 50 minutes on 2 cores
