@@ -50,7 +50,7 @@ test-faults: $(VENV)/.installed-test
 
 # On a machine with a GPU: TORCH=torch installs a torch that has CUDA. Without one they say that they were skipped.
 test-gpu: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 0 tests/gpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 0 -m "not frameworks and not long" tests/gpu $(PYTEST_ARGS)
 
 # The wheel is built out of the sdist, so this finds what either lacks; the environment has what a plain install brings.
 test-package: $(VENV)/.installed-test
