@@ -4,6 +4,7 @@ looks of a load, the coordinator's check before a commit, and the deletion.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -63,3 +64,4 @@ def _write(folder: Path, files: list[DataFile]) -> None:
     (folder / layout.DATA_FOLDER).mkdir(parents=True, exist_ok=True)
     for file in files:
         (folder / file.name).write_bytes(bytes(FILE_BYTES))
+    os.sync()  # the files of a checkpoint are on the disk, and removing them takes more than giving up a cached page

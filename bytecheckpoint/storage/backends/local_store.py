@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
 from bytecheckpoint.manifest.ranges import Block
-from bytecheckpoint.runtime.threads import map_jobs
+from bytecheckpoint.runtime.threads import map_jobs, run_jobs
 from bytecheckpoint.storage.backends.direct_io import DirectFile
 from bytecheckpoint.storage.backends.posix_errors import (
     already_exists,
@@ -31,6 +31,7 @@ from bytecheckpoint.storage.backends.posix_errors import (
 from bytecheckpoint.storage.backends.posix_files import (
     file_in_the_way,
     free_bytes,
+    has_file,
     link,
     make_folders,
     publish,
@@ -47,9 +48,11 @@ from bytecheckpoint.storage.store import Access, FillHook, PiecesHook
 _MAX_SUFFIX = 200
 """Characters of an object's name that its temporary file repeats; names end at 255 bytes."""
 _FOLDER = -1
-_FOLDER_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOOKERS = 16
 _LOOKS_AT_ONCE = 64
+_UNLINKERS = 8
+"""Threads. 8,192 files that are on a disk are removed in 0.65 s by eight, in 1.2 s by one (benchmarks/ranks.py)."""
+_UNLINKS_AT_ONCE = 64
 _ACCESS = Access(latency_s=50e-6, bytes_per_s=2.5e9)
 """A file is found and opened for every read, and its bytes may be in the page cache."""
 
@@ -156,24 +159,9 @@ class LocalStore:
         return [is_there for looked in looks for is_there in looked]
 
     def _is_in(self, folder: str, name: str) -> bool | None:
-        """Opens both by name, following no link: on a network file system a look without opening may be old."""
-        folder_fd = -1
-        try:
-            if os.path.dirname(folder):
-                self._resolve(os.path.dirname(check_name(folder)))
-            folder_fd = os.open(f"{self._root}/{folder}", _FOLDER_FLAGS)
-            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=folder_fd)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return None  # a link, or no permission
-        finally:
-            if folder_fd >= 0:
-                os.close(folder_fd)
-        try:
-            return stat.S_ISREG(os.fstat(fd).st_mode)
-        finally:
-            os.close(fd)
+        if os.path.dirname(folder):
+            self._resolve(os.path.dirname(check_name(folder)))
+        return has_file(f"{self._root}/{folder}", name)
 
     def list(self, folder: str) -> Mapping[str, int | None]:
         path = self._resolve(check_name(folder) if folder else "")
@@ -200,11 +188,16 @@ class LocalStore:
     def delete_many(self, names: Sequence[str]) -> None:
         """Implements `SupportsDeleteMany`: each folder is synchronised once."""
         folders: dict[str, None] = {}
-        try:
-            for path in map(self._path_of_name, names):
+
+        def unlink(some: Sequence[str]) -> None:
+            for path in map(self._path_of_name, some):
                 with _reading(path, doing="delete"), suppress(FileNotFoundError, NotADirectoryError):
                     os.unlink(path)
                     folders[os.path.dirname(path)] = None
+
+        blocks = [names[at : at + _UNLINKS_AT_ONCE] for at in range(0, len(names), _UNLINKS_AT_ONCE)]
+        try:
+            run_jobs(unlink, blocks, num_threads=_UNLINKERS)
         finally:
             for folder in folders:
                 self._finish_deletions(folder)

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
@@ -22,6 +23,7 @@ _MAX_BUFFERS = 1024
 _CACHED_BYTES = 1 << 20
 """Length of a read that is still in the processor's cache afterwards."""
 
+_FOLDER_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_PREALLOCATION = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.EINTR})
 """Includes EINTR: a timer that ticks faster than the call would interrupt it for ever, and it is only an
 optimisation.
@@ -124,6 +126,28 @@ def file_in_the_way(path: str) -> str:
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     return path
+
+
+def has_file(folder: str, name: str) -> bool | None:
+    """Returns True if an ordinary file of this name is in a folder, None if only a listing can tell.
+
+    Opens both by name, following no link: on a network file system a look without opening may be old.
+    """
+    folder_fd = -1
+    try:
+        folder_fd = os.open(folder, _FOLDER_FLAGS)
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=folder_fd)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None  # a link, or no permission
+    finally:
+        if folder_fd >= 0:
+            os.close(folder_fd)
+    try:
+        return stat.S_ISREG(os.fstat(fd).st_mode)
+    finally:
+        os.close(fd)
 
 
 def free_bytes(folder: str) -> int | None:
