@@ -8,8 +8,9 @@ the environment that `make test-framework-NAME` makes. The first run of each doe
 call that saves, `durable` until the last file is written, `lost` what the steps meanwhile took longer than undisturbed
 ones, stall included; of all ranks the slowest. Asynchronous saves stand beside the framework's own asynchronous one, if
 it has one. Memory is what the first save of a process takes at its peak: during the call beyond what the process has
-then, and until the next save beyond the most that undisturbed steps take; of the rank that takes most. Beside it stands
-that rank's part of what is written.
+then, and until the next save beyond the most that undisturbed steps take; of the rank that takes most. Processes of
+their own measure it, whose allocator gives memory back at once: what malloc keeps of a training step is no part of a
+save. Beside it stands that rank's part of what is written.
 
 Two limits stand below, of the same rounds: one copy of a rank's part of the state into memory that is there already,
 which no asynchronous save can stall less for, and its raw write and fsync, which no save that is durable can beat.
@@ -53,6 +54,8 @@ STEPS_BETWEEN = 12
 STEPS_RESUMED = 4
 """Steps of the run that is resumed."""
 TIMEOUT_S = 300.0
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""Environment in which glibc keeps no freed memory above 128 KiB."""
 WIDEST = 200
 """Characters of an error that are shown."""
 
@@ -96,9 +99,12 @@ def run(arguments: argparse.Namespace) -> None:
     python = arguments.python or str(ROOT / f".venv-{arguments.framework}" / "bin" / "python")
     settings = {"framework": arguments.framework, "mb": arguments.mb}
 
-    def new_pool(num_ranks: int) -> ProcessPool:
-        given = {"num_ranks": num_ranks, **settings}
-        return ProcessPool("in_trainers", given, num_ranks=num_ranks, timeout_s=TIMEOUT_S, python=python)
+    def new_pool(num_ranks: int, *, samples_memory: bool = False) -> ProcessPool:
+        given = {"num_ranks": num_ranks, "samples_memory": samples_memory, **settings}
+        environment = GIVES_BACK if samples_memory else None
+        return ProcessPool(
+            "in_trainers", given, num_ranks=num_ranks, timeout_s=TIMEOUT_S, python=python, environment=environment
+        )
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.folder)))
@@ -110,13 +116,17 @@ def run(arguments: argparse.Namespace) -> None:
             f"{arguments.framework} {facts['version']}, {arguments.ranks} ranks, {3 * arguments.mb:.0f} MB of model "
             f"and optimizer, {arguments.rounds} rounds of {SAVES} saves\n"
         )
+        memory = {}
+        for name in names:
+            with new_pool(arguments.ranks, samples_memory=True) as pool:
+                memory[name] = train_once(pool, name, folder)[0]["memory"]
         with ExitStack() as saving:
             pools = {name: saving.enter_context(new_pool(arguments.ranks)) for name in names}
             settings["framework"] = ""
             bare = saving.enter_context(new_pool(arguments.ranks))
             settings["framework"] = arguments.framework
             found, of_machine = measure(pools, bare, arguments.rounds, folder)
-            print(table(facts, names, found, num_ranks=arguments.ranks), flush=True)
+            print(table(facts, names, found, memory, num_ranks=arguments.ranks), flush=True)
             print(limit_rows(facts, names, found, of_machine), flush=True)
             saved = {name: save_to_resume(pools[name], name, folder) for name in names if arguments.resume_ranks}
         if saved:
@@ -128,12 +138,11 @@ def run(arguments: argparse.Namespace) -> None:
 def measure(
     pools: dict[str, ProcessPool], bare: ProcessPool, rounds: int, folder: Path
 ) -> tuple[dict[str, list[dict[str, float]]], dict[str, list[float]]]:
-    """Returns the slowest rank's seconds, and the bytes, of each save by candidate; the memory of the first one; and
-    the seconds of the limits, which the `bare` ranks take in each round.
+    """Returns the slowest rank's seconds, and the bytes, of each save by candidate, and the seconds of the limits,
+    which the `bare` ranks take in each round.
     """
     found: dict[str, list[dict[str, float]]] = {name: [] for name in pools}
     of_machine: dict[str, list[float]] = {name: [] for name in limits.TITLES}
-    memory: dict[str, float] = {}
     rng = random.Random(0)
     for number in range(rounds + 1):
         for name in rng.sample(list(pools), len(pools)):
@@ -141,16 +150,11 @@ def measure(
             print(f"  {name}: {saves}", file=sys.stderr, flush=True)
             if number:
                 found[name] += saves
-            else:
-                memory[name] = saves[0]["memory"]
         answers = bare.run(folder=str(folder))
         for name, times in of_machine.items():
             if number:
                 times.append(max(answer[name] for answer in answers))
         os.sync()
-    for name, saves in found.items():
-        for save in saves:
-            save["memory"] = memory[name]
     return found, of_machine
 
 
@@ -220,6 +224,7 @@ def table(
     facts: dict[str, Any],
     names: list[str],
     found: dict[str, list[dict[str, float]]],
+    memory: Mapping[str, float],
     *,
     num_ranks: int,
 ) -> str:
@@ -235,8 +240,8 @@ def table(
         written = statistics.median(save["bytes"] for save in found[name]) / 1e6
         way = "own-async" if name.endswith("async") and "own-async" in own else "own"
         ratio = f"{stalls[name] / own[way]:.2f}x" if way in own else "-"
-        memory = found[name][0]["memory"] / 1e6
-        cells += [ratio, f"{written:.1f}", f"{memory:.0f} ({memory * num_ranks / written:.2f})"]
+        taken = memory[name] / 1e6
+        cells += [ratio, f"{written:.1f}", f"{taken:.0f} ({taken * num_ranks / written:.2f})"]
         lines.append(f"| {facts['candidates'][name]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -271,7 +276,9 @@ def spread(seconds: list[float]) -> str:
     return f"{statistics.median(seconds):.3f} ({min(seconds):.3f} - {max(seconds):.3f})"
 
 
-def begin(rank: int, port: int, *, num_ranks: int, framework: str, mb: float) -> tuple[dict[str, Any], Obey]:
+def begin(
+    rank: int, port: int, *, num_ranks: int, framework: str, mb: float, samples_memory: bool
+) -> tuple[dict[str, Any], Obey]:
     """Returns the facts of the framework, and what obeys; without a framework, the limits."""
     torch.set_num_threads(1)
     if not framework:
@@ -281,12 +288,8 @@ def begin(rank: int, port: int, *, num_ranks: int, framework: str, mb: float) ->
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "CUDA_VISIBLE_DEVICES": ""}
     module: TrainerModule = importlib.import_module(f"trainers.{framework}_job")  # type: ignore[assignment]
 
-    is_first = True
-
     def train(name: str, folder: Path) -> dict[str, Any]:
-        nonlocal is_first
-        meter = Meter(is_first=is_first)
-        is_first = False
+        meter = Meter(samples_memory=samples_memory)
         num_steps = SAVES * STEPS_BETWEEN + STEPS_BETWEEN // 2
         module.train(name, folder, meter, mb=mb, num_steps=num_steps, save_every=STEPS_BETWEEN)
         meter.finish()

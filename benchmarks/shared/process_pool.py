@@ -40,11 +40,15 @@ class ProcessPool:
         timeout_s: float,
         python: str = sys.executable,
         checkout: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`checkout` is the folder whose bytecheckpoint the ranks import instead of the installed one."""
+        """`checkout` is the folder whose bytecheckpoint the ranks import instead of the installed one; they get the
+        variables of `environment` beside those of this process.
+        """
         command = [python, str(WORKER), module, json.dumps(settings)]
         command += ["--checkout", str(checkout)] if checkout is not None else []
         self._timeout_s = timeout_s
+        self._environment = environment or {}
         self._answers: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  end() closes it
         fixed = [*command, "--port", str(free_port())]
@@ -94,7 +98,7 @@ class ProcessPool:
 
     def _start(self, command: list[str]) -> subprocess.Popen[str]:
         # DCP's process mode connects to the host's name, which need not resolve, unless MASTER_ADDR is set.
-        environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "TOKENIZERS_PARALLELISM": "false"}
+        environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "TOKENIZERS_PARALLELISM": "false"} | self._environment
         return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

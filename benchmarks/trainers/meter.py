@@ -36,12 +36,12 @@ class SaveTiming(NamedTuple):
 class Meter:
     """Counts the steps of an optimizer and the calls of a save."""
 
-    def __init__(self, *, is_first: bool = False, notes_state: bool = False) -> None:
-        """`is_first`: no process of this rank has saved before, so the memory of the first save shows."""
+    def __init__(self, *, samples_memory: bool = False, notes_state: bool = False) -> None:
+        """`samples_memory`: no process of this rank has saved before, so the memory of the first save shows."""
         self.notes_state = notes_state
         self._steps: list[float] = []
         self._calls: list[tuple[float, float]] = []
-        self._is_first = is_first
+        self._samples_memory = samples_memory
         self._sampled: PeakMemory | None = None
         """Running."""
         self._most_trained, self._memory = 0, 0
@@ -60,7 +60,7 @@ class Meter:
     def step(self) -> None:
         """Counts a step, for frameworks whose optimizer has no hooks."""
         self._steps.append(time.time())
-        if self._is_first and len(self._steps) == FIRST_STEPS and not self._calls:
+        if self._samples_memory and len(self._steps) == FIRST_STEPS and not self._calls:
             self._sample()
 
     def timed(self, save: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,7 +105,7 @@ class Meter:
 
     @contextmanager
     def _memory_of_call(self) -> Iterator[None]:
-        if not self._is_first or self._calls:
+        if not self._samples_memory or self._calls:
             self.finish()
             yield
             return

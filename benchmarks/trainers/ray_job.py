@@ -95,7 +95,7 @@ def fit(loop: Callable[[dict[str, Any]], None], folder: Path, settings: dict[str
 def work(settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     rank = ray.train.get_context().get_world_rank()
-    meter = Meter(is_first=True, notes_state=settings["notes_state"])
+    meter = Meter(samples_memory=True, notes_state=settings["notes_state"])
     model = prepare_model(Blocks(settings["mb"]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     meter.watch(optimizer)
