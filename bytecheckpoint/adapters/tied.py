@@ -14,7 +14,9 @@ from bytecheckpoint.manifest.plain_wire import unsupported
 
 
 def split_tied(found: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors by FQN, and the other FQNs of tied ones; of each the module's own name, its FQN and itself are given."""
+    """Returns the tensors by FQN, and for each other FQN of a tied tensor the FQN that it is stored under. `found` has
+    the module's own name, the FQN and the tensor of each.
+    """
     tensors = {fqn: tensor for _, fqn, tensor in found}
     addresses = [_address(tensor) for tensor in tensors.values()]
     if len(set(addresses)) == len(found):  # no two share a name, or memory: nearly always
@@ -60,7 +62,7 @@ def _two_of_one_name(fqn: str, name: str) -> CheckpointSaveError:
 
 
 def _memories(tensors: Sequence[torch.Tensor]) -> list[object]:
-    """Returns of each tensor what two tied ones share: the same object, or the same elements of the same storage.
+    """Returns a key for each tensor, equal for tied ones: the same object, or the same elements of the same storage.
 
     Most tensors start at an address of their own. Only the others are looked at closely.
     """

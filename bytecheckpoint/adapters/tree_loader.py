@@ -1,4 +1,4 @@
-"""The tensors of a stored tree of plain data, on their way to the object whose state it is."""
+"""Loads the tensors of a stored tree of plain data into the object whose state the tree is."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def keep_for_rank(shards: LocalShards, fqn: str, tensor: torch.Tensor) -> str | 
     """Returns what stands in the tree for a tensor that may differ from rank to rank.
 
     Small ones travel in the tree. Large ones are added to the shards, named by their content, so that equal tensors of
-    several ranks are replicas of one and different ones do not meet; those that are spread over ranks keep their name.
+    several ranks are replicas and different ones get different names. Those that are spread over ranks keep theirs.
     """
     if fits_inline(tensor):
         return tensor
@@ -61,7 +61,7 @@ def contents_of(value: Any, fqn: str, scope: Scope) -> EntryContents:
 
 
 def missing_in(values: Mapping[str, Any]) -> list[Problem]:
-    """Returns a problem for each value that this rank has not saved."""
+    """Returns a problem for each value that no rank of this rank's number has saved."""
     missing = {fqn: value for fqn, value in values.items() if isinstance(value, RankMissing)}
     return [rank_missing(fqn, value.num_saved) for fqn, value in missing.items()]
 
@@ -71,7 +71,7 @@ _ABSENT = object()
 
 
 def _without_absent(tree: Any) -> Any:
-    """Removes what is absent, and containers with nothing else; absent items inside of a list become None."""
+    """Returns the tree without _ABSENT, and without containers of nothing else; inside a list it becomes None."""
     if isinstance(tree, dict) and tree:
         for key, item in list(tree.items()):
             tree[key] = _without_absent(item)
@@ -91,7 +91,7 @@ def _without_absent(tree: Any) -> Any:
 
 
 class TreeTarget:
-    """The tensors of a stored tree on their way to an object: the object's own where they fit, else new ones."""
+    """The targets of the tensors in a stored tree: the object's own tensors where they fit, else new ones."""
 
     def __init__(self) -> None:
         self._new: dict[str, torch.Tensor] = {}
@@ -143,10 +143,10 @@ class TreeTarget:
             filled = _without_absent(filled)
         if filled is _ABSENT or not any(map(is_facts, values)):
             return None if filled is _ABSENT else filled
-        return restored(filled, found.fqn, self.live, left=unbuildable)
+        return restored(filled, found.fqn, self.live, unbuildable=unbuildable)
 
     def left_out(self, found: StoredTree, checkpoint: CheckpointView) -> set[str]:
-        """Returns the checkpoint FQNs of subclasses that are not live and cannot be built: parts are left out."""
+        """Returns the checkpoint FQNs of subclasses that are not live, and of which include or exclude omit a part."""
         names = partly_taken(leaves(found.tree, found.fqn), checkpoint)
         return {name for name in names if state_fqn(name, checkpoint) not in self.live}
 
@@ -156,7 +156,7 @@ class TreeTarget:
         return {name: problem for name, problem in found.items() if state_fqn(name, checkpoint) not in self.live}
 
     def _refs(self, found: StoredTree, checkpoint: CheckpointView) -> list[tuple[str, StoredTensor]]:
-        """State FQN and stored tensor of every reference in the tree that the load takes."""
+        """Returns state FQN and stored tensor of every reference in the tree that the load takes."""
         values = leaves(found.tree, found.fqn)
         left = self.left_out(found, checkpoint)
         sources = [name for name, value in values.items() if isinstance(value, TensorRef) and not enclosing(name, left)]

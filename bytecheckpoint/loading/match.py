@@ -46,11 +46,11 @@ class Match(NamedTuple):
 
     def count_changes(self) -> None:
         """Raises the version counters of the filled tensors, so that a backward pass over the old values fails as after
-        any other change in place: bytes are put there behind torch's back.
+        any other change in place: torch does not see how the bytes get there.
         """
         targets = TargetShards.of(self.shards)
         changed = [*targets.tensors, *targets.owners]
-        with suppress(TypeError, RuntimeError):  # not every torch that is supported takes many, or knows the latter
+        with suppress(TypeError, RuntimeError):  # older torch takes one tensor at a time, and no inference tensor
             increment_version(changed)
             return
         for tensor in changed:
@@ -160,7 +160,7 @@ def _read_only(match: Match) -> list[int]:
     """Returns the shards whose memory is read only, as that of a mapped file: a write would kill the process."""
     targets = TargetShards.of(match.shards)
     addresses = targets.addresses.copy()
-    for number, tensor in zip(targets.without_address, targets.seen_alone, strict=True):
+    for number, tensor in zip(targets.without_address, targets.tensors_without_address, strict=True):
         addresses[number] = tensor.data_ptr() if tensor.is_cpu else 0
     found: list[int] = np.flatnonzero(are_read_only(addresses)).tolist()
     for number in reversed(found):

@@ -120,7 +120,7 @@ class Places(NamedTuple):
 
     @contextmanager
     def opened(self, changes: StateChanges) -> Iterator[list[memoryview]]:
-        """Gives all of this memory."""
+        """Yields the memory of all places and gaps, in the order of the file."""
         unwanted = np.empty(int(self.gaps.sum()), np.uint8)
         starts, sizes = np.zeros((2, 2 * len(self.lengths) + 1), np.int64)
         starts[::2], sizes[::2] = unwanted.ctypes.data + np.cumsum(self.gaps) - self.gaps, self.gaps

@@ -38,7 +38,7 @@ def find_shared(shards: Sequence[LocalShard]) -> SharedMemory:
     """Returns all shards that share memory with another one. Costs little if none does."""
     shared = SharedMemory([], [])
     targets = TargetShards.of(shards)
-    if all(tensor.is_cpu for tensor in targets.seen_alone):
+    if all(tensor.is_cpu for tensor in targets.tensors_without_address):
         _compare_on_device(range(len(shards)), targets, shared)
         return shared
     by_device: dict[torch.device, list[int]] = {}  # an address says nothing about another device's
@@ -53,7 +53,7 @@ def _compare_on_device(numbers: Sequence[int], shards: Sequence[LocalShard], sha
     """Compares the shards with these numbers, which are on one device."""
     compared = TargetShards.of(shards if len(numbers) == len(shards) else [shards[number] for number in numbers])
     starts, lengths = compared.addresses.copy(), compared.byte_lengths.copy()
-    for number, tensor in zip(compared.without_address, compared.seen_alone, strict=True):
+    for number, tensor in zip(compared.without_address, compared.tensors_without_address, strict=True):
         starts[number], lengths[number] = tensor.data_ptr(), _span_bytes(tensor)
     ends = starts + lengths
     filled = np.flatnonzero((starts != 0) & (ends > starts))

@@ -77,8 +77,8 @@ class RecoveryVerdict(msgspec.Struct, frozen=True, array_like=True):
     """The outcome, as in `RecoveredSave`."""
     what: str
     may_arrive: bool
-    """Its manifest may have been sent, without an answer, and be carried out yet: what it points to has to stay."""
-    instead_of_by: str = ""
+    """True if its manifest may have been sent without an answer, and may still be committed: its files have to stay."""
+    superseded_by: str = ""
     """Id of the later save that is finished in its place; if that proves to be damaged, this one is still wanted."""
 
 
@@ -89,8 +89,8 @@ class RecoveryPlan(NamedTuple):
     verdicts: Sequence[RecoveryVerdict]
 
 
-def plan_recovery(found: Sequence[Sequence[StagedPart]], there: Mapping[str, TargetFolder]) -> RecoveryPlan:
-    """Plans from the parts that each rank sees, and the folders that their saves go to."""
+def plan_recovery(found: Sequence[Sequence[StagedPart]], targets: Mapping[str, TargetFolder]) -> RecoveryPlan:
+    """Plans from the parts that each rank sees, and the folders, by path, that their saves go to."""
     tasks: list[list[RecoveryTask]] = [[] for _ in found]
     loads = [0] * len(found)
     verdicts: list[RecoveryVerdict] = []
@@ -104,7 +104,7 @@ def plan_recovery(found: Sequence[Sequence[StagedPart]], there: Mapping[str, Tar
         root = folder.rpartition("/")[0] if is_step else folder
         are_steps, beside = by_root.get(root, (is_step, ""))
         save = _Save(
-            parts, there[folder], in_the_way=there[folder].in_the_way or (beside if are_steps != is_step else "")
+            parts, targets[folder], in_the_way=targets[folder].in_the_way or (beside if are_steps != is_step else "")
         )
         verdict = save.verdict(claimed_by=claimed.get(folder, ""), is_busy=folder in busy)
         if verdict.outcome == "committed":
@@ -115,7 +115,7 @@ def plan_recovery(found: Sequence[Sequence[StagedPart]], there: Mapping[str, Tar
             seers = [rank for rank, of_rank in enumerate(found) if any(other.name == part.name for other in of_rank)]
             rank = min(seers, key=lambda seer: loads[seer])
             loads[rank] += sum(part.here[name] for name in uploads)
-            committed = there[folder].save_id or ""
+            committed = targets[folder].save_id or ""
             task = RecoveryTask(part.name, part.save_id, folder, uploads, commits, part.overwrite, committed)
             tasks[rank].append(task)
     return RecoveryPlan(tasks, verdicts[::-1])
@@ -131,6 +131,8 @@ def _newest_first(found: Sequence[Sequence[StagedPart]]) -> list[list[StagedPart
 
 
 class _Save:
+    """The parts of one save, with the folder that it goes to."""
+
     def __init__(self, parts: Sequence[StagedPart], there: TargetFolder, *, in_the_way: str) -> None:
         self._parts = parts
         self._there = there
@@ -142,11 +144,11 @@ class _Save:
     def verdict(self, *, claimed_by: str, is_busy: bool) -> RecoveryVerdict:
         first = self._parts[0]
         outcome, what = self._outcome(is_claimed=bool(claimed_by), is_busy=is_busy)
-        instead_of_by = claimed_by if what == _SUPERSEDED else ""
+        superseded_by = claimed_by if what == _SUPERSEDED else ""
         may_arrive = self._may_arrive()
         if outcome == "removed" and may_arrive and self._there.save_id != first.save_id:
             what = f"{what}; {_LEFT_TO_CLEAN_UP}"
-        return RecoveryVerdict(first.save_id, first.folder, first.step, outcome, what, may_arrive, instead_of_by)
+        return RecoveryVerdict(first.save_id, first.folder, first.step, outcome, what, may_arrive, superseded_by)
 
     def _may_arrive(self) -> bool:
         """Returns True if the manifest can have been sent: it never is before all data is at the path."""

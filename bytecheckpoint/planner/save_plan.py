@@ -68,7 +68,7 @@ class SavePlan:
     compared: Mapping[tuple[int, ...], Sequence[Sequence[int]]]
     """Small tensors that ranks hold as equal replicas: ranks -> the indices of each rank's items, in one order."""
     memory: MirrorPlan
-    """The files that memory stages on several ranks; empty lists where none was asked for."""
+    """The files that the memory tier stages on several ranks; empty lists where none was asked for."""
 
 
 def plan_save(
@@ -228,7 +228,7 @@ class _Planner:
         if len(ranks) == 1 or not region.numel:
             self._write_whole(fqn, region, ranks[0], items[0])
             self._loads[ranks[0]] += num_bytes
-            if len(ranks) > 1:  # of no bytes
+            if len(ranks) > 1:  # a region without elements
                 chunk = ReplicatedChunk(ranks[0], items[0], tuple(ranks), items, None, 0, is_grouped=False)
                 self._replicated.append(chunk)
         else:

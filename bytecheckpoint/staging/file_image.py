@@ -234,7 +234,7 @@ class LiveFile:
             return [_TensorPiece(each, each.nbytes, 0) for each in _in_copies(tensor)]
         address = tensor.data_ptr()
         if not address:
-            advice = "save when it has its values again: outside of what frees it meanwhile"
+            advice = "save while it has its memory: outside of the context that frees it"
             raise unsupported(chunk.fqn, "a tensor whose memory has been freed", advice)
         return [_TensorPiece(tensor, chunk.byte_length, address)]
 

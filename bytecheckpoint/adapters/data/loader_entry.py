@@ -45,13 +45,13 @@ class _StreamShare(NamedTuple):
     plain: Mapping[str, Any]
     """States of the other streams, of plain data alone."""
     own: Sequence[str]
-    """Sorted ids of all of these."""
+    """Sorted ids of the streams in `found` and `plain`."""
     new: Mapping[str, Any]
     """Initial states of the streams of this rank that the checkpoint lacks."""
     ids: Sequence[str] | None
-    """Sorted ids of the streams of all ranks, where these were assigned."""
+    """Sorted ids of the streams of all ranks; None if no streams were assigned to ranks."""
     names: Collection[str]
-    """State FQNs of all that the checkpoint has of the entry."""
+    """State FQNs of everything in the checkpoint that belongs to the entry."""
     problems: Sequence[Problem]
     report: DataReport
     why_restarted: str = ""
@@ -71,7 +71,7 @@ class DataLoaderEntry:
         """Set by a load that has filled the loader."""
 
     def buffers(self) -> Sequence[torch.Tensor]:
-        """Returns the tensors of the state that was collected: a loader goes on changing them at once."""
+        """Returns the tensors of the collected state, which the loader may change while a lazy snapshot waits."""
         return self._tensors
 
     def collect(self) -> EntryContents:
@@ -158,8 +158,8 @@ class DataLoaderEntry:
         return Expectation(of_tree.shards, of_tree.claims.union(self._share.names), problems)
 
     def _check(self, share: _StreamShare) -> None:
-        """Raises CheckpointMismatchError (conflict) for a state that the loader will not take. It is no problem among
-        others: without `strict` one rank would leave its streams where they are, and others would not.
+        """Raises CheckpointMismatchError (conflict) for a state that the loader will not take. Also without `strict`:
+        this rank alone would leave its streams as they are.
         """
         check = getattr(self._state.streams, "check_streams", None)
         if check is None or share.why_restarted:
@@ -175,7 +175,7 @@ class DataLoaderEntry:
     def _why_refused(self, found: StoredTree, checkpoint: CheckpointView) -> str | None:
         tree = found.tree
         if not is_stream_tree(tree):
-            return "saved as another value than a DataLoaderState; load it into one like that, and wrap it from then on"
+            return "saved as another value than a DataLoaderState; load it as that kind, and wrap it in later saves"
         if tree[MARK] != VERSION:
             return "saved by a later release, in a form that this one does not know; load it with that release"
         if not checkpoint.takes_all:
@@ -184,18 +184,18 @@ class DataLoaderEntry:
             if left_out is not None:
                 return f"include and exclude leave out {left_out}; a loader takes all of its state, or none"
         if not is_whole(tree):
-            return "a part of its state was left out of the checkpoint when that was converted"
+            return "a part of its state was left out when the checkpoint was converted"
         return None
 
     def _find_share(self, found: StoredTree, checkpoint: CheckpointView, names: Collection[str]) -> _StreamShare | str:
-        """Returns this rank's part, or the reason why there is none."""
+        """Returns this rank's share, or the reason why the load is refused."""
         state, tree = self._state, found.tree
         rule = load_rule(state, tree)
         report = DataReport(
             num_streams=len(tree["streams"]), saved_size=tree["size"], size=state.size, elastic=state.elastic
         )
-        nothing = found._replace(tree={"shared": None, "streams": {}})
-        share = _StreamShare(checkpoint, nothing, {}, [], {}, None, names, [], report)
+        empty_tree = found._replace(tree={"shared": None, "streams": {}})
+        share = _StreamShare(checkpoint, empty_tree, {}, [], {}, None, names, [], report)
         if rule.action == "refuse":
             return rule.why
         if rule.action == "restart":

@@ -104,7 +104,7 @@ def encode_state(state: Any, fqn: str, on_tensor: TensorHook) -> bytes:
     if _is_simple(state, MAX_DEPTH):
         try:
             return _encode(state)
-        except (OverflowError, UnicodeEncodeError):  # what only the encoder of all plain data knows, or refuses by name
+        except (OverflowError, UnicodeEncodeError):  # encode_plain can encode more, and its errors name the FQN
             return encode_plain(state, fqn, on_tensor)
     return encode_plain(state, fqn, on_tensor)
 
@@ -160,7 +160,7 @@ def decode_stored(data: bytes) -> Any:
     """
     try:
         stored = msgspec.msgpack.decode(data, type=_StoredStreams)
-    except msgspec.DecodeError:  # of a later version, or only similar to one
+    except msgspec.DecodeError:  # of a later version, or another value that only has the mark
         return decode_plain(data)
     return {
         MARK: stored.version,

@@ -1,5 +1,5 @@
 """The state that an optimizer keeps for flat memory: tensors of its shape hold the same parts of the same parameters,
-and a value that there is one of, as a count of steps is, stands for all of them.
+and a single value, such as a count of steps, stands for all of them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FlatParamState:
         self._fqn = fqn
         self._memory = memory
         self._group = group
-        # A rank that has nothing of a parameter has nothing to say of it either.
+        # A rank without elements of a parameter saves no state of it.
         self._parts = [(each.names, each.part) for each in optimized if each.part.numel]
         self._scalars = scalars
         """Scalars by FQN: a save writes and a load reads one for each parameter, the optimizer has one for all."""
@@ -60,7 +60,7 @@ class FlatParamState:
         return state
 
     def collect(self, shards: LocalShards) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Adds the tensors to the shards; gives names and the plain data of each that has any."""
+        """Adds the tensors to the shards. Yields name and plain state of each parameter that has plain state."""
         state, shape = self._state, self._memory.shape
         for names, part in self._parts:
             plain: dict[str, Any] = {}
@@ -101,7 +101,7 @@ class FlatParamState:
                 problems.append(not_stored(f"{self._fqn}.groups.{names.name}"))
             if not same_but_for_padding(part.padded_axis, part.shape, _stored_as(names, part, found)):
                 problems += found.misfits(names, part.shape)
-        for names, part, stored_shape in self._taken(found):
+        for names, part, stored_shape in self._loaded_parts(found):
             states = found.tensors(names)
             for key, (fqn, tensor) in states.items():
                 if "." in key:
@@ -134,10 +134,10 @@ class FlatParamState:
         return Expectation(shards.found, set(), problems, padding=padding)
 
     def _clashes(self, key: str, are_scalars: Collection[bool], found: StoredOptimizer) -> Iterator[Problem]:
-        """Yields parameters that the checkpoint has a scalar for, where this memory keeps a tensor of its own shape."""
+        """Yields a problem for each parameter with a scalar in the checkpoint and a tensor in this memory."""
         own = self._state.get(key)
         if True in are_scalars and (False in are_scalars or (isinstance(own, torch.Tensor) and own.numel() != 1)):
-            for names, _, stored_shape in self._taken(found):
+            for names, _, stored_shape in self._loaded_parts(found):
                 fqn, tensor = found.tensors(names).get(key, ("", None))
                 if tensor is not None and _is_stored_scalar(tensor, stored_shape, key):
                     text = (
@@ -147,7 +147,7 @@ class FlatParamState:
                     yield Problem("shape", fqn, text)
 
     def prepare(self, found: StoredOptimizer) -> None:
-        for names, _, stored_shape in self._taken(found):
+        for names, _, stored_shape in self._loaded_parts(found):
             for key, (fqn, tensor) in _whole_tensors(names, found).items():
                 if _is_stored_scalar(tensor, stored_shape, key):
                     device = scalar_device(self._group.values, self._memory)
@@ -163,7 +163,7 @@ class FlatParamState:
         """
         values: dict[str, tuple[str, Any]] = {}
         differing: dict[str, str] = {}
-        for names, _, stored_shape in self._taken(found):
+        for names, _, stored_shape in self._loaded_parts(found):
             of_parameter: dict[str, tuple[str, Any]] = {
                 key: (fqn, self._scalars[fqn])
                 for key, (fqn, tensor) in _whole_tensors(names, found).items()
@@ -181,7 +181,7 @@ class FlatParamState:
                 put_scalar(self._group, self._memory, key, value)
         return list(differing.values())
 
-    def _taken(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatParamPart, tuple[int, ...]]]:
+    def _loaded_parts(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatParamPart, tuple[int, ...]]]:
         """Yields the parameters whose state is loaded, and the shape of each when its state was saved."""
         for names, part in self._not_excluded(found):
             stored_shape = _stored_as(names, part, found)

@@ -28,7 +28,7 @@ from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
 from bytecheckpoint.manifest.plain_wire import unsupported
 
 _SCALER = "megatron_grad_scaler"
-"""Key of its state among the facts: torch's GradScaler, which DeepSpeed may have, gives another state."""
+"""Key of the grad scaler's state in the facts. DeepSpeed's is torch's GradScaler, with another key and state."""
 
 
 def is_megatron_optimizer(value: object) -> bool:

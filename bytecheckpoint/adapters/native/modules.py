@@ -46,16 +46,16 @@ class _ModuleTensors(NamedTuple):
     tensors: Mapping[str, torch.Tensor]
     """Tensors by FQN; of tied ones the first."""
     aliases: Mapping[str, str]
-    """FQN of a tied tensor -> the first one's."""
+    """FQN of a tied tensor -> FQN of the first tensor with the same memory."""
     extra: Mapping[str, Any]
     """Extra state, by FQN."""
     flat: Sequence[tuple[str, FlatParamMemory]]
-    """Flat parameters, each after its FQN."""
+    """Pairs of an FQN and a flat parameter."""
 
     facts: Mapping[str, Any]
     """Metadata of tensor subclasses, whose inner tensors are among the tensors, by FQN."""
     stages: Mapping[str, int]
-    """Number of the pipeline stage by FQN, where a stage says it."""
+    """Number of the pipeline stage by FQN, where it is known."""
     other_names: Mapping[str, Sequence[str]]
     """FQN of a tensor -> the aliases of it."""
 
@@ -89,7 +89,7 @@ class ModuleEntry:
         self._refused = Refusals([], ())
 
     def find_flat(self, optimizers: Sequence[FlatOptimizer]) -> None:
-        """Learns which parameters these optimizers keep flat, whatever they are called here.
+        """Finds which parameters of the modules these optimizers keep flat.
 
         Raises CheckpointSaveError (unsupported_value) for parameters that cannot be read without their optimizer.
         """

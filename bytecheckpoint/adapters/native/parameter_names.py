@@ -167,7 +167,7 @@ def _merged_part(first: OptimizedParameter, other: OptimizedParameter) -> Optimi
 
 
 def _alone(optimizer_fqn: str, parameter: torch.Tensor, name: str | None) -> ParameterNames:
-    """Returns the names of a parameter that only its optimizer names: it may have been saved beside a model."""
+    """Returns the names of a parameter that only its optimizer names. A checkpoint may have it in a `model`."""
     if is_flattened(parameter):
         what = "an optimizer with a flat parameter of an FSDP1 model that is not in the state"
         raise unsupported(optimizer_fqn, what, "pass the model beside it")

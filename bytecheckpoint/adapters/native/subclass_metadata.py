@@ -22,7 +22,7 @@ from bytecheckpoint.adapters.shards import dtype_name, torch_dtype
 from bytecheckpoint.manifest.plain_wire import unsupported
 
 FACTS = "@subclass"
-"""Beside the inner tensors of a subclass, what else is known of it. No attribute has such a name."""
+"""Key of the metadata of a subclass, beside its inner tensors. No attribute has such a name."""
 
 _ENUM, _DATACLASS, _NAMEDTUPLE = "@enum", "@dataclass", "@namedtuple"
 _DEVICE, _OUTER = "@device", "@shape"
@@ -36,8 +36,8 @@ Facts = list[dict[str, Any]]
 def facts_of(fqn: str, tensor: torch.Tensor, context: Any, shown: torch.Tensor) -> Facts:
     """Returns the facts of a subclass with this context; `shown` is the DTensor around it, or the tensor itself.
 
-    In a context, the shape that the tensor shows stands as a reference to it, because that of a shard is its own: as a
-    torch.Size, or under the key `shape` or `size`. Any other list stays one, whatever it happens to be equal to.
+    In a context, a marker replaces the shape of the tensor, because each shard has another: where it is a torch.Size,
+    or a list or tuple under the key `shape` or `size`. Any other list stays as it is, also if it equals the shape.
     Raises CheckpointSaveError (unsupported_value) for a context that is more than plain data.
     """
     name = _name_of(type(tensor))
@@ -156,7 +156,7 @@ def class_of(found: Any) -> type[Any]:
 def context_of(found: Facts, shape: Sequence[int], device: torch.device) -> Any:
     """Returns the context for `__tensor_unflatten__` of a tensor that shows this shape, on this device.
 
-    Raises LookupError where it needs a class that is not there.
+    Raises LookupError where it needs a class that is not imported.
     """
     return _from_plain(found[0]["context"], tuple(shape), device)
 
@@ -209,9 +209,9 @@ def _fields(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _runs_code(cls: type[Any], names: Collection[str]) -> bool:
-    """Returns True if to set these fields, or to let go of what has them, is more than to keep values."""
+    """Returns True if setting these fields, or deleting an object of the class, runs code of the class."""
     found = [inspect.getattr_static(cls, name, None) for name in names]
-    is_set_by_code = any(hasattr(type(it), "__set__") and not isinstance(it, MemberDescriptorType) for it in found)
+    is_set_by_code = any(hasattr(type(one), "__set__") and not isinstance(one, MemberDescriptorType) for one in found)
     return is_set_by_code or hasattr(cls, "__del__")
 
 

@@ -1,6 +1,6 @@
 """The hyperparameters of an optimizer's groups, as its parameters were saved with them, and the check that saved state
-is state of an optimizer's own kind. It is judged by its keys: names of classes say little, because a fused, a wrapped
-and a derived optimizer go on from one another's state.
+is state of an optimizer's own kind. Keys of the state tell the kind: names of classes say little, because a fused, a
+wrapped and a derived optimizer go on from one another's state.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ def by_first_parameter(
 def agreed(
     parameters: Iterable[ParameterNames], found: StoredOptimizer, checkpoint: CheckpointView
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Returns the stored values for a group of these parameters, and those on which they do not agree."""
+    """Returns the stored values for a group of these parameters, and a problem for each on which they differ."""
     by_parameter = map(found.group, parameters)
     groups = {of_parameter.fqn: of_parameter for of_parameter in by_parameter if of_parameter is not None}
     values, problems = {}, []
     keys = dict.fromkeys(key for of_parameters in groups.values() for key in of_parameters.values)
     for key in (key for key in keys if key not in _NOT_HYPERPARAMETERS):
-        taken = [of_parameters for of_parameters in groups.values() if found.takes(of_parameters, key)]
-        if not taken:
+        selected = [of_parameters for of_parameters in groups.values() if found.takes(of_parameters, key)]
+        if not selected:
             continue
-        first = taken[0]
-        if all(key in other.values and same_value(first.values[key], other.values[key]) for other in taken):
+        first = selected[0]
+        if all(key in other.values and same_value(first.values[key], other.values[key]) for other in selected):
             values[key] = first.values[key]
             continue
         fqn = checkpoint.rename(join_fqn(first.fqn, key))

@@ -71,10 +71,10 @@ class OptimizerEntry:
         self._optimized = OptimizedParameters({}, {})
         """Parameters in each tensor of the param_groups."""
         self._has_model = False
-        """True if there is a `model`, which may have the names of other modules in it."""
+        """True if the state has a module `model`, whose parameters may have the FQNs of other modules' as names."""
         self._created: CreatedTensors = {}
         self._scalars: dict[str, Any] = {}
-        """The scalars that flat memory has one of for several parameters, by FQN."""
+        """Scalars by FQN. Flat memory has one of each for several parameters."""
         self._found: StoredOptimizer | None = None
         """The optimizer in the checkpoint of the one load that this entry is made for."""
         self._is_prepared = False
@@ -92,8 +92,8 @@ class OptimizerEntry:
         parameters: list[tuple[torch.Tensor, str | None]] = []
         for group in self._groups():
             names = group.values.get("param_names") or []
-            is_of_them = len(names) == len(group.parameters)  # a wrapper puts other parameters in their place
-            parameters += zip(group.parameters, names if is_of_them else [None] * len(group.parameters), strict=True)
+            are_all_named = len(names) == len(group.parameters)  # a wrapper puts other parameters in their place
+            parameters += zip(group.parameters, names if are_all_named else [None] * len(group.parameters), strict=True)
         self._optimized = name_parameters(self.fqn, parameters, modules)
         self._has_model = any(module.fqn == MODEL_FQN for module in modules)
 
@@ -145,7 +145,7 @@ class OptimizerEntry:
         return EntryContents(ShardBlocks([whole_tensors, shards.found]), all_fqns, {self.fqn: ("shared", encoded)})
 
     def _facts(self) -> dict[str, Any]:
-        """Returns the facts of all wrapped optimizers, which a list of them has once."""
+        """Returns the facts of all wrapped optimizers, which must be the same for each."""
         facts: dict[str, Any] = {}
         for key, value in chain.from_iterable(each.facts().items() for each in self.wrapped):
             fqn = f"{self.fqn}.facts.{key}"
@@ -204,7 +204,7 @@ class OptimizerEntry:
         found = self._find(checkpoint)
         if found is None:
             return
-        if found.has_subclasses and not self._is_prepared:  # a rank that holds nothing has nothing to read for them
+        if found.has_subclasses and not self._is_prepared:  # `prepare` is called only where a load creates memory
             self.prepare(checkpoint, ())
         for state in self._param_states(found):
             if state.fits:
@@ -234,11 +234,11 @@ class OptimizerEntry:
     def _clashing(self, found: StoredOptimizer) -> Mapping[int, Sequence[Clash]]:
         """Returns the parameters that were saved by another kind of optimizer, by the id of their group."""
         if self._clashes is None:
-            found_in = {
+            by_group = {
                 id(group.values): clashes(group.optimizer, group.values, self._optimized.names(group.parameters), found)
                 for group in self._groups()
             }
-            self._clashes = {key: of_group for key, of_group in found_in.items() if of_group}
+            self._clashes = {key: of_group for key, of_group in by_group.items() if of_group}
         return self._clashes
 
     def _groups(self) -> Iterator[ParamGroup]:

@@ -42,7 +42,7 @@ def are_groups(tree: Any) -> bool:
 
 
 def split_state_path(path: str, known: Collection[str]) -> tuple[str, str]:
-    """Splits `<parameter>.<state key>`; both may have dots. Both are empty for none of the `known` parameters."""
+    """Splits `<parameter>.<state key>`; both may have dots. Returns ("", "") if the parameter is not `known`."""
     name, _, key = path.rpartition(".")
     while name and name not in known:
         name, _, head = name.rpartition(".")
@@ -96,7 +96,7 @@ class StoredOptimizer:
         elif has_order and self._lengths == self._stored_lengths:
             names = chain.from_iterable(groups)
             self._by_state_fqn = {fqn: str(at) for at, of_parameter in enumerate(names) for fqn in of_parameter.fqns}
-        # Where two come to one name, exclude has left one of them out.
+        # Of two that are renamed to one name, exclude leaves out one: the other comes later and stays.
         self._sources = {checkpoint.rename(source): source for source in sorted(checkpoint.saved, key=checkpoint.takes)}
 
     def _find_by_name(self) -> None:
@@ -206,8 +206,8 @@ class StoredOptimizer:
             )
         else:
             text = (
-                f"of {len(self._groups)} parameters without names in the checkpoint, of {sum(self._lengths)} in the "
-                "state, so that they cannot be told apart"
+                f"it has {len(self._groups)} parameters without names in the checkpoint and {sum(self._lengths)} in "
+                "the state, so that they cannot be told apart"
             )
         return [Problem("conflict", self._fqn, f"{self._fqn}: {text}")]
 
@@ -215,7 +215,7 @@ class StoredOptimizer:
         return next((self._groups[name] for name in self._names(names)), None)
 
     def takes(self, group: StoredGroup, key: str) -> bool:
-        """Returns True if include and exclude leave this hyperparameter of the group."""
+        """Returns True if include and exclude let this hyperparameter of the group through."""
         return self._takes_all(group.values.get(key), join_fqn(group.fqn, key))
 
     def tensors(self, names: ParameterNames) -> Mapping[str, tuple[str, StoredTensor]]:

@@ -57,7 +57,7 @@ class OptimizerWrapper(NamedTuple):
     """The optimizers inside; may be empty."""
 
     def look(self) -> _StateCheck:
-        """Finds how it is to be saved."""
+        """Returns the way in which the optimizer is to be saved."""
         inner = [each for each in self.inner if isinstance(each, torch.optim.Optimizer)]
         if len(inner) < len(self.inner):  # adapters know more of what frameworks keep flat than any state_dict() tells
             return _StateCheck("by parameter", Counter(), Counter())
@@ -145,6 +145,7 @@ class OptimizerWrapperEntry:
         return self._as_saved(checkpoint).expect(checkpoint)
 
     def _as_saved(self, checkpoint: CheckpointView) -> OptimizerEntry | StatefulEntry:
+        """Returns the entry that loads the form in which the optimizer was saved."""
         found = checkpoint.entry_tree(self.fqn)
         is_by_parameter = found is None or is_optimizer_tree(found.tree)
         return self._named() if is_by_parameter or self._by_state_dict is None else self._by_state_dict

@@ -79,7 +79,7 @@ class RankLocalEntry:
         self._current: dict[str, Any] = {}
         """Leaves of the present value, which stay where the load leaves something out."""
         self.random_restores: list[Callable[[], None]] = []
-        """Each sets random numbers as `finish` has set them."""
+        """Calls that each set generators to the states that `finish` has given them."""
 
     @property
     def is_random(self) -> bool:
@@ -155,17 +155,17 @@ class RankLocalEntry:
 
     def _problems_of_generators(self, found: StoredTree, checkpoint: CheckpointView) -> list[Problem]:
         problems: list[Problem] = []
-        taken: list[FoundGenerator] = []
+        selected: list[FoundGenerator] = []
         for each in self._generators():
             state = at(found.tree, each.keys)
             path = "".join(f".{key}" for key in each.keys)
             takes = list(map(checkpoint.takes, leaves(state, found.fqn + path))) if is_there(state) else [True]
             if all(takes):
-                taken.append(each)
+                selected.append(each)
             elif any(takes):
-                text = f"{self.fqn}{path}: include and exclude leave a part of the state of a random number generator"
+                text = f"{self.fqn}{path}: include and exclude leave out a part of a random number generator's state"
                 problems.append(Problem("conflict", self.fqn + path, text))
-        return problems + problems_of(taken, found.tree, self.fqn)
+        return problems + problems_of(selected, found.tree, self.fqn)
 
     def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
         if self._merged is not None:

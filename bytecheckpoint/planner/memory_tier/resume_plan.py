@@ -52,7 +52,7 @@ class SeenVersion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SeenByRank(msgspec.Struct, frozen=True, array_like=True):
-    """The versions that one rank sees. Ranks of one host may all tell them."""
+    """The versions that one rank sees. All ranks of a host may report the same ones."""
 
     host: str
     """Id of the memory root."""
@@ -109,6 +109,7 @@ class PassedOver(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     step: int
     what: str
+    """The reason, as text."""
 
 
 class ResumePlan(msgspec.Struct, frozen=True, array_like=True):
