@@ -334,6 +334,7 @@ class CheckpointView:
 
     @cached_property
     def _known(self) -> dict[str, None]:
+        """Keys: state FQNs of all tensors and plain data that include and exclude let through."""
         if self.tensor_dicts.keys() < {*self._manifest.objects, *self._manifest.rank_objects}:
             return dict.fromkeys(chain(self.tensors, self.plain))
         return dict.fromkeys(chain(self.tensors, *(refs.values() for refs in self.tensor_dicts.values())))

@@ -70,8 +70,8 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     if not isinstance(state, dict):
         raise unsupported("the state", f"a {type(state).__name__} and no dict", 'pass a dict, as in {"model": model}')
     values = list(_walk_state(state))
-    made = [entry for each in values if each.kind != "optimizers" for entry in _entries_of(each, framework)]
-    modules = [entry for entry in made if isinstance(entry, _MODULES)]
+    entries = [entry for each in values if each.kind != "optimizers" for entry in _entries_of(each, framework)]
+    modules = [entry for entry in entries if isinstance(entry, _MODULES)]
     of_torch = [entry for entry in modules if isinstance(entry, ModuleEntry)]
     engines = [engine for module in of_torch for engine in module.engines]
     optimizers = [_optimizer_entry(each, framework, engines) for each in values if each.kind == "optimizers"]
@@ -81,7 +81,7 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     for optimizer in optimizers:
         optimizer.name_parameters(modules)
     refuse_absent(framework, state, has_own=any(entry.framework == framework for entry in (*modules, *optimizers)))
-    return [*modules, *optimizers, *(entry for entry in made if not isinstance(entry, _MODULES))]
+    return [*modules, *optimizers, *(entry for entry in entries if not isinstance(entry, _MODULES))]
 
 
 _Kind = Literal["sharded", "modules", "optimizers", "rank-local", "data", "stateful", "plain"]
@@ -312,6 +312,7 @@ def collect_all(entries: list[Entry]) -> list[EntryContents]:
 
 
 def _resolved(shards: Sequence[LocalShard]) -> ShardBlocks:
+    """Returns the shards with their memory located. Refuses tensors on the meta device."""
     blocks = ShardBlocks([shards]).resolved()
     for shard in blocks.records():  # columns are on the host
         if shard.tensor.is_meta:

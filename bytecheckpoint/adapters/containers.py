@@ -132,12 +132,12 @@ class PlainEntry:
                 continue
             adopted = _adopted(value, fqn, checkpoint)
             if adopted is not None:
-                left = self._adopted.left_out(adopted, checkpoint)  # first, because `filled` changes the tree
+                left_out = self._adopted.left_out(adopted, checkpoint)  # first, because `filled` changes the tree
                 filled = self._adopted.filled(adopted, {}, checkpoint)
                 if isinstance(filled, torch.Tensor):  # a subclass stood there
                     new[fqn] = filled
                 elif filled is not None:
-                    value.update(_taken(filled, adopted.fqn, checkpoint, left))
+                    value.update(_taken(filled, adopted.fqn, checkpoint, left_out))
             elif fqn in checkpoint.tensors or _problems(fqn, value, checkpoint):
                 continue
             elif not _filled_in_place(value, checkpoint.plain[fqn]):
@@ -197,19 +197,19 @@ def _taken(tree: dict[Any, Any], fqn: str, checkpoint: CheckpointView, left_out:
     return taken
 
 
-def _filled_in_place(value: Any, found: Any) -> bool:
+def _filled_in_place(value: Any, stored: Any) -> bool:
     """Copies a stored value into the state's own object, which others may hold. Returns False if that is impossible."""
-    if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor):
+    if isinstance(value, torch.Tensor) and isinstance(stored, torch.Tensor):
         target = value.detach()
         if target.element_size() == 1:  # torch cannot copy its sub-byte integers
-            found, target = found.view(torch.uint8), target.view(torch.uint8)
-        target.copy_(found)
-    elif isinstance(value, np.ndarray) and isinstance(found, np.ndarray) and value.flags.writeable:
-        if (value.shape, value.dtype) != (found.shape, found.dtype):
+            stored, target = stored.view(torch.uint8), target.view(torch.uint8)
+        target.copy_(stored)
+    elif isinstance(value, np.ndarray) and isinstance(stored, np.ndarray) and value.flags.writeable:
+        if (value.shape, value.dtype) != (stored.shape, stored.dtype):
             return False
-        value[...] = found
-    elif type(value) is list and type(found) is list:
-        value[:] = found
+        value[...] = stored
+    elif type(value) is list and type(stored) is list:
+        value[:] = stored
     else:
         return False
     return True

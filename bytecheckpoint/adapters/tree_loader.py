@@ -102,52 +102,52 @@ class TreeTarget:
         self.own: dict[str, torch.Tensor] = {}
         """Tensor subclasses of an object that gets new ones, by FQN; each stays if the new one is not wholly loaded."""
 
-    def expect(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Expectation:
+    def expect(self, saved: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Expectation:
         """Returns the targets of all that the tree has, and a problem for each subclass in it that cannot be built."""
-        values = leaves(found.tree, found.fqn)
+        values = leaves(saved.tree, saved.fqn)
         problems = list(self._unbuildable(values, checkpoint).values())
-        return Expectation(self._shards(found, current, checkpoint), set(map(checkpoint.rename, values)), problems)
+        return Expectation(self._shards(saved, current, checkpoint), set(map(checkpoint.rename, values)), problems)
 
-    def _shards(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> list[LocalShard]:
+    def _shards(self, saved: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> list[LocalShard]:
         """Returns the targets of the tensors of the tree; new ones are on the meta device before `prepare`."""
         shards = LocalShards(with_addresses=True)
-        for name, stored in self._refs(found, checkpoint):
+        for name, stored in self._refs(saved, checkpoint):
             value = current.get(name)
             target = value if fits(value, stored) else self._new.get(name)
             shards.add(name, placeholder(stored) if target is None else target)
         return shards.found
 
-    def prepare(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> None:
-        for name, stored in self._refs(found, checkpoint):
+    def prepare(self, saved: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> None:
+        for name, stored in self._refs(saved, checkpoint):
             value = current.get(name)
             if not fits(value, stored):
                 device = value.device if isinstance(value, torch.Tensor) and not value.is_meta else "cpu"
                 self._new[name] = torch.empty_like(placeholder(stored), device=device)
 
-    def filled(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Any:
+    def filled(self, saved: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Any:
         """Returns the tree with tensors in place of references; None if nothing is left. Parts that include and exclude
         leave out are as in `current`, and absent if `current` lacks them.
         """
-        values = leaves(found.tree, found.fqn)
+        values = leaves(saved.tree, saved.fqn)
         unbuildable = self._unbuildable(values, checkpoint).keys()
-        left = self.left_out(found, checkpoint)
-        new: dict[str, Any] = {name: self.own.get(state_fqn(name, checkpoint), _ABSENT) for name in left}
+        unbuilt = self.left_out(saved, checkpoint)
+        new: dict[str, Any] = {name: self.own.get(state_fqn(name, checkpoint), _ABSENT) for name in unbuilt}
         for name, value in values.items():
             state_name = checkpoint.rename(name)
             if isinstance(value, TensorRef) and state_name in self._new:
                 new[name] = self._new[state_name]
             elif isinstance(value, TensorRef | RankMissing) or not checkpoint.takes(name):
                 new[name] = current.get(state_name, _ABSENT)
-        filled = with_leaves(found.tree, found.fqn, new)
+        filled = with_leaves(saved.tree, saved.fqn, new)
         if any(value is _ABSENT for value in new.values()):
             filled = _without_absent(filled)
         if filled is _ABSENT or not any(map(is_facts, values)):
             return None if filled is _ABSENT else filled
-        return restored(filled, found.fqn, self.live, unbuildable=unbuildable)
+        return restored(filled, saved.fqn, self.live, unbuildable=unbuildable)
 
-    def left_out(self, found: StoredTree, checkpoint: CheckpointView) -> set[str]:
+    def left_out(self, saved: StoredTree, checkpoint: CheckpointView) -> set[str]:
         """Returns the checkpoint FQNs of subclasses that are not live, and of which include or exclude omit a part."""
-        names = partly_taken(leaves(found.tree, found.fqn), checkpoint)
+        names = partly_taken(leaves(saved.tree, saved.fqn), checkpoint)
         return {name for name in names if state_fqn(name, checkpoint) not in self.live}
 
     def _unbuildable(self, values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[str, Problem]:
@@ -155,11 +155,13 @@ class TreeTarget:
         found = {name: each for name, each in unbuildable(values, checkpoint).items() if name not in not_built}
         return {name: problem for name, problem in found.items() if state_fqn(name, checkpoint) not in self.live}
 
-    def _refs(self, found: StoredTree, checkpoint: CheckpointView) -> list[tuple[str, StoredTensor]]:
+    def _refs(self, saved: StoredTree, checkpoint: CheckpointView) -> list[tuple[str, StoredTensor]]:
         """Returns state FQN and stored tensor of every reference in the tree that the load takes."""
-        values = leaves(found.tree, found.fqn)
-        left = self.left_out(found, checkpoint)
-        sources = [name for name, value in values.items() if isinstance(value, TensorRef) and not enclosing(name, left)]
+        values = leaves(saved.tree, saved.fqn)
+        unbuilt = self.left_out(saved, checkpoint)
+        sources = [
+            name for name, value in values.items() if isinstance(value, TensorRef) and not enclosing(name, unbuilt)
+        ]
         names = [name for name in map(checkpoint.rename, sources) if not enclosing(name, self.unchanged)]
         return [(name, checkpoint.tensors[name]) for name in names if name in checkpoint.tensors]
 
@@ -169,9 +171,9 @@ def state_fqn(fqn: str, checkpoint: CheckpointView) -> str:
     return outer_fqn(checkpoint.rename(f"{fqn}.{FACTS}"))
 
 
-def fits(own: Any, found: StoredTensor) -> TypeGuard[torch.Tensor]:
+def fits(own: Any, stored: StoredTensor) -> TypeGuard[torch.Tensor]:
     """Returns True if a load can fill this tensor of an object in place: shape and dtype are as stored."""
     if not isinstance(own, torch.Tensor) or is_sharded(own):
         return isinstance(own, torch.Tensor)
-    is_same = (tuple(own.shape), dtype_name(own.dtype)) == (found.shape, found.dtype)
+    is_same = (tuple(own.shape), dtype_name(own.dtype)) == (stored.shape, stored.dtype)
     return is_same and not own.is_meta and own.layout is torch.strided and not shares_elements(own)

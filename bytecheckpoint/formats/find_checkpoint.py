@@ -29,6 +29,7 @@ class FoundCheckpoint(NamedTuple):
     folder: str
     """Path inside the store."""
     foreign: ForeignPlace | None
+    """None for a checkpoint of this library."""
 
     @property
     def path(self) -> str:
@@ -88,6 +89,7 @@ def open_folder(path: str, opening: Opening) -> tuple[Store, str]:
 def _find_foreign(
     path: str, store: Store, step: int | Literal["latest"] | None, opening: Opening
 ) -> FoundCheckpoint | None:
+    """Returns the checkpoint of a foreign format at the path; None without any."""
     # A checkpoint of this library does not wait for the readers of all other formats.
     from bytecheckpoint.formats.detect import find_file, find_folder, find_step  # noqa: PLC0415
 

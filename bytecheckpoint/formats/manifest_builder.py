@@ -191,6 +191,7 @@ class _PlainWalk:
         """Extra state of modules by FQN; None if it stays where it is."""
 
     def plain(self, value: Any, fqn: str, depth: int) -> Any:
+        """Returns the value as plain data, with TensorRefs for tensors; `depth` more levels of nesting are allowed."""
         self._count(1, len(fqn))
         if depth == 0:
             raise too_much(self._path, f"its plain data is nested more than {MAX_DEPTH} deep")

@@ -49,7 +49,9 @@ class _OpenedMessage(msgspec.Struct, frozen=True, array_like=True):
     manifest: bytes
     map_notes: MapNotes
     is_exchanged: bool = False
+    """True if ranks pass on to others what they read."""
     is_verified: bool = False
+    """True if what is passed on has to be verified, because any rank wants that."""
 
 
 def wanted_step(step: object) -> int | Literal["latest"] | None:

@@ -144,6 +144,7 @@ class PlainData:
         return self._shared(set())
 
     def _shared(self, placed: set[str]) -> dict[Any, Any]:
+        """Returns the nested state that all ranks share. Adds the names of the tensors in it to `placed`."""
         root: dict[Any, Any] = {}
         for fqn, tree in self._trees().items():
             value = self._with_stubs(tree, fqn, placed)

@@ -187,7 +187,7 @@ class Source:
         """
         meter = self.meter
         if meter is not None:
-            fetches = [fetch._replace(place=partial(_counted, fetch, meter)) for fetch in fetches]
+            fetches = [fetch._replace(place=partial(_place_and_count, fetch, meter)) for fetch in fetches]
         with detect_replacement(self.store, self.folder, self.manifest):
             run_fetches(
                 self.store,
@@ -253,16 +253,16 @@ class Source:
         frames = tuple(_frame_with_target(frame, targets, self.changes) for frame in fetch.frames)
         fetch = fetch._replace(wanted_by=partial(names_in, fetch, stored_fqns), frames=frames)
         if memory is not None:
-            return fetch._replace(target=partial(_filled, memory, self.changes))
+            return fetch._replace(target=partial(_noting_overwrite, memory, self.changes))
         place = partial(place_all, fetch.parts, fetch.byte_offset, targets)
-        return fetch._replace(place=partial(_placed, place, self.changes)) if fetch.parts else fetch
+        return fetch._replace(place=partial(_place_and_note, place, self.changes)) if fetch.parts else fetch
 
 
 def _frame_with_target(frame: Frame, targets: Targets, changes: StateChanges) -> Frame:
     """Returns the frame with the memory that its raw bytes go to."""
     memory = memory_of(frame.parts[0], targets) if frame.is_direct else None
     place = partial(place_all, frame.parts, 0, targets) if memory is None else ignore_bytes
-    return frame._replace(target=memory, place=partial(_placed, place, changes))
+    return frame._replace(target=memory, place=partial(_place_and_note, place, changes))
 
 
 def _fitting(num_bytes: int) -> int:
@@ -273,17 +273,17 @@ def _fitting(num_bytes: int) -> int:
     return block_bytes - ALIGNMENT - 2 * min(_EXTENT_BYTES, block_bytes // 4)
 
 
-def _counted(fetch: Fetch, meter: ProgressMeter, content: memoryview) -> None:
+def _place_and_count(fetch: Fetch, meter: ProgressMeter, content: memoryview) -> None:
     fetch.place(content)
     meter.add(fetch.byte_length)
 
 
 @contextmanager
-def _filled(memory: memoryview, changes: StateChanges) -> Iterator[memoryview]:
+def _noting_overwrite(memory: memoryview, changes: StateChanges) -> Iterator[memoryview]:
     with changes.overwriting():
         yield memory
 
 
-def _placed(place: Callable[[memoryview], None], changes: StateChanges, content: memoryview) -> None:
+def _place_and_note(place: Callable[[memoryview], None], changes: StateChanges, content: memoryview) -> None:
     with changes.overwriting():
         place(content)

@@ -53,9 +53,9 @@ class Targets:
 
     def _look_at(self, number: int) -> None:
         """Finds address and length of a shard that came without an address, or that has moved to another one since."""
-        given = self.shards[number]
-        has_moved = given.address and given.tensor.data_ptr() != given.address
-        shard = given._replace(address=0) if has_moved else given
+        matched = self.shards[number]
+        has_moved = matched.address and matched.tensor.data_ptr() != matched.address
+        shard = matched._replace(address=0) if has_moved else matched
         is_raw = takes_bytes(shard, self.stored_dtypes[number])
         self.byte_lengths[number] = shard.tensor.nbytes if is_raw else 0
         on_host = is_raw and (shard.address or self._lanes.to(shard.tensor) is None)
@@ -169,6 +169,7 @@ def _place_flat(part: FlatPart, content: memoryview, targets: Targets) -> None:
 
 
 def _place_box(part: BoxPart, content: memoryview, targets: Targets) -> None:
+    """Copies the elements of a box from the bytes that were read for it into its target; converts other dtypes."""
     lengths, strides = box_layout(part)
     shard, stored_dtype, lane = targets.shards[part.want], targets.stored_dtypes[part.want], targets.lane(part.want)
     dtype = torch_dtype(stored_dtype)

@@ -62,6 +62,7 @@ def find_grid_shards(tensors: Mapping[str, TensorItems]) -> Iterator[GridShards]
 
 
 def _find(fqns: Sequence[str], table: ItemTable, items: Int64s, shapes: Int64s) -> GridShards:
+    """Returns those of the tensors whose shards form a grid."""
     boxes = table.boxes_of(items)
     is_filled = (boxes[:, :, 1] != 0).all(axis=2)
     order = _order(boxes[:, :, 0], is_filled, shapes)

@@ -261,6 +261,7 @@ class _Planner:
 
 
 def _planned(fqn: str, tensor: TensorItems, chunks: Sequence[tuple[Region, int, int]]) -> PlannedTensor:
+    """Returns the record of a tensor with these chunks (region, rank, slot), as a grid if they form one."""
     coordinates = [number for region, _, _ in chunks for number in (*region.offsets, *region.lengths)]
     part = part_of_grid(tensor.shape, coordinates, len(chunks))
     return PlannedTensor(

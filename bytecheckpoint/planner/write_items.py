@@ -134,6 +134,7 @@ def unpack_items(packed: Sequence[PackedItems]) -> list[ItemTable]:
 
 
 def _unpack(content: bytes, ranks: Sequence[int], packed: Sequence[PackedItems]) -> ItemTable:
+    """Returns the table of `ranks`, all of which have the tensors that `content` describes."""
     decompressor = zstandard.ZstdDecompressor()
     described = msgspec.msgpack.decode(decompressor.decompress(content), type=_Described)
     starts = [0, *accumulate(2 * len(shape) for shape in described.shapes)]

@@ -79,6 +79,7 @@ def position_trees(merged: bytes) -> dict[str, Any]:
 
 
 def _checked(encoded: bytes, name: str) -> bytes:
+    """Returns the encoded position. Raises CheckpointSaveError (unsupported_value) if it is too long."""
     if len(encoded) > MAX_POSITION_BYTES:
         raise unsupported(
             name,

@@ -47,6 +47,7 @@ class StreamsPart(msgspec.Struct, frozen=True, array_like=True):
     elastic: str
     keyed_by: KeyedBy
     size: int
+    """Number of data-parallel ranks."""
     dp_rank: int
     shared: msgspec.Raw
     streams: msgspec.Raw
@@ -65,6 +66,7 @@ class _StoredStreams(msgspec.Struct, frozen=True, rename={"version": MARK}):
     elastic: str
     keyed_by: str
     size: int
+    """Number of data-parallel ranks of the save."""
     shared: msgspec.Raw
     streams: dict[str, msgspec.Raw]
     owners: msgspec.Raw

@@ -194,6 +194,8 @@ class MegatronEntry:
 
 
 class _ShardedObject(NamedTuple):
+    """A ShardedObject of Megatron, and where its value belongs."""
+
     fqn: str
     sharded: Any
     chunk: torch.nn.Module | None

@@ -74,9 +74,9 @@ def _with_scaler(owner: Any) -> torch.optim.Optimizer | FlatOptimizer:
     def facts() -> dict[str, Any]:
         return {_SCALER: dict(scaler.state_dict())}
 
-    def take_facts(found: Mapping[str, Any]) -> None:
-        if _SCALER in found:
-            scaler.load_state_dict(found[_SCALER])
+    def take_facts(stored_facts: Mapping[str, Any]) -> None:
+        if _SCALER in stored_facts:
+            scaler.load_state_dict(stored_facts[_SCALER])
 
     return FlatOptimizer(inner, [group["params"] for group in inner.param_groups], lambda _: None, facts, take_facts)
 

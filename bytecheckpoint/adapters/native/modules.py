@@ -203,30 +203,32 @@ class ModuleEntry:
         for part in self._parts:
             if not self._detached and part.plain_tensors() is not None:
                 continue  # all are filled in place
-            given: dict[str, Any] = {}
+            new_values: dict[str, Any] = {}
             own: dict[str, Any] = {}
             for name, plain, value in part.state():
                 fqn = join_fqn(self.fqn, plain)
                 found = checkpoint.entry_tree(fqn) if is_data(name, value) else None
                 if fqn in self._detached:
-                    given[name] = self._detached[fqn]
+                    new_values[name] = self._detached[fqn]
                 elif found is not None and found.is_taken:
-                    given[name] = self._extra.filled(found, leaves(value, fqn), checkpoint)
+                    new_values[name] = self._extra.filled(found, leaves(value, fqn), checkpoint)
                 elif is_data(name, value) and not is_extra_state(name):
                     own[name] = value
-            for name in filter(is_extra_state, list(given)):
-                part.tree.module.get_submodule(name.rpartition(".")[0]).set_extra_state(given.pop(name))
-            if given:
+            for name in filter(is_extra_state, list(new_values)):
+                part.tree.module.get_submodule(name.rpartition(".")[0]).set_extra_state(new_values.pop(name))
+            if new_values:
                 # A module that takes data of its own back looks for all of it, also for what was not loaded.
-                part.tree.module.load_state_dict(own | given, strict=False)
+                part.tree.module.load_state_dict(own | new_values, strict=False)
             if part.flat is not None:
                 part.flat.finish()
 
     def _held(self) -> _ModuleTensors:
+        """Returns what `_read` finds, or found when parameters were named just before."""
         held, self._named = self._named or self._read(), None
         return held
 
     def _read(self) -> _ModuleTensors:
+        """Finds all tensors, flat parameters and other data of the modules."""
         found: list[tuple[str, str, torch.Tensor]] = []
         extra: dict[str, Any] = {}
         flat: list[tuple[str, FlatParamMemory]] = []

@@ -182,12 +182,12 @@ def _alone(optimizer_fqn: str, parameter: torch.Tensor, name: str | None) -> Par
     return ParameterNames(name, (name, join_fqn(MODEL_FQN, name)))
 
 
-def _check_unique(optimizer_fqn: str, found: OptimizedParameters) -> None:
+def _check_unique(optimizer_fqn: str, optimized: OptimizedParameters) -> None:
     """Checks that no two parameters share a name; parts of one parameter may."""
-    all_names = list(found.all_names())
+    all_names = list(optimized.all_names())
     if len({names.name for names in all_names}) == len(all_names):
         return
-    of_parts = {id(of_part.names) for of_one in found.flat.values() for of_part in of_one}
+    of_parts = {id(of_part.names) for of_one in optimized.flat.values() for of_part in of_one}
     owners: dict[str, ParameterNames] = {}
     for names in all_names:
         owner = owners.setdefault(names.name, names)

@@ -98,13 +98,13 @@ def _part_problem(fqn: str, own: Any, checkpoint: CheckpointView, other_names: S
     return None if why is None else Problem(why[0], name, f"{name}: {why[1]}")
 
 
-def why_unfillable(own: torch.Tensor, found: StoredTensor) -> tuple[str, str] | None:
+def why_unfillable(own: torch.Tensor, stored: StoredTensor) -> tuple[str, str] | None:
     """Returns the kind of problem, and why this inner tensor cannot be filled from the stored one; None if it can."""
-    if tuple(own.shape) != found.shape:
-        return "shape", f"shape {list(found.shape)} in the checkpoint, {list(own.shape)} in the state"
+    if tuple(own.shape) != stored.shape:
+        return "shape", f"shape {list(stored.shape)} in the checkpoint, {list(own.shape)} in the state"
     dtype = dtype_name(own.dtype)
-    if dtype != found.dtype:
-        text = f"dtype {found.dtype} in the checkpoint, {dtype} in the state (what is inside a subclass is never cast)"
+    if dtype != stored.dtype:
+        text = f"dtype {stored.dtype} in the checkpoint, {dtype} in the state (what is inside a subclass is never cast)"
         return "dtype", text
     memory = own._local_tensor if isinstance(own, DTensor) else own
     if shares_elements(memory):

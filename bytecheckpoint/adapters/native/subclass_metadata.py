@@ -56,6 +56,7 @@ def _name_of(cls: type) -> str:
 
 
 def _to_plain(value: Any, shape: tuple[int, ...], refuse: Callable[[Any], Exception]) -> Any:
+    """Returns a part of a context as plain data: objects become dicts with a marker. Raises what `refuse` returns."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -96,11 +97,11 @@ def _has_only_fields(value: Any) -> bool:
     return names >= getattr(value, "__dict__", {}).keys() and all(hasattr(value, name) for name in names)
 
 
-def difference(own: Any, found: Any) -> str | None:
+def difference(own: Any, stored: Any) -> str | None:
     """Returns the differences between the facts in a checkpoint and those of a live subclass, as text for an error."""
-    if not are_facts(found):
+    if not are_facts(stored):
         return "found no description of a tensor subclass"
-    texts = [text for key, expected in own[0].items() for text in _differences(key, found[0][key], expected)]
+    texts = [text for key, expected in own[0].items() for text in _differences(key, stored[0][key], expected)]
     return "; ".join(texts) or None
 
 
@@ -128,11 +129,11 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def are_facts(found: Any) -> bool:
+def are_facts(value: Any) -> bool:
     """Returns True if plain data describes a tensor subclass."""
-    if type(found) is not list or len(found) != 1 or type(found[0]) is not dict:
+    if type(value) is not list or len(value) != 1 or type(value[0]) is not dict:
         return False
-    facts = found[0]
+    facts = value[0]
     shape, stride = facts.get("shape"), facts.get("stride")
     if type(shape) is not list or type(stride) is not list or len(shape) != len(stride):
         return False
@@ -141,28 +142,28 @@ def are_facts(found: Any) -> bool:
     return "context" in facts and is_named and all(type(length) is int and length >= 0 for length in (*shape, *stride))
 
 
-def class_of(found: Any) -> type[Any]:
+def class_of(facts: Any) -> type[Any]:
     """Returns the class that plain data names. Raises LookupError unless it is a tensor subclass that is imported here
     and that torch can unflatten.
     """
-    if not are_facts(found):
+    if not are_facts(facts):
         raise LookupError("found no description of a tensor subclass")
-    cls = _imported(found[0]["class"])
+    cls = _imported(facts[0]["class"])
     if not (issubclass(cls, torch.Tensor) and hasattr(cls, "__tensor_unflatten__")):
         raise LookupError(f"{_name_of(cls)} is not a tensor subclass with __tensor_unflatten__")
     return cls
 
 
-def context_of(found: Facts, shape: Sequence[int], device: torch.device) -> Any:
+def context_of(facts: Facts, shape: Sequence[int], device: torch.device) -> Any:
     """Returns the context for `__tensor_unflatten__` of a tensor that shows this shape, on this device.
 
     Raises LookupError where it needs a class that is not imported.
     """
-    return _from_plain(found[0]["context"], tuple(shape), device)
+    return _from_plain(facts[0]["context"], tuple(shape), device)
 
 
-def dtype_of(found: Facts) -> torch.dtype:
-    return torch_dtype(found[0]["dtype"])
+def dtype_of(facts: Facts) -> torch.dtype:
+    return torch_dtype(facts[0]["dtype"])
 
 
 def _from_plain(value: Any, shape: tuple[int, ...], device: torch.device) -> Any:

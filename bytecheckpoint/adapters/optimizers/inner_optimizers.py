@@ -92,9 +92,9 @@ def shown_by(optimizer: torch.optim.Optimizer, inner: Sequence[Any]) -> ShownSta
     empty = [each for each in (optimizer, *inner) if isinstance(each, torch.optim.Optimizer) and not each.state]
     shapes: Shapes = Counter()
     own_data = _count_tensors(optimizer.state_dict(), shapes, depth=MAX_DEPTH, is_known=False)
-    made = [each for each in empty if each.state]
-    shapes -= held_by(made)
-    for each in made:
+    filled_by_call = [each for each in empty if each.state]
+    shapes -= held_by(filled_by_call)
+    for each in filled_by_call:
         each.state.clear()
     return ShownState(shapes, own_data)
 

@@ -96,7 +96,7 @@ class ParamState:
         parameter: torch.Tensor,
         *,
         names: ParameterNames,
-        found: StoredOptimizer,
+        stored: StoredOptimizer,
         created: CreatedTensors,
     ) -> None:
         self._prefix = f"{fqn}.state.{names.name}."
@@ -104,12 +104,12 @@ class ParamState:
         self._group = group
         self._parameter = parameter
         self._names = names
-        self._stored = found
-        self._tensors = found.tensors(names)
+        self._stored = stored
+        self._tensors = stored.tensors(names)
         self._created = created
         live = group.optimizer.state.get(parameter, {})
-        stored = (self._tensors, found.plain(names)) if found.has_subclasses else ({}, {})
-        self._subclasses = SubclassState(parameter, live, *stored)
+        tensors_and_plain = (self._tensors, stored.plain(names)) if stored.has_subclasses else ({}, {})
+        self._subclasses = SubclassState(parameter, live, *tensors_and_plain)
 
     @property
     def fits(self) -> bool:

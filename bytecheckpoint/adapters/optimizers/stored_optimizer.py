@@ -56,7 +56,7 @@ class StoredOptimizer:
     def __init__(
         self,
         fqn: str,
-        found: StoredTree,
+        saved: StoredTree,
         checkpoint: CheckpointView,
         groups: Sequence[Sequence[ParameterNames]],
         *,
@@ -67,15 +67,15 @@ class StoredOptimizer:
         """
         self._fqn = fqn
         self._checkpoint = checkpoint
-        self._tree: Mapping[str, Any] = found.tree
-        self._tree_fqn = found.fqn
+        self._tree: Mapping[str, Any] = saved.tree
+        self._tree_fqn = saved.fqn
         self._groups = {
-            name: StoredGroup(join_fqn(found.fqn, f"groups.{first}.values"), group["values"])
-            for first, group in found.tree["groups"].items()
+            name: StoredGroup(join_fqn(saved.fqn, f"groups.{first}.values"), group["values"])
+            for first, group in saved.tree["groups"].items()
             for name in group["params"]
         }
         self._tensors: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
-        prefix = f"{join_fqn(found.fqn, 'state')}."
+        prefix = f"{join_fqn(saved.fqn, 'state')}."
         for state_fqn, tensor in checkpoint.tensors.items():
             if tensor.fqn.startswith(prefix):
                 name, key = split_state_path(tensor.fqn[len(prefix) :], self._groups)
@@ -87,9 +87,9 @@ class StoredOptimizer:
         """FQN of a parameter in the state -> the name that it was saved under."""
         self._by_tensor: dict[str, str] = {}
         """Checkpoint FQN under which a parameter's elements lie -> the name that it was saved under."""
-        self._is_by_position = BY_POSITION in found.tree
+        self._is_by_position = BY_POSITION in saved.tree
         self._lengths = [len(group) for group in groups if group]
-        self._stored_lengths = [len(group["params"]) for group in found.tree["groups"].values() if group["params"]]
+        self._stored_lengths = [len(group["params"]) for group in saved.tree["groups"].values() if group["params"]]
         self._has_order = has_order
         if not self._is_by_position:
             self._find_by_name()

@@ -75,8 +75,8 @@ def read_metadata(content: bytes, path: str) -> Metadata:
 _find_class = with_values(instances(_CLASSES))
 
 
-def _parse(found: Any, path: str) -> Metadata:
-    fields = dict(_fields(found, "Metadata", "MCoreMetadata"))
+def _parse(metadata: Any, path: str) -> Metadata:
+    fields = dict(_fields(metadata, "Metadata", "MCoreMetadata"))
     pickles = {_place(index): content for index, content in (fields.pop("all_tensor_metadata", None) or {}).items()}
     items = _items(fields.pop("storage_data", None), pickles, path)
     tensors: dict[str, DcpTensor] = {}

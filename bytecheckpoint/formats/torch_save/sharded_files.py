@@ -130,6 +130,7 @@ def _items_of(_fqn: str, value: Any) -> Iterable[tuple[Any, Any]] | None:
 def _add_sharded(
     fqn: str, leaves: list[dict[str, Any]], opened: list[SavedFile], builder: ManifestBuilder, *, comparer: Comparer
 ) -> None:
+    """Adds a sharded tensor, made of its regions in the files of all ranks."""
     first: ShardedTensor = leaves[0][fqn]
     chunks: dict[Region, list[Chunk]] = {}
     copies: dict[Region, tuple[SavedFile, StoredView]] = {}

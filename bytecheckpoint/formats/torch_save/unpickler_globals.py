@@ -50,6 +50,7 @@ class StoredView:
     storage: StorageRef
     dtype: str
     item_offset: int
+    """Index of its first element in the storage."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     """Strides, in elements."""

@@ -24,6 +24,7 @@ class LocalReadPlan(msgspec.Struct, frozen=True, array_like=True):
     runs: list[ExtentRun]
     """The extents that it wants."""
     unit_bytes: int
+    """Longest unit that the rank takes. The smallest number of any rank counts."""
     timeout_s: float
     held: list[int] = []
     """The files that it can read and not all ranks can."""
@@ -66,6 +67,7 @@ class ReadAssignment(NamedTuple):
     addresses: dict[int, Address]
     """Addresses of the reader ranks on other hosts from which it receives."""
     unit_bytes: int
+    """Longest unit, the same for all ranks."""
     heartbeat_s: float
     """Time between heartbeats: a fraction of the shortest timeout of any rank."""
 

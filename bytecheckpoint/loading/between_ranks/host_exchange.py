@@ -194,6 +194,7 @@ class HostExchange:
             raise self._lost(self._unasked, f"did not connect to this one within {timeout_s:g} s")
 
     def _all_announced(self) -> Sequence[tuple[tuple[int, Unit], tuple[ArenaPart, float]]]:
+        """Returns a copy of the announcements: other threads change them."""
         return [*self._announced.items()]
 
     def _lost(self, ranks: Iterable[int], what: str) -> Exception:

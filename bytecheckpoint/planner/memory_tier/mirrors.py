@@ -72,6 +72,7 @@ class Mirror(NamedTuple):
 
     owner: int
     number: int
+    """Number in the file's name."""
     owner_bytes: int
     """Number of bytes that the owner writes in all files; the extents depend on it."""
     items: Sequence[int]

@@ -28,6 +28,7 @@ class HeldParity(msgspec.Struct, frozen=True, array_like=True):
     """A block of parity on a host: the XOR of one segment of every other member of the group."""
 
     members: list[ParityMember]
+    """All hosts of the group."""
     position: int
     """The host that has the block, as a number in `members`."""
 
@@ -37,6 +38,7 @@ class SeenVersion(msgspec.Struct, frozen=True, array_like=True):
 
     save_id: str
     generation: int
+    """Number of the branch of training that saved it: a new process, or a load, begins another."""
     step: int
     number: int
     """Rises with each memory save of a job: the later one of equal generation and step counts."""
