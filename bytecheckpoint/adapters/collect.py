@@ -54,7 +54,9 @@ class Entry(Protocol):
         """Returns the targets of a load, with meta tensors for memory that `prepare` will create. Changes nothing."""
 
     def prepare(self, checkpoint: CheckpointView, refused: Collection[str], /) -> None:
-        """Creates that memory, except for `refused` FQNs. Called once, after all checks have passed on all ranks."""
+        """Creates the memory that the state lacks, except for `refused` FQNs. Called once, after all checks have passed
+        on all ranks.
+        """
 
     def finish(self, checkpoint: CheckpointView) -> None:
         """Puts plain data in place, once the tensors are loaded."""

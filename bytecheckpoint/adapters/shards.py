@@ -256,7 +256,7 @@ def _without_grad(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Returns the address of its first byte if all bytes are there, consecutive in host memory; 0 otherwise."""
+    """Returns the address of the first byte if all bytes are there, consecutive in host memory; 0 otherwise."""
     if not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_conj() or tensor.is_neg():
         return 0
     start = tensor.storage_offset()

@@ -40,7 +40,7 @@ class TargetShards(Sequence[LocalShard]):
 
     @classmethod
     def of(cls, shards: Sequence[LocalShard]) -> TargetShards:
-        """Returns shards with their columns, which they may have already."""
+        """Returns the shards with their columns: themselves, if they have them already."""
         return shards if isinstance(shards, TargetShards) else cls(shards)
 
     def __len__(self) -> int:

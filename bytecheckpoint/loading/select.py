@@ -216,7 +216,7 @@ def _is_entry(name: str, manifest: Manifest, trees: Mapping[str, Any]) -> bool:
 
 
 def _common_entry(manifest: Manifest, fqns: Sequence[str], trees: Mapping[str, Any]) -> str:
-    """Returns the name of the entry that all these are below, with a dot; "" if there is none."""
+    """Returns the name of the entry that all these FQNs are below, with a dot; "" if there is none."""
     entries = {entry_of(fqn) for fqn in fqns}
     if len(entries) != 1 or not all("." in fqn for fqn in fqns):
         return ""

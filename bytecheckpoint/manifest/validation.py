@@ -95,7 +95,9 @@ def check_link(folder: str) -> None:
 
 
 def check_files(files: Sequence[DataFile]) -> None:
-    """Raises CheckpointCorruptError (bad_manifest) or UnsafeCheckpointError (path_escape)."""
+    """Checks names, lengths and extents. Raises CheckpointCorruptError (bad_manifest) or UnsafeCheckpointError
+    (path_escape).
+    """
     for file in files:
         _check_file(file)
     if len({file.name for file in files}) != len(files):

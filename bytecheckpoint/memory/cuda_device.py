@@ -81,7 +81,8 @@ class CudaEvent:
 
 @cache
 def _capture_mode_exchange() -> _Exchange | None:
-    """Returns the driver's call; None where it has none: then nothing may be captured while a save or a load runs.
+    """Returns the driver's function that exchanges the mode; None where it has none: then nothing may be captured
+    while a save or a load runs.
 
     Asked of the driver, because torch has no function for it, and the runtime's library has no fixed name.
     """

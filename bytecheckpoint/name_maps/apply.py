@@ -355,7 +355,7 @@ class _Application:
         return tensors, aliases
 
     def _length(self, pattern: Pattern, dim: int) -> int | None:
-        """Returns the length of the first tensor with this name, in any template."""
+        """Returns the length along `dim` of the first tensor that matches; None if none does or it has no `dim`."""
         for name, match in self._matches.items():
             if match is None or self._map.arounds[match.around].equal_parts:
                 continue
@@ -365,6 +365,6 @@ class _Application:
         return None
 
     def _count(self, num_pieces: int) -> None:
-        """Limits the pieces: a small manifest can claim a tensor of a billion layers."""
+        """Counts pieces and refuses too many: a small manifest can claim a tensor of a billion layers."""
         self._num_pieces += num_pieces
         refuse_too_many(self._num_pieces)

@@ -154,7 +154,7 @@ class JobMemory:
         self.opens_generation = True
 
     def warn_once(self, message: str, *, is_reporter: bool) -> None:
-        """Warns of this once in the process, on the rank that reports it."""
+        """Issues a warning once in the process, on the rank that reports it."""
         if is_reporter and message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, stacklevel=2)

@@ -55,7 +55,7 @@ class StreamsPart(msgspec.Struct, frozen=True, array_like=True):
     known: bytes
     """Digest of the ids that all ranks should own together; empty if the loader does not say."""
     known_ids: Sequence[str] = ()
-    """These ids, from data-parallel rank 0 only."""
+    """The ids that `known` is the digest of, from data-parallel rank 0 only."""
 
 
 class _StoredStreams(msgspec.Struct, frozen=True, rename={"version": MARK}):

@@ -200,7 +200,10 @@ class OptimizerEntry:
             flat.prepare(stored)
 
     def finish(self, checkpoint: CheckpointView) -> None:
-        """Raises CheckpointMismatchError (conflict) at the end, if parameters disagree on a value of flat memory."""
+        """Puts loaded values in place.
+
+        Raises CheckpointMismatchError (conflict) at the end, if parameters disagree on a value of flat memory.
+        """
         stored = self._find(checkpoint)
         if stored is None:
             return

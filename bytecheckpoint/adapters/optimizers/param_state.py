@@ -36,7 +36,7 @@ class ParamGroup(NamedTuple):
     values: dict[str, Any]
     """The group itself, a dict with the hyperparameters."""
     parameters: Sequence[torch.Tensor]
-    """The parameters in it, also while a framework keeps them elsewhere."""
+    """The parameters of the group, also while a framework keeps them elsewhere."""
 
 
 CreatedTensors = MutableMapping[tuple[int, str], torch.Tensor]

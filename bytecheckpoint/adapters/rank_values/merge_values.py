@@ -99,7 +99,7 @@ def _check_leaf(value: Any, fqn: str, rule: MergeRule) -> None:
 
 
 def _number_kinds(value: Any) -> set[type]:
-    """Returns bool and complex, if the value is or holds such."""
+    """Returns which of bool and complex the value is or holds."""
     if isinstance(value, torch.Tensor):
         return {bool} if value.dtype == torch.bool else {complex} if value.is_complex() else set()
     if isinstance(value, np.ndarray | np.generic):

@@ -180,8 +180,8 @@ class HostExchange:
             self.beat()
 
     def _check_silence(self) -> None:
-        """Raises CheckpointError (rank_missing) for a rank of which nothing has come for too long, and nothing is there
-        to be read.
+        """Raises CheckpointError (rank_missing) for a rank from which nothing has come for too long, and nothing is
+        there to be read.
         """
         now, (timeout_s, take_timeout_s, _) = time.monotonic(), self._limits
         silent = [rank for rank, units in self._awaited.items() if units and now - self._seen_at[rank] > timeout_s]

@@ -71,7 +71,7 @@ class StoredVersion(msgspec.Struct, frozen=True, array_like=True):
     files: dict[str, int]
     """Data files there, by name, with lengths in bytes."""
     is_committed: bool
-    """If not, its files serve a version in memory with the same save id, and nothing else."""
+    """If False, its files serve a version in memory with the same save id, and nothing else."""
 
 
 class FileHolder(msgspec.Struct, frozen=True, array_like=True):
