@@ -205,7 +205,7 @@ def run_load(
 
     with report_overwrite(source.changes, ranks), together(ranks, f"reading {about.path}", about=about):
         # Memory that does not exist yet is made only now that the load can no longer be refused.
-        if any(tensor.is_meta for tensor in TargetShards.of(match.shards).seen_alone):
+        if any(tensor.is_meta for tensor in TargetShards.of(match.shards).tensors_without_address):
             match, fetches = _make_memory(source, fitted, cast=cast)
         try:
             with source.counting(ranks):

@@ -25,7 +25,7 @@ PER_RANK_NAME = "extra_state"
 """The top-level name under which plain data may differ from rank to rank without `RankLocal`."""
 
 _REWRITTEN = {"converted_from", "linked_from"}
-"""Keys of the provenance of a checkpoint whose `world_size` is not that of the save."""
+"""Keys of a provenance: where it has one of them, its `world_size` is not the number of ranks that saved the data."""
 
 Reshape = Callable[[Any, str, Callable[[str], str], Sequence[str]], Any]
 """Takes a tree, its checkpoint FQN, the renaming to state FQNs, and all checkpoint FQNs of tensors; gives a tree."""
@@ -35,7 +35,7 @@ class StoredTensor(NamedTuple):
     """A tensor of the checkpoint."""
 
     fqn: str
-    """The FQN under which its chunks are stored; another than the user's if that is an alias or renamed."""
+    """The FQN under which its chunks are stored. For an alias or a renamed tensor it is not the user's name."""
     dtype: str
     shape: tuple[int, ...]
 
@@ -47,7 +47,7 @@ class StoredTree(NamedTuple):
     """FQN in the checkpoint."""
     tree: Any
     is_taken: bool
-    """Include and exclude leave something of it."""
+    """True if include and exclude let at least one of its leaves through."""
 
 
 class SavedByRank(NamedTuple):
@@ -66,7 +66,7 @@ class SavedByRank(NamedTuple):
 
 
 class CheckpointView:
-    """A checkpoint as the state's entries see it."""
+    """A checkpoint by state FQNs, without what include and exclude leave out."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class CheckpointView:
         self._include = None if include is None else Globs(include)
         self._exclude = Globs(exclude or ())
         self.takes_all = include is None and not exclude
-        """True if neither leaves out anything."""
+        """True if include and exclude leave out nothing."""
         self._below = f"{below}." if below else ""
         self._is_renamed = key_map is not None or bool(below) or bool(plain_names)
         self._is_as_saved = self.takes_all and not self._is_renamed
@@ -109,10 +109,12 @@ class CheckpointView:
         self.saved = self._saved_tensors()
         """Tensors by checkpoint FQN, whatever include and exclude say."""
         self.tensors = self._select_tensors()
-        """Tensors by state FQN that include and exclude leave."""
+        """Tensors by state FQN, without those that include and exclude leave out."""
 
     def _saved_tensors(self) -> dict[str, StoredTensor]:
-        """Tensors that are named by their content are here under the FQN of this rank's leaf that they are."""
+        """Returns all tensors by checkpoint FQN. Tensors that are named by their content get the FQN of this
+        rank's leaf that refers to them.
+        """
         manifest = self._manifest
         described = manifest.describe_all()
         rows = zip(
@@ -159,14 +161,13 @@ class CheckpointView:
         return self._exclude.match(fqn)
 
     def globbed_name(self, fqn: str) -> str:
-        """Returns the name for include and exclude of this state FQN, which the checkpoint has not."""
+        """Returns the name that include and exclude are matched with, of a state FQN not in the checkpoint."""
         return fqn.removeprefix(self._below)
 
     @cached_property
     def tensor_dicts(self) -> dict[str, dict[str, str]]:
-        """The FQNs of tensors by name in each entry that is a dict of tensors alone, each named after the entry and
-        its key, by the FQN of the entry: most of many tensors, which do not have to be taken apart. Only where this
-        shows the checkpoint as it was saved.
+        """For each entry that is a dict of tensors alone, by its FQN: the FQN of each tensor, by its key. Most large
+        states are such dicts, which need no walk. Empty if names are changed or left out.
         """
         if not self._is_as_saved or self._reshape is not None:
             return {}
@@ -200,7 +201,7 @@ class CheckpointView:
 
     @cached_property
     def plain(self) -> dict[str, Any]:
-        """Leaves of all plain data by state FQN; `RankMissing` where ranks differ and none of this number saved one."""
+        """Leaves of all plain data by state FQN; `RankMissing` where none was saved for this rank."""
         if self._is_as_saved:
             return self._tree_leaves
         sources: dict[str, str] = {}
@@ -252,8 +253,8 @@ class CheckpointView:
         return StoredTree(source, tree, any(map(self.takes, leaves(tree, source))))
 
     def object_tree(self, fqn: str) -> StoredTree | None:
-        """Returns the tree that the object of this state FQN was saved as: an entry, the only one of a list of objects,
-        or all of a checkpoint that stands below this FQN.
+        """Returns the tree that the object of this state FQN was saved as: an entry, the only item of a list of
+        objects, or the whole checkpoint if all of its names are put below this FQN.
         """
         found = self.entry_tree(fqn)
         if found is None and f"{fqn}.1" not in self._tree_names:
@@ -261,7 +262,7 @@ class CheckpointView:
         return self._tree_of_all() if found is None and fqn == self._below[:-1] else found
 
     def _tree_of_all(self) -> StoredTree | None:
-        """Returns all plain data and tensors of the checkpoint as one tree, except entries of other names."""
+        """Returns all plain data and tensors with state FQNs below `self._below` as a tree; None without plain data."""
         below = {fqn: tree for fqn, tree in self.trees.items() if fqn and self.rename(fqn).startswith(self._below)}
         roots = set(below)
         alone = [fqn for fqn in self.saved if not is_at_or_below(fqn, roots)]
@@ -287,9 +288,9 @@ class CheckpointView:
         return self._by_new_name(self._tree_leaves, self.takes)
 
     def _by_new_name(self, fqns: Iterable[str], is_taken: Callable[[str], bool]) -> dict[str, str]:
-        """Checkpoint FQNs by state FQN. Where two come to one name, exclude has left one of them out: not that one."""
+        """Returns checkpoint FQNs by state FQN; of two that get one name, the one that exclude does not leave out."""
         by_name = {self.rename(fqn): fqn for fqn in (fqns if self._is_as_saved else sorted(fqns, key=is_taken))}
-        # A rule that puts a name and a dot before all names makes of the root that name alone.
+        # A rule that puts `name.` before all names makes `name.` of the empty FQN, the root: it has to be `name`.
         return {name if fqn else name.removesuffix("."): fqn for name, fqn in by_name.items()}
 
     def missing_at(self, fqn: str) -> tuple[str, RankMissing] | None:
@@ -320,12 +321,12 @@ class CheckpointView:
         """Returns True if include or exclude keep this state FQN from being loaded."""
         if self.takes_all or fqn in self.skipped or fqn in self._known:
             return not self.takes_all and fqn in self.skipped
-        # What is renamed into a container that they name themselves is loaded.
+        # A container that exclude names is loaded all the same if something else is renamed into it.
         return not self.takes(self.globbed_name(fqn)) and (not self._is_renamed or fqn not in self._known_roots)
 
     @cached_property
     def skipped(self) -> set[str]:
-        """State FQNs of all that include and exclude leave out, and nothing else is renamed to."""
+        """State FQNs of all that include and exclude leave out, except names that something else is renamed to."""
         if self.takes_all:
             return set()
         left_out = {self.rename(fqn) for fqn in [*self.saved, *self._tree_leaves] if not self.takes(fqn)}
@@ -333,15 +334,16 @@ class CheckpointView:
 
     @cached_property
     def _known(self) -> dict[str, None]:
+        """Keys: state FQNs of all tensors and plain data that include and exclude let through."""
         if self.tensor_dicts.keys() < {*self._manifest.objects, *self._manifest.rank_objects}:
             return dict.fromkeys(chain(self.tensors, self.plain))
         return dict.fromkeys(chain(self.tensors, *(refs.values() for refs in self.tensor_dicts.values())))
 
     @cached_property
     def _known_roots(self) -> set[str]:
-        """State FQNs above any known one."""
-        parts = (fqn.split(".") for fqn in self._known)
-        return {".".join(of_one[:count]) for of_one in parts for count in range(1, len(of_one))}
+        """State FQNs of all containers around the known FQNs."""
+        split_fqns = (fqn.split(".") for fqn in self._known)
+        return {".".join(parts[:count]) for parts in split_fqns for count in range(1, len(parts))}
 
     def below(self, fqn: str) -> list[str]:
         """Returns the state FQNs of the tensors below this state FQN."""
@@ -349,7 +351,7 @@ class CheckpointView:
 
     @cached_property
     def own_names(self) -> list[str]:
-        """State FQNs, sorted, of what other ranks may see otherwise: it lies in values that differed between ranks."""
+        """Sorted state FQNs of tensors and leaves that may differ on other ranks: each saved a value of its own."""
         roots = set(self._manifest.rank_objects)
         names = [*self.saved, *self._tree_leaves] if roots else []
         return sorted({self.rename(fqn) for fqn in names if is_at_or_below(fqn, roots) and self.takes(fqn)})
@@ -362,7 +364,7 @@ class CheckpointView:
 
     @property
     def unused_rules(self) -> list[UnusedRule]:
-        """Rules of include, exclude and key_map that match nothing in the checkpoint, nor what the state asked for."""
+        """Rules of include, exclude and key_map that match no name in the checkpoint and none that was asked for."""
         if (self._include and self._include.unused) or self._exclude.unused or self.rename.unused:
             for fqn in self.names_of_all_ranks:
                 self.takes(fqn)
@@ -378,7 +380,7 @@ class CheckpointView:
         return names.union(self._manifest.tensors, self._manifest.aliases)
 
     def all_names(self) -> list[str]:
-        """State FQNs of everything that include and exclude leave."""
+        """Returns the state FQNs of all that include and exclude do not leave out."""
         return [*self.common_names, *self.own_names]
 
     @cached_property
@@ -387,7 +389,7 @@ class CheckpointView:
 
 
 def is_at_or_below(fqn: str, roots: set[str]) -> bool:
-    """Returns True if an FQN is one of these or starts with one of them and a dot."""
+    """Returns True if an FQN is one of the roots or starts with one of them and a dot."""
     parts = fqn.split(".")
     return any(".".join(parts[:count]) in roots for count in range(1, len(parts) + 1))
 

@@ -54,7 +54,9 @@ class Entry(Protocol):
         """Returns the targets of a load, with meta tensors for memory that `prepare` will create. Changes nothing."""
 
     def prepare(self, checkpoint: CheckpointView, refused: Collection[str], /) -> None:
-        """Creates that memory, except for `refused` FQNs. Called once, after all checks have passed on all ranks."""
+        """Creates the memory that the state lacks, except for `refused` FQNs. Called once, after all checks have passed
+        on all ranks.
+        """
 
     def finish(self, checkpoint: CheckpointView) -> None:
         """Puts plain data in place, once the tensors are loaded."""
@@ -70,8 +72,8 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     if not isinstance(state, dict):
         raise unsupported("the state", f"a {type(state).__name__} and no dict", 'pass a dict, as in {"model": model}')
     values = list(_walk_state(state))
-    made = [entry for each in values if each.kind != "optimizers" for entry in _entries_of(each, framework)]
-    modules = [entry for entry in made if isinstance(entry, _MODULES)]
+    entries = [entry for each in values if each.kind != "optimizers" for entry in _entries_of(each, framework)]
+    modules = [entry for entry in entries if isinstance(entry, _MODULES)]
     of_torch = [entry for entry in modules if isinstance(entry, ModuleEntry)]
     engines = [engine for module in of_torch for engine in module.engines]
     optimizers = [_optimizer_entry(each, framework, engines) for each in values if each.kind == "optimizers"]
@@ -81,7 +83,7 @@ def entries_of(state: Mapping[str, Any], framework: str) -> list[Entry]:
     for optimizer in optimizers:
         optimizer.name_parameters(modules)
     refuse_absent(framework, state, has_own=any(entry.framework == framework for entry in (*modules, *optimizers)))
-    return [*modules, *optimizers, *(entry for entry in made if not isinstance(entry, _MODULES))]
+    return [*modules, *optimizers, *(entry for entry in entries if not isinstance(entry, _MODULES))]
 
 
 _Kind = Literal["sharded", "modules", "optimizers", "rank-local", "data", "stateful", "plain"]
@@ -117,8 +119,8 @@ def _walk_item(container: Any, key: Any, value: Any, content: _Content, fqn: str
     elif isinstance(content, tuple):
         yield _Value(child, value, *content)
     else:
-        for of_item in content:
-            yield from _walk_item(value, *of_item, child)
+        for key_item_content in content:
+            yield from _walk_item(value, *key_item_content, child)
 
 
 def data_loaders_in(state: Mapping[str, Any]) -> dict[str, DataLoaderState]:
@@ -152,34 +154,34 @@ def _content_of(value: Any, fqn: str, depth: int) -> _Content:
     return contents if any(content is not None for _, _, content in contents) else None
 
 
-def _entries_of(each: _Value, framework: str) -> Sequence[Entry]:
-    match each.kind:
+def _entries_of(item: _Value, framework: str) -> Sequence[Entry]:
+    match item.kind:
         case "sharded":
-            return [MegatronEntry(each.fqn, [], each.value)]
+            return [MegatronEntry(item.fqn, [], item.value)]
         case "modules":
-            return [_entry_of_modules(each.fqn, each.found, framework)]
+            return [_entry_of_modules(item.fqn, item.found, framework)]
         case "rank-local":
-            return [RankLocalEntry(each.fqn, each.found)]
+            return [RankLocalEntry(item.fqn, item.found)]
         case "data":
-            return [DataLoaderEntry(each.fqn, each.value)]
+            return [DataLoaderEntry(item.fqn, item.value)]
         case "stateful":
-            inside = modules_inside(each.value)
+            inside = modules_inside(item.value)
             if inside is None:
-                return [StatefulEntry(each.fqn, each.value)]
-            return [_entry_of_modules(each.fqn, inside.stages, framework), ReloadEntry(each.fqn, each.value, inside)]
-    return [_plain_entry(each)]
+                return [StatefulEntry(item.fqn, item.value)]
+            return [_entry_of_modules(item.fqn, inside.stages, framework), ReloadEntry(item.fqn, item.value, inside)]
+    return [_plain_entry(item)]
 
 
-def _plain_entry(each: _Value) -> PlainEntry:
-    container, key = each.found
-    if type(container) is tuple and not isinstance(each.value, torch.Tensor | dict | list):
-        raise unsupported(each.fqn, "plain data in a tuple beside modules, where a load cannot put it", "use a list")
+def _plain_entry(item: _Value) -> PlainEntry:
+    container, key = item.found
+    if type(container) is tuple and not isinstance(item.value, torch.Tensor | dict | list):
+        raise unsupported(item.fqn, "plain data in a tuple beside modules, where a load cannot put it", "use a list")
 
     def assign(value: Any) -> None:
         if container[key] is not value:  # tuples hold only what is filled in place
             container[key] = value
 
-    return PlainEntry(each.fqn, each.value, assign)
+    return PlainEntry(item.fqn, item.value, assign)
 
 
 def _entry_of_modules(fqn: str, stages: Sequence[Stage], framework: str) -> ModuleEntry | MegatronEntry:
@@ -201,21 +203,21 @@ def _optimizers_in(value: Any) -> Sequence[Any]:
     return [value] if is_stateful(value) and is_wrapper(value) else ()
 
 
-def _optimizer_entry(each: _Value, framework: str, engines: Sequence[Any]) -> OptimizerEntry | OptimizerWrapperEntry:
+def _optimizer_entry(item: _Value, framework: str, engines: Sequence[Any]) -> OptimizerEntry | OptimizerWrapperEntry:
     """Returns the entry of optimizers; `engines` are those of DeepSpeed in the state."""
-    if is_megatron_optimizer(each.value):
-        return megatron_optimizer_entry(each.fqn, each.value, framework)
+    if is_megatron_optimizer(item.value):
+        return megatron_optimizer_entry(item.fqn, item.value, framework)
 
-    def known(value: Any) -> Any:
-        return flat_optimizer(each.fqn, value, engines) or value
+    def flat_or_itself(value: Any) -> Any:
+        return flat_optimizer(item.fqn, value, engines) or value
 
-    optimizers = list(map(known, each.found))
+    optimizers = list(map(flat_or_itself, item.found))
     wrappers = [wrapper_of(optimizer) for optimizer in optimizers]
     if not any(wrappers):
-        return OptimizerEntry(each.fqn, optimizers)
+        return OptimizerEntry(item.fqn, optimizers)
     both = zip(optimizers, wrappers, strict=True)
-    inner = [[one] if wrapper is None else list(map(known, wrapper.inner)) for one, wrapper in both]
-    return OptimizerWrapperEntry(each.fqn, list(map(OptimizerWrapper, optimizers, inner)))
+    inner = [[one] if wrapper is None else list(map(flat_or_itself, wrapper.inner)) for one, wrapper in both]
+    return OptimizerWrapperEntry(item.fqn, list(map(OptimizerWrapper, optimizers, inner)))
 
 
 def _rank_local(value: Any) -> RankLocal | None:
@@ -254,7 +256,7 @@ def buffers_in(entries: Sequence[Entry]) -> list[torch.Tensor]:
     shards = LocalShards()
     for buffer in (buffer for entry in entries if isinstance(entry, _CHANGING) for buffer in entry.buffers()):
         parts: Mapping[str, Any] = {}
-        with suppress(CheckpointError):  # it is not part of this state, where it is refused by its name
+        with suppress(CheckpointError):  # it is in no entry: collecting it would have been refused
             parts = leaves(buffer, "")
         for tensor in (part for part in parts.values() if isinstance(part, torch.Tensor)):
             with suppress(CheckpointError):  # as above
@@ -286,7 +288,7 @@ def plain_names_of(entries: Sequence[Entry]) -> dict[str, str]:
 
 
 def random_restores(entries: Sequence[Entry]) -> list[Callable[[], None]] | None:
-    """Returns the calls that set random numbers as this load has set them; None if the state has no generators."""
+    """Returns calls that set generators to the states that this load has given them; None without any generators."""
     are_random = [entry for entry in entries if isinstance(entry, RankLocalEntry) and entry.is_random]
     return [restore for entry in are_random for restore in entry.random_restores] if are_random else None
 
@@ -296,23 +298,24 @@ def collect_all(entries: list[Entry]) -> list[EntryContents]:
 
     Raises CheckpointSaveError (unsupported_value) where two of them use the same FQN.
     """
-    taken: set[str] = set()
+    known_names: set[str] = set()
     collected: list[EntryContents] = []
     for entry in entries:
         contents = entry.collect()
-        if not taken.isdisjoint(contents.names):
-            name = min(taken & contents.names)
+        if not known_names.isdisjoint(contents.names):
+            name = min(known_names & contents.names)
             owner = next(entry for entry, earlier in zip(entries, collected, strict=False) if name in earlier.names)
             advice = f"rename one: {owner.fqn!r} and {entry.fqn!r} in the state both give it"
             raise unsupported(name, "the name of two values", advice)
-        if len(entries) > 1:  # there may be 100,000 names, and mostly there is no one else to have them
-            taken |= contents.names
+        if len(entries) > 1:  # a single entry clashes with none, and may have 100,000 names
+            known_names |= contents.names
         collected.append(contents)
-    return [contents._replace(shards=_looked_at(contents.shards)) for contents in collected]
+    return [contents._replace(shards=_resolved(contents.shards)) for contents in collected]
 
 
-def _looked_at(shards: Sequence[LocalShard]) -> ShardBlocks:
-    blocks = ShardBlocks([shards]).looked_at()
+def _resolved(shards: Sequence[LocalShard]) -> ShardBlocks:
+    """Returns the shards with their memory located. Refuses tensors on the meta device."""
+    blocks = ShardBlocks([shards]).resolved()
     for shard in blocks.records():  # columns are on the host
         if shard.tensor.is_meta:
             check_has_memory(shard.fqn, shard.tensor)

@@ -72,7 +72,7 @@ class PlainEntry:
         )
         facts = {fqn: value for fqn, value in others.items() if is_facts(fqn) and are_facts(value)}
         refused = refusals(values if facts else {}, checkpoint)
-        # Found by one look at each leaf: most of a state are such tensors.
+        # One look-up tells whether a leaf is a plain tensor here and in the checkpoint: nearly all of a state is.
         simple = {} if facts or not checkpoint.takes_all else checkpoint.plain
         expectation = Expectation(shards.found, set(facts), refused.problems)
         tensors: list[tuple[str, torch.Tensor]] = []
@@ -97,7 +97,7 @@ class PlainEntry:
         return expectation
 
     def _expects_other(self, fqn: str, value: Any, checkpoint: CheckpointView, expectation: Expectation) -> bool:
-        """Adds the needs of a leaf to the expectation. Returns False if it needs only the bytes of one tensor."""
+        """Adds a leaf to the expectation. Returns False, and adds nothing, if the leaf needs only one stored tensor."""
         missing = checkpoint.missing_at(fqn)
         adopted = _adopted(value, fqn, checkpoint)
         if adopted is not None:
@@ -126,18 +126,18 @@ class PlainEntry:
             return
         new: dict[str, Any] = {}
         for fqn, value in leaves(self._value, self.fqn).items():
-            if type(value) in PLAIN_TENSORS and fqn in checkpoint.tensors:  # which is filled in place
+            if type(value) in PLAIN_TENSORS and fqn in checkpoint.tensors:  # already filled in place
                 continue
             if (is_facts(fqn) and are_facts(value)) or checkpoint.skips(fqn):
                 continue
             adopted = _adopted(value, fqn, checkpoint)
             if adopted is not None:
-                left = self._adopted.left_out(adopted, checkpoint)  # the tree itself is filled
+                left_out = self._adopted.left_out(adopted, checkpoint)  # first, because `filled` changes the tree
                 filled = self._adopted.filled(adopted, {}, checkpoint)
                 if isinstance(filled, torch.Tensor):  # a subclass stood there
                     new[fqn] = filled
                 elif filled is not None:
-                    value.update(_taken(filled, adopted.fqn, checkpoint, left))
+                    value.update(_taken(filled, adopted.fqn, checkpoint, left_out))
             elif fqn in checkpoint.tensors or _problems(fqn, value, checkpoint):
                 continue
             elif not _filled_in_place(value, checkpoint.plain[fqn]):
@@ -159,7 +159,7 @@ def _holds_plain_tensors(value: Any) -> bool:
 
 
 def _adopted(value: Any, fqn: str, checkpoint: CheckpointView) -> StoredTree | None:
-    """Returns an expectation for an empty dict: it takes whatever the checkpoint has in its place."""
+    """Returns the stored dict that an empty dict of the state takes over; None for other values."""
     found = checkpoint.subtree(fqn) if isinstance(value, dict) else None
     return found if found is not None and isinstance(found.tree, dict) else None
 
@@ -185,31 +185,31 @@ def _problems(fqn: str, value: Any, checkpoint: CheckpointView) -> list[Problem]
     return []
 
 
-def _taken(tree: dict[Any, Any], fqn: str, checkpoint: CheckpointView, left: Collection[str]) -> dict[Any, Any]:
+def _taken(tree: dict[Any, Any], fqn: str, checkpoint: CheckpointView, left_out: Collection[str]) -> dict[Any, Any]:
     """Returns the dict without what include and exclude leave out, and without what this rank has no value for."""
     taken = {}
     for key, item in tree.items():
         child = join_fqn(fqn, key)
         names = map(checkpoint.rename, filter(checkpoint.takes, leaves(item, child)))
         is_any = any(not isinstance(checkpoint.plain.get(name), RankMissing) for name in names)
-        if is_any and child not in left:
-            taken[key] = _taken(item, child, checkpoint, left) if type(item) is dict else item
+        if is_any and child not in left_out:
+            taken[key] = _taken(item, child, checkpoint, left_out) if type(item) is dict else item
     return taken
 
 
-def _filled_in_place(value: Any, found: Any) -> bool:
-    """Puts a value into the object that the state holds, which others may hold as well. False where it takes none."""
-    if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor):
+def _filled_in_place(value: Any, stored: Any) -> bool:
+    """Copies a stored value into the state's own object, which others may hold. Returns False if that is impossible."""
+    if isinstance(value, torch.Tensor) and isinstance(stored, torch.Tensor):
         target = value.detach()
         if target.element_size() == 1:  # torch cannot copy its sub-byte integers
-            found, target = found.view(torch.uint8), target.view(torch.uint8)
-        target.copy_(found)
-    elif isinstance(value, np.ndarray) and isinstance(found, np.ndarray) and value.flags.writeable:
-        if (value.shape, value.dtype) != (found.shape, found.dtype):
+            stored, target = stored.view(torch.uint8), target.view(torch.uint8)
+        target.copy_(stored)
+    elif isinstance(value, np.ndarray) and isinstance(stored, np.ndarray) and value.flags.writeable:
+        if (value.shape, value.dtype) != (stored.shape, stored.dtype):
             return False
-        value[...] = found
-    elif type(value) is list and type(found) is list:
-        value[:] = found
+        value[...] = stored
+    elif type(value) is list and type(stored) is list:
+        value[:] = stored
     else:
         return False
     return True

@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 from bytecheckpoint.adapters.shards import LocalShard
 
 Scope = Literal["shared", "whole", "either", "rank", "streams"]
-"""Plain data is the same on all ranks for keys that they share, or for all keys; it may differ; is one rank's; or is a
-part of a data loader's state, which other parts complete."""
+"""How ranks have to agree on plain data. shared: it is the same for keys that several ranks have. whole: for all keys.
+either: it may differ. rank: each rank has its own. streams: it is a part of a data loader's state."""
 
 
 class EntryContents(NamedTuple):
@@ -24,7 +24,7 @@ class EntryContents(NamedTuple):
     aliases: Mapping[str, str] = {}
     """FQN of a tied tensor -> the FQN of the shard that stands for both."""
     stages: Mapping[str, int] = {}
-    """FQN -> stage of a pipeline, where a stage says which it is."""
+    """FQN -> number of its pipeline stage, where it is known."""
 
 
 class Problem(NamedTuple):
@@ -43,15 +43,16 @@ class Expectation(NamedTuple):
     """State FQNs that the entry can fill, besides the FQNs of its shards."""
     problems: list[Problem]
     copies: Sequence[LocalShard] = ()
-    """Shards in lower precision of tensors that it loads in full as well: converted whatever `cast` says."""
+    """Shards in lower precision of tensors that are also loaded in full precision: converted whatever `cast` says."""
     padding: Sequence[LocalShard] = ()
-    """Memory that lies beyond what the checkpoint has of its tensors: zeroed with a load of these."""
+    """Memory of padding, which the checkpoint has no elements for: zeroed when the shards are loaded."""
 
 
 class RankMissing(NamedTuple):
     """Stands for a value that differed between the ranks of the save, none of which has this rank's number."""
 
     num_saved: int
+    """Number of ranks that saved a value."""
 
 
 def not_stored(fqn: str) -> Problem:
@@ -63,6 +64,6 @@ def rank_missing(fqn: str, num_saved: int) -> Problem:
         "missing_key",
         fqn,
         f"{fqn}: differed between the {num_saved} ranks that saved it, and none of them had this rank's number; read "
-        "all values with bcp.open(path).rank_values(fqn) and share them out, or keep the state's own with "
+        "all values with bcp.open(path).rank_values(fqn) and distribute them, or keep the state's own with "
         'RankLocal(value, missing="keep")',
     )

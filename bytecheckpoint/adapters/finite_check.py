@@ -19,7 +19,7 @@ _NUM_SHOWN = 10
 _ALWAYS_FINITE = {"float4_e2m1fn_x2"}
 """Dtypes without a NaN and an infinity; torch cannot convert them either."""
 _PART_ELEMENTS = 1 << 24
-"""Elements looked at at once: the check takes a byte for each."""
+"""Number of elements that are checked at a time: the check allocates a byte for each."""
 
 
 def check_finite(contents: Sequence[EntryContents], *, check: FiniteCheck, path: str, rank: int) -> None:
@@ -40,7 +40,7 @@ def check_finite(contents: Sequence[EntryContents], *, check: FiniteCheck, path:
 
 
 def _describe(shard: LocalShard) -> str:
-    """Returns the name of a tensor with the numbers of such values, "" without any."""
+    """Returns the name of a tensor and how many NaN and infinite values it has; "" if it has none."""
     tensor = shard.tensor.detach()
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta or shard.dtype in _ALWAYS_FINITE:
         return ""
@@ -56,7 +56,7 @@ def _describe(shard: LocalShard) -> str:
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields small views that are all of a tensor, whatever its strides: none of its memory is copied."""
+    """Yields small views that together are the whole tensor, whatever its strides: none of its memory is copied."""
     if tensor.numel() <= _PART_ELEMENTS:
         yield tensor
         return

@@ -44,7 +44,7 @@ class LocalPart(NamedTuple):
     region: Region
     """Region in global coordinates."""
     place: Region | int | None
-    """A region of the local tensor, or the first of consecutive elements of it; None where it is all of it."""
+    """Region of the local tensor, or index of its first element if they are consecutive; None if it is all of it."""
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """Returns the view of the local tensor that holds this region, in its shape."""
@@ -90,7 +90,7 @@ def _find_parts(
     mesh_axes: tuple[MeshAxis, ...],
     _kinds: tuple[type, ...],
 ) -> Sequence[LocalPart] | None:
-    """Returns None unless just one layout fits. `_kinds` tells placements apart that torch may call equal."""
+    """Returns the parts; None unless one layout fits. `_kinds` tells placements apart that torch may call equal."""
     fitting = fitting_intervals(shape, local_shape, mesh_axes)
     if not fitting or any(intervals != fitting[0] for intervals in fitting):
         return None
@@ -98,11 +98,11 @@ def _find_parts(
 
 
 _find_parts_once = lru_cache(maxsize=1024)(_find_parts)
-"""This takes as long as all other work for a small tensor, and follows from its arguments alone."""
+"""Cached, because `_find_parts` takes as long as all other work for a small tensor."""
 
 
 def _regions_of(placement: Any) -> _RegionsOf | None:
-    """Returns the way in which a placement that is not torch's cuts a tensor."""
+    """Returns the function that gives the regions of a placement, if torch has no such placement; None otherwise."""
     if isinstance(placement, Replicate | Shard | StridedShard):
         return None
     own: _RegionsOf | None = getattr(placement, "checkpoint_regions", None)
@@ -114,7 +114,7 @@ def _regions_of(placement: Any) -> _RegionsOf | None:
 
 
 def _ragged(placement: Any, shape: tuple[int, ...], num_parts: int, index: int) -> list[Region]:
-    """Returns a run of the flat tensor for each rank, as long as its units say. Raises ValueError."""
+    """Returns the regions of rank `index`: a run of the flat tensor, as long as its units say. Raises ValueError."""
     units, dims, numel = tuple(placement.local_units), tuple(placement.dims), prod(shape)
     if len(units) != num_parts:
         raise ValueError(f"it has {len(units)} local_units for {num_parts} ranks")
@@ -138,19 +138,19 @@ def _parts_by_regions(
     intervals = [left_to_right(dim, length, others) or [(0, 0)] for dim, length in enumerate(shape)]
     if len(by_regions) > 1 or any(len(of_dim) > 1 for of_dim in intervals):
         raise _does_not_fit(fqn, axis.placement, "beside it only Shard and Replicate placements are supported")
-    offsets, left = tuple(start for ((start, _),) in intervals), tuple(length for ((_, length),) in intervals)
+    offsets, remaining = tuple(start for ((start, _),) in intervals), tuple(length for ((_, length),) in intervals)
     regions_of = _regions_of(axis.placement)
     try:
-        found = [] if regions_of is None else regions_of(left, axis.num_parts, axis.coordinate)
+        found = [] if regions_of is None else regions_of(remaining, axis.num_parts, axis.coordinate)
         # index() also makes Python's integers of numpy's, and refuses all else.
         boxes = [Region(tuple(map(index, at)), tuple(map(index, lengths))) for at, lengths in found]
-        regions = [_shifted(box, offsets, left) for box in boxes]
+        regions = [_shifted(box, offsets, remaining) for box in boxes]
     except (TypeError, ValueError) as error:
-        raise _does_not_fit(fqn, axis.placement, f"for a part of shape {list(left)}, {error}") from error
+        raise _does_not_fit(fqn, axis.placement, f"for a part of shape {list(remaining)}, {error}") from error
     regions = regions or [Region(offsets, (0,) * len(shape))]
     numel = sum(region.numel for region in regions)
     if numel != local.numel() or not local.is_contiguous():
-        why = f"it gives this rank {numel} elements of {list(left)}, but the local tensor has {local.numel()}"
+        why = f"it gives this rank {numel} elements of {list(remaining)}, but the local tensor has {local.numel()}"
         raise _does_not_fit(fqn, axis.placement, why if numel != local.numel() else "the local tensor has gaps")
     parts, first = [], 0
     for region in regions:
@@ -202,7 +202,7 @@ def fitting_intervals(
 ) -> list[list[list[Interval]]]:
     """Returns the indices along each dimension that this rank holds, in the order in which its local tensor has them.
 
-    Strided placements say two things where lengths do not divide evenly: distribute_tensor cuts along the mesh axes
+    Strided placements have two meanings where lengths do not divide evenly: distribute_tensor cuts along the mesh axes
     from left to right, fully_shard cuts what tensor parallelism has cut already. The local tensor tells which it was,
     unless it fits neither, or both.
     """
@@ -217,7 +217,7 @@ def lengths_of(intervals: Sequence[Sequence[Interval]]) -> tuple[int, ...]:
 
 
 def _may_be_fully_sharded(mesh_axes: Sequence[MeshAxis]) -> bool:
-    """Returns True if fully_shard makes such placements: one strided axis, by as much as later axes cut its dim."""
+    """Returns True if fully_shard may have made them: one strided axis, with the split_factor of the later axes."""
     strided = [index for index, axis in enumerate(mesh_axes) if isinstance(axis[0], StridedShard)]
     if len(strided) != 1:
         return False
@@ -231,7 +231,7 @@ def _shards(placement: Any, dim: int) -> bool:
 
 
 def right_to_left(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[Interval]:
-    """Cuts as fully_shard does for what is sharded already: its own axis, the strided one, cuts last."""
+    """Returns the held indices where fully_shard has cut a sharded tensor: its own axis, the strided one, cuts last."""
     held: list[Interval] = [(0, length)]
     for placement, num_parts, coordinate in sorted(mesh_axes, key=lambda axis: isinstance(axis[0], StridedShard)):
         if _shards(placement, dim):
@@ -240,7 +240,7 @@ def right_to_left(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[
 
 
 def left_to_right(dim: int, length: int, mesh_axes: Sequence[MeshAxis]) -> list[Interval]:
-    """Cuts as distribute_tensor does: each axis cuts what those before it left."""
+    """Returns the held indices where distribute_tensor has cut: each axis cuts what those before it left."""
     held: list[Interval] = [(0, length)]
     for placement, num_parts, coordinate in mesh_axes:
         if isinstance(placement, StridedShard) and placement.dim == dim:
@@ -257,15 +257,15 @@ def _nth_chunk(intervals: Sequence[Interval], num_parts: int, number: int) -> li
     total = sum(length for _, length in intervals)
     part_length = -(-total // num_parts)
     first, count = min(number * part_length, total), part_length
-    taken = []
+    part = []
     for start, length in intervals:
         skipped = min(first, length)
         used = min(length - skipped, count)
         if used:
-            taken.append((start + skipped, used))
+            part.append((start + skipped, used))
         first -= skipped
         count -= used
-    return taken
+    return part
 
 
 def _joined(intervals: Sequence[Interval]) -> list[Interval]:

@@ -45,6 +45,7 @@ class _ColumnLayout(NamedTuple):
     """All that follows from names, dtypes and shapes. Holds no tensor."""
 
     layouts: list[Any]
+    """Dtype, shape and `is_cpu` of each tensor."""
     dtypes: list[str]
     shapes: list[tuple[int, ...]]
     regions: list[Region]
@@ -72,12 +73,12 @@ class _MemoryPlaces(NamedTuple):
     """The memory of the tensors of one save, which it keeps alive."""
 
     addresses: Int64s
-    """Address of the first byte of each tensor; 0 for those in `apart`, and for empty ones."""
+    """Address of the first byte of each tensor; 0 for those in `separate`, and for empty ones."""
     starts: Int64s
     """Address of each tensor's storage."""
     storages: list[torch.UntypedStorage]
     separate: dict[int, torch.Tensor]
-    """Tensors whose bytes do not follow in memory, and copies that stand for tensors, by number."""
+    """By index: tensors whose bytes are not consecutive in memory, and copies that replace tensors."""
 
 
 class ShardColumns(Sequence[LocalShard]):
@@ -94,7 +95,7 @@ class ShardColumns(Sequence[LocalShard]):
 
     @property
     def addresses(self) -> Int64s:
-        """Address of each tensor; 0 for the empty ones, and for those that have to be looked at."""
+        """Address of each tensor; 0 for empty ones, and for those that have to be read through their record."""
         return self._places.addresses
 
     @property
@@ -138,8 +139,8 @@ class ShardColumns(Sequence[LocalShard]):
 
 
 class WholeTensors(Sequence[LocalShard]):
-    """Whole tensors of an entry, not yet looked at. They are looked at when all entries have been collected, because an
-    object that makes its state may move the memory of others.
+    """Whole tensors of an entry whose memory is not located yet. That is done when all entries have been collected,
+    because an object that makes its state may move the memory of others.
     """
 
     def __init__(self, fqns: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> None:
@@ -200,8 +201,8 @@ class WholeTensors(Sequence[LocalShard]):
         return _ColumnLayout(layouts, dtypes, shapes, regions, np.array(lengths, np.int64), are_complex, digest)
 
     def _look(self, layout: _ColumnLayout) -> _MemoryPlaces | None:
-        """Returns where the tensors lie, which it looks at in one pass: each is a miss of the processor's cache. None
-        if they have another layout.
+        """Returns where the tensors lie; None if they have another layout. Reads each tensor once: each is a miss of
+        the processor's cache.
         """
         addresses, starts, sizes = np.zeros((3, len(self)), np.int64)
         storages: list[torch.UntypedStorage] = []
@@ -248,7 +249,7 @@ class ShardBlocks(Sequence[LocalShard]):
         block = bisect_right(self._starts, index) - 1
         return self.blocks[block][index - self._starts[block]]
 
-    def looked_at(self) -> ShardBlocks:
+    def resolved(self) -> ShardBlocks:
         """Returns these shards with those of each WholeTensors in its place. Raises the errors of
         `WholeTensors.shards`.
         """

@@ -62,13 +62,13 @@ class LocalShard(NamedTuple):
     where autograd has nothing to do with it, or where it has an address. On the meta device where a load has yet to
     create that memory."""
     address: int = 0
-    """Address of its first byte, where it was asked for and all of its bytes are there and follow in memory of the
-    host; 0 where the tensor has to be looked at. Found with all else about it: each more look at 100,000 tensors costs
+    """Address of its first byte, where it was asked for and all of its bytes are there, consecutive in host memory; 0
+    where `tensor` has to be used instead. Found in the same pass as all else: each more pass over 100,000 tensors costs
     a load some percent."""
     owner: torch.Tensor | None = None
     """The state's own tensor, where its version counter is another one than that of `tensor`, as a DTensor's is."""
     byte_length: int = 0
-    """Number of its bytes, of a plain tensor that is whole and dense, as all are that have an address; else 0."""
+    """Number of its bytes, for a shard that has an address or is a whole, dense, plain tensor; else 0."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -88,7 +88,7 @@ class LocalShards:
     """
 
     def __init__(self, *, with_addresses: bool = False) -> None:
-        """A load asks for the addresses; a save looks at its tensors once more anyway, when it is staged."""
+        """`with_addresses` is for a load; a save reads addresses later, when it is staged."""
         self.found: list[LocalShard] = []
         self._with_addresses = with_addresses
         self._kinds: dict[_Looks, _Kind] = {}
@@ -100,7 +100,7 @@ class LocalShards:
         return {shard.fqn for shard in self.found}
 
     def add(self, fqn: str, tensor: torch.Tensor) -> None:
-        """Adds the shards of a tensor: mostly one, several where its rows are strided, none off the mesh.
+        """Adds the shards of a tensor: mostly one, several where its rows are strided, none on a rank outside its mesh.
 
         An empty share of an uneven split is one shard of no elements, so that every rank knows the FQN.
         Raises CheckpointSaveError (unsupported_value) for a tensor without dense memory of its own, and
@@ -140,7 +140,7 @@ class LocalShards:
         addresses = np.where(memories.has(np.array(lengths, np.int64)), memories.addresses, 0)
         if not memories.are_flat:
             addresses[[not is_row_major(tensor) for tensor in tensors]] = 0
-        # A tensor with an address is filled there, behind autograd's back.
+        # A tensor with an address is filled through it, which autograd does not see.
         own = tensors if addresses.all() else [_without_grad(tensor) for tensor in tensors]
         rows = zip(fqns, dtypes, shapes, regions, own, addresses.tolist(), repeat(None), lengths, strict=False)
         self.found += map(NEW_TUPLE, repeat(LocalShard), rows)
@@ -204,7 +204,7 @@ class LocalShards:
             self.found.append(LocalShard(*about, of_part, address, tensor, of_part.nbytes if address else 0))
 
     def _check(self, fqn: str, tensor: torch.Tensor) -> None:
-        """A save must not read what is not there; a load looks at its targets when it knows what fills them."""
+        """Checks, for a save, that the memory is there. A load checks its targets when it knows what fills them."""
         if not self._with_addresses:
             check_has_all_memory(fqn, tensor)
 
@@ -226,7 +226,7 @@ class Memories(NamedTuple):
     """Bytes of that storage."""
     storages: list[torch.UntypedStorage]
     are_flat: bool
-    """All are row-major, without gaps, and torch has yet to conjugate or negate none."""
+    """True if all are row-major, without gaps, and no conjugation or negation is pending."""
 
     def has(self, lengths: Int64s) -> NDArray[np.bool_]:
         """Returns, for each tensor, True if its memory has all of its bytes; `lengths` has their number for each."""
@@ -256,7 +256,7 @@ def _without_grad(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Returns the address of its first byte where all bytes are there and follow in memory of the host, 0 otherwise."""
+    """Returns the address of the first byte if all bytes are there, consecutive in host memory; 0 otherwise."""
     if not (tensor.is_cpu and tensor.is_contiguous()) or tensor.is_conj() or tensor.is_neg():
         return 0
     start = tensor.storage_offset()
@@ -295,7 +295,7 @@ def check_has_all_memory(fqn: str, tensor: torch.Tensor) -> None:
     what = f"a tensor of {num_bytes} bytes whose storage was made smaller and has {left} bytes now"
     if not left:
         what = "a tensor whose memory has been freed"
-    raise unsupported(fqn, what, "save when it has its values again: outside of what frees it meanwhile")
+    raise unsupported(fqn, what, "save while it has its memory: outside of the context that frees it")
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

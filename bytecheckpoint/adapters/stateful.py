@@ -145,5 +145,5 @@ class StatefulEntry:
 
 
 def _can_fill(own: Any, value: Any) -> bool:
-    """Returns True if a part of a live subclass takes the value: a value that is a tensor itself is built anew."""
+    """Returns True if a load can fill this part of a live subclass: not on the meta device, nor from a small tensor."""
     return not isinstance(own, torch.Tensor) or not (own.is_meta or isinstance(value, torch.Tensor))

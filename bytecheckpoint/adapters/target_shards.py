@@ -36,11 +36,11 @@ class TargetShards(Sequence[LocalShard]):
         addresses, self._owners, lengths = others
         self.addresses: Int64s = np.array(addresses, np.int64)
         self.byte_lengths: Int64s = np.array(lengths, np.int64)
-        """Bytes of those that have an address."""
+        """Bytes of each shard that has an address."""
 
     @classmethod
     def of(cls, shards: Sequence[LocalShard]) -> TargetShards:
-        """Returns shards with their columns, which they may have already."""
+        """Returns the shards with their columns: themselves, if they have them already."""
         return shards if isinstance(shards, TargetShards) else cls(shards)
 
     def __len__(self) -> int:
@@ -58,12 +58,12 @@ class TargetShards(Sequence[LocalShard]):
 
     @cached_property
     def without_address(self) -> list[int]:
-        """Numbers of those whose tensors have to be looked at."""
+        """Indices of the shards without an address."""
         return np.flatnonzero(self.addresses == 0).tolist()
 
     @cached_property
-    def seen_alone(self) -> list[torch.Tensor]:
-        """The tensors of these."""
+    def tensors_without_address(self) -> list[torch.Tensor]:
+        """The tensors of the shards without an address."""
         return [self.tensors[number] for number in self.without_address]
 
     @cached_property

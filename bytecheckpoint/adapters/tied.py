@@ -13,16 +13,18 @@ from bytecheckpoint.errors import CheckpointSaveError
 from bytecheckpoint.manifest.plain_wire import unsupported
 
 
-def split_tied(found: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors by FQN, and the other FQNs of tied ones; of each the module's own name, its FQN and itself are given."""
-    tensors = {fqn: tensor for _, fqn, tensor in found}
+def split_tied(named: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Returns the tensors by FQN, and for each other FQN of a tied tensor the FQN that it is stored under. `named` has
+    the module's own name, the FQN and the tensor of each.
+    """
+    tensors = {fqn: tensor for _, fqn, tensor in named}
     addresses = [_address(tensor) for tensor in tensors.values()]
-    if len(set(addresses)) == len(found):  # no two share a name, or memory: nearly always
+    if len(set(addresses)) == len(named):  # no two share a name, or memory: nearly always
         return tensors, {}
     tensors = {}
     aliases: dict[str, str] = {}
     owners: dict[object, str] = {}
-    for (name, fqn, tensor), memory in zip(found, _memories([tensor for _, _, tensor in found]), strict=True):
+    for (name, fqn, tensor), memory in zip(named, _memories([tensor for _, _, tensor in named]), strict=True):
         if fqn in tensors and tensors[fqn] is not tensor:
             raise _two_of_one_name(fqn, name)
         owner = owners.setdefault(memory, fqn)
@@ -60,7 +62,7 @@ def _two_of_one_name(fqn: str, name: str) -> CheckpointSaveError:
 
 
 def _memories(tensors: Sequence[torch.Tensor]) -> list[object]:
-    """Returns of each tensor what two tied ones share: the same object, or the same elements of the same storage.
+    """Returns a key for each tensor, equal for tied ones: the same object, or the same elements of the same storage.
 
     Most tensors start at an address of their own. Only the others are looked at closely.
     """

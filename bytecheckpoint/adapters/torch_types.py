@@ -1,8 +1,8 @@
 """Types of torch's distributed tensors and wrappers, without importing them: `torch.distributed.tensor` takes half a
 second, most of it for sympy, and a state that has none of them must not wait for it.
 
-A type here stands for one of torch. Nothing is an instance of it as long as nobody has imported that; calling it makes
-the real thing.
+A type here stands for one of torch. isinstance() gives False for it until the process has imported torch's type.
+Calling it makes an object of that type.
 """
 
 from __future__ import annotations

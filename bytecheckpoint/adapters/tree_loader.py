@@ -1,4 +1,4 @@
-"""The tensors of a stored tree of plain data, on their way to the object whose state it is."""
+"""Loads the tensors of a stored tree of plain data into the object whose state the tree is."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def keep_for_rank(shards: LocalShards, fqn: str, tensor: torch.Tensor) -> str | 
     """Returns what stands in the tree for a tensor that may differ from rank to rank.
 
     Small ones travel in the tree. Large ones are added to the shards, named by their content, so that equal tensors of
-    several ranks are replicas of one and different ones do not meet; those that are spread over ranks keep their name.
+    several ranks are replicas and different ones get different names. Those that are spread over ranks keep theirs.
     """
     if fits_inline(tensor):
         return tensor
@@ -61,7 +61,7 @@ def contents_of(value: Any, fqn: str, scope: Scope) -> EntryContents:
 
 
 def missing_in(values: Mapping[str, Any]) -> list[Problem]:
-    """Returns a problem for each value that this rank has not saved."""
+    """Returns a problem for each value that no rank of this rank's number has saved."""
     missing = {fqn: value for fqn, value in values.items() if isinstance(value, RankMissing)}
     return [rank_missing(fqn, value.num_saved) for fqn, value in missing.items()]
 
@@ -71,7 +71,7 @@ _ABSENT = object()
 
 
 def _without_absent(tree: Any) -> Any:
-    """Removes what is absent, and containers with nothing else; absent items inside of a list become None."""
+    """Returns the tree without _ABSENT, and without containers of nothing else; inside a list it becomes None."""
     if isinstance(tree, dict) and tree:
         for key, item in list(tree.items()):
             tree[key] = _without_absent(item)
@@ -91,7 +91,7 @@ def _without_absent(tree: Any) -> Any:
 
 
 class TreeTarget:
-    """The tensors of a stored tree on their way to an object: the object's own where they fit, else new ones."""
+    """The targets of the tensors in a stored tree: the object's own tensors where they fit, else new ones."""
 
     def __init__(self) -> None:
         self._new: dict[str, torch.Tensor] = {}
@@ -102,52 +102,52 @@ class TreeTarget:
         self.own: dict[str, torch.Tensor] = {}
         """Tensor subclasses of an object that gets new ones, by FQN; each stays if the new one is not wholly loaded."""
 
-    def expect(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Expectation:
+    def expect(self, saved: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Expectation:
         """Returns the targets of all that the tree has, and a problem for each subclass in it that cannot be built."""
-        values = leaves(found.tree, found.fqn)
+        values = leaves(saved.tree, saved.fqn)
         problems = list(self._unbuildable(values, checkpoint).values())
-        return Expectation(self._shards(found, current, checkpoint), set(map(checkpoint.rename, values)), problems)
+        return Expectation(self._shards(saved, current, checkpoint), set(map(checkpoint.rename, values)), problems)
 
-    def _shards(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> list[LocalShard]:
+    def _shards(self, saved: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> list[LocalShard]:
         """Returns the targets of the tensors of the tree; new ones are on the meta device before `prepare`."""
         shards = LocalShards(with_addresses=True)
-        for name, stored in self._refs(found, checkpoint):
+        for name, stored in self._refs(saved, checkpoint):
             value = current.get(name)
             target = value if fits(value, stored) else self._new.get(name)
             shards.add(name, placeholder(stored) if target is None else target)
         return shards.found
 
-    def prepare(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> None:
-        for name, stored in self._refs(found, checkpoint):
+    def prepare(self, saved: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> None:
+        for name, stored in self._refs(saved, checkpoint):
             value = current.get(name)
             if not fits(value, stored):
                 device = value.device if isinstance(value, torch.Tensor) and not value.is_meta else "cpu"
                 self._new[name] = torch.empty_like(placeholder(stored), device=device)
 
-    def filled(self, found: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Any:
+    def filled(self, saved: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Any:
         """Returns the tree with tensors in place of references; None if nothing is left. Parts that include and exclude
         leave out are as in `current`, and absent if `current` lacks them.
         """
-        values = leaves(found.tree, found.fqn)
+        values = leaves(saved.tree, saved.fqn)
         unbuildable = self._unbuildable(values, checkpoint).keys()
-        left = self.left_out(found, checkpoint)
-        new: dict[str, Any] = {name: self.own.get(state_fqn(name, checkpoint), _ABSENT) for name in left}
+        unbuilt = self.left_out(saved, checkpoint)
+        new: dict[str, Any] = {name: self.own.get(state_fqn(name, checkpoint), _ABSENT) for name in unbuilt}
         for name, value in values.items():
             state_name = checkpoint.rename(name)
             if isinstance(value, TensorRef) and state_name in self._new:
                 new[name] = self._new[state_name]
             elif isinstance(value, TensorRef | RankMissing) or not checkpoint.takes(name):
                 new[name] = current.get(state_name, _ABSENT)
-        filled = with_leaves(found.tree, found.fqn, new)
+        filled = with_leaves(saved.tree, saved.fqn, new)
         if any(value is _ABSENT for value in new.values()):
             filled = _without_absent(filled)
         if filled is _ABSENT or not any(map(is_facts, values)):
             return None if filled is _ABSENT else filled
-        return restored(filled, found.fqn, self.live, left=unbuildable)
+        return restored(filled, saved.fqn, self.live, unbuildable=unbuildable)
 
-    def left_out(self, found: StoredTree, checkpoint: CheckpointView) -> set[str]:
-        """Returns the checkpoint FQNs of subclasses that are not live and cannot be built: parts are left out."""
-        names = partly_taken(leaves(found.tree, found.fqn), checkpoint)
+    def left_out(self, saved: StoredTree, checkpoint: CheckpointView) -> set[str]:
+        """Returns the checkpoint FQNs of subclasses that are not live, and of which include or exclude omit a part."""
+        names = partly_taken(leaves(saved.tree, saved.fqn), checkpoint)
         return {name for name in names if state_fqn(name, checkpoint) not in self.live}
 
     def _unbuildable(self, values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[str, Problem]:
@@ -155,11 +155,13 @@ class TreeTarget:
         found = {name: each for name, each in unbuildable(values, checkpoint).items() if name not in not_built}
         return {name: problem for name, problem in found.items() if state_fqn(name, checkpoint) not in self.live}
 
-    def _refs(self, found: StoredTree, checkpoint: CheckpointView) -> list[tuple[str, StoredTensor]]:
-        """State FQN and stored tensor of every reference in the tree that the load takes."""
-        values = leaves(found.tree, found.fqn)
-        left = self.left_out(found, checkpoint)
-        sources = [name for name, value in values.items() if isinstance(value, TensorRef) and not enclosing(name, left)]
+    def _refs(self, saved: StoredTree, checkpoint: CheckpointView) -> list[tuple[str, StoredTensor]]:
+        """Returns state FQN and stored tensor of every reference in the tree that the load takes."""
+        values = leaves(saved.tree, saved.fqn)
+        unbuilt = self.left_out(saved, checkpoint)
+        sources = [
+            name for name, value in values.items() if isinstance(value, TensorRef) and not enclosing(name, unbuilt)
+        ]
         names = [name for name in map(checkpoint.rename, sources) if not enclosing(name, self.unchanged)]
         return [(name, checkpoint.tensors[name]) for name in names if name in checkpoint.tensors]
 
@@ -169,9 +171,9 @@ def state_fqn(fqn: str, checkpoint: CheckpointView) -> str:
     return outer_fqn(checkpoint.rename(f"{fqn}.{FACTS}"))
 
 
-def fits(own: Any, found: StoredTensor) -> TypeGuard[torch.Tensor]:
+def fits(own: Any, stored: StoredTensor) -> TypeGuard[torch.Tensor]:
     """Returns True if a load can fill this tensor of an object in place: shape and dtype are as stored."""
     if not isinstance(own, torch.Tensor) or is_sharded(own):
         return isinstance(own, torch.Tensor)
-    is_same = (tuple(own.shape), dtype_name(own.dtype)) == (found.shape, found.dtype)
+    is_same = (tuple(own.shape), dtype_name(own.dtype)) == (stored.shape, stored.dtype)
     return is_same and not own.is_meta and own.layout is torch.strided and not shares_elements(own)

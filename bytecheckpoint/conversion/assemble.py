@@ -35,7 +35,7 @@ class Job(NamedTuple):
     """Number of the first element in the row-major flat tensor."""
     numel: int
     memory: memoryview
-    """Memory for just these, aligned to one of them."""
+    """Memory of exactly these elements, aligned to an element."""
 
 
 class Elements:

@@ -141,27 +141,27 @@ def convert(
         elements.check_files()
         if ranks.rank == COORDINATOR:
             _check_space(plan)
-    done: list[DataFile] = []
+    written: list[DataFile] = []
     with together(ranks, f"writing {plan.place.path}", about=about), ExitStack() as undo:
-        undo.callback(_discard, plan, done)
-        mine = [plan.target.files[number] for number in plan.target.by_rank[ranks.rank]]
-        lengths = [file.byte_length for file in mine]
+        undo.callback(_discard, plan, written)
+        own_files = [plan.target.files[number] for number in plan.target.by_rank[ranks.rank]]
+        lengths = [file.byte_length for file in own_files]
         memory_bytes = request.limits.memory_bytes
         with progress(sum(lengths)) as on_progress:
             longest = max(lengths, default=0)
             writer = _FileWriter(plan, elements, longest, memory_bytes=memory_bytes, on_progress=on_progress)
-            for file in mine:
-                done.append(writer.write(file, is_replaced=request.overwrite))  # noqa: PERF401 - undone if one fails
+            for file in own_files:
+                written.append(writer.write(file, is_replaced=request.overwrite))  # noqa: PERF401 - undone if one fails
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit it, whatever becomes of this rank
-        reports = ranks.gather(msgspec.msgpack.encode(done))
+        reports = ranks.gather(msgspec.msgpack.encode(written))
         if ranks.rank == COORDINATOR:
-            done[:] = _in_order(plan, reports)
-        _confirm_all_written(ranks, plan, done)
+            written[:] = _in_order(plan, reports)
+        _confirm_all_written(ranks, plan, written)
         undo.pop_all()
     with together(ranks, f"committing {plan.place.path}", about=about):
         if ranks.rank == COORDINATOR:
-            _commit(plan, done, overwrite=request.overwrite)
+            _commit(plan, written, overwrite=request.overwrite)
         ranks.broadcast(b"")
     ranks.close()
     return _converted(plan)
@@ -205,34 +205,34 @@ def _open_source(request: ConvertRequest, ranks: Ranks) -> Source:
 
 def _plan(request: ConvertRequest, ranks: Ranks) -> _Plan:
     """Plans the conversion. Every rank makes the same plan, because all read the same manifest and get the same id."""
-    asked, limits = request.selection, request.limits
+    choice, limits = request.selection, request.limits
     source = _open_source(request, ranks)
-    view = mapped_view(source, request.name_map, is_state=asked.to == "bcp", in_place=False)
+    view = mapped_view(source, request.name_map, is_state=choice.to == "bcp", in_place=False)
     manifest = view.manifest
-    selection = select(manifest, asked, view.names_of_map)
+    selection = select(manifest, choice, view.names_of_map)
     selection = replace(
         selection,
         wanted=view.made_of_stored(selection.wanted),
         left_out=[*view.left_out, *selection.left_out],
     )
     check_wanted(selection.wanted, source.manifest)
-    plain = PlainData(manifest, selection, asked)
-    place = open_target(request.target, asked.to, Opening(request.target_options))
+    plain = PlainData(manifest, selection, choice)
+    place = open_target(request.target, choice.to, Opening(request.target_options))
     existing, save_id, experts = _agreed(request, source, place, ranks)
     num_selected = len(selection.wanted)
     if experts in EXPERT_NAMES:
         selection = replace(selection, wanted=with_separate_experts(selection.wanted, EXPERT_NAMES[experts]))
     infix = f"{save_id[:8]}-" if existing.is_in_the_way else ""
     num_ranks, max_bytes = ranks.num_ranks, limits.max_file_bytes
-    if asked.to == "hf":
+    if choice.to == "hf":
         target = plan_hf(manifest, selection, max_shard_bytes=max_bytes, num_ranks=num_ranks, infix=infix)
-    elif asked.to == "dcp":
+    elif choice.to == "dcp":
         target = plan_dcp(manifest, selection, plain, num_ranks=num_ranks, infix=infix)
-    elif asked.to == "torch":
+    elif choice.to == "torch":
         target = plan_torch(manifest, selection, plain, name=place.name, num_ranks=num_ranks)
     else:
         target = plan_own(manifest, selection, plain, max_file_bytes=max_bytes, num_ranks=num_ranks, save_id=save_id)
-    if asked.to != "bcp":  # whose files all have new names, and are there before the old ones go
+    if choice.to != "bcp":  # in "bcp", files get new names, and old ones go later
         refuse_own_files(place, existing, (file.name for file in target.files), source)
     experts = experts if len(selection.wanted) > num_selected else ""
     return _Plan(source, view.sides, selection, place, existing, target, save_id, experts)
@@ -241,8 +241,8 @@ def _plan(request: ConvertRequest, ranks: Ranks) -> _Plan:
 def _agreed(
     request: ConvertRequest, source: Source, place: TargetPlace, ranks: Ranks
 ) -> tuple[ExistingTarget, str, str]:
-    """Returns to every rank what the coordinator found at the target, the save id that it drew, and its names for
-    experts.
+    """Returns to every rank what the coordinator found at the target, the save id that it drew, and the names that it
+    chose for experts.
     """
     payload = b""
     if ranks.rank == COORDINATOR:
@@ -304,14 +304,14 @@ class _FileWriter:
             self._on_progress(block.byte_length)
 
 
-def _confirm_all_written(ranks: Ranks, plan: _Plan, done: Sequence[DataFile]) -> None:
+def _confirm_all_written(ranks: Ranks, plan: _Plan, written: Sequence[DataFile]) -> None:
     """Waits until the coordinator confirms that all ranks have written. Removes the files of this rank if another rank
     has failed.
     """
     try:
         ranks.broadcast(b"")
     except RankFailedError:
-        _discard(plan, done)
+        _discard(plan, written)
         raise
 
 
@@ -339,7 +339,7 @@ def _commit(plan: _Plan, files: Sequence[DataFile], *, overwrite: bool) -> None:
 
 @contextmanager
 def _discarded_on_refusal(plan: _Plan, files: Sequence[DataFile]) -> Iterator[None]:
-    """Removes the files if the store refused the file that makes the target exist, and none if it does not know."""
+    """Removes the files if the store refused the file that makes the target exist; keeps them if it may have it."""
     try:
         yield
     except (StorageError, CheckpointSaveError, CheckpointExistsError) as error:
@@ -361,19 +361,19 @@ def _in_order(plan: _Plan, reports: Sequence[bytes]) -> list[DataFile]:
     return [found[number] for number in sorted(found)]
 
 
-def _discard(plan: _Plan, done: Sequence[DataFile]) -> None:
+def _discard(plan: _Plan, written: Sequence[DataFile]) -> None:
     """Removes the files of a target that will not exist.
 
-    Hazard: no other file, whatever its name: another process may be writing to the same place.
+    Hazard: no other file may be removed, whatever its name: another process may be writing to the same place.
     """
-    names = [file.name for file in done if file.name != plan.target.last_name]
+    names = [file.name for file in written if file.name != plan.target.last_name]
     deletion.discard(plan.place.store, "", names)
 
 
 def _converted(plan: _Plan) -> Converted:
     manifest, selection, target = plan.source.manifest, plan.selection, plan.target
     sources = [tensor.pieces[0].fqn for tensor in selection.wanted if tensor.pieces]
-    # Where a link is made through a map, these are names that come of it.
+    # In a link through a map, these names may be those of the other framework, not of the source.
     dtypes = {fqn: manifest.describe(fqn)[0] for fqn in sources if fqn is not None and fqn in manifest.tensors}
     is_cast = [
         any(piece.fqn is not None and dtypes.get(piece.fqn, tensor.dtype) != tensor.dtype for piece in tensor.pieces)

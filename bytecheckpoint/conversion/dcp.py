@@ -37,9 +37,9 @@ def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_
     for fqn, index in indices.items():
         value = values[fqn]
         archives.setdefault(value if isinstance(value, TensorStub) else (fqn, "value"), []).append(index)
-    of_archives = list(archives.values())
+    indices_of = list(archives.values())
     sizes = [
-        sum(map(run_bytes, _archive(values[indices[0].fqn], selection.wanted, first_run=0))) for indices in of_archives
+        sum(map(run_bytes, _archive(values[indices[0].fqn], selection.wanted, first_run=0))) for indices in indices_of
     ]
     files: list[TargetFile] = []
     by_rank: list[list[int]] = []
@@ -50,9 +50,9 @@ def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_
         position = 0
         name = f"__{rank}_{infix}0{SUFFIX}"
         for number in numbers:
-            archive = _archive(values[of_archives[number][0].fqn], selection.wanted, first_run=len(runs))
+            archive = _archive(values[indices_of[number][0].fqn], selection.wanted, first_run=len(runs))
             length = sum(map(run_bytes, archive))
-            storage |= {index: _StorageInfo(name, position, length) for index in of_archives[number]}
+            storage |= {index: _StorageInfo(name, position, length) for index in indices_of[number]}
             padding = -length % ALIGNMENT
             runs += [*archive, b"\0" * padding]
             position += length + padding

@@ -46,7 +46,7 @@ class ExistingTarget(NamedTuple):
     """Files that exist at a target."""
 
     is_there: bool
-    """A checkpoint of the target's format, or parts that may be one."""
+    """True if there is a checkpoint of the target's format, or parts that may be one."""
     is_in_the_way: bool
     """True if there are files with names that the target would give to its own files."""
     stale: Sequence[str]
@@ -54,8 +54,8 @@ class ExistingTarget(NamedTuple):
 
 
 def open_target(path: str, to: TargetFormat, opening: Opening) -> TargetPlace:
-    """Raises the errors of `open_store`, and CheckpointMismatchError (conflict) if the path cannot be the name of a
-    file.
+    """Returns the place of a target. Raises the errors of `open_store`, and CheckpointMismatchError (conflict) if the
+    path cannot be the name of a file.
     """
     parent, name = split_path(from_root(path))
     if to != "torch":
@@ -70,8 +70,9 @@ def open_target(path: str, to: TargetFormat, opening: Opening) -> TargetPlace:
 
 
 def find_existing(place: TargetPlace, to: TargetFormat, *, overwrite: bool, beside: bool) -> ExistingTarget:
-    """Raises CheckpointExistsError (exists) where something is not to be replaced, StorageError (unsupported) where the
-    store cannot replace it. With `beside` a checkpoint of another format may stay: what is written only points into it.
+    """Returns what is at a target. Raises CheckpointExistsError (exists) where that is not to be replaced, StorageError
+    (unsupported) where the store cannot replace it. With `beside` a checkpoint of another format may stay: what is
+    written only points into it.
     """
     try:
         listing = place.store.list("")
@@ -90,7 +91,7 @@ def find_existing(place: TargetPlace, to: TargetFormat, *, overwrite: bool, besi
     if other is not None and other != _FORMATS[to] and not beside:
         what = f"{place.path} holds a checkpoint of another format ({other})"
         raise _exists(place, what, "give another path: that one is never replaced")
-    if to == "bcp":  # whose names are new for each save
+    if to == "bcp":  # its files have new names in each save
         existing = ExistingTarget(layout.has_manifest(listing), is_in_the_way=False, stale=())
     else:
         existing = _huggingface(place.store, listing) if to == "hf" else _dcp(listing)
@@ -101,7 +102,7 @@ def find_existing(place: TargetPlace, to: TargetFormat, *, overwrite: bool, besi
 
 
 def _replaceable(store: Store, existing: ExistingTarget) -> ExistingTarget:
-    """Returns it. Raises StorageError (unsupported) if it cannot be replaced in one step."""
+    """Returns `existing`. Raises StorageError (unsupported) if the store cannot replace it in one step."""
     if existing.is_there and isinstance(store, UnconditionalStore):
         store.check_replaceable()
     return existing
@@ -123,9 +124,9 @@ def _refuse_root_of_steps(place: TargetPlace, listing: Mapping[str, int | None])
 def refuse_own_files(place: TargetPlace, existing: ExistingTarget, names: Iterable[str], source: Source) -> None:
     """Raises CheckpointExistsError (exists) if a file that would be replaced belongs to the source."""
     used = {_real_path(source.store, join_name(source.folder, file.name)) for file in source.manifest.files}
-    ours = sorted(name for name in {*existing.stale, *names} if _real_path(place.store, name) in used)
-    if existing.is_there and ours:
-        what = f"{join_name(str(place.store), ours[0])} is a file of the source, and would be replaced"
+    source_names = sorted(name for name in {*existing.stale, *names} if _real_path(place.store, name) in used)
+    if existing.is_there and source_names:
+        what = f"{join_name(str(place.store), source_names[0])} is a file of the source, and would be replaced"
         raise _exists(place, what, "give another path: a source is never written over")
 
 
@@ -144,7 +145,7 @@ def _file(place: TargetPlace, listing: Mapping[str, int | None], *, overwrite: b
 
 
 def _huggingface(store: Store, listing: Mapping[str, int | None]) -> ExistingTarget:
-    # What says what belongs together goes first, or a reader might take a part for the whole.
+    # The files that list the others go first, or a reader might take what is left for the whole.
     first = [name for name in (SOLE_NAME, INDEX_NAME) if listing.get(name) is not None]
     indexed = files_of_index(SourceFolder(store, "", listing), INDEX_NAME)
     # Others that begin with "model" belong to the user: other weights, adapters.

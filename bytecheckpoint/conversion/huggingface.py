@@ -33,8 +33,8 @@ def plan_hf(
     shards = _shards([span.byte_length for span in spans], max_shard_bytes)
     aliases = {alias: fqn for alias, fqn in selection.aliases.items() if alias != _METADATA}
     files = []
-    for number_of, shard in enumerate(shards, 1):
-        name = SOLE_NAME if len(shards) == 1 else f"model-{infix}{number_of:05d}-of-{len(shards):05d}.safetensors"
+    for shard_number, shard in enumerate(shards, 1):
+        name = SOLE_NAME if len(shards) == 1 else f"model-{infix}{shard_number:05d}-of-{len(shards):05d}.safetensors"
         order = sorted(shard, key=lambda number: (-spans[number].item_bytes, wanted[number].fqn))
         runs: list[FileRun] = [_header([wanted[number] for number in order], aliases), *(spans[each] for each in order)]
         files.append(TargetFile(name, runs))

@@ -29,7 +29,7 @@ def link_manifest(
     """Returns the manifest to write in the folder `target`, for files below the folder `source`; both are paths or URLs
     as stores show them.
 
-    Raises CheckpointMismatchError (conflict) for what takes more than a manifest.
+    Raises CheckpointMismatchError (conflict) if the request needs more than a manifest.
     """
     if request.dtype is not None:
         raise CheckpointMismatchError(
@@ -70,7 +70,7 @@ def with_samples(store: Store, folder: str, manifest: Manifest, *, threads: int)
         name = join_name(folder, file.name)
         directory = directory_offset(FileReader(store, name, file.byte_length))
         ranges = sample_ranges(file.byte_length, directory)
-        files[number] = file._replace(samples=[take_sample(store, name, *of_sample) for of_sample in ranges])
+        files[number] = file._replace(samples=[take_sample(store, name, *sample_range) for sample_range in ranges])
 
     unsampled = [number for number, file in enumerate(files) if not file.samples and not file.extent_lengths]
     if unsampled:
@@ -107,7 +107,7 @@ def check_reachable(store: Store, folder: str, manifest: Manifest, *, path: str)
 
 
 def _below(source: str, target: str) -> str | None:
-    """Returns the path of one folder inside the other, "" if they are the same; None if it is elsewhere."""
+    """Returns the path of `source` inside `target`, "" if they are the same; None if `source` is elsewhere."""
     source, target = source.rstrip("/"), target.rstrip("/")
     if source == target:
         return ""

@@ -25,7 +25,7 @@ class MappedView(NamedTuple):
     """A checkpoint as a conversion sees it."""
 
     manifest: Manifest
-    """The manifest; without chunks if it is seen through a map."""
+    """The manifest under the names of the view; without chunks if there are `pieces`."""
     pieces: Mapping[str, Sequence[CopySource]] | None = None
     """The pieces of each of its tensors, by FQN; None if these are the stored tensors."""
     names_of_map: ModelNames | None = None
@@ -95,6 +95,7 @@ def names_for_experts(request: SelectionRequest, source: Source, target: Checkpo
 
 
 def _dropped(manifest: Manifest, fqn: str) -> LeftOut:
+    """Returns the record of a tensor that the map leaves out."""
     if fqn in manifest.aliases:
         return LeftOut(fqn, 0, 0, LEFT_OUT_BY_MAP)
     dtype, shape = manifest.describe(fqn)

@@ -32,7 +32,7 @@ class _TensorRows(NamedTuple):
 def plan_own(
     manifest: Manifest, selection: Selection, plain: PlainData, *, max_file_bytes: int, num_ranks: int, save_id: str
 ) -> TargetPlan:
-    """Raises the errors of `encode_header`."""
+    """Plans data files and a manifest of this library. Raises the errors of `encode_header`."""
     wanted = selection.wanted
     shares = _shares(wanted, max_file_bytes, num_ranks)
     sizes = [share.region.numel * itemsize(wanted[share.tensor].dtype) for share in shares]
@@ -40,17 +40,17 @@ def plan_own(
     by_rank: list[list[int]] = []
     chunks: dict[int, list[Chunk]] = {number: [] for number in range(len(wanted))}
     for rank, numbers in enumerate(spread(sizes, num_ranks)):
-        of_rank = [shares[number] for number in numbers]
-        items = [WriteItem(*wanted[share.tensor][:3], *share.region) for share in of_rank]
-        writes = [ItemRegion(number, share.region) for number, share in enumerate(of_rank)]
+        own_shares = [shares[number] for number in numbers]
+        items = [WriteItem(*wanted[share.tensor][:3], *share.region) for share in own_shares]
+        writes = [ItemRegion(number, share.region) for number, share in enumerate(own_shares)]
         by_rank.append([])
         for index, placed in enumerate(lay_out_files(items, writes, groups=(), max_file_bytes=max_file_bytes)):
             header = encode_file_header([(chunk, chunk.byte_length, "none") for chunk in placed])
             for chunk in placed:
                 place = Chunk(chunk.region, len(files), len(header) + chunk.data_offset, chunk.byte_length)
-                chunks[of_rank[chunk.item].tensor].append(place)
+                chunks[own_shares[chunk.item].tensor].append(place)
             by_rank[-1].append(len(files))
-            runs: list[FileRun] = [header, *(_span(chunk, of_rank[chunk.item].tensor) for chunk in placed)]
+            runs: list[FileRun] = [header, *(_span(chunk, own_shares[chunk.item].tensor) for chunk in placed)]
             lengths = [chunk.byte_length for chunk in placed]
             extents = cut_extents(len(header), lengths, block_bytes=BLOCK_BYTES, state_bytes=sum(sizes))
             files.append(TargetFile(data_file_name(save_id, rank, index), runs, extents))

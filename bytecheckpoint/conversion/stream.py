@@ -91,9 +91,7 @@ class Stream:
                 self._checksums[number] = zlib.crc32(part, self._checksums.get(number, 0))
 
     def _parts(self, byte_offset: int, memory: memoryview) -> Iterator[tuple[int, FileRun, int, memoryview]]:
-        """Yields each run in the range as its number, the run, the first byte of it in the range, and the memory for
-        it.
-        """
+        """Yields (number of a run, run, offset in the run, memory to fill) for each run in the range."""
         position, end = byte_offset, byte_offset + len(memory)
         for number in range(bisect_right(self._ends, byte_offset), len(self._runs)):
             run_end = self._ends[number]

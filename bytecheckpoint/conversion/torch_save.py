@@ -104,7 +104,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _rebuilt(storage: _StorageStub, dtype: str, shape: Sequence[int]) -> tuple[Any, ...]:
-    """Returns the call by which pickles make a tensor that is all of a storage."""
+    """Returns the function and arguments with which a pickle makes a tensor that is all of a storage."""
     hooks: OrderedDict[str, Any] = OrderedDict()
     strides = torch.empty(tuple(shape), device="meta").stride()
     place = (storage, 0, tuple(shape), strides, False, hooks)

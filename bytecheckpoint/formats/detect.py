@@ -80,7 +80,7 @@ def _latest(store: Store, listing: Mapping[str, int | None]) -> list[str]:
             text = FileReader(store, pointer, num_bytes).read_all().decode("utf-8", "replace").strip()
             if pointer == _MEGATRON_LATEST and text.isascii() and text.isdecimal():
                 names += [form.format(int(text)) for form in _NUMBERED]
-            elif text in listing:  # else it names nothing here: it is not a path to follow
+            elif text in listing:  # else no folder here has this name: it is not followed as a path
                 names.append(text)
     return names
 

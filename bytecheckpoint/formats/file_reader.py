@@ -35,7 +35,9 @@ class FileReader:
         return join_name(str(self.store), self.name)
 
     def read(self, byte_offset: int, byte_length: int) -> bytes:
-        """Raises CheckpointCorruptError (truncated) for what the file lacks, and the errors of `Store.read_into`."""
+        """Returns these bytes. Raises CheckpointCorruptError (truncated) if the file has fewer, and the errors of
+        `Store.read_into`.
+        """
         end = byte_offset + byte_length
         if byte_offset < 0 or byte_length < 0 or end > self.byte_length:
             self.raise_damaged(

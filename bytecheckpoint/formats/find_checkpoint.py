@@ -29,6 +29,7 @@ class FoundCheckpoint(NamedTuple):
     folder: str
     """Path inside the store."""
     foreign: ForeignPlace | None
+    """None for a checkpoint of this library."""
 
     @property
     def path(self) -> str:
@@ -70,7 +71,7 @@ def find_checkpoint(path: str, step: int | Literal["latest"] | None, opening: Op
     store = opening.store(path)
     try:
         found_here = FoundCheckpoint(store, 0, layout.find_checkpoint(store, step, location=str(store)), None)
-        return _in_hub(found_here, path, opening)  # a manifest that was put there points to what its links lead to
+        return _in_hub(found_here, path, opening)  # the files of a manifest in a snapshot may be links out of it
     except CheckpointNotFoundError:
         found = _find_foreign(path, store, step, opening)
         if found is None:
@@ -88,6 +89,7 @@ def open_folder(path: str, opening: Opening) -> tuple[Store, str]:
 def _find_foreign(
     path: str, store: Store, step: int | Literal["latest"] | None, opening: Opening
 ) -> FoundCheckpoint | None:
+    """Returns the checkpoint of a foreign format at the path; None without any."""
     # A checkpoint of this library does not wait for the readers of all other formats.
     from bytecheckpoint.formats.detect import find_file, find_folder, find_step  # noqa: PLC0415
 
@@ -163,7 +165,7 @@ def manifest_bytes(found: FoundCheckpoint) -> bytes:
     try:
         content = encode_manifest(read_manifest(found.store, found.foreign))
     except CheckpointSaveError as error:
-        raise damaged(found.path, f"it says of its tensors what cannot be: {error.__cause__}") from error
+        raise damaged(found.path, f"what it says of its tensors cannot be right: {error.__cause__}") from error
     except CheckpointError:
         raise
     except (ValueError, OverflowError, MemoryError) as error:

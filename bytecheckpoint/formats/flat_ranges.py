@@ -78,32 +78,32 @@ def lay_out(shapes: Sequence[Sequence[int]], paddings: Sequence[int] | None) -> 
 
 
 def partition_length(num_items: int, num_ranks: int, alignment: int) -> int:
-    """Returns the elements of each rank, if flat memory is padded to a multiple of `alignment` elements a rank."""
+    """Returns the number of elements of each rank, which flat memory is padded to make a multiple of `alignment`."""
     total = -(-num_items // (alignment * num_ranks)) * alignment * num_ranks
     return total // num_ranks
 
 
-def shared_runs(placed: FlatTensor, part: int, of_ranks: Sequence[FlatBuffer], *, item_bytes: int) -> Iterator[FlatRun]:
+def shared_runs(placed: FlatTensor, part: int, buffers: Sequence[FlatBuffer], *, item_bytes: int) -> Iterator[FlatRun]:
     """Yields the runs of a tensor in flat memory of which each rank has `part` elements, as in ZeRO 1 and 2."""
     numel = prod(placed.shape)
-    for rank, buffer in enumerate(of_ranks):
+    for rank, buffer in enumerate(buffers):
         low, high = max(placed.first, rank * part), min(placed.first + numel, (rank + 1) * part)
         if low < high:
             yield from runs_of(low - placed.first, high - low, [buffer], low - rank * part, item_bytes=item_bytes)
 
 
 def divided_runs(
-    shape: Sequence[int], at: int, of_ranks: Sequence[Sequence[FlatBuffer]], *, item_bytes: int
+    shape: Sequence[int], at: int, buffers_by_rank: Sequence[Sequence[FlatBuffer]], *, item_bytes: int
 ) -> Iterator[FlatRun]:
     """Yields the runs of a tensor that is divided over the ranks by itself, padded at the end, as ZeRO 3 does."""
     numel = prod(shape)
-    share = divided_share(shape, len(of_ranks))
-    for rank, buffers in enumerate(of_ranks):
+    share = divided_share(shape, len(buffers_by_rank))
+    for rank, buffers in enumerate(buffers_by_rank):
         start = rank * share
         length = max(0, min(share, numel - start))
         yield from runs_of(start, length, buffers, at, item_bytes=item_bytes)
 
 
 def divided_share(shape: Sequence[int], num_ranks: int) -> int:
-    """Returns the elements of it that each rank has."""
+    """Returns the number of elements that each rank has of a tensor of this shape."""
     return -(-prod(shape) // num_ranks)

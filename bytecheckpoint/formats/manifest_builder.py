@@ -58,7 +58,7 @@ class ManifestBuilder:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     step: int | None = None
     num_pieces: int = 0
-    """Number of chunks so far that no file names."""
+    """Number of chunks so far, beyond the parts that files name."""
     left_out: dict[str, dict[str, None]] = field(default_factory=dict)
     """Reason -> names of files and of values that are left out."""
 
@@ -191,6 +191,7 @@ class _PlainWalk:
         """Extra state of modules by FQN; None if it stays where it is."""
 
     def plain(self, value: Any, fqn: str, depth: int) -> Any:
+        """Returns the value as plain data, with TensorRefs for tensors; `depth` more levels of nesting are allowed."""
         self._count(1, len(fqn))
         if depth == 0:
             raise too_much(self._path, f"its plain data is nested more than {MAX_DEPTH} deep")
@@ -242,7 +243,7 @@ class _PlainWalk:
         return self._items(value, fqn, depth)
 
     def _items(self, value: Mapping[Any, Any], fqn: str, depth: int) -> dict[Any, Any]:
-        taken: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        kept: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
         for key, item in value.items():
             is_kept = type(key) is str or (type(key) is int and key in INT64)
             name = key if is_kept else str(key)
@@ -251,8 +252,8 @@ class _PlainWalk:
             if self.extra is not None and is_extra_state(child):
                 self.extra[child] = found
             else:
-                taken[name] = found
-        return taken
+                kept[name] = found
+        return kept
 
 
 def _num_bytes(value: Any) -> int:
@@ -269,9 +270,9 @@ def _num_bytes(value: Any) -> int:
 def holds_tensor(value: Any) -> bool:
     """Returns True if a value of a pickle holds a tensor."""
     seen: set[int] = set()  # a small pickle can name the same list a billion times
-    rest = [value]
-    while rest:
-        item = rest.pop()
+    stack = [value]
+    while stack:
+        item = stack.pop()
         if isinstance(item, StoredView):
             return True
         if id(item) in seen:
@@ -279,14 +280,14 @@ def holds_tensor(value: Any) -> bool:
         seen.add(id(item))
         if isinstance(item, Instance):
             item = item.fields
-        rest += item.values() if isinstance(item, dict) else item if type(item) in {list, tuple} else ()
+        stack += item.values() if isinstance(item, dict) else item if type(item) in {list, tuple} else ()
     return False
 
 
 def leaves_of(value: Any, fqn: str, *, path: str, items_of: ItemsOf) -> dict[str, Any]:
     """Returns the leaves of nested containers by name.
 
-    Raises UnsafeCheckpointError (limits_exceeded) for a value that is nested too deep or has too many others in it, and
+    Raises UnsafeCheckpointError (limits_exceeded) for a value that is nested too deep or holds too many values, and
     CheckpointMismatchError (conflict) for two leaves of one name.
     """
     leaves: dict[str, Any] = {}

@@ -46,7 +46,7 @@ def is_folder(source: SourceFolder) -> bool:
 
 
 def read_folder(source: SourceFolder) -> None:
-    """Reads the files of a folder. An index says which belong to the checkpoint; else there is one, or all do.
+    """Reads the files of a folder: those that an index names, else `model.safetensors` alone, else all files.
 
     Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
     UnsafeCheckpointError.
@@ -81,7 +81,7 @@ def _refuse_incomplete(files: Sequence[str], path: str) -> None:
 
 
 def read_indexed(source: SourceFolder, name: str) -> None:
-    """Reads the checkpoint of an index: the names in it, each from the file that it says."""
+    """Reads the checkpoint of an index: each tensor from the file that the index names for it."""
     weights = read_index(source, name)
     headers = _read_headers(source, sorted(set(weights.values())))
     missing = sorted(fqn for fqn, file in weights.items() if fqn not in headers.parts.get(file, {}))
@@ -134,7 +134,7 @@ class _Headers(NamedTuple):
     parts: dict[str, dict[str, _FilePart]]
     """File name -> tensor name -> the part that the file holds."""
     is_sharded: bool
-    """Files hold parts of tensors."""
+    """True if files hold parts of tensors."""
     aliases: dict[str, str]
 
 

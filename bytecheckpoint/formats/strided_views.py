@@ -13,7 +13,7 @@ MAX_CHUNKS = 1 << 16
 """Most chunks of one tensor. A transposed matrix of more elements is refused rather than read element by element."""
 
 
-def last_item(shape: Sequence[int], strides: Sequence[int], item_offset: int) -> int:
+def end_item(shape: Sequence[int], strides: Sequence[int], item_offset: int) -> int:
     """Returns one past the highest element of the storage that a view, which is not empty, uses."""
     reach = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
     return item_offset + reach + 1

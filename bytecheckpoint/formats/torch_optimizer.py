@@ -41,6 +41,7 @@ def without_tensors(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nested(state: Any, groups: Any) -> dict[str, Any] | None:
+    """Returns the tree of a nested state_dict; None if it is not that of an optimizer."""
     if not isinstance(state, dict) or type(groups) is not list:
         return None
     if not all(isinstance(group, dict) and type(group.get("params")) is list for group in groups):
@@ -79,6 +80,7 @@ def _names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
 
 
 def _flattened(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the tree of a flattened state_dict."""
     tree: dict[str, Any] = {"state": {}, "groups": {}}
     for path, item in value.items():
         if path.startswith(_GROUPS):

@@ -29,7 +29,7 @@ from bytecheckpoint.distributed.same_host.host_ranks import HostRanks, meet_on_h
 from bytecheckpoint.distributed.wire import OutgoingUnit, damaged, decode_request, encode_request, view_pieces
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.loading.between_ranks.assignment import LocalReadPlan, ReadAssignment, assign, decode_assignment
-from bytecheckpoint.loading.between_ranks.host_exchange import NUM_THREADS, HostExchange, WaitLimits, divided
+from bytecheckpoint.loading.between_ranks.host_exchange import NUM_THREADS, HostExchange, WaitLimits, divide_memory
 from bytecheckpoint.loading.match import Match
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.receive import Receiver, pieces_of, read_common, united
@@ -53,7 +53,7 @@ class Traffic(NamedTuple):
 
 
 class Budgets(NamedTuple):
-    """The parts of a load's memory that are not for reading alone, in bytes."""
+    """The parts of a load's memory that the exchange between ranks takes, in bytes."""
 
     read: int
     """For what is read for other ranks, too. It holds any unit."""
@@ -70,7 +70,7 @@ def budgets_of(source: Source, extents: Extents, wanted_bytes: int) -> Budgets:
     scratch_bytes = source.options.scratch_bytes
     unit_bytes = source.unit_bytes
     least = extents.longest_unit(unit_bytes) + ALIGNMENT
-    # Shared memory costs before it is used, and no rank reads more for others than it wants, but for few bytes.
+    # Making shared memory takes time, and a rank reads little for others that it does not want itself.
     read, received = (max(least, min(wanted_bytes, units * unit_bytes)) for units in (4, 2))
     return Budgets(read, received, scratch_bytes // 16, scratch_bytes // 16)
 
@@ -86,19 +86,23 @@ def read_together(ranks: Ranks, source: Source, fetches: Sequence[Fetch], match:
         source.read(fetches, match.shards, match.stored_fqns)
         return Traffic(sum(fetch.byte_length for fetch in fetches), 0)
     extents = Extents(source.manifest.files)
-    tensors = TargetShards.of(match.shards).seen_alone
+    tensors = TargetShards.of(match.shards).tensors_without_address
     runs = wanted_runs(fetches, extents)
     budgets = budgets_of(source, extents, sum(map(extents.num_bytes, runs)))
     meeting = meet_on_host(ranks, budgets.read + budgets.received)
-    with closing(Listener(towards=ranks.rendezvous_host)) as listener, meeting as met, streams_to(tensors) as lanes:
+    with (
+        closing(Listener(towards=ranks.rendezvous_host)) as listener,
+        meeting as host_ranks,
+        streams_to(tensors) as lanes,
+    ):
         held, timeout_s = sorted(source.held_files), source.options.timeout_s
-        local_plan = LocalReadPlan(listener.address, runs, source.unit_bytes, timeout_s, held, met.host)
+        local_plan = LocalReadPlan(listener.address, runs, source.unit_bytes, timeout_s, held, host_ranks.host)
         reply = ranks.reduce_scatter(msgspec.msgpack.encode(local_plan), partial(assign, extents=extents))
         assigned = decode_assignment(reply, ranks.rank)
-        met.share_with({*assigned.share.takers, *(rank for rank, _ in assigned.share.received)})
+        host_ranks.share_with({*assigned.share.takers, *(rank for rank, _ in assigned.share.received)})
         plan = divide_plan(fetches, assigned.share, extents, unit_bytes=assigned.unit_bytes)
         source.begin_reading([*plan.shared, *plan.alone])
-        exchange = _Exchange(ranks, source, match, plan, met=met, budgets=budgets, assigned=assigned, lanes=lanes)
+        exchange = _Exchange(ranks, source, match, plan, host_ranks, budgets=budgets, assigned=assigned, lanes=lanes)
         common = read_common(assigned.share, extents, ranks, source, lanes)
         for fetch in plan.common:
             exchange.receiver.place(fetch, common[fetch.file, fetch.byte_offset])
@@ -127,8 +131,8 @@ class _Exchange:
         source: Source,
         match: Match,
         plan: DividedPlan,
+        host_ranks: HostRanks,
         *,
-        met: HostRanks,
         budgets: Budgets,
         assigned: ReadAssignment,
         lanes: CopyStreams,
@@ -154,15 +158,15 @@ class _Exchange:
         self._is_over = threading.Event()
         """Set with the first error."""
         self._is_interrupted = threading.Event()
-        """Set when no reader rank is to be reached any more."""
+        """Set when no more connections to reader ranks are to be made."""
         self._awaiting: set[int] = set()
         """Reader ranks that wait for this one to connect; those in `_connected` wait no more."""
         self._connected: set[int] = set()
-        self._met = met
-        self._arenas = divided(met, budgets.read)
+        self._host_ranks = host_ranks
+        self._arenas = divide_memory(host_ranks, budgets.read)
         timeout_s = source.options.timeout_s
         self._host = HostExchange(
-            met,
+            host_ranks,
             self.receiver,
             self._activity,
             self._is_over,
@@ -182,10 +186,10 @@ class _Exchange:
         peers = {rank: self._ranks.global_ranks[rank] for rank in share.peers}
         timeout_s = self._source.options.timeout_s
         try:
-            # There may be no more threads, and the wait may be interrupted.
+            # Also around this: no thread may be left to start, and a signal may interrupt the wait.
             with self._failing_together():
                 self._host.ask()
-                for _ in range(NUM_THREADS if self._met.others else 0):
+                for _ in range(NUM_THREADS if self._host_ranks.others else 0):
                     self._start(self._host.serve)
                 relays = [self._start(self._relay, *item) for item in plan.relayed.items()]
                 self._awaiting.update(plan.relayed)
@@ -199,7 +203,7 @@ class _Exchange:
                 break_off = partial(self._arenas.read.break_off, PeerLeftError)
                 self._source.run([*passed_on, *alone], self._lanes, break_off)
                 wait(relays, return_when=FIRST_EXCEPTION)
-                self._host.end_giving()
+                self._host.end_serving()
                 wait(self._futures, return_when=FIRST_EXCEPTION)
         finally:
             self._end()
@@ -357,7 +361,7 @@ class _Exchange:
 
     def _stop(self) -> None:
         """Ends all waits of other threads. May be called several times."""
-        self._met.leave(is_silent=self._is_silent())
+        self._host_ranks.leave(is_silent=self._is_silent())
         if self._is_silent():
             self._interrupt_all()
         for memory in (self.receiver.scratch, self._outgoing, *self._arenas):

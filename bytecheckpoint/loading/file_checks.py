@@ -1,4 +1,4 @@
-"""The look at data files before a load: one for each file in the whole job, by one of the ranks that read it."""
+"""Checks of data files before a load: each file is checked once in the whole job, by one of the ranks that read it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class _WantedFiles(msgspec.Struct, frozen=True, array_like=True):
 
 
 def plan_together(ranks: Ranks, source: Source, matched: Matched) -> list[Fetch]:
-    """Returns the plan of this rank, and checks its share of the files that all ranks read. A rank that hears of all
-    others afterwards knows that all files are there.
+    """Returns the plan of this rank, and checks its share of the files that all ranks read. Once a rank
+    has a later message from all others, it knows that all files are there.
 
     Raises like `Source.plan`.
     """
@@ -34,7 +34,7 @@ def plan_together(ranks: Ranks, source: Source, matched: Matched) -> list[Fetch]
     num_files = len(source.manifest.files)
     is_listed = not isinstance(source.store, SupportsByteLength)  # then one listing tells all
 
-    def share_out(payloads: Sequence[bytes]) -> list[bytes]:
+    def assign_shares(payloads: Sequence[bytes]) -> list[bytes]:
         wanted = [msgspec.msgpack.decode(payload, type=_WantedFiles) for payload in payloads]
         bits = np.array([np.unpackbits(np.frombuffer(each.files, np.uint8), count=num_files) for each in wanted])
         shares = shares_of(bits, is_listed=is_listed)
@@ -44,7 +44,7 @@ def plan_together(ranks: Ranks, source: Source, matched: Matched) -> list[Fetch]
     own = np.zeros(num_files, bool)
     own[list(wanted_files(fetches))] = True
     message = _WantedFiles(np.packbits(own).tobytes(), source.options.verify)
-    reply = ranks.reduce_scatter(msgspec.msgpack.encode(message), share_out)
+    reply = ranks.reduce_scatter(msgspec.msgpack.encode(message), assign_shares)
     numbers, verify = msgspec.msgpack.decode(reply, type=tuple[list[int], bool])
     source.check_files(numbers, verify=verify)
     return fetches

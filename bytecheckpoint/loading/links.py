@@ -37,13 +37,13 @@ class Files(NamedTuple):
     folder: str
 
 
-def files_of(here: Files, manifest: Manifest, opening: Opening, *, follow_links: bool, path: str) -> Files:
+def files_of(own: Files, manifest: Manifest, opening: Opening, *, follow_links: bool, path: str) -> Files:
     """Returns the checkpoint's own folder, or the one that its manifest links to. `path` is for the error.
 
     Raises UnsafeCheckpointError (path_escape) if links are not to be followed, and the errors of opening a store.
     """
     if not manifest.linked_to:
-        return here
+        return own
     if not follow_links:
         raise UnsafeCheckpointError(
             f"{path} is a link: its files are in {showable_url(manifest.linked_to)!r:.300}, which is not below its own "

@@ -46,11 +46,11 @@ class Match(NamedTuple):
 
     def count_changes(self) -> None:
         """Raises the version counters of the filled tensors, so that a backward pass over the old values fails as after
-        any other change in place: bytes are put there behind torch's back.
+        any other change in place: torch does not see how the bytes get there.
         """
         targets = TargetShards.of(self.shards)
         changed = [*targets.tensors, *targets.owners]
-        with suppress(TypeError, RuntimeError):  # not every torch that is supported takes many, or knows the latter
+        with suppress(TypeError, RuntimeError):  # older torch takes one tensor at a time, and no inference tensor
             increment_version(changed)
             return
         for tensor in changed:
@@ -160,7 +160,7 @@ def _read_only(match: Match) -> list[int]:
     """Returns the shards whose memory is read only, as that of a mapped file: a write would kill the process."""
     targets = TargetShards.of(match.shards)
     addresses = targets.addresses.copy()
-    for number, tensor in zip(targets.without_address, targets.seen_alone, strict=True):
+    for number, tensor in zip(targets.without_address, targets.tensors_without_address, strict=True):
         addresses[number] = tensor.data_ptr() if tensor.is_cpu else 0
     found: list[int] = np.flatnonzero(are_read_only(addresses)).tolist()
     for number in reversed(found):
@@ -172,18 +172,18 @@ def _read_only(match: Match) -> list[int]:
     return found
 
 
-def _problem(shard: LocalShard, found: StoredTensor, *, cast: bool) -> Problem | None:
+def _problem(shard: LocalShard, stored: StoredTensor, *, cast: bool) -> Problem | None:
     """Returns why the shard cannot be filled from the stored tensor, if so."""
     fqn, dtype, shape, _, tensor, address, _, _ = shard
-    if address and found.shape == shape and found.dtype == dtype:  # most of a state
+    if address and stored.shape == shape and stored.dtype == dtype:  # most of a state
         return None
     kind = text = ""
-    if found.shape != shape:
-        kind, text = "shape", f"shape {list(found.shape)} in the checkpoint, {list(shape)} in the state"
-    elif found.dtype != dtype and not cast:
-        kind, text = "dtype", f"dtype {found.dtype} in the checkpoint, {dtype} in the state (cast=True converts)"
-    elif found.dtype != dtype and not _can_convert(found.dtype, dtype):
-        kind, text = "dtype", f"torch cannot convert {found.dtype} in the checkpoint to {dtype} in the state"
+    if stored.shape != shape:
+        kind, text = "shape", f"shape {list(stored.shape)} in the checkpoint, {list(shape)} in the state"
+    elif stored.dtype != dtype and not cast:
+        kind, text = "dtype", f"dtype {stored.dtype} in the checkpoint, {dtype} in the state (cast=True converts)"
+    elif stored.dtype != dtype and not _can_convert(stored.dtype, dtype):
+        kind, text = "dtype", f"torch cannot convert {stored.dtype} in the checkpoint to {dtype} in the state"
     elif shares_elements(tensor):
         text = "elements of the state's tensor share memory (it is expanded, or a sliding window); give it a copy"
     elif not has_all_memory(tensor):

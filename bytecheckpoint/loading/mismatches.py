@@ -34,19 +34,19 @@ class _RankFindings(msgspec.Struct, frozen=True, array_like=True):
     unexpected: list[str]
     """FQNs that only this rank sees, under a key of its state, and that it has no place for."""
     fqns_digest: int
-    """Digest of the FQNs that all ranks see, as this one does."""
+    """Digest of the FQNs that all ranks should see alike, as this rank sees them."""
     unused: list[UnusedRule]
     """Rules that match nothing in the checkpoint, nor in its state."""
     fills: bool
-    """Something of its state is filled."""
+    """True if something of its state is filled."""
     has_places: bool
-    """Its state is empty, or has a place that something could fill."""
+    """True if its state is empty, or has a place that something could fill."""
     is_all_skipped: bool
     """True if include and exclude leave out everything that the state wants."""
     other_name: str
-    """The name of the state below which the checkpoint can stand instead; "" if there is none."""
+    """The name of the state that the names of the checkpoint may belong below; "" if there is none."""
     has_experts: bool
-    """The checkpoint has experts in separate tensors, which can be stacks instead."""
+    """True if the checkpoint has experts in separate tensors, which a load can stack."""
 
 
 class MergedFindings(msgspec.Struct, frozen=True, array_like=True):
@@ -57,9 +57,9 @@ class MergedFindings(msgspec.Struct, frozen=True, array_like=True):
     unused: list[UnusedRule]
     """Rules that match nothing on any rank."""
     fills: bool
-    """Something is filled, on whichever rank, or there is nothing to fill."""
+    """True if something is filled on any rank, or there is nothing to fill."""
     is_open: bool = False
-    """Something is missing, and the checkpoint may have it in another way."""
+    """True if something is missing that the checkpoint may have under other names, or in separate tensors."""
     other_name: str = ""
     """The name, if all ranks gave the same; else ""."""
     ignored: list[str] = []
@@ -146,9 +146,9 @@ def _merge(findings: Sequence[_RankFindings], fqns: Sequence[str], own_names: Se
     for of_rank in findings:
         wanted |= np.unpackbits(np.frombuffer(of_rank.wanted, np.uint8), count=len(fqns)).astype(bool)
     top_level = {name for of_rank in findings for name in of_rank.top_level}
-    left = [fqns[number] for number in np.flatnonzero(~wanted).tolist()]
-    unexpected = sorted(fqn for fqn in left if is_at_or_below(fqn, top_level))
-    ignored = {fqn.split(".")[0] for fqn in chain(left, own_names) if not is_at_or_below(fqn, top_level)}
+    unclaimed = [fqns[number] for number in np.flatnonzero(~wanted).tolist()]
+    unexpected = sorted(fqn for fqn in unclaimed if is_at_or_below(fqn, top_level))
+    ignored = {fqn.split(".")[0] for fqn in chain(unclaimed, own_names) if not is_at_or_below(fqn, top_level)}
     unexpected += sorted({fqn for of_rank in findings for fqn in of_rank.unexpected})
     problems = {(problem.kind, problem.fqn): problem for of_rank in findings for problem in of_rank.problems}
     unused = [rule for rule in findings[COORDINATOR].unused if all(rule in of_rank.unused for of_rank in findings)]

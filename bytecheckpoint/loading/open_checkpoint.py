@@ -49,7 +49,9 @@ class _OpenedMessage(msgspec.Struct, frozen=True, array_like=True):
     manifest: bytes
     map_notes: MapNotes
     is_exchanged: bool = False
+    """True if ranks pass on to others what they read."""
     is_verified: bool = False
+    """True if what is passed on has to be verified, because any rank wants that."""
 
 
 def wanted_step(step: object) -> int | Literal["latest"] | None:
@@ -112,14 +114,14 @@ def open_together(ranks: Ranks, target: LoadTarget, options: LoadOptions) -> Sou
 
 
 def open_alone(target: LoadTarget, options: LoadOptions) -> Source:
-    """Opens the checkpoint that one process reads. Raises the same."""
+    """Opens the checkpoint that one process reads. Raises the errors of `open_together`."""
     opening = Opening(target.storage_options, options.timeout_s)
     found = _find(target, opening_at(target.root, opening, follow_links=options.follow_links), options)
     return _source(*found, opening, options)
 
 
 def _find(target: LoadTarget, opening: Opening, options: LoadOptions) -> tuple[Store, _OpenedMessage]:
-    """Returns the checkpoint's store, and its manifest as it is at one moment."""
+    """Returns the checkpoint's store, and the message with its manifest as it is at one moment."""
     for number in range(_ATTEMPTS):
         found = find_checkpoint(target.root, target.step, opening)
         try:

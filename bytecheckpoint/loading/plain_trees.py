@@ -61,9 +61,9 @@ class PlainData:
         found: dict[str, Mapping[int, bytes]] = {}
         for fqn, by_rank in self._manifest.rank_objects.items():
             trees = {rank: self._chosen(fqn, decode_plain(data)) for rank, data in by_rank.items()}
-            taken = {rank: tree for rank, tree in trees.items() if tree is not _NOTHING}
-            if taken:
-                found[fqn] = {rank: encode_plain(tree, fqn, keep_in_tree) for rank, tree in taken.items()}
+            selected = {rank: tree for rank, tree in trees.items() if tree is not _NOTHING}
+            if selected:
+                found[fqn] = {rank: encode_plain(tree, fqn, keep_in_tree) for rank, tree in selected.items()}
         return found
 
     def _trees(self) -> dict[str, Any]:
@@ -73,24 +73,25 @@ class PlainData:
         return {self._rename(fqn) if "." in fqn else fqn: tree for fqn, tree in chosen.items() if tree is not _NOTHING}
 
     def _chosen(self, fqn: str, value: Any) -> Any:
+        """Returns the selected part of a value, with new names in references; _NOTHING if no part is selected."""
         if is_optimizer_tree(value):
             return value if self._has_optimizer(fqn, value) else _NOTHING
         if isinstance(value, TensorRef):
             return self._chosen_ref(fqn, value)
         if isinstance(value, dict) and value:
             items = {key: self._chosen(join_fqn(fqn, key), item) for key, item in value.items()}
-            left = {key: item for key, item in items.items() if item is not _NOTHING}
-            return type(value)(left) if left else _NOTHING
+            chosen = {key: item for key, item in items.items() if item is not _NOTHING}
+            return type(value)(chosen) if chosen else _NOTHING
         if type(value) in (list, tuple) and _holds_tensor(value):
-            items_of = [self._chosen(join_fqn(fqn, index), item) for index, item in enumerate(value)]
-            left_of = [item for item in items_of if item is not _NOTHING]
-            if left_of and len(left_of) < len(items_of):
+            chosen_items = [self._chosen(join_fqn(fqn, index), item) for index, item in enumerate(value)]
+            kept_items = [item for item in chosen_items if item is not _NOTHING]
+            if kept_items and len(kept_items) < len(chosen_items):
                 raise CheckpointMismatchError(
                     f"{fqn!r:.200} is a list of which include, exclude and rename take only a part; nothing was "
                     "written: choose and name all of it alike",
                     kind="conflict",
                 )
-            return type(value)(left_of) if left_of else _NOTHING
+            return type(value)(kept_items) if kept_items else _NOTHING
         return value if self._request.takes(fqn) else _NOTHING
 
     def _chosen_ref(self, fqn: str, ref: TensorRef) -> Any:
@@ -100,7 +101,7 @@ class PlainData:
         return TensorRef(names[ref.fqn]) if ref.fqn in names else _NOTHING
 
     def _has_optimizer(self, fqn: str, tree: Any) -> bool:
-        """Returns True if any part of the optimizer is selected, or it by its own name."""
+        """Returns True if any part of the optimizer is selected, or its own name is."""
         prefix, takes = join_fqn(fqn, "state."), self._request.takes
         if any(name.startswith(prefix) for name in self._selection.names) or any(map(takes, leaves(tree, fqn))):
             return True
@@ -143,6 +144,7 @@ class PlainData:
         return self._shared(set())
 
     def _shared(self, placed: set[str]) -> dict[Any, Any]:
+        """Returns the nested state that all ranks share. Adds the names of the tensors in it to `placed`."""
         root: dict[Any, Any] = {}
         for fqn, tree in self._trees().items():
             value = self._with_stubs(tree, fqn, placed)
@@ -195,9 +197,9 @@ class PlainData:
             {**group["values"], "params": [key_of(name) for name in group["params"]]}
             for group in tree["groups"].values()
         ]
-        rest = {key: value for key, value in tree.items() if key not in {"state", "groups", BY_POSITION}}
+        other_items = {key: value for key, value in tree.items() if key not in {"state", "groups", BY_POSITION}}
         if not self._request.flatten_optimizer:
-            return {"state": state, "param_groups": groups, **rest}
+            return {"state": state, "param_groups": groups, **other_items}
         if tree.get(BY_POSITION):
             raise CheckpointMismatchError(
                 f"the parameters of the optimizer {fqn!r:.200} have no names, by which a flat one knows them; nothing "
@@ -205,16 +207,16 @@ class PlainData:
                 kind="conflict",
             )
         why = "a flat optimizer has no place for it"
-        self.left_out += [LeftOut(join_fqn(fqn, key), 0, 0, why) for key in rest if key not in _OF_NAMES]
+        self.left_out += [LeftOut(join_fqn(fqn, key), 0, 0, why) for key in other_items if key not in _OF_NAMES]
         return flat_optimizer_state({"state": state, "param_groups": groups})
 
     def _place(self, root: dict[Any, Any], name: str, value: Any) -> None:
         """Puts a value below its entry if the checkpoint has entries, else under its whole name."""
-        entry, _, rest = name.partition(".")
+        entry, _, inner_name = name.partition(".")
         is_entry = entry in root if self._is_flat else True
-        inside = root.setdefault(entry, {}) if rest and is_entry else None
-        if isinstance(inside, dict) and rest not in inside:
-            inside[rest] = value
+        inside = root.setdefault(entry, {}) if inner_name and is_entry else None
+        if isinstance(inside, dict) and inner_name not in inside:
+            inside[inner_name] = value
         else:
             root[name] = value
 

@@ -37,7 +37,7 @@ logger = logging.getLogger("bytecheckpoint")
 _EXTENT_BYTES = 1 << 20
 """Longest extent of an ordinary file."""
 _UNITS_IN_SCRATCH = 16
-"""Of what is read for others as well: several are read while others are passed on."""
+"""Units, read for other ranks as well, that scratch memory has room for: some are read while others are passed on."""
 
 
 class Source:
@@ -88,16 +88,16 @@ class Source:
 
     @property
     def _scratch_bytes(self) -> int:
-        """Scratch memory for reading."""
+        """Scratch memory for reading, in bytes."""
         return self.options.scratch_bytes // 2 if self.is_exchanged else self.options.scratch_bytes
 
     @property
     def max_fetch_bytes(self) -> int:
-        """Longest fetch."""
+        """Length of the longest fetch."""
         return max_bytes_at_once(self.store, scratch_bytes=self._scratch_bytes, threads=self.options.reader_threads)
 
     def showing(self, manifest: Manifest) -> Source:
-        """Returns the same checkpoint with its tensors under other names and in other shapes."""
+        """Returns a source of the same checkpoint, with the names and shapes of this manifest."""
         if manifest is self.manifest:
             return self
         options, is_exchanged = self.options, self.is_exchanged
@@ -126,13 +126,13 @@ class Source:
     def plan_unchecked(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Fetch]:
         """Plans as `plan` does, but without looking at the data files: the caller has checked them."""
         options, targets, dtypes = self.options, TargetShards.of(shards), self._dtypes(stored_fqns)
-        # Where there is an address, that is all that is left to look at.
+        # For a shard with an address, equal dtypes are enough.
         are_flat = list(map(eq, targets.dtypes, dtypes))
         for number in targets.without_address:
             are_flat[number] = takes_bytes(targets[number], dtypes[number])
         wants = Wants(stored_fqns, targets.regions, are_flat)
         max_fetch_bytes = self.max_fetch_bytes
-        if any(map(has_streams, {tensor.device for tensor in targets.seen_alone})):
+        if any(map(has_streams, {tensor.device for tensor in targets.tensors_without_address})):
             # All of it goes through buffers, and twice as many of them: one is filled while another is copied from.
             max_fetch_bytes = _fitting(max_fetch_bytes // 2)
         elif isinstance(self.store, SupportsReadBytes) and options.verify:
@@ -187,7 +187,7 @@ class Source:
         """
         meter = self.meter
         if meter is not None:
-            fetches = [fetch._replace(place=partial(_counted, fetch, meter)) for fetch in fetches]
+            fetches = [fetch._replace(place=partial(_place_and_count, fetch, meter)) for fetch in fetches]
         with detect_replacement(self.store, self.folder, self.manifest):
             run_fetches(
                 self.store,
@@ -204,25 +204,25 @@ class Source:
     def read(self, fetches: Sequence[Fetch], shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
         """Carries out a plan that was made for these shards."""
         self.begin_reading(fetches)
-        with streams_to(TargetShards.of(shards).seen_alone) as lanes:
+        with streams_to(TargetShards.of(shards).tensors_without_address) as lanes:
             targets = self.targets(shards, stored_fqns, lanes)
-            rest = self._read_directly(fetches, targets, lanes)
-            self.run(self.with_targets(rest, targets, stored_fqns), lanes)
+            other_fetches = self._read_directly(fetches, targets, lanes)
+            self.run(self.with_targets(other_fetches, targets, stored_fqns), lanes)
         self.fill_zeros(shards, stored_fqns)
 
     def _read_directly(self, fetches: Sequence[Fetch], targets: Targets, lanes: CopyStreams) -> Sequence[Fetch]:
-        """Reads past the host what may and can be, and returns the rest."""
+        """Reads straight into device memory what options and device allow. Returns the other fetches."""
         store, options = self.store, self.options
         is_wanted = options.direct == "auto" and not options.verify and isinstance(store, SupportsFilePath)
         reader = find_direct_reader() if is_wanted else None
         if reader is None or not isinstance(store, SupportsFilePath):
             return fetches
         reads: dict[int, list[DirectRead]] = {}
-        rest: list[Fetch] = []
+        other_fetches: list[Fetch] = []
         for fetch in fetches:
             target = device_memory_of(fetch.parts[0], targets) if fetch.is_direct else None
             if target is None:
-                rest.append(fetch)
+                other_fetches.append(fetch)
             else:
                 reads.setdefault(fetch.file, []).append(DirectRead(fetch.byte_offset, target))
         lanes.wait_for_callers()
@@ -232,7 +232,7 @@ class Source:
                     reader.read(store.file_path(join_name(self.folder, self.manifest.files[file].name)), of_file)
                 if self.meter is not None:
                     self.meter.add(sum(read.target.nbytes for read in of_file))
-        return rest
+        return other_fetches
 
     def fill_zeros(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
         """Zeroes the elements of these shards that lie in no file because a name map added them: the last step."""
@@ -253,16 +253,16 @@ class Source:
         frames = tuple(_frame_with_target(frame, targets, self.changes) for frame in fetch.frames)
         fetch = fetch._replace(wanted_by=partial(names_in, fetch, stored_fqns), frames=frames)
         if memory is not None:
-            return fetch._replace(target=partial(_filled, memory, self.changes))
+            return fetch._replace(target=partial(_noting_overwrite, memory, self.changes))
         place = partial(place_all, fetch.parts, fetch.byte_offset, targets)
-        return fetch._replace(place=partial(_placed, place, self.changes)) if fetch.parts else fetch
+        return fetch._replace(place=partial(_place_and_note, place, self.changes)) if fetch.parts else fetch
 
 
 def _frame_with_target(frame: Frame, targets: Targets, changes: StateChanges) -> Frame:
     """Returns the frame with the memory that its raw bytes go to."""
     memory = memory_of(frame.parts[0], targets) if frame.is_direct else None
     place = partial(place_all, frame.parts, 0, targets) if memory is None else ignore_bytes
-    return frame._replace(target=memory, place=partial(_placed, place, changes))
+    return frame._replace(target=memory, place=partial(_place_and_note, place, changes))
 
 
 def _fitting(num_bytes: int) -> int:
@@ -273,17 +273,17 @@ def _fitting(num_bytes: int) -> int:
     return block_bytes - ALIGNMENT - 2 * min(_EXTENT_BYTES, block_bytes // 4)
 
 
-def _counted(fetch: Fetch, meter: ProgressMeter, content: memoryview) -> None:
+def _place_and_count(fetch: Fetch, meter: ProgressMeter, content: memoryview) -> None:
     fetch.place(content)
     meter.add(fetch.byte_length)
 
 
 @contextmanager
-def _filled(memory: memoryview, changes: StateChanges) -> Iterator[memoryview]:
+def _noting_overwrite(memory: memoryview, changes: StateChanges) -> Iterator[memoryview]:
     with changes.overwriting():
         yield memory
 
 
-def _placed(place: Callable[[memoryview], None], changes: StateChanges, content: memoryview) -> None:
+def _place_and_note(place: Callable[[memoryview], None], changes: StateChanges, content: memoryview) -> None:
     with changes.overwriting():
         place(content)

@@ -105,9 +105,9 @@ def united(fetch: Fetch, requests: Iterable[Iterable[ByteRange]]) -> tuple[ByteR
 def read_common(
     share: ReaderShare, extents: Extents, ranks: Ranks, source: Source, lanes: CopyStreams
 ) -> dict[tuple[int, int], memoryview]:
-    """Returns few bytes that many ranks want, such as an optimizer's `step`: the content of each run, by its file and
-    byte offset. Its reader passes it to the coordinator, which broadcasts it, so that no rank connects to another one
-    for them. All ranks must call this with the same runs.
+    """Reads the few bytes that many ranks want, such as an optimizer's `step`. Returns the content of each run, by its
+    file and byte offset. Its reader passes it to the coordinator, which broadcasts it: no rank connects to another
+    one for them. All ranks must call this with the same runs.
 
     Raises the errors of reading, and CheckpointCorruptError (checksum) for bytes that were damaged since.
     """

@@ -35,13 +35,13 @@ def refuse_replaced(store: Store, folder: str, manifest: Manifest, *, cause: Bas
     if not all(file.name.startswith(own) for file in written):
         return  # files of another format, or of a link: their manifest is elsewhere
     try:
-        stands = committed_save_id(store, folder)
+        current_id = committed_save_id(store, folder)
     except CheckpointError:
         return
-    if stands == manifest.save_id:
+    if current_id == manifest.save_id:
         return
     path = join_name(str(store), folder)
-    what = f"was replaced by another save ({stands})" if stands else "was deleted"
+    what = f"was replaced by another save ({current_id})" if current_id else "was deleted"
     raise CheckpointNotFoundError(
         f"the checkpoint at {path} (save {manifest.save_id}) {what} while it was read. Nothing is damaged: open or "
         "load it again",

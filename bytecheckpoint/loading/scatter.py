@@ -53,9 +53,9 @@ class Targets:
 
     def _look_at(self, number: int) -> None:
         """Finds address and length of a shard that came without an address, or that has moved to another one since."""
-        given = self.shards[number]
-        has_moved = given.address and given.tensor.data_ptr() != given.address
-        shard = given._replace(address=0) if has_moved else given
+        matched = self.shards[number]
+        has_moved = matched.address and matched.tensor.data_ptr() != matched.address
+        shard = matched._replace(address=0) if has_moved else matched
         is_raw = takes_bytes(shard, self.stored_dtypes[number])
         self.byte_lengths[number] = shard.tensor.nbytes if is_raw else 0
         on_host = is_raw and (shard.address or self._lanes.to(shard.tensor) is None)
@@ -120,7 +120,7 @@ class Places(NamedTuple):
 
     @contextmanager
     def opened(self, changes: StateChanges) -> Iterator[list[memoryview]]:
-        """Gives all of this memory."""
+        """Yields the memory of all places and gaps, in the order of the file."""
         unwanted = np.empty(int(self.gaps.sum()), np.uint8)
         starts, sizes = np.zeros((2, 2 * len(self.lengths) + 1), np.int64)
         starts[::2], sizes[::2] = unwanted.ctypes.data + np.cumsum(self.gaps) - self.gaps, self.gaps
@@ -169,6 +169,7 @@ def _place_flat(part: FlatPart, content: memoryview, targets: Targets) -> None:
 
 
 def _place_box(part: BoxPart, content: memoryview, targets: Targets) -> None:
+    """Copies the elements of a box from the bytes that were read for it into its target; converts other dtypes."""
     lengths, strides = box_layout(part)
     shard, stored_dtype, lane = targets.shards[part.want], targets.stored_dtypes[part.want], targets.lane(part.want)
     dtype = torch_dtype(stored_dtype)

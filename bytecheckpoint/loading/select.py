@@ -109,32 +109,32 @@ class ModelNames(NamedTuple):
 
 
 def select(manifest: Manifest, request: SelectionRequest, names_of_map: ModelNames | None) -> Selection:
-    """Selects. Raises CheckpointMismatchError (conflict) if nothing is left, or two tensors would get one name."""
+    """Returns the selection. Raises CheckpointMismatchError (conflict) if it is empty, or has a name twice."""
     trees = {fqn: decode_plain(data) for fqn, data in manifest.objects.items()}
-    every = [*manifest.tensors, *manifest.aliases]
-    taken = [fqn for fqn in every if request.takes(fqn)]
-    left_out = _totals(manifest, set(every) - set(taken), lambda _: "not chosen by include and exclude")
+    all_fqns = [*manifest.tensors, *manifest.aliases]
+    selected = [fqn for fqn in all_fqns if request.takes(fqn)]
+    left_out = _totals(manifest, set(all_fqns) - set(selected), lambda _: "not chosen by include and exclude")
     if request.to == "hf" and not request.include:
-        why = names_of_map.not_of_model(taken) if names_of_map else _not_of_a_model(manifest, taken, trees)
+        why = names_of_map.not_of_model(selected) if names_of_map else _not_of_a_model(manifest, selected, trees)
         left_out += _totals(manifest, why, why.__getitem__)
-        taken = [fqn for fqn in taken if fqn not in why]
-    if not taken and every and not request.is_in_memory:
+        selected = [fqn for fqn in selected if fqn not in why]
+    if not selected and all_fqns and not request.is_in_memory:
         raise CheckpointMismatchError(
-            f"none of the {len(every)} tensors is left to convert; nothing was written: widen include and exclude",
+            f"none of the {len(all_fqns)} tensors is left to convert; nothing was written: widen include and exclude",
             kind="conflict",
         )
     prefix = ""
     if request.to == "hf" and not (request.keep_names or request.rename):
-        prefix = names_of_map.entry(taken) if names_of_map else _common_entry(manifest, taken, trees)
+        prefix = names_of_map.entry(selected) if names_of_map else _common_entry(manifest, selected, trees)
     rename = Renamer(list(request.rename), "")
-    names = {fqn: rename(fqn).removeprefix(prefix) for fqn in taken}
+    names = {fqn: rename(fqn).removeprefix(prefix) for fqn in selected}
     _refuse_equal(names)
-    stored = {fqn: manifest.aliases.get(fqn, fqn) for fqn in taken}
+    stored = {fqn: manifest.aliases.get(fqn, fqn) for fqn in selected}
     first = {stored_fqn: fqn for fqn, stored_fqn in reversed(stored.items())}
     return Selection(
         wanted=[_wanted(manifest, fqn, names[first[fqn]], request) for fqn in manifest.tensors if fqn in first],
         names=names,
-        aliases={names[fqn]: names[first[of]] for fqn, of in stored.items() if first[of] != fqn},
+        aliases={names[fqn]: names[first[name]] for fqn, name in stored.items() if first[name] != fqn},
         left_out=left_out,
         dropped_prefix=prefix,
         trees=trees,
@@ -216,7 +216,7 @@ def _is_entry(name: str, manifest: Manifest, trees: Mapping[str, Any]) -> bool:
 
 
 def _common_entry(manifest: Manifest, fqns: Sequence[str], trees: Mapping[str, Any]) -> str:
-    """Returns the name of the entry that all these are below, with a dot; "" if there is none."""
+    """Returns the name of the entry that all these FQNs are below, with a dot; "" if there is none."""
     entries = {entry_of(fqn) for fqn in fqns}
     if len(entries) != 1 or not all("." in fqn for fqn in fqns):
         return ""

@@ -96,23 +96,23 @@ def check_chunks(columns: Columns, bounds: FileBounds, fqns: Sequence[str]) -> S
 
 
 def _numels_by_chunk(columns: Columns, fqns: Sequence[str]) -> Int64s:
-    """Returns the elements of each chunk. Those of large grids, which thousands of ranks write, follow from the part
-    alone; other chunks are looked at one by one.
+    """Returns the number of elements of each chunk. In large grids, which thousands of ranks write, it follows from the
+    part alone; other chunks are looked at one by one.
     """
     is_large = columns.is_grid & (columns.num_chunks >= _LARGE_GRID)
     chunk_is_large = np.repeat(is_large, columns.num_chunks)
     numels = np.empty(len(chunk_is_large), np.int64)
-    rest = columns._replace(
+    others = columns._replace(
         num_dims=columns.num_dims[~is_large],
         num_chunks=columns.num_chunks[~is_large],
         shapes=columns.shapes[np.repeat(~is_large, columns.num_dims)],
         is_grid=columns.is_grid[~is_large],
         grid_parts=columns.grid_parts[~np.repeat(is_large[columns.is_grid], columns.num_dims[columns.is_grid])],
     )
-    rest = rest._replace(coordinates=all_coordinates(rest))
-    others = np.flatnonzero(~is_large)
+    others = others._replace(coordinates=all_coordinates(others))
+    numbers = np.flatnonzero(~is_large)
     numels[~chunk_is_large] = numels_of_chunks(
-        rest, np.repeat(np.arange(len(others)), rest.num_chunks), [fqns[number] for number in others.tolist()]
+        others, np.repeat(np.arange(len(numbers)), others.num_chunks), [fqns[number] for number in numbers.tolist()]
     )
     first_dims, first_chunks = run_starts(columns.num_dims), run_starts(columns.num_chunks)
     first_parts = run_starts(columns.num_dims * columns.is_grid)
@@ -128,11 +128,11 @@ def _numels_by_chunk(columns: Columns, fqns: Sequence[str]) -> Int64s:
 
 
 def _numels_of_grid(shape: tuple[int, ...], part: tuple[int, ...]) -> Int64s:
-    """Returns the elements of each part of a grid, in row-major order."""
+    """Returns the number of elements of each part of a grid, in row-major order."""
     numels = np.ones(1, np.int64)
-    for length, of_part in zip(shape, part, strict=True):
-        lengths = np.full(-(-length // of_part), of_part, np.int64)
-        lengths[-1] = length - (len(lengths) - 1) * of_part
+    for length, part_length in zip(shape, part, strict=True):
+        lengths = np.full(-(-length // part_length), part_length, np.int64)
+        lengths[-1] = length - (len(lengths) - 1) * part_length
         numels = np.multiply.outer(numels, lengths).reshape(-1)
     return numels
 
@@ -170,7 +170,7 @@ def _grid_coordinates(columns: Columns) -> Int64s:
 
 
 def numels_of_chunks(columns: Columns, tensors: Int64s, fqns: Sequence[str]) -> Int64s:
-    """Returns the elements of each chunk; raises if one reaches out of its tensor's shape."""
+    """Returns the number of elements of each chunk; raises if one reaches out of its tensor's shape."""
     num_dims = columns.num_dims[tensors]
     first_coordinates = run_starts(2 * num_dims)
     first_dims = run_starts(columns.num_dims)[tensors]
@@ -185,7 +185,7 @@ def numels_of_chunks(columns: Columns, tensors: Int64s, fqns: Sequence[str]) -> 
             first = first_true(outside)
             raise bad_manifest(
                 f"a chunk of {shown(fqns[tensors[chunks[first]]])} has elements {offsets[first]} to "
-                f"{int(offsets[first]) + int(lengths[first])} of dimension {dim}, which the shape has not"
+                f"{int(offsets[first]) + int(lengths[first])} of dimension {dim}, which its shape does not have"
             )
         numels[chunks] *= lengths
     return numels

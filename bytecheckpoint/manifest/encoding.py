@@ -154,8 +154,8 @@ def _encode_columns(columns: Columns) -> dict[str, Any]:
 
 
 def _encode_places(columns: Columns) -> dict[str, memoryview]:
-    """Returns the columns of files and offsets, as runs where there are so many chunks that it matters: releases before
-    these do not read them.
+    """Returns the columns of files and offsets, as runs only if there are very many chunks, because older
+    releases cannot read runs.
     """
     if len(columns.files) >= _MANY_CHUNKS:
         files, byte_offsets = RunColumn.of(columns.files), RunColumn.of(columns.byte_offsets)

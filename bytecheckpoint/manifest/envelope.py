@@ -26,7 +26,9 @@ _ZSTD_LEVEL = 3
 
 
 def seal(body: bytes, *, version: tuple[int, int] = FORMAT_VERSION) -> bytes:
-    """Returns the file with this body. Raises UnsafeCheckpointError (limits_exceeded) if no reader would accept it."""
+    """Returns the bytes of a file with this body. Raises UnsafeCheckpointError (limits_exceeded) if no reader would
+    accept it.
+    """
     refuse_more_than(MAX_DECODED_BYTES, len(body), "bytes")
     compressed = zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(body)
     content = _HEADER.pack(MAGIC, *version, 0, len(body)) + compressed
@@ -34,7 +36,7 @@ def seal(body: bytes, *, version: tuple[int, int] = FORMAT_VERSION) -> bytes:
 
 
 def unseal(data: bytes) -> bytes:
-    """Returns the body in this file.
+    """Returns the body that the bytes of a file hold.
 
     Raises CheckpointCorruptError (bad_manifest, unsupported_version) or UnsafeCheckpointError (limits_exceeded).
     """

@@ -33,7 +33,7 @@ def unknown_codec(codec: str, what: str) -> CheckpointCorruptError:
     """Returns the error for something that only a later release can decode."""
     return CheckpointCorruptError(
         f"{what} is stored with the codec {codec!r:.80}, and this release knows {', '.join(CODECS)}; nothing is wrong "
-        "with the checkpoint: use a newer release of bytecheckpoint, or leave out what is stored so with exclude",
+        "with the checkpoint: use a newer release of bytecheckpoint, or leave it out with exclude",
         kind="unsupported_version",
     )
 

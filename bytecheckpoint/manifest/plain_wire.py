@@ -26,7 +26,7 @@ TUPLE, PAIRS, COMPLEX, SIZE, DTYPE, TENSOR, ARRAY, SCALAR, REF, BIG_INT, ORDERED
 INT64 = range(-(1 << 63), 1 << 64)
 """The integers that msgpack holds."""
 _MAX_INT_BITS = 14_284
-"""Longer ones may have more than 4,300 decimal digits, which Python neither writes nor reads."""
+"""Longer integers may have more than 4,300 decimal digits, which Python neither writes nor reads."""
 WRITTEN_AS_THEY_ARE = frozenset({type(None), bool, float, bytes})
 _ARRAY_KINDS, _TEXT_KINDS = "biufcSU", "SU"
 

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 1 << 20
 _FEWER_BY = 16
-"""Values for each run from which on runs are worth it."""
+"""Least number of values for each run, on average, with which a column is written as runs."""
 
 
 class RunColumn:
     """A column of integers as runs of equal differences, which is indexed like an array."""
 
     def __init__(self, counts: Int64s, steps: Int64s) -> None:
-        """Run r has `counts[r]` values, each by `steps[r]` more than the one before it, which is 0 for the first."""
+        """Run r has `counts[r]` values, each `steps[r]` more than the value before it. Before the first value is 0."""
         self.counts = counts
         self.steps = steps
         self._ends = np.cumsum(counts)

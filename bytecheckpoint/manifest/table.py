@@ -38,7 +38,7 @@ from bytecheckpoint.region import (
 _CHUNKS_AT_ONCE = 1 << 20
 """Number of chunks that are checked at once, which bounds the memory that the check of millions takes."""
 _CHUNKS_SORTED = 1 << 22
-"""The same for the search for bytes that two of them share."""
+"""About how many chunks are sorted at once to find bytes that two of them share."""
 
 _CHUNKS_ONE_BY_ONE = 4096
 """Limit for chunks of one tensor that are checked as they are found. If more are asked for, all are checked first."""

@@ -57,11 +57,11 @@ def bad_manifest(what: str) -> CheckpointCorruptError:
     )
 
 
-def refuse_more_than(limit: int, found: int, what: str) -> None:
+def refuse_more_than(limit: int, count: int, what: str) -> None:
     """Raises UnsafeCheckpointError (limits_exceeded) if there are more than `limit` of something."""
-    if found > limit:
+    if count > limit:
         raise UnsafeCheckpointError(
-            f"the manifest has {found} {what}, more than the {limit} that are accepted; nothing was loaded or "
+            f"the manifest has {count} {what}, more than the {limit} that are accepted; nothing was loaded or "
             "committed: if the checkpoint is meant to be so large, divide the state over several checkpoints",
             kind="limits_exceeded",
         )
@@ -95,7 +95,9 @@ def check_link(folder: str) -> None:
 
 
 def check_files(files: Sequence[DataFile]) -> None:
-    """Raises CheckpointCorruptError (bad_manifest) or UnsafeCheckpointError (path_escape)."""
+    """Checks names, lengths and extents. Raises CheckpointCorruptError (bad_manifest) or UnsafeCheckpointError
+    (path_escape).
+    """
     for file in files:
         _check_file(file)
     if len({file.name for file in files}) != len(files):

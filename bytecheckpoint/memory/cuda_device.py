@@ -38,8 +38,8 @@ def on_cuda(device: torch.device) -> Iterator[None]:
 
 @cache
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns the stream of all copies from and to a device. It is kept: torch has 32 streams a device and lends them
-    in turn, so that each new one would some time be that of a collective, and have free memory of its own.
+    """Returns the one stream of all copies from and to a device. torch has 32 streams a device and gives them out in
+    turn: a new one each time would some day be that of a collective, and would keep free memory of its own.
     """
     with on_cuda(device):
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -54,7 +54,7 @@ def callers_stream(device: torch.device, *, raises: type[CheckpointError] = Chec
     with on_cuda(device):
         if torch.cuda.is_current_stream_capturing():
             raise raises(
-                f"the current stream of {device} captures a CUDA graph, and what is given to it is only noted; nothing "
+                f"the current stream of {device} captures a CUDA graph, and work given to it is only recorded; nothing "
                 "was read or written: save and load outside of the capture",
                 kind="unsupported_value",
             )
@@ -81,7 +81,8 @@ class CudaEvent:
 
 @cache
 def _capture_mode_exchange() -> _Exchange | None:
-    """Returns None where the driver has no such call: then nothing may be captured while a save or a load is at work.
+    """Returns the driver's function that exchanges the mode; None where it has none: then nothing may be captured
+    while a save or a load runs.
 
     Asked of the driver, because torch has no function for it, and the runtime's library has no fixed name.
     """

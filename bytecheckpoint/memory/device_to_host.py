@@ -27,8 +27,9 @@ class DeviceCopy(NamedTuple):
 
     tensor: torch.Tensor
     skipped_bytes: int
+    """Bytes of the tensor before the first one that is copied."""
     into: memoryview
-    """Has the length of the copy. A mapping is pinned; with other memory the host waits for each copy."""
+    """Memory of the length of the copy. A HostMapping is pinned; with other memory the host waits for each copy."""
 
 
 class DeviceStreams(Protocol):
@@ -110,7 +111,7 @@ class DeviceCopies:
                 self._waiting.setdefault(tensor.device, []).append(DeviceCopy(tensor, 0, part))
         self._ready = ready
         self._queued: list[tuple[CopyEvent, Sequence[DeviceCopy]]] = []
-        """Each with the event after it; held until then."""
+        """Copies, which hold their tensors, after the event that ends them."""
 
     def start(self) -> None:
         """Queues the copies, unless that was done; the host goes on."""

@@ -28,8 +28,8 @@ class DirectReader(Protocol):
     """A way from files to devices."""
 
     def read(self, path: str, reads: Sequence[DirectRead]) -> None:
-        """Waits until all bytes are on their devices. The reads are not ordered by a stream: nothing may be using the
-        targets.
+        """Reads all bytes, and returns when they are on their devices. The reads are not ordered by a stream: nothing
+        may be using the targets.
 
         Raises StorageError (unavailable) or CheckpointCorruptError (truncated); no read is under way then.
         """

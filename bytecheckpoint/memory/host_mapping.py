@@ -31,7 +31,7 @@ class HostMapping(mmap.mmap):
     """
 
     _device: torch.device | None = None
-    """One for which it is pinned; it is for all."""
+    """The device for which it was pinned, and with that for all; None if it is not pinned."""
     _is_tried = False
     _pid = 0
 
@@ -84,7 +84,7 @@ def pin_memory_of(memory: memoryview, device: torch.device) -> bool:
 
 
 def _register(mapping: HostMapping, device: torch.device) -> str | None:
-    """Returns what went wrong."""
+    """Pins the mapping. Returns what went wrong; None if nothing did."""
     outcome = ["the call did not return"]
 
     def register() -> None:

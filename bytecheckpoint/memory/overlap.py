@@ -31,14 +31,14 @@ class SharedMemory(NamedTuple):
     within: list[tuple[int, int]]
     """The second has only bytes of the first, with the same dtype: it is tied to it, or a view of a part."""
     clashing: list[tuple[int, int]]
-    """The two have some bytes in common, and the second has others, or they have different dtypes."""
+    """The two have some bytes in common, and the second also has other bytes, or they have different dtypes."""
 
 
 def find_shared(shards: Sequence[LocalShard]) -> SharedMemory:
     """Returns all shards that share memory with another one. Costs little if none does."""
     shared = SharedMemory([], [])
     targets = TargetShards.of(shards)
-    if all(tensor.is_cpu for tensor in targets.seen_alone):
+    if all(tensor.is_cpu for tensor in targets.tensors_without_address):
         _compare_on_device(range(len(shards)), targets, shared)
         return shared
     by_device: dict[torch.device, list[int]] = {}  # an address says nothing about another device's
@@ -53,7 +53,7 @@ def _compare_on_device(numbers: Sequence[int], shards: Sequence[LocalShard], sha
     """Compares the shards with these numbers, which are on one device."""
     compared = TargetShards.of(shards if len(numbers) == len(shards) else [shards[number] for number in numbers])
     starts, lengths = compared.addresses.copy(), compared.byte_lengths.copy()
-    for number, tensor in zip(compared.without_address, compared.seen_alone, strict=True):
+    for number, tensor in zip(compared.without_address, compared.tensors_without_address, strict=True):
         starts[number], lengths[number] = tensor.data_ptr(), _span_bytes(tensor)
     ends = starts + lengths
     filled = np.flatnonzero((starts != 0) & (ends > starts))
@@ -68,6 +68,7 @@ def _compare_on_device(numbers: Sequence[int], shards: Sequence[LocalShard], sha
 
 
 def _compare_group(group: Sequence[int], shards: Sequence[LocalShard], shared: SharedMemory) -> None:
+    """Adds the pairs of a group, whose spans of memory overlap, that share bytes."""
     same: dict[object, list[int]] = {}
     for number in sorted(group):
         tensor = shards[number].tensor
@@ -84,8 +85,8 @@ def _compare_group(group: Sequence[int], shards: Sequence[LocalShard], shared: S
             shared.within.extend((first, other) for other in others)
             continue
         dtype = shards[first].tensor.dtype  # of another one, the same bytes are other values
-        alike = {number: view for number, view in filled.items() if shards[number].tensor.dtype == dtype}
-        within = next((number for number, view in alike.items() if _is_within(views[first], view)), None)
+        same_dtype = {number: view for number, view in filled.items() if shards[number].tensor.dtype == dtype}
+        within = next((number for number, view in same_dtype.items() if _is_within(views[first], view)), None)
         if within is not None:
             shared.within.extend((within, other) for other in (first, *others))
         else:
@@ -96,16 +97,16 @@ def _compare_group(group: Sequence[int], shards: Sequence[LocalShard], shared: S
 def _largest_apart(views: Mapping[int, _ByteRuns]) -> dict[int, _ByteRuns]:
     """Chooses views that have no byte in common, larger ones first."""
     apart: dict[int, _ByteRuns] = {}
-    taken_starts, taken_ends = np.empty(0, np.int64), np.empty(0, np.int64)
+    chosen_starts, chosen_ends = np.empty(0, np.int64), np.empty(0, np.int64)
     for number in sorted(views, key=lambda number: -views[number].num_runs * views[number].run_bytes):
         starts = np.sort(views[number].starts())
         ends = starts + views[number].run_bytes
         # The last of the chosen runs that begins before the end of this run.
-        last = np.searchsorted(taken_starts, ends) - 1
-        if not (taken_ends[last[last >= 0]] > starts[last >= 0]).any():
+        last = np.searchsorted(chosen_starts, ends) - 1
+        if not (chosen_ends[last[last >= 0]] > starts[last >= 0]).any():
             apart[number] = views[number]
-            at = np.searchsorted(taken_starts, starts)
-            taken_starts, taken_ends = np.insert(taken_starts, at, starts), np.insert(taken_ends, at, ends)
+            at = np.searchsorted(chosen_starts, starts)
+            chosen_starts, chosen_ends = np.insert(chosen_starts, at, starts), np.insert(chosen_ends, at, ends)
     return apart
 
 

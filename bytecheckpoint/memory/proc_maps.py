@@ -33,8 +33,8 @@ def memory_areas() -> list[MemoryArea]:
 
 def are_read_only(addresses: np.ndarray) -> np.ndarray:
     """Returns for each address True if it is known to be read-only."""
-    locked = [area for area in memory_areas() if not area.is_writable]
-    starts, ends = (np.array([0, *(area[side] for area in locked)], np.uint64) for side in (0, 1))
+    read_only_areas = [area for area in memory_areas() if not area.is_writable]
+    starts, ends = (np.array([0, *(area[side] for area in read_only_areas)], np.uint64) for side in (0, 1))
     places = addresses.astype(np.uint64)
-    is_locked: np.ndarray = places < ends[np.searchsorted(starts, places, side="right") - 1]
-    return is_locked
+    are_inside: np.ndarray = places < ends[np.searchsorted(starts, places, side="right") - 1]
+    return are_inside

@@ -75,10 +75,10 @@ def in_a_state(mapped: Mapped) -> Mapped:
     """Returns the mapped checkpoint with the model below the name that it has in a state."""
     new = {fqn: f"{entry}.{fqn}" for fqn, entry in mapped.entries.items()}
     new_fqns = set(new.values())
-    taken = next((fqn for fqn in (*mapped.in_model, *mapped.unmapped, *mapped.others) if fqn in new_fqns), None)
-    if taken is not None:
+    clash = next((fqn for fqn in (*mapped.in_model, *mapped.unmapped, *mapped.others) if fqn in new_fqns), None)
+    if clash is not None:
         raise CheckpointMismatchError(
-            f"the checkpoint has {taken!r:.200}, and another tensor that would get that name; nothing was loaded or "
+            f"the checkpoint has {clash!r:.200}, and another tensor that would get that name; nothing was loaded or "
             "written: convert one of the two models first",
             kind="conflict",
         )
@@ -86,8 +86,8 @@ def in_a_state(mapped: Mapped) -> Mapped:
         tensors=[tensor._replace(fqn=new.get(tensor.fqn, tensor.fqn)) for tensor in mapped.tensors],
         aliases={new.get(alias, alias): new.get(fqn, fqn) for alias, fqn in mapped.aliases.items()},
         in_model={
-            new.get(fqn, fqn): f"{mapped.entries[fqn]}." if fqn in new else before
-            for fqn, before in mapped.in_model.items()
+            new.get(fqn, fqn): f"{mapped.entries[fqn]}." if fqn in new else prefix
+            for fqn, prefix in mapped.in_model.items()
         },
         entries={},
     )
@@ -104,7 +104,7 @@ class MapRequest(NamedTuple):
 
 _Numbers = tuple[tuple[str, int], ...]
 _Group = tuple[int, int, _Numbers]
-"""Around, rule and numbers that tensors of one operation have in common."""
+"""Index of the around, index of the rule, and numbers that tensors of one operation have in common."""
 
 
 def apply_map(name_map: MapFile, contents: MapInput, request: MapRequest) -> Mapped:
@@ -137,6 +137,8 @@ def _examples(names: Mapping[str, object]) -> str:
 
 
 class _Application:
+    """A map in use on one checkpoint."""
+
     def __init__(self, name_map: MapFile, side: int, contents: MapInput, request: MapRequest) -> None:
         self._map = name_map
         self._side, self._target = side, 1 - side
@@ -257,11 +259,12 @@ class _Application:
             yield numbers, LayerTensor(name, fqn, None if is_one_value else layer, dtype, shape[1:])
 
     def _targets(self, groups: Mapping[_Group, Mapping[int, LayerTensor]]) -> Iterator[WantedTensor]:
+        """Yields the tensors of the other side; the layers of one tensor there are stacked."""
         stacks: dict[str, dict[int, TargetTensor]] = {}
         one_values: dict[str, TargetTensor] = {}  # each for all layers
         for (around, rule, numbers), tensors in groups.items():
             equal_parts, template = self._map.arounds[around].equal_parts, self._map.arounds[around].sides[self._target]
-            for part, made in enumerate(self._made(self._map.rules[rule], tensors, equal_parts=equal_parts)):
+            for part, made in enumerate(self._apply_rule(self._map.rules[rule], tensors, equal_parts=equal_parts)):
                 self._count(len(made.pieces))
                 fqn = self._translation.name(around, rule, part, dict(numbers))
                 if any(tensor.name != tensor.fqn for tensor in tensors.values()):
@@ -301,7 +304,7 @@ class _Application:
         ]
         return TargetTensor(dtype, (len(layers), *shape), pieces)
 
-    def _made(self, rule: Rule, tensors: Mapping[int, LayerTensor], *, equal_parts: bool) -> list[TargetTensor]:
+    def _apply_rule(self, rule: Rule, tensors: Mapping[int, LayerTensor], *, equal_parts: bool) -> list[TargetTensor]:
         """Returns the tensors on the other side of the map that the rule makes of these tensors."""
         if equal_parts:
             return [unchanged(tensors[min(tensors)])] * len(rule.names[self._target])
@@ -325,19 +328,20 @@ class _Application:
             raise refusal(self._map, f"{name!r:.200}: {error} ({rule.where} of the map)", "shape") from error
 
     def _unchanged(self, name: str) -> WantedTensor:
+        """Returns a tensor that keeps its name."""
         fqn = self._stored[name]
         if name != fqn:
             self._from_aliases.add(name)
         dtype, shape = self._described[fqn]
         return WantedTensor(name, dtype, shape, [CopySource(whole(shape), fqn, whole(shape))])
 
-    def _without_repetitions(self, found: Sequence[WantedTensor]) -> tuple[list[WantedTensor], dict[str, str]]:
+    def _without_repetitions(self, all_tensors: Sequence[WantedTensor]) -> tuple[list[WantedTensor], dict[str, str]]:
         """Returns the tensors; as aliases, all that are made of aliases and of the same pieces as another."""
         tensors: list[WantedTensor] = []
         aliases: dict[str, str] = {}
         names: set[str] = set()
         by_pieces: dict[tuple[object, ...], str] = {}
-        for tensor in found:
+        for tensor in all_tensors:
             if tensor.fqn in names:
                 raise refusal(self._map, f"two tensors of it come to the name {tensor.fqn!r:.200}")
             names.add(tensor.fqn)
@@ -351,7 +355,7 @@ class _Application:
         return tensors, aliases
 
     def _length(self, pattern: Pattern, dim: int) -> int | None:
-        """Returns the length of the first tensor with this name, in any template."""
+        """Returns the length along `dim` of the first tensor that matches; None if none does or it has no `dim`."""
         for name, match in self._matches.items():
             if match is None or self._map.arounds[match.around].equal_parts:
                 continue
@@ -361,6 +365,6 @@ class _Application:
         return None
 
     def _count(self, num_pieces: int) -> None:
-        """Limits the pieces: a small manifest can claim a tensor of a billion layers."""
+        """Counts pieces and refuses too many: a small manifest can claim a tensor of a billion layers."""
         self._num_pieces += num_pieces
         refuse_too_many(self._num_pieces)

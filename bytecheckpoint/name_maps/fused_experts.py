@@ -74,7 +74,7 @@ def with_fused_experts(manifest: Manifest) -> Manifest | None:
     rename = partial(_renamed, renamed=prefixes, block=EXPERT_NAMES["mixtral"].block)
     tensors = {rename(name): manifest.tensors[name] for name in manifest.tensors if name not in replaced}
     tensors |= relink(manifest, [wanted for layer in fused for wanted in layer.wanted]).records
-    aliases = {rename(alias): rename(of) for alias, of in manifest.aliases.items()}
+    aliases = {rename(alias): rename(fqn) for alias, fqn in manifest.aliases.items()}
     return replace(manifest, tensors=tensors, aliases=aliases)
 
 

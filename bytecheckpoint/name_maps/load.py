@@ -97,14 +97,14 @@ def mapped_manifest(manifest: Manifest, folder: CheckpointFolder, wanted: NameMa
     """
     mapped = map_checkpoint(manifest, folder, wanted)
     objects, left_out = mapped_objects(manifest, mapped)
-    seen = as_mapped(manifest, as_state(mapped, objects), objects)
-    return replace(seen, map_notes=seen.map_notes._replace(left_out=left_out))
+    result = as_mapped(manifest, as_state(mapped, objects), objects)
+    return replace(result, map_notes=result.map_notes._replace(left_out=left_out))
 
 
 def as_state(mapped: Mapped, objects: Mapping[str, bytes]) -> Mapped:
-    """Puts the model below the name of an entry, as in a state, if the checkpoint has more than the model."""
-    is_more = bool(objects) or len(mapped.in_model) < len(mapped.tensors) + len(mapped.aliases)
-    return in_a_state(mapped) if is_more else mapped
+    """Returns `mapped`, with the model below the name of an entry if the checkpoint has more than the model."""
+    has_more = bool(objects) or len(mapped.in_model) < len(mapped.tensors) + len(mapped.aliases)
+    return in_a_state(mapped) if has_more else mapped
 
 
 def as_mapped(manifest: Manifest, mapped: Mapped, objects: Mapping[str, bytes]) -> Manifest:

@@ -47,6 +47,7 @@ class _ObjectRenaming:
         self._manifest = manifest
         self._mapped = mapped
         self._renamed = mapped.sources.union(mapped.dropped)
+        """FQNs of tensors that have other names now, or are left out."""
         self.left_out: dict[str, str] = {}
 
     def rename(self, tree: Any, fqn: str) -> Any:

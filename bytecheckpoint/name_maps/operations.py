@@ -25,7 +25,7 @@ class LayerTensor(NamedTuple):
     fqn: str
     """The name under which it is stored."""
     layer: int | None
-    """Its index in the leading dimension of a stored tensor that holds all layers, else None."""
+    """Index of the layer in the leading dimension of a stored tensor that holds all layers, else None."""
     dtype: str
     shape: tuple[int, ...]
     """The shape without that dimension."""
@@ -143,7 +143,7 @@ def describe_kinds(kinds: set[tuple[str, tuple[int, ...]]]) -> str:
 
 
 def refuse_too_many(num_pieces: int) -> None:
-    """Raises UnsafeCheckpointError (limits_exceeded)."""
+    """Raises UnsafeCheckpointError (limits_exceeded) for more than MAX_PIECES."""
     if num_pieces > MAX_PIECES:
         raise UnsafeCheckpointError(
             f"the name map cuts the checkpoint into more than {MAX_PIECES} pieces; nothing was loaded or written: "

@@ -33,7 +33,7 @@ class Pattern(str):
         return ".".join(str(numbers[part[1:-1]]) if part.startswith("{") else part for part in self.parts)
 
     def match(self, name_parts: Sequence[str]) -> dict[str, int] | None:
-        """Returns the numbers in a name of as many parts, given as these; None if the name does not match."""
+        """Returns the numbers in a name, given by its parts, of which there are as many; None if it does not match."""
         numbers = {}
         for part, found in zip(self.parts, name_parts, strict=True):
             if not part.startswith("{"):
@@ -88,7 +88,9 @@ class NameTemplate(str):
 
 
 def parse_template(text: str) -> NameTemplate:
-    """Raises ValueError, which says what is wrong, for text that does not have `{name}` once."""
+    """Returns the template that the text spells. Raises ValueError, which says what is wrong, unless the text has
+    `{name}` once.
+    """
     before, found, after = text.partition("{name}")
     if not found or "{" in before + after or "}" in before + after:
         raise ValueError(f"{text!r:.200} has to have {{name}} in it, once, and no other field")

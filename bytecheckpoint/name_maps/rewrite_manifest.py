@@ -48,8 +48,8 @@ def relink(manifest: Manifest, tensors: Sequence[WantedTensor]) -> Relinked:
 
 
 def refuse_zeros(manifest: Manifest) -> None:
-    """Raises CheckpointMismatchError (conflict) if no file holds all of a tensor: a manifest that is written can only
-    point into files.
+    """Raises CheckpointMismatchError (conflict) if a part of a tensor is zeros that no file holds: a manifest that is
+    written can only point into files.
     """
     zeros_file = manifest.map_notes.zeros_file
     for fqn in manifest.tensors if zeros_file is not None else ():

@@ -34,6 +34,7 @@ class OptionSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rena
     """Name of another value: if that exists and is false, `value` is not used."""
     tensor: Pattern | None = None
     dim: int = 0
+    """Dimension of the tensor whose length is the option's value."""
 
     def __post_init__(self) -> None:
         if bool(self.value) == bool(self.tensor) or (self.tensor and self.condition):
@@ -63,8 +64,11 @@ class Padding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor has more rows along dimension 0 on one side, which mean nothing and are zeros where they are made."""
 
     side: str
+    """The side that has the padding."""
     rows: SizeExpression
+    """Number of rows with padding."""
     without: SizeExpression
+    """Number of rows without padding."""
 
 
 class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"found": "is"}):
@@ -117,6 +121,7 @@ class MapFile(NamedTuple):
     rules: Sequence[Rule]
     arounds: Sequence[Around]
     variants: tuple[tuple[str, ...], tuple[str, ...]]
+    """By side, the names of its variants."""
     stacked: tuple[str, str]
     """By side, the field that its names may lack: such a tensor has a leading dimension for it. Empty: none."""
     drop: tuple[tuple[str, ...], tuple[str, ...]]
@@ -221,10 +226,10 @@ class _Parser:
         heads = [at for at, line in enumerate(self._text.splitlines(), 1) if line.strip() == f"[[{name}]]"]
         return f"{name}[{number}]" + (f" (line {heads[number]})" if number < len(heads) else "")
 
-    def _by_side(self, name: str, found: Mapping[str, Sequence[str]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        for side in found:
+    def _by_side(self, name: str, table: Mapping[str, Sequence[str]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        for side in table:
             self._check_side(name, side)
-        return tuple(found.get(self._sides[0], ())), tuple(found.get(self._sides[1], ()))
+        return tuple(table.get(self._sides[0], ())), tuple(table.get(self._sides[1], ()))
 
     def _check_side(self, where: str, side: str) -> None:
         if side not in self._sides:
@@ -237,18 +242,18 @@ class _Parser:
         return self._converted(item, Option, where)
 
     def _refuse_circles(self) -> None:
-        left = {name: option.default.names if option.default else [] for name, option in self._options.items()}
-        for name, needs in left.items():
+        unresolved = {name: option.default.names if option.default else [] for name, option in self._options.items()}
+        for name, needs in unresolved.items():
             for needed in needs:
                 if needed not in self._options:
                     what = f"the default of {name!r:.80} needs {needed!r:.80}, which is not an option of this map"
                     self._refuse("options", what)
-        while left:
+        while unresolved:
             # An option whose needs are all known is known as well. If there is no such option, they form a circle.
-            found = [name for name, needs in left.items() if not any(needed in left for needed in needs)]
-            if not found:
-                self._refuse("options", f"the defaults of {', '.join(left)} need one another")
-            left = {name: needs for name, needs in left.items() if name not in found}
+            resolved = [name for name, needs in unresolved.items() if not any(needed in unresolved for needed in needs)]
+            if not resolved:
+                self._refuse("options", f"the defaults of {', '.join(unresolved)} need one another")
+            unresolved = {name: needs for name, needs in unresolved.items() if name not in resolved}
 
     def _rule(self, number: int, item: Any) -> Rule:
         where = self._where("tensors", number)
@@ -313,13 +318,13 @@ class _Parser:
                     self._refuse(rule.where, f"{str(again)!r:.200} is in {seen[again]} as well")
                 seen |= dict.fromkeys(patterns, rule.where)
 
-    def _stacked(self, found: Mapping[str, str], rules: Sequence[Rule]) -> tuple[str, str]:
+    def _stacked(self, table: Mapping[str, str], rules: Sequence[Rule]) -> tuple[str, str]:
         fields = {field for rule in rules for field in rule.names[0][0][0].fields}
-        for side, field in found.items():
+        for side, field in table.items():
             self._check_side("stacked", side)
             if field not in fields:
                 self._refuse(f"stacked.{side}", f"{field!r:.80} is not a field of any name")
-        return found.get(self._sides[0], ""), found.get(self._sides[1], "")
+        return table.get(self._sides[0], ""), table.get(self._sides[1], "")
 
     def _refuse(self, where: str, what: str, cause: BaseException | None = None) -> NoReturn:
         raise CheckpointMismatchError(

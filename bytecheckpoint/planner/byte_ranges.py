@@ -44,7 +44,7 @@ class ByteRange(NamedTuple):
             return True
         first = ByteRange(self.byte_offset, self.lengths[1:], self.strides[1:])
         stride, row_bytes = self.strides[0], first.end - self.byte_offset
-        # Only the rows at both ends of the range may reach into it without a byte there.
+        # Only the first and last of the rows that overlap the range may have no byte of their own in it.
         low = max(0, -(-(start + 1 - self.byte_offset - row_bytes) // stride))
         high = min(self.lengths[0] - 1, (end - 1 - self.byte_offset) // stride)
         if low > high:
@@ -60,13 +60,13 @@ def piece_of(item: Part | Frame) -> ByteRange:
         return ByteRange(item.byte_offset, (item.byte_length,), (1,))
     lengths, strides = [item_bytes_of(item)], [1]
     stride = lengths[0]
-    for length, of_chunk in zip(reversed(item.region.lengths), reversed(item.chunk.region.lengths), strict=True):
+    for length, chunk_length in zip(reversed(item.region.lengths), reversed(item.chunk.region.lengths), strict=True):
         if stride == lengths[0] * strides[0]:
             lengths[0] *= length
         elif length > 1:
             lengths.insert(0, length)
             strides.insert(0, stride)
-        stride *= of_chunk
+        stride *= chunk_length
     return ByteRange(item.byte_offset, tuple(lengths), tuple(strides))
 
 
@@ -78,8 +78,8 @@ def item_bytes_of(part: BoxPart) -> int:
 def boxes_in_run(
     want: int, chunk: Chunk, wanted: Region, elements: range, *, byte_offset: int, item_bytes: int
 ) -> Iterator[BoxPart]:
-    """Yields the boxes of the region `wanted` in a run of a chunk's elements, which is a few boxes itself; the chunk's
-    first element is at `byte_offset`.
+    """Yields the boxes of the region `wanted` that lie in a run of a chunk's elements; a run is a few boxes. The
+    chunk's first element is at `byte_offset`.
     """
     for box in split_flat_range(chunk.region.lengths, elements.start, len(elements)):
         region = intersect(shifted(box, chunk.region.offsets), wanted)
@@ -98,5 +98,5 @@ def names_in(fetch: Fetch, fqns: Sequence[str], start: int, end: int) -> str:
 
 
 def first_names(fqns: Iterable[str]) -> str:
-    """Joins the names, or the first of many."""
+    """Returns the names as text, or the first of many."""
     return and_more(sorted(set(fqns)), 3)

@@ -33,7 +33,7 @@ class ExtentIndex:
         return self._bounds[bisect_right(self._bounds, start) - 1], self._bounds[bisect_left(self._bounds, end)]
 
     def widen_all(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Widens many ranges."""
+        """Returns the bounds of many ranges, each widened as `widen` does."""
         if self._bounds is None:
             return starts, ends
         bounds, is_empty = np.array(self._bounds, np.int64), starts == ends
@@ -72,9 +72,9 @@ def coalesce(
     fetches: list[Fetch] = []
     ends: list[FlatPart] = []
     for part in FlatParts(rows[is_large]):
-        direct, rest = _split_direct(file, part, extents, min(MAX_DIRECT_BYTES, max_fetch_bytes))
+        direct, part_ends = _split_direct(file, part, extents, min(MAX_DIRECT_BYTES, max_fetch_bytes))
         fetches += direct
-        ends += rest
+        ends += part_ends
     small = np.concatenate([rows[~is_large], np.array(ends, np.int64).reshape(-1, rows.shape[1])])
     items = _Items(small, [*frames, *others])
     return fetches + _merge(file, items, extents, max_gap_bytes, max_fetch_bytes)
@@ -113,6 +113,7 @@ class _Items(NamedTuple):
 def _split_direct(
     file: int, part: FlatPart, extents: ExtentIndex, max_bytes: int
 ) -> tuple[list[Fetch], list[FlatPart]]:
+    """Returns direct fetches of the whole extents inside a part, and the ends of the part that are outside of them."""
     start, end = part.byte_offset, part.byte_offset + part.byte_length
     first, last = extents.shrink(start, end)
     fetches = []

@@ -63,7 +63,7 @@ class CopyRun(NamedTuple):
 
 
 def same_tensor(fqn: str, dtype: str, shape: tuple[int, ...], *, stored_fqn: str) -> WantedTensor:
-    """Returns a tensor that is all of a stored one."""
+    """Returns the target's tensor `fqn` as a copy of a whole stored tensor."""
     region = whole(shape)
     return WantedTensor(fqn, dtype, shape, [CopySource(region, stored_fqn, region)])
 
@@ -75,8 +75,8 @@ def check_wanted(wanted: Sequence[WantedTensor], manifest: Manifest) -> None:
             _check_piece(tensor, piece, manifest)
         fault = find_tiling_fault(tensor.shape, [piece.region for piece in tensor.pieces])
         if fault is not None:
-            found = f"nothing for {describe(fault.hole)}" if fault.hole else "two parts for the same elements"
-            raise _not_made(tensor, f"there is {found}")
+            why = f"there is nothing for {describe(fault.hole)}" if fault.hole else "two parts overlap"
+            raise _not_made(tensor, why)
 
 
 def _check_piece(tensor: WantedTensor, piece: CopySource, manifest: Manifest) -> None:

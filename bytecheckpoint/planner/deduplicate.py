@@ -56,14 +56,14 @@ def _assign_small(replicas: Sequence[Replica], loads: list[int], level: int) -> 
     """Assigns small replicas, in the order of their names, to the first holders: each holder is filled before the next
     one gets any. Yields each replica with the position of its writer.
     """
-    position, taken = 0, 0
+    position, assigned_bytes = 0, 0
     room = max(level - loads[0], level // _SMALL_FRACTION, EXTENT_BYTES)
     for replica in sorted(replicas, key=lambda replica: (replica.fqn, replica.region)):
-        if taken and taken + replica.byte_length > room and position + 1 < len(loads):
-            position, taken = position + 1, 0
+        if assigned_bytes and assigned_bytes + replica.byte_length > room and position + 1 < len(loads):
+            position, assigned_bytes = position + 1, 0
             room = max(level - loads[position], level // _SMALL_FRACTION, EXTENT_BYTES)
         loads[position] += replica.byte_length
-        taken += replica.byte_length
+        assigned_bytes += replica.byte_length
         yield replica, position
 
 
@@ -76,9 +76,9 @@ def _assign_large(replicas: Sequence[Replica], loads: list[int], level: int) -> 
         left: Region | None = replica.region
         while left is not None:
             load, position = heap[0]
-            taken, left = _split_off(left, item_bytes, level - load)
-            loads[position] += taken.numel * item_bytes
-            yield replica, taken, position
+            part, left = _split_off(left, item_bytes, level - load)
+            loads[position] += part.numel * item_bytes
+            yield replica, part, position
             heapq.heapreplace(heap, (loads[position], position))
 
 
@@ -147,7 +147,7 @@ def merge_aliases(
                 f"{alias}: {what} on rank {there}, tied to {fqn}, {tied_to}, on rank {here}",
                 (there, here),
             )
-        elif other != fqn and not any(of.get(other, other) == of.get(fqn, fqn) for of in distinct.values()):
+        elif other != fqn and not any(ties.get(other, other) == ties.get(fqn, fqn) for ties in distinct.values()):
             there = global_ranks[other_rank]
             conflicts[alias] = f"{alias}: tied to {other} on rank {there}, to {fqn} on rank {here}", (there, here)
     if conflicts:

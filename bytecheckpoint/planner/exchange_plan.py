@@ -39,10 +39,10 @@ class ReaderShare(NamedTuple):
     peers: Sequence[int]
     """The ranks of other hosts to which this rank sends bytes, in ascending order."""
     received: Sequence[tuple[int, ExtentRun]]
-    """The rank of this host in whose memory each run is that this rank wants and neither reads nor relays, in the order
-    of the files."""
+    """Each run that this rank wants but neither reads nor relays, after the rank of this host in whose memory it is; in
+    the order of the files."""
     relayed: Sequence[tuple[int, ExtentRun]] = ()
-    """The reader rank, on another host, of each run that this rank receives for all of its host, in the same order."""
+    """Each run that this rank receives for all of its host, after its reader rank; in the order of the files."""
     takers: Sequence[int] = ()
     """The ranks of this host that take what this rank reads or relays, in ascending order."""
     common: Sequence[ExtentRun] = ()
@@ -179,22 +179,22 @@ def divide_plan(fetches: Iterable[Fetch], share: ReaderShare, extents: Extents, 
     for fetch in fetches:
         is_assigned = any(any(_overlapping(assigned, run)) for run in wanted_runs([fetch], extents))
         (mixed if is_assigned else alone).append(fetch)
-    left = runs_by_ranks([wanted_runs(mixed, extents), assigned]).get((0,), [])
-    units = {run: [*_units(run, extents, unit_bytes)] for run in (*assigned, *left)}
+    unassigned = runs_by_ranks([wanted_runs(mixed, extents), assigned]).get((0,), [])
+    units = {run: [*_units(run, extents, unit_bytes)] for run in (*assigned, *unassigned)}
     units |= {run: [run] for run in share.common}
-    cut = _cut_all(mixed, sorted(chain.from_iterable(units.values())), extents)
+    by_unit = _cut_all(mixed, sorted(chain.from_iterable(units.values())), extents)
     received: dict[int, list[Fetch]] = {}
     for rank, run in share.received:
-        received.setdefault(rank, []).extend(cut[unit] for unit in units[run] if cut[unit].all_parts)
+        received.setdefault(rank, []).extend(by_unit[unit] for unit in units[run] if by_unit[unit].all_parts)
     relayed: dict[int, list[Fetch]] = {}
     for reader, run in share.relayed:
-        relayed.setdefault(reader, []).extend(cut[unit] for unit in units[run])
+        relayed.setdefault(reader, []).extend(by_unit[unit] for unit in units[run])
     return DividedPlan(
-        shared=[cut[unit] for run in share.reads for unit in units[run]],
-        alone=[*(cut[unit] for run in left for unit in units[run]), *alone],
+        shared=[by_unit[unit] for run in share.reads for unit in units[run]],
+        alone=[*(by_unit[unit] for run in unassigned for unit in units[run]), *alone],
         received=received,
         relayed=relayed,
-        common=[cut[run] for run in share.common if cut[run].all_parts],
+        common=[by_unit[run] for run in share.common if by_unit[run].all_parts],
     )
 
 
@@ -225,13 +225,13 @@ def _cut_all(fetches: Iterable[Fetch], units: Sequence[ExtentRun], extents: Exte
         for item in (*fetch.parts, *fetch.frames):
             for unit in _overlapping(units, _run_of(fetch.file, item, extents)):
                 wanted[unit] += _cut(item, bounds[unit.first], bounds[unit.end])
-    cut = {}
+    by_unit = {}
     for unit, items in wanted.items():
         items.sort(key=attrgetter("byte_offset"))
         whole = fetch_of(unit.file, *extents.span(unit), items)
         only = items[0] if len(items) == 1 else None
-        cut[unit] = whole._replace(is_direct=isinstance(only, FlatPart) and only.byte_length == whole.byte_length)
-    return cut
+        by_unit[unit] = whole._replace(is_direct=isinstance(only, FlatPart) and only.byte_length == whole.byte_length)
+    return by_unit
 
 
 def _cut(item: Part | Frame, start: int, end: int) -> Iterable[Part | Frame]:

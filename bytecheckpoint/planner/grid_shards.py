@@ -46,7 +46,7 @@ class GridShards(NamedTuple):
 
 
 def find_grid_shards(tensors: Mapping[str, TensorItems]) -> Iterator[GridShards]:
-    """Yields the tensors whose shards form a grid. Another tensor may be complete as well: `find_owners` checks it."""
+    """Yields the tensors whose shards form a grid. The others may be complete as well: `find_owners` checks them."""
     tables: dict[tuple[int, int], list[str]] = {}
     for fqn, tensor in tensors.items():
         if len(tensor.sources) == 1 and 0 not in tensor.shape:
@@ -62,6 +62,7 @@ def find_grid_shards(tensors: Mapping[str, TensorItems]) -> Iterator[GridShards]
 
 
 def _find(fqns: Sequence[str], table: ItemTable, items: Int64s, shapes: Int64s) -> GridShards:
+    """Returns those of the tensors whose shards form a grid."""
     boxes = table.boxes_of(items)
     is_filled = (boxes[:, :, 1] != 0).all(axis=2)
     order = _order(boxes[:, :, 0], is_filled, shapes)

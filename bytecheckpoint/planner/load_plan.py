@@ -42,7 +42,7 @@ class Want(NamedTuple):
     region: Region
     """In global coordinates."""
     is_flat: bool
-    """The memory can take raw bytes: row-major without gaps, of the stored dtype."""
+    """True if the memory can take raw bytes: row-major without gaps, of the stored dtype."""
 
 
 class _PackedChunk(NamedTuple):
@@ -58,7 +58,7 @@ class _FileParts(NamedTuple):
     """The wanted parts of a data file."""
 
     sole: FlatParts
-    """Whole tensors."""
+    """Whole tensors that are one chunk each."""
     parts: list[Part]
     packed: dict[int, _PackedChunk]
     """Compressed chunks by byte offset."""
@@ -180,7 +180,7 @@ def zeros_in(manifest: Manifest, fqn: str, region: Region) -> list[Region]:
 
 
 def _sole_chunks(manifest: Manifest, wants: Wants) -> SoleChunks:
-    """Returns the chunks of the wants for a whole tensor that lies in one chunk, as it is in memory. Nearly all of many
+    """Returns the chunk of each want for a whole tensor that is one chunk, as it is in memory. Nearly all of many
     small tensors are like this: they are planned together, in operations on arrays.
     """
     sole = manifest.table.sole_chunks(wants.fqns)

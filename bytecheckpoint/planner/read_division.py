@@ -21,6 +21,7 @@ FEW_RANKS = 4
 a message.
 """
 _COMMON_BYTES = 256 << 10
+"""Limit for the bytes of these messages to one rank."""
 _COMMON_BYTES_OF_ALL = 256 << 20
 """Limit for these messages to all ranks together: they come from one store."""
 COMMON_READER = 0
@@ -62,8 +63,8 @@ class ReadPath(NamedTuple):
 
 
 class ReadGroup(NamedTuple):
-    """Ranks that want the same runs, and share the reading of them; or with them, as the last one, a rank that reads
-    all for them.
+    """Ranks that want the same runs and share the reading of them. The last rank may be one that wants none of them and
+    reads all.
     """
 
     ranks: Sequence[int]
@@ -135,10 +136,10 @@ def divide_reading(
     common = _take_common(by_ranks, extents, min(_COMMON_BYTES, _COMMON_BYTES_OF_ALL // len(wanted)))
     division = _Division(len(wanted), extents, hosts)
     for ranks in sorted(by_ranks, key=lambda ranks: (len(ranks), ranks)):  # small ones have the least choice
-        for of_file, runs in _runs_by_holders(by_ranks[ranks], holders):
+        for file_holders, runs in _runs_by_holders(by_ranks[ranks], holders):
             # A file that few ranks can read is read once for all: on some hosts no rank might be able to.
-            for together in [ranks] if of_file is not None else division.parts_of(ranks):
-                division.add(together, of_file, runs)
+            for together in [ranks] if file_holders is not None else division.parts_of(ranks):
+                division.add(together, file_holders, runs)
     return ReadDivision(division.groups, [(min(holders.get(run.file, (COMMON_READER,))), run) for run in common], hosts)
 
 
@@ -192,8 +193,8 @@ def _runs_by_holders(
         return
     by_holders: dict[tuple[int, ...] | None, list[ExtentRun]] = {}
     for run in runs:
-        of_file = holders.get(run.file)
-        by_holders.setdefault(None if of_file is None else tuple(of_file), []).append(run)
+        file_holders = holders.get(run.file)
+        by_holders.setdefault(None if file_holders is None else tuple(file_holders), []).append(run)
     yield from by_holders.items()
 
 
@@ -257,6 +258,7 @@ class _Division:
             self.groups.append(ReadGroup(together, parts))
 
     def _add_of_others(self, together: Sequence[int], holders: Sequence[int], runs: Sequence[ExtentRun]) -> None:
+        """Adds groups in which some of the holders read the runs for the ranks `together`, which cannot."""
         by_reader: dict[int, list[ExtentRun]] = {}
         for run in runs:  # each whole, by one rank: a peer connects to no more ranks than it must
             reader = min(holders, key=lambda rank: (self._read_bytes[rank], rank))

@@ -33,6 +33,7 @@ class StagedPart(msgspec.Struct, frozen=True, array_like=True):
     host: str
     started_at: float
     is_alive: bool
+    """True if the process that saves is still alive."""
     here: dict[str, int]
     """The data files that are whole on this disk: name in the checkpoint and length in bytes."""
     needed: dict[str, int] | None
@@ -61,7 +62,9 @@ class RecoveryTask(msgspec.Struct, frozen=True, array_like=True):
     save_id: str
     folder: str
     uploads: list[str]
+    """Names of the data files that the rank uploads from the folder."""
     commits: bool
+    """True if the rank commits the manifest in the folder."""
     overwrite: bool
     committed_save_id: str
     """Save id of the checkpoint that is at the path and may be replaced; empty where there is none."""
@@ -76,9 +79,10 @@ class RecoveryVerdict(msgspec.Struct, frozen=True, array_like=True):
     outcome: str
     """The outcome, as in `RecoveredSave`."""
     what: str
+    """The reason for the outcome, as text."""
     may_arrive: bool
-    """Its manifest may have been sent, without an answer, and be carried out yet: what it points to has to stay."""
-    instead_of_by: str = ""
+    """True if its manifest may have been sent without an answer, and may still be committed: its files have to stay."""
+    superseded_by: str = ""
     """Id of the later save that is finished in its place; if that proves to be damaged, this one is still wanted."""
 
 
@@ -89,22 +93,22 @@ class RecoveryPlan(NamedTuple):
     verdicts: Sequence[RecoveryVerdict]
 
 
-def plan_recovery(found: Sequence[Sequence[StagedPart]], there: Mapping[str, TargetFolder]) -> RecoveryPlan:
-    """Plans from the parts that each rank sees, and the folders that their saves go to."""
-    tasks: list[list[RecoveryTask]] = [[] for _ in found]
-    loads = [0] * len(found)
+def plan_recovery(parts_by_rank: Sequence[Sequence[StagedPart]], targets: Mapping[str, TargetFolder]) -> RecoveryPlan:
+    """Plans from the parts that each rank sees, and the folders, by path, that their saves go to."""
+    tasks: list[list[RecoveryTask]] = [[] for _ in parts_by_rank]
+    loads = [0] * len(parts_by_rank)
     verdicts: list[RecoveryVerdict] = []
-    busy = {part.folder for of_rank in found for part in of_rank if part.is_alive}
+    busy = {part.folder for of_rank in parts_by_rank for part in of_rank if part.is_alive}
     claimed: dict[str, str] = {}
     """Folder -> id of the save that is chosen for it."""
     by_root: dict[str, tuple[bool, str]] = {}
     """Root -> True if steps are finished below it, False if a checkpoint at it; and the folder of the first of them."""
-    for parts in _newest_first(found):
+    for parts in _newest_first(parts_by_rank):
         folder, is_step = parts[0].folder, parts[0].step is not None
         root = folder.rpartition("/")[0] if is_step else folder
         are_steps, beside = by_root.get(root, (is_step, ""))
         save = _Save(
-            parts, there[folder], in_the_way=there[folder].in_the_way or (beside if are_steps != is_step else "")
+            parts, targets[folder], in_the_way=targets[folder].in_the_way or (beside if are_steps != is_step else "")
         )
         verdict = save.verdict(claimed_by=claimed.get(folder, ""), is_busy=folder in busy)
         if verdict.outcome == "committed":
@@ -112,28 +116,32 @@ def plan_recovery(found: Sequence[Sequence[StagedPart]], there: Mapping[str, Tar
             by_root.setdefault(root, (is_step, folder or "the path itself"))
         verdicts.append(verdict)
         for part, uploads, commits in save.work(verdict):
-            seers = [rank for rank, of_rank in enumerate(found) if any(other.name == part.name for other in of_rank)]
+            seers = [
+                rank for rank, of_rank in enumerate(parts_by_rank) if any(other.name == part.name for other in of_rank)
+            ]
             rank = min(seers, key=lambda seer: loads[seer])
             loads[rank] += sum(part.here[name] for name in uploads)
-            committed = there[folder].save_id or ""
+            committed = targets[folder].save_id or ""
             task = RecoveryTask(part.name, part.save_id, folder, uploads, commits, part.overwrite, committed)
             tasks[rank].append(task)
     return RecoveryPlan(tasks, verdicts[::-1])
 
 
-def _newest_first(found: Sequence[Sequence[StagedPart]]) -> list[list[StagedPart]]:
+def _newest_first(parts_by_rank: Sequence[Sequence[StagedPart]]) -> list[list[StagedPart]]:
     """Returns the parts of each save, each once, by rank; newest save first."""
     saves: dict[str, dict[str, StagedPart]] = {}
-    for part in (part for of_rank in found for part in of_rank):
+    for part in (part for of_rank in parts_by_rank for part in of_rank):
         saves.setdefault(part.save_id, {})[part.name] = part
     by_rank = [sorted(parts.values(), key=lambda part: part.rank) for parts in saves.values()]
     return sorted(by_rank, key=lambda parts: (parts[0].started_at, parts[0].save_id), reverse=True)
 
 
 class _Save:
-    def __init__(self, parts: Sequence[StagedPart], there: TargetFolder, *, in_the_way: str) -> None:
+    """The parts of one save, with the folder that it goes to."""
+
+    def __init__(self, parts: Sequence[StagedPart], target: TargetFolder, *, in_the_way: str) -> None:
         self._parts = parts
-        self._there = there
+        self._target = target
         self._in_the_way = in_the_way
         self._pending = next((part for part in parts if part.needed is not None), None)
         self._damage = next((part.damage for part in parts if part.damage), "")
@@ -142,26 +150,27 @@ class _Save:
     def verdict(self, *, claimed_by: str, is_busy: bool) -> RecoveryVerdict:
         first = self._parts[0]
         outcome, what = self._outcome(is_claimed=bool(claimed_by), is_busy=is_busy)
-        instead_of_by = claimed_by if what == _SUPERSEDED else ""
+        superseded_by = claimed_by if what == _SUPERSEDED else ""
         may_arrive = self._may_arrive()
-        if outcome == "removed" and may_arrive and self._there.save_id != first.save_id:
+        if outcome == "removed" and may_arrive and self._target.save_id != first.save_id:
             what = f"{what}; {_LEFT_TO_CLEAN_UP}"
-        return RecoveryVerdict(first.save_id, first.folder, first.step, outcome, what, may_arrive, instead_of_by)
+        return RecoveryVerdict(first.save_id, first.folder, first.step, outcome, what, may_arrive, superseded_by)
 
     def _may_arrive(self) -> bool:
         """Returns True if the manifest can have been sent: it never is before all data is at the path."""
         if self._pending is not None:
             needed = self._pending.needed or {}
-            return all(self._there.sizes.get(name) == byte_length for name, byte_length in needed.items())
+            return all(self._target.sizes.get(name) == byte_length for name, byte_length in needed.items())
         own = f"/{self._parts[0].save_id}-"
         # Hazard: a stage without room for the manifest does not have it, and the save goes on all the same.
-        return all(part.is_complete for part in self._parts) and any(own in name for name in self._there.sizes)
+        return all(part.is_complete for part in self._parts) and any(own in name for name in self._target.sizes)
 
     def _outcome(self, *, is_claimed: bool, is_busy: bool) -> tuple[str, str]:
+        """Returns the outcome for the save, and the reason as text."""
         alive = [part for part in self._parts if part.is_alive]
         if alive:
             return "under_way", f"a living process on {alive[0].host} has it"
-        if self._there.save_id == self._parts[0].save_id:
+        if self._target.save_id == self._parts[0].save_id:
             return "removed", "it had been committed"
         if self._damage:
             return "kept", self._damage
@@ -169,10 +178,10 @@ class _Save:
             return self._without_manifest()
         if is_claimed:
             return "removed", _SUPERSEDED
-        if self._there.save_id is None:
+        if self._target.save_id is None:
             return "kept", "a checkpoint stands there whose manifest cannot be read: see `bcp verify`"
-        if self._there.save_id and not (self._pending.overwrite and self._there.save_id in self._pending.replaces):
-            return "removed", f"another checkpoint (save {self._there.save_id}) has been committed there since"
+        if self._target.save_id and not (self._pending.overwrite and self._target.save_id in self._pending.replaces):
+            return "removed", f"another checkpoint (save {self._target.save_id}) has been committed there since"
         if self._in_the_way:
             return "kept", (
                 f"a checkpoint is committed at {self._in_the_way}, and a path is one checkpoint or the root of steps, "
@@ -194,7 +203,7 @@ class _Save:
         )
 
     def _missing(self, needed: Mapping[str, int]) -> str:
-        missing = [name for name in needed if name not in self._here and self._there.sizes.get(name) != needed[name]]
+        missing = [name for name in needed if name not in self._here and self._target.sizes.get(name) != needed[name]]
         if not missing:
             return ""
         shown = and_more(missing, _MAX_NAMED)
@@ -214,7 +223,7 @@ class _Save:
         if verdict.outcome == "removed" or self._pending is None:
             return [(part, [], False) for part in self._parts]
         needed = self._pending.needed or {}
-        open_names = {name for name in needed if self._there.sizes.get(name) != needed[name]}
+        open_names = {name for name in needed if self._target.sizes.get(name) != needed[name]}
         work = []
         for part in self._parts:
             uploads = sorted(open_names & part.here.keys())

@@ -68,7 +68,7 @@ class SavePlan:
     compared: Mapping[tuple[int, ...], Sequence[Sequence[int]]]
     """Small tensors that ranks hold as equal replicas: ranks -> the indices of each rank's items, in one order."""
     memory: MirrorPlan
-    """The files that memory stages on several ranks; empty lists where none was asked for."""
+    """The files that the memory tier stages on several ranks; empty lists where none was asked for."""
 
 
 def plan_save(
@@ -228,7 +228,7 @@ class _Planner:
         if len(ranks) == 1 or not region.numel:
             self._write_whole(fqn, region, ranks[0], items[0])
             self._loads[ranks[0]] += num_bytes
-            if len(ranks) > 1:  # of no bytes
+            if len(ranks) > 1:  # a region without elements
                 chunk = ReplicatedChunk(ranks[0], items[0], tuple(ranks), items, None, 0, is_grouped=False)
                 self._replicated.append(chunk)
         else:
@@ -261,6 +261,7 @@ class _Planner:
 
 
 def _planned(fqn: str, tensor: TensorItems, chunks: Sequence[tuple[Region, int, int]]) -> PlannedTensor:
+    """Returns the record of a tensor with these chunks (region, rank, slot), as a grid if they form one."""
     coordinates = [number for region, _, _ in chunks for number in (*region.offsets, *region.lengths)]
     part = part_of_grid(tensor.shape, coordinates, len(chunks))
     return PlannedTensor(

@@ -133,7 +133,7 @@ def find_owners(
 
 
 def _owners_by_arrays(tensor: TensorItems) -> RegionOwners | None:
-    """Returns None if the items are few, or arrays do not prove that they tile the shape."""
+    """Returns the owners; None if the items are few, or arrays do not prove that they tile the shape."""
     if sum(len(table.ranks) for table, _ in tensor.sources) < MIN_ARRAY_ITEMS or not prod(tensor.shape):
         return None
     ranks = _joined([table.ranks for table, _ in tensor.sources])
@@ -218,7 +218,7 @@ def _refuse_faults(faults: Sequence[tuple[str, TilingFault]]) -> None:
 
 
 def flat_starts(shape: Sequence[int], offsets: Int64s) -> Int64s:
-    """Returns the number of each region's first element in the row-major flat tensor, which orders as offsets do."""
+    """Returns the index of each region's first element in the row-major flat tensor; it sorts as offsets do."""
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     return offsets @ np.array(strides, np.int64)
 

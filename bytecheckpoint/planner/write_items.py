@@ -92,7 +92,7 @@ class ItemTable:
     dtypes: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
     coordinates: NDArray[np.integer]
-    """A row a rank: offsets and lengths of one item after the other."""
+    """One row for each rank: offsets and lengths of one item after the other."""
     rows: Sequence[Sequence[int]]
     """The coordinates as lists if the ranks are few, because arrays of one item would be small and slow."""
     starts: Sequence[int]
@@ -100,7 +100,7 @@ class ItemTable:
     digest_columns: dict[int, int]
     """Item that has a digest -> its column in `digests`."""
     digests: NDArray[np.uint64]
-    """A row a rank."""
+    """One row for each rank."""
 
     def boxes(self, item: int) -> NDArray[np.int64]:
         """Returns offsets and lengths of one item of all these ranks: shape (ranks, 2, dimensions)."""
@@ -126,7 +126,7 @@ class ItemTable:
 
 
 def unpack_items(packed: Sequence[PackedItems]) -> list[ItemTable]:
-    """Returns a table for ranks with items of the same tensors, by rising first rank; `packed[r]` comes from rank r."""
+    """Returns a table for each set of ranks with items of the same tensors, by first rank. `packed[r]` is of rank r."""
     by_tensors: dict[bytes, list[int]] = {}
     for rank, of_rank in enumerate(packed):
         by_tensors.setdefault(of_rank.described, []).append(rank)
@@ -134,6 +134,7 @@ def unpack_items(packed: Sequence[PackedItems]) -> list[ItemTable]:
 
 
 def _unpack(content: bytes, ranks: Sequence[int], packed: Sequence[PackedItems]) -> ItemTable:
+    """Returns the table of `ranks`, all of which have the tensors that `content` describes."""
     decompressor = zstandard.ZstdDecompressor()
     described = msgspec.msgpack.decode(decompressor.decompress(content), type=_Described)
     starts = [0, *accumulate(2 * len(shape) for shape in described.shapes)]
@@ -144,7 +145,7 @@ def _unpack(content: bytes, ranks: Sequence[int], packed: Sequence[PackedItems])
     for row, rank in enumerate(ranks):
         of_rank = np.frombuffer(decompressor.decompress(packed[rank].coordinates), "<i8")
         if len(of_rank) and (of_rank.min() < 0 or of_rank.max() > largest):
-            coordinates = coordinates.astype(np.int64)  # it is wrong, and is refused with these numbers
+            coordinates = coordinates.astype(np.int64)  # out of range: the planner's error shows these numbers
         coordinates[row] = of_rank
         digests[row] = np.frombuffer(packed[rank].digests, "<u8")
     return ItemTable(

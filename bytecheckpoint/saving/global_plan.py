@@ -365,7 +365,7 @@ def _rank_plan(reply: PlanReply, local_plan: LocalSavePlan, in_stages: Sequence[
         items,
         list(writes.values()),
         apart=mirrored,
-        together=reply.together,
+        groups=reply.together,
         max_file_bytes=local_plan.max_file_bytes,
         codec=local_plan.codec,
         num_ranks=num_ranks,

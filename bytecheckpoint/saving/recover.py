@@ -259,11 +259,11 @@ def _upload_all(
 def _with_damage(verdict: RecoveryVerdict, damage: Mapping[str, str]) -> RecoveryVerdict:
     if verdict.save_id in damage:
         return msgspec.structs.replace(verdict, outcome="kept", what=damage[verdict.save_id])
-    if verdict.instead_of_by not in damage:
+    if verdict.superseded_by not in damage:
         return verdict
     what = (
-        f"save {verdict.instead_of_by}, which was to be finished instead, is damaged: remove that with `bcp gc ROOT "
-        f"--local-stage FOLDER --save-id {verdict.instead_of_by} --delete`, then call recover again"
+        f"save {verdict.superseded_by}, which was to be finished instead, is damaged: remove that with `bcp gc ROOT "
+        f"--local-stage FOLDER --save-id {verdict.superseded_by} --delete`, then call recover again"
     )
     return msgspec.structs.replace(verdict, outcome="kept", what=what)
 

@@ -199,10 +199,10 @@ def _write_image(target: SaveTarget, image: FileImage, timer: PhaseTimer, *, is_
     path, digest = join_name(target.folder, image.name), RunningDigest()
     if is_digested:
         # Hazard: not the digest that a file was looked for by, because live state may have changed since.
-        image = image._replace(blocks=digest.taken_of(image.blocks))
+        image = image._replace(blocks=digest.hashed_blocks(image.blocks))
     on_checksum = partial(timer.add, "checksum")
     if target.stage is not None:
         file = target.stage.write(image, target.store, path, on_checksum)
     else:
         file = write_image(target.store, path, image, on_checksum)
-    return file._replace(content_digest=digest.of_all(file.byte_length)) if is_digested else file
+    return file._replace(content_digest=digest.digest(file.byte_length)) if is_digested else file

@@ -222,6 +222,7 @@ class _CompressedChunk:
         self.codec = "none"
 
     def _keep(self, number: int, frame: bytes | bytearray | memoryview) -> float:
+        """Copies a frame to its place in memory. Returns the seconds of its checksum."""
         start = number * MAX_ENCODED_BYTES
         self.frames[number] = self._memory[start : start + len(frame)]
         _copy(frame, self.frames[number])

@@ -32,10 +32,10 @@ class CopySlots:
         self._folder = _folder_of(job, kind)
         self._slots: list[Slot] = []
         self._taken: dict[int, Slot] = {}
-        """By the rank whose image it is to hold."""
+        """Slots of the current save, by the rank whose image each is to hold."""
 
     def begin_save(self) -> None:
-        """Ends what an earlier save has left of its slots."""
+        """Forgets the slots that an earlier save took."""
         self._taken = {}
 
     def take(self, owner: int, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
@@ -56,7 +56,7 @@ class CopySlots:
         return slot.begin(lengths)
 
     def fill(self, owner: int, save_id: str, step: int, lengths: Sequence[int], *, numbers: Sequence[int] = ()) -> None:
-        """Notes that the copy is whole: files with these numbers in their names, or all of the owner."""
+        """Notes that the copy is whole: files with these numbers in their names, or without any all of the owner."""
         self._taken[owner].fill(save_id, step, owner, lengths, files=[(owner, number) for number in numbers])
 
     def doubt(self, save_id: str) -> None:
@@ -69,18 +69,18 @@ class CopySlots:
         if not os.path.isdir(self._folder):  # noqa: PTH112
             return
         self._write_needed([save_id])
-        spare = [slot for slot in self._slots if slot.save_id != save_id]
-        for slot in spare[len(self._taken) :]:
+        unneeded = [slot for slot in self._slots if slot.save_id != save_id]
+        for slot in unneeded[len(self._taken) :]:
             self._slots.remove(slot)
             slot.remove()
         with self._job.locked():
             slot_file.remove_stale_temporaries(self._folder)
             for found in slot_file.scan(self._folder):
-                if found.save_id != save_id and (left := slot_file.take(found.path)) is not None:
-                    left.remove()
+                if found.save_id != save_id and (stale_slot := slot_file.take(found.path)) is not None:
+                    stale_slot.remove()
 
     def close(self) -> None:
-        """Gives all slots up, with what they hold, for the process that goes on."""
+        """Releases all slots, with what they hold, to the process that takes them over."""
         for slot in self._slots:
             slot.release()
 

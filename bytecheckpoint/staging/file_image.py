@@ -63,7 +63,7 @@ class PlannedFile(NamedTuple):
     """Length of header and chunks before compression."""
     lengths: Int64s
     """Bytes of each chunk before compression."""
-    whole: Int64s
+    whole_items: Int64s
     """Index of the write item of each chunk that is all of its shard, -1 for the others."""
     is_frozen: bool = False
     """True if its tensors are expected not to change, so that a later save may take the file again."""
@@ -82,15 +82,16 @@ class FileApart(NamedTuple):
     """The contents of a data file that is planned apart from others, in the same way on each rank that holds them."""
 
     writes: Sequence[ItemRegion]
-    together: Sequence[Sequence[int]]
-    """Groups as in `lay_out_files`; items that are not in the file are ignored."""
+    groups: Sequence[Sequence[int]]
+    """As in `lay_out_files`; items that are not in the file are ignored."""
     state_bytes: int
+    """Approximate size of the checkpoint, as in `cut_extents`."""
     is_frozen: bool = False
 
 
 def plan_apart(number: int, apart: FileApart, items: Sequence[WriteItem]) -> PlannedFile:
     """Returns the one data file of these writes, which is not compressed."""
-    (chunks,) = lay_out_files(items, apart.writes, groups=apart.together, max_file_bytes=_NO_LIMIT)
+    (chunks,) = lay_out_files(items, apart.writes, groups=apart.groups, max_file_bytes=_NO_LIMIT)
     return _plan_file(number, chunks, items, apart.state_bytes)._replace(is_frozen=apart.is_frozen)
 
 
@@ -99,7 +100,7 @@ def plan_files(
     writes: Sequence[ItemRegion],
     *,
     apart: Sequence[FileApart] = (),
-    together: Sequence[Sequence[int]],
+    groups: Sequence[Sequence[int]],
     max_file_bytes: int,
     codec: CodecOption,
     num_ranks: int,
@@ -119,7 +120,7 @@ def plan_files(
         return [
             (is_frozen, chunks)
             for is_frozen, alike in by_kind.items()
-            for chunks in lay_out_files(items, alike, groups=together, max_file_bytes=max_bytes)
+            for chunks in lay_out_files(items, alike, groups=groups, max_file_bytes=max_bytes)
         ]
 
     files = [plan_apart(number, each, items) for number, each in enumerate(apart)]
@@ -154,7 +155,7 @@ def _plan_file(number: int, chunks: Sequence[PlacedChunk], items: Sequence[Write
         blocks=cut_blocks(extent_lengths, max_bytes=BLOCK_BYTES, file=number),
         byte_length=len(header) + sum(lengths),
         lengths=np.array(lengths, np.int64),
-        whole=_whole_items(chunks, parts),
+        whole_items=_whole_items(chunks, parts),
     )
 
 
@@ -208,14 +209,14 @@ class LiveFile:
     def __init__(self, planned: PlannedFile, shards: ShardBlocks) -> None:
         self.planned = planned
         self._shards = shards  # keeps alive the memory behind the addresses
-        located = np.append(shards.addresses(), 0)[planned.whole]  # the last, 0, is for shards that are not whole
-        is_seen = (located == 0) & (planned.lengths > 0)
-        seen = list(map(self._look_at, np.flatnonzero(is_seen).tolist()))
+        located = np.append(shards.addresses(), 0)[planned.whole_items]  # the last, 0, is for shards that are not whole
+        is_separate = (located == 0) & (planned.lengths > 0)
+        separate_pieces = list(map(self._look_at, np.flatnonzero(is_separate).tolist()))
         num_pieces = np.ones(len(located), np.int64)
-        num_pieces[is_seen] = list(map(len, seen))
+        num_pieces[is_separate] = list(map(len, separate_pieces))
         lengths, addresses = np.repeat(planned.lengths, num_pieces), np.repeat(located, num_pieces)
-        places = np.flatnonzero(np.repeat(is_seen, num_pieces))
-        pieces = list(chain.from_iterable(seen))
+        places = np.flatnonzero(np.repeat(is_separate, num_pieces))
+        pieces = list(chain.from_iterable(separate_pieces))
         lengths[places], addresses[places] = [piece.nbytes for piece in pieces], [piece.address for piece in pieces]
         header = planned.header
         self._lengths, self._addresses = np.append(len(header), lengths), np.append(_address_of(header), addresses)
@@ -226,7 +227,7 @@ class LiveFile:
         """Tensors that are not flat, or not on the host, by index. Their address is 0."""
 
     def _look_at(self, index: int) -> list[_TensorPiece]:
-        """Returns the pieces of a chunk that was not found by its shard alone."""
+        """Returns the pieces of a chunk for which its shard alone gives no address."""
         chunk, part = self.planned.chunks[index], self.planned.parts[index]
         shard = self._shards[chunk.item]
         tensor = shard.tensor if part is None else view_region(shard, part)
@@ -234,7 +235,7 @@ class LiveFile:
             return [_TensorPiece(each, each.nbytes, 0) for each in _in_copies(tensor)]
         address = tensor.data_ptr()
         if not address:
-            advice = "save when it has its values again: outside of what frees it meanwhile"
+            advice = "save while it has its memory: outside of the context that frees it"
             raise unsupported(chunk.fqn, "a tensor whose memory has been freed", advice)
         return [_TensorPiece(tensor, chunk.byte_length, address)]
 

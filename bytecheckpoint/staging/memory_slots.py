@@ -46,7 +46,7 @@ class JobMemory:
         """Rank and number in the name of each file of the image that was filled last."""
         self._warned: set[str] = set()
         self._settled: Collection[str] | None = None
-        """Saves whose slots must stay; None as long as only the folder tells."""
+        """Saves whose slots must stay; None while only the files in the job's folder tell them."""
         self.newest = VersionRecord("", 0, 0, 0, "")
         """The newest version that any rank was seen to know."""
         self.opens_generation = True
@@ -97,8 +97,8 @@ class JobMemory:
         }
 
     def fill(self, save_id: str, step: int, rank: int, files: Sequence[tuple[int, int]]) -> None:
-        """Notes that the image is whole: files with these ranks and numbers in their names. Called again, that some are
-        not: their rank is -1.
+        """Notes that the image is whole: files with these ranks and numbers in their names. A later call marks
+        those that are not whole after all, with -1 as their rank.
         """
         if self._filling is None:
             raise RuntimeError("a slot is taken before it is filled")
@@ -115,9 +115,9 @@ class JobMemory:
         """
         protected = "" if is_protected else version_files.protected_save(self.job)
         self._settled = {save_id, protected} - {""}
-        spare = [slot for slot in self._slots if slot.save_id not in self._settled]
-        num_kept = len(self._slots) - len(spare)
-        for slot in spare[max(_SLOTS + (num_kept > 1) - num_kept, 0) :]:  # it was not known which save was complete
+        unneeded = [slot for slot in self._slots if slot.save_id not in self._settled]
+        num_kept = len(self._slots) - len(unneeded)
+        for slot in unneeded[max(_SLOTS + (num_kept > 1) - num_kept, 0) :]:  # more than two: see `doubt`
             self._slots.remove(slot)
             slot.remove()
 
@@ -154,7 +154,7 @@ class JobMemory:
         self.opens_generation = True
 
     def warn_once(self, message: str, *, is_reporter: bool) -> None:
-        """Warns of this once in the process, on the rank that reports it."""
+        """Issues a warning once in the process, on the rank that reports it."""
         if is_reporter and message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, stacklevel=2)
@@ -176,7 +176,7 @@ class JobMemory:
         return self._joined[1]
 
     def join_to_resume(self) -> None:
-        """Keeps what is held from being given back to the host while this process lives."""
+        """Registers this process, so that the memory of the job is not given back to the host while it lives."""
         if self._joined is None and self._resumed is None:
             self._resumed = self.job.join(saves=False)
 
@@ -216,6 +216,7 @@ class JobMemory:
             self._present.add(step)
 
     def _needed(self) -> Collection[str]:
+        """Returns the ids of the saves whose slots must stay."""
         return version_files.needed_saves(self.job) if self._settled is None else self._settled
 
     def _is_free(self, found: FoundSlot) -> bool:
@@ -230,15 +231,15 @@ class JobMemory:
             return self._add_slot(num_bytes, max_bytes)
         except CheckpointSaveError:
             protected = version_files.protected_save(self.job) if len(needed) > 1 else ""
-            given_up = next((slot for slot in self._slots if protected and slot.save_id == protected), None)
-            if given_up is None:
+            protected_slot = next((slot for slot in self._slots if protected and slot.save_id == protected), None)
+            if protected_slot is None:
                 raise
         logger.warning(
             "there is no room in %s for a slot beside those of the newest save and of the newest one that survives a "
             "host: until copies of a save succeed again, the loss of a host costs what memory holds",
             self.job.root,
         )
-        return given_up
+        return protected_slot
 
     def _add_slot(self, num_bytes: int, max_bytes: int | None) -> Slot:
         """Takes a slot that no process holds: the smallest that is large enough, or else the largest. Makes one if
@@ -249,12 +250,12 @@ class JobMemory:
                 (each for each in slot_file.scan(self.job.slots) if self._is_free(each)),
                 key=lambda each: (each.capacity < num_bytes, abs(each.capacity - num_bytes)),
             )
-            taken = next((slot for each in free if (slot := slot_file.take(each.path)) is not None), None)
-            if taken is None:
+            new_slot = next((slot for each in free if (slot := slot_file.take(each.path)) is not None), None)
+            if new_slot is None:
                 self._check_room(num_bytes * max(_SLOTS - len(self._slots), 1), max_bytes)
-                taken = slot_file.create(self.job.slots)
-            self._slots.append(taken)
-            return taken
+                new_slot = slot_file.create(self.job.slots)
+            self._slots.append(new_slot)
+            return new_slot
 
     def _reserve(self, slot: Slot, num_bytes: int, max_bytes: int | None) -> None:
         new_bytes = num_bytes - slot.capacity
@@ -275,7 +276,7 @@ class JobMemory:
         check_room(self.job.root, new_bytes, held_bytes=bytes_of_all_slots(self.job), max_bytes=max_bytes)
 
     def close(self) -> None:
-        """Gives all slots up, with what they hold, to whichever process takes them next."""
+        """Releases all slots, with what they hold, to whichever process takes them next."""
         for slot in self._slots:
             slot.release()
         self.copies.close()
@@ -292,6 +293,7 @@ class MemoryPart(NamedTuple):
     is_only: bool
     """True if the save goes nowhere else."""
     max_bytes: int | None
+    """Limit for all that the job holds in memory on this host; None for no limit of its own."""
 
     def take(self, lengths: Sequence[int], *, staging_bytes: int | None) -> memoryview:
         """Returns the memory for an image. Raises CheckpointSaveError (no_space, unsupported_value)."""

@@ -149,7 +149,7 @@ class FileReuse:
 
 
 def reused_bytes(reuse: FileReuse | None) -> int:
-    """Returns the bytes of files that a save has taken."""
+    """Returns the bytes of files that a save has taken from an earlier checkpoint."""
     return 0 if reuse is None else reuse.reused_bytes
 
 
@@ -169,7 +169,7 @@ class RunningDigest:
         self._hasher = xxhash.xxh3_128()
         self._num_bytes = 0
 
-    def taken_of(self, blocks: Sequence[Block]) -> list[Block]:
+    def hashed_blocks(self, blocks: Sequence[Block]) -> list[Block]:
         """Returns the blocks, each hashed as it is entered."""
         return [block._replace(content=partial(self._content, block)) for block in blocks]
 
@@ -181,7 +181,7 @@ class RunningDigest:
                 self._num_bytes += content.nbytes
             yield content
 
-    def of_all(self, num_bytes: int) -> bytes:
+    def digest(self, num_bytes: int) -> bytes:
         """Returns the digest of a file of this length; an empty one, which matches no file, if not all bytes came in
         order.
         """

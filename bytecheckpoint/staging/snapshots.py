@@ -190,7 +190,7 @@ class ProposedState:
         self._right: Snapshot = proposed
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        """Guards both, so that a failure reaches the right one, whichever comes first."""
+        """Guards `_right` and `_error`, so that a failure reaches the right snapshot, whichever comes first."""
         self._is_agreed = threading.Event()
 
     def agree(self, other: Snapshot | None) -> None:

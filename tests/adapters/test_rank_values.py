@@ -111,7 +111,7 @@ def test_a_generator_that_is_excluded_draws_on(tmp_path: Path) -> None:
     bcp.load(tmp_path, {"own": bcp.RankLocal(held)}, exclude="own.a*")
     assert held["a"].random() == np.random.default_rng(3).random()
     assert held["b"].random() == np.random.default_rng(2).random()
-    with pytest.raises(bcp.CheckpointMismatchError, match=r"own\.a: include and exclude leave a part"):
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"own\.a: include and exclude leave out a part"):
         bcp.load(tmp_path, {"own": bcp.RankLocal(held)}, exclude="own.a.state.inc")
 
 

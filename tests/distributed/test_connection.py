@@ -155,8 +155,10 @@ def exchange_with_a_peer() -> _Exchange:
     match: Any = SimpleNamespace(shards=[], stored_fqns=[])
     ranks: Any = SimpleNamespace(global_ranks=[READER, PEER], rank=0)
     assigned = ReadAssignment(ReaderShare([], [1], []), {}, 1, 1.0)
-    plan, met = DividedPlan([], [], {}, {}, []), HostRanks(0, memoryview(bytearray(64)))
-    return _Exchange(ranks, source, match, plan, met=met, budgets=Budgets(32, 32, 1, 1), assigned=assigned, lanes=Any)
+    plan, host_ranks = DividedPlan([], [], {}, {}, []), HostRanks(0, memoryview(bytearray(64)))
+    return _Exchange(
+        ranks, source, match, plan, host_ranks=host_ranks, budgets=Budgets(32, 32, 1, 1), assigned=assigned, lanes=Any
+    )
 
 
 def test_a_damaged_request_ends_the_exchange_and_all_its_threads(listener: Listener) -> None:

@@ -214,7 +214,7 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     fewer = torch.optim.AdamW(list(model.parameters())[:3])
     with pytest.raises(bcp.CheckpointMismatchError) as caught:
         bcp.load(path, {"model": model, "optimizer": fewer})
-    assert "of 4 parameters without names in the checkpoint, of 3 in the state" in caught.value.message
+    assert "it has 4 parameters without names in the checkpoint and 3 in the state" in caught.value.message
     wider, other = trained(width=6)
     with pytest.raises(bcp.CheckpointMismatchError, match=r"of a parameter of shape \[4, 4\] in the ch.*, \[6, 4\]"):
         bcp.load(path, {"optimizer": other, "model": wider}, include="optimizer*")

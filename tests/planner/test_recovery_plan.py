@@ -151,7 +151,7 @@ def test_of_two_saves_to_one_place_the_later_is_finished() -> None:
     _, outcomes = decide([*new, *old])
     assert [outcome.rsplit(": ", 1)[0] for outcome in outcomes] == ["old: removed", "new: committed"]
     verdicts = plan_recovery([[*new, *old]], {"step_00000001": NOTHING}).verdicts
-    assert [(verdict.save_id, verdict.instead_of_by) for verdict in verdicts] == [("old", "new"), ("new", "")]
+    assert [(verdict.save_id, verdict.superseded_by) for verdict in verdicts] == [("old", "new"), ("new", "")]
     _, outcomes = decide([new[0], *old])
     assert [outcome.split(": ")[1] for outcome in outcomes] == ["committed", "kept"]
 

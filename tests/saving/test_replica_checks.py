@@ -47,7 +47,7 @@ def test_more_than_fits_into_one_run_is_hashed_in_several(num_bytes: int) -> Non
 def test_columns_have_the_digests_of_their_tensors(num_bytes: int) -> None:
     tensors = [random_bits(torch.uint8, (num_bytes + number % 3,), number) for number in range(40)]
     columns = WholeTensors(tuple(f"t{number}" for number in range(40)), tensors)
-    both = ShardBlocks([shards_of(torch.ones(3)), columns]).looked_at()
+    both = ShardBlocks([shards_of(torch.ones(3)), columns]).resolved()
     groups = [[1, 3, 2, *range(5, 40)], [0, 4], [40]]
     expected = [combined_digest([both[number].tensor for number in group]) for group in groups]
     assert combined_digests(both, groups) == expected

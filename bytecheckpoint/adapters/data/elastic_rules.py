@@ -7,15 +7,15 @@ from typing import Any, Literal, NamedTuple
 
 from bytecheckpoint.adapters.data.loader_state import DataLoaderState
 
-_OF_RANKS = "its state belongs to the process that it is of, and no other number of ranks can go on from it"
+_OF_RANKS = "its state belongs to one process, and no other number of ranks can go on from it"
 
 
 class LoadRule(NamedTuple):
     """The treatment of a stored state."""
 
     action: Literal["assign", "prefix", "restart", "refuse"]
-    """Assign the streams to ranks; go on behind what all ranks have passed; leave the loader at its start; refuse the
-    load.
+    """assign: deal the streams out to ranks. prefix: go on after the samples that all ranks have passed. restart: leave
+    the loader at its start. refuse: refuse the load.
     """
     why: str = ""
     """Reason for the last three."""
@@ -32,7 +32,7 @@ def why_inexact(state: DataLoaderState) -> str | None:
 
 def why_not_saved(state: DataLoaderState) -> str | None:
     """Returns why a save must not take the state of a loader, or None."""
-    # Whether the state of ranks counts samples shows when it is loaded on another number of them.
+    # If states belong to ranks, only a load on another number of ranks can tell whether they count samples.
     may_refuse = state.elastic == "exact" or (state.elastic == "at_least_once" and state.keyed_by == "stream")
     return why_inexact(state) if may_refuse else None
 

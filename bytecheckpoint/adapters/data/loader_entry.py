@@ -40,18 +40,18 @@ class _StreamShare(NamedTuple):
     """The part of a stored state that this rank takes over."""
 
     checkpoint: CheckpointView
-    found: StoredTree
+    stored: StoredTree
     """The shared state, and those streams that may hold tensors."""
     plain: Mapping[str, Any]
     """States of the other streams, of plain data alone."""
     own: Sequence[str]
-    """Sorted ids of all of these."""
+    """Sorted ids of the streams in `stored` and `plain`."""
     new: Mapping[str, Any]
     """Initial states of the streams of this rank that the checkpoint lacks."""
     ids: Sequence[str] | None
-    """Sorted ids of the streams of all ranks, where these were assigned."""
+    """Sorted ids of the streams of all ranks; None if no streams were assigned to ranks."""
     names: Collection[str]
-    """State FQNs of all that the checkpoint has of the entry."""
+    """State FQNs of everything in the checkpoint that belongs to the entry."""
     problems: Sequence[Problem]
     report: DataReport
     why_restarted: str = ""
@@ -71,7 +71,7 @@ class DataLoaderEntry:
         """Set by a load that has filled the loader."""
 
     def buffers(self) -> Sequence[torch.Tensor]:
-        """Returns the tensors of the state that was collected: a loader goes on changing them at once."""
+        """Returns the tensors of the collected state, which the loader may change while a lazy snapshot waits."""
         return self._tensors
 
     def collect(self) -> EntryContents:
@@ -153,18 +153,18 @@ class DataLoaderEntry:
                 return Expectation([], names, [Problem("conflict", self.fqn, f"{self.fqn}: {share}")])
             self._check(share)
             self._share = share
-        of_tree = self._target.expect(self._share.found, {}, checkpoint)
+        of_tree = self._target.expect(self._share.stored, {}, checkpoint)
         problems = [*self._share.problems, *of_tree.problems]
         return Expectation(of_tree.shards, of_tree.claims.union(self._share.names), problems)
 
     def _check(self, share: _StreamShare) -> None:
-        """Raises CheckpointMismatchError (conflict) for a state that the loader will not take. It is no problem among
-        others: without `strict` one rank would leave its streams where they are, and others would not.
+        """Raises CheckpointMismatchError (conflict) for a state that the loader will not take. Also without `strict`:
+        this rank alone would leave its streams as they are.
         """
         check = getattr(self._state.streams, "check_streams", None)
         if check is None or share.why_restarted:
             return
-        tree = share.found.tree
+        tree = share.stored.tree
         states = {**share.plain, **tree["streams"]}
         try:
             check({each: states[each] for each in share.own}, tree["shared"])
@@ -172,30 +172,31 @@ class DataLoaderEntry:
             text = f"{self.fqn}: {error.message}. Nothing else was changed either"
             raise CheckpointMismatchError(text, kind="conflict") from error
 
-    def _why_refused(self, found: StoredTree, checkpoint: CheckpointView) -> str | None:
-        tree = found.tree
+    def _why_refused(self, saved: StoredTree, checkpoint: CheckpointView) -> str | None:
+        """Returns why the stored state cannot be loaded into a loader; None if nothing is wrong with it."""
+        tree = saved.tree
         if not is_stream_tree(tree):
-            return "saved as another value than a DataLoaderState; load it into one like that, and wrap it from then on"
+            return "saved as another value than a DataLoaderState; load it as that kind, and wrap it in later saves"
         if tree[MARK] != VERSION:
             return "saved by a later release, in a form that this one does not know; load it with that release"
         if not checkpoint.takes_all:
-            names = [*leaves(tree, found.fqn), *(name for name in checkpoint.saved if name.startswith(f"{found.fqn}."))]
+            names = [*leaves(tree, saved.fqn), *(name for name in checkpoint.saved if name.startswith(f"{saved.fqn}."))]
             left_out = next((name for name in names if not checkpoint.takes(name)), None)
             if left_out is not None:
                 return f"include and exclude leave out {left_out}; a loader takes all of its state, or none"
         if not is_whole(tree):
-            return "a part of its state was left out of the checkpoint when that was converted"
+            return "a part of its state was left out when the checkpoint was converted"
         return None
 
-    def _find_share(self, found: StoredTree, checkpoint: CheckpointView, names: Collection[str]) -> _StreamShare | str:
-        """Returns this rank's part, or the reason why there is none."""
-        state, tree = self._state, found.tree
+    def _find_share(self, saved: StoredTree, checkpoint: CheckpointView, names: Collection[str]) -> _StreamShare | str:
+        """Returns this rank's share, or the reason why the load is refused."""
+        state, tree = self._state, saved.tree
         rule = load_rule(state, tree)
         report = DataReport(
             num_streams=len(tree["streams"]), saved_size=tree["size"], size=state.size, elastic=state.elastic
         )
-        nothing = found._replace(tree={"shared": None, "streams": {}})
-        share = _StreamShare(checkpoint, nothing, {}, [], {}, None, names, [], report)
+        empty_tree = saved._replace(tree={"shared": None, "streams": {}})
+        share = _StreamShare(checkpoint, empty_tree, {}, [], {}, None, names, [], report)
         if rule.action == "refuse":
             return rule.why
         if rule.action == "restart":
@@ -208,7 +209,7 @@ class DataLoaderEntry:
             report = replace(report, restarted=True)
             return share._replace(plain=start or {}, own=list(start or {}), report=report, why_restarted=rule.why)
         if rule.action == "assign":
-            return self._assigned(share, found)
+            return self._assigned(share, saved)
         states = [tree["streams"][rank_id(rank)] for rank in range(tree["size"])]
         prefix = consumed_prefix(states, state.loader, size=state.size)
         if isinstance(prefix, str):
@@ -217,8 +218,9 @@ class DataLoaderEntry:
         report = replace(report, repeated_at_most=prefix.repeated_at_most)
         return share._replace(plain=own, own=list(own), report=report)
 
-    def _assigned(self, share: _StreamShare, found: StoredTree) -> _StreamShare | str:
-        state, loader, tree = self._state, self._state.streams, found.tree
+    def _assigned(self, share: _StreamShare, saved: StoredTree) -> _StreamShare | str:
+        """Returns the share with this rank's streams, or the reason why the loader cannot assign streams to ranks."""
+        state, loader, tree = self._state, self._state.streams, saved.tree
         table = tree["streams"]
         saved_by = dict(zip(sorted(table), tree["owners"].tolist(), strict=True))
         ids, new, problems = self._compare(loader, saved_by)
@@ -232,7 +234,7 @@ class DataLoaderEntry:
         )
         num_moved = sum(saved_by[each] != rank for rank, part in enumerate(parts) for each in part)
         return share._replace(
-            found=found._replace(tree={"shared": tree["shared"], "streams": others}),
+            stored=saved._replace(tree={"shared": tree["shared"], "streams": others}),
             plain=plain,
             own=own,
             new=self._joining(loader, new, {**plain, **others} or {each: table[each] for each in ids}) if new else {},
@@ -267,7 +269,7 @@ class DataLoaderEntry:
 
     def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
         if self._share is not None:
-            self._target.prepare(self._share.found, {}, checkpoint)
+            self._target.prepare(self._share.stored, {}, checkpoint)
 
     def finish(self, checkpoint: CheckpointView) -> None:
         share, loader = self._share, self._state.streams
@@ -277,7 +279,7 @@ class DataLoaderEntry:
         if share.why_restarted:
             self._restart(share)
             return
-        filled = self._target.filled(share.found, {}, checkpoint)
+        filled = self._target.filled(share.stored, {}, checkpoint)
         states = {**share.plain, **filled["streams"]}
         # A load that is not strict: what the checkpoint lacks stays with the rank that has it.
         loader.load_streams({**{each: states[each] for each in share.own}, **share.new}, filled["shared"])

@@ -32,7 +32,7 @@ class StreamProblem(NamedTuple):
 
 
 class MergedStreams(NamedTuple):
-    """The object for the manifest, or the problems."""
+    """The object for the manifest, which is empty if there are problems."""
 
     encoded: bytes
     problems: list[StreamProblem]
@@ -44,7 +44,7 @@ def digest_of(ids: Sequence[str]) -> bytes:
 
 
 def merge_streams(fqn: str, parts: Mapping[int, tuple[Scope, bytes]]) -> MergedStreams:
-    """Unites the parts of a data loader's state, which are by global rank."""
+    """Unites the parts of a data loader's state, given by global rank."""
     others = [rank for rank, (scope, _) in parts.items() if scope != "streams"]
     if others:
         owner = next(rank for rank in parts if rank not in others)
@@ -56,7 +56,7 @@ def merge_streams(fqn: str, parts: Mapping[int, tuple[Scope, bytes]]) -> MergedS
         StreamProblem(f"{what}: {value!r} on rank {first_rank}, {other!r} on rank {rank}", (first_rank, rank))
         for what, value, rank, other in _differing_facts(fqn, first, decoded)
     ]
-    if problems:  # what follows takes them for alike
+    if problems:  # the checks below rely on them being equal
         return MergedStreams(b"", problems)
     problems += _differing_shared(fqn, first_rank, decoded)
     streams: dict[str, msgspec.Raw] = {}
@@ -79,7 +79,7 @@ def merge_streams(fqn: str, parts: Mapping[int, tuple[Scope, bytes]]) -> MergedS
 
 def conflict_of_streams(problems: Sequence[StreamProblem]) -> CheckpointMismatchError:
     return CheckpointMismatchError(
-        f"the parts of data loaders' state that ranks hold make no whole, for {len(problems)} reasons; nothing was "
+        f"the parts of data loaders' state from all ranks do not fit, for {len(problems)} reasons; nothing was "
         "written. Give every data-parallel rank a number of its own in bcp.DataLoaderState(loader, rank=, size=), and "
         "only its tensor-, pipeline- and context-parallel replicas the same:\n  "
         + and_more([problem.text for problem in problems], _NUM_SHOWN, "\n  "),
@@ -96,6 +96,7 @@ def listed_ids(ids: Sequence[str]) -> str:
 def _differing_facts(
     fqn: str, first: StreamsPart, parts: Mapping[int, StreamsPart]
 ) -> Iterator[tuple[str, Any, int, Any]]:
+    """Yields, for each fact that differs: its name, the first rank's value, another rank, and the value there."""
     for name, what in (("loader", "the loader"), ("size", "the size"), ("elastic", "elastic"), ("keyed_by", "keys")):
         value = getattr(first, name)
         odd = next(((rank, part) for rank, part in parts.items() if getattr(part, name) != value), None)
@@ -109,7 +110,7 @@ def _differing_shared(fqn: str, first_rank: int, parts: Mapping[int, StreamsPart
     if odd is not None:
         values, others = (_leaves_of(f"{fqn}.shared", raw) for raw in (shared, odd[1].shared))
         differing = (name for name in [*values, *others] if values.get(name) != others.get(name))
-        name = next(differing, f"{fqn}.shared")  # a long tensor has the same text as another
+        name = next(differing, f"{fqn}.shared")  # long tensors that differ may have the same text
         shown = [f"{of_rank.get(name, 'nothing')!r:.60}" for of_rank in (values, others)]
         text = f"{name}: {shown[0]} on rank {first_rank}, {shown[1]} on rank {odd[0]}: shared state is one for all"
         yield StreamProblem(text, (first_rank, odd[0]))
@@ -174,7 +175,7 @@ def _without_owner(
 def _ambiguous(
     fqn: str, streams: Mapping[str, msgspec.Raw], by_dp_rank: Mapping[int, int], owners: Mapping[str, int]
 ) -> Iterator[StreamProblem]:
-    """Finds streams whose state has the names of another one's: an id with dots may begin with that of another."""
+    """Yields a problem for two streams that have values of one FQN: an id with dots may begin with another id."""
     for stream_id in [stream_id for stream_id in streams if "." in stream_id]:
         parts = stream_id.split(".")
         for count in range(1, len(parts)):

@@ -41,11 +41,11 @@ def encode_positions(fqn: str, state: DataLoaderState) -> bytes:
 
 
 def merge_positions(fqn: str, parts: Mapping[int, bytes]) -> bytes:
-    """Unites the parts of all ranks. Raises CheckpointMismatchError (conflict) where they make no whole."""
+    """Unites the parts of all ranks. Raises CheckpointMismatchError (conflict) where they do not fit together."""
     merged = merge_streams(fqn, {rank: ("streams", part) for rank, part in parts.items()})
     if merged.problems:
         raise CheckpointMismatchError(
-            f"the logged positions of a data loader make no whole; nothing was loaded: {merged.problems[0].text}",
+            f"the logged positions of a data loader do not fit together; nothing was loaded: {merged.problems[0].text}",
             kind="conflict",
             ranks=merged.problems[0].ranks,
         )
@@ -55,7 +55,7 @@ def merge_positions(fqn: str, parts: Mapping[int, bytes]) -> bytes:
 def load_positions(fqn: str, state: DataLoaderState, merged: bytes) -> None:
     """Brings a loader, which stands where an earlier checkpoint is or at its start, to logged positions.
 
-    Raises CheckpointMismatchError (conflict) if they are those of another loader. Nothing was changed then.
+    Raises CheckpointMismatchError (conflict) if the positions are those of another loader. Then nothing is changed.
     """
     loader, tree = state.streams, decode_stored(merged)
     logged = tree["streams"]
@@ -79,6 +79,7 @@ def position_trees(merged: bytes) -> dict[str, Any]:
 
 
 def _checked(encoded: bytes, name: str) -> bytes:
+    """Returns the encoded position. Raises CheckpointSaveError (unsupported_value) if it is too long."""
     if len(encoded) > MAX_POSITION_BYTES:
         raise unsupported(
             name,

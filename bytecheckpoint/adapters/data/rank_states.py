@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 _SAMPLER_KEYS = frozenset({"yielded", "epoch"})
 _ONLY_NONE = ("_index_sampler_state", "fetcher_state", "dataset_state")
-"""Values of a StatefulDataLoader's state that say more than a number of samples, where they are there."""
+"""Keys of a StatefulDataLoader's state: a value here other than None says more than a number of samples."""
 
 
 def rank_id(rank: int) -> str:
@@ -55,7 +55,7 @@ class ConsumedPrefix(NamedTuple):
     """The samples of an epoch that all ranks have passed, in the order in which a sampler deals them out."""
 
     state: Any
-    """State of a rank that goes on behind them: the start, where that is the end of the epoch."""
+    """State of a rank that goes on after these samples; at its start, if they are a whole epoch."""
     repeated_at_most: int
     """Samples, over all ranks, that were taken and are taken again."""
 
@@ -70,8 +70,8 @@ class _RankPosition(NamedTuple):
 
 
 def consumed_prefix(states: Sequence[Any], loader: Any, *, size: int) -> ConsumedPrefix | str:
-    """Returns where `size` ranks can go on that lose nothing of what the saved states, one a rank, have left; or the
-    reason why they do not say so.
+    """Returns where `size` ranks can go on without losing a sample, or the reason why the saved states, one for each
+    rank, do not tell it.
 
     Rank r of n takes the samples r, r + n, r + 2 n, ... of an order that does not depend on n. So what all ranks have
     passed is its first n * min(samples of a rank).
@@ -87,12 +87,12 @@ def consumed_prefix(states: Sequence[Any], loader: Any, *, size: int) -> Consume
     if len({each.epoch for each in progress}) > 1:
         return f"its ranks are in different epochs, {sorted({each.epoch for each in progress})}"
     batch_size = getattr(loader, "batch_size", None) or 1
-    going_on = [each.num_samples for each in progress if not each.is_finished]
-    if not going_on:
+    unfinished_counts = [each.num_samples for each in progress if not each.is_finished]
+    if not unfinished_counts:
         return ConsumedPrefix(_state_after(states[0], 0, batch_size), 0)
-    num_batches = min(going_on) * len(states) // size // batch_size
-    taken = sum(each.num_samples for each in progress)
-    repeated = taken - num_batches * batch_size * size
+    num_batches = min(unfinished_counts) * len(states) // size // batch_size
+    num_taken = sum(each.num_samples for each in progress)
+    repeated = num_taken - num_batches * batch_size * size
     length = getattr(sampler, "num_samples", None)
     is_at_end = length is not None and num_batches * batch_size >= length
     return ConsumedPrefix(_state_after(states[0], 0 if is_at_end else num_batches, batch_size), repeated)

@@ -47,6 +47,7 @@ class StreamsPart(msgspec.Struct, frozen=True, array_like=True):
     elastic: str
     keyed_by: KeyedBy
     size: int
+    """Number of data-parallel ranks."""
     dp_rank: int
     shared: msgspec.Raw
     streams: msgspec.Raw
@@ -54,7 +55,7 @@ class StreamsPart(msgspec.Struct, frozen=True, array_like=True):
     known: bytes
     """Digest of the ids that all ranks should own together; empty if the loader does not say."""
     known_ids: Sequence[str] = ()
-    """These ids, from data-parallel rank 0 only."""
+    """The ids that `known` is the digest of, from data-parallel rank 0 only."""
 
 
 class _StoredStreams(msgspec.Struct, frozen=True, rename={"version": MARK}):
@@ -65,6 +66,7 @@ class _StoredStreams(msgspec.Struct, frozen=True, rename={"version": MARK}):
     elastic: str
     keyed_by: str
     size: int
+    """Number of data-parallel ranks of the save."""
     shared: msgspec.Raw
     streams: dict[str, msgspec.Raw]
     owners: msgspec.Raw
@@ -104,7 +106,7 @@ def encode_state(state: Any, fqn: str, on_tensor: TensorHook) -> bytes:
     if _is_simple(state, MAX_DEPTH):
         try:
             return _encode(state)
-        except (OverflowError, UnicodeEncodeError):  # what only the encoder of all plain data knows, or refuses by name
+        except (OverflowError, UnicodeEncodeError):  # encode_plain can encode more, and its errors name the FQN
             return encode_plain(state, fqn, on_tensor)
     return encode_plain(state, fqn, on_tensor)
 
@@ -160,7 +162,7 @@ def decode_stored(data: bytes) -> Any:
     """
     try:
         stored = msgspec.msgpack.decode(data, type=_StoredStreams)
-    except msgspec.DecodeError:  # of a later version, or only similar to one
+    except msgspec.DecodeError:  # of a later version, or another value that only has the mark
         return decode_plain(data)
     return {
         MARK: stored.version,

@@ -70,7 +70,7 @@ def flat_optimizer(fqn: str, value: Any, engines: Iterable[Any]) -> FlatOptimize
     """Returns an engine's optimizer, or an optimizer that DeepSpeed has wrapped, with or without a known engine; None
     for others.
 
-    The torch optimizer that an engine was made with is the same as the engine's own. Raises CheckpointSaveError
+    The torch optimizer that an engine was made with is taken for the engine's own. Raises CheckpointSaveError
     (unsupported_value), naming `fqn`, where not all of its state can be read.
     """
     engine = next((engine for engine in engines if any(each is value for each in _optimizers_in(engine))), None)
@@ -134,10 +134,10 @@ def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatMo
     if of_module and len(of_module) < len(masters):
         what = f"a module with {len(of_module)} of the {len(masters)} parameters of its DeepSpeed optimizer"
         raise unsupported(fqn, what, "pass the engine, or the whole of engine.module")
-    # What stays in partitions is left to the call without a wrapper: these may have another's masters.
-    is_alone = not is_wrapper(wrapper)
-    alone: list[Any] = [each for each in by_id.values() if is_alone and hasattr(each, _PARTITION)]
-    if not of_module and not alone:
+    # Only the call without a wrapper takes partitions: their masters may be in another optimizer.
+    takes_partitions = not is_wrapper(wrapper)
+    partitioned: list[Any] = [each for each in by_id.values() if takes_partitions and hasattr(each, _PARTITION)]
+    if not of_module and not partitioned:
         return None
     held: list[FlatParamMemory] = []
     copies: list[FlatParamMemory] = []
@@ -147,14 +147,14 @@ def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatMo
         held.append(FlatParamMemory(name, of_parameter.part, _flat(of_parameter.master)))
         in_optimizer.setdefault(id(of_parameter.master), []).append(NamedPart(name, of_parameter.part))
         copies += _copies(fqn, name, of_parameter)
-    for parameter in alone:
+    for parameter in partitioned:
         name = names[id(parameter)][0]
         _refuse_swapped(fqn, parameter)
         held.append(FlatParamMemory(name, part_of_partitioned(fqn, parameter, 0), _flat(parameter.ds_tensor)))
         copies += _gathered(fqn, name, parameter)
-    flat_ids = {id(parameter) for parameter in (*(each.parameter for each in of_module), *alone)}
+    flat_ids = {id(parameter) for parameter in (*(each.parameter for each in of_module), *partitioned)}
     aliases = {alias: first for flat_id in flat_ids for first, *others in [names[flat_id]] for alias in others}
-    return FlatModule(held, flat_ids, aliases, in_optimizer, copies, partial(_finish, of_module, alone))
+    return FlatModule(held, flat_ids, aliases, in_optimizer, copies, partial(_finish, of_module, partitioned))
 
 
 def module_alone(fqn: str, named: NamedParameters, engine: Any | None) -> FlatModule | None:

@@ -30,20 +30,20 @@ def check_known(framework: object) -> None:
     """Raises CheckpointMismatchError (conflict) for a framework that is not in FRAMEWORKS."""
     if framework not in FRAMEWORKS:
         raise CheckpointMismatchError(
-            f"framework={framework!r} is none that this release knows; nothing was changed: pass one of "
+            f"framework={framework!r} is not known to this release; nothing was changed: pass one of "
             f"{', '.join(FRAMEWORKS)}",
             kind="conflict",
         )
 
 
 def refuse_absent(framework: str, state: Mapping[str, Any], *, has_own: bool) -> None:
-    """Raises CheckpointMismatchError (conflict) if nothing is of the framework. `has_own`: its adapters found some."""
+    """Raises CheckpointMismatchError (conflict) if nothing is of the framework. `has_own`: an adapter found some."""
     if framework == "auto" or has_own or _is_there(framework, state):
         return
     found = ", ".join(f"{key} (a {type(value).__name__})" for key, value in state.items()) or "an empty state"
     raise CheckpointMismatchError(
-        f"framework={framework!r} was given, and nothing in the state is of it; found were {found}. Nothing was "
-        f'changed: pass framework="auto", which finds what there is, or what {framework} has made of the model; '
+        f"framework={framework!r} was given, and nothing in the state belongs to it; found were {found}. Nothing "
+        f'was changed: pass framework="auto", which finds what there is, or what {framework} has made of the model; '
         "docs/frameworks.md says what counts",
         kind="conflict",
     )
@@ -55,7 +55,7 @@ def _is_there(framework: str, state: Mapping[str, Any]) -> bool:
     values = list(_values(state))
     if _is_among(framework, values):
         return True
-    # Their state_dict may cost memory: it is read only where nothing else matches.
+    # The state_dict of an object may cost memory: it is read only where nothing else matches.
     wrappers = (value for value in values if is_stateful(value) and not stages_of(value))
     return any(_is_among(framework, list(_values(value.state_dict()))) for value in wrappers)
 

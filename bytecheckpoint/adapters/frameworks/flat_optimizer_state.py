@@ -1,5 +1,5 @@
 """The state that an optimizer keeps for flat memory: tensors of its shape hold the same parts of the same parameters,
-and a value that there is one of, as a count of steps is, stands for all of them.
+and a single value, such as a count of steps, stands for all of them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FlatParamState:
         self._fqn = fqn
         self._memory = memory
         self._group = group
-        # A rank that has nothing of a parameter has nothing to say of it either.
+        # A rank without elements of a parameter saves no state of it.
         self._parts = [(each.names, each.part) for each in optimized if each.part.numel]
         self._scalars = scalars
         """Scalars by FQN: a save writes and a load reads one for each parameter, the optimizer has one for all."""
@@ -60,7 +60,7 @@ class FlatParamState:
         return state
 
     def collect(self, shards: LocalShards) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Adds the tensors to the shards; gives names and the plain data of each that has any."""
+        """Adds the tensors to the shards. Yields name and plain state of each parameter that has plain state."""
         state, shape = self._state, self._memory.shape
         for names, part in self._parts:
             plain: dict[str, Any] = {}
@@ -91,18 +91,18 @@ class FlatParamState:
             what = f"{value} for one part of a parameter and {other} for another"
             raise unsupported(fqn, what, "give its parts names of their own, such as one for each layer")
 
-    def expect(self, found: StoredOptimizer) -> Expectation:
+    def expect(self, stored: StoredOptimizer) -> Expectation:
         shards = LocalShards(with_addresses=True)
         problems: list[Problem] = []
         padding: list[LocalShard] = []
         are_scalars: dict[str, set[bool]] = {}
-        for names, part in self._not_excluded(found):
-            if found.group(names) is None:
+        for names, part in self._not_excluded(stored):
+            if stored.group(names) is None:
                 problems.append(not_stored(f"{self._fqn}.groups.{names.name}"))
-            if not same_but_for_padding(part.padded_axis, part.shape, _stored_as(names, part, found)):
-                problems += found.misfits(names, part.shape)
-        for names, part, stored_shape in self._taken(found):
-            states = found.tensors(names)
+            if not same_but_for_padding(part.padded_axis, part.shape, _stored_as(names, part, stored)):
+                problems += stored.misfits(names, part.shape)
+        for names, part, stored_shape in self._loaded_parts(stored):
+            states = stored.tensors(names)
             for key, (fqn, tensor) in states.items():
                 if "." in key:
                     text = f"{fqn}: a tensor inside a list, for which flat parameters have no place"
@@ -120,7 +120,7 @@ class FlatParamState:
                     split = [split_padding(each, part.padded_axis, tensor.shape) for each in targets]
                     shards.found += [of_stored for of_stored, _ in split]
                     padding += chain.from_iterable(beyond for _, beyond in split)
-            plain = found.plain(names)
+            plain = stored.plain(names)
             for key, value in self._state.items():
                 is_number_there = key in plain and is_number(plain[key][1]) and is_scalar(value)
                 if key not in states and isinstance(value, torch.Tensor) and not is_number_there:
@@ -130,15 +130,15 @@ class FlatParamState:
                     problems += [] if is_flat else [not_stored(fqn)]
                 elif is_number(value) and key not in states and key not in plain:
                     problems.append(not_stored(self._state_fqn(names, key)))
-        problems += chain.from_iterable(self._clashes(key, of_key, found) for key, of_key in are_scalars.items())
+        problems += chain.from_iterable(self._clashes(key, of_key, stored) for key, of_key in are_scalars.items())
         return Expectation(shards.found, set(), problems, padding=padding)
 
-    def _clashes(self, key: str, are_scalars: Collection[bool], found: StoredOptimizer) -> Iterator[Problem]:
-        """Yields parameters that the checkpoint has a scalar for, where this memory keeps a tensor of its own shape."""
+    def _clashes(self, key: str, are_scalars: Collection[bool], stored: StoredOptimizer) -> Iterator[Problem]:
+        """Yields a problem for each parameter with a scalar in the checkpoint and a tensor in this memory."""
         own = self._state.get(key)
         if True in are_scalars and (False in are_scalars or (isinstance(own, torch.Tensor) and own.numel() != 1)):
-            for names, _, stored_shape in self._taken(found):
-                fqn, tensor = found.tensors(names).get(key, ("", None))
+            for names, _, stored_shape in self._loaded_parts(stored):
+                fqn, tensor = stored.tensors(names).get(key, ("", None))
                 if tensor is not None and _is_stored_scalar(tensor, stored_shape, key):
                     text = (
                         f"{fqn}: one value of shape {list(tensor.shape)} in the checkpoint, and in the state a tensor "
@@ -146,9 +146,9 @@ class FlatParamState:
                     )
                     yield Problem("shape", fqn, text)
 
-    def prepare(self, found: StoredOptimizer) -> None:
-        for names, _, stored_shape in self._taken(found):
-            for key, (fqn, tensor) in _whole_tensors(names, found).items():
+    def prepare(self, stored: StoredOptimizer) -> None:
+        for names, _, stored_shape in self._loaded_parts(stored):
+            for key, (fqn, tensor) in _whole_tensors(names, stored).items():
                 if _is_stored_scalar(tensor, stored_shape, key):
                     device = scalar_device(self._group.values, self._memory)
                     self._scalars[fqn] = torch.empty_like(placeholder(tensor), device=device)
@@ -157,20 +157,20 @@ class FlatParamState:
                     new = torch.zeros_like(self._memory.detach(), dtype=torch_dtype(tensor.dtype))
                     self._group.optimizer.state[self._memory][key] = new
 
-    def finish(self, found: StoredOptimizer) -> list[str]:
+    def finish(self, stored: StoredOptimizer) -> list[str]:
         """Puts scalars in place. Returns a message for each scalar that parameters disagree about, which stays as it
         is.
         """
         values: dict[str, tuple[str, Any]] = {}
         differing: dict[str, str] = {}
-        for names, _, stored_shape in self._taken(found):
+        for names, _, stored_shape in self._loaded_parts(stored):
             of_parameter: dict[str, tuple[str, Any]] = {
                 key: (fqn, self._scalars[fqn])
-                for key, (fqn, tensor) in _whole_tensors(names, found).items()
+                for key, (fqn, tensor) in _whole_tensors(names, stored).items()
                 if _is_stored_scalar(tensor, stored_shape, key)
             }
             # Trees of tensors were refused, and strict=False leaves them out.
-            plain = found.plain(names).items()
+            plain = stored.plain(names).items()
             of_parameter |= {key: (fqn, value) for key, (fqn, value) in plain if not _holds(TensorRef, value, fqn)}
             for key, (fqn, value) in of_parameter.items():
                 first_fqn, first = values.setdefault(key, (fqn, value))
@@ -181,15 +181,15 @@ class FlatParamState:
                 put_scalar(self._group, self._memory, key, value)
         return list(differing.values())
 
-    def _taken(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatParamPart, tuple[int, ...]]]:
+    def _loaded_parts(self, stored: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatParamPart, tuple[int, ...]]]:
         """Yields the parameters whose state is loaded, and the shape of each when its state was saved."""
-        for names, part in self._not_excluded(found):
-            stored_shape = _stored_as(names, part, found)
+        for names, part in self._not_excluded(stored):
+            stored_shape = _stored_as(names, part, stored)
             if same_but_for_padding(part.padded_axis, part.shape, stored_shape):
                 yield names, part, stored_shape
 
-    def _not_excluded(self, found: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatParamPart]]:
-        return ((names, part) for names, part in self._parts if not found.is_excluded(names))
+    def _not_excluded(self, stored: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatParamPart]]:
+        return ((names, part) for names, part in self._parts if not stored.is_excluded(names))
 
     def _state_fqn(self, names: ParameterNames, key: str) -> str:
         fqn = f"{self._fqn}.state.{names.name}.{key}"
@@ -197,14 +197,14 @@ class FlatParamState:
         return fqn
 
 
-def _whole_tensors(names: ParameterNames, found: StoredOptimizer) -> dict[str, tuple[str, StoredTensor]]:
+def _whole_tensors(names: ParameterNames, stored: StoredOptimizer) -> dict[str, tuple[str, StoredTensor]]:
     """Returns the tensors of a parameter's state by key, without those inside lists, which were refused."""
-    return {key: of_key for key, of_key in found.tensors(names).items() if "." not in key}
+    return {key: of_key for key, of_key in stored.tensors(names).items() if "." not in key}
 
 
-def _stored_as(names: ParameterNames, part: FlatParamPart, found: StoredOptimizer) -> tuple[int, ...]:
+def _stored_as(names: ParameterNames, part: FlatParamPart, stored: StoredOptimizer) -> tuple[int, ...]:
     """Returns the shape of the parameter when its state was saved, as far as the checkpoint tells."""
-    shape = found.parameter_shape(names)
+    shape = stored.parameter_shape(names)
     return part.shape if shape is None else shape
 
 

@@ -63,16 +63,16 @@ class FlatParamPart(_PartFields):
         if self.order is None and self.start == 0 and self.numel == prod(lengths) > 0:
             return (_FlatRegion(self.box, self.position, _row_strides(lengths)),)
         order = self.order or tuple(range(len(lengths)))
-        back = [order.index(dim) for dim in range(len(order))]
+        place_in_order = [order.index(dim) for dim in range(len(order))]
         cuts, position = [], self.position
         nothing = (0,) * len(lengths)
         # An empty region, so that every rank knows the FQN. A tensor without dimensions has one element, so none there.
         empty = [Region(nothing, nothing)] if nothing else []
         for region in split_flat_range([lengths[dim] for dim in order], self.start, self.numel) or empty:
-            offsets = tuple(region.offsets[back[dim]] + at for dim, at in enumerate(self.box.offsets))
+            offsets = tuple(region.offsets[place_in_order[dim]] + at for dim, at in enumerate(self.box.offsets))
             strides = _row_strides(region.lengths)
-            held = Region(offsets, tuple(region.lengths[at] for at in back))
-            cuts.append(_FlatRegion(held, position, tuple(strides[at] for at in back)))
+            held = Region(offsets, tuple(region.lengths[at] for at in place_in_order))
+            cuts.append(_FlatRegion(held, position, tuple(strides[at] for at in place_in_order)))
             position += region.numel
         return cuts
 
@@ -111,7 +111,7 @@ def _row_strides(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def part_of_whole(shape: Sequence[int], start: int, numel: int, position: int) -> FlatParamPart:
-    """Returns a part of a tensor whose elements are counted over all of it."""
+    """Returns the part of `numel` elements from `start` of the flattened tensor, at `position` of the flat memory."""
     lengths = tuple(shape)
     return FlatParamPart(lengths, Region((0,) * len(lengths), lengths), start, numel, position)
 
@@ -184,11 +184,11 @@ def split_padding(
         return shard, []
     offsets, lengths = list(shard.region.offsets), list(shard.region.lengths)
     length = min(max(stored_shape[axis] - offsets[axis], 0), lengths[axis])
-    memory, rest = torch.split(shard.tensor, [length, lengths[axis] - length], axis)
+    memory, beyond = torch.split(shard.tensor, [length, lengths[axis] - length], axis)
     padding = []
-    if rest.shape[axis]:
-        region = Region(tuple(at + length * (dim == axis) for dim, at in enumerate(offsets)), tuple(rest.shape))
-        padding = [shard._replace(region=region, tensor=rest, address=0)]
+    if beyond.shape[axis]:
+        region = Region(tuple(at + length * (dim == axis) for dim, at in enumerate(offsets)), tuple(beyond.shape))
+        padding = [shard._replace(region=region, tensor=beyond, address=0)]
     lengths[axis] = length
     if not length:
         offsets = lengths = [0] * len(offsets)
@@ -222,4 +222,4 @@ class FlatOptimizer(NamedTuple):
     facts: Callable[[], dict[str, Any]]
     """Returns the other values that a resumed training needs, as plain data that is the same on all ranks."""
     take_facts: Callable[[Mapping[str, Any]], None]
-    """Puts the plain data of a checkpoint in place, which may come from another framework and lack any of them."""
+    """Sets the values of `facts` from a checkpoint; another framework may have saved it without some of them."""

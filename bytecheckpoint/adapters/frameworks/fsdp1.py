@@ -36,18 +36,19 @@ _HOOKS = "torch.distributed.fsdp."
 _MIDDLE_OF_BACKWARD = {"BACKWARD_PRE", "BACKWARD_POST"}
 """Names of torch's states of a unit."""
 
-# torch has no public way to a unit's flat parameter and local shard; its own state_dict code goes this one.
+# torch has no public access to a unit's flat parameter and local shard; its own state_dict code reads these.
 
 
 class _FsdpUnit(NamedTuple):
     wrapper: Any
     handle: Any
+    """torch's FlatParamHandle."""
     memory: torch.Tensor
     """The local shard."""
 
 
 _Position = tuple[int, int]
-"""The number of a parameter's unit, and its number there."""
+"""Index of a parameter's unit, and index of the parameter in that unit."""
 
 
 def has_units(fqn: str, tree: ModuleTree) -> bool:
@@ -99,10 +100,10 @@ def walked_tree(fqn: str, tree: ModuleTree) -> ModuleTree:
 
 
 def flat_module(fqn: str, tree: ModuleTree, plain_name: Callable[[str], str]) -> FlatModule:
-    """Returns what the units of a module have flat. `plain_name` takes wrappers out of a name.
+    """Returns the flat parameters of all units of a module. `plain_name` takes wrappers' prefixes out of a name.
 
-    Raises CheckpointSaveError (unsupported_value) within summon_full_params, and for what hides the elements of a
-    flat parameter.
+    Raises CheckpointSaveError (unsupported_value) within summon_full_params, and where the elements of a parameter
+    cannot be located.
     """
     wrappers = {id(module): module for _, module in tree.submodules if isinstance(module, FullyShardedDataParallel)}
     for wrapper in wrappers.values():
@@ -186,7 +187,7 @@ def _take_over(fqn: str, handle: Any) -> None:
 
 
 def _places(tree: ModuleTree, units: Sequence[_FsdpUnit]) -> Iterator[tuple[_Position, str, torch.Tensor | None]]:
-    """Yields all places in the module where parameters of the units belong: names, and what is registered there now."""
+    """Yields each place in the module where a parameter of a unit belongs, its name, and what is registered there."""
     owned: dict[int, dict[str, _Position]] = {}
     of_object: dict[int, _Position] = {}
     for number, unit in enumerate(units):

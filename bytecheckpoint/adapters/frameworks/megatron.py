@@ -5,8 +5,8 @@ FQNs are Megatron's keys below the name that the state uses, so layers of one ki
 layer (`decoder.layers.mlp.linear_fc1.weight`), or one for each layer where Megatron names them so. Equal regions of
 several ranks are replicas whatever their `replica_id` is. What megatron_sharded.py says of the objects holds here.
 
-A parameter of which an optimizer keeps a more precise copy is saved as that copy. A load fills both, and rounds. One of
-which ranks step a share each is saved by shares: elsewhere it may be as it was before the last step.
+A parameter of which an optimizer keeps a more precise copy is saved as that copy. A load fills both, and rounds. If
+each rank's optimizer steps only a share of a parameter, shares are saved: the rest may be out of date on a rank.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class OptimizedElements(NamedTuple):
     start: int
     """Index of its first element in the flattened parameter."""
     kept_as: Literal["itself", "share", "copy"]
-    """The parameter itself; a view of what this rank steps of it, outside of which it may be out of date; or a copy in
-    higher precision."""
+    """itself: the parameter. share: a view of what this rank steps; the rest of the parameter may be out of date. copy:
+    a copy in higher precision."""
 
 
 class MegatronEntry:
@@ -75,7 +75,7 @@ class MegatronEntry:
         self._pieces_of: dict[object, list[ShardedPiece]] = {}
         for piece in self._pieces:
             self._pieces_of.setdefault(_memory_key(piece.source), []).append(piece)
-        # A part that is not a run of its parameter's memory is left out: only an optimizer that has it says so.
+        # A piece that is not a run of its parameter's memory is refused only if an optimizer of the state has it.
         in_runs = [piece.source for piece in self._pieces if piece.span is not None]
         self.link(OptimizedElements(source, source, 0, "itself") for source in in_runs)
         self.link(_whole_masters(self._pieces))
@@ -90,7 +90,7 @@ class MegatronEntry:
             self._objects.append(_ShardedObject(fqn, sharded, chunk, path))
 
     def link(self, optimized: Iterable[OptimizedElements]) -> None:
-        """Lists the parameters that an optimizer of the state has; parameters of other entries are left to these.
+        """Notes the parameters of this entry that an optimizer of the state has. Those of other entries are skipped.
 
         Raises CheckpointSaveError (unsupported_value) for flat memory of a parameter whose pieces are not runs of it.
         """
@@ -113,7 +113,7 @@ class MegatronEntry:
         return NamedPart(piece.key, part)
 
     def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
-        """Yields nothing: optimizers, torch's too, have all parameters as parts of tensors."""
+        """Yields nothing: `in_optimizer` names all parameters, also for optimizers of torch."""
         return iter(())
 
     def in_optimizer(self) -> Iterator[tuple[int, Sequence[NamedPart]]]:
@@ -194,6 +194,8 @@ class MegatronEntry:
 
 
 class _ShardedObject(NamedTuple):
+    """A ShardedObject of Megatron, and where its value belongs."""
+
     fqn: str
     sharded: Any
     chunk: torch.nn.Module | None
@@ -202,6 +204,7 @@ class _ShardedObject(NamedTuple):
     """Its name in the module."""
 
     def give_back(self, plain: Any) -> None:
+        """Puts the loaded value into the sharded object and into the module."""
         value = io.BytesIO(plain[_BYTES_IO]) if type(plain) is dict and plain.keys() == {_BYTES_IO} else plain
         self.sharded.data = value
         if self.chunk is not None:
@@ -275,8 +278,8 @@ def _has_own_state(module: torch.nn.Module) -> bool:
 
 
 def _has_own_method(module: torch.nn.Module, child: torch.nn.Module) -> bool:
-    """Returns True if a wrapper itself defines what is saved. A method that it has of Megatron's base class, or that
-    the child has inherited too, only adds to the keys that there is a wrapper.
+    """Returns True if a wrapper itself defines what is saved. A method of Megatron's base class, or one that the
+    child inherits too, only adds the wrapper's name to the keys.
     """
     definer = next((cls for cls in type(module).__mro__ if "sharded_state_dict" in vars(cls)), None)
     if definer is None or isinstance(child, definer):

@@ -28,7 +28,7 @@ from bytecheckpoint.adapters.optimizers.optimizer import OptimizerEntry
 from bytecheckpoint.manifest.plain_wire import unsupported
 
 _SCALER = "megatron_grad_scaler"
-"""Key of its state among the facts: torch's GradScaler, which DeepSpeed may have, gives another state."""
+"""Key of the grad scaler's state in the facts. DeepSpeed's is torch's GradScaler, with another key and state."""
 
 
 def is_megatron_optimizer(value: object) -> bool:
@@ -74,9 +74,9 @@ def _with_scaler(owner: Any) -> torch.optim.Optimizer | FlatOptimizer:
     def facts() -> dict[str, Any]:
         return {_SCALER: dict(scaler.state_dict())}
 
-    def take_facts(found: Mapping[str, Any]) -> None:
-        if _SCALER in found:
-            scaler.load_state_dict(found[_SCALER])
+    def take_facts(stored_facts: Mapping[str, Any]) -> None:
+        if _SCALER in stored_facts:
+            scaler.load_state_dict(stored_facts[_SCALER])
 
     return FlatOptimizer(inner, [group["params"] for group in inner.param_groups], lambda _: None, facts, take_facts)
 

@@ -51,7 +51,7 @@ class ShardedPiece(NamedTuple):
         return range(start, start + self.memory.numel())
 
     def part(self, start: int, numel: int) -> FlatParamPart | None:
-        """Returns its part in memory that holds these elements of the flattened source; None if that is not a run."""
+        """Returns the part of the piece in these elements of the flattened source; None if it is not a run of that."""
         span = self.span
         if span is None:
             return None
@@ -65,7 +65,7 @@ class CopiedFactory(NamedTuple):
 
     data: torch.Tensor
     merged: Callable[[], torch.Tensor]
-    """Makes the data of what the pieces hold now."""
+    """Returns the data, made of what the pieces hold now."""
 
 
 class ShardedObjects(NamedTuple):
@@ -73,7 +73,7 @@ class ShardedObjects(NamedTuple):
 
     pieces: list[ShardedPiece]
     objects: list[tuple[str, Any]]
-    """Sharded objects, each with where in the tree it stands."""
+    """Sharded objects, each after its path in the tree."""
     copied: list[CopiedFactory]
 
 
@@ -137,7 +137,7 @@ def _add_factory(fqn: str, factory: Any, found: ShardedObjects) -> None:
     pieces = [_piece(fqn, leaf, data) for leaf in leaves]
     if all(_is_view(piece.memory, data) for piece in pieces):
         if not _cover(pieces, data):
-            raise _not_inverse(name, "its pieces are not each element of its data once")
+            raise _not_inverse(name, "its pieces do not contain each element of its data exactly once")
     else:
         copied = CopiedFactory(data.detach(), lambda: factory.merge_fn(_with_data(built)))
         merged = copied.merged()
@@ -156,7 +156,7 @@ def _with_data(built: Any) -> Any:
 
 
 def _cover(pieces: Sequence[ShardedPiece], data: torch.Tensor) -> bool:
-    """Returns True if views of a tensor are each of its elements once."""
+    """Returns True if views of a tensor contain each of its elements exactly once."""
     if sum(piece.memory.numel() for piece in pieces) != data.numel():
         return False
     spans = [piece.span for piece in pieces]
@@ -181,9 +181,9 @@ def _last_element(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset() + sum((length - 1) * stride for length, stride in dims if length))
 
 
-def _is_view(tensor: torch.Tensor, of: torch.Tensor) -> bool:
-    is_same = tensor.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
-    return is_same and tensor.dtype == of.dtype
+def _is_view(tensor: torch.Tensor, source: torch.Tensor) -> bool:
+    is_same = tensor.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    return is_same and tensor.dtype == source.dtype
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -198,8 +198,8 @@ def _piece(fqn: str, sharded: Any, source: torch.Tensor | None) -> ShardedPiece:
     if not isinstance(data, torch.Tensor):
         raise unsupported(name, "a ShardedTensor without data", "make the sharded state dict with its data")
     if tuple(data.shape) != tuple(sharded.local_shape):
-        found = f"a ShardedTensor with data of shape {list(data.shape)} and local_shape {list(sharded.local_shape)}"
-        raise unsupported(name, found, "give both the same shape")
+        what = f"a ShardedTensor with data of shape {list(data.shape)} and local_shape {list(sharded.local_shape)}"
+        raise unsupported(name, what, "give both the same shape")
     num_prepended = getattr(sharded, "prepend_axis_num", 0)
     shape, offsets = tuple(sharded.global_shape), tuple(sharded.global_offset)
     lengths = (1,) * num_prepended + tuple(data.shape)
@@ -207,8 +207,8 @@ def _piece(fqn: str, sharded: Any, source: torch.Tensor | None) -> ShardedPiece:
         offset >= 0 and offset + length <= whole for whole, offset, length in zip(shape, offsets, lengths, strict=True)
     )
     if not is_inside:
-        found = f"a ShardedTensor of shape {list(lengths)} at {list(offsets)}, which is not inside {list(shape)}"
-        raise unsupported(name, found, "give it a global_offset, in elements, inside its global_shape")
+        what = f"a ShardedTensor of shape {list(lengths)} at {list(offsets)}, which is not inside {list(shape)}"
+        raise unsupported(name, what, "give it a global_offset, in elements, inside its global_shape")
     dense_dtype(name, data)
     memory = data.detach()[(None,) * num_prepended] if num_prepended else data.detach()
     padded_axis = num_prepended if getattr(sharded, "allow_shape_mismatch", False) and data.dim() else None

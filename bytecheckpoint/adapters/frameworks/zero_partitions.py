@@ -4,14 +4,14 @@ Takes, by the attributes that they have:
 
 - ZeRO 1 and 2 (`single_partition_of_fp32_groups`): the parameters of a group one after the other, in the order of
   `round_robin_bit16_groups`, with padding between them where `round_robin_bit16_offsets` says so, and at the end so
-  that all ranks hold as much of it.
+  that all ranks hold equally much.
 - BF16_Optimizer (`fp32_groups_flat_partition`): the same, in the order of `bf16_groups`.
 - FP16_Optimizer (`fp32_groups_flat`): the same, all of it on every rank; FP16_UnfusedOptimizer (`fp32_groups`): a
   tensor for each parameter.
-- ZeRO 3 (`fp32_partitioned_groups_flat`): of each parameter of `fp16_groups` as many elements on every rank, one
-  parameter after the other; the last ranks hold padding.
+- ZeRO 3 (`fp32_partitioned_groups_flat`): every rank holds equally many elements of each parameter of `fp16_groups`,
+  one parameter after the other; the last ranks hold padding.
 
-Optimizers without master weights of their own, and parameters that no optimizer has, are not in it.
+Optimizers without master weights of their own, and parameters that no optimizer has, are not read here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class MasterPart(NamedTuple):
 
 
 def part_of_partition(shape: Sequence[int], start: int, partition: int, index: int) -> FlatParamPart:
-    """Returns the part of a parameter, which starts at an element of flat memory, in one of its equal partitions."""
+    """Returns the part of a parameter in partition `index` of flat memory. `start` is the parameter's first element in
+    flat memory, `partition` the number of elements of each partition.
+    """
     first = max(start, index * partition)
     end = min(start + prod(shape), (index + 1) * partition)
     if end <= first:
@@ -48,7 +50,7 @@ def part_of_partition(shape: Sequence[int], start: int, partition: int, index: i
 
 
 def part_of_rank(shape: Sequence[int], partition: int, index: int, position: int) -> FlatParamPart:
-    """Returns the part of a parameter on one of the ranks that hold as many elements of it, the last with padding."""
+    """Returns the part of a parameter on rank `index`, where each holds `partition` elements, the last with padding."""
     numel = max(0, min(partition, prod(shape) - index * partition))
     return part_of_whole(shape, index * partition, numel, position) if numel else part_of_whole(shape, 0, 0, 0)
 
@@ -82,7 +84,7 @@ def part_of_partitioned(fqn: str, parameter: Any, position: int) -> FlatParamPar
 
 
 def _in_partitions(fqn: str, wrapper: Any, *, masters: str, groups: str) -> Iterator[MasterPart]:
-    """Reads ZeRO 1 and 2 and BF16_Optimizer, by the names of their attributes with masters and groups."""
+    """Yields the parts of ZeRO 1 and 2 and BF16_Optimizer; `masters` and `groups` are names of attributes."""
     of_groups: Sequence[Sequence[torch.nn.Parameter]] = getattr(wrapper, groups)
     starts_of_groups = getattr(wrapper, "round_robin_bit16_offsets", None) or map(_one_after_the_other, of_groups)
     rows = zip(getattr(wrapper, masters), of_groups, starts_of_groups, wrapper.real_dp_process_group, strict=True)

@@ -1,5 +1,5 @@
 """Objects around modules whose state is that of the modules, as torchtitan's ModelWrapper: saved as the modules are,
-so that parameters have names, and lie in place, whoever holds them.
+so that parameters have the names of the modules and are loaded in place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bytecheckpoint.adapters.torch_types import DTensor, FullyShardedDataParalle
 
 
 class WrappedModules(NamedTuple):
-    """The modules that an object has its state of."""
+    """The modules whose state an object gives as its own."""
 
     stages: list[Stage]
     names: list[str]
@@ -63,7 +63,7 @@ def _modules_in(value: Any) -> list[torch.nn.Module]:
 
 
 def _is_read_otherwise(module: torch.nn.Module) -> bool:
-    """Returns True if frameworks have adapters of their own for it, or its state_dict() gathers it."""
+    """Returns True for a module that a framework's adapter reads, or whose state_dict() gathers parameters."""
     is_fsdp1 = any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
     return is_fsdp1 or is_engine(module) or is_megatron_module(module)
 
@@ -80,7 +80,7 @@ def _memory_key(value: Any) -> tuple[int, int] | None:
 
 
 class ReloadEntry:
-    """An object around modules that were loaded in place: it gets their state, of which it may have a copy."""
+    """An object around modules: after a load in place it gets their state, because it may hold a copy."""
 
     def __init__(self, fqn: str, value: Stateful, inside: WrappedModules) -> None:
         self.fqn = fqn
@@ -95,7 +95,7 @@ class ReloadEntry:
         return {f"{self.fqn}.{name}": f"{self.fqn}.{new}" for name, new in names if new != name}
 
     def collect(self) -> EntryContents:
-        """Nothing: the modules are entries of their own."""
+        """Returns nothing to save: the modules are entries of their own."""
         return EntryContents([], set())
 
     def expect(self, _checkpoint: CheckpointView) -> Expectation:

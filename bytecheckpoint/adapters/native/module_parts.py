@@ -32,11 +32,11 @@ class ModulePart(NamedTuple):
     ddp_prefixes: Sequence[str]
     """Prefixes of all names inside a DistributedDataParallel, innermost ones first."""
     stage: int | None
-    """Number of the pipeline stage, where the module's stage says it."""
+    """Number of the pipeline stage; None if it is not known."""
     is_wrapped: bool
-    """True if a wrapper puts anything into names."""
+    """True if names in the module have prefixes of wrappers."""
     flat: FlatModule | None = None
-    """Parameters that its framework has flat."""
+    """Parameters that its framework keeps in flat memory; None without any."""
 
     def plain_name(self, name: str) -> str:
         """Returns the name of something in the module, without the prefixes of wrappers."""
@@ -48,7 +48,7 @@ class ModulePart(NamedTuple):
         return plain_name(name)
 
     def plain_tensors(self) -> Mapping[str, torch.Tensor] | None:
-        """Returns the state_dict, where all in it are plain tensors of the module under plain names."""
+        """Returns the state_dict if it has only plain tensors of the module under plain names; None otherwise."""
         if self.is_wrapped or self.flat is not None or not self.tree.is_saved_as_usual:
             return None
         values = self.tree.state_dict()
@@ -56,7 +56,7 @@ class ModulePart(NamedTuple):
         return values if are_plain else None
 
     def state(self) -> Iterator[tuple[str, str, Any]]:
-        """Yields the module's own name, the plain name and the value of all in the state_dict but flat parameters."""
+        """Yields (own name, plain name, value) for each item of the state_dict, except for flat parameters."""
         replaced = () if self.flat is None else self.flat.replaced
         for name, value in self.tree.state_dict().items():
             if id(value) not in replaced:
@@ -73,6 +73,7 @@ def is_data(name: str, value: Any) -> bool:
 
 
 def part_of(fqn: str, stage: Stage) -> ModulePart:
+    """Returns what is known of a stage's module. First has fully_shard put sharded parameters back in place."""
     module = stage.module
     tree = tree_of(deepspeed.unwrapped(module) if deepspeed.is_engine(module) else module)
     is_fsdp1 = fsdp1.has_units(fqn, tree)

@@ -39,7 +39,7 @@ class Stage(NamedTuple):
 
 def stages_of(value: Any) -> list[Stage]:
     """Returns the modules that a value of the state stands for: a module, a stage of `torch.distributed.pipelining`
-    (told by `submod` and `stage_index`), lists of both, or a schedule, which holds stages. None for anything else.
+    (told by `submod` and `stage_index`), lists of both, or a schedule, which holds stages. Empty for anything else.
     """
     if isinstance(value, list | tuple):
         stages: list[Stage] = []
@@ -63,7 +63,7 @@ def _stage(value: Any) -> Stage | None:
 
 
 def _of_schedule(value: Any) -> list[Stage]:
-    """Schedules keep their stages to themselves: `_stage` where a rank has one, `_stages` where it has several."""
+    """Returns the stages of a schedule, from private attributes: `_stage` if a rank has one, `_stages` if several."""
     if not has_attributes(value, "step") or not callable(value.step):
         return []
     own = value._stages if has_attributes(value, "_stages") else None
@@ -83,7 +83,7 @@ class ModuleTree(NamedTuple):
     is_saved_as_usual: bool
     """The state_dict is made by torch's own methods, too, and no hook and no extra state adds to it."""
     resharding: Sequence[Callable[..., Any]]
-    """The hooks of fully_shard; what else there are of hooks is in `is_saved_as_usual`."""
+    """The hooks of fully_shard. Any other hook makes `is_saved_as_usual` False."""
     extra_states: Sequence[tuple[str, torch.nn.Module]] = ()
     """Names of extra state that the tree itself looks for, and the module of each."""
 
@@ -91,7 +91,7 @@ class ModuleTree(NamedTuple):
         """Yields the name of each module that itself decides what its state_dict holds, with the way in which it does
         so: a walk would miss that.
 
-        Extra state and hooks from the module `known` do not count.
+        Extra state does not count, nor do hooks from modules whose name starts with `known`.
         """
         for name, module in self.submodules:
             usual = {dict, OrderedDict}
@@ -107,7 +107,7 @@ class ModuleTree(NamedTuple):
     def walked(self) -> ModuleTree:
         """Returns the same tree, whose values are found without any method of its modules but `get_extra_state`.
 
-        For modules whose methods communicate, once `own_saving` has nothing to say.
+        For modules whose methods communicate. First check that `own_saving` yields nothing.
         """
         getter = torch.nn.Module.get_extra_state
         found = [(name, module) for name, module in self.submodules if type(module).get_extra_state is not getter]
@@ -151,9 +151,7 @@ class ModuleTree(NamedTuple):
         return found.values()
 
     def buffers(self) -> Iterable[torch.Tensor]:
-        """Returns the buffers that `buffers()` of the module returns; if torch's own methods find them, some more than
-        once.
-        """
+        """Returns the buffers that `buffers()` of the module returns; some may come more than once."""
         if not self.is_walked_as_usual:
             return self.module.buffers()
         return [buffer for _, module in self.submodules for buffer in module._buffers.values() if buffer is not None]
@@ -168,15 +166,15 @@ class ModuleTree(NamedTuple):
 
 def tree_of(module: torch.nn.Module) -> ModuleTree:
     submodules = list(module.named_modules(remove_duplicate=False))
-    each = [submodule for _, submodule in submodules]
-    classes = set(map(type, each))
+    modules = [submodule for _, submodule in submodules]
+    classes = set(map(type, modules))
     # Scripted modules have containers of their own, and make their tensors anew whenever they are asked for them.
-    containers = {type(container) for submodule in each for container in (submodule._parameters, submodule._buffers)}
-    has_attributes = any(not _METHODS.isdisjoint(submodule.__dict__) for submodule in each)
-    pre_hooks = {id(hook): hook for submodule in each for hook in submodule._state_dict_pre_hooks.values()}
+    containers = {type(container) for submodule in modules for container in (submodule._parameters, submodule._buffers)}
+    has_own_methods = any(not _METHODS.isdisjoint(submodule.__dict__) for submodule in modules)
+    pre_hooks = {id(hook): hook for submodule in modules for hook in submodule._state_dict_pre_hooks.values()}
     resharding = [hook for hook in pre_hooks.values() if str(hook.__module__).startswith(_FULLY_SHARD)]
-    has_hooks = len(resharding) < len(pre_hooks) or any(submodule._state_dict_hooks for submodule in each)
-    is_walked_as_usual = containers <= {dict, OrderedDict} and not has_attributes and _inherit(classes, _WALKING)
+    has_hooks = len(resharding) < len(pre_hooks) or any(submodule._state_dict_hooks for submodule in modules)
+    is_walked_as_usual = containers <= {dict, OrderedDict} and not has_own_methods and _inherit(classes, _WALKING)
     is_saved_as_usual = is_walked_as_usual and not has_hooks and _inherit(classes, _SAVING)
     return ModuleTree(module, submodules, is_walked_as_usual, is_saved_as_usual, resharding)
 

@@ -46,16 +46,16 @@ class _ModuleTensors(NamedTuple):
     tensors: Mapping[str, torch.Tensor]
     """Tensors by FQN; of tied ones the first."""
     aliases: Mapping[str, str]
-    """FQN of a tied tensor -> the first one's."""
+    """FQN of a tied tensor -> FQN of the first tensor with the same memory."""
     extra: Mapping[str, Any]
     """Extra state, by FQN."""
     flat: Sequence[tuple[str, FlatParamMemory]]
-    """Flat parameters, each after its FQN."""
+    """Pairs of an FQN and a flat parameter."""
 
     facts: Mapping[str, Any]
     """Metadata of tensor subclasses, whose inner tensors are among the tensors, by FQN."""
     stages: Mapping[str, int]
-    """Number of the pipeline stage by FQN, where a stage says it."""
+    """Number of the pipeline stage by FQN, where it is known."""
     other_names: Mapping[str, Sequence[str]]
     """FQN of a tensor -> the aliases of it."""
 
@@ -89,7 +89,7 @@ class ModuleEntry:
         self._refused = Refusals([], ())
 
     def find_flat(self, optimizers: Sequence[FlatOptimizer]) -> None:
-        """Learns which parameters these optimizers keep flat, whatever they are called here.
+        """Finds which parameters of the modules these optimizers keep flat.
 
         Raises CheckpointSaveError (unsupported_value) for parameters that cannot be read without their optimizer.
         """
@@ -203,30 +203,32 @@ class ModuleEntry:
         for part in self._parts:
             if not self._detached and part.plain_tensors() is not None:
                 continue  # all are filled in place
-            given: dict[str, Any] = {}
+            new_values: dict[str, Any] = {}
             own: dict[str, Any] = {}
             for name, plain, value in part.state():
                 fqn = join_fqn(self.fqn, plain)
                 found = checkpoint.entry_tree(fqn) if is_data(name, value) else None
                 if fqn in self._detached:
-                    given[name] = self._detached[fqn]
+                    new_values[name] = self._detached[fqn]
                 elif found is not None and found.is_taken:
-                    given[name] = self._extra.filled(found, leaves(value, fqn), checkpoint)
+                    new_values[name] = self._extra.filled(found, leaves(value, fqn), checkpoint)
                 elif is_data(name, value) and not is_extra_state(name):
                     own[name] = value
-            for name in filter(is_extra_state, list(given)):
-                part.tree.module.get_submodule(name.rpartition(".")[0]).set_extra_state(given.pop(name))
-            if given:
+            for name in filter(is_extra_state, list(new_values)):
+                part.tree.module.get_submodule(name.rpartition(".")[0]).set_extra_state(new_values.pop(name))
+            if new_values:
                 # A module that takes data of its own back looks for all of it, also for what was not loaded.
-                part.tree.module.load_state_dict(own | given, strict=False)
+                part.tree.module.load_state_dict(own | new_values, strict=False)
             if part.flat is not None:
                 part.flat.finish()
 
     def _held(self) -> _ModuleTensors:
+        """Returns what `_read` finds, or found when parameters were named just before."""
         held, self._named = self._named or self._read(), None
         return held
 
     def _read(self) -> _ModuleTensors:
+        """Finds all tensors, flat parameters and other data of the modules."""
         found: list[tuple[str, str, torch.Tensor]] = []
         extra: dict[str, Any] = {}
         flat: list[tuple[str, FlatParamMemory]] = []

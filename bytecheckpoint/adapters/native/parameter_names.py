@@ -167,7 +167,7 @@ def _merged_part(first: OptimizedParameter, other: OptimizedParameter) -> Optimi
 
 
 def _alone(optimizer_fqn: str, parameter: torch.Tensor, name: str | None) -> ParameterNames:
-    """Returns the names of a parameter that only its optimizer names: it may have been saved beside a model."""
+    """Returns the names of a parameter that only its optimizer names. A checkpoint may have it in a `model`."""
     if is_flattened(parameter):
         what = "an optimizer with a flat parameter of an FSDP1 model that is not in the state"
         raise unsupported(optimizer_fqn, what, "pass the model beside it")
@@ -182,12 +182,12 @@ def _alone(optimizer_fqn: str, parameter: torch.Tensor, name: str | None) -> Par
     return ParameterNames(name, (name, join_fqn(MODEL_FQN, name)))
 
 
-def _check_unique(optimizer_fqn: str, found: OptimizedParameters) -> None:
+def _check_unique(optimizer_fqn: str, optimized: OptimizedParameters) -> None:
     """Checks that no two parameters share a name; parts of one parameter may."""
-    all_names = list(found.all_names())
+    all_names = list(optimized.all_names())
     if len({names.name for names in all_names}) == len(all_names):
         return
-    of_parts = {id(of_part.names) for of_one in found.flat.values() for of_part in of_one}
+    of_parts = {id(of_part.names) for of_one in optimized.flat.values() for of_part in of_one}
     owners: dict[str, ParameterNames] = {}
     for names in all_names:
         owner = owners.setdefault(names.name, names)

@@ -93,7 +93,7 @@ def outer_fqn(facts_fqn: str) -> str:
 
 
 def enclosing(fqn: str, outer: Collection[str]) -> list[str]:
-    """Returns the FQNs of the subclasses around an FQN, the innermost first."""
+    """Returns those of the subclasses `outer` around an FQN, the innermost first. All are given by FQN."""
     found, name = [], fqn.rpartition(".")[0]
     while name:
         if name in outer:
@@ -143,25 +143,25 @@ def restored(
     fqn: str,
     live: Mapping[str, torch.Tensor | None] = MappingProxyType({}),
     like: torch.Tensor | None = None,
-    left: Collection[str] = (),
+    unbuildable: Collection[str] = (),
 ) -> Any:
     """Returns the tree with every subclass in it built of its parts, or taken from the `live` ones, which have been
     filled.
 
-    Dicts and lists are changed in place. One whose parts were made by `spread_like(like)` is built as a DTensor that
-    lies like it; those that are `left` stay as they are.
+    Dicts and lists are changed in place. A subclass whose parts are DTensors is built as a DTensor with the
+    placements of `like`. The `unbuildable` ones, given by FQN, stay dicts of their parts.
     """
-    if fqn in left:
+    if fqn in unbuildable:
         return tree
     if isinstance(tree, dict):
         if are_facts(tree.get(FACTS)) and fqn in live:
             return live[fqn]
         for key, item in tree.items():
-            tree[key] = item if key == FACTS else restored(item, f"{fqn}.{key}", live, like, left)
+            tree[key] = item if key == FACTS else restored(item, f"{fqn}.{key}", live, like, unbuildable)
         return _built(tree, like) if are_facts(tree.get(FACTS)) else tree
     if type(tree) not in (list, tuple):
         return tree
-    items = [restored(item, f"{fqn}.{index}", live, like, left) for index, item in enumerate(tree)]
+    items = [restored(item, f"{fqn}.{index}", live, like, unbuildable) for index, item in enumerate(tree)]
     if type(tree) is tuple:
         return tuple(items)
     tree[:] = items
@@ -169,8 +169,8 @@ def restored(
 
 
 def why_not_built(values: Mapping[str, Any], like: torch.Tensor | None = None) -> dict[str, str]:
-    """Returns why outermost subclasses, whose facts are among these leaves, cannot be built, by the FQN of their facts.
-    Their inner tensors are among the leaves too, on the meta device, where all of it is tried.
+    """Tries to build the subclasses whose facts and inner tensors are among these leaves; the tensors are on the meta
+    device. Returns the reason for each outermost one that cannot be built, by the FQN of its facts.
     """
     facts = {outer_fqn(fqn): value for fqn, value in values.items() if is_facts(fqn) and are_facts(value)}
     parts: dict[str, dict[str, Any]] = {fqn: {} for fqn in facts}
@@ -180,7 +180,7 @@ def why_not_built(values: Mapping[str, Any], like: torch.Tensor | None = None) -
             parts[parent][name] = value
     reasons: dict[str, str] = {}
     for fqn in sorted(facts, key=len, reverse=True):  # the inner ones first
-        built = _tried(parts[fqn], like)
+        built = _try_build(parts[fqn], like)
         parent, _, name = fqn.rpartition(".")
         if parent in facts:
             parts[parent][name] = built
@@ -189,7 +189,8 @@ def why_not_built(values: Mapping[str, Any], like: torch.Tensor | None = None) -
     return reasons
 
 
-def _tried(parts: Mapping[str, Any], like: torch.Tensor | None) -> torch.Tensor | str:
+def _try_build(parts: Mapping[str, Any], like: torch.Tensor | None) -> torch.Tensor | str:
+    """Returns the subclass made of these parts, or the reason why it cannot be made."""
     for name, part in parts.items():
         if isinstance(part, str):
             return part
@@ -241,10 +242,10 @@ def _unflattened(
 def dtensor_like(
     outer: DTensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, is_table: bool = False
 ) -> DTensor | None:
-    """Returns a DTensor of this global shape whose parts are to those of `outer` as its lengths are to those of
-    `outer`.
+    """Returns an empty DTensor of this global shape that is cut along the dimensions of `outer`, in the same
+    proportions.
 
-    None where the lengths of the parts are not whole numbers, and where blocks do not end where parts end.
+    None where that does not give whole numbers of elements, and where blocks do not end where parts end.
     """
     sharded = set() if is_table else _sharded_dims(outer)
     if sharded is None or not _can_follow(len(shape), outer, sharded):
@@ -253,8 +254,8 @@ def dtensor_like(
     if outer.device_mesh.get_coordinate() is None:
         lengths, sharded = [0], set()
     for dim in sharded:
-        lengths[dim], rest = divmod(shape[dim] * outer._local_tensor.shape[dim], max(outer.shape[dim], 1))
-        if rest or not _ends_with_blocks(outer, dim, shape[dim]):
+        lengths[dim], remainder = divmod(shape[dim] * outer._local_tensor.shape[dim], max(outer.shape[dim], 1))
+        if remainder or not _ends_with_blocks(outer, dim, shape[dim]):
             return None
     local = torch.empty(lengths, dtype=dtype, device=device)
     return _as_dtensor(local, torch.Size(shape), outer, is_table=is_table)
@@ -275,18 +276,18 @@ def dtensor_of_part(fqn: str, inner: torch.Tensor, outer: DTensor) -> DTensor | 
         if any(local.shape[dim] == 0 for dim in sharded):
             return None
         ratios = {dim: divmod(inner.shape[dim] * outer.shape[dim], local.shape[dim]) for dim in sharded}
-        are_whole = not any(rest for _, rest in ratios.values())
+        are_whole = not any(remainder for _, remainder in ratios.values())
         if are_whole and all(_ends_with_blocks(outer, dim, length) for dim, (length, _) in ratios.items()):
             shape = [ratios[dim][0] if dim in sharded else length for dim, length in enumerate(inner.shape)]
     if shape is None:
         what = f"part of a DTensor, {list(inner.shape)} for {list(local.shape)} of {list(outer.shape)}"
-        what += f" with placements {outer.placements}, so that which region it is cannot be said"
+        what += f" with placements {outer.placements}, so that its region in the global tensor is unknown"
         raise unsupported(fqn, what, "shard along dimensions that it has, in multiples of its blocks")
     return _as_dtensor(inner, torch.Size(shape), outer, is_table=False)
 
 
 def _sharded_dims(outer: DTensor) -> set[int] | None:
-    """Returns the dimensions along which it is cut; None where that is not how it is cut."""
+    """Returns the dimensions along which a DTensor is cut; None if a placement cuts in another way."""
     cuts = [placement for placement in outer.placements if not isinstance(placement, Replicate)]
     dims = {placement.dim for placement in cuts if isinstance(placement, Shard | StridedShard)}
     return dims if all(isinstance(placement, Shard | StridedShard) for placement in cuts) else None

@@ -94,17 +94,17 @@ def _part_problem(fqn: str, own: Any, checkpoint: CheckpointView, other_names: S
             found = StoredTensor(fqn, dtype_name(inline.dtype), tuple(inline.shape))
     if found is None:
         return None if checkpoint.skips(fqn) else not_stored(fqn)
-    why = why_no_part(own, found)
+    why = why_unfillable(own, found)
     return None if why is None else Problem(why[0], name, f"{name}: {why[1]}")
 
 
-def why_no_part(own: torch.Tensor, found: StoredTensor) -> tuple[str, str] | None:
-    """Returns the kind of problem, and why the inner tensor of a live subclass cannot be filled from the stored one."""
-    if tuple(own.shape) != found.shape:
-        return "shape", f"shape {list(found.shape)} in the checkpoint, {list(own.shape)} in the state"
+def why_unfillable(own: torch.Tensor, stored: StoredTensor) -> tuple[str, str] | None:
+    """Returns the kind of problem, and why this inner tensor cannot be filled from the stored one; None if it can."""
+    if tuple(own.shape) != stored.shape:
+        return "shape", f"shape {list(stored.shape)} in the checkpoint, {list(own.shape)} in the state"
     dtype = dtype_name(own.dtype)
-    if dtype != found.dtype:
-        text = f"dtype {found.dtype} in the checkpoint, {dtype} in the state (what is inside a subclass is never cast)"
+    if dtype != stored.dtype:
+        text = f"dtype {stored.dtype} in the checkpoint, {dtype} in the state (what is inside a subclass is never cast)"
         return "dtype", text
     memory = own._local_tensor if isinstance(own, DTensor) else own
     if shares_elements(memory):
@@ -115,7 +115,7 @@ def why_no_part(own: torch.Tensor, found: StoredTensor) -> tuple[str, str] | Non
 
 
 def _facts_problems(own: Mapping[str, Any], checkpoint: CheckpointView, tied: Mapping[str, str]) -> list[Problem]:
-    """Returns the facts, by FQN, that differ or are missing; `tied` subclasses have those of any of their names."""
+    """Returns a problem for all facts that differ or are missing. Tied subclasses may have theirs under any name."""
     names: dict[str, list[str]] = {}
     for fqn in own:
         owner = tied.get(outer_fqn(fqn), outer_fqn(fqn))
@@ -133,7 +133,7 @@ def _facts_problems(own: Mapping[str, Any], checkpoint: CheckpointView, tied: Ma
 
 
 def unbuildable(values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[str, Problem]:
-    """Returns a problem for each subclass, by checkpoint FQN, that cannot be built of these leaves, given likewise."""
+    """Returns a problem for each subclass that cannot be built of these leaves; both are by checkpoint FQN."""
     if not any(map(is_facts, values)):  # nearly always
         return {}
     parts = {fqn: _on_meta(fqn, value, checkpoint) for fqn, value in values.items()}
@@ -146,7 +146,7 @@ def unbuildable(values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[s
 
 
 def _on_meta(fqn: str, value: Any, checkpoint: CheckpointView) -> Any:
-    """Returns a placeholder for a leaf while no memory is needed."""
+    """Returns a leaf with meta tensors in place of tensors and references; None for a tensor that is not stored."""
     if isinstance(value, TensorRef):
         tensor = checkpoint.tensors.get(checkpoint.rename(fqn))
         return None if tensor is None else placeholder(tensor)
@@ -188,13 +188,13 @@ class SubclassState:
         self._refused = {key.partition(".")[0] for key, _ in self.problems()} if is_any else frozenset()
 
     def problems(self) -> list[tuple[str, str]]:
-        """State keys whose tensors cannot be filled or created, and why, as text for an error."""
-        reasons = {key: self._why_not(key, facts) for key, facts in self._facts.items()}
+        """Returns the state keys whose tensors cannot be filled or created, each with the reason."""
+        reasons = {key: self._why_misfit(key, facts) for key, facts in self._facts.items()}
         lacking = [k for k, own in self.own.items() if is_facts(k) and are_facts(own) and k not in self._facts]
         reasons |= dict.fromkeys(lacking, "a tensor subclass in the state, and none in the checkpoint")
         found = [(key, reason) for key, reason in reasons.items() if reason]
         found += self._why_not_built() if not found else []
-        return found + [(key, reason) for key, own in self.own.items() if (reason := self._why_no_part(key, own))]
+        return found + [(key, reason) for key, own in self.own.items() if (reason := self._why_unfillable(key, own))]
 
     def _why_not_built(self) -> list[tuple[str, str]]:
         new = {key: facts for key, facts in self._facts.items() if key not in self.own}
@@ -204,16 +204,17 @@ class SubclassState:
         parts = {key: self.new_part(key, stored, meta) for key, (_, stored) in self._tensors.items() if "." in key}
         return list(why_not_built({**parts, **new}, self._parameter).items())
 
-    def _why_no_part(self, key: str, own: Any) -> str | None:
+    def _why_unfillable(self, key: str, own: Any) -> str | None:
         """Returns why a live inner tensor is not filled; what include and exclude leave out is not a reason."""
         if is_facts(key) or not enclosing(key, {outer_fqn(of_key) for of_key in self._facts if of_key in self.own}):
             return None
         if key not in self._tensors:
             return "an inner tensor of the state's subclass that is not in the checkpoint"
-        why = why_no_part(own, self._tensors[key][1])
+        why = why_unfillable(own, self._tensors[key][1])
         return None if why is None else why[1]
 
-    def _why_not(self, key: str, facts: Any) -> str | None:
+    def _why_misfit(self, key: str, facts: Any) -> str | None:
+        """Returns why the subclass with these stored facts does not fit the state; None if it fits."""
         if key in self.own:
             return difference(self.own[key], facts)
         own = self.own.get(outer_fqn(key))
@@ -235,7 +236,7 @@ class SubclassState:
         return self.takes(key) and f"{key}.{FACTS}" not in self.own and not self.is_elsewhere(key)
 
     def is_elsewhere(self, key: str) -> bool:
-        """Returns True if the state of this key holds nothing here of what is a subclass on other ranks."""
+        """Returns True if the state of this key is a subclass on other ranks, of which this rank has no elements."""
         return f"{key}.{FACTS}" in self._facts and key in self.own
 
     def new_part(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
@@ -255,7 +256,7 @@ class SubclassState:
         return [self._facts[of_key] for of_key in keys]
 
     def _is_spread(self, key: str) -> bool:
-        """Returns True if a tensor is a part of something that lies like the parameter, which is spread over ranks."""
+        """Returns True for a part of a subclass that has the parameter's shape, if the parameter is a DTensor."""
         outer = self._enclosing(key)
         is_like = bool(outer) and outer[0][0]["shape"] == list(self._parameter.shape)
         return is_like and isinstance(self._parameter, DTensor)

@@ -22,7 +22,7 @@ from bytecheckpoint.adapters.shards import dtype_name, torch_dtype
 from bytecheckpoint.manifest.plain_wire import unsupported
 
 FACTS = "@subclass"
-"""Beside the inner tensors of a subclass, what else is known of it. No attribute has such a name."""
+"""Key of the metadata of a subclass, beside its inner tensors. No attribute has such a name."""
 
 _ENUM, _DATACLASS, _NAMEDTUPLE = "@enum", "@dataclass", "@namedtuple"
 _DEVICE, _OUTER = "@device", "@shape"
@@ -36,8 +36,8 @@ Facts = list[dict[str, Any]]
 def facts_of(fqn: str, tensor: torch.Tensor, context: Any, shown: torch.Tensor) -> Facts:
     """Returns the facts of a subclass with this context; `shown` is the DTensor around it, or the tensor itself.
 
-    In a context, the shape that the tensor shows stands as a reference to it, because that of a shard is its own: as a
-    torch.Size, or under the key `shape` or `size`. Any other list stays one, whatever it happens to be equal to.
+    In a context, a marker replaces the shape of the tensor, because each shard has another: where it is a torch.Size,
+    or a list or tuple under the key `shape` or `size`. Any other list stays as it is, also if it equals the shape.
     Raises CheckpointSaveError (unsupported_value) for a context that is more than plain data.
     """
     name = _name_of(type(tensor))
@@ -56,6 +56,7 @@ def _name_of(cls: type) -> str:
 
 
 def _to_plain(value: Any, shape: tuple[int, ...], refuse: Callable[[Any], Exception]) -> Any:
+    """Returns a part of a context as plain data: objects become dicts with a marker. Raises what `refuse` returns."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -96,11 +97,11 @@ def _has_only_fields(value: Any) -> bool:
     return names >= getattr(value, "__dict__", {}).keys() and all(hasattr(value, name) for name in names)
 
 
-def difference(own: Any, found: Any) -> str | None:
+def difference(own: Any, stored: Any) -> str | None:
     """Returns the differences between the facts in a checkpoint and those of a live subclass, as text for an error."""
-    if not are_facts(found):
+    if not are_facts(stored):
         return "found no description of a tensor subclass"
-    texts = [text for key, expected in own[0].items() for text in _differences(key, found[0][key], expected)]
+    texts = [text for key, expected in own[0].items() for text in _differences(key, stored[0][key], expected)]
     return "; ".join(texts) or None
 
 
@@ -128,11 +129,11 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def are_facts(found: Any) -> bool:
+def are_facts(value: Any) -> bool:
     """Returns True if plain data describes a tensor subclass."""
-    if type(found) is not list or len(found) != 1 or type(found[0]) is not dict:
+    if type(value) is not list or len(value) != 1 or type(value[0]) is not dict:
         return False
-    facts = found[0]
+    facts = value[0]
     shape, stride = facts.get("shape"), facts.get("stride")
     if type(shape) is not list or type(stride) is not list or len(shape) != len(stride):
         return False
@@ -141,28 +142,28 @@ def are_facts(found: Any) -> bool:
     return "context" in facts and is_named and all(type(length) is int and length >= 0 for length in (*shape, *stride))
 
 
-def class_of(found: Any) -> type[Any]:
+def class_of(facts: Any) -> type[Any]:
     """Returns the class that plain data names. Raises LookupError unless it is a tensor subclass that is imported here
     and that torch can unflatten.
     """
-    if not are_facts(found):
+    if not are_facts(facts):
         raise LookupError("found no description of a tensor subclass")
-    cls = _imported(found[0]["class"])
+    cls = _imported(facts[0]["class"])
     if not (issubclass(cls, torch.Tensor) and hasattr(cls, "__tensor_unflatten__")):
         raise LookupError(f"{_name_of(cls)} is not a tensor subclass with __tensor_unflatten__")
     return cls
 
 
-def context_of(found: Facts, shape: Sequence[int], device: torch.device) -> Any:
+def context_of(facts: Facts, shape: Sequence[int], device: torch.device) -> Any:
     """Returns the context for `__tensor_unflatten__` of a tensor that shows this shape, on this device.
 
-    Raises LookupError where it needs a class that is not there.
+    Raises LookupError where it needs a class that is not imported.
     """
-    return _from_plain(found[0]["context"], tuple(shape), device)
+    return _from_plain(facts[0]["context"], tuple(shape), device)
 
 
-def dtype_of(found: Facts) -> torch.dtype:
-    return torch_dtype(found[0]["dtype"])
+def dtype_of(facts: Facts) -> torch.dtype:
+    return torch_dtype(facts[0]["dtype"])
 
 
 def _from_plain(value: Any, shape: tuple[int, ...], device: torch.device) -> Any:
@@ -209,9 +210,9 @@ def _fields(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _runs_code(cls: type[Any], names: Collection[str]) -> bool:
-    """Returns True if to set these fields, or to let go of what has them, is more than to keep values."""
+    """Returns True if setting these fields, or deleting an object of the class, runs code of the class."""
     found = [inspect.getattr_static(cls, name, None) for name in names]
-    is_set_by_code = any(hasattr(type(it), "__set__") and not isinstance(it, MemberDescriptorType) for it in found)
+    is_set_by_code = any(hasattr(type(one), "__set__") and not isinstance(one, MemberDescriptorType) for one in found)
     return is_set_by_code or hasattr(cls, "__del__")
 
 

@@ -23,7 +23,7 @@ class Form(NamedTuple):
     groups: Sequence[Sequence[str]] | None = None
     """The names of the parameters in each group, where it is nested; None where it is flat."""
     keys: frozenset[str] | None = None
-    """All keys of a parameter's state, where it can also take a state_dict: state with more stays a state_dict."""
+    """Keys that a parameter's state may have. If set, stored state with other keys is loaded as a state_dict."""
     is_numbered: bool = False
     """True for the form of state_dict() of torch's optimizers, with numbers for parameters."""
 
@@ -87,14 +87,14 @@ class Reshaping(NamedTuple):
             return tree
         name = rename(fqn)
         if name in self.forms:
-            return self._as(self.forms[name], tree, fqn, tensors)
+            return self._in_form(self.forms[name], tree, fqn, tensors)
         below = f"{name}." if name else ""
         if is_optimizer_tree(tree) or not any(name.startswith(below) for name in self.forms):
             return tree
         items = {key: self.reshaped(item, join_fqn(fqn, key), rename, tensors) for key, item in tree.items()}
         return type(tree)(items) if any(items[key] is not tree[key] for key in items) else tree
 
-    def _as(self, form: Form, tree: dict[Any, Any], fqn: str, tensors: Iterable[str]) -> Any:
+    def _in_form(self, form: Form, tree: dict[Any, Any], fqn: str, tensors: Iterable[str]) -> Any:
         stored = OWN if is_optimizer_tree(tree) else _form_of(tree)
         if stored == form:
             return tree
@@ -143,7 +143,7 @@ def _without_names(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def _without_refs(tree: Mapping[str, Any], fqn: str) -> dict[str, Any]:
-    """Returns the library's own tree without what the names of its tensors say already."""
+    """Returns the library's own tree without references to tensors whose names say where they belong."""
     prefix = f"{join_fqn(fqn, _STATE)}."
     state = {
         name: {key: value for key, value in values.items() if value != TensorRef(f"{prefix}{name}.{key}")}
@@ -190,7 +190,7 @@ def flat_optimizer_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nested(tree: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Grouped as the state is, where the values of each group's parameters are equal, and else as they were saved."""
+    """Returns the nested form, grouped as in `groups` if all parameters of a group have equal values, else as saved."""
     by_name = {name: group["values"] for group in tree["groups"].values() for name in group[_PARAMS]}
     names = {name for of_group in groups for name in of_group}
     pairs = ((name, of_group[0]) for of_group in groups for name in of_group)

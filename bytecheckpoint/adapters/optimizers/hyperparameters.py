@@ -1,6 +1,6 @@
 """The hyperparameters of an optimizer's groups, as its parameters were saved with them, and the check that saved state
-is state of an optimizer's own kind. It is judged by its keys: names of classes say little, because a fused, a wrapped
-and a derived optimizer go on from one another's state.
+is state of an optimizer's own kind. Keys of the state tell the kind: names of classes say little, because a fused, a
+wrapped and a derived optimizer go on from one another's state.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ def by_first_parameter(
 
 
 def agreed(
-    parameters: Iterable[ParameterNames], found: StoredOptimizer, checkpoint: CheckpointView
+    parameters: Iterable[ParameterNames], stored: StoredOptimizer, checkpoint: CheckpointView
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Returns the stored values for a group of these parameters, and those on which they do not agree."""
-    by_parameter = map(found.group, parameters)
+    """Returns the stored values for a group of these parameters, and a problem for each on which they differ."""
+    by_parameter = map(stored.group, parameters)
     groups = {of_parameter.fqn: of_parameter for of_parameter in by_parameter if of_parameter is not None}
     values, problems = {}, []
     keys = dict.fromkeys(key for of_parameters in groups.values() for key in of_parameters.values)
     for key in (key for key in keys if key not in _NOT_HYPERPARAMETERS):
-        taken = [of_parameters for of_parameters in groups.values() if found.takes(of_parameters, key)]
-        if not taken:
+        selected = [of_parameters for of_parameters in groups.values() if stored.takes(of_parameters, key)]
+        if not selected:
             continue
-        first = taken[0]
-        if all(key in other.values and same_value(first.values[key], other.values[key]) for other in taken):
+        first = selected[0]
+        if all(key in other.values and same_value(first.values[key], other.values[key]) for other in selected):
             values[key] = first.values[key]
             continue
         fqn = checkpoint.rename(join_fqn(first.fqn, key))
@@ -157,7 +157,7 @@ def clashes(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
     parameters: Iterable[ParameterNames],
-    found: StoredOptimizer,
+    stored: StoredOptimizer,
 ) -> list[Clash]:
     """Returns the parameters of a group whose state, as far as it is selected, is of another kind of optimizer."""
     kind = kind_of(optimizer)
@@ -165,27 +165,27 @@ def clashes(
     values_of: dict[str, set[str]] = {}
     clashing: list[Clash] = []
     for names in parameters:
-        saved = found.group(names)
+        saved = stored.group(names)
         if saved is None:
             continue
         if saved.fqn not in values_of:
-            values_of[saved.fqn] = {key for key in _ALGORITHM & saved.values.keys() if found.takes(saved, key)}
-        values, keys = values_of[saved.fqn], found.state_keys(names) - {"step"}
+            values_of[saved.fqn] = {key for key in _ALGORITHM & saved.values.keys() if stored.takes(saved, key)}
+        values, keys = values_of[saved.fqn], stored.state_keys(names) - {"step"}
         if own and values and not own & values:
             clashing.append(Clash(names.name, values, own))
         elif kind is not None:
             # State may lack keys where it was saved with the same hyperparameters, or is not loaded whole.
-            may_lack = own <= values or not found.takes_all or not keys
+            may_lack = own <= values or not stored.takes_all or not keys
             is_whole = may_lack or kind.needed.issubset(keys)
             if not is_whole or not (kind.needed | kind.others).issuperset(_STATE_KEYS & keys):
                 clashing.append(Clash(names.name, keys, kind.needed or kind.others))
     return clashing
 
 
-def problem_of(fqn: str, kinds: Collection[str], found: Sequence[Clash]) -> Problem:
+def problem_of(fqn: str, kinds: Collection[str], clashing: Sequence[Clash]) -> Problem:
     """Returns one problem for all parameters of an optimizer entry; `kinds` are the names of its classes."""
-    first = found[0]
-    shown = and_more([clash.name for clash in found], _NUM_SHOWN)
+    first = clashing[0]
+    shown = and_more([clash.name for clash in clashing], _NUM_SHOWN)
     text = (
         f"{fqn}: saved by another kind of optimizer: for {shown} the checkpoint has "
         f"{', '.join(sorted(first.stored))}, and {', '.join(sorted(kinds))} has {', '.join(sorted(first.own))}. To "

@@ -16,7 +16,7 @@ from bytecheckpoint.adapters.frameworks.zero_partitions import is_wrapper
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, unsupported
 
 _MAX_NESTING = 4
-"""Containers of containers of optimizers in one attribute."""
+"""Most levels of containers around an optimizer in an attribute."""
 _OF_TORCH = frozenset({"state", "param_groups", "defaults"})
 """Attributes of every torch optimizer."""
 _STATE, _GROUPS = "state", "param_groups"
@@ -29,7 +29,7 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Returns the optimizers in the attributes of this one, also in lists and dicts there, down to those that hold
     none.
 
-    Optimizers of torch, and those of DeepSpeed that wrap one.
+    Finds optimizers of torch, and those of DeepSpeed that wrap one.
     """
     found: dict[int, Any] = {}
     _add_inner(optimizer, found, {id(optimizer)})
@@ -87,14 +87,14 @@ class ShownState(NamedTuple):
 
 def shown_by(optimizer: torch.optim.Optimizer, inner: Sequence[Any]) -> ShownState:
     """Describes the content of state_dict(). State that this call makes for an inner optimizer that had none is not
-    counted and is removed again: torchtitan's takes a step to make it, and a save changes nothing.
+    counted and is removed again: torchtitan's takes a step to make it, and a save must change nothing.
     """
     empty = [each for each in (optimizer, *inner) if isinstance(each, torch.optim.Optimizer) and not each.state]
     shapes: Shapes = Counter()
     own_data = _count_tensors(optimizer.state_dict(), shapes, depth=MAX_DEPTH, is_known=False)
-    made = [each for each in empty if each.state]
-    shapes -= held_by(made)
-    for each in made:
+    filled_by_call = [each for each in empty if each.state]
+    shapes -= held_by(filled_by_call)
+    for each in filled_by_call:
         each.state.clear()
     return ShownState(shapes, own_data)
 

@@ -71,10 +71,10 @@ class OptimizerEntry:
         self._optimized = OptimizedParameters({}, {})
         """Parameters in each tensor of the param_groups."""
         self._has_model = False
-        """True if there is a `model`, which may have the names of other modules in it."""
+        """True if the state has a module `model`, whose parameters may have the FQNs of other modules' as names."""
         self._created: CreatedTensors = {}
         self._scalars: dict[str, Any] = {}
-        """The scalars that flat memory has one of for several parameters, by FQN."""
+        """Scalars by FQN. Flat memory has one of each for several parameters."""
         self._found: StoredOptimizer | None = None
         """The optimizer in the checkpoint of the one load that this entry is made for."""
         self._is_prepared = False
@@ -92,8 +92,8 @@ class OptimizerEntry:
         parameters: list[tuple[torch.Tensor, str | None]] = []
         for group in self._groups():
             names = group.values.get("param_names") or []
-            is_of_them = len(names) == len(group.parameters)  # a wrapper puts other parameters in their place
-            parameters += zip(group.parameters, names if is_of_them else [None] * len(group.parameters), strict=True)
+            are_all_named = len(names) == len(group.parameters)  # a wrapper puts other parameters in their place
+            parameters += zip(group.parameters, names if are_all_named else [None] * len(group.parameters), strict=True)
         self._optimized = name_parameters(self.fqn, parameters, modules)
         self._has_model = any(module.fqn == MODEL_FQN for module in modules)
 
@@ -145,7 +145,7 @@ class OptimizerEntry:
         return EntryContents(ShardBlocks([whole_tensors, shards.found]), all_fqns, {self.fqn: ("shared", encoded)})
 
     def _facts(self) -> dict[str, Any]:
-        """Returns the facts of all wrapped optimizers, which a list of them has once."""
+        """Returns the facts of all wrapped optimizers, which must be the same for each."""
         facts: dict[str, Any] = {}
         for key, value in chain.from_iterable(each.facts().items() for each in self.wrapped):
             fqn = f"{self.fqn}.facts.{key}"
@@ -156,25 +156,25 @@ class OptimizerEntry:
         return facts
 
     def expect(self, checkpoint: CheckpointView) -> Expectation:
-        found = self._find(checkpoint)
-        if found is None:
+        stored = self._find(checkpoint)
+        if stored is None:
             return self._expect_nothing(checkpoint)
         padding: list[LocalShard] = []
-        expectation = Expectation([], set(found.shared_claims()), found.number_problems(), padding=padding)
+        expectation = Expectation([], set(stored.shared_claims()), stored.number_problems(), padding=padding)
         for names in self._optimized.all_names():
-            expectation.claims.update(found.claims(names))
-        clashing = list(chain.from_iterable(self._clashing(found).values()))
+            expectation.claims.update(stored.claims(names))
+        clashing = list(chain.from_iterable(self._clashing(stored).values()))
         if clashing:
             kinds = {type(optimizer).__name__ for optimizer in self.optimizers}
             expectation.problems.append(problem_of(self.fqn, kinds, clashing))
-        whole = (state.expect() for state in self._param_states(found))
-        flat = (state.expect(found) for state in self._flat_states(found))
+        whole = (state.expect() for state in self._param_states(stored))
+        flat = (state.expect(stored) for state in self._flat_states(stored))
         for of_state in chain(whole, flat):
             expectation.shards.extend(of_state.shards)
             expectation.problems.extend(of_state.problems)
             padding += of_state.padding
         for group in self._groups():
-            expectation.problems.extend(agreed(self._optimized.names(group.parameters), found, checkpoint)[1])
+            expectation.problems.extend(agreed(self._optimized.names(group.parameters), stored, checkpoint)[1])
         return expectation
 
     def _expect_nothing(self, checkpoint: CheckpointView) -> Expectation:
@@ -190,32 +190,35 @@ class OptimizerEntry:
 
     def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
         self._is_prepared = True
-        found = self._find(checkpoint)
-        if found is None:
+        stored = self._find(checkpoint)
+        if stored is None:
             return
-        for state in self._param_states(found):
+        for state in self._param_states(stored):
             if state.fits:
                 state.prepare()
-        for flat in self._flat_states(found):
-            flat.prepare(found)
+        for flat in self._flat_states(stored):
+            flat.prepare(stored)
 
     def finish(self, checkpoint: CheckpointView) -> None:
-        """Raises CheckpointMismatchError (conflict) at the end, if parameters disagree on a value of flat memory."""
-        found = self._find(checkpoint)
-        if found is None:
+        """Puts loaded values in place.
+
+        Raises CheckpointMismatchError (conflict) at the end, if parameters disagree on a value of flat memory.
+        """
+        stored = self._find(checkpoint)
+        if stored is None:
             return
-        if found.has_subclasses and not self._is_prepared:  # a rank that holds nothing has nothing to read for them
+        if stored.has_subclasses and not self._is_prepared:  # `prepare` is called only where a load creates memory
             self.prepare(checkpoint, ())
-        for state in self._param_states(found):
+        for state in self._param_states(stored):
             if state.fits:
                 state.finish(checkpoint)
-        differing = [text for flat in self._flat_states(found) for text in flat.finish(found)]
+        differing = [text for flat in self._flat_states(stored) for text in flat.finish(stored)]
         for group in self._groups():
-            if id(group.values) not in self._clashing(found):
-                values, _ = agreed(self._optimized.names(group.parameters), found, checkpoint)
+            if id(group.values) not in self._clashing(stored):
+                values, _ = agreed(self._optimized.names(group.parameters), stored, checkpoint)
                 set_hyperparameters(group.values, values)
         for each in self.wrapped:
-            each.take_facts(found.facts())
+            each.take_facts(stored.facts())
         if differing:
             raise differing_error(differing)
 
@@ -231,14 +234,16 @@ class OptimizerEntry:
                 self._found = StoredOptimizer(self.fqn, tree, checkpoint, names, has_order=has_order)
         return self._found
 
-    def _clashing(self, found: StoredOptimizer) -> Mapping[int, Sequence[Clash]]:
+    def _clashing(self, stored: StoredOptimizer) -> Mapping[int, Sequence[Clash]]:
         """Returns the parameters that were saved by another kind of optimizer, by the id of their group."""
         if self._clashes is None:
-            found_in = {
-                id(group.values): clashes(group.optimizer, group.values, self._optimized.names(group.parameters), found)
+            by_group = {
+                id(group.values): clashes(
+                    group.optimizer, group.values, self._optimized.names(group.parameters), stored
+                )
                 for group in self._groups()
             }
-            self._clashes = {key: of_group for key, of_group in found_in.items() if of_group}
+            self._clashes = {key: of_group for key, of_group in by_group.items() if of_group}
         return self._clashes
 
     def _groups(self) -> Iterator[ParamGroup]:
@@ -249,19 +254,19 @@ class OptimizerEntry:
             for group, of_group in zip(groups, parameters, strict=True):
                 yield ParamGroup(optimizer, group, of_group)
 
-    def _param_states(self, found: StoredOptimizer) -> Iterator[ParamState]:
+    def _param_states(self, stored: StoredOptimizer) -> Iterator[ParamState]:
         """Yields the state of each parameter that is not flat memory, where any of it is to be loaded."""
-        whole, clashing = self._optimized.whole, self._clashing(found)
+        whole, clashing = self._optimized.whole, self._clashing(stored)
         for group in self._groups() if whole else ():
             for parameter in group.parameters if id(group.values) not in clashing else ():
                 names = whole.get(id(parameter))
-                if names is not None and not found.is_excluded(names):
-                    yield ParamState(self.fqn, group, parameter, names=names, found=found, created=self._created)
+                if names is not None and not stored.is_excluded(names):
+                    yield ParamState(self.fqn, group, parameter, names=names, stored=stored, created=self._created)
 
-    def _flat_states(self, found: StoredOptimizer | None = None) -> Iterator[FlatParamState]:
-        """Yields the state of all flat memory, or of what can be loaded of `found`."""
+    def _flat_states(self, stored: StoredOptimizer | None = None) -> Iterator[FlatParamState]:
+        """Yields the state of all flat memory, or of what can be loaded of `stored`."""
         flat = self._optimized.flat
-        clashing = self._clashing(found) if flat and found is not None else {}
+        clashing = self._clashing(stored) if flat and stored is not None else {}
         for group in self._groups() if flat else ():
             for memory in group.parameters if id(group.values) not in clashing else ():
                 optimized = flat.get(id(memory), ())

@@ -24,7 +24,7 @@ from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShard
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn, unsupported
 
 HOST_SCALARS = frozenset({"step", "mu_product"})
-"""State that has no dimensions and is no DTensor, whatever the parameter is."""
+"""Keys of state that has no dimensions and is no DTensor, whatever the parameter is."""
 
 _COUNT_IN_NUMBERS = (torch.optim.SparseAdam, torch.optim.LBFGS)
 
@@ -36,7 +36,7 @@ class ParamGroup(NamedTuple):
     values: dict[str, Any]
     """The group itself, a dict with the hyperparameters."""
     parameters: Sequence[torch.Tensor]
-    """The parameters in it, also while a framework keeps them elsewhere."""
+    """The parameters of the group, also while a framework keeps them elsewhere."""
 
 
 CreatedTensors = MutableMapping[tuple[int, str], torch.Tensor]
@@ -54,8 +54,8 @@ def refuse_zero_redundancy(fqn: str, optimizer: torch.optim.Optimizer) -> None:
 def collect_state(
     prefix: str, state: Mapping[str, Any], tensors: list[tuple[str, torch.Tensor]], keys: set[str]
 ) -> dict[str, Any]:
-    """Adds the tensors with their FQNs, which start with `prefix`, to these; returns the rest, with references. `keys`
-    are those that were found to be good as names, for other parameters.
+    """Appends the tensors of a state to `tensors`, under FQNs that start with `prefix`. Returns its other values, with
+    references to tensors in them. `keys` has the keys that were checked already.
     """
     if PLAIN_TENSORS.issuperset(map(type, state.values())) and keys.issuperset(state):  # nearly always
         tensors += [(prefix + key, value) for key, value in state.items()]
@@ -96,7 +96,7 @@ class ParamState:
         parameter: torch.Tensor,
         *,
         names: ParameterNames,
-        found: StoredOptimizer,
+        stored: StoredOptimizer,
         created: CreatedTensors,
     ) -> None:
         self._prefix = f"{fqn}.state.{names.name}."
@@ -104,12 +104,12 @@ class ParamState:
         self._group = group
         self._parameter = parameter
         self._names = names
-        self._stored = found
-        self._tensors = found.tensors(names)
+        self._stored = stored
+        self._tensors = stored.tensors(names)
         self._created = created
         live = group.optimizer.state.get(parameter, {})
-        stored = (self._tensors, found.plain(names)) if found.has_subclasses else ({}, {})
-        self._subclasses = SubclassState(parameter, live, *stored)
+        tensors_and_plain = (self._tensors, stored.plain(names)) if stored.has_subclasses else ({}, {})
+        self._subclasses = SubclassState(parameter, live, *tensors_and_plain)
 
     @property
     def fits(self) -> bool:
@@ -212,8 +212,8 @@ def is_scalar(value: Any) -> bool:
 
 
 def can_take(own: Any, value: Any) -> bool:
-    """Returns True if a loaded value can take the place of the optimizer's `own`: a scalar that of a tensor of one
-    element, anything that of a value other than a tensor. Other pairs were refused; strict=False leaves them out.
+    """Returns True if a loaded value can take the place of the optimizer's `own`: a scalar in place of a
+    tensor of one element, anything in place of what is no tensor. Other pairs were refused; strict=False omits them.
     """
     return not isinstance(own, torch.Tensor) or (is_scalar(value) and own.numel() == 1)
 

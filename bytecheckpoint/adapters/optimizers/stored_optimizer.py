@@ -42,7 +42,7 @@ def are_groups(tree: Any) -> bool:
 
 
 def split_state_path(path: str, known: Collection[str]) -> tuple[str, str]:
-    """Splits `<parameter>.<state key>`; both may have dots. Both are empty for none of the `known` parameters."""
+    """Splits `<parameter>.<state key>`; both may have dots. Returns ("", "") if the parameter is not `known`."""
     name, _, key = path.rpartition(".")
     while name and name not in known:
         name, _, head = name.rpartition(".")
@@ -56,7 +56,7 @@ class StoredOptimizer:
     def __init__(
         self,
         fqn: str,
-        found: StoredTree,
+        saved: StoredTree,
         checkpoint: CheckpointView,
         groups: Sequence[Sequence[ParameterNames]],
         *,
@@ -67,15 +67,15 @@ class StoredOptimizer:
         """
         self._fqn = fqn
         self._checkpoint = checkpoint
-        self._tree: Mapping[str, Any] = found.tree
-        self._tree_fqn = found.fqn
+        self._tree: Mapping[str, Any] = saved.tree
+        self._tree_fqn = saved.fqn
         self._groups = {
-            name: StoredGroup(join_fqn(found.fqn, f"groups.{first}.values"), group["values"])
-            for first, group in found.tree["groups"].items()
+            name: StoredGroup(join_fqn(saved.fqn, f"groups.{first}.values"), group["values"])
+            for first, group in saved.tree["groups"].items()
             for name in group["params"]
         }
         self._tensors: dict[str, dict[str, tuple[str, StoredTensor]]] = {}
-        prefix = f"{join_fqn(found.fqn, 'state')}."
+        prefix = f"{join_fqn(saved.fqn, 'state')}."
         for state_fqn, tensor in checkpoint.tensors.items():
             if tensor.fqn.startswith(prefix):
                 name, key = split_state_path(tensor.fqn[len(prefix) :], self._groups)
@@ -87,16 +87,16 @@ class StoredOptimizer:
         """FQN of a parameter in the state -> the name that it was saved under."""
         self._by_tensor: dict[str, str] = {}
         """Checkpoint FQN under which a parameter's elements lie -> the name that it was saved under."""
-        self._is_by_position = BY_POSITION in found.tree
+        self._is_by_position = BY_POSITION in saved.tree
         self._lengths = [len(group) for group in groups if group]
-        self._stored_lengths = [len(group["params"]) for group in found.tree["groups"].values() if group["params"]]
+        self._stored_lengths = [len(group["params"]) for group in saved.tree["groups"].values() if group["params"]]
         self._has_order = has_order
         if not self._is_by_position:
             self._find_by_name()
         elif has_order and self._lengths == self._stored_lengths:
             names = chain.from_iterable(groups)
             self._by_state_fqn = {fqn: str(at) for at, of_parameter in enumerate(names) for fqn in of_parameter.fqns}
-        # Where two come to one name, exclude has left one of them out.
+        # Of two that are renamed to one name, exclude leaves out one: the other comes later and stays.
         self._sources = {checkpoint.rename(source): source for source in sorted(checkpoint.saved, key=checkpoint.takes)}
 
     def _find_by_name(self) -> None:
@@ -206,8 +206,8 @@ class StoredOptimizer:
             )
         else:
             text = (
-                f"of {len(self._groups)} parameters without names in the checkpoint, of {sum(self._lengths)} in the "
-                "state, so that they cannot be told apart"
+                f"it has {len(self._groups)} parameters without names in the checkpoint and {sum(self._lengths)} in "
+                "the state, so that they cannot be told apart"
             )
         return [Problem("conflict", self._fqn, f"{self._fqn}: {text}")]
 
@@ -215,7 +215,7 @@ class StoredOptimizer:
         return next((self._groups[name] for name in self._names(names)), None)
 
     def takes(self, group: StoredGroup, key: str) -> bool:
-        """Returns True if include and exclude leave this hyperparameter of the group."""
+        """Returns True if include and exclude let this hyperparameter of the group through."""
         return self._takes_all(group.values.get(key), join_fqn(group.fqn, key))
 
     def tensors(self, names: ParameterNames) -> Mapping[str, tuple[str, StoredTensor]]:

@@ -57,7 +57,7 @@ class OptimizerWrapper(NamedTuple):
     """The optimizers inside; may be empty."""
 
     def look(self) -> _StateCheck:
-        """Finds how it is to be saved."""
+        """Returns the way in which the optimizer is to be saved."""
         inner = [each for each in self.inner if isinstance(each, torch.optim.Optimizer)]
         if len(inner) < len(self.inner):  # adapters know more of what frameworks keep flat than any state_dict() tells
             return _StateCheck("by parameter", Counter(), Counter())
@@ -69,13 +69,13 @@ class OptimizerWrapper(NamedTuple):
         held = own + of_inner
         return _StateCheck("by state_dict" if held <= shown.shapes else "refused", shown.shapes, held)
 
-    def refused(self, fqn: str, found: _StateCheck) -> CheckpointSaveError:
+    def refused(self, fqn: str, check: _StateCheck) -> CheckpointSaveError:
         """Returns the error for an optimizer whose state cannot be saved completely in any way."""
         names = ", ".join(sorted({type(each).__name__ for each in self.inner}))
         inside = f" and the optimizers in it ({names})" if names else ""
         what = (
-            f"a {type(self.optimizer).__name__}, whose state_dict() has {found.shown.total()} state tensors and lacks "
-            f"{(found.held - found.shown).total()} of the {found.held.total()} that its `.state`{inside} hold, so that "
+            f"a {type(self.optimizer).__name__}, whose state_dict() has {check.shown.total()} state tensors and lacks "
+            f"{(check.held - check.shown).total()} of the {check.held.total()} that its `.state`{inside} hold, so that "
             "some would not be saved"
         )
         advice = "pass the optimizers inside it, as a list" if names else "let its state_dict() give out all state"
@@ -137,6 +137,7 @@ class OptimizerWrapperEntry:
         return self._named().collect()
 
     def _named(self) -> OptimizerEntry:
+        """Returns the entry by parameter. Raises CheckpointSaveError if a parameter has no name."""
         if self._unnamed is not None:
             raise self._unnamed
         return self._by_parameter
@@ -145,6 +146,7 @@ class OptimizerWrapperEntry:
         return self._as_saved(checkpoint).expect(checkpoint)
 
     def _as_saved(self, checkpoint: CheckpointView) -> OptimizerEntry | StatefulEntry:
+        """Returns the entry that loads the form in which the optimizer was saved."""
         found = checkpoint.entry_tree(self.fqn)
         is_by_parameter = found is None or is_optimizer_tree(found.tree)
         return self._named() if is_by_parameter or self._by_state_dict is None else self._by_state_dict

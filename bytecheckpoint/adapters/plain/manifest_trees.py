@@ -18,7 +18,7 @@ from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
 _LONG = 1 << 14
-"""Plain data of fewer bytes is decoded in less time than it takes to find out about it."""
+"""Number of bytes. Shorter plain data is decoded anyway: that takes less time than this check."""
 
 
 def tensor_dicts(manifest: Manifest) -> dict[str, dict[str, str]]:
@@ -30,7 +30,7 @@ def tensor_dicts(manifest: Manifest) -> dict[str, dict[str, str]]:
 
 
 def _are_own_names(fqn: str, refs: Mapping[str, str]) -> bool:
-    """Returns True if the dict of this FQN has each tensor under the last part of its own FQN."""
+    """Returns True if each tensor's FQN is the FQN of the dict, a dot, and the tensor's key."""
     text = "\n".join(refs.values())  # compared as one text: in a list each would be made and compared alone
     return text == f"{fqn}." + f"\n{fqn}.".join(refs) and text.count("\n") == len(refs) - 1
 
@@ -59,8 +59,8 @@ def common_tree(trees: Sequence[Any]) -> Any:
         by_key: dict[Any, list[Any]] = {}
         for key, item in (item for tree in trees for item in tree.items()):
             by_key.setdefault(key, []).append(item)
-        num = len(trees)
-        return {key: common_tree(of) if len(of) == num else RankMissing(len(of)) for key, of in by_key.items()}
+        num, lists = len(trees), by_key.items()
+        return {key: common_tree(items) if len(items) == num else RankMissing(len(items)) for key, items in lists}
     # Compared as bytes: the text of a tensor rounds its values and leaves out most of a long one.
     is_same = len({encode_plain(tree, "", keep_in_tree) for tree in trees}) == 1
     return trees[0] if is_same else RankMissing(len(trees))

@@ -1,5 +1,5 @@
 """The plain data of all ranks made one: what is the same is stored once, dicts are united, and what differs is either
-meant to (and stored for each rank) or an error that says how to declare it.
+meant to differ (and stored for each rank) or an error that says how to declare it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def merge_plain(
     whose global number is `global_ranks[r]`.
 
     Raises one CheckpointMismatchError (conflict) for all FQNs whose values differ and must not; if there are none, one
-    for all data loaders whose parts make no whole.
+    for all data loaders whose parts do not fit together.
     """
     shared: dict[str, bytes] = {}
     by_rank: dict[str, dict[int, bytes]] = {}
     conflicts: list[_Conflict] = []
-    of_streams: list[StreamProblem] = []
+    stream_problems: list[StreamProblem] = []
     for fqn in dict.fromkeys(fqn for of_rank in plain for fqn in of_rank):
         scopes = {rank: of_rank[fqn][0] for rank, of_rank in enumerate(plain) if fqn in of_rank}
         values = {rank: plain[rank][fqn][1] for rank in scopes}
@@ -44,7 +44,7 @@ def merge_plain(
             shared[fqn], problems = merge_streams(
                 fqn, {global_ranks[rank]: (scopes[rank], values[rank]) for rank in scopes}
             )
-            of_streams += problems
+            stream_problems += problems
             continue
         scope = next(iter(scopes.values()))
         is_same = len(set(values.values())) == 1
@@ -57,8 +57,8 @@ def merge_plain(
             shared[fqn] = _encoded(_unite(trees, fqn, conflicts, is_whole=scope == "whole"), fqn)
     if conflicts:
         raise _conflict_error(conflicts, global_ranks)
-    if of_streams:
-        raise conflict_of_streams(of_streams)
+    if stream_problems:
+        raise conflict_of_streams(stream_problems)
     return shared, by_rank
 
 

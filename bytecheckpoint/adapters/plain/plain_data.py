@@ -170,7 +170,7 @@ def decode_refs(data: bytes) -> dict[str, str] | None:
     """
     try:
         tree = msgspec.msgpack.decode(data, type=dict[str, Ext])
-        # The texts stand in the extensions as they stand in a list.
+        # The content of each extension is an encoded text: after the header of a list, they are a list of texts.
         texts = encode([""] * len(tree))[: -len(tree) or None] + b"".join(map(_CONTENT, tree.values()))
         fqns = msgspec.msgpack.decode(texts, type=list[str])
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -239,7 +239,7 @@ def _tensor_from_wire(value: Any) -> torch.Tensor:
 
 
 def _checked_pairs(pairs: Any) -> Any:
-    """Keys as the encoder writes them: keys of other types could be made to collide in their hashes."""
+    """Returns the pairs. Raises ValueError for keys that no encoder writes: their hashes could be made to collide."""
     if not all(type(key) is str or (type(key) is int and key in wire.INT64) for key, _ in pairs):
         raise ValueError("a dict has a key that is neither a text nor an integer of 64 bits")
     return pairs

@@ -14,7 +14,7 @@ from bytecheckpoint.adapters.torch_types import loaded_dtensor
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, TensorRef, too_deep, unsupported
 
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, TensorRef, *PLAIN_TENSORS})
-"""Without DTensor: one of a tensor subclass has the parts of that below it."""
+"""Types of leaves. Without DTensor: a DTensor of a tensor subclass has inner tensors below it."""
 
 
 def atoms() -> frozenset[type | None]:

@@ -24,7 +24,7 @@ _ITEMS = frozenset({type(None), bool, int, float, str, bytes})
 
 
 class Tagged(NamedTuple):
-    """A value as it is written: one pair of a dict that no dict of a state is written as."""
+    """A value as it is written: the only pair of a dict in an encoding that no dict of a state gets."""
 
     tag: str
     content: Any
@@ -100,7 +100,7 @@ _FROM_TAG: dict[str, Callable[[Any], Any]] = {
 
 
 def as_plain(value: Any) -> Any:
-    """Returns the value for programs that know plain data only: a set as a sorted list, all else as text."""
+    """Returns the value for programs that know plain data only: a set as a sorted list; a date, time, path as text."""
     tagged = tag_value(value)
     if tagged is None:
         return value

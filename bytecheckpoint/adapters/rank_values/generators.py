@@ -94,10 +94,10 @@ def _bits_of(generator: np.random.Generator | np.random.BitGenerator) -> Any:
     return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
 
 
-def problems_of(found: list[FoundGenerator], saved: Any, fqn: str) -> list[Problem]:
+def problems_of(generators: list[FoundGenerator], saved: Any, fqn: str) -> list[Problem]:
     """Returns why generators of the state below this FQN cannot be set from the tree that was saved."""
     problems: list[Problem] = []
-    for keys, generator in found:
+    for keys, generator in generators:
         name = ".".join([fqn, *map(str, keys)])
         state = at(saved, keys)
         if state is _ABSENT:
@@ -141,14 +141,14 @@ def at(tree: Any, keys: tuple[Any, ...]) -> Any:
     return tree
 
 
-def is_there(found: Any) -> bool:
+def is_there(part: Any) -> bool:
     """Returns True if `at` has found a part of the tree."""
-    return found is not _ABSENT
+    return part is not _ABSENT
 
 
-def put_back(tree: Any, found: list[FoundGenerator]) -> Any:
+def put_back(tree: Any, generators: list[FoundGenerator]) -> Any:
     """Returns the tree with generators in place of their states, wherever it has the states."""
-    for keys, generator in found:
+    for keys, generator in generators:
         if is_there(at(tree, keys)):
             tree = _replaced(tree, keys, generator)
     return tree

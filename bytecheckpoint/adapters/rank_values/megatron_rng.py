@@ -22,7 +22,7 @@ _GETTERS = {
     "etp": "get_expert_tensor_parallel_rank",
 }
 _DIMS_OF = {"expert-parallel-rng": ("pp", "ep", "etp"), "data-parallel-rng": ("pp",)}
-"""Dimensions over which the states of a name differ; over pp and tp for all others."""
+"""Dimensions over which the states of these names differ. States of all other names differ over pp and tp."""
 
 
 def read_tracker() -> dict[str, Any] | None:
@@ -92,8 +92,8 @@ def choose_tracker(tree: dict[str, Any], saved: SavedByRank, rank: int, moment: 
         elif found and len({bytes(state.numpy()) for state in found.values()}) == 1:
             states[name] = next(iter(found.values()))
         elif root is not None:
-            alike = f"rank {rank}" if found or not place else f"at {own}"
-            states[name] = philox_state(key_of(root, moment, name, alike))
+            place_name = f"rank {rank}" if found or not place else f"at {own}"
+            states[name] = philox_state(key_of(root, moment, name, place_name))
     tree[_KEY] = {"states": states, "at": place}
 
 

@@ -99,7 +99,7 @@ def _check_leaf(value: Any, fqn: str, rule: MergeRule) -> None:
 
 
 def _number_kinds(value: Any) -> set[type]:
-    """Returns bool and complex, if the value is or holds such."""
+    """Returns which of bool and complex the value is or holds."""
     if isinstance(value, torch.Tensor):
         return {bool} if value.dtype == torch.bool else {complex} if value.is_complex() else set()
     if isinstance(value, np.ndarray | np.generic):
@@ -165,7 +165,7 @@ def _refuse_unlike(values: Mapping[int, Any], fqn: str) -> None:
 def _merged_tensor(values: Mapping[int, torch.Tensor], fqn: str, rule: MergeRule) -> torch.Tensor:
     given = list(values.values())
     dtype = given[0].dtype
-    if given[0].is_meta:  # only compared so far
+    if given[0].is_meta:  # `outline` needs the shape only
         return given[0]
     if dtype == torch.bool or not (dtype.is_floating_point or dtype.is_complex):
         arrays = [value.numpy() for value in given]

@@ -79,7 +79,7 @@ class RankLocalEntry:
         self._current: dict[str, Any] = {}
         """Leaves of the present value, which stay where the load leaves something out."""
         self.random_restores: list[Callable[[], None]] = []
-        """Each sets random numbers as `finish` has set them."""
+        """Calls that each set generators to the states that `finish` has given them."""
 
     @property
     def is_random(self) -> bool:
@@ -134,7 +134,7 @@ class RankLocalEntry:
         shards = expectation.shards if self._merged is None else self._merged.shards()
         return Expectation(shards, claims, self._problems_of_generators(found, checkpoint) + expectation.problems)
 
-    def _chosen(self, found: StoredTree, checkpoint: CheckpointView) -> StoredTree:
+    def _chosen(self, stored: StoredTree, checkpoint: CheckpointView) -> StoredTree:
         """Returns the tree that this rank loads, which may be made of those of all ranks.
 
         Raises CheckpointMismatchError (conflict) where values of ranks cannot be merged.
@@ -142,7 +142,7 @@ class RankLocalEntry:
         value, rule = self._holder.value, self._holder.merge
         saved = checkpoint.saved_by_rank(self.fqn)
         if saved is None:  # the same on all ranks, and stored once
-            return found
+            return stored
         if isinstance(value, RngState):
             state = value.chosen(saved, checkpoint.rank, checkpoint.moment)
             tree: Any = RankMissing(len(saved.data)) if state is None else state
@@ -150,22 +150,22 @@ class RankLocalEntry:
             self._merged = self._merged or MergeTarget(saved, rule, checkpoint)
             tree = self._merged.outline(checkpoint)
         else:
-            return found
-        return StoredTree(found.fqn, tree, any(map(checkpoint.takes, leaves(tree, found.fqn))))
+            return stored
+        return StoredTree(stored.fqn, tree, any(map(checkpoint.takes, leaves(tree, stored.fqn))))
 
-    def _problems_of_generators(self, found: StoredTree, checkpoint: CheckpointView) -> list[Problem]:
+    def _problems_of_generators(self, stored: StoredTree, checkpoint: CheckpointView) -> list[Problem]:
         problems: list[Problem] = []
-        taken: list[FoundGenerator] = []
+        selected: list[FoundGenerator] = []
         for each in self._generators():
-            state = at(found.tree, each.keys)
+            state = at(stored.tree, each.keys)
             path = "".join(f".{key}" for key in each.keys)
-            takes = list(map(checkpoint.takes, leaves(state, found.fqn + path))) if is_there(state) else [True]
+            takes = list(map(checkpoint.takes, leaves(state, stored.fqn + path))) if is_there(state) else [True]
             if all(takes):
-                taken.append(each)
+                selected.append(each)
             elif any(takes):
-                text = f"{self.fqn}{path}: include and exclude leave a part of the state of a random number generator"
+                text = f"{self.fqn}{path}: include and exclude leave out a part of a random number generator's state"
                 problems.append(Problem("conflict", self.fqn + path, text))
-        return problems + problems_of(taken, found.tree, self.fqn)
+        return problems + problems_of(selected, stored.tree, self.fqn)
 
     def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
         if self._merged is not None:

@@ -19,17 +19,17 @@ ROOT = "root"
 _NUM_WORDS = 624
 """Words of 32 bits in the state of a Mersenne twister."""
 _FIRST_WORD = 24
-"""Bytes of the state of torch's generator before them: its seed, counters and flags. Words take 8 bytes each."""
+"""Bytes of the state of torch's generator before these words: its seed, counters and flags. Words take 8 bytes each."""
 
 
 def root_of(state: dict[str, Any]) -> bytes:
-    """Returns a root that follows from these generators: nothing is drawn from them."""
+    """Returns a root computed from the states of these generators: no number is drawn from them."""
     own = {key: state[key] for key in ("python", "numpy", "torch", "cuda") if key in state}
     return hashlib.sha256(encode_plain(own, "", keep_in_tree)).digest()[:16]
 
 
 def key_of(root: bytes, *names: str) -> int:
-    """Returns 256 bits that follow from the root and these names."""
+    """Returns 256 bits computed from the root and these names."""
     return int.from_bytes(hashlib.sha256(root + "\n".join(names).encode()).digest(), "little")
 
 

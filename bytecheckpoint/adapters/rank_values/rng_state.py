@@ -20,8 +20,8 @@ class RngState:
 
     Those that Python's `random`, `numpy.random` and torch use where no other is passed, the latter for the host and,
     where this process has used CUDA, for its devices; and those of Megatron's tracker, if it has one. A save reads the
-    generators, a load sets them. What was the current CUDA device sets the one that is now, others go by number; on a
-    process without them a warning says that they are left out.
+    generators, a load sets them. The state of the CUDA device that was current goes to the one that is current now, the
+    others go by number; on a process without them a warning says that they are left out.
 
     Every rank's are saved, and a rank gets back those of the rank of the same number, or, with `at`, those that the
     first rank at the same place of the mesh saved. On a larger number of ranks, or a larger mesh, some have none:

@@ -63,6 +63,7 @@ class _Head(NamedTuple):
 
     num_bytes: int
     checksum_offset: int
+    """Offset of the CRC-32 of the storage in these bytes."""
     content: bytes
     """The bytes without that checksum."""
     view: StoredView
@@ -193,6 +194,7 @@ class _DcpFolder:
         return saved.plain(value, self._below + fqn)
 
     def _put(self, root: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
+        """Puts a value into nested dicts, at the keys of its path."""
         at = root
         name = ".".join(map(str, path))
         for key in path[:-1]:

@@ -64,7 +64,10 @@ class Metadata(NamedTuple):
 
 
 def read_metadata(content: bytes, path: str) -> Metadata:
-    """Raises CheckpointCorruptError (bad_manifest, unsupported_version) or UnsafeCheckpointError (pickle_refused)."""
+    """Returns the contents of a `.metadata` file.
+
+    Raises CheckpointCorruptError (bad_manifest, unsupported_version) or UnsafeCheckpointError (pickle_refused).
+    """
     found = unpickle(content, path, _find_class)
     return translated(path, "torch.distributed.checkpoint", _parse, found, path)
 
@@ -72,8 +75,8 @@ def read_metadata(content: bytes, path: str) -> Metadata:
 _find_class = with_values(instances(_CLASSES))
 
 
-def _parse(found: Any, path: str) -> Metadata:
-    fields = dict(_fields(found, "Metadata", "MCoreMetadata"))
+def _parse(metadata: Any, path: str) -> Metadata:
+    fields = dict(_fields(metadata, "Metadata", "MCoreMetadata"))
     pickles = {_place(index): content for index, content in (fields.pop("all_tensor_metadata", None) or {}).items()}
     items = _items(fields.pop("storage_data", None), pickles, path)
     tensors: dict[str, DcpTensor] = {}
@@ -83,13 +86,13 @@ def _parse(found: Any, path: str) -> Metadata:
         if _is_a(description, "BytesStorageMetadata"):
             objects[fqn] = _item(items, fqn, None)
             continue
-        of_tensor = _fields(description, "TensorStorageMetadata")
+        tensor_fields = _fields(description, "TensorStorageMetadata")
         chunks = []
-        for chunk in of_tensor["chunks"]:
-            of_chunk = _fields(chunk, "ChunkStorageMetadata")
-            region = Region(lengths_of(of_chunk["offsets"]), lengths_of(of_chunk["sizes"]))
+        for chunk in tensor_fields["chunks"]:
+            chunk_fields = _fields(chunk, "ChunkStorageMetadata")
+            region = Region(lengths_of(chunk_fields["offsets"]), lengths_of(chunk_fields["sizes"]))
             chunks.append((region, _item(items, fqn, region.offsets)))
-        tensors[fqn] = DcpTensor(_dtype(of_tensor["properties"]), lengths_of(of_tensor["size"]), chunks)
+        tensors[fqn] = DcpTensor(_dtype(tensor_fields["properties"]), lengths_of(tensor_fields["size"]), chunks)
     return Metadata(tensors, objects, dict(_paths(fields.pop("planner_data", None))), fields)
 
 
@@ -119,21 +122,21 @@ def _place(index: Any) -> _Place:
 def _items(storage_data: Any, pickles: Mapping[_Place, Any], path: str) -> dict[_Place, Item]:
     items = {}
     for index, info in storage_data.items():
-        of_index, of_info = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
-        if of_info.get("transform_descriptors"):
-            how = ", ".join(map(str, of_info["transform_descriptors"]))
+        index_fields, info_fields = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
+        if info_fields.get("transform_descriptors"):
+            how = ", ".join(map(str, info_fields["transform_descriptors"]))
             advice = "load it with torch.distributed.checkpoint, and save it without extensions"
-            raise not_readable(path, f"{of_index['fqn']!r:.200} was changed on its way to the file ({how:.80})", advice)
+            raise not_readable(path, f"{index_fields['fqn']!r:.200} was changed when it was saved ({how:.80})", advice)
         place = _place(index)
         tensor = pickles.get(place)
-        numbers = of_info["offset"], of_info["length"]
+        numbers = info_fields["offset"], info_fields["length"]
         if (
             not all(type(number) is int and number >= 0 for number in numbers)
-            or type(of_info["relative_path"]) is not str
+            or type(info_fields["relative_path"]) is not str
             or not (tensor is None or type(tensor) is bytes)
         ):
-            raise PickleError(f"the place of {of_index['fqn']!r:.200} is none")
-        items[place] = Item(of_info["relative_path"], *numbers, tensor)
+            raise PickleError(f"it has no valid place for {index_fields['fqn']!r:.200}")
+        items[place] = Item(info_fields["relative_path"], *numbers, tensor)
     return items
 
 

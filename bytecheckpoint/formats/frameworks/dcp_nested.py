@@ -35,7 +35,7 @@ _DATA_FILE = re.compile(r"/__(\d{1,9})_\d+\.distcp\Z")
 
 
 def is_folder(source: SourceFolder) -> bool:
-    """Returns True if the folder is one of these."""
+    """Returns True if the folder holds a folder of torch.distributed.checkpoint under one of these names."""
     kind = _kind_of(source)
     present = [] if kind is None else filter(source.is_folder, kind.members)
     return any(METADATA_NAME in source.list(name) for name in present)
@@ -46,8 +46,8 @@ def _kind_of(source: SourceFolder) -> _Kind | None:
 
 
 def read_folder(source: SourceFolder) -> None:
-    """Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
-    UnsafeCheckpointError.
+    """Adds the folders to the builder. Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError
+    (conflict), CheckpointCorruptError or UnsafeCheckpointError.
     """
     step = _STEP.search(source.path)
     source.builder.step = int(step[1]) if step else None

@@ -53,7 +53,10 @@ def is_folder(source: SourceFolder) -> bool:
 
 
 def read_folder(source: SourceFolder) -> None:
-    """Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError."""
+    """Adds the files of all ranks to the builder.
+
+    Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError.
+    """
     models, optimizers = (_by_rank(source.files, pattern, source.path) for pattern in (_MODEL, _OPTIMIZER))
     odd = sorted(filter(_OTHER.match, source.files))
     if odd:
@@ -119,7 +122,7 @@ def _add_model(saved: SavedFile, state: deepspeed_zero.ZeroState | None) -> None
         # ZeRO 3 leaves empty tensors in the place of parameters.
         if isinstance(view, StoredView) and not (name in flat and not all(view.shape)):
             fqn = f"module.{name}" if name in flat else f"model.{name}"
-            if fqn not in builder.tensors:  # it is frozen
+            if fqn not in builder.tensors:  # else it was added as a frozen one
                 saved.add_tensor(fqn, view)
         elif is_extra_state(name):
             builder.trees[f"model.{name}"] = saved.plain(view, f"model.{name}")

@@ -54,15 +54,15 @@ def read_zero_state(models: Sequence[SavedFile], optimizers: Sequence[SavedFile]
     if states[0].get("ds_zero_partition_groups"):
         advice = "make it universal with DeepSpeed's ds_to_universal"
         raise not_readable(optimizers[0].path, "parameters are divided over groups of ranks (MiCS, hpZ)", advice)
-    given = _ZeroFiles(optimizers, states, _shapes_of_groups(models[0]))
+    files = _ZeroFiles(optimizers, states, _shapes_of_groups(models[0]))
     if states[0].get("zero_stage") == 3:
-        _read_divided(given, zero)
+        _read_divided(files, zero)
     else:
-        _read_shared(given, zero)
+        _read_shared(files, zero)
     for saved, state in zip(optimizers, states, strict=True):
         for key in sorted(state.keys() - _READ):
             zero.leave_out(f"{saved.name}: {key}", state[key], "this release does not know it")
-    return ZeroState(frozenset(name for shapes in given.shapes for name in shapes), zero.tree, _facts(states[0]))
+    return ZeroState(frozenset(name for shapes in files.shapes for name in shapes), zero.tree, _facts(states[0]))
 
 
 def _shapes_of_groups(model: SavedFile) -> list[dict[str, tuple[int, ...]]]:
@@ -94,7 +94,7 @@ class ZeroBuilder:
             self._builder.leave_out(name, why)
 
     def add_one_value(self, names: Iterable[str], key: str, value: Any, saved: SavedFile) -> None:
-        """Adds a value of which all these parameters have the same, for instance the count of steps."""
+        """Adds a value that is the same for all these parameters, such as the count of steps."""
         for name in names:
             if isinstance(value, StoredView):
                 saved.add_tensor(f"optimizer.state.{name}.{key}", value)
@@ -121,34 +121,34 @@ def buffers_of(files: Sequence[SavedFile], views: Sequence[Any], what: str) -> t
     return [buffer for buffer, _ in buffers], buffers[0][1]
 
 
-def _read_shared(given: _ZeroFiles, zero: ZeroBuilder) -> None:
+def _read_shared(files: _ZeroFiles, zero: ZeroBuilder) -> None:
     """Reads ZeRO 1 and 2: the parameters of a group follow one another, and each rank has an equal part of all."""
-    first = given.states[0]
+    first = files.states[0]
     alignment = first.get("param_alignment_paddings")
 
-    for index, shapes in enumerate(given.shapes):
+    for index, shapes in enumerate(files.shapes):
         placed, end = flat_ranges.lay_out(list(shapes.values()), None if alignment is None else alignment[index])
-        part = flat_ranges.partition_length(end, len(given.saved), _ALIGNMENT)
-        weights = [state["single_partition_of_fp32_groups"][index] for state in given.states]
-        by_rank = [_state_of_group(state["base_optimizer_state"], index) for state in given.states]
+        part = flat_ranges.partition_length(end, len(files.saved), _ALIGNMENT)
+        weights = [state["single_partition_of_fp32_groups"][index] for state in files.states]
+        by_rank = [_state_of_group(state["base_optimizer_state"], index) for state in files.states]
         flat = {"model.{}": weights}
         for key, value in by_rank[0].items():
             if _is_flat(value, {part, *weights[0].shape}):
                 flat[f"optimizer.state.{{}}.{key}"] = [of_rank[key] for of_rank in by_rank]
             else:
-                zero.add_one_value(shapes, key, value, given.saved[0])
+                zero.add_one_value(shapes, key, value, files.saved[0])
         for fqn, views in flat.items():
-            buffers, dtype = buffers_of(given.saved, views, fqn)
+            buffers, dtype = buffers_of(files.saved, views, fqn)
             for name, where in zip(shapes, placed, strict=True):
                 runs = flat_ranges.shared_runs(where, part, buffers, item_bytes=itemsize(dtype))
                 zero.add(fqn.format(name), dtype, where.shape, runs)
         zero.add_group(list(shapes), _param_group(first["base_optimizer_state"], index))
 
 
-def _read_divided(given: _ZeroFiles, zero: ZeroBuilder) -> None:
+def _read_divided(files: _ZeroFiles, zero: ZeroBuilder) -> None:
     """Reads ZeRO 3: every rank has an equal part of each parameter, one after the other in several buffers."""
-    weights = [state["fp32_flat_groups"] for state in given.states]
-    states = [state["optimizer_state_dict"]["state"] for state in given.states]
+    weights = [state["fp32_flat_groups"] for state in files.states]
+    states = [state["optimizer_state_dict"]["state"] for state in files.states]
     num_buffers = len(weights[0])
     flat = {"model.{}": weights}
     lengths = {length for view in weights[0] for length in view.shape}
@@ -157,24 +157,24 @@ def _read_divided(given: _ZeroFiles, zero: ZeroBuilder) -> None:
             fqn = f"optimizer.state.{{}}.{key}"
             flat[fqn] = [[of_rank[index][key] for index in range(num_buffers)] for of_rank in states]
         else:
-            names = [name for shapes in given.shapes for name in shapes]
-            zero.add_one_value(names, key, value, given.saved[0])
+            names = [name for shapes in files.shapes for name in shapes]
+            zero.add_one_value(names, key, value, files.saved[0])
     for fqn, views in flat.items():
-        by_buffer = [buffers_of(given.saved, of_index, fqn) for of_index in zip(*views, strict=True)]
+        by_buffer = [buffers_of(files.saved, of_index, fqn) for of_index in zip(*views, strict=True)]
         dtype = by_buffer[0][1]
         of_ranks = list(zip(*(buffers for buffers, _ in by_buffer), strict=True))
         at = 0
-        for name, shape in (item for shapes in given.shapes for item in shapes.items()):
+        for name, shape in (item for shapes in files.shapes for item in shapes.items()):
             runs = flat_ranges.divided_runs(shape, at, of_ranks, item_bytes=itemsize(dtype))
             zero.add(fqn.format(name), dtype, shape, runs)
-            at += flat_ranges.divided_share(shape, len(given.saved))
-    _add_groups(given, zero)
+            at += flat_ranges.divided_share(shape, len(files.saved))
+    _add_groups(files, zero)
 
 
-def _add_groups(given: _ZeroFiles, zero: ZeroBuilder) -> None:
+def _add_groups(files: _ZeroFiles, zero: ZeroBuilder) -> None:
     """Adds the user's groups, each of which is several buffers here."""
-    groups = given.states[0]["optimizer_state_dict"]["param_groups"]
-    known = [list(shapes) for shapes in given.shapes]
+    groups = files.states[0]["optimizer_state_dict"]["param_groups"]
+    known = [list(shapes) for shapes in files.shapes]
     if sorted(index for group in groups for index in group["params"]) != list(range(len(known))):
         zero.add_group([name for names in known for name in names], groups[0])
         return

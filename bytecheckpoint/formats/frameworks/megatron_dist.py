@@ -75,7 +75,7 @@ def unstacked_shape(
 ) -> tuple[int, ...] | None:
     """Returns the true shape of a tensor of optimizer state that is stored in parts; None for every other tensor.
 
-    Raises CheckpointCorruptError (bad_manifest) where the stored shape cannot be one of it.
+    Raises CheckpointCorruptError (bad_manifest) where the stored shape cannot belong to it.
     """
     by_fqn = attributes.get(_MCORE)
     of_tensor = by_fqn.get(fqn) if isinstance(by_fqn, dict) else None

@@ -69,11 +69,11 @@ def _open(source: SourceFolder, folder: str) -> RankFile:
     if optimizer is not None:
         source.builder.leave_out(join_name(folder, optimizer), _WHY_LEFT_OUT)
     match = _RANK_FOLDER.match(folder)
-    tp, *rest = (int(number) for number in (match.groups() if match else ()) if number is not None)
-    file = RankFile(Rank(tp, *[*rest, 0, 0][:2]), folder, saved)
+    tp, *other_numbers = (int(number) for number in (match.groups() if match else ()) if number is not None)
+    file = RankFile(Rank(tp, *[*other_numbers, 0, 0][:2]), folder, saved)
     has_stages, has_experts = (_size(file.settings, axis) > 1 for axis in _AXES[1:])
-    if len(rest) == 1 and has_experts and not has_stages:
-        file = file._replace(rank=Rank(tp, 0, *rest))
+    if len(other_numbers) == 1 and has_experts and not has_stages:
+        file = file._replace(rank=Rank(tp, 0, *other_numbers))
     return file
 
 
@@ -108,7 +108,7 @@ def _refuse_missing_ranks(files: Mapping[Rank, RankFile], settings: Mapping[str,
             what += "arguments are of another one"
             raise conflicting(path, what, "remove the folders of the older save")
     sizes = [max(size, 1 + max(numbers)) for size, numbers in zip(said, zip(*files, strict=True), strict=True)]
-    few = [min(size, len(files) + 1) for size in sizes]  # of more, one of these is missing as well
+    few = [min(size, len(files) + 1) for size in sizes]  # enough: one of these is missing if any rank is
     for rank in starmap(Rank, product(*map(range, few))):
         if rank not in files:
             have = f"there are {len(files)} folders like {next(iter(files.values())).folder}"

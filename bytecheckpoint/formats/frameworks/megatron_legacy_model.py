@@ -47,7 +47,7 @@ _PATTERNS = [(rule, re.compile(rf"(?:\A|\.){pattern}\Z")) for rule, pattern in _
 
 
 class Rank(NamedTuple):
-    """Coordinates of a rank."""
+    """Tensor-, pipeline- and expert-parallel number of a rank."""
 
     tp: int
     pp: int
@@ -147,6 +147,7 @@ class Model:
             raise conflicting(there.path, what, _ADVICE)
 
     def _add_one(self, local_name: str, parts: list[_Part], stage: _Stage) -> None:
+        """Adds a tensor or plain value of a stage, given its parts in the files of the ranks."""
         layer = _LAYER.match(local_name)
         name = f"{layer[1]}{int(layer[2]) + self._num_layers.get(layer[1], 0)}{layer[3]}" if layer else local_name
         fqn = f"{_MODEL}.{name}"

@@ -110,8 +110,8 @@ class ZipArchive:
             found[name] = where
         return self._with_limits(found, directory.byte_offset)
 
-    def _with_limits(self, found: dict[str, tuple[int, int, int]], directory_offset: int) -> dict[str, ArchiveMember]:
-        in_order = sorted(found.items(), key=lambda item: item[1])
+    def _with_limits(self, entries: dict[str, tuple[int, int, int]], directory_offset: int) -> dict[str, ArchiveMember]:
+        in_order = sorted(entries.items(), key=lambda item: item[1])
         limits = [header_offset for _, (header_offset, *_) in in_order[1:]] + [directory_offset]
         members = {}
         for (name, (header_offset, byte_length, checksum)), limit in zip(in_order, limits, strict=True):

@@ -104,7 +104,7 @@ def chunks_of(view: StoredView, fqn: str, *, file: int, byte_offset: int, byte_l
     item_bytes = itemsize(view.dtype)
     if 0 in view.shape:
         return []
-    end = item_bytes * strided_views.last_item(view.shape, view.strides, view.item_offset)
+    end = item_bytes * strided_views.end_item(view.shape, view.strides, view.item_offset)
     if end > byte_length:
         raise damaged(path, f"{fqn!r:.200} reaches to byte {end} of a storage that has {byte_length}")
     if strided_views.num_chunks(view.shape, view.strides) > strided_views.MAX_CHUNKS:
@@ -153,7 +153,7 @@ class SavedFile(NamedTuple):
         self.builder.add_tensor(fqn, view.dtype, view.shape, self.chunks(view, fqn))
 
     def plain(self, value: Any, fqn: str) -> Any:
-        """Returns plain data of it with TensorRefs for the tensors, which are added."""
+        """Returns a value of the file as plain data, with TensorRefs for its tensors, which the builder gets."""
         return plain_tree(value, fqn, path=self.path, on_tensor=self.add_tensor)
 
     def take_apart(self, value: Any) -> None:
@@ -184,7 +184,7 @@ def open_saved(file: FileReader, name: str, *, builder: ManifestBuilder, find_gl
 
 
 def translated(path: str, writer: str, function: Callable[..., _Found], *args: Any) -> _Found:
-    """Returns the result of a function. Its errors over values of another kind become one about the file."""
+    """Returns the result of a function. Its errors about values of unexpected types become an error about the file."""
     try:
         return function(*args)
     except CheckpointError:

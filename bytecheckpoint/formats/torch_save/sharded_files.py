@@ -44,7 +44,10 @@ def is_folder(source: SourceFolder) -> bool:
 
 
 def read_folder(source: SourceFolder) -> None:
-    """Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError."""
+    """Adds the files of all ranks to the builder.
+
+    Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError.
+    """
     builder = source.builder
     root: dict[Any, Any] = {}
     is_any_sharded = False
@@ -127,6 +130,7 @@ def _items_of(_fqn: str, value: Any) -> Iterable[tuple[Any, Any]] | None:
 def _add_sharded(
     fqn: str, leaves: list[dict[str, Any]], opened: list[SavedFile], builder: ManifestBuilder, *, comparer: Comparer
 ) -> None:
+    """Adds a sharded tensor, made of its regions in the files of all ranks."""
     first: ShardedTensor = leaves[0][fqn]
     chunks: dict[Region, list[Chunk]] = {}
     copies: dict[Region, tuple[SavedFile, StoredView]] = {}
@@ -157,7 +161,9 @@ def _add_sharded(
 def _add_differences(
     rank: int, one: tuple[SavedFile, dict[str, Any]], first: tuple[SavedFile, dict[str, Any]], comparer: Comparer
 ) -> None:
-    """Adds what a rank has of its own below its name; so is a tensor that takes too much to compare."""
+    """Adds the values that a rank does not share with the first one, as `rank_<number>`; among them are tensors that
+    are too large to compare.
+    """
     saved, found = one
 
     def is_own(fqn: str, leaf: Any) -> bool:
@@ -169,7 +175,7 @@ def _add_differences(
     own = {fqn: leaf for fqn, leaf in found.items() if is_own(fqn, leaf)}
     if own:
         name, trees = f"rank_{rank}", saved.builder.trees
-        trees[name] = trees.get(name, {}) | saved.plain(own, name)  # of other groups of files
+        trees[name] = trees.get(name, {}) | saved.plain(own, name)  # other groups of files may have added some
 
 
 def _with_refs(value: Any, fqn: str, leaves: Mapping[str, Any]) -> Any:

@@ -95,7 +95,7 @@ def _attribute(owner: Any, name: Any) -> _TorchClass:
 
 
 def _rebuild(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Makes a tensor of a class of its own, from the parts that its state names."""
+    """Returns the stand-in for a tensor subclass, made from the parts that its state names."""
     if not isinstance(kind, _TorchClass):
         return find_value("torch._tensor", "_rebuild_from_type_v2").make(function, kind, args, state)
     made = kind.make(*(args if type(args) is tuple else ()))
@@ -194,10 +194,10 @@ def _read_dtensor(value: Instance) -> ShardedTensor:
         raise PickleError(f"a tensor is placed along {len(placements)} axes of a mesh of {list(sizes)!r:.200} ranks")
 
     axes = list(map(_Axis, placements, sizes))
-    order = sorted(range(len(axes)), key=lambda each: _name(axes[each].placement) == _STRIDED)
+    order = sorted(range(len(axes)), key=lambda axis: _name(axes[axis].placement) == _STRIDED)
     """Strided placements cut the part that other placements leave."""
     if not isinstance(view, StoredView):
-        raise PickleError("a rank's part of a tensor is none")
+        raise PickleError("a rank's part of a tensor is not a tensor")
     coordinate = mesh["_coordinate_on_dim"]
     parts = []
     if coordinate is not None:  # else this rank is not in the mesh
@@ -205,10 +205,10 @@ def _read_dtensor(value: Instance) -> ShardedTensor:
         if len(at) != len(axes):
             raise PickleError(f"a rank is at {at} of a mesh of {len(axes)} axes")
         region = whole(shape)
-        for each in order:
-            region = _cut(region, axes[each], at[each])
+        for axis in order:
+            region = _cut(region, axes[axis], at[axis])
         parts = [(region, _checked(view, region))] if region.numel else []
-    ordered = [axes[each] for each in order]
+    ordered = [axes[axis] for axis in order]
     return ShardedTensor(view.dtype, shape, tuple(parts), lambda: _everywhere(whole(shape), ordered))
 
 
@@ -239,7 +239,7 @@ def _everywhere(region: Region, axes: Sequence[_Axis]) -> Iterator[Region]:
     for index in range(axes[0].size if _name(axes[0].placement) in {_SHARD, _STRIDED} else 1):
         part = _cut(region, axes[0], index)
         if not part.numel:
-            return  # nor has one that follows
+            return  # the parts that follow have none either
         yield from _everywhere(part, axes[1:])
 
 

@@ -101,7 +101,7 @@ class _Machine:
             "\x96": lambda arg: push(bytes(arg)),
             "(": lambda _: push(_MARK),
             "0": lambda _: stack.pop(),
-            "1": lambda _: self._popped(),
+            "1": lambda _: self._pop_to_mark(),
             "2": lambda _: push(stack[-1]),
             "\x88": lambda _: push(True),
             "\x89": lambda _: push(False),
@@ -109,20 +109,20 @@ class _Machine:
             **dict.fromkeys("qrp", self._memoize),
             "\x94": lambda _: self._memoize(len(memo)),
             "]": lambda _: push([]),
-            "l": lambda _: push(self._popped()),
+            "l": lambda _: push(self._pop_to_mark()),
             "a": lambda _: self._append([stack.pop()]),
-            "e": lambda _: self._append(self._popped()),
+            "e": lambda _: self._append(self._pop_to_mark()),
             ")": lambda _: push(()),
-            "t": lambda _: push(tuple(self._popped())),
+            "t": lambda _: push(tuple(self._pop_to_mark())),
             "\x85": lambda _: self._make_tuple(1),
             "\x86": lambda _: self._make_tuple(2),
             "\x87": lambda _: self._make_tuple(3),
             "}": lambda _: push({}),
             "d": self._make_dict,
             "s": lambda _: self._set_items([stack.pop(-2), stack.pop()]),
-            "u": lambda _: self._set_items(self._popped()),
+            "u": lambda _: self._set_items(self._pop_to_mark()),
             "\x8f": lambda _: push(set()),
-            "\x90": lambda _: self._add_to_set(self._popped()),
+            "\x90": lambda _: self._add_to_set(self._pop_to_mark()),
             "\x91": self._make_frozenset,
             "c": lambda arg: push(self._find_global(*arg.split(" ", 1))),
             "\x93": self._stack_global,
@@ -133,7 +133,7 @@ class _Machine:
             "Q": lambda _: push(self._find_persistent(stack.pop())),
         }
 
-    def _popped(self) -> list[Any]:
+    def _pop_to_mark(self) -> list[Any]:
         """Removes the last mark and all above it. Returns the values that were above it."""
         at = len(self._stack) - 1
         while self._stack[at] is not _MARK:
@@ -152,7 +152,7 @@ class _Machine:
         self._stack.append(items)
 
     def _make_dict(self, _: Any = None) -> None:
-        items = self._popped()
+        items = self._pop_to_mark()
         self._stack.append({})
         self._set_items(items)
 
@@ -179,7 +179,7 @@ class _Machine:
             target.add(check_key(item))
 
     def _make_frozenset(self, _: Any = None) -> None:
-        items = self._popped()
+        items = self._pop_to_mark()
         self._stack.append(set())
         self._add_to_set(items)
         self._stack.append(frozenset(self._stack.pop()))
@@ -245,16 +245,16 @@ def _checked_text(text: str) -> str:
 
 def check_key(value: Any) -> Any:
     """Returns the value itself. Raises PickleError if hashing it could take long or end the process."""
-    rest, num_items = [value], 0
-    while rest:
-        item = rest.pop()
+    stack, num_items = [value], 0
+    while stack:
+        item = stack.pop()
         if item is _MARK:
             raise PickleError("it has a mark as a key")
         if isinstance(item, tuple):
             num_items += 1 + len(item)
             if num_items > _MAX_KEY_ITEMS:
                 raise PickleError(f"it has a key of more than {_MAX_KEY_ITEMS} values")
-            rest += item
+            stack += item
     return value
 
 

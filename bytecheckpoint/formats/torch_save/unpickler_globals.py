@@ -50,6 +50,7 @@ class StoredView:
     storage: StorageRef
     dtype: str
     item_offset: int
+    """Index of its first element in the storage."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     """Strides, in elements."""
@@ -176,22 +177,22 @@ def instances(table: Mapping[str, str]) -> dict[str, Any]:
     return {name: Call(partial(Instance, name)) for name in full_names(table)}
 
 
-def _whole(value: Any) -> int:
+def _natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise PickleError(f"it has {value!r:.80} where a number from 0 on stands")
     return value
 
 
-def _wholes(values: Any) -> tuple[int, ...]:
+def _naturals(values: Any) -> tuple[int, ...]:
     numbers = values.lengths if isinstance(values, SizeValue) else values
     if type(numbers) not in {tuple, list}:
         raise PickleError(f"it has a {type(values).__name__} where a shape stands")
-    return tuple(map(_whole, numbers))
+    return tuple(map(_natural, numbers))
 
 
 def lengths_of(value: Any) -> tuple[int, ...]:
     """Returns the shape of a tensor, or offsets in one. Raises PickleError for any other value."""
-    lengths = _wholes(value)
+    lengths = _naturals(value)
     if len(lengths) > MAX_DIMS:
         raise PickleError(f"it has a tensor of {len(lengths)} dimensions, at most {MAX_DIMS} are read")
     return lengths
@@ -203,11 +204,11 @@ def find_storage(pid: Any) -> StorageRef:
         raise PickleError("it points to something outside of it that is not a storage")
     if type(pid[2]) is not str:
         raise PickleError("it points to a storage by something that is not text")
-    return StorageRef(pid[2], pid[1].dtype, _whole(pid[4]))
+    return StorageRef(pid[2], pid[1].dtype, _natural(pid[4]))
 
 
 def _rebuild_tensor(storage: Any, offset: Any, size: Any, strides: Any, *rest: Any) -> StoredView:
-    """`rest` is requires_grad, hooks and metadata."""
+    """Returns the tensor that these arguments describe; `rest` is requires_grad, hooks and metadata."""
     if not isinstance(storage, StorageRef) or storage.dtype is None:
         raise PickleError("it makes a tensor from something that is not a storage of elements")
     return _view(storage, storage.dtype, (offset, size, strides), rest[2:])
@@ -224,7 +225,7 @@ def _view(storage: StorageRef, dtype: str, place: tuple[Any, Any, Any], metadata
     if metadata and metadata[0]:
         raise PickleError(f"it has a tensor that is stored as another one ({metadata[0]!r:.80}); resolve it first")
     offset, size, strides = place
-    view = StoredView(storage, dtype, _whole(offset), lengths_of(size), lengths_of(strides))
+    view = StoredView(storage, dtype, _natural(offset), lengths_of(size), lengths_of(strides))
     if len(view.shape) != len(view.strides):
         raise PickleError(f"it has a tensor of shape {view.shape} and strides {view.strides}")
     return view
@@ -241,7 +242,7 @@ def _rebuild_from_type(function: Any, kind: Any, args: Any, _state: Any) -> Any:
 
 
 def _size(lengths: Any = ()) -> SizeValue:
-    return SizeValue(_wholes(lengths))
+    return SizeValue(_naturals(lengths))
 
 
 def _to_bytes(text: Any = b"", encoding: Any = "latin1") -> bytes:
@@ -261,7 +262,7 @@ def _counter(counts: Any = None) -> Counter[Any]:
 def _array(content: Any, dtype: Any, shape: Any, order: Any = "C") -> np.ndarray:
     if not isinstance(dtype, PickledDtype) or type(content) is not bytes or order not in {"C", "F"}:
         raise PickleError("it holds a numpy array of objects, which is not plain data")
-    return np.frombuffer(content, dtype.dtype).reshape(_wholes(shape), order=order)
+    return np.frombuffer(content, dtype.dtype).reshape(_naturals(shape), order=order)
 
 
 def _numpy_scalar(dtype: Any, content: Any = None) -> np.generic:
@@ -293,7 +294,7 @@ def _text(value: Any) -> str:
 
 
 def _device(kind: Any, index: Any = None) -> str:
-    return _text(kind) if index is None else f"{_text(kind)}:{_whole(index)}"
+    return _text(kind) if index is None else f"{_text(kind)}:{_natural(index)}"
 
 
 def _ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:

@@ -24,6 +24,7 @@ class LocalReadPlan(msgspec.Struct, frozen=True, array_like=True):
     runs: list[ExtentRun]
     """The extents that it wants."""
     unit_bytes: int
+    """Longest unit that the rank takes. The smallest number of any rank counts."""
     timeout_s: float
     held: list[int] = []
     """The files that it can read and not all ranks can."""
@@ -66,13 +67,14 @@ class ReadAssignment(NamedTuple):
     addresses: dict[int, Address]
     """Addresses of the reader ranks on other hosts from which it receives."""
     unit_bytes: int
+    """Longest unit, the same for all ranks."""
     heartbeat_s: float
     """Time between heartbeats: a fraction of the shortest timeout of any rank."""
 
 
 def assign(payloads: Sequence[bytes], extents: Extents) -> list[bytes]:
-    """Makes the encoded groups of each rank of the encoded local plans of all. Thousands of ranks want the same, and
-    get the same: each is decoded and encoded once.
+    """Returns the encoded reply to each rank, given the encoded local plans of all. Equal plans and equal replies, as
+    thousands of ranks have them, are decoded and encoded once.
     """
     plans = [msgspec.msgpack.decode(content, type=_EncodedReadPlan) for content in payloads]
     runs = {encoded: msgspec.msgpack.decode(encoded, type=list[ExtentRun]) for encoded in {plan.key for plan in plans}}
@@ -90,12 +92,12 @@ def assign(payloads: Sequence[bytes], extents: Extents) -> list[bytes]:
         for group in groups:
             if id(group.parts) not in parts:
                 parts[id(group.parts)] = msgspec.Raw(msgspec.msgpack.encode(group.parts))
-        of_hosts = sorted({hosts.of_rank[rank] for group in groups for rank in group.ranks})
+        host_numbers = sorted({hosts.of_rank[rank] for group in groups for rank in group.ranks})
         readers = {rank for group in groups for rank, part in zip(group.ranks, group.parts, strict=True) if part}
-        addresses = {rank: plans[rank].address for rank in sorted(readers)} if len(of_hosts) > 1 else {}
+        addresses = {rank: plans[rank].address for rank in sorted(readers)} if len(host_numbers) > 1 else {}
         encoded = [(group.ranks, parts[id(group.parts)]) for group in groups]
-        of_groups = [hosts.ranks[number] for number in of_hosts]
-        reply = (encoded, division.common, of_groups, addresses, unit_bytes, heartbeat_s)
+        host_ranks = [hosts.ranks[number] for number in host_numbers]
+        reply = (encoded, division.common, host_ranks, addresses, unit_bytes, heartbeat_s)
         replies[numbers] = msgspec.msgpack.encode(reply)
     return [replies[numbers] for numbers in numbers_of_rank]
 

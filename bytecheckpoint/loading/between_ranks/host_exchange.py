@@ -27,6 +27,7 @@ _REQUEST, _READY, _TAKEN, _HEARTBEAT, _WAKE = range(GONE + 1, GONE + 6)
 _CHECK_S = 0.1
 """Time between two looks at ranks of which nothing is heard."""
 _FULL_S = 0.002
+"""Time before a message is sent again to a rank that had no room for it."""
 
 Unit = tuple[int, int]
 """File and byte offset."""
@@ -37,7 +38,7 @@ class WaitLimits(NamedTuple):
 
     timeout_s: float
     take_timeout_s: float
-    """Time that a rank has to take a unit: longer, because it may be held up by another one, and that one is stuck."""
+    """Time that a rank has to take a unit. Longer, because it may itself wait for a rank that is stuck."""
     heartbeat_s: float
 
 
@@ -46,7 +47,7 @@ class HostExchange:
 
     def __init__(
         self,
-        met: HostRanks,
+        host_ranks: HostRanks,
         receiver: Receiver,
         activity: Activity,
         is_over: threading.Event,
@@ -56,7 +57,7 @@ class HostExchange:
         global_ranks: Sequence[int],
         limits: WaitLimits,
     ) -> None:
-        self._met = met
+        self._host_ranks = host_ranks
         self._receiver = receiver
         self._activity = activity
         self._is_over = is_over
@@ -74,14 +75,14 @@ class HostExchange:
         self._started_at = self._beat_at = time.monotonic()
         self._checked_at = self._started_at
         self._seen_at = dict.fromkeys((*self._awaited, *takers), self._started_at)
-        self._is_given = False
+        self._may_end = False
         self._lock = threading.Lock()
 
     def ask(self) -> None:
         """Asks the other ranks for what this one wants."""
         for rank, fetches in self._awaited.items():
             message = encode_request({unit: pieces_of(fetch) for unit, fetch in fetches.items()})
-            self._send(rank, _REQUEST, start=self._met.append(message), byte_length=len(message))
+            self._send(rank, _REQUEST, start=self._host_ranks.append(message), byte_length=len(message))
         if not self._unasked:
             self._has_requests.set()
 
@@ -108,11 +109,11 @@ class HostExchange:
         if now - self._beat_at >= self._limits.heartbeat_s:
             self._beat_at = now
             for rank in self._takers:
-                self._met.send(rank, _HEARTBEAT)  # a taker that has so many messages to read needs no other
+                self._host_ranks.send(rank, _HEARTBEAT)  # a taker without room for it has other messages to see
 
-    def end_giving(self) -> None:
-        """Ends `serve` on all threads, once this rank has taken what it wants."""
-        self._is_given = True
+    def end_serving(self) -> None:
+        """Lets `serve` end on all threads, as soon as this rank has taken what it wants."""
+        self._may_end = True
         self._wake()
 
     def stop(self) -> None:
@@ -124,8 +125,8 @@ class HostExchange:
         """Takes the units that are announced. Raises PeerLeftError if the load of another rank has failed, and
         CheckpointError (rank_missing) for a rank that is stuck or gone.
         """
-        while (self._num_left or not self._is_given) and not self._is_over.is_set():
-            message = self._met.receive(_CHECK_S)
+        while (self._num_left or not self._may_end) and not self._is_over.is_set():
+            message = self._host_ranks.receive(_CHECK_S)
             self._check_processes()
             if message is not None:
                 self._handle(message)
@@ -142,7 +143,7 @@ class HostExchange:
         if message.kind == GONE:
             raise missing((self._global_ranks[sender],), "has ended its load, and says nothing")
         if message.kind == _REQUEST:
-            content = self._met.others[sender].read(message.start, message.byte_length)
+            content = self._host_ranks.others[sender].read(message.start, message.byte_length)
             self._note_request(sender, decode_request(content, peer=self._global_ranks[sender]))
         elif message.kind == _READY:
             self._take(message, self._awaited[sender].pop(unit))
@@ -158,7 +159,7 @@ class HostExchange:
                 self._has_requests.set()
 
     def _take(self, message: Message, fetch: Fetch) -> None:
-        content = self._met.others[message.sender].content[message.start :][: message.byte_length]
+        content = self._host_ranks.others[message.sender].content[message.start :][: message.byte_length]
         self._receiver.place(fetch, content)
         self._send(message.sender, _TAKEN, file=message.file, byte_offset=message.byte_offset)
         with self._lock:
@@ -172,15 +173,15 @@ class HostExchange:
             if time.monotonic() - self._checked_at < _CHECK_S:
                 return
             self._checked_at = time.monotonic()
-            ended = self._met.ended()
+            ended = self._host_ranks.ended()
         if ended:
             raise self._lost(ended, "shared memory with this one, and its process has ended")
         if self._activity.is_active_since(self._beat_at):
             self.beat()
 
     def _check_silence(self) -> None:
-        """Raises CheckpointError (rank_missing) for a rank of which nothing has come for too long, and nothing is there
-        to be read.
+        """Raises CheckpointError (rank_missing) for a rank from which nothing has come for too long, and nothing is
+        there to be read.
         """
         now, (timeout_s, take_timeout_s, _) = time.monotonic(), self._limits
         silent = [rank for rank, units in self._awaited.items() if units and now - self._seen_at[rank] > timeout_s]
@@ -193,20 +194,21 @@ class HostExchange:
             raise self._lost(self._unasked, f"did not connect to this one within {timeout_s:g} s")
 
     def _all_announced(self) -> Sequence[tuple[tuple[int, Unit], tuple[ArenaPart, float]]]:
+        """Returns a copy of the announcements: other threads change them."""
         return [*self._announced.items()]
 
     def _lost(self, ranks: Iterable[int], what: str) -> Exception:
         return missing(tuple(sorted({self._global_ranks[rank] for rank in ranks})), what)
 
     def _send(self, to: int, kind: int, **fields: int) -> None:
-        while not self._met.send(to, kind, **fields):
+        while not self._host_ranks.send(to, kind, **fields):
             if self._is_over.is_set():
                 raise PeerLeftError
             time.sleep(_FULL_S)
 
     def _wake(self) -> None:
-        for _ in range(NUM_THREADS if self._met.others else 0):
-            self._met.wake(_WAKE)
+        for _ in range(NUM_THREADS if self._host_ranks.others else 0):
+            self._host_ranks.wake(_WAKE)
 
 
 class Arenas(NamedTuple):
@@ -218,10 +220,10 @@ class Arenas(NamedTuple):
     received: Arena
 
 
-def divided(met: HostRanks, read_bytes: int) -> Arenas:
+def divide_memory(host_ranks: HostRanks, read_bytes: int) -> Arenas:
     """Divides the shared memory of this rank; `read_bytes` are for units that it reads, the rest for received ones."""
-    parts = (range(read_bytes), range(read_bytes, met.content.nbytes))
-    return Arenas(*(Arena(met.content, part, max_parts=met.max_parts) for part in parts))
+    parts = (range(read_bytes), range(read_bytes, host_ranks.content.nbytes))
+    return Arenas(*(Arena(host_ranks.content, part, max_parts=host_ranks.max_parts) for part in parts))
 
 
 def _unit(fetch: Fetch) -> Unit:

@@ -72,6 +72,7 @@ class Mirror(NamedTuple):
 
     owner: int
     number: int
+    """Number in the file's name."""
     owner_bytes: int
     """Number of bytes that the owner writes in all files; the extents depend on it."""
     items: Sequence[int]
@@ -95,23 +96,24 @@ def plan_mirrors(chunks: Sequence[ReplicatedChunk], num_bytes: Sequence[int], wa
     for chunk in chunks:
         pairs.setdefault((chunk.owner, chunk.ranks), []).append(chunk)
     groups = [
-        ReplicaGroup(owner, ranks, sum(chunk.num_bytes for chunk in alike)) for (owner, ranks), alike in pairs.items()
+        ReplicaGroup(owner, ranks, sum(chunk.num_bytes for chunk in alike_chunks))
+        for (owner, ranks), alike_chunks in pairs.items()
     ]
     chosen = choose_mirrors(groups, wanted.places, num_bytes, wanted.copies)
     files: dict[tuple[int, tuple[int, ...], bool], list[ReplicatedChunk]] = {}
-    for mirrors, alike in zip(chosen, pairs.values(), strict=True):
-        for chunk in alike if mirrors else ():
+    for mirrors, alike_chunks in zip(chosen, pairs.values(), strict=True):
+        for chunk in alike_chunks if mirrors else ():
             owned = chunk.items[chunk.ranks.index(chunk.owner)]
             is_frozen = owned in wanted.frozen[chunk.owner]
             files.setdefault((chunk.owner, mirrors, is_frozen), []).append(chunk)
     mirrored: list[list[MirroredFile]] = [[] for _ in num_bytes]
     of_mirrors: list[list[Mirror]] = [[] for _ in num_bytes]
-    for (owner, mirrors, is_frozen), alike in sorted(files.items(), key=lambda file: file[0]):
-        for together in _cut_into_files(alike, wanted.max_file_bytes):
+    for (owner, mirrors, is_frozen), alike_chunks in sorted(files.items(), key=lambda file: file[0]):
+        for file_chunks in _cut_into_files(alike_chunks, wanted.max_file_bytes):
             number = len(mirrored[owner])
-            mirrored[owner].append(MirroredFile(mirrors, [chunk.slot for chunk in together], is_frozen))
+            mirrored[owner].append(MirroredFile(mirrors, [chunk.slot for chunk in file_chunks], is_frozen))
             for rank in mirrors:
-                of_mirrors[rank].append(_mirror_at(rank, together, number, num_bytes[owner]))
+                of_mirrors[rank].append(_mirror_at(rank, file_chunks, number, num_bytes[owner]))
     return MirrorPlan(mirrored, of_mirrors)
 
 

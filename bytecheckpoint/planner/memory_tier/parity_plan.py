@@ -43,6 +43,7 @@ class RebuildStep(NamedTuple):
     """One segment of a lost member, and the parts of its XOR."""
 
     number: int
+    """Number of the lost segment."""
     holder: int
     """The member that has the parity."""
     others: Sequence[Segment]

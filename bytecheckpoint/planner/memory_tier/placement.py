@@ -51,11 +51,11 @@ def place_copies(places: Sequence[RankPlace], staged_bytes: Sequence[int], copie
     impossible, each copy goes to the host that holds the fewest bytes, beginning with the ranks that have the least
     choice.
     """
-    tried = [_place_greedily(places, staged_bytes, copies)]
+    candidates = [_place_greedily(places, staged_bytes, copies)]
     ring = _place_on_a_ring(places, copies)
     if ring is not None:
-        tried.append(ring)
-    hosts = min(tried, key=lambda of_ranks: _unevenness(of_ranks, places, staged_bytes))
+        candidates.append(ring)
+    hosts = min(candidates, key=lambda of_ranks: _unevenness(of_ranks, places, staged_bytes))
     ranks = _RanksOfHosts(places, staged_bytes)
     targets = [[ranks.take(host, rank) for host in of_rank] for rank, of_rank in enumerate(hosts)]
     return CopyPlan(targets, [rank for rank, of_rank in enumerate(targets) if len(of_rank) < copies - 1])

@@ -28,6 +28,7 @@ class HeldParity(msgspec.Struct, frozen=True, array_like=True):
     """A block of parity on a host: the XOR of one segment of every other member of the group."""
 
     members: list[ParityMember]
+    """All hosts of the group."""
     position: int
     """The host that has the block, as a number in `members`."""
 
@@ -37,6 +38,7 @@ class SeenVersion(msgspec.Struct, frozen=True, array_like=True):
 
     save_id: str
     generation: int
+    """Number of the branch of training that saved it: a new process, or a load, begins another."""
     step: int
     number: int
     """Rises with each memory save of a job: the later one of equal generation and step counts."""
@@ -52,7 +54,7 @@ class SeenVersion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SeenByRank(msgspec.Struct, frozen=True, array_like=True):
-    """The versions that one rank sees. Ranks of one host may all tell them."""
+    """The versions that one rank sees. All ranks of a host may report the same ones."""
 
     host: str
     """Id of the memory root."""
@@ -69,7 +71,7 @@ class StoredVersion(msgspec.Struct, frozen=True, array_like=True):
     files: dict[str, int]
     """Data files there, by name, with lengths in bytes."""
     is_committed: bool
-    """If not, its files serve a version in memory with the same save id, and nothing else."""
+    """If False, its files serve a version in memory with the same save id, and nothing else."""
 
 
 class FileHolder(msgspec.Struct, frozen=True, array_like=True):
@@ -109,6 +111,7 @@ class PassedOver(msgspec.Struct, frozen=True, array_like=True):
     generation: int
     step: int
     what: str
+    """The reason, as text."""
 
 
 class ResumePlan(msgspec.Struct, frozen=True, array_like=True):

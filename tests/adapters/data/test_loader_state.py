@@ -197,7 +197,7 @@ class Stateful:
 
 
 @pytest.mark.parametrize(
-    ("loader", "why"), [(Inexact(), "shuffle buffer is filled anew"), (Stateful(), "belongs to the process")]
+    ("loader", "why"), [(Inexact(), "shuffle buffer is filled anew"), (Stateful(), "belongs to one process")]
 )
 def test_what_cannot_be_exact_is_refused_with_the_reason(tmp_path: Path, loader: Any, why: str) -> None:
     with pytest.raises(bcp.CheckpointSaveError, match=why) as caught:
