@@ -40,7 +40,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     """The address on which a rank listens."""
 
     hosts: Sequence[str]
-    """Names or numbers, the likeliest first: this rank cannot know which of them another host can reach."""
+    """Host names or IP addresses, the likeliest first: this rank cannot know which of them another host can reach."""
     port: int
     token: bytes
     """32 bytes that only the ranks know: a peer shows the first half, and the reader rank answers with the other."""

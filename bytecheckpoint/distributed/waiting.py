@@ -120,7 +120,7 @@ class CallStore:
             try:
                 return arrived.result(min(left_s, LOOK_S))
             except TimeoutError:
-                if arrived.done():  # since the wait was over, or the error is its own
+                if arrived.done():  # the wait has just ended, or this is its own error
                     return arrived.result()
                 if look is not None:
                     look()

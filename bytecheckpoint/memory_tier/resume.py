@@ -170,7 +170,7 @@ class ResumeCall:
             if choice.version is not None and not choice.is_stored_only:
                 content = self._share_manifest(ranks, choice, choice.version.save_id)
                 if view.others:
-                    files = parse_manifest(content, path=choice.folder, whole=False).files
+                    files = parse_manifest(content, path=choice.folder, check_all=False).files
                     choose_good_places(view, choice.version.save_id, files)
         ranks.close()
         return choice, content
@@ -266,7 +266,7 @@ class ResumeCall:
         if version is None or store is None:
             raise TypeError("a version was chosen")
         path = join_name(str(store), choice.folder)
-        manifest = parse_manifest(content, path=path, whole=False)
+        manifest = parse_manifest(content, path=path, check_all=False)
         host = choice.hosts[ranks.rank]
         places = self._places(version, host)
         is_storage = {name for name, holders in version.files.items() if holders[0].kind == "storage"}
@@ -307,7 +307,7 @@ class ResumeCall:
         _, memory = self._open_job()
         if view is None or self._options.memory is None:
             raise TypeError("a host is looked at before it is rebuilt")
-        files = {file.name: file for file in parse_manifest(content, path="", whole=False).files}
+        files = {file.name: file for file in parse_manifest(content, path="", check_all=False).files}
         given = RebuildInput(
             version, view.places.get((save_id, "memory"), {}), view.parity.get(save_id), files, version.step
         )
@@ -328,7 +328,7 @@ class ResumeCall:
         host = choice.hosts[rank]
         here = [other for other, name in enumerate(choice.hosts) if name == host]
         places = self._places(version, host)
-        files = {file.name: file for file in parse_manifest(content, path="", whole=False).files}
+        files = {file.name: file for file in parse_manifest(content, path="", check_all=False).files}
         own = [files[name] for name in sorted(places)][here.index(rank) :: len(here)]
         for name in damaged_files(held, own):
             holder = next(each for each in version.files[name] if each.host == host)

@@ -188,7 +188,7 @@ def _read_step(store: Store, step: int) -> StoredManifest | None:
     folder = layout.step_folder(step)
     try:
         content = layout.read_manifest_bytes(store, folder)
-        manifest = layout.parse_manifest(content, path=join_name(str(store), folder), whole=False)
+        manifest = layout.parse_manifest(content, path=join_name(str(store), folder), check_all=False)
     except CheckpointError as error:
         logger.error("step %d at the path is passed over: %s", step, error.message)  # noqa: TRY400
         return None

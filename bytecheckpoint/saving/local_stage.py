@@ -104,8 +104,8 @@ class LocalStage:
     def _warn(self, path: str) -> None:
         if not self._direct:
             logger.warning(
-                "the local stage %s has no room for all of this save: the rest is written to %s directly, which takes "
-                "the time that it takes; free space there (`bcp gc ROOT --local-stage %s` lists what saves left)",
+                "the local stage %s has no room for all of this save: the rest is written to %s directly, which may "
+                "take longer; free space there (`bcp gc ROOT --local-stage %s` lists what saves left)",
                 self.root,
                 path,
                 self.root,

@@ -33,7 +33,7 @@ class ScanFault(NamedTuple):
     byte_offset: int
     byte_length: int
     what: str
-    """Found against expected."""
+    """What was found and what was expected, or the store's message."""
 
 
 class ScanRange(NamedTuple):

@@ -176,7 +176,7 @@ def take_over(root: str, name: str, *, writer_threads: int) -> StagedFolder | No
         lock = ProcessLock(os.path.join(path, _LOCK_NAME))
     except (BlockingIOError, FileNotFoundError, NotADirectoryError):
         return None
-    if not os.path.isdir(path):  # removed between the two
+    if not os.path.isdir(path):  # removed before it was locked
         lock.release()
         return None
     return StagedFolder(path, lock, writer_threads=writer_threads)

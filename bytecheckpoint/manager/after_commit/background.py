@@ -63,6 +63,7 @@ class Background:
         self._is_opened = False
         """True once the deletions that earlier managers had begun are finished."""
         self._is_first = True
+        """True until the work after the first commit, which also clears what earlier managers left, is done."""
         self._newest: int | None = None
         """Step that this manager committed last."""
         self._work = RetriedWork("bcp-manager", self._catch_up, what=f"the background work in {self._store}")

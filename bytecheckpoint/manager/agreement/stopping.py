@@ -197,7 +197,7 @@ class GroupStop:
         pause_s, is_lost = shortest_s, False
         while not self._is_closed.wait(_PENDING_POLL_S if self._has_reported and not is_lost else pause_s):
             try:
-                is_decided = self._look()
+                is_decided = self._advance()
             except RuntimeError as error:  # of torch's store
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 if not is_lost:
@@ -210,8 +210,8 @@ class GroupStop:
                     return
                 pause_s, is_lost = shortest_s, False
 
-    def _look(self) -> bool:
-        """Takes the next step of the agreement; returns True when the verdict is known."""
+    def _advance(self) -> bool:
+        """Does what the agreement needs next; returns True when the verdict is known."""
         reason = self._requests.reason
         if reason and not self._store.check([_REQUEST]):
             self._store.compare_set(_REQUEST, "", reason)

@@ -38,7 +38,7 @@ class _DataChoice(msgspec.Struct, frozen=True):
     base: int | None
     """Step of the checkpoint; None if there is none before the logged step."""
     loaders: dict[str, bytes] = {}
-    """Positions of all ranks by the loader's FQN; empty where the checkpoint says it all."""
+    """Positions of all ranks by the loader's FQN; empty if the checkpoint has them all."""
 
 
 class ManagedData:

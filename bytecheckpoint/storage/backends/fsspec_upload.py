@@ -50,7 +50,7 @@ _CANNOT_REPLACE = {
 
 
 class BackendContext(Protocol):
-    """Makes the context for calls of the backend; `may_be_done` if an error may mean a lost answer."""
+    """Makes the context for calls to the backend. `may_be_done`: a call that fails may have succeeded, unanswered."""
 
     def __call__(self, *, may_be_done: bool = False) -> AbstractContextManager[None]: ...
 
