@@ -30,7 +30,13 @@ from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together, re
 from bytecheckpoint.loading.overwrite_state import report_overwrite
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.manifest.ranges import Fetch
-from bytecheckpoint.memory_tier.part_of_save import described, holding_first, memory_part, replicas_of, where_to
+from bytecheckpoint.memory_tier.part_of_save import (
+    holding_first,
+    memory_part,
+    replicas_of,
+    where_to,
+    with_memory_options,
+)
 from bytecheckpoint.memory_tier.resume import ResumeCall, ResumeLoads
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.runtime.gc_pause import gc_paused
@@ -130,8 +136,8 @@ def _place_of(
     process: ProcessState, ranks: Ranks, target: SaveTarget, options: SaveOptions, *, is_only: bool
 ) -> _SavePlace:
     """Returns the place of a save to this target, or to memory only, once it is known that it can be written."""
-    target = described(target, options, only=is_only)
-    memory = memory_part(process, target, options, only=is_only)
+    target = with_memory_options(target, options, is_only=is_only)
+    memory = memory_part(process, target, options, is_only=is_only)
     if not is_only:
         process.check_writable(target.store, ranks)
     return _SavePlace(target, memory)

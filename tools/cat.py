@@ -171,9 +171,9 @@ def _print(part: PrintedPart, limit: int) -> None:
 def _print_plain(opened: Opened, name: str, plain: Sequence[PlainSummary], *, as_json: bool) -> None:
     if as_json:
         objects = [{"fqn": item.fqn, "rank": item.rank, "type": item.type, "value": item.value} for item in plain]
-        of_tensor = dict.fromkeys(("slice", "dtype", "shape", "values"))
+        absent = dict.fromkeys(("slice", "dtype", "shape", "values"))
         about = {"path": opened.path, "step": opened.manifest.step, "fqn": name}
-        print_json({**about, **of_tensor, "objects": objects})
+        print_json({**about, **absent, "objects": objects})
         return
     screen = Screen()
     for item in plain:
