@@ -230,7 +230,7 @@ def resume(
         path: What was given to `save`.
         state: As for `load`.
         framework: As for `load`.
-        options: Those of the saves: `memory`, `local_stage` and `timeout_s`.
+        options: The options of the saves: `memory`, `local_stage` and `timeout_s`.
         load_options: See LoadOptions. All other arguments are as for `load`.
 
     Returns:
