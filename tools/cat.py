@@ -44,6 +44,7 @@ class PrintedPart(NamedTuple):
     fqn: str
     dtype: str
     part: str
+    """Index as text; empty for the whole tensor."""
     values: Tensor
 
 

@@ -273,6 +273,7 @@ def _compare(
 
 
 def _tiling_damage(manifest: Manifest) -> Iterator[Damage]:
+    """Yields damage for each tensor whose chunks leave a hole or overlap."""
     for fqn in manifest.tensors:
         fault = manifest.table.find_fault(fqn)
         if fault is None:

@@ -28,6 +28,7 @@ class SentPiece(NamedTuple):
     """Consecutive bytes of one of the files that a rank offers."""
 
     file: int
+    """Index into the files that the rank offers."""
     byte_offset: int
     byte_length: int
 

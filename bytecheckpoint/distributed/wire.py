@@ -32,6 +32,7 @@ class WireHeader(NamedTuple):
     """Precedes the pieces of a unit."""
 
     file: int
+    """Number of the file in the manifest."""
     byte_offset: int
     """Of the unit."""
     byte_length: int

@@ -257,6 +257,7 @@ class ManagedSaves:
             return ""
 
     def _refuse_protected(self, owned: OwnedRoot, step: int) -> None:
+        """Raises CheckpointExistsError if the checkpoint of a step is pinned or leased."""
         store, folder = self._run.store, layout.step_folder(step)
         if not layout.has_manifest(store.list(folder)):
             return

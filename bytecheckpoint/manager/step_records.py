@@ -336,6 +336,7 @@ def _record_of(info: CheckpointInfo) -> SaveRecord:
 
 
 def _committed_save_id(store: Store, folder: str) -> str:
+    """Returns the save id of a checkpoint. Raises CheckpointNotFoundError (not_committed)."""
     save_id = layout.committed_save_id(store, folder)
     if not save_id:
         path = join_name(str(store), folder)

@@ -23,7 +23,7 @@ _NUM_SHOWN, _NUM_NAMES = 10, 4
 
 
 class StagedFile(msgspec.Struct, frozen=True, array_like=True):
-    """A data file in the memory of a rank, in its message to the coordinator."""
+    """Data file `number` of the rank `owner`, as a rank has it in memory, in its message to the coordinator."""
 
     owner: int
     number: int
@@ -32,7 +32,7 @@ class StagedFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DivergentFile(msgspec.Struct, frozen=True, array_like=True):
-    """A file that a rank has with other bytes than its owner."""
+    """Data file `number` of the rank `owner`, of which another rank has other bytes."""
 
     owner: int
     number: int

@@ -70,6 +70,7 @@ class FlushedStep(NamedTuple):
     step: int
     save_id: str
     num_uploaded: int
+    """Number of files that this host has uploaded."""
     is_committed: bool
     missing: Sequence[str]
     """Data files that are neither here nor at the path."""
@@ -146,6 +147,7 @@ def _versions_to_upload(versions: Sequence[HeldVersion]) -> list[HeldVersion]:
 
 
 def _upload_version(store: Store, version: HeldVersion, jobs: Sequence[JobFolder]) -> FlushedStep:
+    """Uploads what this host has of a version, and commits it if all files are at the path then."""
     record, folder = version.record, version.record.folder
     location = join_name(str(store), folder)
     committed = layout.committed_save_id(store, folder)

@@ -49,8 +49,10 @@ class RankHolding(msgspec.Struct, frozen=True, array_like=True):
 
     report: bytes
     host: str
+    """Id of the memory root."""
     failure_domain: str | None
     process: str
+    """Name of its LivingProcess."""
     since_ns: int
     others: list[tuple[str, int]]
     """Other living processes of the job on the host."""
@@ -58,6 +60,7 @@ class RankHolding(msgspec.Struct, frozen=True, array_like=True):
     number: int
     """Highest version number that the rank knows."""
     opens_generation: bool
+    """True for the first memory save after a load."""
     staged: list[StagedFile]
     """Its own data files, and those of others that it holds as well."""
 
@@ -67,7 +70,9 @@ class _HoldReply(msgspec.Struct, frozen=True, array_like=True):
 
     record: VersionRecord
     info: bytes
+    """Encoded CheckpointInfo."""
     num_on_host: int
+    """Number of ranks on the host."""
     manifest: bytes = b""
     """Empty except on the first rank of each host."""
     divergent: list[DivergentFile] = []

@@ -46,7 +46,7 @@ class _CopyOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _CopyOrder(msgspec.Struct, frozen=True, array_like=True):
-    """Files that a rank holds for another one."""
+    """Files of the rank `owner`, by number and length in bytes, that another rank holds for it."""
 
     owner: int
     address: Address

@@ -56,6 +56,7 @@ class _RebuildOrder(msgspec.Struct, frozen=True, array_like=True):
 
     members: list[ParityMember]
     lost: int
+    """Position of the lost member."""
     servers: list[tuple[int, Address]]
     """Rank and address that read for each member; the entry of the lost member is not used."""
 

@@ -88,6 +88,7 @@ class _Choice(msgspec.Struct, frozen=True, array_like=True):
     hosts: list[str] = []
     """Host of each rank."""
     is_stored_only: bool = False
+    """True if only the path has files of the version, and it is committed there."""
 
 
 class ResumeCall:
@@ -250,6 +251,7 @@ class ResumeCall:
         )
 
     def _share_manifest(self, ranks: Ranks, choice: _Choice, save_id: str) -> bytes:
+        """Returns on every rank the manifest that one rank has."""
         content = b""
         if ranks.rank == choice.manifest_from:
             content = self._view.manifests.get(save_id, b"") if self._view is not None else b""

@@ -48,6 +48,7 @@ class StoredManifest(NamedTuple):
 
     version: StoredVersion
     content: bytes
+    """The encoded manifest; empty if the step is not committed."""
     files: Sequence[DataFile]
 
 
@@ -127,6 +128,7 @@ class _Staged(NamedTuple):
 
 
 def _staged(root: str | None, store: Store) -> Iterator[_Staged]:
+    """Yields what a local stage holds of saves to the store."""
     if root is None:
         return
     for found in stage_folder.scan(os.path.abspath(root)):  # noqa: PTH100 - paths are text here

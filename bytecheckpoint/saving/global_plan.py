@@ -46,7 +46,7 @@ _MAX_PLANS = 8
 
 
 class MirroredImage(NamedTuple):
-    """A data file of another rank, planned on a rank that holds the same chunks."""
+    """Data file `number` of the rank `owner`, planned on another rank that holds the same chunks."""
 
     owner: int
     number: int
@@ -132,6 +132,7 @@ class LocalSavePlan(NamedTuple):
     """Description of the place, which must be the same on all ranks."""
     shards: ShardBlocks
     aliases: Mapping[str, str]
+    """FQN that a tied tensor is stored under, by each other name of it."""
     plain: Mapping[str, tuple[Scope, bytes]]
     stages: Mapping[str, int]
     """Pipeline stage by FQN, of modules that know theirs."""
@@ -353,6 +354,7 @@ def _still_holds(cached: RankPlan, messages: Sequence[LocalPlanMessage]) -> bool
 
 @gc_paused()
 def _rank_plan(reply: PlanReply, local_plan: LocalSavePlan, in_stages: Sequence[str], num_ranks: int) -> RankPlan:
+    """Returns this rank's part of the global plan, made of the coordinator's reply."""
     items = local_plan.items()
     whole_items = np.flatnonzero(np.unpackbits(np.frombuffer(reply.whole, np.uint8), count=len(items))).tolist()
     parts = [ItemRegion(item, Region(offsets, lengths)) for item, offsets, lengths in reply.parts]

@@ -191,6 +191,7 @@ def remove_superseded(root: str, committed: Journal) -> None:
 
 
 def _is_older(found: stage_folder.FoundStage, committed: Journal) -> bool:
+    """Returns True if the save of a staged folder is superseded by the committed one."""
     journal = found.journal
     if journal is None:
         return True  # a removal or a creation was interrupted

@@ -152,6 +152,7 @@ def _folder_in(store: Store, journal: Journal | None) -> str | None:
 
 
 def _part(stage: str, found: FoundStage, folder: str) -> StagedPart:
+    """Returns what the recovery plan has to know of a staged folder."""
     journal = found.journal
     if journal is None:
         raise TypeError("a folder without a journal belongs to no save")

@@ -208,6 +208,7 @@ def build_manifest(
 
 
 def _written_tensors(plan: SavePlan, reports: Sequence[_RankReport], global_ranks: Sequence[int]) -> WrittenTensors:
+    """Returns the chunks that the ranks report. Raises CheckpointSaveError if they differ from the plan."""
     locations = ChunkLocations([report.locations for report in reports])
     for rank, report in enumerate(reports):
         planned = np.concatenate([plan.whole_items[rank], np.ones(len(plan.item_parts[rank]), bool)])

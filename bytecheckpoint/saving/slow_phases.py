@@ -44,6 +44,7 @@ class SlowPhase(NamedTuple):
     usual_s: float
     """Median of the slowest ranks of earlier saves, in seconds."""
     num_earlier: int
+    """Number of earlier saves that it was compared with."""
     slowest: int
     """Position of the slowest rank among the ranks of the save."""
     is_of_one: bool

@@ -155,6 +155,7 @@ def _write_raw(
     *,
     reuse: FileReuse | None,
 ) -> WrittenFile:
+    """Writes a file of uncompressed tensors, or takes it from an earlier checkpoint."""
     planned = files.planned[number]
     blocks = [block._replace(content=partial(snapshot.content, block)) for block in planned.blocks]
     digests = files.extent_digests[number] if files.extent_digests else None
@@ -196,6 +197,7 @@ def _counted_content(snapshot: Snapshot, block: Block, meter: ProgressMeter) -> 
 
 
 def _write_image(target: SaveTarget, image: FileImage, timer: PhaseTimer, *, is_digested: bool) -> DataFile:
+    """Writes a file to the store or the local stage; with `is_digested`, adds a digest of its content."""
     path, digest = join_name(target.folder, image.name), RunningDigest()
     if is_digested:
         # Hazard: the digest by which `_take` looked for an equal file may be wrong by now: live state may have changed.

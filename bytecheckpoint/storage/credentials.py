@@ -74,6 +74,7 @@ def _secrets_of_options(options: Mapping[str, object]) -> Iterator[str]:
 
 
 def _secrets_of_option(name: str, value: object) -> Iterator[str]:
+    """Yields the texts in the value of an option that no message may repeat."""
     match value:
         case Mapping():
             yield from _secrets_of_options(value)

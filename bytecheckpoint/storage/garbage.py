@@ -52,6 +52,7 @@ class GarbageObject:
     newest_s: float | None = None
     """Time of the last change, by the clock of the storage; None unless known for all of it."""
     has_unknown_age: bool = False
+    """True if the time of any of it is unknown."""
 
     @property
     def num_bytes(self) -> int:
@@ -81,6 +82,7 @@ class Garbage:
     """The garbage of a root."""
 
     found: list[GarbageObject]
+    """One item for each save and folder."""
     unreadable: list[str]
     """Folders whose manifest cannot be read: nothing in them counts as garbage."""
     num_committed: int
@@ -209,6 +211,7 @@ def sweep(store: Store, folder: str, save_id: str) -> None:
 
 
 def _dead_in(store: Store, folder: str, save_id: str) -> list[GarbageObject]:
+    """Returns the garbage of dead saves in a folder; none if the time of this save's files is unknown."""
     objects = list(inventory_of(store, folder))
     own = join_name(folder, layout.DATA_FOLDER, f"{save_id}-")
     times = (item.modified_s for item in objects if item.name.startswith(own))

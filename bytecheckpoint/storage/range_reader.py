@@ -151,6 +151,7 @@ _Fill = Callable[[memoryview, FillHook | None], None]
 def _read(
     fill: _Fill, name: str, fetch: Fetch, target: AbstractContextManager[memoryview], digests: _Digests | None
 ) -> None:
+    """Fills the target of a fetch, and compares its bytes with the checksums."""
     check = _Check(digests, name, fetch)
     with target as buffer:
         # Without digests, nothing is asked for on the way, and the store reads as much at once as it can.

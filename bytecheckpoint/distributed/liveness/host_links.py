@@ -35,6 +35,7 @@ class LinkAddress(msgspec.Struct, frozen=True, array_like=True):
     hosts: Sequence[str]
     port: int
     token: bytes
+    """Random bytes, which a rank shows when it connects."""
 
 
 class HostLinks:
@@ -75,6 +76,7 @@ class HostLinks:
         self._begin(rank, lambda: self._connect(rank, address))
 
     def _begin(self, rank: int, connect: Callable[[], None]) -> None:
+        """Calls `connect` on a thread, unless a link to this rank is being opened."""
         if rank in self._connecting:
             return
         self._connecting.add(rank)

@@ -44,7 +44,7 @@ class Message(NamedTuple):
 
 
 class MemoryOffer(msgspec.Struct, frozen=True, array_like=True):
-    """The descriptors of a memory in the process that made it."""
+    """A memory and the queue to its rank, as descriptors in the process that made them."""
 
     presence: Presence
     memory: int

@@ -176,6 +176,7 @@ class Background:
             raise self._copy_error(copy_failure)
 
     def _catch_up(self) -> None:
+        """Does all work that is due now."""
         self._record_commits()
         if not self._is_opened:
             finish_deletions(self._store, now=self._clock.now(), pace=self._pace)  # first: it may bring a step back

@@ -182,6 +182,7 @@ class SecondRoot:
         self._unless_refused(partial(generation.clear_earlier, before_folder=self._let_saves_go_first))
 
     def _read_copies(self) -> dict[int, StoredStep]:
+        """Returns the steps of the second root, those that were abandoned marked as such."""
         abandoned = step_records.read_abandoned(self._source)
         if self._copies is None:
             finish = partial(finish_deletions, self._target, now=self._clock.now(), pace=self._pace)
@@ -200,6 +201,7 @@ class SecondRoot:
         return copies
 
     def _copy(self, info: StepInfo, copies: dict[int, StoredStep]) -> None:
+        """Copies a step to the second root, and adds it to `copies`."""
         folder = layout.step_folder(info.step)
         may_replace = self._replaceable(copies.get(info.step))
         self._let_saves_go_first()
@@ -239,6 +241,7 @@ class SecondRoot:
         return [] if protection_of(self._target, folder, now=self._clock.now()) else [save_id]
 
     def _delete_copies(self, copies: dict[int, StoredStep]) -> None:
+        """Deletes the copies that neither the policy nor a lease keeps, and removes them from `copies`."""
         now = self._clock.now()
         stays = self._wanted(self._steps.all(), copies) | held_by_leases([*copies.values()], now=now).keys()
         for step in ordered([*copies.values()])[:-1]:  # the newest copy always stays

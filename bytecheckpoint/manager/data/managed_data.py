@@ -116,6 +116,7 @@ class ManagedData:
         return choice.step
 
     def _choose(self, step: int | None) -> _DataChoice:
+        """Returns the checkpoint, and the log on top of it, for a step, by default the newest."""
         store = self._run.store
         newest = next(abandoned_steps.newest_steps(store, self._saves.new_branch), None)
         for logged in self._logged():

@@ -231,6 +231,7 @@ class S3Requests:
         return bytes(partial.content)
 
     def _read_rest(self, key: str, partial: _PartialObject, max_bytes: int) -> None:
+        """Makes one attempt to read what is not in `partial` yet."""
         has_some = 0 < len(partial.content) < partial.num_bytes
         range_header = {"Range": f"bytes={len(partial.content)}-"} if has_some and partial.tag else {}
         answer = self.send("get_object", Key=key, **range_header)

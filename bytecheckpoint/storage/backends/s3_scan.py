@@ -14,7 +14,7 @@ ReadPage = Callable[[str], Mapping[str, Any]]
 
 
 class _Page(NamedTuple):
-    """Keys in order, with their sizes."""
+    """Keys in ascending order, with their sizes in bytes; `is_last` if no keys follow."""
 
     keys: list[str]
     sizes: list[int]

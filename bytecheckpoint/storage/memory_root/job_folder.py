@@ -244,6 +244,7 @@ def _read_host(root: str) -> str | None:
 
 
 def _check_private(path: str) -> None:
+    """Raises StorageError (permission) unless only this user can open the folder."""
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & _OTHERS:
         raise StorageError(

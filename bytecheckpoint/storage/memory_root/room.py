@@ -20,7 +20,7 @@ _UNLIMITED = 1 << 60
 
 
 class RoomLimit(NamedTuple):
-    """Bytes that may still be allocated, and what limits them."""
+    """Bytes that may still be allocated, and for messages the name of the limit and advice against it."""
 
     free_bytes: int
     name: str

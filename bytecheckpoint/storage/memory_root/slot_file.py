@@ -49,6 +49,7 @@ class SlotHeader(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     is_filled: bool
     image_offset: int
+    """First byte of the image in the file."""
     lengths: list[int]
     """Bytes of each data file, in their order."""
     files: list[tuple[int, int]] = []
@@ -73,6 +74,7 @@ class FoundSlot(NamedTuple):
 
     path: str
     capacity: int
+    """Length of the file, in bytes."""
     header: SlotHeader | None
     """None for a slot that was never filled, or whose header is torn."""
 

@@ -56,6 +56,7 @@ class HeldVersion(NamedTuple):
     content: bytes
     """The manifest, encoded."""
     files: tuple[DataFile, ...]
+    """Data files of the manifest."""
 
 
 def add_pending(job: JobFolder, record: VersionRecord, content: bytes) -> None:
@@ -133,6 +134,7 @@ def _path(job: JobFolder, save_id: str, ending: str) -> str:
 
 
 def _decode(content: bytes, *, is_complete: bool) -> HeldVersion | None:
+    """Returns the version in a file; None if it is damaged."""
     if len(content) < _PREFIX.size:
         return None
     magic, num_bytes, digest = _PREFIX.unpack_from(content)

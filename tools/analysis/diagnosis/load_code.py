@@ -55,6 +55,7 @@ class _StateEntry(NamedTuple):
 
     part: Part
     keys: Sequence[str]
+    """Keys that lead to it in the state."""
     value: str
     """Expression of the live object."""
     needs: Sequence[str]
