@@ -89,10 +89,7 @@ def run_fetches(
         scratch_bytes -= budget_bytes + longest_bytes
     # Two for each thread: the one it gave back may still be copied to a device.
     num_buffers = max(1, min(2 * threads, scratch_bytes // max(1, bytes_per_fetch)))
-    content_buffers, raw_buffers = (
-        memory.new_buffers(num_buffers, content_bytes),
-        memory.new_buffers(num_buffers, raw_bytes),
-    )
+    content_pool, raw_pool = memory.new_buffers(num_buffers, content_bytes), memory.new_buffers(num_buffers, raw_bytes)
     digests = {number: _digests_of(files[number]) for number in {fetch.file for fetch in fetches} if verify}
     errors: list[BaseException] = []
     """In the order of time."""
@@ -107,13 +104,13 @@ def run_fetches(
         if fetch.target is not None:
             _read(fill, name, fetch, fetch.target(), digests.get(fetch.file))
             return
-        with content_buffers.lend() as buffer:
+        with content_pool.lend() as buffer:
             # Bytes that are aligned in the file are aligned in memory.
             content = buffer[fetch.byte_offset % ALIGNMENT :][: fetch.byte_length]
             _read(fill, name, fetch, nullcontext(content), digests.get(fetch.file))
             for frame in fetch.frames:
                 encoded = content[frame.byte_offset - fetch.byte_offset :][: frame.byte_length]
-                with raw_buffers.lend() if frame.target is None else nullcontext(frame.target) as raw:
+                with raw_pool.lend() if frame.target is None else nullcontext(frame.target) as raw:
                     _decode(name, fetch, frame, encoded, raw[: frame.raw_bytes])
                     frame.place(raw[: frame.raw_bytes])
 

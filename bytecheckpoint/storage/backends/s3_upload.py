@@ -130,7 +130,7 @@ class _Publication:
         self._replaced_etag = ""
         """ETag of the object that is to be replaced; empty if none was there."""
         self._unanswered: list[Exception] = []
-        """Errors of attempts that may be carried out yet."""
+        """Errors of attempts that may still be carried out."""
 
     def run(self) -> None:
         """Raises TakenError and FailedRequestError."""
