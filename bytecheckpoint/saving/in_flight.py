@@ -202,7 +202,7 @@ class SavesInFlight:
         return False
 
     def _stage_and_finish(self, prepared: PreparedSave, finish: Callable[[], CheckpointInfo]) -> CheckpointInfo:
-        """Stages on one more thread, not begun by the caller, whom that may block; then finishes the save."""
+        """Stages on another thread, begun here because beginning it may block the caller, and finishes the save."""
         try:
             if not self.begin_thread("bcp-stage", prepared.stage):
                 prepared.agree()

@@ -280,7 +280,7 @@ def read_manifest_bytes(store: Store, folder: str) -> bytes:
 
 
 def parse_manifest(content: bytes, *, path: str, check_all: bool) -> Manifest:
-    """Returns what `decode_manifest` does, or `open_manifest` unless `check_all`, with the path in errors."""
+    """Returns the manifest by `decode_manifest`, or by `open_manifest` unless `check_all`; errors name the path."""
     try:
         return decode_manifest(content) if check_all else open_manifest(content)
     except CheckpointError as error:

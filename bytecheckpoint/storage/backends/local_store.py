@@ -161,7 +161,7 @@ class LocalStore:
         try:
             if os.path.dirname(folder):
                 self._resolve(os.path.dirname(check_name(folder)))
-            folder_fd = os.open(f"{self._root}/{folder}", _FOLDER_FLAGS)
+            folder_fd = os.open(f"{self._root}/{folder}", _FOLDER_FLAGS)  # a look without opening may be out of date
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=folder_fd)
         except FileNotFoundError:
             return False

@@ -191,7 +191,8 @@ class _BodyParts:
 
 
 def reader_of(body: Any) -> Callable[[memoryview], int]:
-    """Returns a function that fills memory with the next bytes of a body and returns their number, 0 at the end.
+    """Returns a function that fills memory with the next bytes of a body and returns their number, 0 at the end. It
+    raises the errors of botocore's `readinto`.
 
     It reads from the connection, because botocore and urllib3 copy every byte once more, which costs as much as
     receiving it. If the connection is not where it is expected, or bytes are encoded, it is botocore's `readinto`.
