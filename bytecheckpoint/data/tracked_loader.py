@@ -238,7 +238,7 @@ class _CountedPass:
         return counted.batch
 
     def _read(self, iterator: Any) -> CountedBatch | None:
-        """Returns the next batch, or None where the class has no more."""
+        """Returns the next batch, or None if the loader's own iterator is exhausted."""
         if self._number != self._tracked._num_passes:
             raise RuntimeError(
                 "this pass over a DataLoader of bcp.data.Streams is out of date: another one was begun since, or a "

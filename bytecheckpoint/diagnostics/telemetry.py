@@ -125,14 +125,14 @@ def _fault_of(record: RankRecord, save_id: str) -> str | None:
     if record.save_id != save_id:
         return f"it is about save {record.save_id!r:.80}, not about {save_id!r}"
     if len(record.spans) > _MAX_SPANS or len(record.seconds) > _MAX_SPANS:
-        return f"{len(record.spans)} spans of {len(record.seconds)} phases, {_MAX_SPANS} are accepted"
+        return f"{len(record.spans)} spans of {len(record.seconds)} phases, at most {_MAX_SPANS} are accepted"
     counts = record.rank, record.num_bytes, record.num_files
     if min(counts) < 0 or max(counts) >= 1 << 62 or not 0 <= record.started_at <= _MAX_TIME:
         return f"one of the numbers {[*counts, record.started_at]} is out of range"
     odd_spans = [span for span in record.spans if not 0 <= span.start <= span.end <= _MAX_SECONDS]
     odd_seconds = [value for value in record.seconds.values() if not 0 <= value <= _MAX_SECONDS]
     if odd_spans or odd_seconds:
-        return f"{[*odd_spans, *odd_seconds][0]!r:.200} is no time that a save takes"
+        return f"{[*odd_spans, *odd_seconds][0]!r:.200} cannot be a time in a save"
     return None
 
 

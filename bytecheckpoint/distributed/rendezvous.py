@@ -121,8 +121,8 @@ class Listener:
             if rank not in awaited:
                 connected.close()
                 return
-            # Longer than a peer waits for its reader ranks: it may be held up by another one, and that one is stuck
-            # then. A reader rank that a peer holds up sends heartbeats.
+            # Longer than a peer waits for its reader ranks: if another of them holds the peer up, that one is stuck,
+            # not the peer. A reader rank that a peer holds up sends heartbeats.
             connection = Connection(connected, awaited[rank], timeout_s + min(timeout_s, MAX_GRACE_S))
             serve_peer = admit(connection, bytes(request))
             del awaited[rank]

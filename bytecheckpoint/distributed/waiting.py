@@ -64,6 +64,7 @@ class WaitingClients:
             wait(soon, max(soon.values()) + _TIMEOUT_LATER_S)
 
     def _block(self, prefix: str, key: str, limit_s: float) -> bool:
+        """Waits with a client of its own. Returns False after the limit."""
         try:
             client = self._idle.pop()
         except IndexError:
@@ -131,6 +132,7 @@ class CallStore:
         return self.is_set(key)
 
     def _poll(self, key: str, deadline: float, look: Callable[[], object] | None) -> bool:
+        """Waits without a blocking call, by asking for the key again and again."""
         started = looked = time.monotonic()
         while not self.is_set(key):
             now = time.monotonic()

@@ -191,7 +191,7 @@ class ManagedSaves:
     ) -> Mapping[str, Any] | None:
         """Returns the metadata with the metrics of rank 0, which are put into `checked`; other ranks' do not count.
 
-        Called in a phase of the save, whose errors all ranks raise: so that of the preparation is raised here.
+        It is called in a phase whose errors all ranks raise, so an error of the preparation is raised here too.
         """
         self.prepared.raise_failure(step)
         if metadata and "metrics" in metadata:

@@ -243,7 +243,7 @@ def _bring_back(store: Store, journal: DeletionJournal, *, now: float) -> bool:
     if manifest.save_id != journal.save_id:
         return False
     layout.commit(store, journal.folder, journal.manifest, replace=False)
-    logger.info("%s is %s, so that its deletion, which was interrupted, is undone", path, why)
+    logger.info("%s is %s, so its interrupted deletion is undone", path, why)
     return True
 
 

@@ -244,7 +244,7 @@ def _place(payloads: Sequence[bytes], *, copies: int) -> Sequence[bytes]:
 
 
 def _mirrors(offers: Sequence[_CopyOffer]) -> dict[tuple[int, int], list[int]]:
-    """Returns the ranks that have a file beside its owner."""
+    """Returns, for each mirrored file, the ranks other than its owner that have it."""
     mirrors: dict[tuple[int, int], list[int]] = {}
     for rank, offer in enumerate(offers):
         for file in offer.mirrored:

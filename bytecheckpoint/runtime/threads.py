@@ -88,7 +88,7 @@ def map_looks(do: Callable[[Job], T], jobs: Iterable[Job], *, num_threads: int) 
 
 def _num_waits() -> float:
     """Returns how often this thread gave the processor away to wait for something; infinite on systems that do not
-    count it. On a busy machine, looks take long even without waiting.
+    count it. How long a look takes does not show it: on a busy machine, that is long even without waiting.
     """
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if hasattr(resource, "RUSAGE_THREAD") else math.inf
 

@@ -120,8 +120,8 @@ def _committed(store: Store, folder: str, listing: Mapping[str, int | None]) -> 
 def _are_steps(store: Store, folders: Sequence[str]) -> list[bool]:
     found = store.in_folders(folders, MANIFEST_NAME) if isinstance(store, SupportsInFolders) else [None] * len(folders)
     unknown = [folder for folder, is_there in zip(folders, found, strict=True) if is_there is None]
-    looks = iter(map_jobs(lambda folder: _is_step(store, folder), unknown, num_threads=_LOOKS_IN_FLIGHT))
-    return [next(looks) if is_there is None else is_there for is_there in found]
+    checked = iter(map_jobs(lambda folder: _is_step(store, folder), unknown, num_threads=_LOOKS_IN_FLIGHT))
+    return [next(checked) if is_there is None else is_there for is_there in found]
 
 
 def newest_steps(store: Store) -> Iterator[int]:

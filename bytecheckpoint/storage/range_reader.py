@@ -167,7 +167,7 @@ def _read_pieces(
 ) -> None:
     check = _Check(digests, name, fetch)
     with pieces as buffers:
-        if sum(map(len, buffers)) != fetch.byte_length:  # else each piece behind would get its neighbour's bytes
+        if sum(map(len, buffers)) != fetch.byte_length:  # else each later piece would get its neighbour's bytes
             raise ValueError(f"{name}: {fetch.byte_length} bytes go into {sum(map(len, buffers))} bytes of memory")
         store.read_pieces(name, fetch.byte_offset, buffers, on_filled=check.add_all)
     check.raise_damage()

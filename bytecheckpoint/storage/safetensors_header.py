@@ -181,7 +181,7 @@ def _header_bytes(prefix: bytes | bytearray, name: str) -> int:
     if num_bytes > MAX_HEADER_BYTES:
         raise UnsafeCheckpointError(
             f"{name} says that its header has {num_bytes} bytes; at most {MAX_HEADER_BYTES} are accepted: it is "
-            "damaged or no safetensors file, and was not read",
+            "damaged or not a safetensors file, and was not read",
             kind="limits_exceeded",
             path=name,
         )

@@ -164,7 +164,7 @@ def _bits_differ(a: TensorElements, b: TensorElements) -> np.ndarray:
 
 
 def _compare_bits(a: TensorElements, b: TensorElements, start: int) -> ValueDifference:
-    """Compares the bits of elements that are no single numbers, as those of packed dtypes are."""
+    """Compares the bits of elements that are not single numbers, such as those of packed dtypes."""
     differs = _bits_differ(a, b)
     bits_a, bits_b = (np.frombuffer(side.content, _BITS[itemsize(a.dtype)]) for side in (a, b))
     first = _first(differs, bits_a, bits_b, start)

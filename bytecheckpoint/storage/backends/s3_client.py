@@ -121,9 +121,9 @@ def _client_arguments(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str
         "connect_timeout": _CONNECT_TIMEOUT_S,
         "read_timeout": _READ_TIMEOUT_S,
         "max_pool_connections": _MAX_CONNECTIONS,
-        "retries": {"total_max_attempts": 1},  # S3Requests retries, knowing which requests may be
+        "retries": {"total_max_attempts": 1},  # S3Requests retries: it knows which requests may be repeated
         "response_checksum_validation": "when_required",  # every extent has a checksum of its own
-        "parameter_validation": False,  # it knows no memoryview
+        "parameter_validation": False,  # it would refuse a memoryview
         **(options.pop("config_kwargs", None) or {}),
     }
     arguments = {
@@ -136,7 +136,7 @@ def _client_arguments(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str
     given = {name: value for name, value in arguments.items() if value is not None}
     arguments = {**given, **(options.pop("client_kwargs", None) or {})}
     if options:
-        raise ValueError(f"S3 takes no options of the name {', '.join(sorted(options))}")
+        raise ValueError(f"S3 takes no options named {', '.join(sorted(options))}")
     if is_anonymous:
         settings["signature_version"] = UNSIGNED
         arguments = {name: value for name, value in arguments.items() if not name.startswith("aws_")}

@@ -98,7 +98,7 @@ def entry_part(fqn: str, tree: Any, manifest: Manifest) -> Part:
         return replace(part, kind="random numbers", holds="states of generators", into=None, hint=hint)
     if not isinstance(tree, dict):
         return replace(part, kind="tensors", holds="a list with tensors", into=None) if refs else part
-    if is_model_state(tree) and _is_named_so(fqn, tree):
+    if is_model_state(tree) and _has_model_names(fqn, tree):
         return _tree_model(part, [name.removeprefix(f"{fqn}.") for name in refs])
     if {"scale", "growth_factor"} <= tree.keys():
         return replace(part, kind="grad scaler", holds="a loss scale", into="a torch.amp.GradScaler")
@@ -127,7 +127,7 @@ def _optimizer(part: Part, tree: Mapping[str, Any]) -> Part:
 
 def _object(part: Part, tree: Mapping[str, Any], *, is_own: bool) -> Part:
     """Returns the part for a dict of several things, the state of one object."""
-    models = [str(key) for key, item in tree.items() if is_model_state(item) and _is_named_so(str(key), item)]
+    models = [str(key) for key, item in tree.items() if is_model_state(item) and _has_model_names(str(key), item)]
     part = replace(part, holds=f"a state of {and_more([str(key) for key in tree], 4)}")
     if not is_own and not models and not any(map(is_optimizer, tree.values())):
         return replace(part, kind="tensors", into=None)
@@ -165,7 +165,7 @@ def is_model_state(tree: Any) -> bool:
     return bool(items) and all(map(is_model_state, inner))
 
 
-def _is_named_so(key: str, tree: Mapping[Any, Any]) -> bool:
+def _has_model_names(key: str, tree: Mapping[Any, Any]) -> bool:
     """Returns True for a dict whose name is that of a model, or whose tensors have names as in a state_dict."""
     names = [str(key) for key, item in tree.items() if isinstance(item, TensorRef)]
     return bool(MODEL_NAMES.match(key)) or any("." in name or name in USUAL_NAMES for name in names)

@@ -115,7 +115,7 @@ def _top_names(part: Part) -> list[str]:
 
 
 def _has_extra_state_of_megatron(manifest: Manifest) -> bool:
-    """Returns True if there is extra state as only Megatron's modules have it; Megatron's own loads may ignore it."""
+    """Returns True if there is extra state that only Megatron's modules have; Megatron's own loads may ignore it."""
     names = [fqn for fqn in manifest.objects if is_extra_state(fqn)]
     return bool(names) if manifest.foreign_format == "megatron" else any("/shard_" in fqn for fqn in names)
 

@@ -96,7 +96,7 @@ def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
 
 
 def _end_of_row(sizes: Sequence[float], first: int, side: float, area_per_size: float) -> int:
-    """Returns the end of the row along a side in which the longest rectangle is shortest."""
+    """Returns the end of the row along a side whose most elongated rectangle is the nearest to a square."""
     last, worst = first, inf
     while last < len(sizes):
         row = sizes[first : last + 1]
