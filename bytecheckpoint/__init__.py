@@ -6,7 +6,7 @@
     bcp.load("ckpt", {"model": model, "optimizer": optimizer})                # the newest, in any other layout
     bcp.open("ckpt")["model.embed.weight"][:10]                               # a few rows, without a model
 
-`phases.py` tells the story of a save and of a load, top to bottom; docs/architecture.md says where everything else is.
+`phases.py` has the phases of a save and of a load, top to bottom; docs/architecture.md says where everything else is.
 """
 
 import sys

@@ -126,7 +126,7 @@ def warm_up(
         local_plan = make_local_plan(ranks, about.path, contents, options, plans=process.plans, replicas=replicas)
         rank_plan = exchange_plans(ranks, local_plan).rank_plan
         staging_bytes = options.staging_bytes
-        allocate(rank_plan.staged, process.buffers, local_plan.shards, staging_bytes=staging_bytes, slots=slots)
+        allocate(rank_plan.staged, process.buffers, local_plan.shards, staging_bytes=staging_bytes, memory_part=slots)
     ranks.close()
 
 
@@ -230,7 +230,7 @@ def resume(
         path: What was given to `save`.
         state: As for `load`.
         framework: As for `load`.
-        options: Those of the saves: `memory`, `local_stage` and `timeout_s`.
+        options: The options of the saves: `memory`, `local_stage` and `timeout_s`.
         load_options: See LoadOptions. All other arguments are as for `load`.
 
     Returns:

@@ -124,9 +124,9 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         refs = {rank: _refs(tree, fqn) for rank, tree in trees.items()}
         needed = {name for of_rank in refs.values() for name in of_rank.values()}
         self._refuse_missing(fqn, needed)
-        whole_of = read_whole(self._source, [self[name].fqn for name in needed])
-        read = {name: whole_of[self[name].fqn] for name in needed}
-        tensors = {rank: {leaf: read[name] for leaf, name in refs[rank].items()} for rank in trees}
+        tensor_by_stored_fqn = read_whole(self._source, [self[name].fqn for name in needed])
+        tensor_by_name = {name: tensor_by_stored_fqn[self[name].fqn] for name in needed}
+        tensors = {rank: {leaf: tensor_by_name[name] for leaf, name in refs[rank].items()} for rank in trees}
         return {rank: with_leaves(tree, fqn, tensors[rank]) for rank, tree in trees.items()}
 
     def _refuse_missing(self, fqn: str, names: Iterable[str]) -> None:
@@ -230,8 +230,8 @@ class StoredTensorView:
 
         Raises IndexError for an index that the shape does not have, and the errors of a load.
         """
-        region, rest = _covering_region(tuple(self.shape), index)
-        return _read_regions(self._checkpoint._source, {self.fqn: region})[self.fqn][rest]
+        region, inner_index = _covering_region(tuple(self.shape), index)
+        return _read_regions(self._checkpoint._source, {self.fqn: region})[self.fqn][inner_index]
 
     def numpy(self) -> np.ndarray:
         """Returns all of it, read now, as an array with its own memory.
@@ -275,8 +275,8 @@ def plain_part(value: Any, views: Sequence[Any]) -> Any:
         return views[value.number]
     if isinstance(value, dict) and value:
         items = {key: plain_part(item, views) for key, item in value.items() if not isinstance(item, TensorStub)}
-        left = {key: item for key, item in items.items() if item is not None or value[key] is None}
-        return left or None
+        kept_items = {key: item for key, item in items.items() if item is not None or value[key] is None}
+        return kept_items or None
     if type(value) in (list, tuple):
         return type(value)(plain_part(item, views) for item in value)
     return value
@@ -310,18 +310,18 @@ def _covering_region(shape: tuple[int, ...], index: Any) -> tuple[Region, tuple[
     if items.count(Ellipsis) > 1:
         raise IndexError("an index can only have a single ellipsis ('...')")
     if Ellipsis in items:
-        at = items.index(Ellipsis)
-        items[at : at + 1] = [slice(None)] * (len(shape) - len(items) + 1)
+        position = items.index(Ellipsis)
+        items[position : position + 1] = [slice(None)] * (len(shape) - len(items) + 1)
     if len(items) > len(shape):
         raise IndexError(f"{len(items)} indices for a tensor of {len(shape)} dimensions")
     items += [slice(None)] * (len(shape) - len(items))
-    offsets, lengths, rest = [], [], []
+    offsets, lengths, inner_index = [], [], []
     for item, length in zip(items, shape, strict=True):
-        offset, count, left = _covering_range(item, length)
+        offset, count, inner_item = _covering_range(item, length)
         offsets.append(offset)
         lengths.append(count)
-        rest.append(left)
-    return Region(tuple(offsets), tuple(lengths)), tuple(rest)
+        inner_index.append(inner_item)
+    return Region(tuple(offsets), tuple(lengths)), tuple(inner_index)
 
 
 def _covering_range(item: Any, length: int) -> tuple[int, int, Any]:

@@ -136,18 +136,18 @@ class TransferProgress(NamedTuple):
     seconds: float
 
 
-def describe_progress(moved: TransferProgress) -> str:
+def describe_progress(progress: TransferProgress) -> str:
     """Returns `64.0 of 1,500.0 MB were there after 310.0 s, 0.206 MB/s, at which the rest takes 6,956.2 s`. Empty if
     the transfer was complete or is too small for a rate.
     """
-    done, of_all = f"{moved.done_bytes / 1e6:,.1f}", f"{moved.num_bytes / 1e6:,.1f} MB"
-    if moved.done_bytes >= moved.num_bytes or moved.num_bytes < _SHOWN_BYTES:
+    done, total = f"{progress.done_bytes / 1e6:,.1f}", f"{progress.num_bytes / 1e6:,.1f} MB"
+    if progress.done_bytes >= progress.num_bytes or progress.num_bytes < _SHOWN_BYTES:
         return ""
-    if not moved.done_bytes or not moved.seconds:
-        return f"none of {of_all} was there after {moved.seconds:,.1f} s"
-    left_s = (moved.num_bytes - moved.done_bytes) * moved.seconds / moved.done_bytes
-    rate = f"{describe_rate(moved.done_bytes, moved.seconds)}, at which the rest takes {left_s:,.1f} s"
-    return f"{done} of {of_all} were there after {moved.seconds:,.1f} s, {rate}"
+    if not progress.done_bytes or not progress.seconds:
+        return f"none of {total} was there after {progress.seconds:,.1f} s"
+    left_s = (progress.num_bytes - progress.done_bytes) * progress.seconds / progress.done_bytes
+    rate = f"{describe_rate(progress.done_bytes, progress.seconds)}, at which the rest takes {left_s:,.1f} s"
+    return f"{done} of {total} were there after {progress.seconds:,.1f} s, {rate}"
 
 
 def describe_rate(num_bytes: int, seconds: float) -> str:

@@ -99,7 +99,7 @@ class DataReport:
     """Result of a load for one `DataLoaderState`."""
 
     num_streams: int
-    """Streams of all ranks; one a rank where the loader's state is not of streams."""
+    """Streams of all ranks; one for each rank if the loader's state is not of streams."""
     num_moved: int = 0
     """Streams that another data-parallel rank had when they were saved."""
     saved_size: int
@@ -164,6 +164,7 @@ class LoadReport:
     """From `resume` only: data files that all ranks together read from `memory` of the host that wanted them, from a
     `peer`, from `parity`, from a `local` stage and from `storage`."""
     seconds: float = 0.0
+    """Seconds from the call to its end, on this rank."""
     random_restores: Sequence[Callable[[], None]] | None = field(default=None, repr=False, compare=False)
     """Calls that `restore_rng` makes; None if the state has no random number generators."""
 

@@ -30,7 +30,8 @@ class Memory:
     """
 
     copies: int = 2
-    """Hosts of different failure domains that hold each byte. 1 survives the death of processes, 2 that of a host."""
+    """Number of hosts, in different failure domains, that hold each byte. 1 survives the death of processes, 2 that of
+    a host."""
     failure_domain: str | None = None
     """Label of what this host fails together with, such as its rack; the same on all ranks of a host. None for each
     host by itself."""

@@ -30,7 +30,13 @@ from bytecheckpoint.loading.open_checkpoint import LoadTarget, open_together, re
 from bytecheckpoint.loading.overwrite_state import report_overwrite
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.manifest.ranges import Fetch
-from bytecheckpoint.memory_tier.part_of_save import described, holding_first, memory_part, replicas_of, where_to
+from bytecheckpoint.memory_tier.part_of_save import (
+    holding_first,
+    memory_part,
+    replicas_of,
+    where_to,
+    with_memory_options,
+)
 from bytecheckpoint.memory_tier.resume import ResumeCall, ResumeLoads
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.runtime.gc_pause import gc_paused
@@ -74,8 +80,8 @@ def run_save(
     owner: SaveOwner | None,
     to: str = "storage",
 ) -> SaveHandle:
-    """Does what `save` says, for the `owner` of the root, if it has one. `make_metadata` returns the metadata in place
-    of `metadata`; its error on one rank is raised by all.
+    """Does what `api.save` promises, for the `owner` of the root, if it has one. `make_metadata` returns the metadata
+    in place of `metadata`; its error on one rank is raised by all.
     """
     timer, process = PhaseTimer(), process_state()
     wait_until_numbered()
@@ -87,13 +93,13 @@ def run_save(
     call = SaveCall(ranks, about, timer)
     with ExitStack() as slot:
         with call.phase("wait"):
-            waiting = process.saves.slot(awaits_upload=not (only_memory or (async_save and options.local_stage)))
-            staging_slot = slot.enter_context(waiting)
+            slot_context = process.saves.slot(awaits_upload=not (only_memory or (async_save and options.local_stage)))
+            staging_slot = slot.enter_context(slot_context)
             if kind == "none":
                 slot.close()  # only what is staged needs the staging memory
         with call.phase("plan"):
             step = check_step(step)
-            made = check_metadata(metadata if make_metadata is None else make_metadata())
+            manifest_metadata = check_metadata(metadata if make_metadata is None else make_metadata())
             target = open_target(
                 path, step=step, role=role, storage_options=storage_options, options=options, owner=owner
             )
@@ -106,12 +112,12 @@ def run_save(
         with prepared.meter.reports_failure():
             prepared.take_snapshot(entries)
 
-        finish: Callable[[], CheckpointInfo] = partial(write_and_commit, prepared, made)
+        finish: Callable[[], CheckpointInfo] = partial(write_and_commit, prepared, manifest_metadata)
         if place.target.stage is not None:
             uploading = process.saves.uploading(staging_slot, prepared.close)
-            finish = partial(write_upload_and_commit, prepared, made, place.target.stage, uploading)
+            finish = partial(write_upload_and_commit, prepared, manifest_metadata, place.target.stage, uploading)
         if place.memory is not None:
-            finish = holding_first(prepared, place.memory, made, finish)
+            finish = holding_first(prepared, place.memory, manifest_metadata, finish)
         if kind != "none" and not async_save:
             prepared.stage()
         if not (async_save and process.saves.run_in_background(prepared, finish, slot)):
@@ -130,8 +136,8 @@ def _place_of(
     process: ProcessState, ranks: Ranks, target: SaveTarget, options: SaveOptions, *, is_only: bool
 ) -> _SavePlace:
     """Returns the place of a save to this target, or to memory only, once it is known that it can be written."""
-    target = described(target, options, only=is_only)
-    memory = memory_part(process, target, options, only=is_only)
+    target = with_memory_options(target, options, is_only=is_only)
+    memory = memory_part(process, target, options, is_only=is_only)
     if not is_only:
         process.check_writable(target.store, ranks)
     return _SavePlace(target, memory)
@@ -183,7 +189,7 @@ def run_load(
     ignored: Collection[str],
     opened: Callable[[Ranks, LoadOptions], Source] | None = None,
 ) -> LoadReport:
-    """Does what `load` says, and with `strict` lets problems of the `ignored` kinds pass into the report.
+    """Does what `api.load` promises, and with `strict` lets problems of the `ignored` kinds pass into the report.
     `opened` returns the checkpoint, if it is not to be looked for at the path.
     """
     started = time.monotonic()

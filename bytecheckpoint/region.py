@@ -273,23 +273,23 @@ def find_hole(target: Region, regions: Iterable[Region]) -> Region | None:
     return uncovered[0] if uncovered else None
 
 
-def subtract(region: Region, taken: Region) -> list[Region]:
-    """Returns regions that together are `region` without `taken`; at most two a dimension."""
-    common = intersect(region, taken)
+def subtract(region: Region, removed: Region) -> list[Region]:
+    """Returns regions that together are `region` without `removed`; at most two a dimension."""
+    common = intersect(region, removed)
     if common is None:
         return [region] if region.numel else []
-    left: list[Region] = []
+    remaining: list[Region] = []
     offsets, lengths = list(region.offsets), list(region.lengths)
     for dim in range(len(offsets)):
         before = common.offsets[dim] - offsets[dim]
         after = offsets[dim] + lengths[dim] - (common.offsets[dim] + common.lengths[dim])
         for start, length in ((offsets[dim], before), (common.offsets[dim] + common.lengths[dim], after)):
             if length > 0:
-                left.append(
+                remaining.append(
                     Region((*offsets[:dim], start, *offsets[dim + 1 :]), (*lengths[:dim], length, *lengths[dim + 1 :]))
                 )
         offsets[dim], lengths[dim] = common.offsets[dim], common.lengths[dim]
-    return left
+    return remaining
 
 
 def grid_counts(shape: Sequence[int], part: Sequence[int]) -> list[int]:
@@ -302,7 +302,7 @@ def grid_counts(shape: Sequence[int], part: Sequence[int]) -> list[int]:
 def grid_regions(shape: Sequence[int], part: Sequence[int]) -> list[Region]:
     """Returns all parts, in row-major order."""
     offsets = product(*(range(0, length, of_part) for length, of_part in zip(shape, part, strict=True)))
-    return [Region(at, tuple(map(min, part, map(int.__sub__, shape, at)))) for at in offsets]
+    return [Region(start, tuple(map(min, part, map(int.__sub__, shape, start)))) for start in offsets]
 
 
 def parts_meeting(shape: Sequence[int], part: Sequence[int], region: Region) -> list[tuple[int, Region]]:

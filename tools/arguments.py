@@ -56,7 +56,7 @@ class AccessOptions(NamedTuple):
         return Opened(found.store, found.folder, manifest_of(found), found.path)
 
     def find_files(self, opened: Opened) -> Opened:
-        """Sets store and folder to where the data files are. Raises UnfollowedLinkError for a link if not following."""
+        """Returns it with store and folder of the data files. Raises UnfollowedLinkError for a link not followed."""
         manifest = opened.manifest
         if manifest.linked_to and not self.follow_links:
             raise UnfollowedLinkError(
@@ -65,8 +65,8 @@ class AccessOptions(NamedTuple):
                 kind="path_escape",
                 path=opened.path,
             )
-        opening, here = Opening(self.storage_options), Files(opened.store, opened.folder)
-        files = files_of(here, manifest, opening, follow_links=self.follow_links, path=opened.path)
+        opening, own_files = Opening(self.storage_options), Files(opened.store, opened.folder)
+        files = files_of(own_files, manifest, opening, follow_links=self.follow_links, path=opened.path)
         return opened._replace(store=files.store, folder=files.folder)
 
     def for_paths(self, *paths: str) -> list[AccessOptions]:
@@ -173,7 +173,7 @@ def with_link_option(command: _Command) -> _Command:
 
 
 def with_limit_option(num_rows: int, about: str) -> Callable[[_Command], _Command]:
-    """Adds `--limit`, for commands that print long tables: its default, and what is limited."""
+    """Adds `--limit`, for commands that print long tables: `num_rows` by default, and `about` begins its help."""
     return click.option(
         "--limit",
         type=click.IntRange(min=0),
@@ -220,7 +220,7 @@ class ByteSize(click.ParamType[int]):
 
 
 def parse_bytes(text: str) -> int | None:
-    """Returns None if the text is not a size."""
+    """Returns the number of bytes that a text means; None if it is not a size."""
     found = _SIZE.match(str(text))
     unit = _UNITS.get(found.group(2).upper()) if found else None
     num_bytes = float(found.group(1)) * unit if found and unit else inf

@@ -44,6 +44,7 @@ class PrintedPart(NamedTuple):
     fqn: str
     dtype: str
     part: str
+    """Index as text; empty for the whole tensor."""
     values: Tensor
 
 
@@ -97,7 +98,7 @@ def _below(opened: Opened, objects: Sequence[PlainSummary], name: str) -> list[P
 
 def _read(opened: Opened, name: str, options: LoadOptions, *, others: Iterable[str]) -> PrintedPart:
     """Reads a part of a tensor. Raises click.UsageError for an index that the tensor does not have, and
-    CheckpointNotFoundError with near names, of plain values (`others`) too.
+    CheckpointNotFoundError with near names, also of plain values (`others`).
     """
     from bytecheckpoint.checkpoint import Checkpoint  # noqa: PLC0415 - torch takes seconds to import
     from bytecheckpoint.loading.read import Source  # noqa: PLC0415
@@ -114,7 +115,7 @@ def _read(opened: Opened, name: str, options: LoadOptions, *, others: Iterable[s
     view = checkpoint[fqn]
     dtype = str(view.dtype).removeprefix("torch.")
     if not has_values(dtype):
-        what = f"{fqn} is of {dtype}, whose elements are no single numbers; `bcp show --tensor` shows where it lies"
+        what = f"{fqn} is of {dtype}, whose elements are not single numbers; `bcp show --tensor` shows where it lies"
         raise CheckpointMismatchError(what, kind="conflict", path=opened.path)
     try:
         return PrintedPart(fqn, dtype, index, view[_parse_index(index)])
@@ -134,7 +135,7 @@ def _parse_item(text: str) -> Any:
         return ...
     found = _ITEM.fullmatch(text)
     if found is None or not text:
-        raise IndexError(f"{text!r} is no integer, slice or '...'")
+        raise IndexError(f"{text!r} is not an integer, a slice or '...'")
     start, colon, stop, step = found.groups()
     if colon is None:
         return int(start)
@@ -171,9 +172,9 @@ def _print(part: PrintedPart, limit: int) -> None:
 def _print_plain(opened: Opened, name: str, plain: Sequence[PlainSummary], *, as_json: bool) -> None:
     if as_json:
         objects = [{"fqn": item.fqn, "rank": item.rank, "type": item.type, "value": item.value} for item in plain]
-        of_tensor = dict.fromkeys(("slice", "dtype", "shape", "values"))
+        absent = dict.fromkeys(("slice", "dtype", "shape", "values"))
         about = {"path": opened.path, "step": opened.manifest.step, "fqn": name}
-        print_json({**about, **of_tensor, "objects": objects})
+        print_json({**about, **absent, "objects": objects})
         return
     screen = Screen()
     for item in plain:

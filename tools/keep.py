@@ -233,11 +233,11 @@ def _print(
     is_real: bool,
 ) -> None:
     screen = Screen()
-    going = [row for row in result.rows if not row.is_kept and (row.is_deleted or not is_real)]
-    size = size_text(sum(row.num_bytes for row in going))
+    to_delete = [row for row in result.rows if not row.is_kept and (row.is_deleted or not is_real)]
+    size = size_text(sum(row.num_bytes for row in to_delete))
     did = "deleted" if is_real else "to be deleted with --delete"
     num_kept = sum(row.is_kept for row in result.rows)
-    screen.line(f"{store}: {num_kept} kept; {count_text(len(going), 'checkpoint')}, {size}, {did}", style="bold")
+    screen.line(f"{store}: {num_kept} kept; {count_text(len(to_delete), 'checkpoint')}, {size}, {did}", style="bold")
     first = [policy.metric for policy in best]
     metrics = MetricColumns.of([row.metrics for row in result.rows], first=first)
     screen.section(_table(metrics, is_real=is_real), result.rows)

@@ -25,30 +25,30 @@ Example:
 """
 
 
-class _Place(NamedTuple):
+class _CommandModule(NamedTuple):
     module: str
     short_help: str
 
 
 _COMMANDS = {
-    "cat": _Place("cat", "Print the values of a tensor, or of a part of it."),
-    "completion": _Place("completion.command", "Print a script that completes commands in a shell."),
-    "convert": _Place("convert", "Write a checkpoint in another format."),
-    "diff": _Place("diff", "Compare two checkpoints."),
-    "doctor": _Place("doctor", "Measure a storage, or tell what a folder of unknown origin is."),
-    "du": _Place("listing.du", "Add up the bytes that checkpoints take."),
-    "gc": _Place("gc_command", "List what abandoned saves left; remove it with --delete."),
-    "keep": _Place("keep", "List which checkpoints policies keep; delete the others with --delete."),
-    "ls": _Place("listing.ls", "List the checkpoints under a root."),
-    "memory": _Place("listing.memory", "List what memory holds; bring it to storage."),
-    "pin": _Place("pin", "Protect one checkpoint from retention."),
-    "report": _Place("listing.report", "Write one page about all checkpoints of a run."),
-    "rm": _Place("pin", "Delete one checkpoint."),
-    "show": _Place("show", "Show what is in a checkpoint."),
-    "timeline": _Place("timeline", "Show how a save went: phases by rank."),
-    "unpin": _Place("pin", "Take the pin of a checkpoint away."),
-    "verify": _Place("verify", "Read and check every byte of a checkpoint."),
-    "watch": _Place("listing.watch", "Print checkpoints as they commit, with their timings."),
+    "cat": _CommandModule("cat", "Print the values of a tensor, or of a part of it."),
+    "completion": _CommandModule("completion.command", "Print a script that completes commands in a shell."),
+    "convert": _CommandModule("convert", "Write a checkpoint in another format."),
+    "diff": _CommandModule("diff", "Compare two checkpoints."),
+    "doctor": _CommandModule("doctor", "Measure a storage, or tell what a folder of unknown origin is."),
+    "du": _CommandModule("listing.du", "Add up the bytes that checkpoints take."),
+    "gc": _CommandModule("gc_command", "List what abandoned saves left; remove it with --delete."),
+    "keep": _CommandModule("keep", "List which checkpoints policies keep; delete the others with --delete."),
+    "ls": _CommandModule("listing.ls", "List the checkpoints under a root."),
+    "memory": _CommandModule("listing.memory", "List what memory holds; bring it to storage."),
+    "pin": _CommandModule("pin", "Protect one checkpoint from retention."),
+    "report": _CommandModule("listing.report", "Write one page about all checkpoints of a run."),
+    "rm": _CommandModule("pin", "Delete one checkpoint."),
+    "show": _CommandModule("show", "Show what is in a checkpoint."),
+    "timeline": _CommandModule("timeline", "Show how a save went: phases by rank."),
+    "unpin": _CommandModule("pin", "Take the pin of a checkpoint away."),
+    "verify": _CommandModule("verify", "Read and check every byte of a checkpoint."),
+    "watch": _CommandModule("listing.watch", "Print checkpoints as they commit, with their timings."),
 }
 
 
@@ -60,9 +60,9 @@ class _Commands(MutableMapping[str, click.Command]):
 
     def __getitem__(self, name: str) -> click.Command:
         if name not in self._added:
-            place = _COMMANDS[name]
-            command: click.Command = getattr(import_module(f".{place.module}", __package__), name)
-            command.short_help = place.short_help
+            entry = _COMMANDS[name]
+            command: click.Command = getattr(import_module(f".{entry.module}", __package__), name)
+            command.short_help = entry.short_help
             self._added[name] = command
         return self._added[name]
 
@@ -85,16 +85,16 @@ class Program(click.Group):
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **extra: Any) -> NoReturn:
         # When numpy is imported, its OpenBLAS starts a thread for each core, and no command needs one.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        given = list(sys.argv[1:] if args is None else args)
-        if given[:1] == [ASK]:
-            _complete(given[1:])
-        as_json = "--json" in given
+        arguments = list(sys.argv[1:] if args is None else args)
+        if arguments[:1] == [ASK]:
+            _complete(arguments[1:])
+        as_json = "--json" in arguments
         extra["standalone_mode"] = False
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode gets escapes, no traceback
         try:
-            code = super().main(given, prog_name or "bcp", **extra)
+            code = super().main(arguments, prog_name or "bcp", **extra)
         except click.Abort as error:
             done = str(error) or "no committed checkpoint was changed"
             code = _report("interrupted", f"interrupted; {done}", None, as_json=as_json)
@@ -110,7 +110,7 @@ class Program(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx
         with formatter.section("Commands"):
-            formatter.write_dl([(name, place.short_help) for name, place in _COMMANDS.items()])
+            formatter.write_dl([(name, entry.short_help) for name, entry in _COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

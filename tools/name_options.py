@@ -106,7 +106,7 @@ _OPTIONS = (
 
 
 def with_name_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds them to a command that also has `--to`, which gets all of these options as `names`."""
+    """Adds these options to a command that also has `--to`; passes all of them, with `--to`, as `names`."""
 
     @wraps(command)
     def run(*, to: str | None, **given: Any) -> Any:

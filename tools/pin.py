@@ -92,7 +92,7 @@ def pin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
     was_pinned = step_records.is_pinned(found.store, found.folder)
     if not was_pinned:
         step_records.pin(found.store, found.folder, time=clock_of(found.store) or time.time())
-    return _tell(found, is_pinned=True, was_pinned=was_pinned, as_json=as_json)
+    return _print_outcome(found, is_pinned=True, was_pinned=was_pinned, as_json=as_json)
 
 
 @click.command(epilog=_UNPIN_EXAMPLE)
@@ -105,7 +105,7 @@ def unpin(*, checkpoint: str, access: AccessOptions, as_json: bool) -> int:
     was_pinned = step_records.is_pinned(found.store, found.folder)
     if was_pinned:
         step_records.unpin(found.store, found.folder)
-    return _tell(found, is_pinned=False, was_pinned=was_pinned, as_json=as_json)
+    return _print_outcome(found, is_pinned=False, was_pinned=was_pinned, as_json=as_json)
 
 
 def _find(path: str, access: AccessOptions) -> NamedCheckpoint:
@@ -115,9 +115,9 @@ def _find(path: str, access: AccessOptions) -> NamedCheckpoint:
         path = os.path.realpath(path)  # a link `latest` to the folder of a step means that step
     store = _open(path, access)
     folder = layout.find_checkpoint(store, access.step, location=str(store))
-    above, name = split_path(path)
+    parent, name = split_path(path)
     if not folder and layout.parse_step(name) is not None:
-        store, folder = _open(above, access), name
+        store, folder = _open(parent, access), name
     manifest = layout.read_manifest(store, folder)
     where = join_name(str(store), folder)
     return NamedCheckpoint(store, folder, describe_checkpoint(manifest, path=where, seconds={}))
@@ -130,8 +130,8 @@ def _open(path: str, access: AccessOptions) -> Store:
 def _is_newest(store: Store, step: int) -> bool:
     """Returns True for the step with which a restart would go on: the highest that was not abandoned."""
     committed = layout.committed_steps(store)
-    gone = abandoned_steps.present_abandoned(store)
-    newest = [other for other in committed if other not in gone] or committed
+    abandoned = abandoned_steps.present_abandoned(store)
+    newest = [other for other in committed if other not in abandoned] or committed
     return newest[-1:] == [step]
 
 
@@ -141,8 +141,8 @@ def _now(found: NamedCheckpoint) -> float:
     return (clock_of(found.store) if is_leased else None) or time.time()
 
 
-def _refused(found: NamedCheckpoint, why: str, instead: str) -> CheckpointMismatchError:
-    what = f"{found.info.path} stays, because {why}; nothing was changed: --force deletes it all the same, {instead}"
+def _refused(found: NamedCheckpoint, why: str, advice: str) -> CheckpointMismatchError:
+    what = f"{found.info.path} stays, because {why}; nothing was changed: --force deletes it all the same, {advice}"
     return CheckpointMismatchError(what, kind="conflict", path=found.info.path, step=found.step)
 
 
@@ -150,7 +150,7 @@ def _as_json(found: NamedCheckpoint) -> dict[str, object]:
     return {"path": found.info.path, "step": found.info.step, "save_id": found.info.save_id}
 
 
-def _tell(found: NamedCheckpoint, *, is_pinned: bool, was_pinned: bool, as_json: bool) -> int:
+def _print_outcome(found: NamedCheckpoint, *, is_pinned: bool, was_pinned: bool, as_json: bool) -> int:
     if as_json:
         print_json({**_as_json(found), "pinned": is_pinned, "was_pinned": was_pinned})
     else:

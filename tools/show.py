@@ -14,7 +14,7 @@ from bytecheckpoint.runtime.gc_pause import gc_paused
 from . import exit_codes
 from .analysis.data_streams import data_records
 from .analysis.module_tree import ModuleNode, build_tree
-from .analysis.save_layout import compressed, writers_of
+from .analysis.save_layout import compression_of, writers_of
 from .analysis.summary import ManifestSummary, PlainSummary, TensorEntry, file_rows, plain_objects
 from .arguments import (
     AccessOptions,
@@ -248,7 +248,7 @@ def _summary_json(opened: Opened, summary: ManifestSummary) -> dict[str, Any]:
         "dtypes": [without(total, "num_chunks") for total in summary.dtypes],
         "cuts": [without(total, "num_elements") for total in summary.cuts],
         "writers": writers_of(manifest),
-        "compressed": compressed(manifest),
+        "compressed": compression_of(manifest),
         "metadata": manifest.metadata,
         "provenance": manifest.provenance,
     }

@@ -31,7 +31,7 @@ class CountedBatch:
 
 @dataclass(frozen=True)
 class CountingCollate:
-    """The loader's `collate_fn`, which runs beside the dataset right after a batch was read, and tells what was."""
+    """The loader's `collate_fn`, which runs beside the dataset right after a batch was read, and adds what was read."""
 
     collate: Callable[[Any], Any]
     streams: Streams
@@ -49,12 +49,14 @@ class CountingCollate:
                 raise RuntimeError("the collate_fn of the DataLoader raised StopIteration") from error
             raise
         changes = reader.take_changes()
-        return CountedBatch(batch, changes if get_worker_info() is None else [_with(_sent, each) for each in changes])
+        return CountedBatch(
+            batch, changes if get_worker_info() is None else [_with_leaves(_pack_tensor, each) for each in changes]
+        )
 
 
 def received(changes: Sequence[Change]) -> list[Change]:
     """Returns changes as they were in the worker."""
-    return [_with(_unsent, each) for each in changes]
+    return [_with_leaves(_unpack_tensor, each) for each in changes]
 
 
 class _SentTensor(NamedTuple):
@@ -65,7 +67,7 @@ class _SentTensor(NamedTuple):
     data: npt.NDArray[np.uint8]
 
 
-def _with(convert: Callable[[Any], Any], change: Change) -> Change:
+def _with_leaves(convert: Callable[[Any], Any], change: Change) -> Change:
     snapshot = change.snapshot
     if snapshot is None or isinstance(snapshot, EllipsisType):
         return change
@@ -80,7 +82,7 @@ def _converted(convert: Callable[[Any], Any], tree: Any) -> Any:
     return convert(tree)
 
 
-def _sent(leaf: Any) -> Any:
+def _pack_tensor(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     # Flattened first: a tensor without dimensions cannot be viewed as another type.
@@ -88,7 +90,7 @@ def _sent(leaf: Any) -> Any:
     return _SentTensor(leaf.dtype, tuple(leaf.shape), data)
 
 
-def _unsent(leaf: Any) -> Any:
+def _unpack_tensor(leaf: Any) -> Any:
     if not isinstance(leaf, _SentTensor):
         return leaf
     return torch.from_numpy(leaf.data).view(leaf.dtype).reshape(leaf.shape)

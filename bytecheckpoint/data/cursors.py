@@ -133,9 +133,9 @@ def grain_cursor(loader: Any) -> CursorLoader | None:
 
     def read() -> dict[str, Any]:
         state: dict[str, Any] = loader.get_state()
-        left = len(loader._ds) - state[_GRAIN_POSITION]
+        num_left = len(loader._ds) - state[_GRAIN_POSITION]
         # What is left makes no batch: without repeat() no more would ever follow.
-        return {_GRAIN_POSITION: 0} if left < loader._global_batch_size else state
+        return {_GRAIN_POSITION: 0} if num_left < loader._global_batch_size else state
 
     return CursorLoader(read, lambda state: loader.set_state(dict(state)))
 
@@ -202,7 +202,7 @@ def _refuse_repeats(loader: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _for_this_size(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of litData's state, which goes on to change what it was given."""
+    """Returns a copy of litData's state for the sizes of this loader. litData changes the state that it is given."""
     copied: dict[str, Any] = copy.deepcopy(state)
     saved = copied["dataset"]
     if not saved["sample_in_epoch"]:  # an epoch that begins needs no position: all sizes are alike

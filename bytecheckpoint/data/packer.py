@@ -42,7 +42,7 @@ class Packer:
         """
         self._length, self._key = length, key
         self._cursor = cursor_of(source)
-        self._at = StreamPosition()
+        self._source_position = StreamPosition()
         self._epoch = 0
         self._row: torch.Tensor | None = None
         """Tokens that are left, flat; None before the first document."""
@@ -66,7 +66,7 @@ class Packer:
             "is_empty": self._row is None,
             "num_tokens": tokens.numel(),
             "tokens": tail,
-            "source": state_after(self.wrapped_source, self._cursor, self._at),
+            "source": state_after(self.wrapped_source, self._cursor, self._source_position),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -80,7 +80,7 @@ class Packer:
                 f"the state of a Packer was saved with rows of {state['length']} tokens, and this one makes rows of "
                 f"{self._length}: positions count rows. Nothing was loaded into it"
             )
-        self._at = position_of("in a Packer", state["source"], source_name(self.wrapped_source))
+        self._source_position = position_of("in a Packer", state["source"], source_name(self.wrapped_source))
         self._cursor.lose_place()
         self._epoch = state["epoch"]
         self._row = None if state["is_empty"] else state["tokens"][: state["num_tokens"]].clone()
@@ -88,10 +88,10 @@ class Packer:
 
     def _next(self) -> torch.Tensor | Literal[PassEnd.END]:
         while self._num_tokens() < self._length:
-            if self._at.epoch > self._epoch:
+            if self._source_position.epoch > self._epoch:
                 self._epoch += 1
                 return END
-            document, self._at = read_next(self.wrapped_source, self._cursor, self._at)
+            document, self._source_position = read_next(self.wrapped_source, self._cursor, self._source_position)
             if document is not END:
                 self._add(document)
         tokens = self._tokens()

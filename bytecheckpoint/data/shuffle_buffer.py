@@ -44,7 +44,7 @@ class ShuffleBuffer:
         """Least number of samples between two snapshots, since each holds the whole buffer."""
         self._size, self._seed = size, seed
         self._cursor = cursor_of(source)
-        self._at = StreamPosition()
+        self._source_position = StreamPosition()
         self._epoch = self._num_draws = 0
         self._buffer: list[Any] = []
         self._shared: set[int] = set()
@@ -61,28 +61,28 @@ class ShuffleBuffer:
             "epoch": self._epoch,
             "draws": self._num_draws,
             "buffer": list(self._buffer),
-            "source": state_after(self.wrapped_source, self._cursor, self._at),
+            "source": state_after(self.wrapped_source, self._cursor, self._source_position),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where this state was taken."""
-        self._at = position_of("in a ShuffleBuffer", state["source"], source_name(self.wrapped_source))
+        self._source_position = position_of("in a ShuffleBuffer", state["source"], source_name(self.wrapped_source))
         self._cursor.lose_place()
         self._epoch, self._num_draws = state["epoch"], state["draws"]
         self._buffer = list(state["buffer"])
         self._shared = set(map(id, self._buffer))
 
     def _next(self) -> Any | Literal[PassEnd.END]:
-        while len(self._buffer) < self._size and self._at.epoch == self._epoch:
-            sample, self._at = read_next(self.wrapped_source, self._cursor, self._at)
+        while len(self._buffer) < self._size and self._source_position.epoch == self._epoch:
+            sample, self._source_position = read_next(self.wrapped_source, self._cursor, self._source_position)
             if sample is not END:
                 self._buffer.append(sample)
         if not self._buffer:
             self._epoch, self._num_draws = self._epoch + 1, 0
             return END
-        drawn = _random_number(self._seed, self._epoch, self._num_draws) % len(self._buffer)
+        index = _random_number(self._seed, self._epoch, self._num_draws) % len(self._buffer)
         self._num_draws += 1
-        self._buffer[drawn], self._buffer[-1] = self._buffer[-1], self._buffer[drawn]
+        self._buffer[index], self._buffer[-1] = self._buffer[-1], self._buffer[index]
         sample = self._buffer.pop()
         return _copied(sample) if id(sample) in self._shared else sample
 

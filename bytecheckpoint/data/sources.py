@@ -236,6 +236,7 @@ class IterableCursor:
         self._place = (start.epoch, start.position)
 
     def _put(self, state: Any) -> None:
+        """Loads a state into the source; None stands for the state before anything was read."""
         if not self._is_touched:
             self._initial = _state_of(self._source)
             if state is None:

@@ -91,7 +91,8 @@ class StreamReader:
         self._num_answered = num_requests()
         self._before: dict[str, StreamPosition] = {}
         """Places at the last `take_changes` of the streams that moved since."""
-        self._line = self._line_up()
+        self._queue = self._new_queue()
+        """Heap of position and id of the streams to be read in this epoch."""
         self._num_empty_epochs = 0
 
     def __iter__(self) -> StreamReader:
@@ -107,13 +108,13 @@ class StreamReader:
             raise
 
     def _next(self) -> tuple[str, Any]:
-        while self._line or self._starts_next_epoch():
-            position, stream_id = self._line[0]
+        while self._queue or self._starts_next_epoch():
+            position, stream_id = self._queue[0]
             sample = self._read(stream_id)
             if self._positions[stream_id].epoch == self._epoch:
-                heapq.heapreplace(self._line, (position + 1, stream_id))
+                heapq.heapreplace(self._queue, (position + 1, stream_id))
             else:
-                heapq.heappop(self._line)
+                heapq.heappop(self._queue)
             if sample is not END:
                 self._num_empty_epochs = 0
                 return stream_id, sample
@@ -146,24 +147,24 @@ class StreamReader:
         self._positions.update(self._before)
         self._before = {}
         self._epoch = pass_epoch(self._positions[each] for each in self._ids) if self._is_endless else self._epoch
-        self._line = self._line_up()
+        self._queue = self._new_queue()
 
-    def _line_up(self) -> list[tuple[int, str]]:
-        line = [
+    def _new_queue(self) -> list[tuple[int, str]]:
+        queue = [
             (self._positions[each].position, each) for each in self._ids if self._positions[each].epoch == self._epoch
         ]
-        heapq.heapify(line)
-        return line
+        heapq.heapify(queue)
+        return queue
 
     def _starts_next_epoch(self) -> bool:
         # Streams without samples would go through epochs forever; packed rows may take some epochs to fill.
         if not self._is_endless or self._num_empty_epochs > _MAX_EMPTY_EPOCHS:
             return False
         self._epoch = pass_epoch(self._positions[each] for each in self._ids)
-        self._line = self._line_up()
-        # Where some are epochs behind the others, they are as soon as these at an end.
-        self._num_empty_epochs += len(self._line) == len(self._ids)
-        return bool(self._line)
+        self._queue = self._new_queue()
+        # Only epochs of all streams count: those that are epochs behind the others are read alone first.
+        self._num_empty_epochs += len(self._queue) == len(self._ids)
+        return bool(self._queue)
 
     def _read(self, stream_id: str) -> Any | Literal[PassEnd.END]:
         cursor = self._cursors.get(stream_id)
@@ -198,7 +199,7 @@ def _change(stream_id: str, before: StreamPosition, after: StreamPosition) -> Ch
 
 def _without_worker_info(read: Callable[[], _Read]) -> _Read:
     """Reads as outside of a worker process: datasets that find themselves in one give each worker a part of what they
-    have, and a stream would lose the rest. There is no public way to say that the dealing out is done already.
+    have, and a stream would lose the rest. There is no public way to say that the data is divided already.
     """
     info = torch_worker._worker_info
     if info is None:

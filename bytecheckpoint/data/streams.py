@@ -239,7 +239,7 @@ class Streams(IterableDataset[Any]):
         return self._block
 
     def _begin_counting(self) -> None:
-        """Lets a loader count. What was read before is not."""
+        """Lets a loader count what the trainer takes. What was read before is not counted."""
         self.is_tracked = True
         self._reader = None
         self._flags[_UNCOUNTED] = 0

@@ -1,5 +1,5 @@
 """Counts what a trainer takes from a data loader of torch, torchdata or accelerate over `Streams`, and not what workers
-and wrappers read ahead. The loader's classes are bent here and nowhere else, because none of them tells it.
+and wrappers read ahead. The loader's classes are changed here and nowhere else, because none of them reports that.
 """
 
 from __future__ import annotations
@@ -217,6 +217,7 @@ class _CountedPass:
         self._number = self._tracked._num_passes
         self._epoch = pass_epoch(streams._taken.values())
         self._is_empty_rest = streams._is_mid_pass()
+        """True until the first batch of a pass that goes on in the middle of an epoch."""
         self._is_over = False
 
     def next(self, iterator: Any) -> Any:
@@ -237,7 +238,7 @@ class _CountedPass:
         return counted.batch
 
     def _read(self, iterator: Any) -> CountedBatch | None:
-        """Returns the next batch, or None where the class has no more."""
+        """Returns the next batch, or None if the loader's own iterator is exhausted."""
         if self._number != self._tracked._num_passes:
             raise RuntimeError(
                 "this pass over a DataLoader of bcp.data.Streams is out of date: another one was begun since, or a "

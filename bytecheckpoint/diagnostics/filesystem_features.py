@@ -33,9 +33,9 @@ class FilesystemFeatures:
     hard_links: bool
     """With them, or with the kernel's rename that does not replace, a name is created in one step."""
     direct_writes: bool
-    """Past the page cache (O_DIRECT)."""
+    """Writes past the page cache (O_DIRECT)."""
     preallocation: bool
-    """A full disk is met before anything is written."""
+    """With it, a full disk is noticed before anything is written."""
     locks: bool
     """Needed by a local stage."""
     file_sync_s: float
@@ -121,12 +121,12 @@ def _preallocate(path: str) -> None:
 def _file_system(folder: str) -> str | None:
     """Returns the type of the mount that the folder is on; None without /proc."""
     path = os.path.realpath(folder)
-    best, found = "", None
+    nearest, file_system = "", None
     with suppress(OSError), open("/proc/self/mounts", encoding="utf-8") as mounts:
         for line in mounts:
-            _, point, kind, *_ = line.split(" ")
-            point = point.replace("\\040", " ")
-            is_above = path == point or path.startswith(point.rstrip("/") + "/")
-            if is_above and len(point) >= len(best):
-                best, found = point, kind
-    return found
+            _, mount_point, kind, *_ = line.split(" ")
+            mount_point = mount_point.replace("\\040", " ")
+            is_above = path == mount_point or path.startswith(mount_point.rstrip("/") + "/")
+            if is_above and len(mount_point) >= len(nearest):
+                nearest, file_system = mount_point, kind
+    return file_system

@@ -132,7 +132,7 @@ def _check_missing(store: ProbeStore) -> _Found:
         get(store, "missing", 0, 1)
         return False, "an object that does not exist is read without an error"
     store.delete("missing")
-    return True, "an object that does not exist is said not to, and can be deleted"
+    return True, "a missing object is reported as missing, and can be deleted"
 
 
 def _check_create_only(store: ProbeStore) -> _Found:
@@ -169,7 +169,7 @@ def _check_replace(store: ProbeStore) -> _Found:
     put(store, "replaced", b"first")
     put(store, "replaced", b"second", replace=True)
     is_new = get(store, "replaced", 0, 6) == b"second"
-    return is_new, "what replaces is seen at once" if is_new else "the old bytes are read after they were replaced"
+    return is_new, "the new bytes are read at once" if is_new else "the old bytes are read after they were replaced"
 
 
 def _check_listing(store: ProbeStore) -> _Found:

@@ -1,6 +1,6 @@
 """Telemetry of a save, one record a rank, read from beside the data, and its phases over all ranks, to find what made
-it slow. An object holds the records of a block of ranks, as lists, or of one rank, as earlier versions wrote them. One
-that is not as docs/format.md describes is reported and left out: a checkpoint is as good without it.
+it slow. An object holds the records of a block of ranks, as lists, or of one rank, as earlier versions wrote them. An
+object that is not as docs/format.md describes is reported and left out: a checkpoint is as good without it.
 """
 
 from __future__ import annotations
@@ -96,24 +96,24 @@ def read_save_records(store: Store, checkpoint_folder: str, save_id: str) -> Sav
 
 
 def _read(store: Store, folder: str, name: str, num_bytes: int, *, save_id: str) -> Sequence[RankRecord | Unreadable]:
-    inside = join_name(layout.TELEMETRY_FOLDER, name)
+    path_inside = join_name(layout.TELEMETRY_FOLDER, name)
     if not 0 < num_bytes <= _MAX_BYTES:
-        return [Unreadable(inside, _DAMAGED, f"{num_bytes} bytes found, 1 to {_MAX_BYTES} expected")]
+        return [Unreadable(path_inside, _DAMAGED, f"{num_bytes} bytes found, 1 to {_MAX_BYTES} expected")]
     content = bytearray(num_bytes)
     try:
-        store.read_into(join_name(folder, inside), 0, memoryview(content))
+        store.read_into(join_name(folder, path_inside), 0, memoryview(content))
     except CheckpointError as error:
-        return [Unreadable(inside, error.kind, error.message)]
+        return [Unreadable(path_inside, error.kind, error.message)]
     try:
         records = msgspec.json.decode(content, type=RankRecord | list[RankRecord])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return [Unreadable(inside, _DAMAGED, str(error))]
+        return [Unreadable(path_inside, _DAMAGED, str(error))]
     records = records if isinstance(records, list) else [records]
     if not records:
-        return [Unreadable(inside, _DAMAGED, "it has no record of any rank")]
+        return [Unreadable(path_inside, _DAMAGED, "it has no record of any rank")]
     faults = [_fault_of(record, save_id) for record in records]
     return [
-        record if fault is None else Unreadable(inside, _DAMAGED, fault)
+        record if fault is None else Unreadable(path_inside, _DAMAGED, fault)
         for record, fault in zip(records, faults, strict=True)
     ]
 
@@ -125,14 +125,14 @@ def _fault_of(record: RankRecord, save_id: str) -> str | None:
     if record.save_id != save_id:
         return f"it is about save {record.save_id!r:.80}, not about {save_id!r}"
     if len(record.spans) > _MAX_SPANS or len(record.seconds) > _MAX_SPANS:
-        return f"{len(record.spans)} spans of {len(record.seconds)} phases, {_MAX_SPANS} are accepted"
+        return f"{len(record.spans)} spans of {len(record.seconds)} phases, at most {_MAX_SPANS} are accepted"
     counts = record.rank, record.num_bytes, record.num_files
     if min(counts) < 0 or max(counts) >= 1 << 62 or not 0 <= record.started_at <= _MAX_TIME:
         return f"one of the numbers {[*counts, record.started_at]} is out of range"
     odd_spans = [span for span in record.spans if not 0 <= span.start <= span.end <= _MAX_SECONDS]
     odd_seconds = [value for value in record.seconds.values() if not 0 <= value <= _MAX_SECONDS]
     if odd_spans or odd_seconds:
-        return f"{[*odd_spans, *odd_seconds][0]!r:.200} is no time that a save takes"
+        return f"{[*odd_spans, *odd_seconds][0]!r:.200} cannot be a time in a save"
     return None
 
 

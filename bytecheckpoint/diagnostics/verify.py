@@ -46,7 +46,7 @@ class Damage(NamedTuple):
     tensors: Sequence[str]
     """FQNs of tensors with bytes there, or in an extent that reaches into it, in file order."""
     what: str
-    """Found against expected."""
+    """What was found and what was expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ def verify_checkpoint(
     Args:
         threads: Reads in flight; each takes READ_BYTES of memory.
         sample_percent: How much of each file to read, in random extents; 100 for every byte.
-        rng: Chooses them.
+        rng: Chooses the extents.
         on_progress: Gets the number of bytes that were read since it was last called, one call at a time.
 
     Raises StorageError if the store cannot be listed, and CheckpointNotFoundError (replaced) if files are missing
@@ -105,7 +105,7 @@ def verify_checkpoint(
     names = [join_name(folder, file.name) for file in files]
     scan(store, names, pieces, threads=threads, on_done=on_done)
     contents = _FileContents(manifest)
-    broken = _broken_starts(files, sizes, faults)
+    broken = _with_damaged_header(files, sizes, faults)
     faults += _sample_faults(store, names, files, sizes, threads=threads)
     faults += _header_faults(store, names, manifest, contents, broken=broken, threads=threads)
     if any(fault.kind == "missing_file" for fault in faults):
@@ -140,14 +140,14 @@ def _sample_faults(
     store: Store, names: Sequence[str], files: Sequence[DataFile], sizes: Sequence[int | None], *, threads: int
 ) -> list[ScanFault]:
     """Returns faults for files that a link points to and that were rewritten with the same size."""
-    whole = [number for number, (file, size) in enumerate(zip(files, sizes, strict=True)) if size == file.byte_length]
+    intact = [number for number, (file, size) in enumerate(zip(files, sizes, strict=True)) if size == file.byte_length]
     found = sample_faults(
-        store, [names[number] for number in whole], [files[number] for number in whole], threads=threads
+        store, [names[number] for number in intact], [files[number] for number in intact], threads=threads
     )
     return [
         ScanFault(
             "checksum",
-            whole[number],
+            intact[number],
             sample.byte_offset,
             sample.byte_length,
             f"checksum {sample.digest:016x} when the link was made, {digest:016x} now",
@@ -204,7 +204,9 @@ class _FileContents:
         return fault.byte_offset
 
 
-def _broken_starts(files: Sequence[DataFile], sizes: Sequence[int | None], faults: Iterable[ScanFault]) -> set[int]:
+def _with_damaged_header(
+    files: Sequence[DataFile], sizes: Sequence[int | None], faults: Iterable[ScanFault]
+) -> set[int]:
     """Returns the files whose header is not read, because its bytes are known to be damaged."""
     first_extents = {index: file.extent_lengths[0] for index, file in enumerate(files) if file.extent_lengths}
     missing = {index for index, size in enumerate(sizes) if size is None}
@@ -226,7 +228,7 @@ def _header_faults(
     own = f"{DATA_FOLDER}/{manifest.save_id}-"
     wanted = [index for index, file in enumerate(manifest.files) if index not in broken and file.name.startswith(own)]
 
-    def look(index: int) -> ScanFault | None:
+    def check_header(index: int) -> ScanFault | None:
         try:
             header = read_header(store, names[index])
         except CheckpointError as error:
@@ -237,7 +239,7 @@ def _header_faults(
     if wanted:
         contents.of_file(wanted[0])  # collects the chunks of all files, once
     # A remote store spends most of this on latency.
-    yield from filter(None, map_jobs(look, wanted, num_threads=threads))
+    yield from filter(None, map_jobs(check_header, wanted, num_threads=threads))
 
 
 def _compare(
@@ -271,6 +273,7 @@ def _compare(
 
 
 def _tiling_damage(manifest: Manifest) -> Iterator[Damage]:
+    """Yields damage for each tensor whose chunks leave a hole or overlap."""
     for fqn in manifest.tensors:
         fault = manifest.table.find_fault(fqn)
         if fault is None:

@@ -22,7 +22,7 @@ class Attendance:
     def __init__(
         self, blocks: RankBlocks, global_ranks: Sequence[int], timeout_s: float, watch: PeerWatch | None
     ) -> None:
-        """Without a `watch` a process that has ended is only missed at the limit."""
+        """Without a `watch` a process that has ended is noticed only at the time limit."""
         self._blocks = blocks
         self._global_ranks = global_ranks
         self._timeout_s = timeout_s
@@ -44,7 +44,7 @@ class Attendance:
         return self._watch.ended(ranks) if self._watch is not None else []
 
     def look_for_senders(self, call: CallStore, number: int) -> bool:
-        """Returns True if a rank has ended without the message that this one waits for."""
+        """Returns True if ranks have ended without the message that this one waits for; notes them in `ended`."""
         keys = {
             rank: block_key(number, rank) if rank in self._blocks.leaders else up_key(number, rank)
             for rank in self.ended_among(self._blocks.senders(self._blocks.rank))
@@ -70,7 +70,7 @@ class Attendance:
         # A leader may have been lost with the messages of its block.
         return absent or [leader for leader in silent if not call.is_set(block_key(number, leader))]
 
-    def missing(self, ranks: Sequence[int], hint: str = "") -> CheckpointError:
+    def missing_error(self, ranks: Sequence[int], hint: str = "") -> CheckpointError:
         """Returns the error about ranks that did not come in time."""
         global_ranks = tuple(self._global_ranks[rank] for rank in ranks)
         unreachable = self._watch.unreachable() if self._watch is not None else {}
@@ -84,7 +84,7 @@ class Attendance:
             ranks=global_ranks,
         )
 
-    def without_ended(self, ranks: Sequence[int]) -> CheckpointError:
+    def ended_error(self, ranks: Sequence[int]) -> CheckpointError:
         """Returns the error about ranks whose processes have ended."""
         global_ranks = tuple(self._global_ranks[rank] for rank in ranks)
         processes = [self._watch.describe(rank) for rank in ranks] if self._watch is not None else []

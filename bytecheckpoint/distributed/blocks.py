@@ -11,7 +11,7 @@ COORDINATOR = 0
 
 @dataclass(frozen=True, slots=True)
 class RankBlocks:
-    """Blocks of so many consecutive ranks, as one rank sees them."""
+    """Blocks of `block_ranks` consecutive ranks, as one rank sees them."""
 
     rank: int
     num_ranks: int

@@ -71,7 +71,7 @@ class Connection:
         self.units: queue.SimpleQueue[OutgoingUnit] = queue.SimpleQueue()
         """Units for `send_units`. Any thread may put some in."""
         self._sent_at = time.monotonic()
-        """The other end knows of progress until then."""
+        """Time of the last message on the monotonic clock: the other end knows of progress until then."""
         self._socket = connected
         connected.settimeout(timeout_s)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -91,8 +91,8 @@ class Connection:
             raise self._gone(error) from error
 
     def send_units(self, num_units: int, activity: Activity, is_over: threading.Event, *, heartbeat_s: float) -> None:
-        """Sends so many units until all are sent and the peer has them, or `is_over` is set: the peer is sent
-        DISCONNECT then. If there was progress, a heartbeat follows after `heartbeat_s` in which nothing else was sent.
+        """Sends `num_units` units and waits until the peer has them. If `is_over` is set before, sends DISCONNECT. If
+        there was progress, a heartbeat follows after `heartbeat_s` in which nothing else was sent.
 
         Raises as `send` does.
         """
@@ -159,7 +159,7 @@ class Connection:
         return WireHeader(*HEADER.unpack(content))
 
     def disconnect(self) -> None:
-        """Tells the reader rank that this one ends the exchange, and interrupts."""
+        """Tells the reader rank that this one ends the exchange, and ends all waits."""
         with suppress(OSError):
             if self.is_established:  # else it would wait, or be taken for a part of the request
                 self._socket.send(_LEAVING)

@@ -13,7 +13,7 @@ from bytecheckpoint.distributed.store_values import get_message, keys_of, put_me
 from bytecheckpoint.distributed.waiting import CallStore
 
 ABANDONED = "abandoned"
-"""The key of a call that ended because a rank did not come, so that this rank can tell when it does."""
+"""The key of a call that ended because a rank did not come, so that this rank can tell when it comes later."""
 HAS_FAILURE = "failed"
 """The key that is set once any rank has failed."""
 NUM_FAILURES = "failures"
@@ -40,15 +40,15 @@ class Departures:
         self._block_ranks = block_ranks
         self._leaders = [leader for leader in range(0, num_ranks, block_ranks) if self._members(leader)]
 
-    def leave(self, rank: int, *, of_block: Sequence[str] = (), of_call: Sequence[str] = ()) -> None:
-        """Counts this rank, which is not the coordinator, as gone. The last of its block removes the keys `of_block`,
-        and the last of all the keys `of_call`, which others may still read.
+    def leave(self, rank: int, *, block_keys: Sequence[str] = (), call_keys: Sequence[str] = ()) -> None:
+        """Counts this rank, which is not the coordinator, as gone. The last of its block removes the keys `block_keys`,
+        and the last of all the keys `call_keys`, which others may still read.
         """
         leader = rank - rank % self._block_ranks
-        if of_block:
-            put_message(self._call.store, _list_key(leader), msgspec.msgpack.encode(list(of_block)))
-        if of_call:
-            self._hand_over(of_call)
+        if block_keys:
+            put_message(self._call.store, _list_key(leader), msgspec.msgpack.encode(list(block_keys)))
+        if call_keys:
+            self._hand_over(call_keys)
         if self._call.store.add(_mask_key(leader), _bit(rank - leader)) != self._mask(leader):
             return
         if len(self._leaders) > 1 and self._call.is_set(_list_key(leader)):
@@ -68,30 +68,30 @@ class Departures:
 
     def end(
         self,
-        left: Sequence[str],
+        keys: Sequence[str],
         limit_s: float,
         *,
         missing: Collection[int],
         has_failed: bool,
         look: Callable[[], object] | None = None,
     ) -> None:
-        """Waits, as the coordinator, until all but the missing ranks have left. Removes the keys in `left` and those of
+        """Waits, as the coordinator, until all but the missing ranks have left. Removes these `keys` and those of
         the call, or lets the last rank do so if some have not left by then.
         """
         if missing:
             self._wait_for_others(limit_s, missing)
         elif self._call.wait(_ALL_LEFT, limit_s, look=look, is_own=True):
             if has_failed or self._call.is_set(_NUM_LISTS):
-                self._hand_over(left)
+                self._hand_over(keys)
                 self._remove_all()
             else:
-                self._call.remove(*left, *self._counters())
+                self._call.remove(*keys, *self._counters())
             return
-        self.end_first(left)
+        self.end_first(keys)
 
-    def end_first(self, left: Sequence[str] = ()) -> None:
+    def end_first(self, keys: Sequence[str] = ()) -> None:
         """Leaves as the coordinator without a wait; the last message stays, for ranks that are late."""
-        self._hand_over(left)
+        self._hand_over(keys)
         if self._call.store.add(_NUM_BLOCKS, 1) > len(self._leaders):
             self._call.wait(_ALL_LEFT, _ALL_LEFT_S)  # which the last rank sets, or is about to
             self._remove_all()

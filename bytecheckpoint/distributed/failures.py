@@ -46,5 +46,5 @@ def decode_failure(message: bytes) -> CheckpointError:
 
 
 def shown_ranks(global_ranks: Sequence[int]) -> str:
-    """Names the ranks in an error."""
+    """Returns the ranks as errors name them, such as `ranks [0, 3]`."""
     return f"rank {global_ranks[0]}" if len(global_ranks) == 1 else f"ranks {list(global_ranks)}"

@@ -42,7 +42,7 @@ the timeout itself."""
 _CLOSE_S = 5.0
 """Time that the coordinator waits for others to read its last message; at most the timeout."""
 _STORE_GRACE_S = 4.0
-"""Time that an operation of the store may take beyond its longest wait; entering the call may take 2 of it."""
+"""Time that an operation of the store may take beyond its longest wait; entering the call may take 2 s of it."""
 _SMALL_BYTES = 1 << 10
 """Longest message to the coordinator that may stay in the store until the call is over."""
 
@@ -88,9 +88,9 @@ class GroupRanks:
     ) -> None:
         """`enter` returns the store of this call; it is called with the first message, when waits have a limit. `call`
         is the public function that was called, which has to be the same on all ranks. Without a `watch` a rank that has
-        died is only missed at the limit.
+        died is noticed only at the limit.
         """
-        self._call = call
+        self._call_name = call
         self.rank = rank
         self.global_ranks = global_ranks
         self.num_ranks = len(global_ranks)
@@ -102,21 +102,21 @@ class GroupRanks:
         self._reply_timeout_s = timeout_s + min(timeout_s, MAX_GRACE_S)
         self._num_up = 0
         self._num_down = 0
-        self._left: list[str] = []
+        self._keys: list[str] = []
         """Keys to remove when the call is over."""
-        self._of_block: list[str] = []
+        self._block_keys: list[str] = []
         """Keys that all ranks of the block read, for the last of them to remove."""
         self._num_read = 0
-        """So many of them, in the order in which they were put, nobody reads any more."""
-        self._large: list[str] = []
+        """Number of keys, from the start of `_keys`, that no rank reads any more."""
+        self._large_keys: list[str] = []
         """Keys that their reader removes, unless the call fails before."""
         self._has_given_up = False
         self._is_store_lost = False
         self._has_failed = False
-        """This rank has failed, or on the coordinator any."""
+        """True if this rank has failed or, on the coordinator, any rank."""
 
     @property
-    def _at(self) -> CallStore:
+    def _call_store(self) -> CallStore:
         if self._entered is None:
             self._entered = self._enter()
             self._attendance.introduce()
@@ -124,11 +124,11 @@ class GroupRanks:
 
     @property
     def _store(self) -> Store:
-        return self._at.store
+        return self._call_store.store
 
     @property
     def _departures(self) -> Departures:
-        return Departures(self._at, self.num_ranks, self._blocks.block_ranks)
+        return Departures(self._call_store, self.num_ranks, self._blocks.block_ranks)
 
     @property
     def rendezvous_host(self) -> str | None:
@@ -137,8 +137,8 @@ class GroupRanks:
 
     def enter(self) -> None:
         try:
-            _ = self._at
-        except CheckpointError:  # a signal handler's
+            _ = self._call_store
+        except CheckpointError:  # raised by a signal handler
             raise
         except (TimeoutError, RuntimeError) as error:
             self._is_store_lost = True
@@ -179,69 +179,69 @@ class GroupRanks:
     def _gather(self, payload: bytes) -> list[bytes]:
         number, self._num_up = self._num_up, self._num_up + 1
         if number == 0:
-            payload = named_call(self._call, payload)
+            payload = named_call(self._call_name, payload)
         if self.rank != COORDINATOR:
             if self._blocks.is_leader:
                 self._forward_block(number, payload)
             else:
                 self._send_up(number, up_key(number, self.rank), payload, reader=self._blocks.leader)
             return []
-        if not self._await_arrivals(number, self._timeout_s) and (
-            absent := self._attendance.find_absent(self._at, number)
-        ):
-            raise self._attendance.missing(absent)
-        if self._at.is_set(HAS_FAILURE):  # also of a rank that sent its message and then gave up on this one
+        if not self._await_arrivals(number, self._timeout_s):
+            self._raise_absent(number)
+        if self._call_store.is_set(HAS_FAILURE):  # also of a rank that sent its message and then gave up on this one
             raise RankFailedError(merge_errors(self._failures()))
         self._raise_ended()
         members = [up_key(number, rank) for rank in self._blocks.members(COORDINATOR)]
         messages = self._take([*members, *(block_key(number, leader) for leader in self._blocks.leaders[1:])])
         of_blocks = [msgspec.msgpack.decode(message, type=list[bytes]) for message in messages[len(members) :]]
         gathered = [payload, *messages[: len(members)], *chain.from_iterable(of_blocks)]
-        return check_calls(self._call, gathered, self.global_ranks) if number == 0 else gathered
+        return check_calls(self._call_name, gathered, self.global_ranks) if number == 0 else gathered
 
     def _send_up(self, number: int, key: str, message: bytes, *, reader: int) -> None:
         """Puts a message for the reader, and rings its bell if this was the last one."""
         keys = put_message(self._store, key, message)
         # Training waits for the answer: a small message may stay until the end of the call.
         is_small = len(message) <= _SMALL_BYTES
-        self._left += keys if is_small else []
-        self._large += [] if is_small else keys
+        self._keys += keys if is_small else []
+        self._large_keys += [] if is_small else keys
         num_senders = len(self._blocks.senders(reader))
         if num_senders > 1 and self._store.add(arrivals_key(number, reader), 1) < num_senders:
             return
         self._put(bell_key(number, reader), b"")
-        self._left += [arrivals_key(number, reader)] if num_senders > 1 else []
+        self._keys += [arrivals_key(number, reader)] if num_senders > 1 else []
 
     def _take(self, keys: Sequence[str]) -> list[bytes]:
         """Returns the messages, and removes those that are not small."""
         messages = get_messages(self._store, keys)
         for key, message in zip(keys, messages, strict=True):
             if len(message) > _SMALL_BYTES:
-                self._at.remove(*keys_of(key, message))
+                self._call_store.remove(*keys_of(key, message))
         return messages
 
     def _await_arrivals(self, number: int, limit_s: float) -> bool:
         """Returns True when the bell of this reader rings; then all messages for it are there, or a rank has failed."""
         if not self._blocks.senders(self.rank):
             return True
-        has_rung = self._at.wait(bell_key(number, self.rank), limit_s, is_own=True, look=lambda: self._look(number))
+        has_rung = self._call_store.wait(
+            bell_key(number, self.rank), limit_s, is_own=True, look=lambda: self._ring_if_sender_ended(number)
+        )
         if has_rung and not self._attendance.ended:
             self._attendance.meet(number)
         return has_rung
 
-    def _look(self, number: int) -> None:
+    def _ring_if_sender_ended(self, number: int) -> None:
         """Rings the bell of this rank itself if a process has ended without sending its message."""
-        if self._attendance.look_for_senders(self._at, number):
+        if self._attendance.look_for_senders(self._call_store, number):
             self._put(bell_key(number, self.rank), b"")
 
     def _raise_absent(self, number: int) -> None:
-        if absent := self._attendance.find_absent(self._at, number):
-            raise self._attendance.missing(absent)
+        if absent := self._attendance.find_absent(self._call_store, number):
+            raise self._attendance.missing_error(absent)
 
     def _raise_ended(self) -> None:
         if ended := self._attendance.ended:
             self._departures.leave_for(ended)
-            raise self._attendance.without_ended(ended)
+            raise self._attendance.ended_error(ended)
 
     def _forward_block(self, number: int, payload: bytes) -> None:
         """Forwards the messages of the block, as its leader. Does nothing if a member is missing or a rank has failed:
@@ -252,7 +252,7 @@ class GroupRanks:
         if not self._await_arrivals(number, self._reply_timeout_s):
             return
         # Until this message has arrived, the coordinator sends down nothing but a verdict.
-        if any(map(self._at.is_set, (HAS_FAILURE, down_key(self._num_down, "all")))):
+        if any(map(self._call_store.is_set, (HAS_FAILURE, down_key(self._num_down, "all")))):
             return
         self._raise_ended()
         payloads = [payload, *self._take([up_key(number, rank) for rank in self._blocks.members(self.rank)])]
@@ -271,11 +271,11 @@ class GroupRanks:
         if len(set(payloads)) == 1:
             return self._broadcast(payloads[COORDINATOR])
         for leader in self._blocks.leaders if self._blocks.are_several else ():
-            of_block = list(payloads[leader : leader + self._blocks.block_ranks])
+            block_payloads = list(payloads[leader : leader + self._blocks.block_ranks])
             keys = put_message(
-                self._store, down_key(self._num_down, block_name(leader)), msgspec.msgpack.encode(of_block)
+                self._store, down_key(self._num_down, block_name(leader)), msgspec.msgpack.encode(block_payloads)
             )
-            (self._left if leader == COORDINATOR else self._large).extend(keys)
+            (self._keys if leader == COORDINATOR else self._large_keys).extend(keys)
         for rank in () if self._blocks.are_several else range(1, self.num_ranks):
             self._put(down_key(self._num_down, str(rank)), payloads[rank])
         self._send_down(_OWN)
@@ -285,7 +285,7 @@ class GroupRanks:
         if self.rank != COORDINATOR:
             return self._report_failure(error)
         self._has_failed = True
-        if error.kind == "rank_missing" and self._at.is_set(HAS_FAILURE):
+        if error.kind == "rank_missing" and self._call_store.is_set(HAS_FAILURE):
             error = merge_errors([error, *self._failures()])
         self._send_down(_FAILURE + encode_failure(error))
         for leader in self._blocks.leaders[1:]:  # which may wait for a rank of their blocks
@@ -323,19 +323,19 @@ class GroupRanks:
         # A leader may be about to read them.
         is_unsafe = self._has_failed or (all_failed and self._blocks.are_several)
         num_read = 0 if is_unsafe else self._num_read
-        self._at.remove(*self._left[:num_read])
-        of_call = [*self._left[num_read:], *self._large, *(self._last_arrivals() if all_failed else [])]
-        self._departures.leave(self.rank, of_block=self._of_block, of_call=of_call)
+        self._call_store.remove(*self._keys[:num_read])
+        call_keys = [*self._keys[num_read:], *self._large_keys, *(self._last_arrivals() if all_failed else [])]
+        self._departures.leave(self.rank, block_keys=self._block_keys, call_keys=call_keys)
 
     def _end(self, missing: Sequence[int] = ()) -> None:
         """Leaves the call as the coordinator; `missing` are global ranks."""
         names = zip(range(self.num_ranks), self.global_ranks, strict=True)
         absent = {rank for rank, name in names if name in missing}
         limit_s = min(_CLOSE_S, self._timeout_s)
-        left = [*self._left, *([*self._large, *self._last_arrivals()] if self._has_failed else [])]
+        keys = [*self._keys, *([*self._large_keys, *self._last_arrivals()] if self._has_failed else [])]
         senders = self._blocks.senders(COORDINATOR)
         self._departures.end(
-            left,
+            keys,
             limit_s,
             missing=absent,
             has_failed=self._has_failed,
@@ -353,40 +353,40 @@ class GroupRanks:
     def _receive_down(self) -> bytes:
         number = self._num_down
         key = down_key(number, "all")
-        is_there = self._at.wait(key, self._reply_timeout_s, look=lambda: self._look_up(key))
+        is_there = self._call_store.wait(key, self._reply_timeout_s, look=lambda: self._note_end_of_coordinator(key))
         message = get_message(self._store, key) if is_there else b""
         if not is_there or message == _ENDED:
             self._has_given_up = True
             put_message(self._store, ABANDONED, b"")
             if is_there:
-                raise self._attendance.without_ended([COORDINATOR])
-            raise self._attendance.missing([COORDINATOR], ", or waits for another rank that is")
+                raise self._attendance.ended_error([COORDINATOR])
+            raise self._attendance.missing_error([COORDINATOR], ", or waits for another rank that is")
         self._attendance.meet(number)
         self._num_down += 1
-        self._num_read = len(self._left)
+        self._num_read = len(self._keys)
         if message[:1] == _FAILURE:
             self._leave(all_failed=True)
             raise RankFailedError(decode_failure(message))
-        self._large.clear()
+        self._large_keys.clear()
         if message[:1] == _SHARED:
             return message[1:]
         if not self._blocks.are_several:
             return get_message(self._store, down_key(number, str(self.rank)))
-        of_block = get_message(self._store, key := down_key(number, block_name(self._blocks.leader)))
-        self._of_block += keys_of(key, of_block) if self._blocks.is_leader else []
-        return msgspec.msgpack.decode(of_block, type=list[bytes])[self.rank - self._blocks.leader]
+        block_message = get_message(self._store, key := down_key(number, block_name(self._blocks.leader)))
+        self._block_keys += keys_of(key, block_message) if self._blocks.is_leader else []
+        return msgspec.msgpack.decode(block_message, type=list[bytes])[self.rank - self._blocks.leader]
 
-    def _look_up(self, key: str) -> None:
-        """Tells all ranks, in the place of the coordinator, that its process has ended."""
-        if self._attendance.has_coordinator_ended() and not self._at.is_set(key):
+    def _note_end_of_coordinator(self, key: str) -> None:
+        """Puts a message for all ranks in the coordinator's place if its process has ended."""
+        if self._attendance.has_coordinator_ended() and not self._call_store.is_set(key):
             self._put(key, _ENDED)
 
     def _failures(self) -> list[CheckpointError]:
         keys = map(failure_key, range(1, self._store.add(NUM_FAILURES, 0) + 1))
-        return [decode_failure(get_message(self._store, key)) for key in keys if self._at.is_set(key)]
+        return [decode_failure(get_message(self._store, key)) for key in keys if self._call_store.is_set(key)]
 
     def _put(self, key: str, message: bytes) -> None:
-        self._left += put_message(self._store, key, message)
+        self._keys += put_message(self._store, key, message)
 
     def _use_store(self, do: Callable[[], T]) -> T:
         """Runs `do` within a time limit. Raises CheckpointError (rank_missing) if the store is gone or silent."""

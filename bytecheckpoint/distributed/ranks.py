@@ -112,7 +112,7 @@ def join_ranks(
 ) -> Ranks:
     """Returns the ranks of the given group, of the default one, or this process alone if there is none.
 
-    Must be called by every rank of the group, in the same order as other calls; whatever can fail comes later. The
+    Must be called by every rank of the group, in the same order as other calls, before anything that can fail. The
     store is asked for the number of this call while the caller goes on, with `enters_later` only by `enter` or with
     the first message. Raises CheckpointMismatchError (conflict) on a process that is not in the group.
     """
@@ -274,7 +274,8 @@ _SHARED_KINDS = {
     *("conflict", "coverage", "missing_key", "unexpected_key", "shape", "dtype"),
     *("exists", "not_found", "not_committed", "replaced", "superseded", "rank_missing"),
 }
-"""Errors that the coordinator finds in the messages of all ranks, or in what is the same for all: it is not named."""
+"""Errors that the coordinator finds in the messages of all ranks, or in what is the same for all: its own rank is not
+named."""
 
 
 _REFUSALS = {*_SHARED_KINDS, "unsupported_value", "path_escape", "pickle_refused"} - {"rank_missing"}
@@ -284,13 +285,13 @@ _REFUSALS = {*_SHARED_KINDS, "unsupported_value", "path_escape", "pickle_refused
 def _located(error: CheckpointError, ranks: Ranks, about: Subject) -> CheckpointError:
     """Returns the same error with the rank and the checkpoint added."""
     cls = CheckpointSaveError if about.is_save and type(error) is CheckpointError else type(error)
-    message, at = error.message, error.ranks
+    message, named_ranks = error.message, error.ranks
     is_shared = ranks.rank == COORDINATOR and error.kind in _SHARED_KINDS
-    if ranks.num_ranks > 1 and not at and not is_shared:
-        at = (ranks.global_ranks[ranks.rank],)
-        message = f"rank {at[0]} on {socket.gethostname()}: {message}"
+    if ranks.num_ranks > 1 and not named_ranks and not is_shared:
+        named_ranks = (ranks.global_ranks[ranks.rank],)
+        message = f"rank {named_ranks[0]} on {socket.gethostname()}: {message}"
     step = about.step if error.step is None else error.step
-    return cls(_sentences(message, about), kind=error.kind, path=error.path or about.path, step=step, ranks=at)
+    return cls(_sentences(message, about), kind=error.kind, path=error.path or about.path, step=step, ranks=named_ranks)
 
 
 def _wrapped(error: Exception, ranks: Ranks, what: str, about: Subject) -> CheckpointError:
@@ -307,12 +308,12 @@ def _sentences(message: str, about: Subject) -> str:
 
 def check_same(doing: str, targets: Sequence[str], global_ranks: Sequence[int]) -> None:
     """Raises CheckpointMismatchError (conflict) if the ranks do not all have the same target."""
-    odd = [rank for rank, target in enumerate(targets) if target != targets[COORDINATOR]]
-    if odd:
+    differing = [rank for rank, target in enumerate(targets) if target != targets[COORDINATOR]]
+    if differing:
         raise CheckpointMismatchError(
             f"the ranks were called to {doing} different places: rank {global_ranks[COORDINATOR]} "
-            f"{targets[COORDINATOR]}, rank {global_ranks[odd[0]]} {targets[odd[0]]}; nothing was changed: "
+            f"{targets[COORDINATOR]}, rank {global_ranks[differing[0]]} {targets[differing[0]]}; nothing was changed: "
             "pass the same to all ranks",
             kind="conflict",
-            ranks=tuple(global_ranks[rank] for rank in odd),
+            ranks=tuple(global_ranks[rank] for rank in differing),
         )

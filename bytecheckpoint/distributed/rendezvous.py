@@ -40,7 +40,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     """The address on which a rank listens."""
 
     hosts: Sequence[str]
-    """Names or numbers, the likeliest first: this rank cannot know which of them another host can reach."""
+    """Host names or IP addresses, the likeliest first: this rank cannot know which of them another host can reach."""
     port: int
     token: bytes
     """32 bytes that only the ranks know: a peer shows the first half, and the reader rank answers with the other."""
@@ -121,8 +121,8 @@ class Listener:
             if rank not in awaited:
                 connected.close()
                 return
-            # Longer than a peer waits for its reader ranks: it may be held up by another one, and that one is stuck
-            # then. A reader rank that a peer holds up sends heartbeats.
+            # Longer than a peer waits for its reader ranks: if another of them holds the peer up, that one is stuck,
+            # not the peer. A reader rank that a peer holds up sends heartbeats.
             connection = Connection(connected, awaited[rank], timeout_s + min(timeout_s, MAX_GRACE_S))
             serve_peer = admit(connection, bytes(request))
             del awaited[rank]

@@ -13,16 +13,16 @@ T = TypeVar("T")
 
 
 def run_with_timeout(limit_s: float, do: Callable[[], T]) -> T:
-    """Runs it on a thread that is left behind if it takes too long. Raises TimeoutError.
+    """Runs `do` on a thread that is left behind if it takes too long. Raises TimeoutError.
 
     A TCPStore's client waits for answers without any limit: it would hang for ever if the process that holds the store
-    is stopped or its host unreachable. Without a limit it runs only if the process can have no more threads.
+    is stopped or its host unreachable. It runs without a limit only if the process can have no more threads.
     """
     return run_on_thread(do).result(limit_s)
 
 
 def run_on_thread(do: Callable[[], T]) -> Future[T]:
-    """Runs it on a thread while the caller goes on. If there can be no more threads, the caller runs it, and gets its
+    """Runs `do` on a thread while the caller goes on. If there can be no more threads, the caller runs it, and gets its
     error at once.
     """
     try:

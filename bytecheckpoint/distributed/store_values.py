@@ -17,7 +17,7 @@ parts of messages that are read together are in memory twice.
 
 
 def put_message(store: Store, key: str, message: bytes) -> list[str]:
-    """Puts the message, its own key last, and returns all of its keys."""
+    """Puts the message under `key`, which is set last, and returns all of its keys."""
     keys = keys_of(key, message)
     for number in reversed(range(len(keys))):
         part = message[number * PART_BYTES : (number + 1) * PART_BYTES]

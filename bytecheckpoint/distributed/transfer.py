@@ -28,6 +28,7 @@ class SentPiece(NamedTuple):
     """Consecutive bytes of one of the files that a rank offers."""
 
     file: int
+    """Index into the files that the rank offers."""
     byte_offset: int
     byte_length: int
 
@@ -45,7 +46,7 @@ class Fetching(NamedTuple):
 
 
 def nothing_from(rank: int, address: Address) -> Fetching:
-    """Returns a fetch of no piece: the other rank waits no longer for this one."""
+    """Returns a fetch of no pieces, so that the other rank does not wait for this one."""
     return Fetching(rank, address, [], lambda _: memoryview(b""), lambda *_: None)
 
 
@@ -124,7 +125,7 @@ class _Transfer:
             on_open=self._inbound.append,
             is_over=self._is_interrupted,
         )
-        if self._is_over.is_set():  # it waits for this rank, and hears now that it goes
+        if self._is_over.is_set():  # the other rank waits, and sees now that this one leaves
             connection.interrupt()
             raise PeerLeftError
         for piece in fetch.pieces:
@@ -139,6 +140,7 @@ class _Transfer:
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
+        """Interrupts all connections of this rank if the block fails."""
         try:
             yield
         except BaseException as error:
@@ -158,7 +160,7 @@ class _Transfer:
         self._pool.shutdown()
         for connection in (*self._inbound, *self._outbound):
             connection.close()
-        # One that was interrupted because another failed says less.
+        # The error of a thread that was interrupted because another failed says less.
         causes = [error for error in self._errors if not isinstance(error, PeerLeftError)]
         for error in (*causes, *self._errors):
             raise error

@@ -64,6 +64,7 @@ class WaitingClients:
             wait(soon, max(soon.values()) + _TIMEOUT_LATER_S)
 
     def _block(self, prefix: str, key: str, limit_s: float) -> bool:
+        """Waits with a client of its own. Returns False after the limit."""
         try:
             client = self._idle.pop()
         except IndexError:
@@ -120,7 +121,7 @@ class CallStore:
             try:
                 return arrived.result(min(left_s, LOOK_S))
             except TimeoutError:
-                if arrived.done():  # since the wait was over, or the error is its own
+                if arrived.done():  # the wait has just ended, or this is its own error
                     return arrived.result()
                 if look is not None:
                     look()
@@ -131,6 +132,7 @@ class CallStore:
         return self.is_set(key)
 
     def _poll(self, key: str, deadline: float, look: Callable[[], object] | None) -> bool:
+        """Waits without a blocking call, by asking for the key again and again."""
         started = looked = time.monotonic()
         while not self.is_set(key):
             now = time.monotonic()

@@ -32,6 +32,7 @@ class WireHeader(NamedTuple):
     """Precedes the pieces of a unit."""
 
     file: int
+    """Number of the file in the manifest."""
     byte_offset: int
     """Of the unit."""
     byte_length: int
@@ -41,7 +42,7 @@ class WireHeader(NamedTuple):
 
 
 def encode_request(request: UnitRequests) -> bytes:
-    """Encodes it with a digest: a damaged request would bring intact bytes that were not asked for."""
+    """Returns request and digest as bytes: a damaged request would bring intact bytes that were not asked for."""
     content = msgspec.msgpack.encode(list(request.items()))
     return xxhash.xxh3_64_digest(content) + content
 
@@ -92,8 +93,9 @@ class OutgoingUnit:
         verify: bool,
         done: Callable[[], None],
     ) -> None:
-        """Takes the pieces where they are, if they are single rows, else as a copy; waits until the budget has that
-        many bytes, which it gets back when all peers have them. Until `done` is called then, the pieces must stay.
+        """Sends the pieces from where they are if they are single rows, else from a copy, for which it waits until
+        `budget` has the bytes. When all peers have the unit, it gives them back and calls `done`; until then the
+        pieces must not change.
         """
         num_bytes = sum(view.size for view in views)
         is_copied = any(view.ndim > 1 for view in views)

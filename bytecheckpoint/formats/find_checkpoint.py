@@ -170,13 +170,13 @@ def manifest_bytes(found: FoundCheckpoint) -> bytes:
         raise
     except (ValueError, OverflowError, MemoryError) as error:
         raise damaged(found.path, f"it cannot be read: {type(error).__name__}: {error}") from error
-    layout.parse_manifest(content, path=found.manifest_path, whole=True)
+    layout.parse_manifest(content, path=found.manifest_path, check_all=True)
     return content
 
 
 def manifest_of(found: FoundCheckpoint) -> Manifest:
     """Returns the manifest of a checkpoint, checked."""
-    return layout.parse_manifest(manifest_bytes(found), path=found.manifest_path, whole=True)
+    return layout.parse_manifest(manifest_bytes(found), path=found.manifest_path, check_all=True)
 
 
 def outline_of(found: FoundCheckpoint) -> ManifestOutline:

@@ -140,13 +140,13 @@ def _manifest_bytes(found: FoundCheckpoint, options: LoadOptions) -> tuple[bytes
     content = manifest_bytes(found)
     if not isinstance(options.name_map, NameMap):  # None: a name or path has become one
         return content, MapNotes()
-    manifest = parse_manifest(content, path=found.manifest_path, whole=False)
+    manifest = parse_manifest(content, path=found.manifest_path, check_all=False)
     mapped = mapped_manifest(manifest, CheckpointFolder(found.store, found.folder), options.name_map)
     return encode_manifest(mapped), mapped.map_notes
 
 
 def _source(store: Store, message: _OpenedMessage, opening: Opening, options: LoadOptions) -> Source:
-    manifest = parse_manifest(message.manifest, path=message.manifest_path, whole=False)
+    manifest = parse_manifest(message.manifest, path=message.manifest_path, check_all=False)
     manifest, path = replace(manifest, map_notes=message.map_notes), message.path
     _refuse_other_step(message.folder, manifest, path=path)
     own = Files(store, message.folder)

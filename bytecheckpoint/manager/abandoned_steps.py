@@ -49,9 +49,9 @@ def newest_steps(store: Store, abandoned: Mapping[int, str] | None = None) -> It
     """Yields the committed steps that are not abandoned, newest first. Costs one listing, and a look at each that is
     taken or passed over. `abandoned` is as in `read_abandoned`, which is read by default.
     """
-    left = read_abandoned(store) if abandoned is None else abandoned
+    abandoned_ids = read_abandoned(store) if abandoned is None else abandoned
     for step in layout.newest_steps(store):
-        if step not in left or _save_id_or_damaged(store, step) != left[step]:
+        if step not in abandoned_ids or _save_id_or_damaged(store, step) != abandoned_ids[step]:
             yield step
 
 

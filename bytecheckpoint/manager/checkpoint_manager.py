@@ -133,7 +133,7 @@ class CheckpointManager:
         return opened
 
     def _look(self, clock: StorageClock | None, generation: int) -> OpenedRoot:
-        """Looks at the newest step, which the clock is not to be behind, and at those that training left."""
+        """Returns the root as it is found, and sets the clock past the commit of the newest step."""
         newest, save_s = next(layout.newest_steps(self._store), None), 0.0
         if newest is not None and clock is not None and (found := step_records.read_step(self._store, newest)):
             clock.keep_after(found.info.time)
@@ -218,8 +218,8 @@ class CheckpointManager:
     def _continue_from(self, report: LoadReport, step: int, passed_over: Collection[int]) -> None:
         """Makes the restored step the newest one: later ones belong to a branch that training leaves."""
         warn_of_ignored(report, rank=self._rank)
-        left = partial(abandoned_steps.steps_left_behind, self._store, step)
-        abandoned = self._decisions.decide_together("leaving later steps", left, dict[int, str])
+        find_abandoned = partial(abandoned_steps.steps_left_behind, self._store, step)
+        abandoned = self._decisions.decide_together("leaving later steps", find_abandoned, dict[int, str])
         self._saves.begin_at(step, abandoned)
         self._saves.durable_step, self.next_step = step, step + 1
         if self._owned is not None:

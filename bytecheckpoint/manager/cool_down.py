@@ -47,25 +47,25 @@ def copy_step(
     """
     content = layout.read_manifest_bytes(source, source_folder)
     path = join_name(str(source), source_folder)
-    manifest = layout.parse_manifest(content, path=join_name(path, layout.MANIFEST_NAME), whole=True)
+    manifest = layout.parse_manifest(content, path=join_name(path, layout.MANIFEST_NAME), check_all=True)
     _refuse_unchecked(manifest, path)
     refuse_beside(target, target_folder, is_step=layout.parse_step(target_folder.rpartition("/")[2]) is not None)
-    found = layout.committed_save_id(target, target_folder)
-    if found == manifest.save_id:
+    existing_id = layout.committed_save_id(target, target_folder)
+    if existing_id == manifest.save_id:
         _copy_side_objects(source, source_folder, target, target_folder, manifest.save_id)
         return False
-    if found and found not in may_replace:
-        raise _another_error(manifest.save_id, found, join_name(str(target), target_folder))
-    replaced = files_of_checkpoint(target, target_folder) if found else []
+    if existing_id and existing_id not in may_replace:
+        raise _another_error(manifest.save_id, existing_id, join_name(str(target), target_folder))
+    replaced = files_of_checkpoint(target, target_folder) if existing_id else []
     _copy_files(source, source_folder, target, target_folder, manifest, on_file=on_file)
     _copy_side_objects(source, source_folder, target, target_folder, manifest.save_id)
-    layout.commit(target, target_folder, content, replace=bool(found))
+    layout.commit(target, target_folder, content, replace=bool(existing_id))
     discard(target, target_folder, replaced)
     return True
 
 
 def clear_cut_off(target: Store, target_folder: str, save_id: str) -> None:
-    """Deletes what copies of this checkpoint that were killed have left of the files that they were writing. Only the
+    """Deletes the temporary files that killed copies of this checkpoint have left. Only the
     owner of the target may call it, because it ends a copy that another process is making. Raises StorageError.
     """
     if not isinstance(target, HasInventory):
@@ -114,9 +114,9 @@ def _copy_side_objects(source: Store, source_folder: str, target: Store, target_
     a damaged one is no reason to keep the checkpoint from its copy.
     """
     for parent in (layout.TELEMETRY_FOLDER, METRICS_FOLDER):
-        there = target.list(join_name(target_folder, parent))
+        existing = target.list(join_name(target_folder, parent))
         for name, num_bytes in source.list(join_name(source_folder, parent)).items():
-            if num_bytes is None or name in there or not _is_of(save_id, name):
+            if num_bytes is None or name in existing or not _is_of(save_id, name):
                 continue
             with suppress(CheckpointNotFoundError, CheckpointExistsError):  # deleted, or copied by another process
                 content = read_whole(source, join_name(source_folder, parent, name), max_bytes=_MAX_SIDE_BYTES)
@@ -143,11 +143,11 @@ def _refuse_unchecked(manifest: Manifest, path: str) -> None:
     )
 
 
-def _another_error(save_id: str, found: str, path: str) -> CheckpointExistsError:
+def _another_error(save_id: str, existing_id: str, path: str) -> CheckpointExistsError:
     return CheckpointExistsError(
-        f"another checkpoint, with the save id {found}, stands at {path}, so that the one with the save id {save_id} "
-        "was not copied there; both were left as they are: delete the one there with bcp.delete, or copy to another "
-        "root",
+        f"another checkpoint, with the save id {existing_id}, stands at {path}, so that the one with the save id "
+        f"{save_id} was not copied there; both were left as they are: delete the one there with bcp.delete, or copy to "
+        "another root",
         kind="exists",
         path=path,
     )

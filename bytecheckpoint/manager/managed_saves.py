@@ -191,7 +191,7 @@ class ManagedSaves:
     ) -> Mapping[str, Any] | None:
         """Returns the metadata with the metrics of rank 0, which are put into `checked`; other ranks' do not count.
 
-        Called in a phase of the save, whose errors all ranks raise: so that of the preparation is raised here.
+        It is called in a phase whose errors all ranks raise, so an error of the preparation is raised here too.
         """
         self.prepared.raise_failure(step)
         if metadata and "metrics" in metadata:
@@ -244,9 +244,9 @@ class ManagedSaves:
         self._refuse_protected(owned, step)
         if save_id and save_id not in owned.background.replaced:
             owned.background.replaced.add(save_id)
-            of_whom = ", which an earlier manager committed late," if is_late else ""
-            of_whom = " of the branch that training left" if is_left else of_whom
-            logger.info("step %d%s is replaced", step, of_whom)
+            origin = ", which an earlier manager committed late," if is_late else ""
+            origin = " of the branch that training left" if is_left else origin
+            logger.info("step %d%s is replaced", step, origin)
         return True
 
     def _save_id_at(self, step: int) -> str:
@@ -257,6 +257,7 @@ class ManagedSaves:
             return ""
 
     def _refuse_protected(self, owned: OwnedRoot, step: int) -> None:
+        """Raises CheckpointExistsError if the checkpoint of a step is pinned or leased."""
         store, folder = self._run.store, layout.step_folder(step)
         if not layout.has_manifest(store.list(folder)):
             return
@@ -264,10 +265,10 @@ class ManagedSaves:
         if not why or (why == PINNED and step in self._pinned_ahead):
             return
         path = join_name(str(store), folder)
-        do = f"wait until then, or delete {join_name(path, LEASES_FOLDER)} if its readers have ended"
+        lease_advice = f"wait until then, or delete {join_name(path, LEASES_FOLDER)} if its readers have ended"
         raise CheckpointExistsError(
             f"step {step} is {why}, and was left as it is; nothing was saved: "
-            f"{'unpin it' if why == PINNED else do}, then save again",
+            f"{'unpin it' if why == PINNED else lease_advice}, then save again",
             kind="exists",
             path=path,
             step=step,
@@ -295,7 +296,7 @@ class ManagedSaves:
         if self._owned is not None:
             logger.info("%s", line)
             seconds = {name: info.seconds[name] for name in ("stall", "total") if name in info.seconds}
-            found = StepInfo(
+            step_info = StepInfo(
                 step,
                 self._owned.clock.now(),
                 metrics,
@@ -308,11 +309,11 @@ class ManagedSaves:
             on_save = (
                 partial(self._options.on_save, self._goodput.stats()) if self._options.on_save is not None else None
             )
-            self._owned.background.add(Commit(found, on_save))
+            self._owned.background.add(Commit(step_info, on_save))
 
     def settle(self, *, is_end: bool = False) -> None:
-        """Waits for the save in flight. Its error counts by `on_failed_save`. With `is_end`, one that the handle has
-        raised is not raised again; without, all ranks raise it, because all go on together.
+        """Waits for the save in flight. Its error is raised or logged, as `on_failed_save` says. With `is_end`, an
+        error that the handle has raised is not raised again; without, all ranks raise it, because all go on together.
         """
         self.settle_memory()
         if self.begun is None:

@@ -30,13 +30,14 @@ class OpenedRoot(msgspec.Struct, frozen=True):
     """The root as rank 0 found it."""
 
     token: str
+    """Random text that distinguishes this manager from others."""
     newest: int | None
     """Newest committed step."""
     abandoned: list[int]
     save_s: float
     """Seconds that the newest save took; 0.0 if it left no record."""
     generation: int
-    """The claimed one; 0 if the manager only reads."""
+    """Number of the claimed generation; 0 if the manager only reads."""
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -63,7 +64,7 @@ class Generation(NamedTuple):
         """Raises CheckpointSaveError (superseded) if there is a higher generation. `outcome` is a sentence about what
         was refused, for the message, or empty.
         """
-        newest = max(_numbers(self.store), default=0)
+        newest = max(_generation_numbers(self.store), default=0)
         if newest > self.number:
             raise CheckpointSaveError(
                 f"{self.store} belongs to another manager since this one was made: {_describe(self.store, newest)} "
@@ -77,7 +78,7 @@ class Generation(NamedTuple):
 
     def is_newest(self) -> bool:
         """Returns True unless another manager owns the root. What that manager wants to keep is not known here."""
-        return max(_numbers(self.store), default=0) <= self.number
+        return max(_generation_numbers(self.store), default=0) <= self.number
 
     def is_claimed_in(self, store: Store) -> bool:
         """Returns True if the claim lies in this store: it is the same root, perhaps under another name."""
@@ -90,7 +91,7 @@ class Generation(NamedTuple):
 
         Raises StorageError; what is left is cleared when this is called again, or by the next manager.
         """
-        earlier = [number for number in _numbers(self.store) if number < self.number]
+        earlier = [number for number in _generation_numbers(self.store) if number < self.number]
         if self.earlier_prefixes and isinstance(self.store, HasInventory):
             for folder in _step_folders(self.store):
                 before_folder()
@@ -104,7 +105,7 @@ def claim(store: Store, *, time: float) -> Generation:
     prefix = uuid.uuid4().hex[:8]
     content = msgspec.json.encode(Claim(prefix, socket.gethostname(), os.getpid(), time))
     for _ in range(_ATTEMPTS):
-        number = max(_numbers(store), default=0) + 1
+        number = max(_generation_numbers(store), default=0) + 1
         try:
             store.write(_claim_name(number), one_block(content), replace=False)
         except CheckpointExistsError:
@@ -121,7 +122,7 @@ def claim(store: Store, *, time: float) -> Generation:
     )
 
 
-def _numbers(store: Store) -> list[int]:
+def _generation_numbers(store: Store) -> list[int]:
     stems = (name.removesuffix(".json") for name in store.list(GENERATIONS_FOLDER) if name.endswith(".json"))
     return [int(stem) for stem in stems if stem.isdecimal()]
 
@@ -131,7 +132,7 @@ def _claim_name(number: int) -> str:
 
 
 def _read_claim(store: Store, number: int) -> Claim | None:
-    """Returns None for a claim that is gone or damaged."""
+    """Returns the claim of a generation; None if it is gone or damaged."""
     try:
         return msgspec.json.decode(read_whole(store, _claim_name(number), max_bytes=_MAX_BYTES), type=Claim)
     except (CheckpointNotFoundError, msgspec.DecodeError):
@@ -139,7 +140,7 @@ def _read_claim(store: Store, number: int) -> Claim | None:
 
 
 def _earlier_prefixes(store: Store, number: int) -> tuple[str, ...]:
-    claims = (_read_claim(store, earlier) for earlier in _numbers(store) if earlier < number)
+    claims = (_read_claim(store, earlier) for earlier in _generation_numbers(store) if earlier < number)
     return tuple(claim.save_id_prefix for claim in claims if claim is not None and claim.save_id_prefix)
 
 

@@ -90,7 +90,7 @@ def check_function(policy: object, field: str, value: object, *, takes: str) -> 
 
 
 def collect_steps(policy: object, given: Iterable[GivenSteps]) -> Collection[int]:
-    """Returns the steps that were given as numbers, as lists of them, or both. A range stays one."""
+    """Returns the steps that were given as numbers, as lists of them, or both. A range stays a range."""
     given = tuple(given)
     if len(given) == 1 and isinstance(given[0], range) and _is_counting(given[0]):
         return given[0]

@@ -92,7 +92,7 @@ def check_load_arguments(as_load: Mapping[str, object], *, initial: object, stor
 
 
 def is_latest(step: object) -> bool:
-    """Returns True if no step was asked for by its number."""
+    """Returns True for "latest", False for the number of a step."""
     return isinstance(step, str) and step == "latest"
 
 
@@ -115,9 +115,9 @@ def given_step(step: object, *, takes: str = "the manager takes the number of a 
 def _refuse_occupied(store: Store) -> None:
     """Raises CheckpointMismatchError (conflict) where training would begin anew beside checkpoints."""
     at_root = has_manifest(store.list(""))
-    left = list(newest_steps(store))
-    if at_root or left:
-        found = f"the steps {and_more(list(map(str, left)), 10)}, which training left," if left else "itself"
+    steps = list(newest_steps(store))
+    if at_root or steps:
+        found = f"the steps {and_more(list(map(str, steps)), 10)}, which training left," if steps else "itself"
         raise CheckpointMismatchError(
             f"{store} has no step to go on from, but holds {found} as a committed checkpoint; nothing was changed, and "
             "training does not begin anew by itself: restore a step by its number, or give the manager another root",
@@ -162,7 +162,7 @@ def try_to_end_attempts(store: Store, step: int) -> None:
                 raise
             _note_ends(store, step)
     except CheckpointError as error:
-        logger.warning("that step %d was restored is not noted yet, and is tried again: %s", step, error)
+        logger.warning("the note that step %d was restored cannot be written yet, and is tried again: %s", step, error)
 
 
 def _note_ends(store: Store, step: int) -> None:

@@ -108,7 +108,7 @@ def _warn_of_damaged(step: int, error: CheckpointError) -> None:
 
 
 class DeletionPace:
-    """The rate that deletions keep, one after the other, and their pauses."""
+    """Limits the rate of deletions, which are made one after the other, and lets them pause."""
 
     def __init__(self, before_request: Callable[[], object] = bool) -> None:
         """`before_request` is called before each request of a deletion, and may wait."""
@@ -165,19 +165,19 @@ def delete_one(
     try:
         content = layout.read_manifest_bytes(store, folder)
     except CheckpointNotFoundError:
-        finish_deletions(store, now=now, pace=pace)  # of an attempt that failed after the manifest was gone
+        finish_deletions(store, now=now, pace=pace)  # left by an attempt that failed after the manifest was gone
         is_back = layout.committed_save_id(store, folder) == save_id
         return protection_of(store, folder, now=now) if is_back else ""
     if not force and (why := protection_of(store, folder, now=now)):
         return why
     path = join_name(str(store), folder, layout.MANIFEST_NAME)
-    manifest = layout.parse_manifest(content, path=path, whole=True)
+    manifest = layout.parse_manifest(content, path=path, check_all=True)
     if manifest.save_id != save_id:
         return REPLACED
     names = [*written_files(store, folder, manifest), *side_objects(store, folder)]
     journal = DeletionJournal(folder, save_id, [*names, PIN_NAME] if force else names, b"" if force else content)
     name = f"{JOURNAL_FOLDER}/{folder or 'root'}-{save_id}.json"
-    with suppress(CheckpointExistsError):  # of an attempt that failed before the manifest was gone
+    with suppress(CheckpointExistsError):  # left by an attempt that failed before the manifest was gone
         store.write(name, one_block(msgspec.json.encode(journal)), replace=False)
     store.delete(join_name(folder, layout.MANIFEST_NAME))
     # Hazard: a pin or a lease that was written until now has told its caller that the checkpoint stays.
@@ -235,7 +235,7 @@ def _bring_back(store: Store, journal: DeletionJournal, *, now: float) -> bool:
         return False
     path = join_name(str(store), journal.folder)
     try:
-        manifest = layout.parse_manifest(journal.manifest, path=path, whole=True)
+        manifest = layout.parse_manifest(journal.manifest, path=path, check_all=True)
         own = [number for number, file in enumerate(manifest.files) if file.name in journal.names]
         layout.check_files(store, journal.folder, manifest, own)
     except (CheckpointCorruptError, CheckpointNotFoundError, UnsafeCheckpointError):
@@ -243,7 +243,7 @@ def _bring_back(store: Store, journal: DeletionJournal, *, now: float) -> bool:
     if manifest.save_id != journal.save_id:
         return False
     layout.commit(store, journal.folder, journal.manifest, replace=False)
-    logger.info("%s is %s, so that its deletion, which was interrupted, is undone", path, why)
+    logger.info("%s is %s, so its interrupted deletion is undone", path, why)
     return True
 
 

@@ -187,7 +187,7 @@ class EverySteps(_JoinableSavePolicy):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class EverySeconds(_JoinableSavePolicy):
-    """Due when so many seconds have passed since the newest checkpoint was committed, or since its save began if that
+    """Due when `s` seconds have passed since the newest checkpoint was committed, or since its save began if that
     is in flight. Without a checkpoint they count from the start of the manager.
     """
 
@@ -306,14 +306,14 @@ class CostBudget(_JoinableSavePolicy):
 
 
 def every(*, budget: float = 0.01, mtbf_s: float | None = None) -> CostBudget:
-    """Returns a save policy that says how often by cost: see CostBudget."""
+    """Returns a save policy that chooses by cost how often to save: see CostBudget."""
     return CostBudget(budget, mtbf_s)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Preempted(_JoinableSavePolicy):
-    """Due when all ranks have agreed to stop: after a signal, a deadline or `request_stop`. Every manager saves then,
-    so this only says so.
+    """Due when all ranks have agreed to stop: after a signal, a deadline or `request_stop`. Every manager saves then
+    anyway: this policy makes it visible.
     """
 
     is_step_only = True
@@ -328,7 +328,7 @@ class Deadline(_JoinableSavePolicy):
     """Stops training early enough before a given time: when the time that remains is no more than the total of the last
     save, the longest step so far and `margin_s` seconds.
 
-    The manager watches the clock of rank 0's host and requests the stop, of which all ranks hear at one step. Joined by
+    The manager watches the clock of rank 0's host and requests the stop, which all ranks receive at one step. Joined by
     `&` it requests none, and only says when a save is due.
     """
 
@@ -374,7 +374,7 @@ class Deadline(_JoinableSavePolicy):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class When(_JoinableSavePolicy):
-    """Due when a function says so, which rank 0 calls at each `save`."""
+    """Due when a function returns True, which rank 0 calls at each `save`."""
 
     fn: Callable[[StepInfo, Sequence[StepInfo]], Any]
     """Called as `fn(now, saved)`."""

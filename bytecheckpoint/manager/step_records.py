@@ -182,7 +182,7 @@ def read_abandoned(store: Store) -> dict[int, str]:
 
 
 def read_steps(store: Store) -> list[StepInfo]:
-    """Returns the committed steps of a root, oldest first: abandoned ones, then the others, both by rising step."""
+    """Returns the committed steps of a root, oldest first: abandoned ones, then the others, both ascending."""
     return [step.info for step in list_steps(store)]
 
 
@@ -244,7 +244,7 @@ def list_steps(
     on_damaged: Callable[[int, CheckpointError], object] = _warn_of_damaged,
 ) -> list[StoredStep]:
     """Returns what `read_steps` returns, with leases. A step whose manifest was deleted meanwhile, or is damaged, is
-    left out; `on_damaged` is called with the latter, on any thread.
+    left out; `on_damaged` is called for a damaged one, on any thread.
 
     Without `reads_manifests` the record of a step is taken for its manifest, which saves reading that: damage is not
     seen then, nor that a program without a manager has replaced the checkpoint.
@@ -321,7 +321,7 @@ def _merge_metrics(found: SaveRecord, reports: Sequence[SaveRecord]) -> dict[str
 
 
 def _is_of_save(record: SaveRecord) -> bool:
-    """Returns False for a report."""
+    """Returns True for the record of a save, False for a report of metrics after it."""
     return bool(record.num_bytes or record.seconds)
 
 
@@ -336,6 +336,7 @@ def _record_of(info: CheckpointInfo) -> SaveRecord:
 
 
 def _committed_save_id(store: Store, folder: str) -> str:
+    """Returns the save id of a checkpoint. Raises CheckpointNotFoundError (not_committed)."""
     save_id = layout.committed_save_id(store, folder)
     if not save_id:
         path = join_name(str(store), folder)

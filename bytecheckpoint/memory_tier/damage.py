@@ -42,6 +42,7 @@ def _damaged_at(place: FilePlace, file: DataFile) -> list[str]:
 
 
 def _is_whole(store: HeldStore, file: DataFile) -> bool:
+    """Returns True if every extent of a file can be read and matches its checksum."""
     blocks = cut_blocks(file.extent_lengths, max_bytes=BLOCK_BYTES)
     memory = memoryview(bytearray(max((block.byte_length for block in blocks), default=0)))
     for block in blocks:

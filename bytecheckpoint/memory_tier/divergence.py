@@ -23,7 +23,7 @@ _NUM_SHOWN, _NUM_NAMES = 10, 4
 
 
 class StagedFile(msgspec.Struct, frozen=True, array_like=True):
-    """A data file in the memory of a rank, in its message to the coordinator."""
+    """Data file `number` of the rank `owner`, as a rank has it in memory, in its message to the coordinator."""
 
     owner: int
     number: int
@@ -32,7 +32,7 @@ class StagedFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DivergentFile(msgspec.Struct, frozen=True, array_like=True):
-    """A file that a rank has with other bytes than its owner."""
+    """Data file `number` of the rank `owner`, of which another rank has other bytes."""
 
     owner: int
     number: int
@@ -62,7 +62,10 @@ def divergent_files(
     files by rank, and `files_of` returns the files that a rank owns.
     """
     owned = {
-        (each.owner, each.number): each.digest for rank, of in enumerate(staged) for each in of if each.owner == rank
+        (each.owner, each.number): each.digest
+        for rank, files in enumerate(staged)
+        for each in files
+        if each.owner == rank
     }
     return [
         [
@@ -75,13 +78,13 @@ def divergent_files(
 
 
 def name_divergent(
-    rank: int, mirror: MirroredImage, found: DataFile, owned: DivergentFile
+    rank: int, mirror: MirroredImage, own_file: DataFile, owned: DivergentFile
 ) -> Iterator[DivergentReplica]:
     """Yields the extents of a mirrored file that differ from the owner's, named by the tensors in them."""
-    for extent in differing_extents(owned.digests, found.extent_digests)[:_MAX_SENT]:
+    for extent in differing_extents(owned.digests, own_file.extent_digests)[:_MAX_SENT]:
         names = _names_in(mirror.planned, extent)
-        one_of = names[0] if len(names) == 1 else f"one of {and_more(names, _NUM_NAMES)}"
-        yield DivergentReplica(one_of, mirror.owner, rank, owned.digests[extent], found.extent_digests[extent])
+        shown_names = names[0] if len(names) == 1 else f"one of {and_more(names, _NUM_NAMES)}"
+        yield DivergentReplica(shown_names, mirror.owner, rank, owned.digests[extent], own_file.extent_digests[extent])
 
 
 def _names_in(planned: PlannedFile, extent: int) -> list[str]:
@@ -97,12 +100,12 @@ def _names_in(planned: PlannedFile, extent: int) -> list[str]:
     return list(dict.fromkeys(inside)) or ["the header of a data file"]
 
 
-def warn_of_divergence(found: Sequence[DivergentReplica], path: str, global_ranks: Sequence[int]) -> None:
+def warn_of_divergence(replicas: Sequence[DivergentReplica], path: str, global_ranks: Sequence[int]) -> None:
     """Warns of replicas that are not alike, if there are any."""
-    if not found:
+    if not replicas:
         return
-    # The first extent of each counts.
-    first_of_each = {(each.names, each.owner, each.rank): each for each in reversed(found)}
+    # Of each file, only the first extent that differs is named.
+    first_of_each = {(each.names, each.owner, each.rank): each for each in reversed(replicas)}
     lines = [
         f"{each.names}: xxh3 {each.owner_digest:016x} on rank {global_ranks[each.owner]}, "
         f"{each.digest:016x} on rank {global_ranks[each.rank]}"
@@ -111,7 +114,7 @@ def warn_of_divergence(found: Sequence[DivergentReplica], path: str, global_rank
     warnings.warn(
         f"in {path}, bytes that ranks hold as replicas are not alike: {and_more(lines, _NUM_SHOWN, '; ')}. The first "
         "rank of each pair is the one that writes them: its bytes are held and sent to another host in place of the "
-        "other's. Training goes on from both: if these were to be equal, look at the devices and memory of these "
+        "other's. Training goes on from both: if these should be equal, look at the devices and memory of these "
         "ranks, and resume all ranks from one checkpoint; wrap what is meant to differ in bcp.RankLocal",
         stacklevel=2,
     )

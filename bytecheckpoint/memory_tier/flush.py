@@ -70,6 +70,7 @@ class FlushedStep(NamedTuple):
     step: int
     save_id: str
     num_uploaded: int
+    """Number of files that this host has uploaded."""
     is_committed: bool
     missing: Sequence[str]
     """Data files that are neither here nor at the path."""
@@ -90,13 +91,13 @@ class EndedJob(NamedTuple):
 def list_held(roots: Sequence[str]) -> Iterator[MemoryCheckpoint]:
     """Yields the versions in these memory roots, oldest first in each job."""
     for root in roots:
-        for job, about in find_jobs(root):
+        for job, description in find_jobs(root):
             places = dict(_holders(job))
             num_living = len(job.living())
             for version in version_files.read_versions(job):
                 here = [file for file in version.files if file.name in places]
                 yield MemoryCheckpoint(
-                    about.location,
+                    description.location,
                     root,
                     version.record.save_id,
                     version.record.step,
@@ -127,14 +128,14 @@ def flush(path: str, roots: Sequence[str], *, storage_options: Mapping[str, Any]
         )
     with _locked(jobs, str(store)):
         outcomes = []
-        for version in _to_bring(versions):
-            outcomes.append(_bring(store, version, jobs))
+        for version in _versions_to_upload(versions):
+            outcomes.append(_upload_version(store, version, jobs))
             if outcomes[-1].is_committed:
                 return outcomes[-1]
     return outcomes[0]
 
 
-def _to_bring(versions: Sequence[HeldVersion]) -> list[HeldVersion]:
+def _versions_to_upload(versions: Sequence[HeldVersion]) -> list[HeldVersion]:
     """Returns the newest complete version and pending ones after it, newest first: other hosts may know one of those as
     complete, or not at all, so each host uploads all of them until one is whole at the path.
     """
@@ -145,7 +146,8 @@ def _to_bring(versions: Sequence[HeldVersion]) -> list[HeldVersion]:
     return newest_first if last is None else newest_first[: last + 1]
 
 
-def _bring(store: Store, version: HeldVersion, jobs: Sequence[JobFolder]) -> FlushedStep:
+def _upload_version(store: Store, version: HeldVersion, jobs: Sequence[JobFolder]) -> FlushedStep:
+    """Uploads what this host has of a version, and commits it if all files are at the path then."""
     record, folder = version.record, version.record.folder
     location = join_name(str(store), folder)
     committed = layout.committed_save_id(store, folder)
@@ -155,13 +157,13 @@ def _bring(store: Store, version: HeldVersion, jobs: Sequence[JobFolder]) -> Flu
         raise layout.exists_error(location)
     refuse_beside(store, folder, is_step=True)
     upload = _Upload(store, version, jobs)
-    there = _sizes(store, folder)
+    stored_sizes = _sizes(store, folder)
     for file in version.files:
-        if there.get(file.name) != file.byte_length:
-            upload.bring(file)
+        if stored_sizes.get(file.name) != file.byte_length:
+            upload.upload_file(file)
     if missing := _missing(store, version):
-        upload.bring_parity(missing)
-        upload.bring_rebuilt(missing)
+        upload.upload_parity(missing)
+        upload.upload_rebuilt(missing)
         missing = _missing(store, version)
     if not missing:
         layout.commit(store, folder, version.content, replace=False)
@@ -172,8 +174,8 @@ def _bring(store: Store, version: HeldVersion, jobs: Sequence[JobFolder]) -> Flu
 
 
 def _missing(store: Store, version: HeldVersion) -> list[str]:
-    there = _sizes(store, version.record.folder)
-    return [file.name for file in version.files if there.get(file.name) != file.byte_length]
+    stored_sizes = _sizes(store, version.record.folder)
+    return [file.name for file in version.files if stored_sizes.get(file.name) != file.byte_length]
 
 
 class _Upload:
@@ -192,13 +194,13 @@ class _Upload:
         self._blocks = {_block_name(each.save_id, each.held.members[each.held.position]): each for each in blocks}
         self._scratch = BufferPool(BLOCK_BYTES, _WRITERS + 1)
 
-    def bring(self, file: DataFile) -> None:
+    def upload_file(self, file: DataFile) -> None:
         """Uploads a file from the first place that holds its bytes undamaged, if there is one."""
         for place in self._places.get(file.name, ()):
             held = HeldStore({file.name: place}, self._version.content, shown=self._shown, elsewhere={})
             try:
                 copy_file(held, self._store, self._folder, file, self._scratch)
-            except CheckpointExistsError:  # by the flush of another host
+            except CheckpointExistsError:  # uploaded by the flush of another host
                 return
             except CheckpointCorruptError as error:
                 logger.error("%s is not uploaded from %s: %s", file.name, place.path, error.message)  # noqa: TRY400
@@ -206,7 +208,7 @@ class _Upload:
                 self.num_files += 1
                 return
 
-    def bring_parity(self, missing: Collection[str]) -> None:
+    def upload_parity(self, missing: Collection[str]) -> None:
         """Uploads the parity blocks of this host whose groups lack a file: the last host of a group to upload rebuilds
         the file from them. They are deleted when the version is committed, or else as garbage of the save.
         """
@@ -217,7 +219,7 @@ class _Upload:
             with suppress(CheckpointExistsError):
                 self._store.write(join_name(self._folder, name), one_block(mapped_file(found.place)), replace=False)
 
-    def bring_rebuilt(self, missing: Collection[str]) -> None:
+    def upload_rebuilt(self, missing: Collection[str]) -> None:
         """Rebuilds missing files and uploads them, for each group in which only one member lacks files: they are made
         from the files and the parity of the other members, all read from the path.
         """
@@ -246,8 +248,8 @@ class _Upload:
 
     def remove_parity(self) -> None:
         prefix = f"{self._version.record.save_id}{_BLOCK}"
-        there = self._store.list(join_name(self._folder, layout.DATA_FOLDER))
-        names = [f"{layout.DATA_FOLDER}/{name}" for name in there if name.startswith(prefix)]
+        stored_names = self._store.list(join_name(self._folder, layout.DATA_FOLDER))
+        names = [f"{layout.DATA_FOLDER}/{name}" for name in stored_names if name.startswith(prefix)]
         deletion.discard(self._store, self._folder, names)
 
 
@@ -259,13 +261,13 @@ def ended_jobs(roots: Sequence[str], location: str | None) -> list[EndedJob]:
     """Returns the memory of every job in these roots, also of running jobs; with `location`, of that job only."""
     found = []
     for root in roots:
-        for job, about in find_jobs(root):
-            if location in {None, about.location}:
+        for job, description in find_jobs(root):
+            if location in {None, description.location}:
                 slots = [*slot_file.scan(job.slots), *scan_copies(job, "copies"), *scan_copies(job, "parity")]
                 changed_s = max(os.stat(path).st_mtime for path in (job.versions, job.slots))  # noqa: PTH116
                 found.append(
                     EndedJob(
-                        about.location,
+                        description.location,
                         job.path,
                         len(slots),
                         sum(slot.capacity for slot in slots),
@@ -281,9 +283,9 @@ def remove_job(root: str, path: str) -> bool:
     found = next((each for each in find_jobs(root) if each[0].path == path), None)
     if found is None:
         return False
-    job, about = found
+    job, description = found
     try:
-        with _locked([job], about.location):
+        with _locked([job], description.location):
             shutil.rmtree(job.path)
     except CheckpointSaveError:
         return False

@@ -49,15 +49,18 @@ class RankHolding(msgspec.Struct, frozen=True, array_like=True):
 
     report: bytes
     host: str
+    """Id of the memory root."""
     failure_domain: str | None
     process: str
+    """Name of its LivingProcess."""
     since_ns: int
     others: list[tuple[str, int]]
     """Other living processes of the job on the host."""
     generation: int
     number: int
-    """The highest that the rank knows."""
+    """Highest version number that the rank knows."""
     opens_generation: bool
+    """True for the first memory save after a load."""
     staged: list[StagedFile]
     """Its own data files, and those of others that it holds as well."""
 
@@ -67,9 +70,11 @@ class _HoldReply(msgspec.Struct, frozen=True, array_like=True):
 
     record: VersionRecord
     info: bytes
+    """Encoded CheckpointInfo."""
     num_on_host: int
+    """Number of ranks on the host."""
     manifest: bytes = b""
-    """Empty but on the first rank of each host."""
+    """Empty except on the first rank of each host."""
     divergent: list[DivergentFile] = []
     """Files of others that are not the same here."""
 
@@ -81,7 +86,7 @@ class HeldSave(NamedTuple):
     record: VersionRecord
     holdings: Sequence[RankHolding]
     """Holdings of all ranks, on the coordinator."""
-    tells_host: bool
+    records_for_host: bool
     """True on the one rank of each host that records what the host holds."""
 
 
@@ -96,7 +101,7 @@ class _NoStore:
     def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
         """Enters each block, on as many threads as a disk would get."""
         del name, replace
-        take_blocks(blocks, _leave, num_threads=_THREADS)
+        take_blocks(blocks, _leave_in_place, num_threads=_THREADS)
 
     def read_into(
         self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: FillHook | None = None
@@ -132,7 +137,7 @@ def hold(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any]) 
 def hold_and_finish(
     prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any], finish: Callable[[], CheckpointInfo]
 ) -> CheckpointInfo:
-    """Holds a save in memory, and then does with it what is done without a memory tier. Raises like `hold`."""
+    """Holds a save in memory, then commits it with `finish`, as without a memory tier. Raises like `hold`."""
     prepared.agree()
     with closing(prepared.snapshot):
         held = hold_in_memory(prepared, part, metadata)
@@ -196,10 +201,10 @@ def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> Checkp
 
 
 def _note_protected(slots: JobMemory, held: HeldSave) -> None:
-    """Frees the slots of the save before, which survived a host until this one does."""
+    """Frees the slots of the save before: until now it was the newest that survives the loss of a host."""
     save_id = held.record.save_id
     try:
-        if held.tells_host:
+        if held.records_for_host:
             version_files.note_protected(slots.job, save_id)
         slots.settle(save_id, is_protected=True)
     except OSError as error:
@@ -220,7 +225,7 @@ def _timed(info: CheckpointInfo, timer: PhaseTimer) -> CheckpointInfo:
     return replace(info, tier="memory", seconds={**timer.seconds, "total": timer.total})
 
 
-def _leave(content: memoryview, byte_offset: int) -> None:
+def _leave_in_place(content: memoryview, byte_offset: int) -> None:
     del content, byte_offset
 
 
@@ -252,20 +257,22 @@ class _StagedFiles:
         self._fill(names)
 
     def drop(self, divergent: Sequence[DivergentFile]) -> list[DivergentReplica]:
-        """Forgets the files that are not as their owners have them, and returns what is not."""
+        """Marks files that differ from their owners' as not valid, and returns the tensors that differ."""
         if not divergent:
             return []
-        odd = {(each.owner, each.number): each for each in divergent}
-        self._fill([(-1, number) if (owner, number) in odd else (owner, number) for owner, number in self._files])
+        divergent_by_name = {(each.owner, each.number): each for each in divergent}
+        self._fill(
+            [(-1, number) if (owner, number) in divergent_by_name else (owner, number) for owner, number in self._files]
+        )
         return [
             replica
-            for name, owned in odd.items()
+            for name, owned in divergent_by_name.items()
             for replica in name_divergent(self._rank, self._mirrors[name], self._files[name], owned)
         ]
 
 
 def _warn_of_all(prepared: PreparedSave, payloads: Sequence[bytes]) -> Sequence[bytes]:
-    found = [each for of in payloads for each in msgspec.msgpack.decode(of, type=list[DivergentReplica])]
+    found = [each for sent in payloads for each in msgspec.msgpack.decode(sent, type=list[DivergentReplica])]
     warn_of_divergence(found, prepared.target.path, prepared.call.ranks.global_ranks)
     return [b""] * len(payloads)
 
@@ -332,7 +339,7 @@ def refuse_other_jobs(holdings: Sequence[RankHolding], ranks: Ranks, path: str) 
             raise CheckpointSaveError(
                 f"{len(older)} living processes on the host of rank {ranks.global_ranks[holdings.index(here[0])]} hold "
                 f"memory checkpoints of {path} already, and are not among the ranks of this save; nothing was held, "
-                "and theirs is as it was: end the other job, or save to another path",
+                "and their checkpoints are as they were: end the other job, or save to another path",
                 kind="superseded",
                 path=path,
             )

@@ -37,7 +37,7 @@ class ParitySource(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     address: Address
     lengths: dict[int, int]
-    """By number in the names of the files."""
+    """Length of each file in bytes, by the number in its name."""
 
 
 class ParityOrder(msgspec.Struct, frozen=True, array_like=True):
@@ -68,7 +68,7 @@ class FoundParity(NamedTuple):
 def order_parity(
     places: Sequence[RankPlace], sources: Sequence[ParitySource], save_id: str
 ) -> dict[int, ParityOrder] | None:
-    """Returns the block that the first rank of each host makes; None if a host cannot be protected so."""
+    """Returns the block that the first rank of each host makes; None if a host cannot be protected in this way."""
     ranks_of: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         ranks_of.setdefault(place.host, []).append(rank)
@@ -111,12 +111,12 @@ class ParityBlock:
         self._lengths = [self._length, len(notes)]
         self._image = self._slot.take(self._position, self._lengths, max_bytes=memory.max_bytes)
         self._image[: self._length] = bytes(self._length)
-        self._left: dict[str, list[PlacedPiece]] = {}
+        self._missing_pieces: dict[str, list[PlacedPiece]] = {}
         for placed in pieces_at(self._position, order.held.members):
-            self._left.setdefault(placed.piece.file, []).extend(_cut(placed))
+            self._missing_pieces.setdefault(placed.piece.file, []).extend(_cut(placed))
 
     def fetches(self, order: ParityOrder, files: Mapping[str, DataFile]) -> list[Fetching]:
-        """Returns what is still to be fetched."""
+        """Returns the fetches of all pieces that have not arrived yet."""
         return [self._fetching(source, files) for source in order.sources]
 
     def _fetching(self, source: ParitySource, files: Mapping[str, DataFile]) -> Fetching:
@@ -124,7 +124,7 @@ class ParityBlock:
         places = {
             SentPiece(number, placed.piece.byte_offset, placed.piece.byte_length): placed
             for number, name in names.items()
-            for placed in self._left.get(name, ())
+            for placed in self._missing_pieces.get(name, ())
         }
 
         def take(piece: SentPiece, content: memoryview) -> None:
@@ -132,7 +132,7 @@ class ParityBlock:
             check_extents(files[placed.piece.file], piece, content, owner=source.rank)
             with self._lock:
                 xor_into(self._image, placed.byte_offset, content)
-                self._left[placed.piece.file].remove(placed)
+                self._missing_pieces[placed.piece.file].remove(placed)
 
         return Fetching(source.rank, source.address, list(places), partial(_scratch, bytearray(PIECE_BYTES)), take)
 
@@ -153,10 +153,11 @@ def _scratch(memory: bytearray, piece: SentPiece) -> memoryview:
 
 def _cut(placed: PlacedPiece) -> list[PlacedPiece]:
     """Cuts what is XORed into parts that are sent at once."""
-    (_, first, length), at = placed
+    (_, first, length), position = placed
     return [
         PlacedPiece(
-            placed.piece._replace(byte_offset=first + start, byte_length=min(PIECE_BYTES, length - start)), at + start
+            placed.piece._replace(byte_offset=first + start, byte_length=min(PIECE_BYTES, length - start)),
+            position + start,
         )
         for start in range(0, length, PIECE_BYTES)
     ]

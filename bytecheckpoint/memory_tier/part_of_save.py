@@ -31,7 +31,7 @@ DESTINATIONS = ("storage", "memory")
 
 
 def where_to(to: str, options: SaveOptions, path: str) -> tuple[SaveOptions, bool]:
-    """Returns the options of a save that goes there, and True if it goes to memory only.
+    """Returns the options of a save that goes to `to`, and True if that is memory only.
 
     Raises CheckpointMismatchError (conflict), which is a ValueError.
     """
@@ -49,23 +49,23 @@ def where_to(to: str, options: SaveOptions, path: str) -> tuple[SaveOptions, boo
     return replace(options, local_stage=None, reuse=False), True
 
 
-def described(target: SaveTarget, options: SaveOptions, *, only: bool) -> SaveTarget:
+def with_memory_options(target: SaveTarget, options: SaveOptions, *, is_only: bool) -> SaveTarget:
     """Returns the target with a text of the memory options that must be the same on all ranks."""
     memory = options.memory
     if memory is None:
         return target
     agreed = f"copies={memory.copies}, parity={memory.parity}, max_bytes={memory.max_bytes}"
-    return target._replace(memory=f", {'only ' if only else ''}in memory with {agreed}")
+    return target._replace(memory=f", {'only ' if is_only else ''}in memory with {agreed}")
 
 
-def memory_part(process: ProcessState, target: SaveTarget, options: SaveOptions, *, only: bool) -> MemoryPart | None:
+def memory_part(process: ProcessState, target: SaveTarget, options: SaveOptions, *, is_only: bool) -> MemoryPart | None:
     """Returns the slots for a save, or None if it has no memory tier. Raises StorageError if the root cannot be used,
     and CheckpointMismatchError (conflict) for a save without a step.
     """
     if options.memory is None:
         return None
     refuse_without_step(target.step, target.path)
-    return MemoryPart(memory_of(process, options.memory, target.store), only, options.memory.max_bytes)
+    return MemoryPart(memory_of(process, options.memory, target.store), is_only, options.memory.max_bytes)
 
 
 def slots_for(

@@ -19,7 +19,7 @@ from bytecheckpoint.distributed.rendezvous import Address, Listener
 from bytecheckpoint.distributed.transfer import Fetching, SentPiece, nothing_from, transfer
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError
 from bytecheckpoint.manifest import DataFile
-from bytecheckpoint.memory_tier.parity_block import MAX_MEMBERS, ParityBlock, ParityOrder, ParitySource, order_parity
+from bytecheckpoint.memory_tier.parity_block import ParityBlock, ParityOrder, ParitySource, order_parity
 from bytecheckpoint.memory_tier.pieces import check_extents, pieces_of
 from bytecheckpoint.options import Memory
 from bytecheckpoint.planner.memory_tier.mirrors import place_missing
@@ -46,7 +46,7 @@ class _CopyOffer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _CopyOrder(msgspec.Struct, frozen=True, array_like=True):
-    """Files that a rank holds for another one."""
+    """Files of the rank `owner`, by number and length in bytes, that another rank holds for it."""
 
     owner: int
     address: Address
@@ -126,8 +126,8 @@ class _Copying:
         self._mirrored = [file for file in image if file[0] not in {ranks.rank, -1}]
         self._files: dict[str, DataFile] | None = None
         self._parity: ParityBlock | None = None
-        self._left: dict[int, list[SentPiece]] = {}
-        """By owner: pieces that have not arrived yet."""
+        self._missing_pieces: dict[int, list[SentPiece]] = {}
+        """Pieces that have not arrived yet, by owner."""
 
     def agree(self, address: Address) -> _CopyOrders:
         """Tells the coordinator what this rank has staged, and returns this rank's orders."""
@@ -146,7 +146,7 @@ class _Copying:
             try:
                 fetches = self._fetches(orders)
             except (CheckpointError, OSError):
-                # Those that wait for this rank are not left waiting.
+                # Else the ranks that wait for this one would wait in vain.
                 self._transfer(
                     listener, orders, [nothing_from(rank, address) for rank, address in orders.sources()], timeout_s
                 )
@@ -189,18 +189,20 @@ class _Copying:
         files = {number: self._file(order.owner, number) for number in order.numbers}
         image = self._slots.copies.take(order.owner, order.lengths, max_bytes=self._memory.max_bytes)
         starts = dict(zip(order.numbers, slot_file.image_starts(order.lengths), strict=False))
-        if order.owner not in self._left:
-            self._left[order.owner] = [piece for number, file in files.items() for piece in pieces_of(number, file)]
-        left = self._left[order.owner]
+        if order.owner not in self._missing_pieces:
+            self._missing_pieces[order.owner] = [
+                piece for number, file in files.items() for piece in pieces_of(number, file)
+            ]
+        missing = self._missing_pieces[order.owner]
 
         def memory(piece: SentPiece) -> memoryview:
             return image[starts[piece.file] + piece.byte_offset :][: piece.byte_length]
 
         def take(piece: SentPiece, content: memoryview) -> None:
             check_extents(files[piece.file], piece, content, owner=self._ranks.global_ranks[order.owner])
-            left.remove(piece)
+            missing.remove(piece)
 
-        return Fetching(order.owner, order.address, [*left], memory, take)
+        return Fetching(order.owner, order.address, [*missing], memory, take)
 
     def _file(self, owner: int, number: int) -> DataFile:
         return self._files_of_save()[data_file_name(self._record.save_id, owner, number)]
@@ -242,7 +244,7 @@ def _place(payloads: Sequence[bytes], *, copies: int) -> Sequence[bytes]:
 
 
 def _mirrors(offers: Sequence[_CopyOffer]) -> dict[tuple[int, int], list[int]]:
-    """Returns the ranks that have a file beside its owner."""
+    """Returns, for each mirrored file, the ranks other than its owner that have it."""
     mirrors: dict[tuple[int, int], list[int]] = {}
     for rank, offer in enumerate(offers):
         for file in offer.mirrored:
@@ -267,9 +269,9 @@ def _place_parity(payloads: Sequence[bytes], *, save_id: str) -> Sequence[bytes]
     if found is None:
         num_domains = len({place.failure_domain for place in places})
         refusal = (
-            f"Memory(parity=1) needs hosts in three failure domains or more, none with more hosts than groups of "
-            f"{MAX_MEMBERS} leave to it, and the ranks are in {num_domains}: memory checkpoints survive the death of "
-            "processes, but not the loss of a host. Give copies=2, or copies=1 without parity"
+            "Memory(parity=1) needs hosts in three failure domains or more, and no domain so large that one of its "
+            f"hosts finds no group of hosts of others; the ranks are in {num_domains}: memory checkpoints survive the "
+            "death of processes, but not the loss of a host. Give copies=2, or copies=1 without parity"
         )
         return [msgspec.msgpack.encode(_CopyOrders([], [], refusal=refusal))] * len(offers)
     takers: list[list[int]] = [[] for _ in offers]
@@ -282,7 +284,7 @@ def _place_parity(payloads: Sequence[bytes], *, save_id: str) -> Sequence[bytes]
 def _first_failure(payloads: Sequence[bytes]) -> Sequence[bytes]:
     outcomes = [msgspec.msgpack.decode(payload, type=_CopyOutcome) for payload in payloads]
     failed = [outcome for outcome in outcomes if outcome.failure]
-    # What is wrong with the bytes, or with a host, says more than a connection that was closed for it.
+    # The error about bytes or a host says more than the errors of connections that were closed because of it.
     failed.sort(key=lambda outcome: outcome.kind in _RETRIED)
     return [msgspec.msgpack.encode(failed[0] if failed else _CopyOutcome())] * len(payloads)
 

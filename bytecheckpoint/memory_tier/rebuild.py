@@ -1,5 +1,5 @@
 """Rebuilds the data files of lost hosts from parity, before a version is loaded: each becomes a copy on a host that is
-here, and the plan of the resume finds it there. What cannot be rebuilt is told to that plan as damaged.
+here, and the plan of the resume finds it there. What cannot be rebuilt is reported to that plan as damaged.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ class _RebuildOrder(msgspec.Struct, frozen=True, array_like=True):
 
     members: list[ParityMember]
     lost: int
+    """Position of the lost member."""
     servers: list[tuple[int, Address]]
-    """The rank, and its address, that reads for each member; for the lost one it counts nothing."""
+    """Rank and address that read for each member; the entry of the lost member is not used."""
 
 
 class _RebuildReply(msgspec.Struct, frozen=True, array_like=True):
@@ -80,31 +81,31 @@ class RebuildInput(NamedTuple):
 
 
 def needs_rebuild(version: VersionPlan) -> bool:
-    """Returns True if a file is nowhere cheaper than in parity."""
+    """Returns True if parity is the cheapest holder of any file."""
     return any(holders[0].kind == "parity" for holders in version.files.values())
 
 
 def rebuild(
-    ranks: Ranks, memory: JobMemory, given: RebuildInput, *, timeout_s: float, max_bytes: int | None
+    ranks: Ranks, memory: JobMemory, inputs: RebuildInput, *, timeout_s: float, max_bytes: int | None
 ) -> list[DamagedHolding]:
     """Rebuilds what only parity has. All ranks call it. Returns what this rank found damaged.
     Rebuilt files are held as copies from then on.
     """
-    host, save_id = memory.job.host, given.version.save_id
-    is_whole = given.block is not None and is_whole_block(given.block)
+    host, save_id = memory.job.host, inputs.version.save_id
+    is_whole = inputs.block is not None and is_whole_block(inputs.block)
     damaged = []
-    if given.block is not None and not is_whole:
+    if inputs.block is not None and not is_whole:
         damaged.append(DamagedHolding(save_id, "", FileHolder("parity", host)))
     with closing(Listener(towards=ranks.rendezvous_host)) as listener:
-        held = given.block.held if given.block is not None and is_whole else None
+        held = inputs.block.held if inputs.block is not None and is_whole else None
         offer = _HostOffer(host, listener.address, held)
-        reduce = partial(_order, given.version)
+        reduce = partial(_order, inputs.version)
         reply = msgspec.msgpack.decode(ranks.reduce_scatter(msgspec.msgpack.encode(offer), reduce), type=_RebuildReply)
         memory.copies.begin_save()
-        works = [_Rebuild(order, given) for order in reply.orders]
+        works = [_Rebuild(order, inputs) for order in reply.orders]
         fetches = [fetch for work in works for fetch in work.fetches()]
         try:
-            offered = list(_offered(given, host))
+            offered = list(_offered(inputs, host))
             transfer(ranks, listener, offered, takers=reply.takers, fetches=fetches, timeout_s=timeout_s)
             for work in works:
                 work.keep(memory, max_bytes=max_bytes)
@@ -133,16 +134,16 @@ def mapped_file(place: FilePlace) -> memoryview:
     return memoryview(mapped)[place.byte_offset :][: place.byte_length]
 
 
-def _offered(given: RebuildInput, host: str) -> Iterator[memoryview]:
+def _offered(inputs: RebuildInput, host: str) -> Iterator[memoryview]:
     """Yields what this rank serves: the files of its host as a member, then the block."""
-    if given.block is None:
+    if inputs.block is None:
         return
-    member = given.block.held.members[given.block.held.position]
+    member = inputs.block.held.members[inputs.block.held.position]
     if member.host != host:
         return
     for name, _ in member.files:
-        yield mapped_file(given.places[name]) if name in given.places else memoryview(b"")
-    yield mapped_file(given.block.place)
+        yield mapped_file(inputs.places[name]) if name in inputs.places else memoryview(b"")
+    yield mapped_file(inputs.block.place)
 
 
 def _order(version: VersionPlan, payloads: Sequence[bytes]) -> Sequence[bytes]:
@@ -221,9 +222,9 @@ def _rank_and_number(name: str) -> tuple[int, int]:
 class _Rebuild:
     """The bytes of one lost member, while they come together."""
 
-    def __init__(self, order: _RebuildOrder, given: RebuildInput) -> None:
+    def __init__(self, order: _RebuildOrder, inputs: RebuildInput) -> None:
         self._order = order
-        self._given = given
+        self._inputs = inputs
         self._length = segment_bytes(order.members)
         self._lock = threading.Lock()
         self._content = memoryview(map_memory(self._length * (len(order.members) - 1), advice=["MADV_HUGEPAGE"]))
@@ -232,7 +233,9 @@ class _Rebuild:
         """Returns a fetch from each other member, of its segments and its parity."""
         members, lost = self._order.members, self._order.lost
         numbers = {
-            name: (owner, at) for owner, member in enumerate(members) for at, (name, _) in enumerate(member.files)
+            name: (owner, number)
+            for owner, member in enumerate(members)
+            for number, (name, _) in enumerate(member.files)
         }
         wanted: dict[int, dict[SentPiece, list[int]]] = {owner: {} for owner in range(len(members)) if owner != lost}
         for (name, first, length), place in pieces_without(lost, members):
@@ -253,7 +256,7 @@ class _Rebuild:
 
         def take(piece: SentPiece, content: memoryview) -> None:
             if piece.file < len(names):
-                check_extents(self._given.files[names[piece.file]], piece, content, owner=rank)
+                check_extents(self._inputs.files[names[piece.file]], piece, content, owner=rank)
             with self._lock:
                 for place in places[piece]:
                     xor_into(self._content, place, content)
@@ -267,7 +270,7 @@ class _Rebuild:
         for name, length in self._order.members[self._order.lost].files:
             rank, number = _rank_and_number(name)
             file = content[position : position + length]
-            check_extents(self._given.files[name], SentPiece(0, 0, length), file, owner=rank)
+            check_extents(self._inputs.files[name], SentPiece(0, 0, length), file, owner=rank)
             by_rank.setdefault(rank, {})[number] = file
             position += length
         for rank, files in by_rank.items():
@@ -275,7 +278,7 @@ class _Rebuild:
             image = memory.copies.take(rank, lengths, max_bytes=max_bytes)
             for start, file in zip(image_starts(lengths), files.values(), strict=False):
                 image[start : start + file.nbytes] = file
-            memory.copies.fill(rank, self._given.version.save_id, self._given.step, lengths, numbers=list(files))
+            memory.copies.fill(rank, self._inputs.version.save_id, self._inputs.step, lengths, numbers=list(files))
 
 
 def _add(places: dict[SentPiece, list[int]], piece: SentPiece, place: int) -> None:

@@ -88,6 +88,7 @@ class _Choice(msgspec.Struct, frozen=True, array_like=True):
     hosts: list[str] = []
     """Host of each rank."""
     is_stored_only: bool = False
+    """True if only the path has files of the version, and it is committed there."""
 
 
 class ResumeCall:
@@ -131,7 +132,7 @@ class ResumeCall:
             choice, content = self._choose()
             version = choice.version
             if version is None:
-                return self._load_what_is_there(calls)
+                return self._load_stored(calls)
             if needs_rebuild(version):
                 self._rebuild(version, content)
                 continue
@@ -170,7 +171,7 @@ class ResumeCall:
             if choice.version is not None and not choice.is_stored_only:
                 content = self._share_manifest(ranks, choice, choice.version.save_id)
                 if view.others:
-                    files = parse_manifest(content, path=choice.folder, whole=False).files
+                    files = parse_manifest(content, path=choice.folder, check_all=False).files
                     choose_good_places(view, choice.version.save_id, files)
         ranks.close()
         return choice, content
@@ -206,8 +207,8 @@ class ResumeCall:
         self._num_damaged = len(damaged)
         seen = [message.seen for message in messages]
         try:
-            most = _MANY_STEPS if self._failed else _FEW_STEPS
-            found = look_at_path(store, folders, most=most, abandoned=self._abandoned)
+            max_steps = _MANY_STEPS if self._failed else _FEW_STEPS
+            found = look_at_path(store, folders, max_steps=max_steps, abandoned=self._abandoned)
             if not any(map(_is_held, plan_resume(seen, [each.version for each in found], damaged).versions[:1])):
                 found += look_for_branches(store, found, self._abandoned)
         except StorageError as error:
@@ -250,6 +251,7 @@ class ResumeCall:
         )
 
     def _share_manifest(self, ranks: Ranks, choice: _Choice, save_id: str) -> bytes:
+        """Returns on every rank the manifest that one rank has."""
         content = b""
         if ranks.rank == choice.manifest_from:
             content = self._view.manifests.get(save_id, b"") if self._view is not None else b""
@@ -264,9 +266,9 @@ class ResumeCall:
         """Returns the version as this rank can read it."""
         version, store = choice.version, self._store
         if version is None or store is None:
-            raise TypeError("a version was chosen")
+            raise TypeError("no version was chosen")
         path = join_name(str(store), choice.folder)
-        manifest = parse_manifest(content, path=path, whole=False)
+        manifest = parse_manifest(content, path=path, check_all=False)
         host = choice.hosts[ranks.rank]
         places = self._places(version, host)
         is_storage = {name for name, holders in version.files.items() if holders[0].kind == "storage"}
@@ -306,15 +308,15 @@ class ResumeCall:
         self._rebuilt.setdefault(save_id, set()).update(lost)
         _, memory = self._open_job()
         if view is None or self._options.memory is None:
-            raise TypeError("a host is looked at before it is rebuilt")
-        files = {file.name: file for file in parse_manifest(content, path="", whole=False).files}
-        given = RebuildInput(
+            raise TypeError("the host was not looked at before the rebuild")
+        files = {file.name: file for file in parse_manifest(content, path="", check_all=False).files}
+        inputs = RebuildInput(
             version, view.places.get((save_id, "memory"), {}), view.parity.get(save_id), files, version.step
         )
         ranks = join_ranks(self._group, self._options.timeout_s, about=self._about)
         with together(ranks, f"rebuilding {self._about.path} from parity", about=self._about):
             max_bytes, timeout_s = self._options.memory.max_bytes, self._options.timeout_s
-            self._damaged += rebuild(ranks, memory, given, timeout_s=timeout_s, max_bytes=max_bytes)
+            self._damaged += rebuild(ranks, memory, inputs, timeout_s=timeout_s, max_bytes=max_bytes)
         ranks.close()
 
     def _note_damage(self, choice: _Choice, content: bytes, error: CheckpointError) -> None:
@@ -326,17 +328,17 @@ class ResumeCall:
             return
         rank = dist.get_rank(self._group) if len(choice.hosts) > 1 else 0
         host = choice.hosts[rank]
-        here = [other for other, name in enumerate(choice.hosts) if name == host]
+        host_ranks = [other for other, name in enumerate(choice.hosts) if name == host]
         places = self._places(version, host)
-        files = {file.name: file for file in parse_manifest(content, path="", whole=False).files}
-        own = [files[name] for name in sorted(places)][here.index(rank) :: len(here)]
+        files = {file.name: file for file in parse_manifest(content, path="", check_all=False).files}
+        own = [files[name] for name in sorted(places)][host_ranks.index(rank) :: len(host_ranks)]
         for name in damaged_files(held, own):
             holder = next(each for each in version.files[name] if each.host == host)
             self._damaged.append(DamagedHolding(version.save_id, name, holder))
         self._held = None
 
-    def _load_what_is_there(self, calls: ResumeLoads) -> LoadReport | None:
-        """Loads what is at the path where memory has nothing: also what other programs have written."""
+    def _load_stored(self, calls: ResumeLoads) -> LoadReport | None:
+        """Loads the checkpoint at the path, also one of another program, because memory has nothing."""
         try:
             report = calls.at_path(step="latest")
         except CheckpointNotFoundError as error:
@@ -351,7 +353,7 @@ class ResumeCall:
         """
         version, memory = choice.version, self._memory
         if version is None or memory is None:
-            raise TypeError("a version was chosen")
+            raise TypeError("no version was chosen")
         memory.settle(version.save_id)
         memory.note_load()
         ranks = join_ranks(self._group, self._options.timeout_s, about=self._about)

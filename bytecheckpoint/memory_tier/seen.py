@@ -26,7 +26,7 @@ from bytecheckpoint.storage.store import Store
 
 logger = logging.getLogger("bytecheckpoint")
 
-_LOOKS_AT_ONCE = 16
+_READS_AT_ONCE = 16
 
 
 class HostView(NamedTuple):
@@ -39,15 +39,16 @@ class HostView(NamedTuple):
     places: dict[tuple[str, HolderKind], dict[str, FilePlace]]
     """Data files by save id and kind of holder."""
     others: dict[tuple[str, HolderKind], dict[str, list[FilePlace]]]
-    """Further places of those that are in more than one slot of a kind."""
+    """Further places of data files that are in more than one slot of a kind."""
     parity: dict[str, FoundParity]
 
 
 class StoredManifest(NamedTuple):
-    """A committed step."""
+    """A step at the path: committed, or brought there by a save that never committed."""
 
     version: StoredVersion
     content: bytes
+    """The encoded manifest; empty if the step is not committed."""
     files: Sequence[DataFile]
 
 
@@ -82,9 +83,9 @@ def look_at_host(job: JobFolder, local_stage: str | None, store: Store) -> HostV
             save_id,
             *(records[save_id][0] if save_id in records else 0, step, records.get(save_id, (0, 0))[1]),
             needed=_lengths(manifests[save_id]) if save_id in manifests else None,
-            memory=_held(places, save_id, "memory"),
-            copies=_held(places, save_id, "peer"),
-            local=_held(places, save_id, "local"),
+            memory=_lengths_held(places, save_id, "memory"),
+            copies=_lengths_held(places, save_id, "peer"),
+            local=_lengths_held(places, save_id, "local"),
             parity=[parity[save_id].held] if save_id in parity else [],
         )
         for save_id, step in steps.items()
@@ -105,7 +106,9 @@ def _own_parity(job: JobFolder) -> dict[str, FoundParity]:
     return {found.save_id: found for found in blocks}
 
 
-def _held(places: dict[tuple[str, HolderKind], dict[str, FilePlace]], save_id: str, kind: HolderKind) -> dict[str, int]:
+def _lengths_held(
+    places: dict[tuple[str, HolderKind], dict[str, FilePlace]], save_id: str, kind: HolderKind
+) -> dict[str, int]:
     return {name: place.byte_length for name, place in places.get((save_id, kind), {}).items()}
 
 
@@ -125,6 +128,7 @@ class _Staged(NamedTuple):
 
 
 def _staged(root: str | None, store: Store) -> Iterator[_Staged]:
+    """Yields what a local stage holds of saves to the store."""
     if root is None:
         return
     for found in stage_folder.scan(os.path.abspath(root)):  # noqa: PTH100 - paths are text here
@@ -145,34 +149,34 @@ def _staged(root: str | None, store: Store) -> Iterator[_Staged]:
 
 
 def look_at_path(
-    store: Store, folders: dict[str, str], *, most: int, abandoned: Collection[int]
+    store: Store, folders: dict[str, str], *, max_steps: int, abandoned: Collection[int]
 ) -> list[StoredManifest]:
-    """Returns the newest committed steps that are not abandoned, at most so many, and what saves that never committed
-    have brought to their `folders`.
+    """Returns the newest committed steps that are not abandoned, at most `max_steps`, and what saves that never
+    committed have brought to their `folders`.
     """
-    steps = islice(_steps_at(store, abandoned), most)
+    steps = islice(_steps_at(store, abandoned), max_steps)
     found = [each for step in steps if (each := _read_step(store, step)) is not None]
     committed = {each.version.save_id for each in found}
     for save_id, folder in folders.items():
-        if save_id not in committed and (sizes := _brought(store, folder, save_id)):
+        if save_id not in committed and (sizes := _uploaded_sizes(store, folder, save_id)):
             found.append(StoredManifest(StoredVersion(save_id, None, 0, sizes, is_committed=False), b"", ()))
     return found
 
 
 def look_for_branches(
-    store: Store, looked: Sequence[StoredManifest], abandoned: Collection[int]
+    store: Store, known: Sequence[StoredManifest], abandoned: Collection[int]
 ) -> list[StoredManifest]:
     """Returns the older committed steps that are of a later branch of training than all steps above them: those above
-    were left when training went back. Reads all manifests, unless none that was looked at has a branch.
+    were left when training went back. Reads all manifests, unless none of the `known` ones has a generation.
     """
-    generations = [each.version.generation for each in looked if each.version.generation is not None]
+    generations = [each.version.generation for each in known if each.version.generation is not None]
     if not generations:
         return []
-    newest, oldest = max(generations), min(each.version.step for each in looked if each.version.is_committed)
+    newest, oldest = max(generations), min(each.version.step for each in known if each.version.is_committed)
     steps = (step for step in _steps_at(store, abandoned) if step < oldest)
     found = []
-    while batch := list(islice(steps, _LOOKS_AT_ONCE)):
-        for each in map_jobs(partial(_read_step, store), batch, num_threads=_LOOKS_AT_ONCE):
+    while batch := list(islice(steps, _READS_AT_ONCE)):
+        for each in map_jobs(partial(_read_step, store), batch, num_threads=_READS_AT_ONCE):
             if each is not None and (each.version.generation or 0) > newest:
                 newest = each.version.generation or 0
                 found.append(each)
@@ -188,7 +192,7 @@ def _read_step(store: Store, step: int) -> StoredManifest | None:
     folder = layout.step_folder(step)
     try:
         content = layout.read_manifest_bytes(store, folder)
-        manifest = layout.parse_manifest(content, path=join_name(str(store), folder), whole=False)
+        manifest = layout.parse_manifest(content, path=join_name(str(store), folder), check_all=False)
     except CheckpointError as error:
         logger.error("step %d at the path is passed over: %s", step, error.message)  # noqa: TRY400
         return None
@@ -197,7 +201,7 @@ def _read_step(store: Store, step: int) -> StoredManifest | None:
     return StoredManifest(version, content, manifest.files)
 
 
-def _brought(store: Store, folder: str, save_id: str) -> dict[str, int]:
+def _uploaded_sizes(store: Store, folder: str, save_id: str) -> dict[str, int]:
     names = store.list(join_name(folder, layout.DATA_FOLDER))
     return {
         f"{layout.DATA_FOLDER}/{name}": size

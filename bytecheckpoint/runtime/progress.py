@@ -1,4 +1,4 @@
-"""Counts the bytes of a save or a load on one rank, and tells whoever watches. It knows no file and no store."""
+"""Counts the bytes of a save or a load on one rank, and calls whoever watches. It knows no file and no store."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ProgressMeter:
 
     @contextmanager
     def reports_failure(self) -> Iterator[None]:
-        """Surrounds a part of it, and reports if that fails."""
+        """Surrounds a part of the save or load, and reports `failed` if that fails."""
         try:
             yield
         except BaseException:
@@ -98,7 +98,7 @@ class ProgressMeter:
 
     @contextmanager
     def until_end(self) -> Iterator[None]:
-        """Surrounds all of it, and reports how it ends."""
+        """Surrounds all of the save or load, and reports `done` or `failed`."""
         with self.reports_failure():
             yield
         self.begin("done")

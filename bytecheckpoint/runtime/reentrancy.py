@@ -13,8 +13,8 @@ from bytecheckpoint.errors import CheckpointSaveError
 
 _REFUSAL = (
     "this thread is inside a save, which waits for it, and was interrupted to wait for a save, as by a signal handler "
-    "that calls save, load or a handle: neither would ever end. Nothing was begun here; whether the save that was "
-    "interrupted is committed, its own handle or error tells. Let the handler set a flag, and save between two steps"
+    "that calls save, load or a handle: neither would ever end. Nothing was begun here; the handle or error of the "
+    "interrupted save says whether that is committed. Let the handler set a flag, and save between two steps"
 )
 
 
@@ -32,18 +32,18 @@ class AwaitedThreads:
         if not self._is_registered:  # here, because an import registers nothing
             self._is_registered = True
             os.register_at_fork(after_in_child=self._forget)
-        stay = object()
-        self._threads[stay] = threading.get_ident()
+        entry = object()
+        self._threads[entry] = threading.get_ident()
         try:
             yield
         finally:
-            self._threads.pop(stay, None)
+            self._threads.pop(entry, None)
 
     def leave(self) -> None:
         """Notes that this thread is awaited no longer."""
-        for stay, thread in list(self._threads.items()):
+        for entry, thread in list(self._threads.items()):
             if thread == threading.get_ident():
-                self._threads.pop(stay, None)
+                self._threads.pop(entry, None)
 
     def refuse(self) -> None:
         """Raises CheckpointSaveError if a save waits for this thread."""
@@ -56,7 +56,7 @@ class AwaitedThreads:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Returns True if `refuse` has raised this on this thread; other ranks get it in other words."""
+    """Returns True for an error that `refuse` has raised in this process; other ranks get it with another message."""
     return isinstance(error, CheckpointSaveError) and error.message == _REFUSAL
 
 

@@ -22,10 +22,10 @@ def priority() -> Priority:
     """Returns the priority of this thread; that of the process where threads have none of their own."""
     if sys.platform != "linux":
         return 0, 0
-    this = threading.get_native_id()
-    nice, policy = os.getpriority(os.PRIO_PROCESS, this), os.SCHED_OTHER
+    thread_id = threading.get_native_id()
+    nice, policy = os.getpriority(os.PRIO_PROCESS, thread_id), os.SCHED_OTHER
     with suppress(OSError):  # if it cannot be read, all threads have the same
-        policy = os.sched_getscheduler(this)
+        policy = os.sched_getscheduler(thread_id)
     return nice, policy
 
 
@@ -35,10 +35,10 @@ def lower_priority() -> None:
     """
     if sys.platform != "linux":
         return
-    this = threading.get_native_id()
+    thread_id = threading.get_native_id()
     nice = min(os.getpriority(os.PRIO_PROCESS, os.getpid()) + _NICE, _LAST)
     with suppress(OSError):
-        if os.getpriority(os.PRIO_PROCESS, this) < nice:  # it may be lower already
-            os.setpriority(os.PRIO_PROCESS, this, nice)
-        if os.sched_getscheduler(this) == os.SCHED_OTHER:
-            os.sched_setscheduler(this, os.SCHED_BATCH, os.sched_param(0))
+        if os.getpriority(os.PRIO_PROCESS, thread_id) < nice:  # it may be lower already
+            os.setpriority(os.PRIO_PROCESS, thread_id, nice)
+        if os.sched_getscheduler(thread_id) == os.SCHED_OTHER:
+            os.sched_setscheduler(thread_id, os.SCHED_BATCH, os.sched_param(0))

@@ -77,18 +77,18 @@ def map_looks(do: Callable[[Job], T], jobs: Iterable[Job], *, num_threads: int) 
     """
     jobs = iter(jobs)
     results: list[T] = []
-    while some := list(islice(jobs, _QUICK_LOOKS)):
+    while batch := list(islice(jobs, _QUICK_LOOKS)):
         started, num_waits = time.monotonic(), _num_waits()
-        results += map(do, some)
-        is_slow = time.monotonic() - started > len(some) * _QUICK_LOOK_S
-        if is_slow and _num_waits() >= num_waits + len(some) // 2:
+        results += map(do, batch)
+        is_slow = time.monotonic() - started > len(batch) * _QUICK_LOOK_S
+        if is_slow and _num_waits() >= num_waits + len(batch) // 2:
             return results + map_jobs(do, jobs, num_threads=num_threads)
     return results
 
 
 def _num_waits() -> float:
     """Returns how often this thread gave the processor away to wait for something; infinite on systems that do not
-    count it. On a busy machine, looks take long even without waiting.
+    count it. How long a look takes does not show it: on a busy machine, that is long even without waiting.
     """
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if hasattr(resource, "RUSAGE_THREAD") else math.inf
 
@@ -115,7 +115,7 @@ class _JobRun(Generic[Job]):
             self._is_over = True
 
     def help_out(self) -> None:
-        """Does the same on another thread, and counts that one. The caller counts none: a signal might interrupt it."""
+        """Does what `work` does, on another thread than the caller's, which is counted: no signal interrupts it."""
         with self._changed:
             self._num_helpers += 1
         self.work()

@@ -62,20 +62,22 @@ class ChunkLocations:
     """
 
     def __init__(self, packed: Sequence[bytes]) -> None:
-        distinct = {content: index for index, content in enumerate(dict.fromkeys(packed))}
+        index_of = {content: index for index, content in enumerate(dict.fromkeys(packed))}
         decompressor = zstandard.ZstdDecompressor()
-        places = [msgspec.msgpack.decode(decompressor.decompress(content), type=_RankLocations) for content in distinct]
-        self._of_ranks = np.array([distinct[content] for content in packed])
-        self._bounds = np.array([0, *accumulate(len(each.files) // 4 for each in places)])
-        self._files = np.frombuffer(b"".join(each.files for each in places), "<u4")
-        self._byte_offsets = np.frombuffer(b"".join(each.byte_offsets for each in places), "<u8")
-        self._byte_lengths = np.frombuffer(b"".join(each.byte_lengths for each in places), "<u8")
-        self._codec_names = list(dict.fromkeys(name for each in places for name in each.codec_names))
-        self._codecs = np.concatenate([self._codec_column(each) for each in places])
+        distinct_locations = [
+            msgspec.msgpack.decode(decompressor.decompress(content), type=_RankLocations) for content in index_of
+        ]
+        self._distinct_index = np.array([index_of[content] for content in packed])
+        self._bounds = np.array([0, *accumulate(len(each.files) // 4 for each in distinct_locations)])
+        self._files = np.frombuffer(b"".join(each.files for each in distinct_locations), "<u4")
+        self._byte_offsets = np.frombuffer(b"".join(each.byte_offsets for each in distinct_locations), "<u8")
+        self._byte_lengths = np.frombuffer(b"".join(each.byte_lengths for each in distinct_locations), "<u8")
+        self._codec_names = list(dict.fromkeys(name for each in distinct_locations for name in each.codec_names))
+        self._codecs = np.concatenate([self._codec_column(each) for each in distinct_locations])
 
-    def _codec_column(self, places: _RankLocations) -> NDArray[np.integer]:
-        indices = np.array([self._codec_names.index(name) for name in places.codec_names], np.uint8)
-        column: NDArray[np.integer] = indices[np.frombuffer(places.codecs, "<u4")]
+    def _codec_column(self, locations: _RankLocations) -> NDArray[np.integer]:
+        indices = np.array([self._codec_names.index(name) for name in locations.codec_names], np.uint8)
+        column: NDArray[np.integer] = indices[np.frombuffer(locations.codecs, "<u4")]
         return column
 
     def is_written(self, rank: int) -> NDArray[np.bool_]:
@@ -88,7 +90,7 @@ class ChunkLocations:
         return int(self._byte_lengths[self._slots(rank)].sum())
 
     def _slots(self, rank: int) -> slice:
-        index = self._of_ranks[rank]
+        index = self._distinct_index[rank]
         return slice(self._bounds[index], self._bounds[index + 1])
 
     def columns(self, tensors: Sequence[PlannedTensor], starts: Sequence[Sequence[int]]) -> Columns:
@@ -105,12 +107,12 @@ class ChunkLocations:
         all_starts = np.fromiter(chain.from_iterable(starts), np.uint64)
         for batch, chunks in _batches(tensors, num_chunks):
             ranks = np.concatenate([np.asarray(tensor.ranks, np.int32) for tensor in batch])
-            at = self._bounds[self._of_ranks[ranks]]
-            at += np.concatenate([np.asarray(tensor.slots, np.int32) for tensor in batch])
-            files[chunks] = first_files[ranks] + self._files[at]
-            byte_offsets[chunks] = all_starts[files[chunks]] + self._byte_offsets[at]
+            positions = self._bounds[self._distinct_index[ranks]]
+            positions += np.concatenate([np.asarray(tensor.slots, np.int32) for tensor in batch])
+            files[chunks] = first_files[ranks] + self._files[positions]
+            byte_offsets[chunks] = all_starts[files[chunks]] + self._byte_offsets[positions]
             if is_compressed:
-                byte_lengths[chunks], codecs[chunks] = self._byte_lengths[at], self._codecs[at]
+                byte_lengths[chunks], codecs[chunks] = self._byte_lengths[positions], self._codecs[positions]
         return Columns(
             dtype_names=list(dtype_indices),
             dtypes=np.array([dtype_indices[tensor.dtype] for tensor in tensors], np.uint32),

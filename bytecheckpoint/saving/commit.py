@@ -40,7 +40,7 @@ from bytecheckpoint.storage.store import full_location
 
 logger = logging.getLogger("bytecheckpoint")
 
-_MAY_BE_COMMITTED = "All data is written; whether the checkpoint was committed, `bcp ls` tells"
+_MAY_BE_COMMITTED = "All data is written; `bcp ls` tells whether the checkpoint was committed"
 _HELD_UP_S = MIN_AGE_S / 2
 """Age at which garbage collection may have taken the save for dead and deleted its data."""
 _LOOKS_IN_FLIGHT = 16
@@ -71,8 +71,8 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
                 reuse=reuse,
             )
         record = telemetry_record(call, agreed.save_id, [file for file, _ in written])
-        timed = TimedReport(encode_report(agreed, written), timer.seconds, False, reused_bytes(reuse), record)
-        report = msgspec.msgpack.encode(timed)
+        timed_report = TimedReport(encode_report(agreed, written), timer.seconds, False, reused_bytes(reuse), record)
+        report = msgspec.msgpack.encode(timed_report)
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit it, even if this rank fails
         with report_straggler_rate(ranks, agreed.rank_plan.global_plan, timer.seconds["write"]):
@@ -100,8 +100,8 @@ def remember_files(prepared: PreparedSave, files: SaveFiles, written: Sequence[D
 
 
 def warn_of_slow_phases(prepared: PreparedSave, reports: Sequence[TimedReport], committed: CheckpointInfo) -> None:
-    """Warns, on the coordinator, of phases that took much longer than in earlier saves. It has the times of its own
-    upload and commit, and the reports of all ranks have those of the phases before.
+    """Warns, on the coordinator, of phases that took much longer than in earlier saves. The reports of all
+    ranks lack the times of upload and commit, for which the coordinator adds its own.
     """
     ranks, store = prepared.call.ranks, prepared.target.store
     if ranks.rank != COORDINATOR:
@@ -151,8 +151,8 @@ def broadcast_or_discard(ranks: Ranks, files: SaveFiles, payload: bytes) -> byte
 
 
 def _create_manifest(call: SaveCall, files: SaveFiles, content: bytes, undo: ExitStack) -> Sequence[str]:
-    """Creates the manifest; returns the files of the checkpoint that it replaces. `undo` discards the data of this
-    save if it is certain that nothing was committed.
+    """Creates the manifest; returns the names of the files of the checkpoint that it replaces. `undo` discards the data
+    of this save if it is certain that nothing was committed.
     """
     store, folder = files.target.store, files.target.folder
     with ExitStack() as refused:
@@ -200,6 +200,7 @@ def _check_owner_again(files: SaveFiles, content: bytes) -> None:
 
 
 def _refuse_if_collected(call: SaveCall, files: SaveFiles, content: bytes) -> None:
+    """Raises CheckpointSaveError (storage) if garbage collection has deleted data of this save."""
     target, manifest = files.target, open_manifest(content)
     try:
         layout.check_files(target.store, target.folder, manifest, range(len(manifest.files)))
@@ -238,7 +239,9 @@ def check_is_shared(call: SaveCall, files: SaveFiles, content: bytes) -> None:
 
 
 def _read_last_byte(target: SaveTarget, file: DataFile) -> None:
-    """Tries again for a while: some file systems show a file to other hosts a moment after it was closed."""
+    """Reads the last byte of a file. Tries again for a while: some file systems show a file to other hosts a moment
+    after it was closed.
+    """
     for pause_s in (*_VISIBILITY_PAUSES_S, None):
         try:
             target.store.read_into(join_name(target.folder, file.name), file.byte_length - 1, memoryview(bytearray(1)))

@@ -46,7 +46,7 @@ _MAX_PLANS = 8
 
 
 class MirroredImage(NamedTuple):
-    """A data file of another rank, planned on a rank that holds the same chunks."""
+    """Data file `number` of the rank `owner`, planned on another rank that holds the same chunks."""
 
     owner: int
     number: int
@@ -66,18 +66,19 @@ class RankPlan:
     differing_replicas: Sequence[str]
     """FQNs of replicas whose values differed when the plan was made."""
     in_stages: Sequence[str]
-    """FQNs that several pipeline stages hold: the plan is right only while each is one tensor."""
+    """FQNs that several pipeline stages hold: the plan holds only while each is the same tensor in all of them."""
     num_items: int
+    """Number of write items of this rank."""
     parts: Sequence[ItemRegion]
     """Parts of write items; see SavePlan."""
     mirrors: Sequence[MirroredImage] = ()
     """Files of other ranks that this one stages as well, for memory."""
     global_plan: SavePlan | None = None
-    """None but on the coordinator."""
+    """None except on the coordinator."""
     written: WrittenTensors | None = None
     """Set on the coordinator by the first save that has built its manifest."""
     known_plain: Mapping[bytes, bytes] = field(default_factory=dict)
-    """Plain data of the last save, by digest; empty but on the coordinator."""
+    """Plain data of the last save, by digest; empty except on the coordinator."""
 
     @property
     def staged(self) -> list[PlannedFile]:
@@ -121,7 +122,7 @@ class ReplicaCopies(NamedTuple):
 
     place: RankPlace
     copies: int
-    """Domains, that of the writer included."""
+    """Number of failure domains that get a copy, the writer's included."""
 
 
 class LocalSavePlan(NamedTuple):
@@ -131,6 +132,7 @@ class LocalSavePlan(NamedTuple):
     """Description of the place, which must be the same on all ranks."""
     shards: ShardBlocks
     aliases: Mapping[str, str]
+    """FQN that a tied tensor is stored under, by each other name of it."""
     plain: Mapping[str, tuple[Scope, bytes]]
     stages: Mapping[str, int]
     """Pipeline stage by FQN, of modules that know theirs."""
@@ -149,7 +151,7 @@ class LocalSavePlan(NamedTuple):
     frozen: Collection[str] = ()
     """FQNs of tensors that get files of their own."""
     replicas: ReplicaCopies | None = None
-    """None if memory does not stage what ranks hold alike more than once."""
+    """None if memory stages only one copy of replicas."""
 
     def items(self) -> list[WriteItem]:
         """Returns the shards as records for the planner, in the same order and without digests."""
@@ -169,9 +171,9 @@ class AgreedPlan(NamedTuple):
     has_locations: bool
     """True if the coordinator has the chunk locations, so that no rank reports them."""
     objects: Mapping[str, bytes]
-    """Plain data that all ranks share, by FQN; empty but on the coordinator."""
+    """Plain data that all ranks share, by FQN; empty except on the coordinator."""
     rank_objects: Mapping[str, Mapping[int, bytes]]
-    """Plain data of single ranks, by FQN and rank; empty but on the coordinator."""
+    """Plain data of single ranks, by FQN and rank; empty except on the coordinator."""
 
 
 def make_local_plan(
@@ -201,8 +203,8 @@ def make_local_plan(
         frozen=frozen,
         replicas=replicas if ranks.num_ranks > 1 else None,
     )
-    of_ranks = (list(ranks.global_ranks), ranks.rank, plan.stages, sorted(frozen), plan.replicas)
-    parts = (shards.digests(), plan.aliases, (plan.max_file_bytes, plan.codec), *of_ranks)
+    placement = (list(ranks.global_ranks), ranks.rank, plan.stages, sorted(frozen), plan.replicas)
+    parts = (shards.digests(), plan.aliases, (plan.max_file_bytes, plan.codec), *placement)
     fingerprint = xxhash.xxh3_128_digest(msgspec.msgpack.encode(parts))
     return plan._replace(fingerprint=fingerprint, cached=plans.find(fingerprint))
 
@@ -237,6 +239,7 @@ def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
 
 
 def _cached_message(local_plan: LocalSavePlan, cached: RankPlan, *, has_digests: bool) -> LocalPlanMessage:
+    """Returns the message of a rank with a cached plan; with `has_digests`, plain data is replaced by digests."""
     plain, digested_plain = digested(local_plan.plain) if has_digests else (dict(local_plan.plain), [])
     return LocalPlanMessage(
         target=local_plan.target,
@@ -254,6 +257,7 @@ def _cached_message(local_plan: LocalSavePlan, cached: RankPlan, *, has_digests:
 
 @gc_paused()
 def _whole_message(local_plan: LocalSavePlan, ranks: Ranks, digested: Sequence[str] = ()) -> LocalPlanMessage:
+    """Returns the message with the whole local plan. `digested` are the FQNs of tensors whose parts get digests."""
     items, replicas = local_plan.items(), local_plan.replicas
     if ranks.num_ranks > 1:
         for index, digest in enumerate(small_digests(local_plan.shards)):
@@ -284,7 +288,7 @@ class _GlobalPlanner:
         self._copies = local_plan.replicas.copies if local_plan.replicas is not None else 1
         self._max_file_bytes = local_plan.max_file_bytes
         self.plan: SavePlan | None = None
-        """None where the cached plan is used."""
+        """None if the cached plan is used."""
         self.objects: Mapping[str, bytes] = {}
         self.rank_objects: Mapping[str, Mapping[int, bytes]] = {}
         self.known_plain: Mapping[bytes, bytes] = {}
@@ -320,7 +324,7 @@ class _GlobalPlanner:
         elif self._needs_stage_digests(messages):
             replies = [PlanReply(send_all=True, digested=self._in_stages)]
         else:
-            # First: what two owners of a stream say of its tensors would be no plan, either.
+            # Before the plan: two owners of a stream would also make that fail, with a less clear error.
             self.objects, self.rank_objects = merge_plain(plain, global_ranks)
             check_pipeline_stages(self._in_stages, stages, global_ranks)
             packed = [message.items for message in messages if message.items is not None]
@@ -350,10 +354,11 @@ def _still_holds(cached: RankPlan, messages: Sequence[LocalPlanMessage]) -> bool
 
 @gc_paused()
 def _rank_plan(reply: PlanReply, local_plan: LocalSavePlan, in_stages: Sequence[str], num_ranks: int) -> RankPlan:
+    """Returns this rank's part of the global plan, made of the coordinator's reply."""
     items = local_plan.items()
-    whole = np.flatnonzero(np.unpackbits(np.frombuffer(reply.whole, np.uint8), count=len(items))).tolist()
+    whole_items = np.flatnonzero(np.unpackbits(np.frombuffer(reply.whole, np.uint8), count=len(items))).tolist()
     parts = [ItemRegion(item, Region(offsets, lengths)) for item, offsets, lengths in reply.parts]
-    writes = {item: ItemRegion(item, items[item].region) for item in whole}
+    writes = {item: ItemRegion(item, items[item].region) for item in whole_items}
     writes.update(enumerate(parts, start=len(items)))  # by slot
     mirrored = [
         FileApart(

@@ -190,8 +190,8 @@ class SaveProgress:
         self._shared = snapshot
 
     def wait_until_staged(self, *, helps: bool = True) -> None:
-        """Waits until the training state may change. The calling thread helps, because the background has a low
-        priority, unless it has nothing to do with training.
+        """Waits until the training state may change. With `helps`, the calling thread stages a part, because background
+        threads have a low priority. A thread that has nothing to do with training only waits.
         """
         if self._is_staged.is_set():
             return

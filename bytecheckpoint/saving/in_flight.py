@@ -38,14 +38,14 @@ from bytecheckpoint.storage.store import RemoteStore, Store, full_location
 
 logger = logging.getLogger("bytecheckpoint")
 
-_ALL_OR_NOTHING = "it is committed whole or not at all, which `bcp ls` tells, and what was committed before still loads"
+_ALL_OR_NOTHING = "it is committed whole or not at all (see `bcp ls`), and what was committed before still loads"
 
 
 class StagingSlot:
-    """The right of one save to stage: no other save may until it has ended, once or more often."""
+    """The right of one save to stage: no other save may stage until `end`, which may be called again."""
 
     def __init__(self, lock: threading.Lock) -> None:
-        """`lock` is held by now."""
+        """`lock` is held already, and released by `end`."""
         self._lock = lock
         self.has_ended = False
         self.upload = ExitStack()
@@ -202,7 +202,7 @@ class SavesInFlight:
         return False
 
     def _stage_and_finish(self, prepared: PreparedSave, finish: Callable[[], CheckpointInfo]) -> CheckpointInfo:
-        """Stages on another thread, begun here because each thread that the caller begins may block it."""
+        """Stages on another thread, begun here because beginning it may block the caller, and finishes the save."""
         try:
             if not self.begin_thread("bcp-stage", prepared.stage):
                 prepared.agree()
@@ -328,7 +328,7 @@ class ProcessState:
         self._writable: set[str] = set()
         """Stores that were found to be writable."""
         self.memories: dict[str, JobMemory] = {}
-        self._of_parent: list[object] = []
+        self._memory_of_parent: list[object] = []
 
     def kept(self, target: SaveTarget) -> KeptBetweenSaves:
         """Returns the objects that a save takes over from earlier saves."""
@@ -349,7 +349,7 @@ class ProcessState:
         """Forgets, in a forked child, the saves of the parent, whose threads it does not have, and the memory."""
         self.saves.reset()
         # The memory is not the child's, but freeing it here could free what has come to lie in the same place.
-        self._of_parent.append((self.buffers, self.memories))
+        self._memory_of_parent.append((self.buffers, self.memories))
         self.buffers, self.memories, self.plans, self._writable = HostBuffers(), {}, PlanCache(), set()
         self.history, self.reuse = PhaseHistory(), ReuseHistory()
 

@@ -104,8 +104,8 @@ class LocalStage:
     def _warn(self, path: str) -> None:
         if not self._direct:
             logger.warning(
-                "the local stage %s has no room for all of this save: the rest is written to %s directly, which takes "
-                "the time that it takes; free space there (`bcp gc ROOT --local-stage %s` lists what saves left)",
+                "the local stage %s has no room for all of this save: the rest is written to %s directly, which may "
+                "take longer; free space there (`bcp gc ROOT --local-stage %s` lists what saves left)",
                 self.root,
                 path,
                 self.root,
@@ -191,6 +191,7 @@ def remove_superseded(root: str, committed: Journal) -> None:
 
 
 def _is_older(found: stage_folder.FoundStage, committed: Journal) -> bool:
+    """Returns True if the save of a staged folder is superseded by the committed one."""
     journal = found.journal
     if journal is None:
         return True  # a removal or a creation was interrupted

@@ -75,7 +75,7 @@ def take_snapshot(
     elif staging_bytes is not None and num_bytes > staging_bytes:
         return StateInWaves(files, buffers.staging.take(staging_bytes), ready)
     threads = min(torch.get_num_threads(), _MAX_COPY_THREADS)
-    if kind == "lazy":  # half of them beside training; when training waits, its thread brings as many
+    if kind == "lazy":  # half of them beside training; when training waits, it begins as many again
         threads = max(threads // 2, 1)
     return StagedState(files, buffers.staging.take(num_bytes) if image is None else image, ready, threads=threads)
 
@@ -86,11 +86,12 @@ def allocate(
     shards: ShardBlocks,
     *,
     staging_bytes: int | None,
-    slots: MemoryPart | None = None,
+    memory_part: MemoryPart | None = None,
 ) -> None:
     """Allocates the memory that a snapshot of these files of these shards will take."""
-    if slots is not None:
-        slots.slots.reserve([file.byte_length for file in planned], max_bytes=slots.max_bytes)
+    if memory_part is not None:
+        lengths = [file.byte_length for file in planned]
+        memory_part.slots.reserve(lengths, max_bytes=memory_part.max_bytes)
         return
     num_bytes = staged_bytes(planned)
     memory = buffers.staging.take(num_bytes if staging_bytes is None else min(num_bytes, staging_bytes))
@@ -99,7 +100,7 @@ def allocate(
 
 
 def devices_of(shards: ShardBlocks) -> set[torch.device]:
-    """Returns the devices of shards that are not on the host, as all those in columns are."""
+    """Returns the devices of these shards, without the host. Shards in columns are all on the host."""
     return {shard.tensor.device for shard in shards.records() if not shard.tensor.is_cpu}
 
 
@@ -139,7 +140,7 @@ class PreparedSave:
         )
         self.memory = memory
         self.generation: int | None = None
-        """Set on the coordinator once memory holds the save, if it does."""
+        """Generation of the memory save; set on the coordinator once memory holds it."""
         self.extent_digests: Sequence[Sequence[int]] = ()
         """Extent digests of each file of this rank, once memory holds the save."""
         if memory is not None:
@@ -163,7 +164,7 @@ class PreparedSave:
 
     @property
     def snapshot(self) -> Snapshot:
-        """Exists before the ranks have agreed only if they may agree later."""
+        """The snapshot. Before the ranks have agreed, there is one only if they may agree in the background."""
         if self._snapshot is None:
             raise RuntimeError("there is no snapshot before the ranks have agreed")
         return self._snapshot
@@ -275,19 +276,21 @@ def _held_shards(entries: Sequence[Entry], shards: ShardBlocks) -> ShardBlocks:
     Raises CheckpointSaveError (unsupported_value) if an optimizer of the state would not wait for the snapshot.
     """
     check_can_be_lazy(entries)
-    changing = {_storage_of(buffer) for buffer in buffers_in(entries)}
-    return ShardBlocks(_held(block, changing) for block in shards.blocks)
+    changing_storages = {_storage_of(buffer) for buffer in buffers_in(entries)}
+    return ShardBlocks(_held(block, changing_storages) for block in shards.blocks)
 
 
-def _held(block: Sequence[LocalShard], changing: Collection[int]) -> Sequence[LocalShard]:
+def _held(block: Sequence[LocalShard], changing_storages: Collection[int]) -> Sequence[LocalShard]:
     if isinstance(block, ShardColumns):
-        block.copy_changing(changing, to_host)
+        block.copy_changing(changing_storages, to_host)
         return block
     # Not by `_replace`, which costs more than all the rest of this.
     return [
         LocalShard(
             *shard[:4],
-            _copied(shard.tensor) if changing and _storage_of(shard.tensor) in changing else shard.tensor.detach(),
+            _copied(shard.tensor)
+            if changing_storages and _storage_of(shard.tensor) in changing_storages
+            else shard.tensor.detach(),
         )
         for shard in block
     ]

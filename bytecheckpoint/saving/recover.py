@@ -62,7 +62,7 @@ def recover(
 
     Args:
         path: What was given to `save`.
-        options: Those of the saves: `local_stage`, and `writer_threads` and `timeout_s` for the upload.
+        options: The options of the saves: `local_stage`, and `writer_threads` and `timeout_s` for the upload.
         process_group: As for `save`.
         storage_options: As for `save`.
 
@@ -123,8 +123,8 @@ def _exchange_plans(ranks: Ranks, store: Store, stage: str) -> _RecoveryAssignme
     """Returns this rank's part of the recovery plan. The coordinator makes the plan from the folders that all ranks
     see.
     """
-    found = [(folder, _folder_in(store, folder.journal)) for folder in stage_folder.scan(stage)]
-    parts = [_part(stage, folder, inside) for folder, inside in found if inside is not None]
+    staged = [(found, _folder_in(store, found.journal)) for found in stage_folder.scan(stage)]
+    parts = [_part(stage, found, folder) for found, folder in staged if folder is not None]
 
     def plan_all(payloads: Sequence[bytes]) -> Sequence[bytes]:
         messages = [msgspec.msgpack.decode(payload, type=tuple[str, list[StagedPart]]) for payload in payloads]
@@ -152,6 +152,7 @@ def _folder_in(store: Store, journal: Journal | None) -> str | None:
 
 
 def _part(stage: str, found: FoundStage, folder: str) -> StagedPart:
+    """Returns what the recovery plan has to know of a staged folder."""
     journal = found.journal
     if journal is None:
         raise TypeError("a folder without a journal belongs to no save")
@@ -193,10 +194,12 @@ def _needed(stage: str, found: FoundStage) -> tuple[dict[str, int] | None, str]:
 
 def _plan(store: Store, by_rank: Sequence[Sequence[StagedPart]]) -> RecoveryPlan:
     is_step = {part.folder: part.step is not None for of_rank in by_rank for part in of_rank}
-    return plan_recovery(by_rank, {folder: _there(store, folder, is_step=is_step[folder]) for folder in is_step})
+    return plan_recovery(
+        by_rank, {folder: _target_folder(store, folder, is_step=is_step[folder]) for folder in is_step}
+    )
 
 
-def _there(store: Store, folder: str, *, is_step: bool) -> TargetFolder:
+def _target_folder(store: Store, folder: str, *, is_step: bool) -> TargetFolder:
     listing = store.list(join_name(folder, layout.DATA_FOLDER))
     sizes = {f"{layout.DATA_FOLDER}/{name}": size for name, size in listing.items() if size is not None}
     save_id = None
@@ -212,7 +215,7 @@ def _mark_alive(store: Store, verdicts: Sequence[RecoveryVerdict]) -> bool:
     finished = [verdict for verdict in verdicts if verdict.outcome == "committed"]
     for verdict in finished:
         name = join_name(verdict.folder, layout.recovery_name(verdict.save_id))
-        store.delete(name)  # of an attempt that failed: not every store can replace it
+        store.delete(name)  # left by an attempt that failed; not every store can replace it
         store.write(name, one_block(b"\n"), replace=True)
     return bool(finished)
 
@@ -257,6 +260,7 @@ def _upload_all(
 
 
 def _with_damage(verdict: RecoveryVerdict, damage: Mapping[str, str]) -> RecoveryVerdict:
+    """Returns the verdict, or `kept` if its save is damaged, or the save that was to be finished instead."""
     if verdict.save_id in damage:
         return msgspec.structs.replace(verdict, outcome="kept", what=damage[verdict.save_id])
     if verdict.superseded_by not in damage:

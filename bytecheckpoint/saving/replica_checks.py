@@ -134,7 +134,7 @@ def combined_digests(shards: ShardBlocks, groups: Sequence[Sequence[int]]) -> li
 
 
 def _digest_at(addresses: np.ndarray, lengths: np.ndarray) -> int:
-    """Returns what `combined_digest` does for tensors at these addresses, gathered many at a time."""
+    """Returns what `combined_digest` returns for tensors at these addresses, gathered many at a time."""
     state = xxhash.xxh3_64()
     gathered = bytearray(min(max(int(lengths.sum()), 1), _GATHERED_BYTES))
     base = ctypes.addressof(ctypes.c_char.from_buffer(gathered))

@@ -114,14 +114,14 @@ def _locations(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> Iterator[t
 
 def encode_manifest_and_info(
     agreed: AgreedPlan,
-    timed: Sequence[TimedReport],
+    timed_reports: Sequence[TimedReport],
     call: SaveCall,
     target: SaveTarget,
     *,
     metadata: Mapping[str, Any],
     generation: int | None = None,
 ) -> tuple[bytes, bytes]:
-    """Returns the manifest as it will be committed, and the CheckpointInfo of it without seconds. `generation` is that
+    """Returns the encoded manifest, and its encoded CheckpointInfo without seconds. `generation` is that
     of a save with a memory tier.
 
     Raises CheckpointSaveError (storage) if the reports contradict the plan, or make a manifest that no reader accepts.
@@ -130,7 +130,7 @@ def encode_manifest_and_info(
         written = agreed.rank_plan.written
         manifest = build_manifest(
             agreed,
-            [each.report for each in timed],
+            [each.report for each in timed_reports],
             global_ranks=call.ranks.global_ranks,
             step=target.step,
             metadata=metadata,
@@ -152,7 +152,9 @@ def encode_manifest_and_info(
         if written is not None:  # decoded columns are faster to encode
             agreed.rank_plan.written = replace(written, tensors=decoded.tensors)
         info = describe_checkpoint(decoded, path=target.path, seconds={})
-        return content, msgspec.msgpack.encode(replace(info, reused_bytes=sum(each.reused_bytes for each in timed)))
+        return content, msgspec.msgpack.encode(
+            replace(info, reused_bytes=sum(each.reused_bytes for each in timed_reports))
+        )
 
 
 def _same_chunks(tensors: Mapping[str, TensorRecord], decoded: Manifest) -> bool:
@@ -206,6 +208,7 @@ def build_manifest(
 
 
 def _written_tensors(plan: SavePlan, reports: Sequence[_RankReport], global_ranks: Sequence[int]) -> WrittenTensors:
+    """Returns the chunks that the ranks report. Raises CheckpointSaveError if they differ from the plan."""
     locations = ChunkLocations([report.locations for report in reports])
     for rank, report in enumerate(reports):
         planned = np.concatenate([plan.whole_items[rank], np.ones(len(plan.item_parts[rank]), bool)])
@@ -243,7 +246,7 @@ def provenance_of(world_size: int) -> dict[str, Any]:
 
 
 def telemetry_record(call: SaveCall, save_id: str, files: Sequence[DataFile]) -> bytes:
-    """Returns a JSON object with the timing of this rank, see docs/format.md; nothing where it cannot be told, because
+    """Returns a JSON object with the timing of this rank, see docs/format.md; empty bytes after any error, because
     telemetry fails no save.
     """
     ranks, _, timer = call

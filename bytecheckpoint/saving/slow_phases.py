@@ -28,11 +28,11 @@ class TimedReport(msgspec.Struct, frozen=True, array_like=True):
     report: bytes
     seconds: dict[str, float]
     is_direct: bool = False
-    """True if data went past the local stage."""
+    """True if data went directly to the path, not to the local stage."""
     reused_bytes: int = 0
     """Bytes of files that were taken from an earlier checkpoint."""
     record: bytes = b""
-    """Its telemetry."""
+    """The rank's `telemetry_record`."""
 
 
 class SlowPhase(NamedTuple):
@@ -44,6 +44,7 @@ class SlowPhase(NamedTuple):
     usual_s: float
     """Median of the slowest ranks of earlier saves, in seconds."""
     num_earlier: int
+    """Number of earlier saves that it was compared with."""
     slowest: int
     """Position of the slowest rank among the ranks of the save."""
     is_of_one: bool

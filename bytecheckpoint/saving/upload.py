@@ -54,6 +54,7 @@ class _StagedSave(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
     direct_ranks: tuple[int, ...]
     info: bytes
+    """Encoded CheckpointInfo, without seconds."""
 
 
 def write_upload_and_commit(
@@ -101,7 +102,9 @@ def write_upload_and_commit(
 def _write_to_stage(
     prepared: PreparedSave, files: SaveFiles, stage: LocalStage, metadata: Mapping[str, Any]
 ) -> tuple[_StagedSave, bytes, list[TimedReport]]:
-    """Returns the staged files, and on the coordinator the manifest and the reports of all ranks."""
+    """Writes this rank's files to its local stage. Returns the coordinator's message and, on the coordinator, the
+    manifest and the reports of all ranks.
+    """
     agreed, call, target = prepared.agree(), prepared.call, files.target
     ranks, about, timer = call
     doing = f"writing {target.path} to the local stage"
@@ -120,8 +123,8 @@ def _write_to_stage(
                 reuse=reuse,
             )
             stage.complete([file for file, _ in written])
-        timed = TimedReport(encode_report(agreed, written), timer.seconds, stage.is_direct, reused_bytes(reuse))
-        report = msgspec.msgpack.encode(timed)
+        timed_report = TimedReport(encode_report(agreed, written), timer.seconds, stage.is_direct, reused_bytes(reuse))
+        report = msgspec.msgpack.encode(timed_report)
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may keep it, even if this rank fails
         with report_straggler_rate(ranks, agreed.rank_plan.global_plan, timer.seconds["write"]):

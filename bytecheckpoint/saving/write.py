@@ -133,11 +133,11 @@ def write_files(
     def write(number: int) -> None:
         file = compressed.pop(number)
         image = file.image(files.name(number), scratch)
-        of_frozen = reuse if files.planned[number].is_frozen else None
-        in_manifest = _take(files.target, image, of_frozen, timer)
-        if in_manifest is None:
-            in_manifest = _write_image(files.target, image, timer, is_digested=of_frozen is not None)
-        written.append(WrittenFile(in_manifest, file.locations))
+        frozen_reuse = reuse if files.planned[number].is_frozen else None
+        data_file = _take(files.target, image, frozen_reuse, timer)
+        if data_file is None:
+            data_file = _write_image(files.target, image, timer, is_digested=frozen_reuse is not None)
+        written.append(WrittenFile(data_file, file.locations))
 
     for steps in zip_longest(
         [None, *(partial(write, number) for number in numbers)], [partial(compress, number) for number in numbers]
@@ -155,17 +155,18 @@ def _write_raw(
     *,
     reuse: FileReuse | None,
 ) -> WrittenFile:
+    """Writes a file of uncompressed tensors, or takes it from an earlier checkpoint."""
     planned = files.planned[number]
     blocks = [block._replace(content=partial(snapshot.content, block)) for block in planned.blocks]
     digests = files.extent_digests[number] if files.extent_digests else None
     image = FileImage(files.name(number), planned.extent_lengths, blocks, digests)
-    of_frozen = reuse if planned.is_frozen else None
-    taken = _take(files.target, image, of_frozen, timer)
-    if taken is not None:
+    frozen_reuse = reuse if planned.is_frozen else None
+    reused = _take(files.target, image, frozen_reuse, timer)
+    if reused is not None:
         meter.add(planned.byte_length)
-        return WrittenFile(taken, None)
+        return WrittenFile(reused, None)
     counted = image._replace(blocks=_with_content(planned, snapshot, meter))
-    return WrittenFile(_write_image(files.target, counted, timer, is_digested=of_frozen is not None), None)
+    return WrittenFile(_write_image(files.target, counted, timer, is_digested=frozen_reuse is not None), None)
 
 
 def _take(target: SaveTarget, image: FileImage, reuse: FileReuse | None, timer: PhaseTimer) -> DataFile | None:
@@ -196,9 +197,10 @@ def _counted_content(snapshot: Snapshot, block: Block, meter: ProgressMeter) -> 
 
 
 def _write_image(target: SaveTarget, image: FileImage, timer: PhaseTimer, *, is_digested: bool) -> DataFile:
+    """Writes a file to the store or the local stage; with `is_digested`, adds a digest of its content."""
     path, digest = join_name(target.folder, image.name), RunningDigest()
     if is_digested:
-        # Hazard: not the digest that a file was looked for by, because live state may have changed since.
+        # Hazard: the digest by which `_take` looked for an equal file may be wrong by now: live state may have changed.
         image = image._replace(blocks=digest.hashed_blocks(image.blocks))
     on_checksum = partial(timer.add, "checksum")
     if target.stage is not None:

@@ -196,7 +196,7 @@ class JobMemory:
             newest = next(layout.newest_steps(store), None)
             if newest is not None:
                 content = layout.read_manifest_bytes(store, layout.step_folder(newest))
-                manifest = layout.parse_manifest(content, path=str(store), whole=False)
+                manifest = layout.parse_manifest(content, path=str(store), check_all=False)
                 self.note_seen(generation_of(manifest) or 0, 0)
         except CheckpointError as error:
             logger.warning("memory checkpoints go on without a look at %s: %s", store, error.message)

@@ -33,7 +33,7 @@ class ScanFault(NamedTuple):
     byte_offset: int
     byte_length: int
     what: str
-    """Found against expected."""
+    """What was found and what was expected, or the store's message."""
 
 
 class ScanRange(NamedTuple):
@@ -149,6 +149,7 @@ def _checksum_faults(item: ScanRange, digests: Iterable[int]) -> list[ScanFault]
 
 
 def _digests(store: Store, name: str, item: ScanRange, buffer: memoryview) -> list[int]:
+    """Returns the checksum of each extent of a range, as it is in the store now."""
     if item.byte_length <= buffer.nbytes:
         content = buffer[: item.byte_length]
         store.read_into(name, item.byte_offset, content)

@@ -91,7 +91,7 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 def _shuffle(source: _Bytes, item_bytes: int, into: _Bytes) -> None:
-    """Writes the first byte of each item, then the second of each, ...; bytes after the last whole item stay there."""
+    """Writes the first byte of each item, then the second of each, ...; what follows the last whole item stays last."""
     num_shuffled = source.nbytes // item_bytes * item_bytes
     planes = into[:num_shuffled].reshape(item_bytes, -1)
     if item_bytes in {2, 4}:  # a narrowing cast is several times as fast as single bytes far apart

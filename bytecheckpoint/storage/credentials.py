@@ -30,7 +30,7 @@ _PLAIN_OPTIONS = frozenset(
 _PASSWORDS = {"username": "password", "user": "password", "key": "secret"}
 """Options that some backend sends together, as in Basic authentication."""
 _MIN_PART = 4
-"""Shortest part of a secret that counts as one itself, in characters; shorter ones are in every other word."""
+"""Shortest part of a secret that counts as a secret itself, in characters: shorter parts occur in ordinary words."""
 _MAX_SHOWN = 500
 
 
@@ -45,14 +45,14 @@ def _is_container(found: re.Match[str]) -> bool:
 
 def find_secrets(url: str, storage_options: Mapping[str, object]) -> frozenset[str]:
     """Returns every text of the URL and the options that no message may repeat, in all forms in which it could show."""
-    secrets = {*_secrets_of_url(url), *_option_values(storage_options)}
+    secrets = {*_secrets_of_url(url), *_secrets_of_options(storage_options)}
     for user, password in _PASSWORDS.items():
         if user in storage_options and password in storage_options:
             secrets.add(f"{storage_options[user]}:{storage_options[password]}")
     plain = {*secrets, *map(unquote, secrets)}
     quoted = {quoted for secret in plain for quoted in (quote(secret), quote(secret, safe=""), quote_plus(secret))}
-    sent = {b64encode(secret.encode()).decode() for secret in plain if ":" in secret}
-    return frozenset({*plain, *quoted, *sent, *(repr(secret)[1:-1] for secret in plain)} - {""})
+    basic = {b64encode(secret.encode()).decode() for secret in plain if ":" in secret}
+    return frozenset({*plain, *quoted, *basic, *(repr(secret)[1:-1] for secret in plain)} - {""})
 
 
 def _secrets_of_url(url: str) -> Iterator[str]:
@@ -68,19 +68,20 @@ def _secrets_of_url(url: str) -> Iterator[str]:
         yield from (part for part in re.split("[:/]", found["user"]) if len(part) >= _MIN_PART)
 
 
-def _option_values(options: Mapping[str, object]) -> Iterator[str]:
+def _secrets_of_options(options: Mapping[str, object]) -> Iterator[str]:
     for name, value in options.items():
-        yield from _texts(name, value)
+        yield from _secrets_of_option(name, value)
 
 
-def _texts(name: str, value: object) -> Iterator[str]:
+def _secrets_of_option(name: str, value: object) -> Iterator[str]:
+    """Yields the texts in the value of an option that no message may repeat."""
     match value:
         case Mapping():
-            yield from _option_values(value)
+            yield from _secrets_of_options(value)
         case bytes():
             yield value.decode("utf-8", "replace")
         case list() | tuple():
-            parts = [part for each in value for part in _texts("", each)]
+            parts = [part for item in value for part in _secrets_of_option("", item)]
             yield from parts
             yield ":".join(parts)
         case str() if "://" in value and name in _PLAIN_OPTIONS:

@@ -51,8 +51,8 @@ def written_files(store: Store, folder: str, manifest: Manifest) -> list[str]:
 def side_objects(store: Store, folder: str) -> list[str]:
     """Returns the names, inside its folder, of the records and leases that a manager has put beside a checkpoint."""
     records = (name for name in store.list(join_name(folder, METRICS_FOLDER)) if save_id_of_record(name))
-    ends = (name for name in store.list(join_name(folder, LEASES_FOLDER)) if name.partition("-")[0].isdecimal())
-    return [*(f"{METRICS_FOLDER}/{name}" for name in records), *(f"{LEASES_FOLDER}/{name}" for name in ends)]
+    leases = (name for name in store.list(join_name(folder, LEASES_FOLDER)) if name.partition("-")[0].isdecimal())
+    return [*(f"{METRICS_FOLDER}/{name}" for name in records), *(f"{LEASES_FOLDER}/{name}" for name in leases)]
 
 
 def save_id_of_record(name: str) -> str:
@@ -82,7 +82,7 @@ def discard(store: Store, folder: str, names: Sequence[str]) -> None:
     Deletion ends when the store has failed several times in a row, because other ranks may wait for this one.
     """
     if isinstance(store, SupportsDeleteMany):
-        with suppress(CheckpointError):  # then each file tells whether it can be deleted
+        with suppress(CheckpointError):  # then one by one, which shows the files that cannot be deleted
             store.delete_many([join_name(folder, name) for name in names])
             return
     lock = threading.Lock()

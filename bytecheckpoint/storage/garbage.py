@@ -52,6 +52,7 @@ class GarbageObject:
     newest_s: float | None = None
     """Time of the last change, by the clock of the storage; None unless known for all of it."""
     has_unknown_age: bool = False
+    """True if the time of any of it is unknown."""
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +73,7 @@ class GarbageObject:
         self.newest_s = None if self.has_unknown_age else max(known)
 
     def is_dead(self, *, now_s: float, min_age_s: float) -> bool:
-        """Returns True if nothing of it has changed for so long; False if that is unknown."""
+        """Returns True if nothing of it has changed for `min_age_s`; False if that is unknown."""
         return self.newest_s is not None and now_s - self.newest_s >= min_age_s
 
 
@@ -81,9 +82,11 @@ class Garbage:
     """The garbage of a root."""
 
     found: list[GarbageObject]
+    """One item for each save and folder."""
     unreadable: list[str]
     """Folders whose manifest cannot be read: nothing in them counts as garbage."""
     num_committed: int
+    """Number of committed checkpoints whose manifest can be read."""
     not_looked_for: str
     """The reason why the store did not list unfinished uploads; empty if it did, or has none."""
 
@@ -108,14 +111,14 @@ def find_leftovers(store: Store, folder: str) -> Garbage:
     manifests = {item.name.rpartition("/")[0] for item in objects if item.name.rpartition("/")[2] == MANIFEST_NAME}
     unreadable = []
     for parent in sorted(manifests):
-        of_folder = {owner: leftover for owner, leftover in groups.items() if owner[0] == parent}
+        in_folder = {owner: leftover for owner, leftover in groups.items() if owner[0] == parent}
         try:
-            used = _used_among(store, parent, [save_id for _, save_id in of_folder if save_id])
+            used = _used_among(store, parent, [save_id for _, save_id in in_folder if save_id])
         except (CheckpointCorruptError, UnsafeCheckpointError):
             unreadable.append(parent)
             groups = {owner: leftover for owner, leftover in groups.items() if owner[0] != parent}
             continue
-        for (_, save_id), leftover in of_folder.items():
+        for (_, save_id), leftover in in_folder.items():
             leftover.names = {name: size for name, size in leftover.names.items() if not used(save_id, name)}
     found = [leftover for leftover in groups.values() if leftover.names or leftover.uploads]
     found.sort(key=lambda leftover: (leftover.folder, leftover.save_id))
@@ -159,7 +162,7 @@ def _owner_of(name: str) -> tuple[str, str] | None:
     """Returns the checkpoint's folder and the save id of an object that only saves make; None for any other."""
     folder, _, last = name.rpartition("/")
     for part in folder.split("/"):
-        if _TEMPORARY.match(part):  # a probe's
+        if _TEMPORARY.match(part):  # an object of a probe, such as `clock_of`
             return folder.partition(part)[0].rstrip("/"), ""
     is_unfinished = is_temporary(name)
     own = _TEMPORARY.sub("", last) if is_unfinished else last
@@ -175,16 +178,16 @@ def _owner_of(name: str) -> tuple[str, str] | None:
 
 
 def is_temporary(name: str) -> bool:
-    """Returns True by the last part of the name. No checkpoint contains such an object, not even the one whose save
-    could not remove it.
+    """Returns True if the last part of the name is a temporary object's. No checkpoint contains such an object, not
+    even the one whose save could not remove it.
     """
     return bool(_TEMPORARY.match(name.rpartition("/")[2]))
 
 
 def remove(store: Store, leftover: GarbageObject) -> int:
-    """Deletes garbage, except objects that a checkpoint committed since needs; returns the number of objects and
-    uploads removed. Raises StorageError, and CheckpointCorruptError if a manifest cannot be read; then nothing is
-    deleted.
+    """Deletes garbage, except objects that a checkpoint needs which has been committed since; returns the number of
+    objects and uploads removed. Raises StorageError, and CheckpointCorruptError if a manifest cannot be read; then
+    nothing is deleted.
     """
     names = list(leftover.names)
     if leftover.save_id:  # Hazard: a slow save, or a recovery, may just have committed.
@@ -208,6 +211,7 @@ def sweep(store: Store, folder: str, save_id: str) -> None:
 
 
 def _dead_in(store: Store, folder: str, save_id: str) -> list[GarbageObject]:
+    """Returns the garbage of dead saves in a folder; none if the time of this save's files is unknown."""
     objects = list(inventory_of(store, folder))
     own = join_name(folder, layout.DATA_FOLDER, f"{save_id}-")
     times = (item.modified_s for item in objects if item.name.startswith(own))

@@ -70,8 +70,8 @@ def inventory_of(store: Store, folder: str) -> Iterator[StoredObject]:
 
 
 def clock_of(store: Store) -> float | None:
-    """Reads the clock of the storage, in seconds since 1970, by writing and deleting an object, which `bcp gc` removes
-    if the store refuses that. None if the backend gives no times.
+    """Returns the time by the clock of the storage, in seconds since 1970; None if the backend gives no times.
+    Writes an object and deletes it. If the store refuses the deletion, `bcp gc` removes the object.
     """
     folder = f"{TEMPORARY_PREFIX}clock-{secrets.token_hex(8)}"
     name = f"{folder}/now"
@@ -92,12 +92,12 @@ def _delete_if_allowed(store: Store, name: str) -> None:
 
 
 def refuse_occupied(store: Store, folder: str, *, overwrite: bool) -> None:
-    """Raises CheckpointExistsError (exists) if no checkpoint may be saved in this folder: a step's, or "", the store's
-    root. Costs a listing of the root, and one of the step's folder if it exists.
+    """Raises CheckpointExistsError (exists) if no checkpoint may be saved in this folder, which is a step's, or "" for
+    the root of the store. Costs a listing of the root, and one of the step's folder if it exists.
     """
     listing, path = store.list(""), join_name(str(store), folder)
     if other := _in_the_way(store, "", listing, is_step=bool(folder)):
-        raise _beside(path, other)
+        raise _beside_error(path, other)
     if overwrite or (folder and folder not in listing):
         return
     if layout.has_manifest(store.list(folder) if folder else listing):
@@ -120,10 +120,10 @@ def _in_the_way(store: Store, root: str, listing: Mapping[str, int | None], *, i
 def refuse_beside(store: Store, folder: str, *, is_step: bool) -> None:
     """Raises CheckpointExistsError (exists) if there is a `checkpoint_in_the_way`."""
     if other := checkpoint_in_the_way(store, folder, is_step=is_step):
-        raise _beside(join_name(str(store), folder), other)
+        raise _beside_error(join_name(str(store), folder), other)
 
 
-def _beside(path: str, other: str) -> CheckpointExistsError:
+def _beside_error(path: str, other: str) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"no checkpoint can be saved at {path}, because one is committed at {other}: a path is one checkpoint, or the "
         "root of steps, and load would not know which of them is meant. Nothing was committed, and overwrite=True does "

@@ -120,8 +120,8 @@ def _committed(store: Store, folder: str, listing: Mapping[str, int | None]) -> 
 def _are_steps(store: Store, folders: Sequence[str]) -> list[bool]:
     found = store.in_folders(folders, MANIFEST_NAME) if isinstance(store, SupportsInFolders) else [None] * len(folders)
     unknown = [folder for folder, is_there in zip(folders, found, strict=True) if is_there is None]
-    looks = iter(map_jobs(lambda folder: _is_step(store, folder), unknown, num_threads=_LOOKS_IN_FLIGHT))
-    return [next(looks) if is_there is None else is_there for is_there in found]
+    checked = iter(map_jobs(lambda folder: _is_step(store, folder), unknown, num_threads=_LOOKS_IN_FLIGHT))
+    return [next(checked) if is_there is None else is_there for is_there in found]
 
 
 def newest_steps(store: Store) -> Iterator[int]:
@@ -146,8 +146,8 @@ def steps_of_root(store: Store) -> list[int]:
 
 
 def steps_below(store: Store, folder: str, listing: Mapping[str, int | None]) -> Iterator[int]:
-    """Yields the committed steps in the folder with this listing, newest first. Looks at one step at a time, or, where
-    looks are cheap, at twice as many each time.
+    """Yields the committed steps in the folder with this listing, newest first. Asks the store for one step at a
+    time, or, if the store looks into many folders at once, for twice as many each time.
     """
     steps, num_looks, growth = _step_folders(listing)[::-1], 1, 2 if isinstance(store, SupportsInFolders) else 1
     while steps:
@@ -247,7 +247,7 @@ def _nothing_at_root(store: Store, listing: Mapping[str, int | None], *, locatio
 
 
 def _name_steps(store: Store, listing: Mapping[str, int | None]) -> str:
-    """Names the newest committed steps of a root that may have thousands."""
+    """Returns a text with the newest committed steps of a root, which may have thousands."""
     newest = list(islice(steps_below(store, "", listing), _MAX_NAMED))
     if not newest:
         return "no step below it is committed: load another path or step, or save again"
@@ -262,7 +262,7 @@ def read_manifest(store: Store, folder: str) -> Manifest:
     Raises CheckpointNotFoundError (not_committed) and the errors of `decode_manifest`, with the path.
     """
     path = join_name(str(store), folder, MANIFEST_NAME)
-    return parse_manifest(read_manifest_bytes(store, folder), path=path, whole=True)
+    return parse_manifest(read_manifest_bytes(store, folder), path=path, check_all=True)
 
 
 def read_manifest_bytes(store: Store, folder: str) -> bytes:
@@ -279,10 +279,10 @@ def read_manifest_bytes(store: Store, folder: str) -> bytes:
         ) from error
 
 
-def parse_manifest(content: bytes, *, path: str, whole: bool) -> Manifest:
-    """Calls `decode_manifest`, or `open_manifest` unless the whole is to be checked, with the path in its errors."""
+def parse_manifest(content: bytes, *, path: str, check_all: bool) -> Manifest:
+    """Returns the manifest by `decode_manifest`, or by `open_manifest` unless `check_all`; errors name the path."""
     try:
-        return decode_manifest(content) if whole else open_manifest(content)
+        return decode_manifest(content) if check_all else open_manifest(content)
     except CheckpointError as error:
         raise type(error)(f"{path}: {error.message}", kind=error.kind, path=path) from error
 
@@ -319,7 +319,7 @@ def check_files(store: Store, folder: str, manifest: Manifest, wanted_file_indic
 
 def _lengths(store: Store, folder: str, names: Sequence[str]) -> list[int | None]:
     """Returns the lengths of objects in a folder, None for a missing one. Files are opened by name: a listing would
-    cost a look at all files, and on a network file system may be old.
+    look at all files, and may be out of date on a network file system.
     """
     if isinstance(store, SupportsByteLength):
         paths = [join_name(folder, name) for name in names]
@@ -330,8 +330,8 @@ def _lengths(store: Store, folder: str, names: Sequence[str]) -> list[int | None
 def commit(store: Store, folder: str, manifest: bytes, *, replace: bool) -> None:
     """Creates the (encoded) manifest: from here on the checkpoint exists.
 
-    With `replace`, a store that replaces without a condition is read back: when this returns, the manifest there is
-    this one, and the data of the replaced one may be deleted.
+    If the store replaces without a condition, the manifest is read back after it was replaced. So when this returns,
+    the committed manifest is this one, and the data of the replaced checkpoint may be deleted.
 
     Raises CheckpointExistsError (exists) if another one exists, with `replace` only if it was created meanwhile;
     CheckpointSaveError (storage) if the store reports success and has another manifest; and the errors of
@@ -390,11 +390,11 @@ def _files_of(store: Store, folder: str, parent: str, save_id: str) -> list[str]
 
 
 def committed_save_id(store: Store, folder: str) -> str:
-    """Returns the save id of the checkpoint in a folder; empty if none is committed. Otherwise raises like
-    `read_manifest`, as far as the envelope of the manifest shows it.
+    """Returns the save id of the checkpoint in a folder; empty if none is committed. Raises those
+    errors of `read_manifest` that the envelope of the manifest shows.
     """
     try:
         content = read_manifest_bytes(store, folder)
     except CheckpointNotFoundError:
         return ""
-    return parse_manifest(content, path=join_name(str(store), folder, MANIFEST_NAME), whole=False).save_id
+    return parse_manifest(content, path=join_name(str(store), folder, MANIFEST_NAME), check_all=False).save_id

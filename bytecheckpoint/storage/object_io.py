@@ -48,7 +48,7 @@ def write_image(store: Store, name: str, image: FileImage, on_checksum: Callable
     def checked(block: Block) -> Iterator[memoryview]:
         with block.content() as content:
             yield content
-            # Only now, because stores enter one block at a time but write several at once: threads do this in parallel.
+            # Only now: stores enter one block at a time but write several at once, so threads do this in parallel.
             started = time.perf_counter()
             for extent, part in _extents_in(content, image.extent_lengths, block.extents):
                 digests[extent] = xxhash.xxh3_64_intdigest(part)

@@ -47,7 +47,7 @@ class HostMemory:
 
 
 def max_bytes_at_once(store: Store, *, scratch_bytes: int, threads: int) -> int:
-    """Returns the length of the longest fetch of which, in this much scratch memory, every thread can have one."""
+    """Returns the length, in bytes, of the longest fetches of which every thread can have one in the scratch memory."""
     # Memory of the store's own counts: one such fetch per thread, one of which may be there twice while a client
     # library puts together the pieces in which it came, and a buffer that they are copied to in turn.
     return scratch_bytes // (threads + _NUM_COPIES if isinstance(store, SupportsReadBytes) else threads)
@@ -66,11 +66,11 @@ def run_fetches(
     on_failure: Callable[[], None] = lambda: None,
 ) -> None:
     """Carries out all fetches from these files of a folder; when one fails, those not begun are dropped and its error
-    is raised. `on_failure` is called at once then, to end what others wait for in their targets.
+    is raised. At once then, `on_failure` is called, to end waits inside the targets of other fetches.
 
     Fetches that go through scratch memory wait for one another if `scratch_bytes` do not suffice for one per thread.
-    More than that is taken only for a longer fetch, with the frame that it decompresses, which is there twice. If
-    the store reads into memory of its own, all fetches wait so.
+    More is taken only for a single fetch that does not fit, with two copies of the frame that it decompresses. If the
+    store reads into memory of its own, all fetches wait in this way.
     """
     through_scratch = [fetch for fetch in fetches if fetch.target is None and fetch.pieces is None]
     content_bytes = max((fetch.byte_length + ALIGNMENT for fetch in through_scratch), default=0)
@@ -89,7 +89,7 @@ def run_fetches(
         scratch_bytes -= budget_bytes + longest_bytes
     # Two for each thread: the one it gave back may still be copied to a device.
     num_buffers = max(1, min(2 * threads, scratch_bytes // max(1, bytes_per_fetch)))
-    contents, raws = memory.new_buffers(num_buffers, content_bytes), memory.new_buffers(num_buffers, raw_bytes)
+    content_pool, raw_pool = memory.new_buffers(num_buffers, content_bytes), memory.new_buffers(num_buffers, raw_bytes)
     digests = {number: _digests_of(files[number]) for number in {fetch.file for fetch in fetches} if verify}
     errors: list[BaseException] = []
     """In the order of time."""
@@ -104,19 +104,19 @@ def run_fetches(
         if fetch.target is not None:
             _read(fill, name, fetch, fetch.target(), digests.get(fetch.file))
             return
-        with contents.lend() as buffer:
+        with content_pool.lend() as buffer:
             # Bytes that are aligned in the file are aligned in memory.
             content = buffer[fetch.byte_offset % ALIGNMENT :][: fetch.byte_length]
             _read(fill, name, fetch, nullcontext(content), digests.get(fetch.file))
             for frame in fetch.frames:
                 encoded = content[frame.byte_offset - fetch.byte_offset :][: frame.byte_length]
-                with raws.lend() if frame.target is None else nullcontext(frame.target) as raw:
+                with raw_pool.lend() if frame.target is None else nullcontext(frame.target) as raw:
                     _decode(name, fetch, frame, encoded, raw[: frame.raw_bytes])
                     frame.place(raw[: frame.raw_bytes])
 
     def run(fetch: Fetch) -> None:
         with nullcontext() if store_budget is None else store_budget.taken(fetch.byte_length):
-            if errors:  # of another one, while this one waited
+            if errors:  # another fetch has failed while this one waited
                 return
             try:
                 carry_out(fetch)
@@ -124,7 +124,7 @@ def run_fetches(
                 errors.append(error)
                 on_failure()
                 if isinstance(error, Exception) and errors[0] is not error:
-                    raise errors[0] from errors[0].__cause__  # because of which this one may have failed
+                    raise errors[0] from errors[0].__cause__  # the first error may have caused this one
                 raise
 
     try:
@@ -148,6 +148,7 @@ _Fill = Callable[[memoryview, FillHook | None], None]
 def _read(
     fill: _Fill, name: str, fetch: Fetch, target: AbstractContextManager[memoryview], digests: _Digests | None
 ) -> None:
+    """Fills the target of a fetch, and compares its bytes with the checksums."""
     check = _Check(digests, name, fetch)
     with target as buffer:
         # Without digests, nothing is asked for on the way, and the store reads as much at once as it can.
@@ -166,7 +167,7 @@ def _read_pieces(
 ) -> None:
     check = _Check(digests, name, fetch)
     with pieces as buffers:
-        if sum(map(len, buffers)) != fetch.byte_length:  # else each piece behind would get its neighbour's bytes
+        if sum(map(len, buffers)) != fetch.byte_length:  # else each later piece would get its neighbour's bytes
             raise ValueError(f"{name}: {fetch.byte_length} bytes go into {sum(map(len, buffers))} bytes of memory")
         store.read_pieces(name, fetch.byte_offset, buffers, on_filled=check.add_all)
     check.raise_damage()
@@ -179,10 +180,10 @@ def _filling(store: Store, name: str, fetch: Fetch) -> _Fill:
     """
     if not isinstance(store, SupportsReadBytes):
         return lambda buffer, on_filled: store.read_into(name, fetch.byte_offset, buffer, on_filled=on_filled)
-    given = [store.read_bytes(name, fetch.byte_offset, fetch.byte_length)]
+    received = [store.read_bytes(name, fetch.byte_offset, fetch.byte_length)]
 
     def fill(buffer: memoryview, _on_filled: FillHook | None) -> None:
-        buffer[:] = given.pop()
+        buffer[:] = received.pop()
 
     return fill
 
@@ -200,9 +201,9 @@ def _decode(name: str, fetch: Fetch, frame: Frame, content: memoryview, into: me
 
 
 class _Check:
-    """Compares each extent of a fetch, which consists of whole ones, as soon as its bytes are there; none without
-    digests, or if the file has none. Damage in an extent that lies in a gap, and of which no tensor needs a byte, is
-    ignored.
+    """Compares each extent of a fetch, which consists of whole extents, with its checksum as soon as its bytes are
+    there. Without digests nothing is compared. Damage in an extent of which no tensor needs a byte is ignored: it lies
+    in a gap.
     """
 
     def __init__(self, digests: _Digests | None, name: str, fetch: Fetch) -> None:
@@ -210,9 +211,9 @@ class _Check:
         self._name = name
         self._fetch = fetch
         self.num_bytes = 0
-        """Bytes so far."""
+        """Number of bytes added so far."""
         self._start = self._end = 0
-        """The extent that the last byte is in, from the start of the fetch."""
+        """Bounds of the extent that the last byte is in, in bytes from the start of the fetch."""
         self._hash = xxhash.xxh3_64()
         self._damage: CheckpointCorruptError | None = None
 
@@ -226,7 +227,7 @@ class _Check:
         """Takes the bytes that follow."""
         position, end = self.num_bytes, self.num_bytes + len(content)
         self.num_bytes = end
-        if self._start < position and end < self._end:  # mostly, where there are many pieces
+        if self._start < position and end < self._end:  # the usual case if there are many pieces
             self._hash.update(content)
             return
         while position < end and self._digests:

@@ -95,7 +95,7 @@ def torch_dtype_of(stored: str) -> str:
 
 
 def stored_dtype_of(dtype: str) -> str | None:
-    """Returns the format's name of a dtype of torch; None if it has none."""
+    """Returns the format's name of a dtype of torch; None if the format does not have the dtype."""
     return _STORED_DTYPES.get(dtype) or _NEWER_DTYPES.get(dtype)
 
 
@@ -181,7 +181,7 @@ def _header_bytes(prefix: bytes | bytearray, name: str) -> int:
     if num_bytes > MAX_HEADER_BYTES:
         raise UnsafeCheckpointError(
             f"{name} says that its header has {num_bytes} bytes; at most {MAX_HEADER_BYTES} are accepted: it is "
-            "damaged or no safetensors file, and was not read",
+            "damaged or not a safetensors file, and was not read",
             kind="limits_exceeded",
             path=name,
         )
@@ -246,7 +246,7 @@ def _refuse_repeated(text: bytes, raw: Mapping[str, object]) -> None:
 
     json.loads(text, object_pairs_hook=count)
     if lengths[-1] != len(raw):
-        raise _bad_header(f"{lengths[-1] - len(raw)} of its names stand there twice")
+        raise _bad_header(f"{lengths[-1] - len(raw)} of its names are repeated")
 
 
 def _checked(wires: Mapping[str, _WireEntry], metadata: dict[str, str], *, data_offset: int) -> SafetensorsHeader:

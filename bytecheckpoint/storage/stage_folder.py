@@ -176,7 +176,7 @@ def take_over(root: str, name: str, *, writer_threads: int) -> StagedFolder | No
         lock = ProcessLock(os.path.join(path, _LOCK_NAME))
     except (BlockingIOError, FileNotFoundError, NotADirectoryError):
         return None
-    if not os.path.isdir(path):  # removed between the two
+    if not os.path.isdir(path):  # removed before it was locked
         lock.release()
         return None
     return StagedFolder(path, lock, writer_threads=writer_threads)
@@ -214,6 +214,7 @@ def scan(root: str) -> Iterator[FoundStage]:
 
 
 def _read_stage(path: str, name: str, *, is_alive: bool) -> FoundStage | None:
+    """Returns None for a folder that cannot be read, or is being removed."""
     store = store_of(*os.path.split(path))
     try:
         journal = read_journal(store)

@@ -62,11 +62,11 @@ class Store(Protocol):
 
     def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
         """Creates an object out of blocks that follow one another from byte 0, durably: when this returns, it
-        survives a power cut. No reader ever sees a part of it, and when a block's `content` raises, entered or left,
-        nothing appears.
+        survives a power cut. No reader ever sees a part of it, and when a block's `content` raises, on entry or on
+        exit, nothing appears.
 
         Raises CheckpointExistsError (exists) if the name is taken, unless `replace`, which switches atomically. A
-        store may raise it even so if another writer has replaced the object while this one tried to.
+        store may raise it with `replace` too, if another writer has replaced the object meanwhile.
         """
 
     def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: FillHook | None = None) -> None:
@@ -245,7 +245,7 @@ def list_many(store: Store, folders: Sequence[str]) -> Sequence[Mapping[str, int
 
 
 def listed_lengths(names: Sequence[str], list_folder: Callable[[str], Mapping[str, int | None]]) -> list[int | None]:
-    """Returns the lengths of objects by listing the folders that they are in."""
+    """Returns the lengths of objects, None for missing ones, by listing the folders that they are in."""
     listings = {parent: list_folder(parent) for parent in {name.rpartition("/")[0] for name in names}}
     return [listings[parent].get(last) for parent, _, last in (name.rpartition("/") for name in names)]
 

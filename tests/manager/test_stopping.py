@@ -154,14 +154,14 @@ def test_a_rank_that_has_closed_is_not_waited_for(workers: WorkerPool) -> None:
 def test_a_watcher_goes_on_when_the_store_answers_again_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    look, failures = GroupStop._look, [RuntimeError("connection reset")] * 2
+    look, failures = GroupStop._advance, [RuntimeError("connection reset")] * 2
 
     def look_in_vain(stop: GroupStop) -> bool:
         if failures:
             raise failures.pop()
         return look(stop)
 
-    monkeypatch.setattr(GroupStop, "_look", look_in_vain)
+    monkeypatch.setattr(GroupStop, "_advance", look_in_vain)
     monkeypatch.setattr(stopping, "_POLL_S", 0.01)
     requests = requests_of()
     requests.request("now", deadline_s=None)

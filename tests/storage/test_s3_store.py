@@ -600,11 +600,13 @@ def test_where_nothing_is_compared_a_write_without_an_answer_may_replace_what_ca
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("refusal", [Refuse(403, "AccessDenied"), Refuse(507, "XMinioStorageFull")])
-def test_a_write_that_is_refused_after_one_without_an_answer_may_be_carried_out_yet(s3_faults, store, replace, refusal):
+def test_a_write_that_is_refused_after_one_without_an_answer_may_still_be_carried_out(
+    s3_faults, store, replace, refusal
+):
     """So nobody may take for certain that it will not be."""
     unanswered = FirstFew("PUT .*/m", Refuse(500, "InternalError"))
     s3_faults.choose = lambda line, environ: unanswered(line, environ) or always("PUT .*/m", refusal)(line, environ)
-    with pytest.raises(StorageError, match=rf"{refusal.code}.*2 attempts.*may be carried out yet") as caught:
+    with pytest.raises(StorageError, match=rf"{refusal.code}.*2 attempts.*may still be carried out") as caught:
         put(store, "m", b"mine", replace=replace)
     assert caught.value.kind == "unavailable"
 

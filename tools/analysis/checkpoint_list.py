@@ -99,17 +99,19 @@ def list_checkpoints(store: Store) -> CheckpointList:
 
 def _list(store: Store) -> CheckpointList:
     entries = store.list("")
-    root = _ListedFolder("", _look_into(store, "", entries), entries)
-    looks = _look_at_all(store, _folders(entries))
-    runs, skipped = _runs_to_list([look for look in looks if not look.checkpoint])
-    inside = [join_name(run.folder, name) for run in runs for name in _folders(run.entries or {})]
-    of_runs = [look.checkpoint for look in _look_at_all(store, inside)]
-    holders = [root] if root.checkpoint is None else []
-    files = [(look.folder, *file) for look in (*holders, *runs) for file in _files(look.entries or {})]
-    of_files = map_jobs(lambda file: _look_at_file(store, *file), files, num_threads=_LOOKS_IN_FLIGHT)
-    of_root = [root.checkpoint, *(look.checkpoint for look in looks)]
-    in_runs = [replace(item, run=item.folder.rpartition("/")[0]) for item in (*of_runs, *of_files) if item]
-    found = [*filter(None, of_root), *in_runs]
+    root = _ListedFolder("", _checkpoint_in(store, "", entries), entries)
+    listed_folders = _list_folders(store, _folders(entries))
+    runs, skipped = _runs_to_list([listed for listed in listed_folders if not listed.checkpoint])
+    run_folders = [join_name(run.folder, name) for run in runs for name in _folders(run.entries or {})]
+    run_checkpoints = [listed.checkpoint for listed in _list_folders(store, run_folders)]
+    sole_root = [root] if root.checkpoint is None else []
+    files = [(listed.folder, *file) for listed in (*sole_root, *runs) for file in _files(listed.entries or {})]
+    file_checkpoints = map_jobs(lambda file: _checkpoint_in_file(store, *file), files, num_threads=_LOOKS_IN_FLIGHT)
+    root_checkpoints = [root.checkpoint, *(listed.checkpoint for listed in listed_folders)]
+    in_runs = [
+        replace(item, run=item.folder.rpartition("/")[0]) for item in (*run_checkpoints, *file_checkpoints) if item
+    ]
+    found = [*filter(None, root_checkpoints), *in_runs]
     found.sort(key=lambda item: (item.run, item.folder != "", item.step is None, item.step or 0, item.folder))
     return CheckpointList(found, skipped)
 
@@ -123,37 +125,38 @@ def _files(entries: Mapping[str, int | None]) -> list[tuple[str, int]]:
     return [(name, size) for name, size in entries.items() if size is not None and name.endswith(_FILE_SUFFIXES)]
 
 
-def _runs_to_list(looks: Sequence[_ListedFolder]) -> tuple[list[_ListedFolder], list[str]]:
+def _runs_to_list(listed_folders: Sequence[_ListedFolder]) -> tuple[list[_ListedFolder], list[str]]:
     """Returns the folders to list one level further, and the names of the others."""
     runs: list[_ListedFolder] = []
     skipped: list[str] = []
     num_folders = 0
-    for look in looks:
-        count = len(_folders(look.entries or {}))
-        if look.entries is None or num_folders + count > MAX_RUN_FOLDERS:
-            skipped.append(look.folder)
+    for listed in listed_folders:
+        count = len(_folders(listed.entries or {}))
+        if listed.entries is None or num_folders + count > MAX_RUN_FOLDERS:
+            skipped.append(listed.folder)
         else:
-            runs.append(look)
+            runs.append(listed)
             num_folders += count
     return runs, skipped
 
 
-def _look_at_all(store: Store, folders: Sequence[str]) -> list[_ListedFolder]:
-    listed = zip(folders, list_many(store, folders), strict=True)
-    return map_looks(lambda look: _look(store, *look), listed, num_threads=_LOOKS_IN_FLIGHT)
+def _list_folders(store: Store, folders: Sequence[str]) -> list[_ListedFolder]:
+    folder_entries = zip(folders, list_many(store, folders), strict=True)
+    return map_looks(lambda item: _list_folder(store, *item), folder_entries, num_threads=_LOOKS_IN_FLIGHT)
 
 
-def _look(store: Store, folder: str, entries: Mapping[str, int | None] | None) -> _ListedFolder:
+def _list_folder(store: Store, folder: str, entries: Mapping[str, int | None] | None) -> _ListedFolder:
     try:
         entries = store.list(folder) if entries is None else entries
-        return _ListedFolder(folder, _look_into(store, folder, entries), entries)
+        return _ListedFolder(folder, _checkpoint_in(store, folder, entries), entries)
     except StorageError as error:
         if error.kind != "permission":
             raise
         return _ListedFolder(folder, None, None)
 
 
-def _look_into(store: Store, folder: str, entries: Mapping[str, int | None]) -> ListedCheckpoint | None:
+def _checkpoint_in(store: Store, folder: str, entries: Mapping[str, int | None]) -> ListedCheckpoint | None:
+    """Returns the checkpoint in a folder, also one that did not finish; None for any other folder."""
     step, is_own = layout.parse_step(folder.rpartition("/")[2]), layout.has_manifest(entries)
     foreign = None if is_own else find_folder(store, folder, entries)
     if is_own or foreign:
@@ -165,7 +168,7 @@ def _look_into(store: Store, folder: str, entries: Mapping[str, int | None]) -> 
     return ListedCheckpoint(folder=folder, path=path, step=step, committed=False, num_bytes=num_bytes)
 
 
-def _look_at_file(store: Store, folder: str, name: str, num_bytes: int) -> ListedCheckpoint | None:
+def _checkpoint_in_file(store: Store, folder: str, name: str, num_bytes: int) -> ListedCheckpoint | None:
     """Reads a file that is a checkpoint of another format; None for any other file."""
     try:
         place = find_file(store, folder, name, num_bytes)

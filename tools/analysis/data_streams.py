@@ -63,12 +63,12 @@ class DataRecord(NamedTuple):
 
 
 class DataDifference(NamedTuple):
-    """The way of a data loader from one checkpoint to another."""
+    """The progress of a data loader from one checkpoint to another."""
 
     fqn: str
     samples: tuple[int | None, int | None]
     num_samples_between: int | None
-    """Samples that the second has taken more than the first, over the streams of both; None if not counted."""
+    """Samples counted in the second minus those in the first, over the streams of both; None if not counted."""
     num_streams: int
     """Streams of both."""
     num_only_in_a: int
@@ -80,8 +80,8 @@ def data_records(manifest: Manifest) -> list[DataRecord]:
     from bytecheckpoint.adapters.data.stream_wire import StreamTable, decode_stored, has_mark, is_whole  # noqa: PLC0415
 
     trees = {fqn: decode_stored(data) for fqn, data in manifest.objects.items() if has_mark(data)}
-    whole = {fqn: tree for fqn, tree in trees.items() if is_whole(tree) and isinstance(tree["streams"], StreamTable)}
-    return [_record(fqn, whole[fqn]) for fqn in in_natural_order(whole)]
+    complete = {fqn: tree for fqn, tree in trees.items() if is_whole(tree) and isinstance(tree["streams"], StreamTable)}
+    return [_record(fqn, complete[fqn]) for fqn in in_natural_order(complete)]
 
 
 def _record(fqn: str, tree: Mapping[str, Any]) -> DataRecord:
@@ -149,11 +149,15 @@ def data_differences(a: Manifest, b: Manifest) -> list[DataDifference]:
 
 
 def _difference(a: DataRecord, b: DataRecord) -> DataDifference:
-    of_a, of_b = ({row.id: row.samples for row in record.streams} for record in (a, b))
-    common = of_a.keys() & of_b.keys()
-    has_streams = bool(of_a or of_b)
-    sums = [_sum([found[each] for each in common]) for found in (of_a, of_b)] if has_streams else [a.samples, b.samples]
+    samples_a, samples_b = ({row.id: row.samples for row in record.streams} for record in (a, b))
+    common = samples_a.keys() & samples_b.keys()
+    has_streams = bool(samples_a or samples_b)
+    sums = (
+        [_sum([found[each] for each in common]) for found in (samples_a, samples_b)]
+        if has_streams
+        else [a.samples, b.samples]
+    )
     is_counted = bool(common) or not has_streams
     between = sums[1] - sums[0] if is_counted and sums[0] is not None and sums[1] is not None else None
-    num_only = [len(found.keys() - common) for found in (of_a, of_b)]
+    num_only = [len(found.keys() - common) for found in (samples_a, samples_b)]
     return DataDifference(a.fqn, (a.samples, b.samples), between, len(common), *num_only)

@@ -33,7 +33,7 @@ class ChunkColumns:
         self._coordinates = columns.coordinates
         self._coordinate_starts = np.cumsum([0, *(2 * columns.num_dims * columns.num_chunks).tolist()]).tolist()
 
-    def of(self, fqn: str) -> range:
+    def chunk_numbers(self, fqn: str) -> range:
         """Returns the numbers of the chunks of a tensor."""
         index = self._indices[fqn]
         return range(self._starts[index], self._starts[index + 1])
@@ -46,13 +46,15 @@ class ChunkColumns:
     def regions(self, fqn: str, numbers: Sequence[int]) -> list[Region]:
         """Returns the regions of some chunks of a tensor, by their numbers within it."""
         num_dims = len(self.manifest.describe(fqn)[1])
-        rows = self.coordinates(fqn).reshape(len(self.of(fqn)), 2, num_dims)
+        rows = self.coordinates(fqn).reshape(len(self.chunk_numbers(fqn)), 2, num_dims)
         return [Region(tuple(offsets), tuple(lengths)) for offsets, lengths in rows[list(numbers)].tolist()]
 
 
 def are_cut_alike(a: ChunkColumns, fqn_a: str, b: ChunkColumns, fqn_b: str) -> bool:
     """Returns True if two tensors of one shape have chunks of the same regions."""
-    return len(a.of(fqn_a)) == len(b.of(fqn_b)) and np.array_equal(a.coordinates(fqn_a), b.coordinates(fqn_b))
+    return len(a.chunk_numbers(fqn_a)) == len(b.chunk_numbers(fqn_b)) and np.array_equal(
+        a.coordinates(fqn_a), b.coordinates(fqn_b)
+    )
 
 
 def known_equal(a: ChunkColumns, b: ChunkColumns, chunks_a: np.ndarray, chunks_b: np.ndarray) -> np.ndarray:
@@ -77,7 +79,7 @@ def known_equal(a: ChunkColumns, b: ChunkColumns, chunks_a: np.ndarray, chunks_b
 def _equal_in(
     files: tuple[DataFile, DataFile], starts: tuple[np.ndarray, np.ndarray], byte_lengths: np.ndarray
 ) -> np.ndarray:
-    """Compares chunks that lie in one file on each side."""
+    """Returns True for each equal pair of chunks, all of which lie in one file on each side."""
     equal = np.zeros(len(byte_lengths), bool)
     if not (files[0].extent_lengths and files[1].extent_lengths):
         return equal
@@ -92,10 +94,10 @@ def _equal_in(
     for shift in np.unique(shifts).tolist():
         chosen = candidates[shifts == shift]
         low, high = int(first_a[chosen].min()), int(stop_a[chosen].max())
-        here, there = slice(low, high), slice(low + shift, high + shift)
-        differs = (lengths_a[here] != lengths_b[there]) | (digests_a[here] != digests_b[there])
-        so_far = np.concatenate([[0], np.cumsum(differs)])
-        equal[chosen] = so_far[stop_a[chosen] - low] == so_far[first_a[chosen] - low]
+        range_a, range_b = slice(low, high), slice(low + shift, high + shift)
+        differs = (lengths_a[range_a] != lengths_b[range_b]) | (digests_a[range_a] != digests_b[range_b])
+        num_differing = np.concatenate([[0], np.cumsum(differs)])
+        equal[chosen] = num_differing[stop_a[chosen] - low] == num_differing[first_a[chosen] - low]
     return equal
 
 

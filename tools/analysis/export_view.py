@@ -54,6 +54,6 @@ def export_of(opened: Opened, names: NameOptions, *, exclude: Sequence[str], bes
 def _with_separate_experts(manifest: Manifest, experts: str) -> Manifest:
     if experts not in EXPERT_NAMES:
         return manifest
-    whole = [same_tensor(fqn, *manifest.describe(fqn), stored_fqn=fqn) for fqn in manifest.tensors]
-    separate = with_separate_experts(whole, EXPERT_NAMES[experts])
-    return manifest if len(separate) == len(whole) else replace(manifest, tensors=relink(manifest, separate).records)
+    records = [same_tensor(fqn, *manifest.describe(fqn), stored_fqn=fqn) for fqn in manifest.tensors]
+    separate = with_separate_experts(records, EXPERT_NAMES[experts])
+    return manifest if len(separate) == len(records) else replace(manifest, tensors=relink(manifest, separate).records)

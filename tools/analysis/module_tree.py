@@ -68,9 +68,9 @@ def _collapse(siblings: list[_SignedNode]) -> list[_SignedNode]:
     """Merges siblings that are numbered and equal."""
     groups: dict[Any, list[_SignedNode]] = {}
     for signed in siblings:
-        number, _, rest = signed.node.name.partition(".")
+        number, _, suffix = signed.node.name.partition(".")
         is_numbered = number.isascii() and number.isdecimal() and str(int(number[:18])) == number
-        groups.setdefault((signed.signature, rest) if is_numbered else signed.node.name, []).append(signed)
+        groups.setdefault((signed.signature, suffix) if is_numbered else signed.node.name, []).append(signed)
     return [_merge(group) for group in groups.values()]
 
 
@@ -79,9 +79,9 @@ def _merge(group: list[_SignedNode]) -> _SignedNode:
         return group[0]
     first = group[0].node
     numbers = sorted(int(signed.node.name.partition(".")[0]) for signed in group)
-    rest = first.name.partition(".")[1:]
+    suffix = first.name.partition(".")[1:]
     merged = _multiply(first, len(group))
-    merged.name = ranges_text(numbers) + "".join(rest)
+    merged.name = ranges_text(numbers) + "".join(suffix)
     return _SignedNode(merged, group[0].signature)
 
 

@@ -45,7 +45,7 @@ class Recommendation(NamedTuple):
 
 
 def measure_compression(threads: int) -> CompressionSpeed:
-    """Compresses with no more threads than there are processors."""
+    """Measures compression by this number of threads, but no more than there are processors."""
     threads = max(1, min(threads, os.cpu_count() or 1))
     numbers = np.random.default_rng(0).normal(0, 0.02, FRAME_BYTES // 2).astype(np.float32)
     frame = memoryview((numbers.view(np.uint32) >> 16).astype(np.uint16).tobytes())
@@ -56,10 +56,10 @@ def measure_compression(threads: int) -> CompressionSpeed:
 
     compress(0)  # the first one makes memory and tables
     started = time.perf_counter()
-    num_compressed = sum(map_jobs(compress, range(threads), num_threads=threads))
+    compressed_bytes = sum(map_jobs(compress, range(threads), num_threads=threads))
     seconds = time.perf_counter() - started
-    num_raw = threads * _SAMPLE_FRAMES * frame.nbytes
-    return CompressionSpeed(num_raw / max(seconds, 1e-9), num_compressed / num_raw, threads)
+    raw_bytes = threads * _SAMPLE_FRAMES * frame.nbytes
+    return CompressionSpeed(raw_bytes / max(seconds, 1e-9), compressed_bytes / raw_bytes, threads)
 
 
 def recommend(

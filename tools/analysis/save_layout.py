@@ -76,8 +76,8 @@ def writers_of(manifest: Manifest) -> WriterBytes | None:
     return WriterBytes(len(of_ranks), min(of_ranks), median(of_ranks), max(of_ranks))
 
 
-def compressed(manifest: Manifest) -> CompressedBytes | None:
-    """Returns None if no chunk is compressed."""
+def compression_of(manifest: Manifest) -> CompressedBytes | None:
+    """Returns the bytes that compression has saved; None if no chunk is compressed."""
     columns = manifest.table.columns
     packed = [index for index, name in enumerate(columns.codec_names) if name != "none"]
     if not packed:  # numpy compares with an empty list at the cost of another import

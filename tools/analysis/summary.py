@@ -200,7 +200,7 @@ class NaturalOrder:
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        parts = sorted({part for name in names for part in name.split(".")}, key=_in_numbers)
+        parts = sorted({part for name in names for part in name.split(".")}, key=_natural_key)
         self._is_text = len(parts) <= sys.maxunicode
         places = range(len(parts))
         self._places = dict(zip(parts, map(chr, places) if self._is_text else places, strict=True))
@@ -219,21 +219,21 @@ def in_natural_order(names: Collection[str]) -> list[str]:
 def first_in_natural_order(names: Collection[str], count: int) -> list[str]:
     """Returns the first of `in_natural_order`. Parts of names are sorted only where the first names have them."""
     found: list[str] = []
-    left = [(names, 0)]
-    while left and len(found) < count:
-        some, start = left.pop()
-        if len(some) == 1:
-            found += some
+    pending = [(names, 0)]
+    while pending and len(found) < count:
+        group_names, start = pending.pop()
+        if len(group_names) == 1:
+            found += group_names
             continue
         groups: dict[str, list[str]] = {}
-        for name in some:
+        for name in group_names:
             if len(name) < start:  # the others begin with it and a dot
                 found.append(name)
             else:
                 end = name.find(".", start)
                 groups.setdefault(name[start : len(name) if end < 0 else end], []).append(name)
-        parts = sorted(groups, key=_in_numbers, reverse=True)
-        left += [(groups[part], start + len(part) + 1) for part in parts]
+        parts = sorted(groups, key=_natural_key, reverse=True)
+        pending += [(groups[part], start + len(part) + 1) for part in parts]
     return found[:count]
 
 
@@ -247,7 +247,7 @@ def _sum_by(group_of: np.ndarray, num_groups: int, column: np.ndarray) -> list[i
     return found
 
 
-def _in_numbers(text: str) -> list[str | tuple[int, str]]:
+def _natural_key(text: str) -> list[str | tuple[int, str]]:
     parts: list[Any] = _DIGITS.split(text)
     parts[1::2] = [(int(digits[:18]), digits) for digits in parts[1::2]]
     return parts

@@ -55,7 +55,7 @@ class _ComparedRegion(NamedTuple):
 
 
 class TensorDiff:
-    """Comparison of two opened checkpoints. Making it reads nothing; `num_bytes` are to be read of both."""
+    """Comparison of two opened checkpoints. Making it reads nothing; `num_bytes` is the number of bytes to read."""
 
     def __init__(self, a: Opened, b: Opened, pairs: Iterable[TensorPair], *, tolerance: Tolerance | None) -> None:
         self._sources = [
@@ -119,12 +119,12 @@ class TensorDiff:
             (alike if is_alike else others).append(pair)
         numbers_a, numbers_b = (
             np.concatenate([np.arange(chunks.start, chunks.stop) for chunks in of_side] or [np.zeros(0, np.int64)])
-            for of_side in ([a.of(pair.a) for pair in alike], [b.of(pair.b) for pair in alike])
+            for of_side in ([a.chunk_numbers(pair.a) for pair in alike], [b.chunk_numbers(pair.b) for pair in alike])
         )
         equal = known_equal(a, b, numbers_a, numbers_b)
         start = 0
         for pair in alike:
-            count = len(a.of(pair.a))
+            count = len(a.chunk_numbers(pair.a))
             unequal = np.flatnonzero(~equal[start : start + count]).tolist()
             regions = a.regions(pair.a, unequal) if unequal else []
             self._add(pair, regions)

@@ -26,7 +26,7 @@ from .element_values import decode_values, has_values
 _PART_BYTES = 2 << 20
 """Bytes that are decoded at once. They are converted to float64, so a thread takes several times this."""
 _FETCH_BYTES = 8 << 20
-_NUM_FIELDS = 64
+_NUM_BINS = 64
 
 
 class TensorStats:
@@ -83,17 +83,17 @@ class TensorStats:
 
 
 class Histogram:
-    """Counts of the finite values between the least and the largest, in fields of equal width."""
+    """Counts of the finite values between the least and the largest, in bins of equal width."""
 
     def __init__(self, stats: TensorStats) -> None:
         self.stats = stats
         self.low, self.high = float(stats.min or 0.0), float(stats.max or 0.0)
-        self.counts = np.zeros(_NUM_FIELDS, np.int64)
+        self.counts = np.zeros(_NUM_BINS, np.int64)
 
     def add(self, values: np.ndarray) -> None:
         """Adds values."""
         wide = values.astype(np.float64)
-        self.counts += np.histogram(wide[np.isfinite(wide)], _NUM_FIELDS, (self.low, self.high))[0]
+        self.counts += np.histogram(wide[np.isfinite(wide)], _NUM_BINS, (self.low, self.high))[0]
 
 
 def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[int], None]) -> dict[str, TensorStats]:
@@ -109,8 +109,8 @@ def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[
 def histograms_of(
     opened: Opened, stats: Mapping[str, TensorStats], *, on_progress: Callable[[int], None]
 ) -> dict[str, Histogram]:
-    """Reads these tensors once more, and returns how their values spread; without those that have no finite real value,
-    or too large a span. Raises like `tensor_stats`.
+    """Reads these tensors once more, and returns histograms of their values; without tensors that have no finite real
+    value, or too large a span. Raises like `tensor_stats`.
     """
     found = {fqn: Histogram(of_fqn) for fqn, of_fqn in stats.items() if of_fqn.min is not None}
     found = {fqn: histogram for fqn, histogram in found.items() if math.isfinite(histogram.high - histogram.low)}
@@ -119,11 +119,11 @@ def histograms_of(
 
 
 def _read_values(
-    opened: Opened, found: Mapping[str, TensorStats | Histogram], on_progress: Callable[[int], None]
+    opened: Opened, accumulators: Mapping[str, TensorStats | Histogram], on_progress: Callable[[int], None]
 ) -> None:
     """Adds all values of each of these tensors."""
     manifest, options = opened.manifest, LoadOptions()
-    wanted = list(found)
+    wanted = list(accumulators)
     # Before anything is planned: a manifest may claim a tensor of any size.
     with detect_replacement(opened.store, opened.folder, manifest):
         files = {file for fqn in wanted for file in manifest.tensors[fqn].files}
@@ -139,7 +139,7 @@ def _read_values(
             for start in range(0, part.byte_length, _PART_BYTES):
                 values = decode_values(manifest.describe(fqn)[0], stored[start : start + _PART_BYTES])
                 with lock:
-                    found[fqn].add(values)
+                    accumulators[fqn].add(values)
         with lock:
             on_progress(sum(part.byte_length for part in parts))
 

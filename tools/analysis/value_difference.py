@@ -78,8 +78,8 @@ def can_compare(dtype_a: str, dtype_b: str) -> bool:
 
 
 def find_difference(a: TensorElements, b: TensorElements, tolerance: Tolerance | None) -> ValueDifference:
-    """Compares elements of two dtypes for which `can_compare` holds. Without a tolerance every bit of one dtype counts,
-    and the values of two.
+    """Compares elements of two dtypes for which `can_compare` holds. Without a tolerance, elements of one dtype are
+    compared bit by bit, elements of two dtypes by value.
     """
     difference = ValueDifference()
     if a.dtype == b.dtype and same_bytes(a.content, b.content):
@@ -99,9 +99,9 @@ def same_bytes(a: memoryview, b: memoryview) -> bool:
     """Returns True if two runs of bytes are equal, at the speed of memory."""
     if len(a) != len(b):
         return False
-    whole = len(a) // 8 * 8
-    words = np.frombuffer(a[:whole], np.uint64), np.frombuffer(b[:whole], np.uint64)
-    return np.array_equal(*words) and bytes(a[whole:]) == bytes(b[whole:])
+    whole_bytes = len(a) // 8 * 8
+    words = np.frombuffer(a[:whole_bytes], np.uint64), np.frombuffer(b[:whole_bytes], np.uint64)
+    return np.array_equal(*words) and bytes(a[whole_bytes:]) == bytes(b[whole_bytes:])
 
 
 def _compare(a: TensorElements, b: TensorElements, tolerance: Tolerance | None, start: int) -> ValueDifference:
@@ -115,7 +115,7 @@ def _compare(a: TensorElements, b: TensorElements, tolerance: Tolerance | None, 
         else:
             atol, rtol = tolerance or Tolerance(0.0, 0.0)
             same = (values_a == values_b) | (np.isnan(values_a) & np.isnan(values_b))
-            # Equal integers beyond 2**53 are told from others before they are made floating point.
+            # Equal integers beyond 2**53 are distinguished from others before they are made floating point.
             differs = np.where(is_finite, ~same & (gaps > atol + rtol * scales), ~same)
         relative = gaps[is_finite & (scales > 0)] / scales[is_finite & (scales > 0)]
     return ValueDifference(
@@ -164,7 +164,7 @@ def _bits_differ(a: TensorElements, b: TensorElements) -> np.ndarray:
 
 
 def _compare_bits(a: TensorElements, b: TensorElements, start: int) -> ValueDifference:
-    """Compares the bits of elements that are no single numbers, as those of packed dtypes are."""
+    """Compares the bits of elements that are not single numbers, such as those of packed dtypes."""
     differs = _bits_differ(a, b)
     bits_a, bits_b = (np.frombuffer(side.content, _BITS[itemsize(a.dtype)]) for side in (a, b))
     first = _first(differs, bits_a, bits_b, start)
@@ -175,5 +175,5 @@ def _compare_bits(a: TensorElements, b: TensorElements, start: int) -> ValueDiff
 def _first(differs: np.ndarray, a: np.ndarray, b: np.ndarray, start: int) -> FirstDifference | None:
     if not differs.any():
         return None
-    at = int(np.argmax(differs))
-    return FirstDifference(start + at, str(a[at].item()), str(b[at].item()))
+    index = int(np.argmax(differs))
+    return FirstDifference(start + index, str(a[index].item()), str(b[index].item()))

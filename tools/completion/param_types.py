@@ -57,7 +57,7 @@ def path_in(ctx: click.Context) -> str | None:
 
 
 def _manifest_of(ctx: click.Context) -> Manifest | None:
-    # A shell waits for each completion: only one of a name imports what reads checkpoints.
+    # A shell waits for each completion: only the completion of a name imports what reads checkpoints.
     from bytecheckpoint.formats.find_checkpoint import Opening, find_checkpoint, manifest_of  # noqa: PLC0415
 
     path, step = path_in(ctx), ctx.params.get("step")

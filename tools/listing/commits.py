@@ -56,7 +56,7 @@ class CommitWatch:
         Raises the errors of the store; checkpoints that were not yielded by then come with a later look.
         """
         ends = {folder: self._end_of_manifest(folder) for folder in self._new_folders()}
-        for folder in self._compared():
+        for folder in self._folders_to_compare():
             end, before = self._end_of_manifest(folder), self._seen[folder]
             if end == _GONE:  # a checkpoint that is committed there later is a new one
                 del self._seen[folder]
@@ -69,7 +69,7 @@ class CommitWatch:
             self._seen[item.folder] = ends[item.folder]
             yield NewCheckpoint(item, is_replacement)
 
-    def _compared(self) -> list[str]:
+    def _folders_to_compare(self) -> list[str]:
         """Returns the newest folders, and some of the others: after enough looks each had its turn."""
         folders = list(self._seen)
         old = folders[:-_LOOKED_AT]

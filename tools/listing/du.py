@@ -77,9 +77,9 @@ def du(*, path: str, limit: int, access: AccessOptions, as_json: bool) -> int:
     with suppress(CheckpointNotFoundError):  # a file may be a checkpoint too
         spaces = spaces_of(store, list_checkpoints(store).checkpoints)
     if not spaces:
-        alone = find_checkpoint(path, "latest", Opening(access.storage_options))  # or raises with what is there instead
-        item = read_checkpoint(alone, None)
-        spaces = [space_of(alone, item)] if item else []
+        found = find_checkpoint(path, "latest", Opening(access.storage_options))  # or raises with what is there instead
+        item = read_checkpoint(found, None)
+        spaces = [space_of(found, item)] if item else []
     spaces.sort(key=lambda space: -space.stored_num_bytes)
     entries = sum_entries(spaces)
     if as_json:
@@ -103,12 +103,12 @@ def _print(
     of_links = f"; {size_text(shared)} more are read through links" if shared else ""
     screen.line(f"{path}: {size_text(stored)} in {count_text(len(spaces), 'checkpoint')}{of_links}", style="bold")
     screen.section(_CHECKPOINTS, spaces, limit=limit, rest=": --limit 0 shows all")
-    whole = sum(entry.num_bytes for entry in entries)
+    total_bytes = sum(entry.num_bytes for entry in entries)
     rows = [
         [
             entry.name,
             size_text(entry.num_bytes),
-            f"{entry.num_bytes / whole:.1%}" if whole else "-",
+            f"{entry.num_bytes / total_bytes:.1%}" if total_bytes else "-",
             _size_or_dash(entry.tied_num_bytes),
         ]
         for entry in entries

@@ -67,8 +67,8 @@ def ls(
     with suppress(CheckpointNotFoundError):  # a file may be a checkpoint too
         listing = list_checkpoints(store)
     if not listing.checkpoints:
-        alone = find_checkpoint(root, "latest", Opening(access.storage_options))  # or raises with what is there instead
-        listing = CheckpointList([read_checkpoint(alone, None) or _gone(alone)], listing.not_listed)
+        sole = find_checkpoint(root, "latest", Opening(access.storage_options))  # or raises with what is there instead
+        listing = CheckpointList([read_checkpoint(sole, None) or _raise_gone(sole)], listing.not_listed)
     if sort:
         runs = _runs(listing.checkpoints)
         in_order = sort_rows(listing.checkpoints, sort, is_reversed=reverse)
@@ -78,7 +78,7 @@ def ls(
         print_json(
             {
                 "root": str(store),
-                "warning": _mixed(found),
+                "warning": _mixed_root_warning(found),
                 "checkpoints": [{**without(item, "folder", "refused"), "run": item.run or None} for item in found],
                 "not_listed": [join_name(str(store), folder) for folder in listing.not_listed],
             }
@@ -89,7 +89,7 @@ def ls(
     return exit_codes.CORRUPT if is_damaged else exit_codes.FINE
 
 
-def _mixed(found: Sequence[ListedCheckpoint]) -> str | None:
+def _mixed_root_warning(found: Sequence[ListedCheckpoint]) -> str | None:
     """Returns the warning for a root, or a run, that is a checkpoint and has steps below it."""
     own = [item for item in found if item.committed and item.format == OWN_FORMAT]
     steps_below: dict[str, list[int | None]] = {}
@@ -107,7 +107,7 @@ def _mixed(found: Sequence[ListedCheckpoint]) -> str | None:
     return None
 
 
-def _gone(found: FoundCheckpoint) -> ListedCheckpoint:
+def _raise_gone(found: FoundCheckpoint) -> ListedCheckpoint:
     raise CheckpointNotFoundError(
         f"{found.path} was there and is gone, or a file of it is", kind="not_found", path=found.path
     )
@@ -128,7 +128,7 @@ def _print(root: str, listing: CheckpointList, columns: Sequence[str], *, limit:
     for item in found:
         if item.problem:
             screen.paragraph(item.problem, style="yellow" if item.is_refused else "red")
-    warning = _mixed(found)
+    warning = _mixed_root_warning(found)
     if warning:
         screen.paragraph(warning, style="yellow")
     if listing.not_listed:
@@ -142,6 +142,6 @@ def _runs(found: Sequence[ListedCheckpoint]) -> list[str]:
 
 def _totals(found: Sequence[ListedCheckpoint]) -> str:
     committed = [item for item in found if item.committed]
-    rest = f" and {len(found) - len(committed)} not committed" if len(committed) < len(found) else ""
+    uncommitted = f" and {len(found) - len(committed)} not committed" if len(committed) < len(found) else ""
     total = size_text(sum(item.num_bytes for item in found))
-    return f"{count_text(len(committed), 'checkpoint')}{rest}, {total}"
+    return f"{count_text(len(committed), 'checkpoint')}{uncommitted}, {total}"

@@ -105,8 +105,8 @@ def sort_rows(found: Sequence[ListedCheckpoint], name: str, *, is_reversed: bool
     """
     key = _column(found, name).key
     keyed = [(key(item), item) for item in found]
-    have = sorted((pair for pair in keyed if pair[0] is not None), key=lambda pair: pair[0], reverse=is_reversed)
-    return [item for _, item in have] + [item for value, item in keyed if value is None]
+    with_value = sorted((pair for pair in keyed if pair[0] is not None), key=lambda pair: pair[0], reverse=is_reversed)
+    return [item for _, item in with_value] + [item for value, item in keyed if value is None]
 
 
 def _column(found: Sequence[ListedCheckpoint], name: str) -> ListColumn:
@@ -153,5 +153,5 @@ class ListTable(NamedTuple):
 
 def _important_first(columns: Sequence[ListColumn]) -> Iterator[ListColumn]:
     """Yields columns that were asked for: the last of them leaves a narrow window first, and the first one stays."""
-    for number, asked in enumerate(columns):
-        yield asked._replace(column=asked.column._replace(drop=len(columns) - number if number else 0))
+    for number, list_column in enumerate(columns):
+        yield list_column._replace(column=list_column.column._replace(drop=len(columns) - number if number else 0))

@@ -1,4 +1,4 @@
-"""`bcp memory ls` and `bcp memory flush`: what the memory of this host holds, and its way to the path without a
+"""`bcp memory ls` and `bcp memory flush`: what the memory of this host holds, and its upload without a
 trainer.
 """
 
@@ -71,24 +71,24 @@ def flush_command(*, root: str, roots: Sequence[str], access: AccessOptions, as_
     Run it once on every host of the job, after the job has ended: each host uploads what it has, and the one that finds
     all files there commits the checkpoint. Ends with 3, and names what is missing, as long as other hosts have some.
     """
-    done = flush(root, roots, storage_options=access.storage_options)
+    flushed = flush(root, roots, storage_options=access.storage_options)
     if as_json:
-        print_json(done._asdict())
+        print_json(flushed._asdict())
     else:
-        _print(done)
-    return exit_codes.FINE if done.is_committed else exit_codes.NOT_FOUND
+        _print(flushed)
+    return exit_codes.FINE if flushed.is_committed else exit_codes.NOT_FOUND
 
 
-def _print(done: FlushedStep) -> None:
+def _print(flushed: FlushedStep) -> None:
     screen = Screen()
-    files = f"{count_text(done.num_uploaded, 'file')} uploaded"
-    if done.is_committed:
-        screen.line(f"{done.path}: committed, {files}", style="bold green")
+    files = f"{count_text(flushed.num_uploaded, 'file')} uploaded"
+    if flushed.is_committed:
+        screen.line(f"{flushed.path}: committed, {files}", style="bold green")
         return
-    screen.line(f"{done.path}: {files}, not committed", style="bold yellow")
+    screen.line(f"{flushed.path}: {files}, not committed", style="bold yellow")
     screen.paragraph(
-        f"{count_text(len(done.missing), 'file')} are neither in the memory of this host nor at the path: "
-        f"{and_more(list(done.missing), 10)}. Run it on the other hosts of the job.",
+        f"{count_text(len(flushed.missing), 'file')} are neither in the memory of this host nor at the path: "
+        f"{and_more(list(flushed.missing), 10)}. Run it on the other hosts of the job.",
         style="yellow",
     )
 

@@ -17,7 +17,7 @@ from ..completion.param_types import StoredPath
 from ..render.html.run_page import RunRow, run_page
 from ..render.number_format import count_text
 from ..render.terminal import Screen, print_json
-from .timings import timed
+from .timings import with_timings
 
 _LOOKS_IN_FLIGHT = 8
 
@@ -51,7 +51,7 @@ def report(*, root: str, out: str, access: AccessOptions, as_json: bool) -> int:
         find_checkpoint(root, "latest", Opening(access.storage_options))  # raises with what is there instead
 
     def row(item: ListedCheckpoint) -> RunRow:
-        return RunRow(item, timed(store, item, is_replacement=False))
+        return RunRow(item, with_timings(store, item, is_replacement=False))
 
     rows: Sequence[RunRow] = map_jobs(row, listed, num_threads=_LOOKS_IN_FLIGHT)
     write_text(out, run_page(str(store), rows))

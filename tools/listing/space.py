@@ -67,24 +67,24 @@ def spaces_of(store: Store, listed: Sequence[ListedCheckpoint]) -> list[Checkpoi
 
 def space_of(found: FoundCheckpoint, item: ListedCheckpoint) -> CheckpointSpace:
     """Returns the space of one checkpoint. Raises as `spaces_of` does."""
-    files, linked, entries = 0, 0, list[EntrySpace]()
+    file_bytes, linked_bytes, entries = 0, 0, list[EntrySpace]()
     if item.committed and not item.problem:
         manifest = manifest_of(found)
-        files, linked = sum(file.byte_length for file in manifest.files), 0
+        file_bytes, linked_bytes = sum(file.byte_length for file in manifest.files), 0
         if manifest.linked_to:
-            files, linked = 0, files
+            file_bytes, linked_bytes = 0, file_bytes
         entries = _entries(ManifestSummary(manifest))
     elif not item.committed:
-        files = item.num_bytes
-    other = max(_bytes_below(found.store, item.folder) - files, 0) if item.format == OWN_FORMAT else 0
+        file_bytes = item.num_bytes
+    other_bytes = max(_bytes_below(found.store, item.folder) - file_bytes, 0) if item.format == OWN_FORMAT else 0
     return CheckpointSpace(
         path=item.path,
         folder=item.folder,
         step=item.step,
         committed=item.committed,
-        num_bytes=files,
-        shared_num_bytes=linked,
-        other_num_bytes=other,
+        num_bytes=file_bytes,
+        shared_num_bytes=linked_bytes,
+        other_num_bytes=other_bytes,
         entries=entries,
         problem=item.problem,
     )
@@ -105,8 +105,8 @@ def _bytes_below(store: Store, folder: str) -> int:
     not counted, because they may hold further checkpoints.
     """
     entries = store.list(folder)
-    inside = (store.list(join_name(folder, name)) for name in _FOLDERS if name in entries and entries[name] is None)
-    return sum(size or 0 for listing in (entries, *inside) for size in listing.values())
+    listings = (store.list(join_name(folder, name)) for name in _FOLDERS if name in entries and entries[name] is None)
+    return sum(size or 0 for listing in (entries, *listings) for size in listing.values())
 
 
 def _entries(summary: ManifestSummary) -> list[EntrySpace]:

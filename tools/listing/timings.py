@@ -57,8 +57,10 @@ class TimedCheckpoint:
         return f"{what}  in {seconds_text(self.seconds)}, {rate}{stall}{slowest}{of_rank}"
 
 
-def timed(store: Store, item: ListedCheckpoint, *, is_replacement: bool) -> TimedCheckpoint:
-    """Reads the telemetry of a checkpoint. Raises StorageError if the store cannot be listed."""
+def with_timings(store: Store, item: ListedCheckpoint, *, is_replacement: bool) -> TimedCheckpoint:
+    """Returns a checkpoint with the times of its save, from telemetry. Raises StorageError if the store cannot be
+    listed.
+    """
     ranks = read_save_records(store, item.folder, item.save_id).ranks if item.save_id else []
     slowest = max(phases_of(ranks), key=lambda phase: phase.max_s, default=None)
     return TimedCheckpoint(

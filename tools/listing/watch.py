@@ -19,7 +19,7 @@ from ..completion.param_types import StoredPath
 from ..render.number_format import count_text
 from ..render.terminal import Screen, print_json, printable, to_json
 from .commits import CommitWatch
-from .timings import TimedCheckpoint, timed
+from .timings import TimedCheckpoint, with_timings
 
 _EXAMPLE = """\b
 Example:
@@ -54,7 +54,9 @@ def watch(*, root: str, interval_s: float, once: bool, access: AccessOptions, as
     store = open_store(root, storage_options=access.storage_options, writer_threads=1)
     commits = CommitWatch(store)
     if once:
-        found = [timed(store, commit.checkpoint, is_replacement=commit.is_replacement) for commit in commits.look()]
+        found = [
+            with_timings(store, commit.checkpoint, is_replacement=commit.is_replacement) for commit in commits.look()
+        ]
         if not found:
             find_checkpoint(root, "latest", Opening(access.storage_options))  # raises with what is there instead
         if as_json:
@@ -78,7 +80,7 @@ def _watch(store: Store, commits: CommitWatch, *, interval_s: float, as_json: bo
         time.sleep(interval_s)
         try:
             for commit in commits.look():
-                _print(timed(store, commit.checkpoint, is_replacement=commit.is_replacement), as_json=as_json)
+                _print(with_timings(store, commit.checkpoint, is_replacement=commit.is_replacement), as_json=as_json)
         except (StorageError, CheckpointSaveError) as error:  # a store that was there before may be there again
             if not is_failing:
                 what = printable(" ".join(error.message.split()))

@@ -75,7 +75,7 @@ def _pick_axes(offsets: np.ndarray) -> Axes:
 
 
 def _fields(boxes: np.ndarray, length: int, num_fields: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns for each box its first field and the one after its last, along a dimension of so many elements: the
+    """Returns for each box its first field and the one after its last, along a dimension of `length` elements: the
     fields whose middle it holds. The middle of field f is element (2f + 1) * length // (2 * num_fields).
     """
     starts, ends = boxes[:, 0], boxes[:, 0] + boxes[:, 1]

@@ -12,7 +12,7 @@ from bytecheckpoint.manifest import Manifest, TensorRecord
 from bytecheckpoint.region import describe
 
 from ..analysis.module_tree import ModuleNode
-from ..analysis.save_layout import compressed, first_chunks, writers_of
+from ..analysis.save_layout import compression_of, first_chunks, writers_of
 from ..analysis.summary import ManifestSummary, TensorEntry
 from ..arguments import Opened
 from .chunk_map import MAX_COLUMNS, MAX_ROWS, NUM_LETTERS, axes_text, letter_of, lines_of, map_chunks
@@ -125,7 +125,7 @@ def _written_by(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _compressed(manifest: Manifest) -> list[tuple[str, str]]:
-    packed = compressed(manifest)
+    packed = compression_of(manifest)
     if packed is None:
         return []
     took = f"{size_text(packed.num_bytes)} instead of {size_text(packed.raw_num_bytes)}"

@@ -236,8 +236,8 @@ def fit_columns(columns: Sequence[Column], lengths: Sequence[int], room: int) ->
         shown.remove(number)
     spare = room - _total([_wanted(columns[n], lengths[n], 0) for n in shown])
     texts = [n for n in shown if columns[n].is_text]
-    given = dict(zip(texts, _share(spare, [lengths[n] for n in texts]), strict=True))
-    widths = [given.get(n, lengths[n]) for n in shown]
+    text_widths = dict(zip(texts, _share(spare, [lengths[n] for n in texts]), strict=True))
+    widths = [text_widths.get(n, lengths[n]) for n in shown]
     return ShownColumns(shown, widths, [n for n in range(len(columns)) if n not in shown])
 
 

@@ -124,7 +124,7 @@ SLOW_TABLE = TableShape(
 
 
 def _print_heat_map(screen: Screen, rows: Sequence[RankRow], phases: Sequence[Phase], num_ranks: int) -> None:
-    rising = sorted(range(len(phases)), key=lambda number: phases[number].max_s)
+    by_duration = sorted(range(len(phases)), key=lambda number: phases[number].max_s)
     columns = [
         Column("rank", is_right=True, style=_NAME),
         *(
@@ -132,7 +132,7 @@ def _print_heat_map(screen: Screen, rows: Sequence[RankRow], phases: Sequence[Ph
             Column(
                 shortened(phase.name, _MAX_NAME),
                 is_whole=True,
-                drop=0 if number == rising[-1] else 2 + rising.index(number),
+                drop=0 if number == by_duration[-1] else 2 + by_duration.index(number),
             )
             for number, phase in enumerate(phases)
         ),

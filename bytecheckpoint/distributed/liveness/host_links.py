@@ -20,8 +20,8 @@ from bytecheckpoint.runtime.threads import shared_threads
 
 _HELLO = struct.Struct("<16sI")
 """The token of the rank that listens, and the rank that connects."""
-_GOODBYE = b"\0"
-"""Sent by a process that closes a link and lives on."""
+_CLOSED = b"\0"
+"""Sent by a process that closes a link and goes on."""
 _CONNECT_S = 2.0
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 4, 2, 3
 """A host that does not answer is known after 10 s."""
@@ -35,6 +35,7 @@ class LinkAddress(msgspec.Struct, frozen=True, array_like=True):
     hosts: Sequence[str]
     port: int
     token: bytes
+    """Random bytes, which a rank shows when it connects."""
 
 
 class HostLinks:
@@ -47,14 +48,15 @@ class HostLinks:
         self._listening: socket.socket | None = None
         self._open: dict[int, socket.socket] = {}
         self._new: list[socket.socket] = []
-        """Accepted, and without its hello yet."""
+        """Accepted links whose hello has not arrived yet."""
         self._connecting: set[int] = set()
-        """One link to each rank at a time: its other end takes a second one for the first anew."""
+        """Ranks to which a link is being opened. Only one at a time: the other end would drop the first for a second
+        one."""
         self._targets: dict[int, tuple[Any, bytes]] = {}
         """Places to which this rank has opened links, and their tokens."""
         self._ended: set[int] = set()
         self._unreachable: dict[int, float] = {}
-        """Times on the monotonic clock."""
+        """Times on the monotonic clock at which ranks became unreachable."""
 
     def listen(self) -> LinkAddress:
         dual = socket.has_dualstack_ipv6()
@@ -70,10 +72,11 @@ class HostLinks:
         return not any(rank in known for known in (self._open, self._ended, self._connecting))
 
     def connect(self, rank: int, address: LinkAddress) -> None:
-        """Opens a link on a thread; without one this rank is only missed at the time limit of a call."""
+        """Opens a link on a thread; without one, the end of that rank is noticed only at the time limit of a call."""
         self._begin(rank, lambda: self._connect(rank, address))
 
     def _begin(self, rank: int, connect: Callable[[], None]) -> None:
+        """Calls `connect` on a thread, unless a link to this rank is being opened."""
         if rank in self._connecting:
             return
         self._connecting.add(rank)
@@ -108,7 +111,7 @@ class HostLinks:
         link = socket.create_connection(place, timeout=_CONNECT_S)
         link.sendall(_HELLO.pack(token, self._rank))
         self._targets[rank] = link.getpeername()[:2], token
-        self._open[rank] = _kept(link)
+        self._open[rank] = _with_keepalive(link)
         self._unreachable.pop(rank, None)
 
     def ended(self) -> set[int]:
@@ -132,7 +135,7 @@ class HostLinks:
         self._accept()
         for link in [*self._new, *self._open.values()]:
             with suppress(OSError):
-                link.sendall(_GOODBYE)
+                link.sendall(_CLOSED)
         self.forget()
 
     def forget(self) -> None:
@@ -159,13 +162,13 @@ class HostLinks:
             self._ended.add(rank)
         elif is_reset and rank in self._targets:
             self._begin(rank, lambda: self._connect_again(rank))
-        elif is_reset:  # by an end that gave up the link, and opens another: nothing that it had to read was sent
+        elif is_reset:  # not the end of a process, which resets only unread bytes: the other end opens a new link
             self._unreachable[rank] = time.monotonic()
 
     def _accept(self) -> None:
         while self._listening is not None:
             try:
-                self._new.append(_kept(self._listening.accept()[0]))
+                self._new.append(_with_keepalive(self._listening.accept()[0]))
             except OSError:
                 break
         for link in list(self._new):
@@ -189,7 +192,7 @@ class HostLinks:
         self._open[rank] = link
 
 
-def _kept(link: socket.socket) -> socket.socket:
+def _with_keepalive(link: socket.socket) -> socket.socket:
     link.setblocking(False)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     with suppress(AttributeError, OSError):  # not every system has these

@@ -51,7 +51,7 @@ def own_presence() -> Presence:
 
 
 def _start_time(pid: int) -> int | None:
-    """Returns None if there is no such process, or it has ended and was not reaped."""
+    """Returns the start time in ticks; None if there is no such process, or it has ended and was not reaped."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -131,7 +131,7 @@ class PeerWatch:
     def _meet(self) -> None:
         self._find(self._below if self._above is None else [self._above, *self._below])
         if self._links is None:
-            self._links = HostLinks(self._rank, _towards(self._store))
+            self._links = HostLinks(self._rank, _host_of(self._store))
         remote = [rank for rank, presence in self._known.items() if not self._is_local(presence)]
         if not self._links.address and set(remote) & set(self._below):
             address = self._links.listen()
@@ -150,7 +150,7 @@ class PeerWatch:
             found = self._local.ended() | (self._links.ended() if self._links is not None else set())
             now = time.monotonic()
             self._seen_ended = {rank: self._seen_ended.get(rank, now) for rank in found}
-            self._tell_unreachable()
+            self._warn_of_unreachable()
             return [rank for rank in ranks if now > self._seen_ended.get(rank, now) + _LAST_MESSAGES_S]
 
     def unreachable(self) -> Mapping[int, float]:
@@ -182,7 +182,7 @@ class PeerWatch:
         own = self._own  # copies of one virtual machine have one kernel's id, and different names
         return own is not None and bool(own.kernel) and (own.kernel, own.host) == (presence.kernel, presence.host)
 
-    def _tell_unreachable(self) -> None:
+    def _warn_of_unreachable(self) -> None:
         for rank, seconds in self.unreachable().items():
             if rank not in self._reported:
                 self._reported.add(rank)
@@ -195,7 +195,7 @@ class PeerWatch:
                 )
 
 
-def _towards(store: Store) -> str | None:
+def _host_of(store: Store) -> str | None:
     base = base_of(store)
     return base.host if isinstance(base, TCPStore) else None
 

@@ -1,5 +1,5 @@
 """The ranks of one host that have one another's memory open, for one load. Those that cannot have it, because they are
-in other containers, may not look at one another, or lack memory, are hosts of their own, and nothing fails.
+in other containers, may not look at one another, or lack memory, count as hosts of their own, and nothing fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bytecheckpoint.distributed.same_host.shared_memory import (
 logger = logging.getLogger("bytecheckpoint")
 
 LEFT, GONE = 0, 1
-"""Kinds of messages: the sender's load has failed, and all learn why; it ends and says nothing."""
+"""Kinds of messages: the sender's load has failed, and all learn why; the sender ends without a reason."""
 
 
 class HostRanks:
@@ -62,7 +62,7 @@ class HostRanks:
             raise
 
     def share_with(self, ranks: Collection[int]) -> None:
-        """Closes the memory of all others."""
+        """Closes the memory of the ranks that are not among these."""
         for rank in [*self.others]:
             if rank not in ranks:
                 self.others.pop(rank).close()
@@ -72,7 +72,7 @@ class HostRanks:
         return self.others[to].send(Message(kind, self.rank, **fields))
 
     def append(self, content: bytes) -> int:
-        """Puts bytes where others can `read` them."""
+        """Puts bytes where others can `read` them; returns where that is."""
         return self._own.append(content) if self._own is not None else 0
 
     def receive(self, wait_s: float) -> Message | None:
@@ -103,36 +103,36 @@ class HostRanks:
 
 @contextmanager
 def meet_on_host(ranks: Ranks, num_bytes: int) -> Iterator[HostRanks]:
-    """Returns the ranks of this host with so many bytes of memory each. All ranks must call this. Whoever leaves it
-    with an error tells the others.
+    """Gives the ranks of this host, with `num_bytes` of memory each. All ranks must call this. A rank that leaves the
+    context with an error tells the others.
     """
-    met = _with_memory(ranks.rank, num_bytes)
+    host_ranks = _with_memory(ranks.rank, num_bytes)
     try:
         presence = peer_watch.own_presence()
-        own = met._own.offer(presence) if met._own is not None and presence.kernel else None
+        own = host_ranks._own.offer(presence) if host_ranks._own is not None and presence.kernel else None
         reply = ranks.reduce_scatter(msgspec.msgpack.encode(own), _offers_by_host)
         try:
-            met.open(msgspec.msgpack.decode(reply, type=dict[int, MemoryOffer]))
+            host_ranks.open(msgspec.msgpack.decode(reply, type=dict[int, MemoryOffer]))
         except OSError as error:
-            _tell("the memory of another one cannot be opened", error)
-        yield met
+            _log_no_sharing("the memory of another one cannot be opened", error)
+        yield host_ranks
     except BaseException as error:
-        met.leave(is_silent=not isinstance(error, Exception))
+        host_ranks.leave(is_silent=not isinstance(error, Exception))
         raise
     finally:
-        met.close()
+        host_ranks.close()
 
 
 def _with_memory(rank: int, num_bytes: int) -> HostRanks:
     try:
         own = OwnMemory(num_bytes)
     except (OSError, AttributeError) as error:
-        _tell("there is no memory for it", error)
+        _log_no_sharing("there is no memory for it", error)
         return HostRanks(rank, np.empty(num_bytes, np.uint8).data)
     return HostRanks(rank, own.content, own)
 
 
-def _tell(what: str, error: Exception) -> None:
+def _log_no_sharing(what: str, error: Exception) -> None:
     logger.debug("this rank exchanges through sockets with others of its host: %s (%s)", what, error)
 
 

@@ -44,14 +44,14 @@ class Message(NamedTuple):
 
 
 class MemoryOffer(msgspec.Struct, frozen=True, array_like=True):
-    """The descriptors of a memory in the process that made it."""
+    """A memory and the queue to its rank, as descriptors in the process that made them."""
 
     presence: Presence
     memory: int
     queue: int
     num_bytes: int
     token: bytes
-    """Tells it from what another process has under these numbers."""
+    """Distinguishes the memory from what another process has under these descriptors."""
 
 
 class OwnMemory:
@@ -60,11 +60,11 @@ class OwnMemory:
     def __init__(self, num_bytes: int) -> None:
         """Raises OSError if there is no memory, or AttributeError on systems that have none of this kind."""
         self._memory = os.memfd_create("bytecheckpoint")
-        self._received, self._sent = -1, -1
+        self._read_end, self._write_end = -1, -1
         try:
-            # Without pages of its own it would end the process when they are touched.
+            # Unless pages are allocated now, touching one when there is no room kills the process.
             os.posix_fallocate(self._memory, 0, _HEAD_BYTES + num_bytes)
-            self._received, self._sent = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._read_end, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             mapped = _mapped(self._memory, _HEAD_BYTES + num_bytes)
         except BaseException:
             self.close()
@@ -75,7 +75,7 @@ class OwnMemory:
         self._end = _HEAD_BYTES + num_bytes
 
     def offer(self, presence: Presence) -> MemoryOffer:
-        return MemoryOffer(presence, self._memory, self._sent, self.content.nbytes, self._token)
+        return MemoryOffer(presence, self._memory, self._write_end, self.content.nbytes, self._token)
 
     def append(self, content: bytes) -> int:
         """Puts bytes behind the memory, for `PeerMemory.read`; returns where they are. Raises OSError if there is no
@@ -89,11 +89,11 @@ class OwnMemory:
 
     def receive(self, wait_s: float) -> Message | None:
         """Returns the next message, or None if there is none in time. Several threads may wait."""
-        poll = select.poll()  # one is for one thread
-        poll.register(self._received, select.POLLIN)
+        poll = select.poll()  # a poll object is for one thread
+        poll.register(self._read_end, select.POLLIN)
         if poll.poll(wait_s * 1e3):
             with suppress(BlockingIOError):  # another thread has it
-                return Message(*_MESSAGE.unpack(os.read(self._received, _MESSAGE.size)))
+                return Message(*_MESSAGE.unpack(os.read(self._read_end, _MESSAGE.size)))
         return None
 
     def wake(self, message: Message) -> None:
@@ -101,11 +101,11 @@ class OwnMemory:
         waits.
         """
         with suppress(BlockingIOError):
-            os.write(self._sent, _MESSAGE.pack(*message))
+            os.write(self._write_end, _MESSAGE.pack(*message))
 
     def close(self) -> None:
         """Closes the descriptors; the memory stays for the processes that have it open."""
-        for descriptor in (self._memory, self._received, self._sent):
+        for descriptor in (self._memory, self._read_end, self._write_end):
             if descriptor >= 0:
                 os.close(descriptor)
 

@@ -63,6 +63,7 @@ class Background:
         self._is_opened = False
         """True once the deletions that earlier managers had begun are finished."""
         self._is_first = True
+        """True until the work after the first commit, which also clears what earlier managers left, is done."""
         self._newest: int | None = None
         """Step that this manager committed last."""
         self._work = RetriedWork("bcp-manager", self._catch_up, what=f"the background work in {self._store}")
@@ -175,6 +176,7 @@ class Background:
             raise self._copy_error(copy_failure)
 
     def _catch_up(self) -> None:
+        """Does all work that is due now."""
         self._record_commits()
         if not self._is_opened:
             finish_deletions(self._store, now=self._clock.now(), pace=self._pace)  # first: it may bring a step back

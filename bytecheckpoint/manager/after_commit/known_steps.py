@@ -27,7 +27,7 @@ class StepChange(NamedTuple):
     metrics: Mapping[str, float] = {}
     """Metrics that were reported."""
     pinned: bool | None = None
-    """None: as before."""
+    """None leaves the pin as it is."""
     leased_until: float = 0.0
 
 

@@ -59,7 +59,7 @@ class SecondRoot:
         """
         self._source, self._target = generation.store, target
         self._generation = generation
-        self._generation_there: Generation | None = None
+        self._target_generation: Generation | None = None
         self._steps = steps
         self._keep = keep
         self._clock = clock
@@ -69,8 +69,8 @@ class SecondRoot:
         self._overwrites = overwrites
         self._on_copied = on_copied
         self._lock = threading.Lock()
-        self._there: dict[int, StoredStep] | None = None
-        """None until the steps there are known."""
+        self._copies: dict[int, StoredStep] | None = None
+        """Steps of the second root; None until they are known."""
         self._in_copy: int | None = None
         self._renewed: set[int] = set()
         """Steps with metrics that were reported since their copies."""
@@ -84,12 +84,12 @@ class SecondRoot:
 
     def waiting(self) -> dict[int, str]:
         """Returns the steps of the first root that must not be deleted now, each with the reason."""
-        here = self._steps.all()
+        source_steps = self._steps.all()
         with self._lock:
-            there, in_copy = self._there, self._in_copy
-        if there is None:
-            return {step.info.step: _WAITS for step in here}
-        held = {info.step: _WAITS for info in self._missing(here, there)}
+            copies, in_copy = self._copies, self._in_copy
+        if copies is None:
+            return {step.info.step: _WAITS for step in source_steps}
+        held = {info.step: _WAITS for info in self._missing(source_steps, copies)}
         return held if in_copy is None else {**held, in_copy: "is copied"}
 
     def renew(self, step: int) -> None:
@@ -98,18 +98,18 @@ class SecondRoot:
             self._renewed.add(step)
         self.work.ask()
 
-    def _missing(self, here: Sequence[StoredStep], there: Mapping[int, StoredStep]) -> list[StepInfo]:
+    def _missing(self, source_steps: Sequence[StoredStep], copies: Mapping[int, StoredStep]) -> list[StepInfo]:
         """Returns the steps that the policy wants there and that are not there yet, oldest first."""
-        wanted = self._wanted(here, there)
-        infos = [step.info for step in here if step.info.step in wanted]
-        return [info for info in infos if not self._is_copied(info, there.get(info.step))]
+        wanted = self._wanted(source_steps, copies)
+        infos = [step.info for step in source_steps if step.info.step in wanted]
+        return [info for info in infos if not self._is_copied(info, copies.get(info.step))]
 
     def _is_copied(self, info: StepInfo, copy: StoredStep | None) -> bool:
         return copy is not None and copy.info.save_id == info.save_id and info.step not in self._to_renew
 
-    def _wanted(self, here: Sequence[StoredStep], there: Mapping[int, StoredStep]) -> set[int]:
+    def _wanted(self, source_steps: Sequence[StoredStep], copies: Mapping[int, StoredStep]) -> set[int]:
         """Returns the steps of both roots that the policy keeps there."""
-        both = ordered([*{**there, **{step.info.step: step for step in here}}.values()])
+        both = ordered([*{**copies, **{step.info.step: step for step in source_steps}}.values()])
         decisions = decide(self._keep, [step.info for step in both], now=self._clock.now(), held={})
         return {decision.step for decision in decisions if decision.is_kept}
 
@@ -118,18 +118,18 @@ class SecondRoot:
         if self._is_superseded():
             return
         self._own_target()
-        there = self._look_there()
+        copies = self._read_copies()
         failure: CheckpointError | None = None
         tried: set[str] = set()
-        while infos := [info for info in self._missing(self._steps.all(), there) if info.save_id not in tried]:
+        while infos := [info for info in self._missing(self._steps.all(), copies) if info.save_id not in tried]:
             tried.add(infos[0].save_id)
             try:
-                self._copy(infos[0], there)
+                self._copy(infos[0], copies)
             except CheckpointError as error:  # of one step; the others are copied all the same
                 failure = failure or error
             self._on_copied()
         if self.may_delete:
-            self._unless_refused(partial(self._delete_there, there))
+            self._unless_refused(partial(self._delete_copies, copies))
         if failure is not None:
             raise failure
         self._pauses.catch_up()
@@ -167,8 +167,8 @@ class SecondRoot:
 
         Raises StorageError if it is the first root; CheckpointSaveError (superseded) if another manager claimed it.
         """
-        if self._generation_there is not None:
-            self._generation_there.check(outcome="Nothing was copied there since. ")
+        if self._target_generation is not None:
+            self._target_generation.check(outcome="Nothing was copied there since. ")
             return
         if self._generation.is_claimed_in(self._target):
             raise StorageError(
@@ -178,30 +178,32 @@ class SecondRoot:
                 path=str(self._target),
             )
         generation = claim(self._target, time=self._clock.now())
-        self._generation_there = generation
+        self._target_generation = generation
         self._unless_refused(partial(generation.clear_earlier, before_folder=self._let_saves_go_first))
 
-    def _look_there(self) -> dict[int, StoredStep]:
+    def _read_copies(self) -> dict[int, StoredStep]:
+        """Returns the steps of the second root, those that were abandoned marked as such."""
         abandoned = step_records.read_abandoned(self._source)
-        if self._there is None:
+        if self._copies is None:
             finish = partial(finish_deletions, self._target, now=self._clock.now(), pace=self._pace)
             self._unless_refused(finish)
             found = step_records.list_steps(self._target)
         else:
-            found = list(self._there.values())
+            found = list(self._copies.values())
         with self._lock:
             self._to_renew |= self._renewed
             self._renewed = set()
-            there = {
+            copies = {
                 step.info.step: step._replace(is_abandoned=abandoned.get(step.info.step) == step.info.save_id)
                 for step in found
             }
-            self._there = there
-        return there
+            self._copies = copies
+        return copies
 
-    def _copy(self, info: StepInfo, there: dict[int, StoredStep]) -> None:
+    def _copy(self, info: StepInfo, copies: dict[int, StoredStep]) -> None:
+        """Copies a step to the second root, and adds it to `copies`."""
         folder = layout.step_folder(info.step)
-        may_replace = self._replaceable(there.get(info.step))
+        may_replace = self._replaceable(copies.get(info.step))
         self._let_saves_go_first()
         if not info.save_id.startswith(self._generation.save_id_prefix):
             self._unless_refused(partial(clear_cut_off, self._target, folder, info.save_id))
@@ -225,7 +227,7 @@ class SecondRoot:
             with self._lock:
                 self._in_copy = None
         with self._lock:
-            there[info.step] = StoredStep(info, True, 0.0, False)
+            copies[info.step] = StoredStep(info, True, 0.0, False)
             self._to_renew.discard(info.step)
         logger.info("step %d was copied to %s", info.step, self._target)
 
@@ -238,14 +240,15 @@ class SecondRoot:
             return []
         return [] if protection_of(self._target, folder, now=self._clock.now()) else [save_id]
 
-    def _delete_there(self, there: dict[int, StoredStep]) -> None:
+    def _delete_copies(self, copies: dict[int, StoredStep]) -> None:
+        """Deletes the copies that neither the policy nor a lease keeps, and removes them from `copies`."""
         now = self._clock.now()
-        stays = self._wanted(self._steps.all(), there) | held_by_leases([*there.values()], now=now).keys()
-        for step in ordered([*there.values()])[:-1]:  # the newest copy always stays
+        stays = self._wanted(self._steps.all(), copies) | held_by_leases([*copies.values()], now=now).keys()
+        for step in ordered([*copies.values()])[:-1]:  # the newest copy always stays
             if step.info.step in stays:
                 continue
             self._let_saves_go_first()
             if not delete_steps(self._target, [step.info], now=now, pace=self._pace):
                 self.work.note_progress()
                 with self._lock:
-                    del there[step.info.step]
+                    del copies[step.info.step]

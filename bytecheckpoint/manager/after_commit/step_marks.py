@@ -41,7 +41,9 @@ def end_pin_ahead(store: Store, step: int, *, is_committed: bool) -> None:
 
 
 def end_pins_ahead(store: Store) -> None:
-    """Does so for all steps that earlier managers had pinned ahead. A store that refuses is named in a warning."""
+    """Calls `end_pin_ahead` for all steps that earlier managers had pinned ahead. A store that refuses is named in a
+    warning.
+    """
     numbers = (name.removesuffix(".json") for name in store.list(PINS_AHEAD_FOLDER))
     try:
         for step in [int(number) for number in numbers if number.isdecimal()]:
@@ -62,7 +64,7 @@ class StepMarks(NamedTuple):
     clock: StorageClock
 
     def report(self, step: int, *, metrics: Mapping[str, float]) -> None:
-        """Adds metrics."""
+        """Adds metrics to the step."""
         checked = metrics_of_rank_0(metrics)
         step_records.report(self.store, step_folder(step), checked, time=self.clock.now())
         self.background.note(StepChange(step, metrics=checked))

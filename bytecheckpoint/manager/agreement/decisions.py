@@ -45,7 +45,7 @@ class Decisions:
         ranks = join_ranks(self._group, self._timeout_s, about=self._about)
         with together(ranks, doing, about=self._about):
             own = msgspec.msgpack.encode(act())
-            answer = ranks.reduce_scatter(own, lambda of_all: [of_all[COORDINATOR]] * len(of_all))
+            answer = ranks.reduce_scatter(own, lambda answers: [answers[COORDINATOR]] * len(answers))
             agreed = msgspec.msgpack.decode(answer, type=kind)
         ranks.close()
         return agreed

@@ -107,7 +107,7 @@ class MemorySteps:
         return self._handle
 
     def settle(self) -> None:
-        """Waits for the memory save in flight. Its error counts by `on_failed_save`."""
+        """Waits for the memory save in flight. Its error is raised or logged, as `on_failed_save` says."""
         handle, self._handle = self._handle, None
         error = handle.exception() if handle is not None else None
         if isinstance(error, CheckpointError):
@@ -123,7 +123,7 @@ class MemorySteps:
     def resume(self, state: Mapping[str, Any], **as_load: Any) -> LoadReport | None:
         """Loads the newest version that memory or storage hold of the branch that training is on."""
         load_options = as_load.pop("options")
-        left = partial(abandoned_steps.present_abandoned, self._run.store)
+        read_abandoned = partial(abandoned_steps.present_abandoned, self._run.store)
         return phases.run_resume(
             self._run.root,
             state,
@@ -133,7 +133,7 @@ class MemorySteps:
             process_group=self._run.group,
             storage_options=self._run.storage_options,
             abandoned=self._decisions.decide_together(
-                "looking for the steps that training has left", left, dict[int, str]
+                "looking for the steps that training has left", read_abandoned, dict[int, str]
             ),
             **as_load,
         )

@@ -171,14 +171,14 @@ class GroupStop:
             if self._has_reported and self._verdict is None:
                 self._changed.wait_for(self._is_decided, self._timeout_s)
                 if self._verdict is None:
-                    raise self._missing()
+                    raise self._missing_error()
             self._num_passed += 1
             return self._verdict is not None and self._num_passed > self._verdict
 
     def _is_decided(self) -> bool:
         return self._verdict is not None
 
-    def _missing(self) -> CheckpointError:
+    def _missing_error(self) -> CheckpointError:
         with suppress(RuntimeError):
             silent = [rank for rank in range(self._num_ranks) if not self._store.check([_passed_key(rank)])]
             absent = tuple(self._global_ranks[rank] for rank in silent or (0,))
@@ -193,11 +193,12 @@ class GroupStop:
         return CheckpointError("the store of the process group is gone", kind="rank_missing", ranks=coordinator)
 
     def _watch(self) -> None:
+        """Advances the agreement until the verdict is known, or the manager is closed."""
         shortest_s = max(_POLL_S, self._num_ranks / _MAX_LOOKS_PER_S)
         pause_s, is_lost = shortest_s, False
         while not self._is_closed.wait(_PENDING_POLL_S if self._has_reported and not is_lost else pause_s):
             try:
-                is_decided = self._look()
+                is_decided = self._advance()
             except RuntimeError as error:  # of torch's store
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 if not is_lost:
@@ -210,8 +211,8 @@ class GroupStop:
                     return
                 pause_s, is_lost = shortest_s, False
 
-    def _look(self) -> bool:
-        """Takes the next step of the agreement; returns True when the verdict is known."""
+    def _advance(self) -> bool:
+        """Does what the agreement needs next; returns True when the verdict is known."""
         reason = self._requests.reason
         if reason and not self._store.check([_REQUEST]):
             self._store.compare_set(_REQUEST, "", reason)

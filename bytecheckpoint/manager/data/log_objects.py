@@ -22,7 +22,7 @@ logger = logging.getLogger("bytecheckpoint")
 
 LOG_FOLDER = "manager/data_log"
 _MAX_BYTES = 1 << 26
-"""Longest object, and longest content of one: a store may be written to by others."""
+"""Limit in bytes for an object, and for its decompressed content: others may write to the store."""
 _NAME = re.compile(r"([0-9]{8,})-([0-9]{5,})-of-([0-9]{5,})")
 _FOLDER = re.compile(r"[0-9]{8,}-[0-9]{4,}")
 
@@ -43,7 +43,7 @@ class LoggedNames(NamedTuple):
 
     step: int
     names: Mapping[int, str]
-    """Object inside the store, by rank."""
+    """Name of the object inside the store, by rank."""
 
 
 def branch_folder(generation: int, branch: int) -> str:
@@ -62,7 +62,7 @@ def branches(store: Store) -> list[str]:
 
 
 def earlier_objects(store: Store, generation: int) -> list[str]:
-    """Returns the objects of managers before this one. Whoever comes after them goes back to a checkpoint."""
+    """Returns the names of earlier managers' objects, which are needless: a new manager goes back to a checkpoint."""
     earlier = (folder for folder in branches(store) if int(folder.rpartition("/")[2].partition("-")[0]) < generation)
     return [join_name(folder, name) for folder in earlier for name in store.list(folder)]
 
@@ -74,8 +74,8 @@ def logged_steps(store: Store, folder: str) -> list[LoggedNames]:
         if match := _NAME.fullmatch(name):
             step, rank, num_ranks = map(int, match.groups())
             found.setdefault((step, num_ranks), {})[rank] = join_name(folder, name)
-    whole = (LoggedNames(step, names) for (step, num_ranks), names in found.items() if len(names) == num_ranks)
-    return sorted(whole, key=lambda logged: logged.step, reverse=True)
+    complete = (LoggedNames(step, names) for (step, num_ranks), names in found.items() if len(names) == num_ranks)
+    return sorted(complete, key=lambda logged: logged.step, reverse=True)
 
 
 def encode_record(record: LogRecord) -> bytes:

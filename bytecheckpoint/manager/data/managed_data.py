@@ -38,7 +38,7 @@ class _DataChoice(msgspec.Struct, frozen=True):
     base: int | None
     """Step of the checkpoint; None if there is none before the logged step."""
     loaders: dict[str, bytes] = {}
-    """Positions of all ranks by the loader's FQN; empty where the checkpoint says it all."""
+    """Positions of all ranks by the loader's FQN; empty if the checkpoint has them all."""
 
 
 class ManagedData:
@@ -116,6 +116,7 @@ class ManagedData:
         return choice.step
 
     def _choose(self, step: int | None) -> _DataChoice:
+        """Returns the checkpoint, and the log on top of it, for a step, by default the newest."""
         store = self._run.store
         newest = next(abandoned_steps.newest_steps(store, self._saves.new_branch), None)
         for logged in self._logged():

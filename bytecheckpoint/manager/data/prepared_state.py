@@ -41,5 +41,5 @@ class PreparedState:
             raise failure
 
     def forget(self) -> None:
-        """Forgets the preparation: training goes on elsewhere."""
+        """Forgets the preparation: training goes on from another step."""
         self._step = self._failure = None

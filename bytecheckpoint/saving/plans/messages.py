@@ -49,12 +49,13 @@ class PlanReply(msgspec.Struct, frozen=True, array_like=True):
     save_id: str = ""
     plan_id: str = ""
     whole: bytes = b""
-    """A bit for each write item of this rank: it writes all of it."""
+    """A bit for each write item of this rank, set if the rank writes all of the item."""
     parts: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
     """Index of the item, offsets and lengths of the part that this rank writes."""
     together: list[list[int]] = []
-    """Groups of its items; see SavePlan."""
+    """Groups of items of this rank; see SavePlan."""
     compared: list[list[int]] = []
+    """Groups of items of this rank; see RankPlan."""
     differing_replicas: list[str] = []
     is_cached: bool = False
     """True if the cached plan holds; `whole` to `differing_replicas` are empty."""
@@ -63,11 +64,11 @@ class PlanReply(msgspec.Struct, frozen=True, array_like=True):
     send_plain: bool = False
     """True if the coordinator needs plain data of which it has only digests."""
     digested: list[str] = []
-    """FQNs of tensors for all parts of which it needs digests."""
+    """FQNs of tensors of which the coordinator needs digests of all parts."""
     has_locations: bool = False
     """True if the coordinator has the chunk locations of this plan."""
     num_bytes: int = 0
-    """Bytes of all that this rank writes."""
+    """Number of bytes that this rank writes."""
     mirrored: list[MirroredFile] = []
     """Its files that other ranks stage as well, for memory."""
     mirrors: list[Mirror] = []
@@ -92,7 +93,7 @@ def new_replies(save_id: str, plan: SavePlan) -> list[PlanReply]:
         PlanReply(
             save_id,
             save_id,
-            np.packbits(kept).tobytes(),
+            np.packbits(is_whole).tobytes(),
             [(item, *region) for item, region in parts],
             [list(group) for group in plan.groups[rank]],
             compared[rank],
@@ -101,5 +102,5 @@ def new_replies(save_id: str, plan: SavePlan) -> list[PlanReply]:
             mirrored=list(plan.memory.mirrored[rank]),
             mirrors=list(plan.memory.mirrors[rank]),
         )
-        for rank, (kept, parts) in enumerate(zip(plan.whole_items, plan.item_parts, strict=True))
+        for rank, (is_whole, parts) in enumerate(zip(plan.whole_items, plan.item_parts, strict=True))
     ]

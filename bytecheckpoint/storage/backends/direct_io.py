@@ -75,7 +75,7 @@ class DirectFile:
                 break
             written += count - count % PAGE_BYTES
             if count == 0 or count % PAGE_BYTES:
-                break  # a direct write cannot start within a page, so this one is written again, through the cache
+                break  # a direct write cannot start within a page, so this page is written again, through the cache
         return written
 
 
@@ -91,8 +91,8 @@ def _open_direct(path: str) -> int | None:
 
 
 def _whole_pages(content: memoryview, byte_offset: int) -> tuple[int, int]:
-    """Returns start and end, in `content`, of the pages of the file that it fills completely; (0, 0) if there are none,
-    or their memory is not aligned.
+    """Returns start and end, in `content`, of the pages of the file that `content` fills completely; (0, 0) if
+    there are none, or their memory is not aligned.
     """
     start = -byte_offset % PAGE_BYTES
     end = content.nbytes - (byte_offset + content.nbytes) % PAGE_BYTES
@@ -102,5 +102,5 @@ def _whole_pages(content: memoryview, byte_offset: int) -> tuple[int, int]:
 
 
 def _address(content: memoryview) -> int:
-    address: int = np.frombuffer(content, np.uint8).__array_interface__["data"][0]  # of read-only memory too
+    address: int = np.frombuffer(content, np.uint8).__array_interface__["data"][0]  # also of read-only memory
     return address

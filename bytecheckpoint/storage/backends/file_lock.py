@@ -11,14 +11,14 @@ import threading
 
 from bytecheckpoint.errors import StorageError
 
-_IS_TAKEN = frozenset({errno.EAGAIN, errno.EACCES})
+_HELD_BY_ANOTHER = frozenset({errno.EAGAIN, errno.EACCES})
 
 
 class ProcessLock:
     """A lock held until `release`, or until the process ends."""
 
     def __init__(self, path: str) -> None:
-        """Raises FileNotFoundError if there is no such file and BlockingIOError if another process holds it."""
+        """Raises FileNotFoundError if there is no such file, BlockingIOError if another process holds its lock."""
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             _lock(self._fd, path, fcntl.LOCK_EX)
@@ -36,14 +36,17 @@ class ProcessLock:
         self.close()
 
     def close(self) -> None:
-        """Closes this process' descriptor. A process that shares the lock keeps it."""
+        """Closes this process' descriptor. A process that shares the lock keeps the lock."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def is_locked(path: str) -> bool:
-    """Returns True if a living process holds it. May be called by several at once. Raises FileNotFoundError."""
+    """Returns True if a living process holds the lock of a file. Several processes may ask at once.
+
+    Raises FileNotFoundError.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         _lock(fd, path, fcntl.LOCK_SH)
@@ -58,7 +61,7 @@ def _lock(fd: int, path: str, kind: int) -> None:
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in _IS_TAKEN:
+        if error.errno in _HELD_BY_ANOTHER:
             raise BlockingIOError(error.errno, error.strerror, path) from error
         raise StorageError(
             f"cannot lock {path}: {error.strerror}; nothing was changed: a local stage has to be on a disk of the "
@@ -73,22 +76,22 @@ class _HeldLocks:
 
     def __init__(self) -> None:
         self._locks: list[ProcessLock] = []
-        self._changing = threading.Lock()
+        self._mutex = threading.Lock()
         self._has_hook = False
 
     def add(self, lock: ProcessLock) -> None:
-        with self._changing:
+        with self._mutex:
             self._locks = [*self._locks, lock]
             if not self._has_hook:
                 self._has_hook = True
                 os.register_at_fork(after_in_child=self._close_all)
 
     def remove(self, lock: ProcessLock) -> None:
-        with self._changing:
+        with self._mutex:
             self._locks = [other for other in self._locks if other is not lock]
 
     def _close_all(self) -> None:
-        self._changing = threading.Lock()
+        self._mutex = threading.Lock()
         locks, self._locks = self._locks, []
         for lock in locks:
             lock.close()

@@ -1,5 +1,5 @@
 """A store at any URL that fsspec knows. It uses whole objects and exact ranges only: no cache, no read-ahead, no
-transaction (those are a flag on a shared instance), and it checks that answers are complete.
+transaction (a flag on an instance that others share), and it checks that answers are complete.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _ToError(Protocol):
 
 
 def is_known_protocol(protocol: str) -> bool:
-    """Returns True if fsspec knows it; the package that serves it may still be missing."""
+    """Returns True if fsspec knows the protocol; the package that serves it may still be missing."""
     return protocol in known_implementations or protocol in registry
 
 
@@ -146,7 +146,7 @@ class FsspecStore:
             return b""
         path, shown, end = self._path(name), self._show(name), byte_offset + byte_length
         with self._translated(shown, self._range_error(path, end)):
-            data: bytes = self._fs.cat_file(path, start=byte_offset, end=end, **self._exactly())
+            data: bytes = self._fs.cat_file(path, start=byte_offset, end=end, **self._no_read_ahead())
         if len(data) != byte_length:
             with self._translated(shown, read_error):
                 self._info(path)  # it may have been deleted meanwhile
@@ -157,7 +157,7 @@ class FsspecStore:
         """Implements `SupportsReadWhole`. A backend that reads through an open file asks for the length first, so it is
         asked for the length again afterwards.
         """
-        path, shown, options = self._path(name), self._show(name), self._exactly()
+        path, shown, options = self._path(name), self._show(name), self._no_read_ahead()
         for _ in range(_MAX_READS):
             with self._translated(shown, read_error):
                 before = self._info(path)
@@ -200,27 +200,28 @@ class FsspecStore:
         if not isinstance(self._fs, MemoryFileSystem):
             return [None] * len(folders)
         listings: dict[str, dict[str, int | None]] = {folder: {} for folder in folders}
-        for found in self.inventory(""):
-            parts = found.name.split("/")
+        for stored in self.inventory(""):
+            parts = stored.name.split("/")
             for depth in range(1, len(parts)):
                 listing = listings.get("/".join(parts[:depth]))
                 if listing is not None and not parts[depth].startswith(TEMPORARY_PREFIX):
-                    listing[parts[depth]] = found.num_bytes if depth == len(parts) - 1 else None
-        return [listings[folder] or None for folder in folders]  # an empty one may be an object
+                    listing[parts[depth]] = stored.num_bytes if depth == len(parts) - 1 else None
+        return [listings[folder] or None for folder in folders]  # an empty listing may be an object's
 
     def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
         """Implements `SupportsInFolders`: reads one byte of each object, for which fsspec's memory, unlike for a
         listing, does not go through the whole store. A backend that reads through an open file asks several times.
         """
-        if self._exactly():
+        if self._no_read_ahead():
             return [None] * len(folders)
         return map_jobs(lambda folder: self._is_there(join_name(folder, name)), folders, num_threads=_LOOKS_IN_FLIGHT)
 
     def _is_there(self, name: str) -> bool | None:
+        """Returns True for an object, False for a free name, None if reading a byte does not tell."""
         path = self._path(name)
         try:
             with self._translated(self._show(name), read_error):
-                return bool(self._fs.cat_file(path, start=0, end=1)) or None  # an empty one, or a mark of a folder
+                return bool(self._fs.cat_file(path, start=0, end=1)) or None  # an empty object, or the mark of a folder
         except CheckpointNotFoundError:
             return False
         except CheckpointError:
@@ -278,8 +279,8 @@ class FsspecStore:
                 return entries
         raise OSError(errno.EAGAIN, "objects are deleted faster than they can be listed", path)
 
-    def _exactly(self) -> dict[str, str]:
-        """Options that keep a backend that reads through an open file from reading ahead."""
+    def _no_read_ahead(self) -> dict[str, str]:
+        """Returns options that keep a backend that reads through an open file from reading ahead; none for others."""
         is_through_file = getattr(self._fs.cat_file, "__func__", None) is AbstractFileSystem.cat_file
         return {"cache_type": "none"} if is_through_file else {}
 
@@ -335,7 +336,7 @@ class FsspecStore:
     def _translated(
         self, shown: str, to_error: _ToError, *, is_done: Callable[[], bool] | None = None
     ) -> Iterator[None]:
-        """Translates whatever the backend raises into one of this library's errors."""
+        """Translates what the backend raises into this library's errors. Raises nothing if `is_done` returns True."""
         try:
             yield
         except CheckpointError:
@@ -349,14 +350,15 @@ class FsspecStore:
 
 
 def _endpoint_of(fs: AbstractFileSystem, options: Mapping[str, object]) -> str:
-    of_client = options.get("client_kwargs")
-    given = {**(of_client if isinstance(of_client, Mapping) else {}), **options}
-    # adlfs finds it in connection strings and in the environment.
+    client_options = options.get("client_kwargs")
+    given = {**(client_options if isinstance(client_options, Mapping) else {}), **options}
+    # adlfs finds the account in connection strings and in the environment.
     given = {"account_name": getattr(fs, "account_name", None), **given}
     return ", ".join(showable_url(str(given[name])).rstrip("/") for name in _ENDPOINT_OPTIONS if given.get(name))
 
 
 def _time_of(entry: Mapping[str, Any]) -> float | None:
+    """Returns the time of an object in seconds since 1970; None if the backend gives none."""
     value = next((entry[key] for key in _TIMES if entry.get(key)), None)
     if isinstance(value, str):
         try:

@@ -50,7 +50,7 @@ _CANNOT_REPLACE = {
 
 
 class BackendContext(Protocol):
-    """Makes the context for calls of the backend; `may_be_done` if an error may mean a lost answer."""
+    """Makes the context for calls to the backend. `may_be_done`: a call that fails may have succeeded, unanswered."""
 
     def __call__(self, *, may_be_done: bool = False) -> AbstractContextManager[None]: ...
 
@@ -154,6 +154,7 @@ def _abandon(file: Any, backend: BackendContext) -> None:
 
 
 def _send_and_move(fs: Any, upload: FsspecUpload, blocks: Sequence[Block], backend: BackendContext) -> None:
+    """Writes the object under a temporary name, then moves it to its own."""
     folder, _, name = upload.path.rpartition("/")
     temporary = f"{folder}/{TEMPORARY_PREFIX}{secrets.token_hex(8)}-{name[:200]}"
     with backend():
@@ -195,6 +196,7 @@ def _check_moved(fs: Any, temporary: str, upload: FsspecUpload) -> None:
 
 
 def _put(fs: Any, upload: FsspecUpload, data: bytes) -> None:
+    """Sends the whole object in one call."""
     if upload.replace:
         fs.pipe_file(upload.path, data)
     elif type(fs) is MemoryFileSystem:

@@ -47,12 +47,12 @@ from bytecheckpoint.storage.store import Access, FillHook, PiecesHook
 
 _MAX_SUFFIX = 200
 """Characters of an object's name that its temporary file repeats; names end at 255 bytes."""
-_FOLDER = -1
-_LOOKERS = 16
-_LOOKS_AT_ONCE = 64
+_FOLDER_SIZE = -1
+_THREADS = 16
+_LOOKUPS_PER_JOB = 64
 _UNLINKERS = 8
 """Threads. 8,192 files that are on a disk are removed in 0.65 s by eight, in 1.2 s by one (benchmarks/ranks.py)."""
-_UNLINKS_AT_ONCE = 64
+_UNLINKS_PER_JOB = 64
 _ACCESS = Access(latency_s=50e-6, bytes_per_s=2.5e9)
 """A file is found and opened for every read, and its bytes may be in the page cache."""
 
@@ -154,11 +154,12 @@ class LocalStore:
     def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
         """Implements `SupportsInFolders`."""
         check_name(name)
-        batches = [folders[start : start + _LOOKS_AT_ONCE] for start in range(0, len(folders), _LOOKS_AT_ONCE)]
-        looks = map_jobs(lambda batch: [self._is_in(folder, name) for folder in batch], batches, num_threads=_LOOKERS)
-        return [is_there for looked in looks for is_there in looked]
+        batches = [folders[start : start + _LOOKUPS_PER_JOB] for start in range(0, len(folders), _LOOKUPS_PER_JOB)]
+        looks = map_jobs(lambda batch: [self._is_in(folder, name) for folder in batch], batches, num_threads=_THREADS)
+        return [is_there for batch in looks for is_there in batch]
 
     def _is_in(self, folder: str, name: str) -> bool | None:
+        """Returns True if the folder holds the file, None if that is not certain."""
         if os.path.dirname(folder):
             self._resolve(os.path.dirname(check_name(folder)))
         return has_file(f"{self._root}/{folder}", name)
@@ -169,7 +170,7 @@ class LocalStore:
             with os.scandir(path) as entries:
                 # A folder is known without asking the file system: a root may have thousands of steps.
                 found = [
-                    (entry.name, _FOLDER if entry.is_dir(follow_symlinks=False) else _size(entry))
+                    (entry.name, _FOLDER_SIZE if entry.is_dir(follow_symlinks=False) else _size(entry))
                     for entry in entries
                     if not entry.name.startswith(TEMPORARY_PREFIX)
                 ]
@@ -179,10 +180,10 @@ class LocalStore:
             raise is_a_file(file_in_the_way(path)) from error
         except OSError as error:
             raise read_error(error, path, reason=describe(error), doing="list") from error
-        return {name: None if size == _FOLDER else size for name, size in found if size is not None}
+        return {name: None if size == _FOLDER_SIZE else size for name, size in found if size is not None}
 
     def delete(self, name: str) -> None:
-        """Removes folders that become empty as well: a store has no empty folders."""
+        """Implements `Store`. Removes folders that become empty as well: a store has no empty folders."""
         self.delete_many([name])
 
     def delete_many(self, names: Sequence[str]) -> None:
@@ -195,7 +196,7 @@ class LocalStore:
                     os.unlink(path)
                     folders[os.path.dirname(path)] = None
 
-        blocks = [names[at : at + _UNLINKS_AT_ONCE] for at in range(0, len(names), _UNLINKS_AT_ONCE)]
+        blocks = [names[at : at + _UNLINKS_PER_JOB] for at in range(0, len(names), _UNLINKS_PER_JOB)]
         try:
             run_jobs(unlink, blocks, num_threads=_UNLINKERS)
         finally:
@@ -219,14 +220,14 @@ class LocalStore:
                 raise read_error(error, self._root, reason=describe(error), doing="list") from error
 
         for path, _, names in os.walk(os.path.join(self._root, folder), onerror=on_error):
-            inside = os.path.relpath(path, self._root)
+            relative_folder = os.path.relpath(path, self._root)
             for name in names:
                 try:
                     status = os.stat(os.path.join(path, name), follow_symlinks=False)
                 except OSError as error:
                     on_error(error)
                     continue  # finished or deleted since it was listed
-                relative = name if inside == os.curdir else f"{inside}/{name}"
+                relative = name if relative_folder == os.curdir else f"{relative_folder}/{name}"
                 yield StoredObject(relative, status.st_size, status.st_mtime)
 
     def _path_of_name(self, name: str) -> str:
@@ -238,8 +239,8 @@ class LocalStore:
         return os.path.join(self._root, folder, last)
 
     def _resolve(self, name: str) -> str:
-        """Returns a path inside the root. Where no part of the name is a link, which is looked at alone, that is the
-        name below the root; else what the links lead to.
+        """Returns a path inside the root: the name below the root if no part of the name is a link, else the path that
+        the links lead to.
 
         Raises UnsafeCheckpointError (path_escape) if they lead out of the root.
         """
@@ -249,7 +250,7 @@ class LocalStore:
             try:
                 if stat.S_ISLNK(os.lstat(path).st_mode):
                     break
-            except OSError:  # nothing is there: nor is anything behind it
+            except OSError:  # there is no such part, so no later part is a link
                 return f"{self._root}/{name}"
         else:
             return path
@@ -350,9 +351,9 @@ def _reading(path: str, *, doing: str = "read") -> Iterator[None]:
 
 @contextmanager
 def _opened(path: str) -> Iterator[tuple[int, int]]:
-    """The descriptor of an ordinary file, and its length in bytes."""
+    """Gives the descriptor of an ordinary file, and its length in bytes. Raises OSError and the errors of stores."""
     try:
-        # Opening a pipe that someone put there would wait for its writer for ever but for O_NONBLOCK.
+        # Without O_NONBLOCK, opening a pipe that someone put there would wait for its writer for ever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except NotADirectoryError as error:
         raise is_a_file(file_in_the_way(path)) from error
@@ -366,8 +367,8 @@ def _opened(path: str) -> Iterator[tuple[int, int]]:
 
 
 def _size(entry: os.DirEntry[str]) -> int | None:
-    """Returns the size in bytes, _FOLDER for a link to a folder, None for anything that is neither, a vanished entry or
-    a link to itself.
+    """Returns the size in bytes, _FOLDER_SIZE for a link to a folder, None for anything that is neither, for a
+    vanished entry and for a link to itself.
     """
     try:
         status = entry.stat()
@@ -378,7 +379,7 @@ def _size(entry: os.DirEntry[str]) -> int | None:
             raise
         return None
     if stat.S_ISDIR(status.st_mode):
-        return _FOLDER
+        return _FOLDER_SIZE
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 

@@ -64,6 +64,7 @@ def read_error(error: BaseException, path: str, *, reason: str, doing: str = "re
 
 
 def _refused(error: BaseException, path: str, *, doing: str, reason: str) -> StorageError | None:
+    """Returns the error for no permission, no file descriptor or an unsupported call; None for any other error."""
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, PermissionError) or number in _NO_PERMISSION:
         return StorageError(

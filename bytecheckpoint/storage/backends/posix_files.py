@@ -85,15 +85,15 @@ def read_pieces(fd: int, byte_offset: int, buffers: Sequence[memoryview], on_fil
     `read_fully`.
     """
     filled = first = 0
-    for last in _ends_of_calls(buffers):
-        some, wanted = buffers[first:last], sum(map(len, buffers[first:last]))
-        count = os.preadv(fd, some, byte_offset + filled)
-        if count < wanted:  # the end of the file, or a signal
-            count = _fill_rest(fd, byte_offset + filled, some, count)
-        filled, first = filled + count, last
-        if count < wanted:
+    for end in _ends_of_calls(buffers):
+        run, wanted_bytes = buffers[first:end], sum(map(len, buffers[first:end]))
+        count = os.preadv(fd, run, byte_offset + filled)
+        if count < wanted_bytes:  # the end of the file, or a signal
+            count = _fill_rest(fd, byte_offset + filled, run, count)
+        filled, first = filled + count, end
+        if count < wanted_bytes:
             break
-        on_filled(some)
+        on_filled(run)
     return filled
 
 
@@ -151,7 +151,7 @@ def has_file(folder: str, name: str) -> bool | None:
 
 
 def free_bytes(folder: str) -> int | None:
-    """Returns the space for an ordinary user, in bytes; the folder need not exist yet."""
+    """Returns the free space for an ordinary user, in bytes; None if unknown. The folder need not exist yet."""
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
     with suppress(OSError):
@@ -208,7 +208,7 @@ def _rename_without_replacing(temporary: str, path: str) -> None:
 
 
 def _renameat2(temporary: str, path: str) -> bool:
-    """Returns False if the C library, the kernel or the file system does not support it."""
+    """Renames without replacing. Returns False if C library, kernel or file system does not support that."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):

@@ -42,7 +42,7 @@ class S3Client(NamedTuple):
     """A client and its settings."""
 
     client: Any
-    more: Mapping[str, Any]
+    extra_parameters: Mapping[str, Any]
     """Parameters added to every request that takes them."""
     num_connections: int | None
     """`max_concurrency` of the options."""
@@ -80,20 +80,20 @@ def client_for(options: Mapping[str, Any]) -> S3Client:
 def _make_client(key: _ClientKey) -> S3Client:
     options = {name: value for name, value in key.options.items() if name not in _FILE_OPTIONS}
     num_connections = options.pop("max_concurrency", None)
-    more = dict(options.pop("s3_additional_kwargs", None) or {})
+    extra = dict(options.pop("s3_additional_kwargs", None) or {})
     if options.pop("requester_pays", False):
-        more["RequestPayer"] = "requester"
-    session, making = _session(key.process, options.pop("profile", None))
+        extra["RequestPayer"] = "requester"
+    session, session_lock = _session(key.process, options.pop("profile", None))
     arguments, settings = _client_arguments(options)
-    with making:
+    with session_lock:
         client = _create(session, arguments, settings)
     client.meta.events.register("before-send.s3", _send_in_parts)
     client.meta.events.register("before-parse.s3", _refuse_truncated_answer)
     secrets = {arguments.get("aws_secret_access_key"), arguments.get("aws_session_token")}
-    # Otherwise, looking for credentials could query a metadata service that the host does not have.
-    if secrets == {None} and settings.get("signature_version") is not UNSIGNED and (found := session.get_credentials()):
-        secrets = {found.secret_key, found.token}
-    return S3Client(client, more, num_connections, frozenset(filter(None, secrets)), threading.Event())
+    # Only if none are given: looking for them may query a metadata service that the host does not have.
+    if secrets == {None} and settings.get("signature_version") is not UNSIGNED and (keys := session.get_credentials()):
+        secrets = {keys.secret_key, keys.token}
+    return S3Client(client, extra, num_connections, frozenset(filter(None, secrets)), threading.Event())
 
 
 @lru_cache(maxsize=_MAX_CACHED_CLIENTS)
@@ -121,9 +121,9 @@ def _client_arguments(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str
         "connect_timeout": _CONNECT_TIMEOUT_S,
         "read_timeout": _READ_TIMEOUT_S,
         "max_pool_connections": _MAX_CONNECTIONS,
-        "retries": {"total_max_attempts": 1},  # S3Requests retries, knowing which requests may be
+        "retries": {"total_max_attempts": 1},  # S3Requests retries: it knows which requests may be repeated
         "response_checksum_validation": "when_required",  # every extent has a checksum of its own
-        "parameter_validation": False,  # it knows no memoryview
+        "parameter_validation": False,  # it would refuse a memoryview
         **(options.pop("config_kwargs", None) or {}),
     }
     arguments = {
@@ -136,7 +136,7 @@ def _client_arguments(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str
     given = {name: value for name, value in arguments.items() if value is not None}
     arguments = {**given, **(options.pop("client_kwargs", None) or {})}
     if options:
-        raise ValueError(f"S3 takes no options of the name {', '.join(sorted(options))}")
+        raise ValueError(f"S3 takes no options named {', '.join(sorted(options))}")
     if is_anonymous:
         settings["signature_version"] = UNSIGNED
         arguments = {name: value for name, value in arguments.items() if not name.startswith("aws_")}
@@ -144,29 +144,30 @@ def _client_arguments(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str
 
 
 def _one_of(options: dict[str, Any], name: str, other: str) -> Any:
-    """Takes an option that has two names."""
-    found = [value for value in (options.pop(name, None), options.pop(other, None)) if value]
-    if len(found) > 1:
+    """Removes an option that has two names, and returns its value; None if neither is given."""
+    values = [value for value in (options.pop(name, None), options.pop(other, None)) if value]
+    if len(values) > 1:
         raise ValueError(f"give {name} or {other}, not both")
-    return found[0] if found else None
+    return values[0] if values else None
 
 
-def _send_in_parts(request: Any, **_of_the_event: object) -> None:
+def _send_in_parts(request: Any, **_event_fields: object) -> None:
     if isinstance(request.body, memoryview):
         request.body = _BodyParts(request.body)
 
 
-def _refuse_truncated_answer(response_dict: Mapping[str, Any], operation_model: Any, **_of_the_event: object) -> None:
+def _refuse_truncated_answer(response_dict: Mapping[str, Any], operation_model: Any, **_event_fields: object) -> None:
     """Raises ConnectionError for an answer that broke off within its headers.
 
     Hazard: to http.client the end of a connection is the end of the headers, so that such an answer passes for a whole
     one without a body: a listing of nothing.
     """
     headers = response_dict["headers"]
-    is_chunked = str(headers.get("transfer-encoding", "")).lower().endswith("chunked")  # not a part of the word
+    # A header may be cut within this word.
+    is_chunked = str(headers.get("transfer-encoding", "")).lower().endswith("chunked")
     says_length = is_chunked or str(headers.get("content-length", "")).isdigit()
     method = operation_model.http["method"]
-    # A listing is never empty: without anything in it, it still says so.
+    # The body of a listing is never empty, even if nothing is listed.
     is_empty = method == "GET" and response_dict["body"] == b""
     if method in {"GET", "HEAD", "POST"} and (is_empty or not says_length):
         raise ConnectionError(BROKEN_OFF)
@@ -190,9 +191,11 @@ class _BodyParts:
 
 
 def reader_of(body: Any) -> Callable[[memoryview], int]:
-    """Returns what fills memory with the next bytes of a body, and returns how many: 0 at the end. Raises the errors of
-    botocore's own `readinto`, which it is where another version of the libraries keeps the connection elsewhere, or has
-    to look at the bytes. botocore and urllib3 copy every byte once more, which costs as much as receiving it.
+    """Returns a function that fills memory with the next bytes of a body and returns their number, 0 at the end. It
+    raises the errors of botocore's `readinto`.
+
+    It reads from the connection, because botocore and urllib3 copy every byte once more, which costs as much as
+    receiving it. If the connection is not where it is expected, or bytes are encoded, it is botocore's `readinto`.
     """
     raw: Any = getattr(body, "_raw_stream", None)
     answer = getattr(raw, "_fp", None)

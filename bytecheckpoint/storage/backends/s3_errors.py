@@ -62,7 +62,7 @@ class FailedRequestError(Exception):
         self.num_attempts = num_attempts
         self.seconds = seconds
         self.may_arrive = False
-        """True if an earlier attempt may be carried out yet, though the last one was refused."""
+        """True if an earlier attempt may still be carried out, though the last one was refused."""
         self.progress: TransferProgress | None = None
         """Progress of the transfer that the request was a part of, if known."""
 
@@ -91,7 +91,7 @@ def is_throttled(error: BaseException) -> bool:
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Returns True if no connection came about."""
+    """Returns True if no connection could be made."""
     return isinstance(error, _UNREACHABLE)
 
 
@@ -101,7 +101,7 @@ def is_no_answer(error: BaseException) -> bool:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Returns True if the same request may succeed later; the last one may have been carried out."""
+    """Returns True if the same request may succeed later. It may also have been carried out already."""
     if isinstance(error, ClientError):
         is_trouble = _status_of(error) >= 500 and not (is_unsupported(error) or is_full(error))
         return is_throttled(error) or is_trouble or code_of(error) in _TRANSIENT
@@ -113,8 +113,8 @@ def is_transient(error: BaseException) -> bool:
 
 def may_arrive(error: BaseException) -> bool:
     """Returns True if the request may still be carried out: it was sent, and no answer says that it was refused."""
-    is_answered = is_unreachable(error) or is_throttled(error) or code_of(error) in _REFUSED
-    return is_transient(error) and not is_answered
+    is_over = is_unreachable(error) or is_throttled(error) or code_of(error) in _REFUSED
+    return is_transient(error) and not is_over
 
 
 def is_taken(error: BaseException) -> bool:
@@ -167,8 +167,8 @@ def to_store_error(
     pace = describe_progress(failed.progress) if failed.progress is not None and is_transient(error) else ""
     what = f"{doing} {shown}: {reason} (after {times} in {failed.seconds:.1f} s{'; ' if pace else ''}{pace})"
     if is_write and failed.may_arrive:
-        advice = "see to what refused the last one, and look what is there, before you try again"
-        what = f"cannot {what}; an earlier attempt got no answer and may be carried out yet: {advice}"
+        advice = "find out why the last one was refused, and what is stored there now, before you try again"
+        what = f"cannot {what}; an earlier attempt got no answer and may still be carried out: {advice}"
         return StorageError(what, kind="unavailable", path=shown)
     if is_missing(error):
         return missing_file(shown)

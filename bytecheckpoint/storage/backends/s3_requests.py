@@ -38,8 +38,8 @@ _MAX_BACKOFF_S = 2.0
 _FORGET_BACKOFF_S = 60.0
 """After this long without SlowDown the next backoff is a short one again."""
 _READ_BYTES = 256 << 10
-"""Length of one read from the connection. A connection that breaks costs at most as much again; where bytes cannot be
-received in place, the client has these once or twice in memory of its own."""
+"""Length of one read from the connection. If the connection breaks, at most as much is received again. If bytes
+cannot be received in place, the client holds one or two more copies of this length."""
 
 _PARTIAL = 206
 _CONTENT_RANGE = re.compile(r"\Abytes (?P<first>\d+)-(?P<last>\d+)/(?P<size>\d+|\*)\Z")
@@ -116,7 +116,7 @@ class S3Requests:
 
     def __init__(self, client: S3Client, bucket: str) -> None:
         self._client = client.client
-        self._more = client.more
+        self._extra = client.extra_parameters
         self.service = Service(showable_url(str(client.client.meta.endpoint_url)), bucket)
         self.has_checksums = client.client.meta.config.request_checksum_calculation != "when_required"
         self.refuses: set[str] = set()
@@ -129,9 +129,9 @@ class S3Requests:
     def send(self, operation: str, **parameters: Any) -> Mapping[str, Any]:
         """Makes one attempt. `operation` is one of botocore's methods; raises S3_ERRORS."""
         model = self._client.meta.service_model.operation_model(self._client.meta.method_to_api_mapping[operation])
-        more = {name: value for name, value in self._more.items() if name in model.input_shape.members}
+        extra = {name: value for name, value in self._extra.items() if name in model.input_shape.members}
         request = getattr(self._client, operation)
-        answer: Mapping[str, Any] = request(**{**more, **parameters}, Bucket=self.service.bucket)
+        answer: Mapping[str, Any] = request(**{**extra, **parameters}, Bucket=self.service.bucket)
         return answer
 
     def call(self, operation: str, policy: RetryPolicy, **parameters: Any) -> Mapping[str, Any]:
@@ -141,7 +141,7 @@ class S3Requests:
     def persist(self, attempt: Callable[[int], Answer], policy: RetryPolicy) -> Answer:
         """Calls `attempt` with 0, 1, ... until it raises none of S3_ERRORS, and returns its result.
 
-        Raises FailedRequestError if another attempt is in vain, the time is over, or `policy.stop` is set.
+        Raises FailedRequestError if another attempt would be in vain, the time is over, or `policy.stop` is set.
         """
         started, number = time.monotonic(), 0
         while True:
@@ -231,10 +231,11 @@ class S3Requests:
         return bytes(partial.content)
 
     def _read_rest(self, key: str, partial: _PartialObject, max_bytes: int) -> None:
+        """Makes one attempt to read what is not in `partial` yet."""
         has_some = 0 < len(partial.content) < partial.num_bytes
-        wanted = {"Range": f"bytes={len(partial.content)}-"} if has_some and partial.tag else {}
-        answer = self.send("get_object", Key=key, **wanted)
-        is_rest = bool(wanted) and answer["ResponseMetadata"]["HTTPStatusCode"] == _PARTIAL
+        range_header = {"Range": f"bytes={len(partial.content)}-"} if has_some and partial.tag else {}
+        answer = self.send("get_object", Key=key, **range_header)
+        is_rest = bool(range_header) and answer["ResponseMetadata"]["HTTPStatusCode"] == _PARTIAL
         with closing(answer["Body"]) as body:
             if is_rest and answer.get("ETag") != partial.tag:
                 partial.restart("", 0)
@@ -265,10 +266,11 @@ class _PartialObject:
 
 
 def _check_range(answer: Mapping[str, Any], first: int, last: int) -> None:
+    """Raises EndOfObjectError, RangeIgnoredError or ConnectionError for an answer without the bytes first to last."""
     num_bytes = answer.get("ContentLength")  # missing from a chunked answer
     if answer["ResponseMetadata"]["HTTPStatusCode"] != _PARTIAL:
         if first == 0 and num_bytes == last + 1:
-            return  # the range is the whole object, and some services say so
+            return  # some services answer so if the range is the whole object
         raise RangeIgnoredError(f"bytes {first} to {last + 1} were asked for; the answer has the object's first bytes")
     found = _CONTENT_RANGE.match(str(answer.get("ContentRange", "")))
     if found is None or num_bytes not in {None, int(found["last"]) + 1 - int(found["first"])}:

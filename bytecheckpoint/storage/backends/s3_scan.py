@@ -14,7 +14,7 @@ ReadPage = Callable[[str], Mapping[str, Any]]
 
 
 class _Page(NamedTuple):
-    """Keys in order, with their sizes."""
+    """Keys in ascending order, with their sizes in bytes; `is_last` if no keys follow."""
 
     keys: list[str]
     sizes: list[int]
@@ -32,30 +32,32 @@ def _page_after(key: str, read_page: ReadPage) -> _Page | None:
 
 
 def find_keys(wanted: Sequence[str], read_page: ReadPage) -> Mapping[str, bool]:
-    """Returns, for keys in order, which exist, as far as the pages tell."""
+    """Returns which of these keys, in ascending order, exist. Keys that the pages do not reach are left out."""
     found: dict[str, bool] = {}
     while len(found) < len(wanted):
-        left = wanted[len(found) :]
-        page = _page_after(left[0][:-1], read_page)
+        remaining = wanted[len(found) :]
+        page = _page_after(remaining[0][:-1], read_page)
         if page is None:
             break
-        reached = left if page.is_last else [key for key in left if key <= page.keys[-1]]
-        there = set(page.keys)
-        found |= {key: key in there for key in reached}
+        reached = remaining if page.is_last else [key for key in remaining if key <= page.keys[-1]]
+        existing = set(page.keys)
+        found |= {key: key in existing for key in reached}
         if len(reached) < 2:
             break
     return found
 
 
 def list_folders(prefixes: Sequence[str], read_page: ReadPage) -> Mapping[str, Mapping[str, int | None]]:
-    """Returns what lies directly in folders, given in order by the prefixes of their keys, as far as the pages tell."""
+    """Returns the listings of folders, by the prefixes of their keys, which are in ascending order. Folders that the
+    pages do not reach are left out.
+    """
     found: dict[str, Mapping[str, int | None]] = {}
     while len(found) < len(prefixes):
-        left = prefixes[len(found) :]
-        page = _page_after(left[0], read_page)
+        remaining = prefixes[len(found) :]
+        page = _page_after(remaining[0], read_page)
         if page is None:
             break
-        reached = list(_listings_in(page, left))
+        reached = list(_listings_in(page, remaining))
         found |= reached
         if len(reached) < 2:
             break
@@ -63,7 +65,7 @@ def list_folders(prefixes: Sequence[str], read_page: ReadPage) -> Mapping[str, M
 
 
 def _listings_in(page: _Page, prefixes: Sequence[str]) -> Iterator[tuple[str, Mapping[str, int | None]]]:
-    """Yields the listings of the folders, in order, that the page has to their end."""
+    """Yields prefix and listing of each folder, in order, whose keys are on the page to the last."""
     for prefix in prefixes:
         first, stop = (bisect_left(page.keys, key) for key in (prefix, f"{prefix[:-1]}{chr(ord(prefix[-1]) + 1)}"))
         if stop == len(page.keys) and not page.is_last:

@@ -59,6 +59,7 @@ _DELETE_MANY = "delete_objects"
 _MAX_DELETIONS = 1000
 """Number of objects that one such request may name."""
 _MIN_SCANNED = 4
+"""Fewer keys are looked up one by one."""
 _SCANNED_AT_ONCE = 2000
 """Number of folders after which another thread scans."""
 _MIN_IN_FLIGHT = 8
@@ -182,7 +183,9 @@ class S3Store:
         """Implements `SupportsListMany` with pages of keys, as `in_folders` does."""
         prefixes = list(map(self._prefix_of, folders))
         found = self._scan(list_folders, prefixes)
-        return [_shown_names(found.get(prefix, {})) or None for prefix in prefixes]  # an empty one may be an object
+        return [
+            _shown_names(found.get(prefix, {})) or None for prefix in prefixes
+        ]  # an empty listing may be an object's
 
     def _scan(
         self, scan: Callable[[Sequence[str], ReadPage], Mapping[str, Found]], keys: Sequence[str]
@@ -200,7 +203,7 @@ class S3Store:
 
         with self._translated(self._shown, doing="list"):
             scans = map_jobs(lambda part: scan(part, read_page), parts, num_threads=_MIN_IN_FLIGHT)
-        return {key: found for each in scans for key, found in each.items()}
+        return {key: found for part in scans for key, found in part.items()}
 
     def delete(self, name: str) -> None:
         with self._translated(self._show(name), doing="delete"):
@@ -221,7 +224,7 @@ class S3Store:
             may_be_left = [names_by_key[key] for key in sorted(set(batch) - self._delete_at_once(batch))]
             run_jobs(self.delete, may_be_left, num_threads=_MIN_IN_FLIGHT)
             if len(may_be_left) == len(batch) > 1:
-                self._requests.refuses.add(_DELETE_MANY)  # it deletes objects, but not with that request
+                self._requests.refuses.add(_DELETE_MANY)  # the service deletes objects, but not with that request
 
     def _delete_at_once(self, keys: Sequence[str]) -> set[str]:
         """Returns the keys that the service says it has deleted; none if it refuses the request."""

@@ -45,7 +45,7 @@ headers."""
 
 
 class TakenError(Exception):
-    """The name exists, and the object there is another writer's, which was no slower."""
+    """The name exists, and another writer has made the object there."""
 
 
 class S3Target(NamedTuple):
@@ -59,15 +59,17 @@ class S3Target(NamedTuple):
 
 
 def new_target(key: str, *, replace: bool) -> S3Target:
+    """Returns the target of one write, with an id for it."""
     return S3Target(key, is_new=not replace, writer=secrets.token_hex(16))
 
 
 def send(
     requests: S3Requests, target: S3Target, blocks: Sequence[Block], num_bytes: int, *, in_flight: int, timeout_s: float
 ) -> None:
-    """Publishes the object after the last block was left. Takes the memory of the blocks, of which `in_flight` are
-    entered at a time; if they are too small or too many for parts, the memory of `in_flight` parts of up to 64 MiB, or
-    more for objects of more than 576 GiB. An object of 16 MiB or less is copied.
+    """Publishes the object once all of its blocks have been sent, or copied if it has 16 MiB or less.
+
+    `in_flight` blocks are entered at a time. Blocks that are too small or too many to be parts are copied into parts:
+    this takes the memory of `in_flight` parts of up to 64 MiB each, or more for objects of more than 576 GiB.
 
     Raises TakenError, FailedRequestError, and what a block's `content` raises.
     """
@@ -89,14 +91,14 @@ def send(
 
 _RETRY, _SEND_UNCONDITIONALLY, _CHECK_OWNER = "retry", "send unconditionally", "check owner"
 _VERDICTS = {
-    # answer: (after the first attempt, after a later one)
+    # kind of error: (after the first attempt, after a later one)
     "unsupported": (_SEND_UNCONDITIONALLY, _SEND_UNCONDITIONALLY),
     "misjudged": (_SEND_UNCONDITIONALLY, _SEND_UNCONDITIONALLY),
     "refused": (_CHECK_OWNER, _CHECK_OWNER),
     "transient": (_RETRY, _RETRY),
     "other": (_RETRY, _CHECK_OWNER),
 }
-"""Verdict on an error of the publishing request, by `_Publication._answer`.
+"""Verdict on an error of the publishing request, by `_Publication._kind_of_error`.
 
 - retry: `persist` tries a transient error again and gives up on any other.
 - check owner: a success if the object there is this write's own. An earlier attempt, one of botocore's too, may have
@@ -128,7 +130,7 @@ class _Publication:
         self._replaced_etag = ""
         """ETag of the object that is to be replaced; empty if none was there."""
         self._unanswered: list[Exception] = []
-        """Errors of attempts that may be carried out yet."""
+        """Errors of attempts that may still be carried out."""
 
     def run(self) -> None:
         """Raises TakenError and FailedRequestError."""
@@ -149,7 +151,7 @@ class _Publication:
             raise TakenError
 
     def _attempt(self, number: int) -> None:
-        # Hazard: the object of an unanswered attempt may be replaced since, and the data that it needs be deleted.
+        # Hazard: the object of an unanswered attempt may have been replaced since, and the data that it needs deleted.
         if number and not self._target.is_new:
             current = self._current()
             if current.writer == self._target.writer:
@@ -161,7 +163,7 @@ class _Publication:
         try:
             self._send(condition)
         except S3_ERRORS as error:
-            verdict = _VERDICTS[self._answer(error, condition)][min(number, 1)]
+            verdict = _VERDICTS[self._kind_of_error(error, condition)][min(number, 1)]
             if verdict == _SEND_UNCONDITIONALLY:
                 self._requests.refuses |= condition.keys()
                 self._send({})
@@ -180,7 +182,7 @@ class _Publication:
         condition = {"IfMatch": self._replaced_etag} if self._replaced_etag else {"IfNoneMatch": "*"}
         return {name: value for name, value in condition.items() if name not in self._requests.refuses}
 
-    def _answer(self, error: Exception, condition: Mapping[str, str]) -> str:
+    def _kind_of_error(self, error: Exception, condition: Mapping[str, str]) -> str:
         """Returns the row of _VERDICTS for an error."""
         if condition and is_unsupported(error):
             return "unsupported"

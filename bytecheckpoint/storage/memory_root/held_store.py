@@ -39,9 +39,11 @@ class HeldStore:
         elsewhere: Mapping[str, int],
         stored: StoredAt | None = None,
     ) -> None:
-        """`elsewhere` are the lengths of files that other ranks read; `stored` has all others that have no place."""
+        """`places` says where this host holds data files, by name. `elsewhere` has the lengths, in bytes, of files that
+        other ranks read. All other files are read from `stored`.
+        """
         self.wanted: set[str] = set()
-        """Names of the data files that were asked for."""
+        """Names of the data files whose lengths were asked for."""
         self._places = places
         self._elsewhere = elsewhere
         self._manifest = manifest
@@ -58,7 +60,7 @@ class HeldStore:
     def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: FillHook | None = None) -> None:
         place = self._places.get(name)
         if place is None:
-            stored = self._found_at(name)
+            stored = self._outside_memory(name)
             stored.store.read_into(join_name(stored.folder, name), byte_offset, buffer, on_filled=on_filled)
             return
         flat = buffer.cast("B") if buffer.nbytes else memoryview(b"")
@@ -87,7 +89,7 @@ class HeldStore:
             return self._places[name].byte_length
         if name in self._elsewhere:
             return self._elsewhere[name]
-        stored = self._found_at(name)
+        stored = self._outside_memory(name)
         if isinstance(stored.store, SupportsByteLength):
             return stored.store.byte_length(join_name(stored.folder, name))
         parent, _, last = name.rpartition("/")
@@ -98,7 +100,7 @@ class HeldStore:
         if name == MANIFEST_NAME:
             return self._manifest
         if name not in self._places:
-            stored = self._found_at(name)
+            stored = self._outside_memory(name)
             return read_whole(stored.store, join_name(stored.folder, name), max_bytes=max_bytes)
         content = bytearray(min(self._places[name].byte_length, max_bytes))
         self.read_into(name, 0, memoryview(content))
@@ -110,11 +112,11 @@ class HeldStore:
         stored: dict[str, int | None] = {}
         if self._stored is not None:
             stored.update(self._stored.store.list(join_name(self._stored.folder, folder)))
-        inside = f"{folder}/"
+        prefix = f"{folder}/"
         own: dict[str, int | None] = {
-            name.removeprefix(inside): place.byte_length
+            name.removeprefix(prefix): place.byte_length
             for name, place in self._places.items()
-            if name.startswith(inside)
+            if name.startswith(prefix)
         }
         return {**stored, **own}
 
@@ -124,13 +126,14 @@ class HeldStore:
         raise self._read_only(name)
 
     def delete(self, name: str) -> NoReturn:
-        """Refuses."""
+        """Raises the error of a store that is only read."""
         raise self._read_only(name)
 
     def _read_only(self, name: str) -> StorageError:
         return StorageError(f"{self._shown}/{name} is only read, never changed", kind="unsupported", path=self._shown)
 
-    def _found_at(self, name: str) -> StoredAt:
+    def _outside_memory(self, name: str) -> StoredAt:
+        """Returns where files without a place are stored. Raises CheckpointNotFoundError (missing_file)."""
         if self._stored is None:
             raise missing_file(f"{self._shown}/{name}")
         return self._stored

@@ -25,7 +25,7 @@ from bytecheckpoint.storage.backends.posix_errors import describe
 from bytecheckpoint.storage.paths import TEMPORARY_PREFIX
 
 _HOST = "host"
-_ABOUT = "job"
+_DESCRIPTION = "job"
 _MAKING_S = 10.0
 """Seconds for which a temporary file may be in the making, not locked yet or about to get its name."""
 _ALIVE = "alive"
@@ -87,7 +87,9 @@ class JobFolder(NamedTuple):
             os.close(fd)
 
     def join(self, *, saves: bool = True) -> tuple[ProcessLock, LivingProcess]:
-        """Registers this process as working on the job, until it ends or the lock is released."""
+        """Registers this process as working on the job, until it ends or the lock is released. `saves` is False for a
+        process that only resumes.
+        """
         alive = os.path.join(self.path, _ALIVE)
         name = secrets.token_hex(8) + ("" if saves else _RESUMED)
         temporary, path = os.path.join(alive, f"{TEMPORARY_PREFIX}{name}"), os.path.join(alive, name)
@@ -128,7 +130,7 @@ def _may_be_in_the_making(path: str) -> bool:
 
 
 def job_name(location: str) -> str:
-    """Returns the name of the folder of the job that saves to this root. Each user has one of their own."""
+    """Returns the name of the folder of the job that saves to this root. Each user has a folder of their own."""
     return xxhash.xxh3_64_hexdigest(f"{os.geteuid()}\0{location}".encode())
 
 
@@ -145,9 +147,9 @@ def open_job(root: str, location: str) -> JobFolder:
         for folder in (os.path.join(job.path, _ALIVE), job.slots, job.versions):
             with suppress(FileExistsError):
                 os.mkdir(folder, 0o700)
-        about = os.path.join(job.path, _ABOUT)
-        if not os.path.exists(about):
-            replace_file(about, msgspec.json.encode(JobDescription(location, os.geteuid())))
+        description_path = os.path.join(job.path, _DESCRIPTION)
+        if not os.path.exists(description_path):
+            replace_file(description_path, msgspec.json.encode(JobDescription(location, os.geteuid())))
         return job
 
 
@@ -157,7 +159,7 @@ def find_job(root: str, location: str) -> JobFolder | None:
 
 
 def find_jobs(root: str) -> list[tuple[JobFolder, JobDescription]]:
-    """Returns the folders of this user's jobs in a memory root, with what they say of the jobs."""
+    """Returns the folders of this user's jobs in a memory root, with descriptions of the jobs."""
     found: list[tuple[JobFolder, JobDescription]] = []
     with _using(root):
         try:
@@ -170,24 +172,24 @@ def find_jobs(root: str) -> list[tuple[JobFolder, JobDescription]]:
             if host is None or os.lstat(path).st_uid != os.geteuid():
                 continue
             _check_private(path)
-            about = JobDescription("(unknown)", os.geteuid())
-            with suppress(OSError, msgspec.MsgspecError), open(os.path.join(path, _ABOUT), "rb") as file:
-                about = msgspec.json.decode(file.read(), type=JobDescription)
-            found.append((JobFolder(root, path, host), about))
+            description = JobDescription("(unknown)", os.geteuid())
+            with suppress(OSError, msgspec.MsgspecError), open(os.path.join(path, _DESCRIPTION), "rb") as file:
+                description = msgspec.json.decode(file.read(), type=JobDescription)
+            found.append((JobFolder(root, path, host), description))
     return found
 
 
 def is_in_memory(root: str) -> bool:
     """Returns False if the folder is known to lie on something else than tmpfs or ramfs."""
-    path, best = os.path.realpath(root), ("", _TMPFS)
+    path, nearest = os.path.realpath(root), ("", _TMPFS)
     with suppress(OSError), open("/proc/self/mounts", encoding="utf-8", errors="replace") as mounts:
         for line in mounts:
-            _, place, kind, *_ = line.split(" ")
-            place = place.replace("\\040", " ")
-            inside = path == place or path.startswith(place.rstrip("/") + "/")
-            if inside and len(place) >= len(best[0]):
-                best = (place, kind)
-    return best[1] in {_TMPFS, "ramfs"}
+            _, mount_point, file_system, *_ = line.split(" ")
+            mount_point = mount_point.replace("\\040", " ")
+            is_below = path == mount_point or path.startswith(mount_point.rstrip("/") + "/")
+            if is_below and len(mount_point) >= len(nearest[0]):
+                nearest = (mount_point, file_system)
+    return nearest[1] in {_TMPFS, "ramfs"}
 
 
 def replace_file(path: str, *parts: bytes) -> None:
@@ -234,6 +236,7 @@ def _prepare_root(root: str) -> str:
 
 
 def _read_host(root: str) -> str | None:
+    """Returns the id of a memory root; None if it is missing or damaged."""
     with suppress(FileNotFoundError, UnicodeDecodeError), open(os.path.join(root, _HOST), encoding="ascii") as file:
         host = file.read(64)
         return host if _ID.match(host) else None
@@ -241,6 +244,7 @@ def _read_host(root: str) -> str | None:
 
 
 def _check_private(path: str) -> None:
+    """Raises StorageError (permission) unless only this user can open the folder."""
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & _OTHERS:
         raise StorageError(
@@ -254,6 +258,7 @@ def _check_private(path: str) -> None:
 
 @contextmanager
 def _using(root: str) -> Iterator[None]:
+    """Translates an OSError into a StorageError."""
     try:
         yield
     except CheckpointError:

@@ -20,7 +20,7 @@ _UNLIMITED = 1 << 60
 
 
 class RoomLimit(NamedTuple):
-    """Bytes that may still be allocated, and what limits them."""
+    """Bytes that may still be allocated, and for messages the name of the limit and advice against it."""
 
     free_bytes: int
     name: str
@@ -48,14 +48,14 @@ def check_room(root: str, new_bytes: int, *, held_bytes: int, max_bytes: int | N
 
 def _file_system(root: str) -> Iterator[RoomLimit]:
     status = os.statvfs(root)
-    free, whole = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    free_bytes, total_bytes = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     advice = "free space there (`bcp gc --memory` lists what ended jobs left), or mount it larger"
-    if whole <= _CONTAINER_BYTES:
+    if total_bytes <= _CONTAINER_BYTES:
         advice = (
             "that is the small /dev/shm of a container: run it with --shm-size, or in Kubernetes mount an emptyDir of "
             "medium Memory there"
         )
-    yield RoomLimit(free, f"its file system of {whole} bytes", advice)
+    yield RoomLimit(free_bytes, f"its file system of {total_bytes} bytes", advice)
 
 
 def _host_memory() -> Iterator[RoomLimit]:
@@ -82,14 +82,14 @@ def container_limits(groups: str = "/proc/self/cgroup", mount: str = "/sys/fs/cg
             yield from _limits_of(Path(mount, "memory"), path, *names)
 
 
-def _limits_of(mount: Path, path: str, limit_name: str, usage_name: str, reclaimable: str) -> Iterator[RoomLimit]:
+def _limits_of(mount: Path, path: str, limit_name: str, usage_name: str, reclaimable_name: str) -> Iterator[RoomLimit]:
     """Yields the limits of a control group and of those above it. A container may see only its own, as the root."""
-    inside = Path(path.strip("/"))
-    for group in {mount / inside, *(mount / above for above in inside.parents), mount}:
+    group_path = Path(path.strip("/"))
+    for group in {mount / group_path, *(mount / parent for parent in group_path.parents), mount}:
         with suppress(OSError, ValueError):
-            limit = int((group / limit_name).read_text(encoding="ascii"))  # "max" is none
+            limit = int((group / limit_name).read_text(encoding="ascii"))  # ValueError for "max": no limit
             usage = int((group / usage_name).read_text(encoding="ascii"))
             fields = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
             if limit < _UNLIMITED:
-                free = limit - usage + int(fields.get(reclaimable, 0))
+                free = limit - usage + int(fields.get(reclaimable_name, 0))
                 yield RoomLimit(free, f"the memory limit of the container ({limit} bytes)", "raise the limit")

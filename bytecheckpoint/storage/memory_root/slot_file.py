@@ -4,8 +4,8 @@ save to save, because the first touch of a page costs more than the copy into it
     header: magic, length, checksum, then a SlotHeader; up to a page boundary
     image: the data files, each from a page boundary on, as staging lays them out
 
-A slot belongs to the process that holds its lock. The header says `filling` before a byte of the image changes, and
-`filled` after the last one: a process that is killed in between leaves a slot that nobody takes for whole.
+A slot belongs to the process that holds its lock. `is_filled` in its header is False before a byte of the image
+changes, and True after the last one: a slot whose process is killed in between is not taken for whole.
 """
 
 # ruff: noqa: PTH104, PTH108, PTH116, PTH118, PTH123, PTH208 - the calls of `os` by name, as in posix_files.py
@@ -49,11 +49,12 @@ class SlotHeader(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     is_filled: bool
     image_offset: int
+    """First byte of the image in the file."""
     lengths: list[int]
     """Bytes of each data file, in their order."""
     files: list[tuple[int, int]] = []
-    """Rank and number in the name of each; empty if all are of `rank`, in the order of their numbers. A rank of -1
-    stands for bytes that are nothing."""
+    """Rank and number in the name of each data file; empty if all are of `rank`, in the order of their numbers. A rank
+    of -1 marks bytes that are not a valid file."""
 
     def names(self) -> list[tuple[int, int]]:
         """Returns rank and number in the name of each data file."""
@@ -73,12 +74,13 @@ class FoundSlot(NamedTuple):
 
     path: str
     capacity: int
+    """Length of the file, in bytes."""
     header: SlotHeader | None
     """None for a slot that was never filled, or whose header is torn."""
 
     @property
     def save_id(self) -> str:
-        """The save whose bytes it has, whole or not; empty if there is none."""
+        """Id of the save whose bytes the slot has, whole or not; empty if there is none."""
         return self.header.save_id if self.header is not None else ""
 
     def places(self) -> dict[str, FilePlace]:
@@ -138,15 +140,15 @@ class Slot:
     def fill(
         self, save_id: str, step: int, rank: int, lengths: Sequence[int], *, files: Sequence[tuple[int, int]] = ()
     ) -> None:
-        """Marks the image as whole: these files of a save, named as in a header."""
+        """Marks the image as whole, with these files of a save; `files` is as in SlotHeader."""
         offset = header_bytes(len(lengths))
         self._write_header(SlotHeader(save_id, step, rank, True, offset, list(lengths), list(files)))
 
     @property
     def memory(self) -> mmap.mmap:
-        """All of the file; it was reserved before."""
+        """The memory of the whole file. Raises RuntimeError before `reserve`."""
         if self._memory is None:
-            raise RuntimeError("a slot is reserved before it is filled")
+            raise RuntimeError("the slot has no memory: call reserve before filling it")
         return self._memory
 
     def _write_header(self, header: SlotHeader) -> None:
@@ -185,17 +187,17 @@ def header_bytes(num_files: int) -> int:
 
 
 def image_bytes(lengths: Sequence[int]) -> int:
-    """Returns the bytes of an image with these files."""
+    """Returns the length, in bytes, of an image with files of these lengths."""
     return sum(map(whole_pages, lengths))
 
 
 def slot_bytes(lengths: Sequence[int]) -> int:
-    """Returns the bytes of a slot for these files."""
+    """Returns the length, in bytes, of a slot for files of these lengths."""
     return header_bytes(len(lengths)) + image_bytes(lengths)
 
 
 def image_starts(lengths: Sequence[int]) -> list[int]:
-    """Returns the place in the image of each file."""
+    """Returns the byte offset of each file in the image, and after them the length of the image."""
     return list(accumulate(map(whole_pages, lengths), initial=0))
 
 

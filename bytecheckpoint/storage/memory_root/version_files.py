@@ -1,7 +1,7 @@
 """The memory checkpoints that a host knows: a copy of the manifest of each, and its place in the order of versions.
 
 A version is pending from the moment that its data is whole on all hosts, and complete once the manifest is on all of
-them. A pending one can be recovered, too; but other hosts may already have gone on from the one before.
+them. A pending one can be recovered, too; but other hosts may already have gone on from the version before it.
 """
 
 # ruff: noqa: PTH104, PTH108, PTH118, PTH123, PTH208 - the calls of `os` by name, as in posix_files.py
@@ -56,6 +56,7 @@ class HeldVersion(NamedTuple):
     content: bytes
     """The manifest, encoded."""
     files: tuple[DataFile, ...]
+    """Data files of the manifest."""
 
 
 def add_pending(job: JobFolder, record: VersionRecord, content: bytes) -> None:
@@ -77,7 +78,7 @@ def mark_complete(job: JobFolder, save_id: str) -> None:
 
 
 def note_protected(job: JobFolder, save_id: str) -> None:
-    """Notes the newest version that survives the loss of a host."""
+    """Notes that the version of this save is the newest that survives the loss of a host."""
     replace_file(os.path.join(job.versions, _PROTECTED), save_id.encode())
 
 
@@ -90,7 +91,7 @@ def protected_save(job: JobFolder) -> str:
 
 
 def remove(job: JobFolder, save_id: str) -> None:
-    """Forgets a version."""
+    """Removes what the host knows of a version."""
     for ending in ("pending", "manifest"):
         with suppress(FileNotFoundError):
             os.unlink(_path(job, save_id, ending))
@@ -119,8 +120,8 @@ def remove_stale_temporaries(job: JobFolder) -> None:
 
 
 def needed_saves(job: JobFolder) -> set[str]:
-    """Returns the saves whose slots must stay, as far as this host can tell alone: the newest complete version, the
-    newest that survives a host, and pending ones, one of which other hosts may have completed.
+    """Returns the ids of the saves whose slots must stay, as far as this host can tell alone: the newest complete
+    version, the newest that survives the loss of a host, and pending ones, one of which other hosts may have completed.
     """
     found = sorted(read_versions(job), key=lambda version: version.record.number)
     complete = [number for number, version in enumerate(found) if version.is_complete]
@@ -133,16 +134,17 @@ def _path(job: JobFolder, save_id: str, ending: str) -> str:
 
 
 def _decode(content: bytes, *, is_complete: bool) -> HeldVersion | None:
+    """Returns the version in a file; None if it is damaged."""
     if len(content) < _PREFIX.size:
         return None
     magic, num_bytes, digest = _PREFIX.unpack_from(content)
     end = _PREFIX.size + num_bytes
-    encoded, rest = content[_PREFIX.size : end], content[end:]
+    encoded, manifest_bytes = content[_PREFIX.size : end], content[end:]
     if magic != _MAGIC or xxhash.xxh3_64_intdigest(encoded) != digest:
         return None
     with suppress(msgspec.MsgspecError, CheckpointError):
         record = msgspec.msgpack.decode(encoded, type=VersionRecord)
-        manifest = open_manifest(rest)
+        manifest = open_manifest(manifest_bytes)
         if manifest.save_id == record.save_id:
-            return HeldVersion(record, is_complete, rest, tuple(manifest.files))
+            return HeldVersion(record, is_complete, manifest_bytes, tuple(manifest.files))
     return None

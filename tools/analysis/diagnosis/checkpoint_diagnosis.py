@@ -54,12 +54,13 @@ class CheckpointDiagnosis:
     """Names of what the reader has left out, with the reasons."""
     neighbours: Sequence[Neighbour] = ()
     looks_like: str | None = None
+    """What a folder that is no checkpoint may be, by the names in it."""
     error: CheckpointError | None = None
     """The reason why nothing of it loads."""
 
 
 def diagnose(path: str, storage_options: Mapping[str, Any]) -> CheckpointDiagnosis:
-    """Raises StorageError, and CheckpointNotFoundError where there is nothing at all."""
+    """Returns what the path is. Raises StorageError, and CheckpointNotFoundError if there is nothing at all."""
     opening = Opening(storage_options)
     try:
         found = find_checkpoint(path, "latest", opening)
@@ -120,7 +121,7 @@ def _checkpoint(
 
 
 def _top_values(manifest: Manifest) -> dict[str, Any]:
-    """Returns the plain values that tell the step and the number of ranks, if there are any."""
+    """Returns the plain values at the top level, which may have the step and the number of ranks."""
     from bytecheckpoint.adapters.plain.plain_data import decode_plain  # noqa: PLC0415 - it needs torch
 
     return {fqn: decode_plain(data) for fqn, data in manifest.objects.items() if "." not in fqn}

@@ -83,10 +83,11 @@ class Part:
 
 
 def entry_part(fqn: str, tree: Any, manifest: Manifest) -> Part:
+    """Returns the part for an entry whose plain data is `tree`."""
     from bytecheckpoint.adapters.data.stream_wire import has_mark  # noqa: PLC0415 - it needs torch
 
     part = Part(name=fqn, kind="values", holds=_value_text(tree), into="a value under this name")
-    refs = _refs(tree)
+    refs = _tensor_fqns(tree)
     if has_mark(manifest.objects[fqn]):
         size = count_text(tree.get("size", 0), "data-parallel rank") if isinstance(tree, dict) else "ranks"
         return replace(part, kind="data", holds=f"a data loader of {size}", into="a bcp.DataLoaderState")
@@ -97,7 +98,7 @@ def entry_part(fqn: str, tree: Any, manifest: Manifest) -> Part:
         return replace(part, kind="random numbers", holds="states of generators", into=None, hint=hint)
     if not isinstance(tree, dict):
         return replace(part, kind="tensors", holds="a list with tensors", into=None) if refs else part
-    if is_model_state(tree) and _is_named_so(fqn, tree):
+    if is_model_state(tree) and _has_model_names(fqn, tree):
         return _tree_model(part, [name.removeprefix(f"{fqn}.") for name in refs])
     if {"scale", "growth_factor"} <= tree.keys():
         return replace(part, kind="grad scaler", holds="a loss scale", into="a torch.amp.GradScaler")
@@ -125,8 +126,8 @@ def _optimizer(part: Part, tree: Mapping[str, Any]) -> Part:
 
 
 def _object(part: Part, tree: Mapping[str, Any], *, is_own: bool) -> Part:
-    """Returns a dict of several things as a part: the state of an object that put it together."""
-    models = [str(key) for key, item in tree.items() if is_model_state(item) and _is_named_so(str(key), item)]
+    """Returns the part for a dict of several things, the state of one object."""
+    models = [str(key) for key, item in tree.items() if is_model_state(item) and _has_model_names(str(key), item)]
     part = replace(part, holds=f"a state of {and_more([str(key) for key in tree], 4)}")
     if not is_own and not models and not any(map(is_optimizer, tree.values())):
         return replace(part, kind="tensors", into=None)
@@ -136,6 +137,7 @@ def _object(part: Part, tree: Mapping[str, Any], *, is_own: bool) -> Part:
 
 
 def rank_part(fqn: str, value: Any) -> Part:
+    """Returns the part for a value that each rank has saved, given that of one rank."""
     if isinstance(value, dict) and {"python", "numpy", "torch"} <= value.keys():
         return Part(name=fqn, kind="random numbers", holds="generators of each rank", into="a bcp.RngState")
     return Part(name=fqn, kind="values of ranks", holds=_value_text(value), into=None, is_by_rank=True)
@@ -163,17 +165,17 @@ def is_model_state(tree: Any) -> bool:
     return bool(items) and all(map(is_model_state, inner))
 
 
-def _is_named_so(key: str, tree: Mapping[Any, Any]) -> bool:
+def _has_model_names(key: str, tree: Mapping[Any, Any]) -> bool:
     """Returns True for a dict whose name is that of a model, or whose tensors have names as in a state_dict."""
     names = [str(key) for key, item in tree.items() if isinstance(item, TensorRef)]
     return bool(MODEL_NAMES.match(key)) or any("." in name or name in USUAL_NAMES for name in names)
 
 
-def _refs(value: Any) -> list[str]:
+def _tensor_fqns(value: Any) -> list[str]:
     if isinstance(value, TensorRef):
         return [value.fqn]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return [fqn for item in items for fqn in _refs(item)]
+    return [fqn for item in items for fqn in _tensor_fqns(item)]
 
 
 def scheduler_text(tree: Mapping[str, Any]) -> str:

@@ -30,6 +30,7 @@ class LoadCode(NamedTuple):
     """Lines of Python that can be run as they stand."""
 
     does: str
+    """What they do, such as `load the model alone`."""
     needs: Sequence[str]
     """Names that must have a value: live objects and, for data, numbers of ranks."""
     lines: Sequence[str]
@@ -54,6 +55,7 @@ class _StateEntry(NamedTuple):
 
     part: Part
     keys: Sequence[str]
+    """Keys that lead to it in the state."""
     value: str
     """Expression of the live object."""
     needs: Sequence[str]
@@ -67,17 +69,17 @@ def load_codes(parts: Sequence[Part], call: LoadCall) -> list[LoadCode]:
     is_all = all(part.into for part in parts if part.kind == "optimizer")
     does = "go on with the training" if is_all else "load all that loads"
     codes = [_load(does, together, call)] if models and len(together) > 1 else []
-    codes += [_load(_what(item) if len(items) > 1 else "load it", [item], call) for item in models]
+    codes += [_load(_purpose(item) if len(items) > 1 else "load it", [item], call) for item in models]
     if together and not models:
         codes.append(_without_a_model(together, call))
-    codes += [_attribute(item.part, call) for item in models if item.part.attribute]
-    codes += [_inside(item.part, call) for item in together if item.part.model_inside]
+    codes += [_load_attribute(item.part, call) for item in models if item.part.attribute]
+    codes += [_load_inner_model(item.part, call) for item in together if item.part.model_inside]
     codes += [*_set_generators(parts, call), *_read_values(parts, call), *_read_trees(parts, call)]
     codes += _read_values_of_ranks(parts, call)
     return codes
 
 
-def _what(item: _StateEntry) -> str:
+def _purpose(item: _StateEntry) -> str:
     name = item.part.name
     return "load the model alone" if name in {"", "model"} else f"load {name!r} alone"
 
@@ -137,12 +139,12 @@ def _load(does: str, items: Sequence[_StateEntry], call: LoadCall, *more: str) -
 def _entries(items: Sequence[_StateEntry]) -> list[str]:
     """Returns the entries of a state, items of one list in a dict."""
     entries: dict[str, str] = {}
-    inside: dict[str, list[str]] = {}
+    list_items: dict[str, list[str]] = {}
     for item in items:
-        first, *rest = item.keys
-        if rest:
-            inside.setdefault(first, []).append(f"{quoted(rest[0])}: {item.value}")
-        entries[first] = f"{{{', '.join(inside[first])}}}" if rest else item.value
+        first, *inner_keys = item.keys
+        if inner_keys:
+            list_items.setdefault(first, []).append(f"{quoted(inner_keys[0])}: {item.value}")
+        entries[first] = f"{{{', '.join(list_items[first])}}}" if inner_keys else item.value
     return [f"{quoted(key)}: {value}" for key, value in entries.items()]
 
 
@@ -178,13 +180,13 @@ def _without_a_model(items: Sequence[_StateEntry], call: LoadCall) -> LoadCode:
     return _load("load it, beside the model that it belongs to", [model, *items], call, *rule, "strict=False")
 
 
-def _attribute(part: Part, call: LoadCall) -> LoadCode:
+def _load_attribute(part: Part, call: LoadCall) -> LoadCode:
     rule = _renaming(f"^{re.escape(f'{part.name}.{part.attribute}.')}", "model.")
     lines = call.lines("bcp.load", '{"model": model}', f"key_map=[{rule}]")
     return LoadCode(f"load the module that it has as {part.attribute!r} alone", ["model"], lines)
 
 
-def _inside(part: Part, call: LoadCall) -> LoadCode:
+def _load_inner_model(part: Part, call: LoadCall) -> LoadCode:
     state = f"{{{quoted(part.name)}: {{{quoted(part.model_inside or '')}: model}}}}"
     lines = call.lines("bcp.load", state, "strict=False")
     return LoadCode(f"load the model in {part.name!r} alone", ["model"], lines)

@@ -85,9 +85,9 @@ def _foreign_origin(kind: str, file: str, manifest: Manifest, listing: Listing) 
 def _of_model_folder(kind: str, manifest: Manifest, listing: Listing) -> Origin:
     if "trainer_state.json" in listing:
         return Origin("the Trainer of transformers", "trainer_state.json")
-    if sign := _first(listing, "random_states_*.pkl", "optimizer.bin", "scheduler.bin"):
+    if sign := _first_match(listing, "random_states_*.pkl", "optimizer.bin", "scheduler.bin"):
         return Origin("Accelerate", sign)
-    sign = _first([file.name for file in manifest.files], "*.safetensors", "*.bin") or ""
+    sign = _first_match([file.name for file in manifest.files], "*.safetensors", "*.bin") or ""
     return Origin(f"Hugging Face ({kind})" if "config.json" in listing else kind, sign)
 
 
@@ -101,35 +101,35 @@ def _of_folders(listing: Listing) -> Origin:
 def _of_deepspeed(listing: Listing) -> Origin:
     if "zero" in listing:
         return Origin("DeepSpeed (universal)", "the folder zero")
-    sign = _first(listing, "*_optim_states.pt")
+    sign = _first_match(listing, "*_optim_states.pt")
     return Origin("DeepSpeed (ZeRO)", sign) if sign else Origin("DeepSpeed without ZeRO", "mp_rank_00_model_states.pt")
 
 
-def _first(names: Iterable[str], *patterns: str) -> str | None:
+def _first_match(names: Iterable[str], *patterns: str) -> str | None:
     return next((name for pattern in patterns for name in sorted(names) if fnmatchcase(name, pattern)), None)
 
 
 def looks_like(names: Iterable[str]) -> str | None:
-    """Returns what a folder with these names may be that is no checkpoint, if its names tell."""
-    found = (what for pattern, what in _UNREAD if _first(names, pattern))
+    """Returns what a folder that is no checkpoint may be, by the names in it; None if they do not tell."""
+    found = (what for pattern, what in _UNREAD if _first_match(names, pattern))
     return next(found, None)
 
 
 def step_of(manifest: Manifest, values: Mapping[str, Any]) -> int | None:
     """Returns the step that a checkpoint has in its metadata, or in a value at its top level."""
     of_save = {} if manifest.foreign_format else manifest.metadata
-    said = [each for each in (of_save, of_save.get("megatron"), values) if isinstance(each, Mapping)]
-    found = (each[key] for each in said for key in _STEP_KEYS if type(each.get(key)) is int)
+    candidates = [each for each in (of_save, of_save.get("megatron"), values) if isinstance(each, Mapping)]
+    found = (each[key] for each in candidates for key in _STEP_KEYS if type(each.get(key)) is int)
     return next(found, None) if manifest.step is None else manifest.step
 
 
 def world_size_of(manifest: Manifest, values: Mapping[str, Any]) -> int | None:
     """Returns the number of ranks that saved a checkpoint, read from the checkpoint, or from the names of its files."""
     args = values.get("args")
-    said = [manifest.provenance.get("world_size"), *(values.get(key) for key in _SIZE_KEYS)]
-    said += [args.get(key) for key in _SIZE_KEYS] if isinstance(args, dict) else []
-    if any(type(size) is int for size in said):
-        return next(size for size in said if type(size) is int)
+    candidates = [manifest.provenance.get("world_size"), *(values.get(key) for key in _SIZE_KEYS)]
+    candidates += [args.get(key) for key in _SIZE_KEYS] if isinstance(args, dict) else []
+    if any(type(size) is int for size in candidates):
+        return next(size for size in candidates if type(size) is int)
     names = [file.name for file in manifest.files]
     if worlds := [int(match[1]) for match in map(_WORLD_IN_NAME.search, names) if match]:
         return max(worlds)

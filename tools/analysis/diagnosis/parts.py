@@ -78,22 +78,28 @@ def _with_tensors(part: Part, tensors: Sequence[TensorEntry]) -> Part:
 
 
 def _bare_parts(tensors: Sequence[TensorEntry], manifest: Manifest, trees: Mapping[str, Any]) -> list[Part]:
-    """Returns the parts that tensors outside of trees are: models, with a name or without."""
+    """Returns the parts that consist of tensors outside of trees: models, with a name or without."""
     groups: dict[str, list[TensorEntry]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.fqn.partition(".")[0], []).append(tensor)
     states = [groups.pop(name) for name in list(groups) if all(_is_state(each.fqn) for each in groups[name])]
-    has_modules = any("." in tensor.fqn or tensor.fqn in USUAL_NAMES for of in groups.values() for tensor in of)
-    top = [tensor for of in groups.values() for tensor in of if "." not in tensor.fqn]
+    has_modules = any(
+        "." in tensor.fqn or tensor.fqn in USUAL_NAMES for members in groups.values() for tensor in members
+    )
+    top = [tensor for members in groups.values() for tensor in members if "." not in tensor.fqn]
     is_named = (manifest.foreign_format or OWN_FORMAT) in _NAMED_BY_READER and _are_named(groups, trees)
     lone = [tensor for tensor in top if is_named or not has_modules or _is_lone(tensor, trees)]
-    groups = {name: rest for name, of in groups.items() if (rest := [tensor for tensor in of if tensor not in lone])}
+    groups = {
+        name: others
+        for name, members in groups.items()
+        if (others := [tensor for tensor in members if tensor not in lone])
+    }
     parts = [_lone_part(tensor) for tensor in lone]
-    parts += [_with_tensors(_unknown_optimizer(of[0].fqn), of) for of in states]
+    parts += [_with_tensors(_unknown_optimizer(members[0].fqn), members) for members in states]
     if is_named:
-        models = [_with_tensors(_model(name, of), of) for name, of in groups.items()]
+        models = [_with_tensors(_model(name, members), members) for name, members in groups.items()]
     else:
-        unnamed = [tensor for of in groups.values() for tensor in of]
+        unnamed = [tensor for members in groups.values() for tensor in members]
         models = [_with_tensors(_model("", unnamed), unnamed)] if unnamed else []
         is_mixed = bool(states) or not all(isinstance(tree, dict) for tree in trees.values())
         models = [replace(part, top_names=_top_names(part) if is_mixed else ()) for part in models]
@@ -109,7 +115,7 @@ def _top_names(part: Part) -> list[str]:
 
 
 def _has_extra_state_of_megatron(manifest: Manifest) -> bool:
-    """Returns True if there is extra state as only Megatron's modules have it; Megatron's own loads may ignore it."""
+    """Returns True if there is extra state that only Megatron's modules have; Megatron's own loads may ignore it."""
     names = [fqn for fqn in manifest.objects if is_extra_state(fqn)]
     return bool(names) if manifest.foreign_format == "megatron" else any("/shard_" in fqn for fqn in names)
 
@@ -162,10 +168,10 @@ def _unknown_optimizer(fqn: str) -> Part:
 
 
 def _are_named(groups: Mapping[str, Sequence[TensorEntry]], trees: Mapping[str, Any]) -> bool:
-    """Returns True if the first parts of these names are those of models, and not of a model's modules. The optimizer
-    tells, which knows the names of its parameters; else the words do.
+    """Returns True if the first parts of these names name models, not modules of one model. Names of parameters in an
+    optimizer decide; without them, the words do.
     """
-    names = {tensor.fqn for of in groups.values() for tensor in of}
+    names = {tensor.fqn for members in groups.values() for tensor in members}
     for tree in trees.values():
         if is_optimizer(tree) and not tree.get("by_position"):
             trained = [name for group in tree["groups"].values() for name in group["params"]]
@@ -175,7 +181,7 @@ def _are_named(groups: Mapping[str, Sequence[TensorEntry]], trees: Mapping[str, 
                 return False
     if any(map(MODEL_NAMES.match, groups)):
         return True
-    modules = [name for name, of in groups.items() if any("." in tensor.fqn for tensor in of)]
+    modules = [name for name, members in groups.items() if any("." in tensor.fqn for tensor in members)]
     return len(modules) == 1 and not modules[0].isdecimal() and not groups.keys() & USUAL_NAMES
 
 

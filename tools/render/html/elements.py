@@ -33,19 +33,21 @@ def table(
     and its first cell is that link.
     """
     kinds = ["right" if column.is_right else "whole" if column.is_whole else "" for column in columns]
-    classes = [{"class": of_column} if of_column else {} for of_column in kinds]
-    titles = (tag("th", of_column, text(column.title)) for column, of_column in zip(columns, classes, strict=True))
+    classes = [{"class": column_class} if column_class else {} for column_class in kinds]
+    titles = (
+        tag("th", column_class, text(column.title)) for column, column_class in zip(columns, classes, strict=True)
+    )
     lines = []
     for number, row in enumerate(rows):
         cells = [text(cell) for cell in row]
         anchor = anchors[number] if anchors else ""
         if anchor:
             cells[0] = tag("a", {"href": f"#{anchor}"}, cells[0])
-        held = (tag("td", of_column, cell) for cell, of_column in zip(cells, classes, strict=True))
-        lines.append(tag("tr", {"id": anchor} if anchor else {}, *held))
+        cell_tags = (tag("td", column_class, cell) for cell, column_class in zip(cells, classes, strict=True))
+        lines.append(tag("tr", {"id": anchor} if anchor else {}, *cell_tags))
     head = tag("thead", {}, tag("tr", {}, *titles))
-    of_kind = {"class": kind} if kind else {}
-    return tag("div", {"class": "scroll"}, tag("table", of_kind, head, tag("tbody", {}, *lines, "")))
+    table_class = {"class": kind} if kind else {}
+    return tag("div", {"class": "scroll"}, tag("table", table_class, head, tag("tbody", {}, *lines, "")))
 
 
 def anchor_of(fqn: str) -> str:
@@ -60,6 +62,6 @@ def color(number: int, *, lightness: int = 68) -> str:
 
 def fitted(label: str, width: float) -> str:
     """Shortens a label to so many pixels at the size of a picture's text; returns "" if too little would be left."""
-    most = int(width / 6.6)
+    max_chars = int(width / 6.6)
     shown = printable(label)
-    return shown if len(shown) <= most else shown[: most - 1] + "…" if most >= 4 else ""
+    return shown if len(shown) <= max_chars else shown[: max_chars - 1] + "…" if max_chars >= 4 else ""

@@ -1,4 +1,4 @@
-"""Draws how the values of a tensor spread."""
+"""Draws a histogram of the values of a tensor."""
 
 from __future__ import annotations
 
@@ -16,27 +16,29 @@ def histogram_text(histogram: Histogram) -> str:
     """Returns the numbers beside the picture."""
     stats = histogram.stats
     numbers = [f"{name} {number_text(getattr(stats, name))}" for name in ("min", "max", "mean", "std")]
-    odd = [f"{count:,} {name}" for name, count in (("NaN", stats.num_nan), ("infinite", stats.num_inf)) if count]
-    return ", ".join([*numbers, *odd, f"{stats.num_zeros:,} zeros"])
+    special_counts = [
+        f"{count:,} {name}" for name, count in (("NaN", stats.num_nan), ("infinite", stats.num_inf)) if count
+    ]
+    return ", ".join([*numbers, *special_counts, f"{stats.num_zeros:,} zeros"])
 
 
 def histogram_picture(histogram: Histogram) -> str:
-    """Draws a bar for each field, as high as its share of the fullest one."""
+    """Draws a bar for each bin, as high as its share of the fullest bin."""
     counts = histogram.counts.tolist()
     low, high = histogram.low, histogram.high
     if low == high:
         low, high = low - 0.5, high + 0.5
-    width, field = WIDTH / len(counts), (high - low) / len(counts)
+    width, bin_width = WIDTH / len(counts), (high - low) / len(counts)
     room = _HEIGHT - _AXIS_HEIGHT - _TOP
     parts = []
     for number, count in enumerate(counts):
         tall = max(room * count / max(counts), 1.0) if count else 0.0
         box = Box(number * width, _TOP + room - tall, width - 1, tall)
-        start = low + number * field
-        span = f"{number_text(start)} to {number_text(start + field)}"
+        start = low + number * bin_width
+        span = f"{number_text(start)} to {number_text(start + bin_width)}"
         parts.append(rect(box, "hsl(212 55% 58%)", [span, count_text(count, "value")]))
     parts.append(label(0.0, 10.0, f"{max(counts):,}", "small"))
-    for value in round_ticks(low, high, most=_MAX_TICKS):
+    for value in round_ticks(low, high, max_ticks=_MAX_TICKS):
         x = (value - low) / (high - low) * WIDTH
         kind = "small" if x < 30 else "small end" if x > WIDTH - 30 else "small middle"
         parts.append(label(x, _HEIGHT - 5, number_text(value), kind))

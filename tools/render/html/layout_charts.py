@@ -62,12 +62,12 @@ def _tile(tile: TreemapTile, total: int) -> str:
 
 def bar(totals: Sequence[TensorTotals]) -> str:
     """Draws shares of a whole beside one another."""
-    whole = sum(total.num_bytes for total in totals)
+    total_bytes = sum(total.num_bytes for total in totals)
     x = 0.0
     parts = []
     for number, total in enumerate(totals):
-        width = WIDTH * total.num_bytes / whole if whole else 0.0
-        lines = [total.name, f"{size_text(total.num_bytes)}, {100 * total.num_bytes / max(whole, 1):.3g} %"]
+        width = WIDTH * total.num_bytes / total_bytes if total_bytes else 0.0
+        lines = [total.name, f"{size_text(total.num_bytes)}, {100 * total.num_bytes / max(total_bytes, 1):.3g} %"]
         parts.append(rect(Box(x, 0.0, width, _BAR_HEIGHT), color(number), lines, "edge"))
         parts.append(label(x + 4, 18.0, fitted(total.name, width - 8)))
         x += width

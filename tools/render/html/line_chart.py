@@ -33,23 +33,23 @@ class _Scale(NamedTuple):
         return (value - self.low) / (self.high - self.low)
 
 
-def line_chart(title: str, curves: Sequence[Curve], shown: Callable[[float], str], *, base: int) -> str:
+def line_chart(title: str, curves: Sequence[Curve], format_value: Callable[[float], str], *, base: int) -> str:
     """Returns a picture, each curve in a colour of its own; "" without a finite value. Of many points, some
     are drawn.
     """
     thinned = ((number, curve._replace(points=_thinned(curve.points))) for number, curve in enumerate(curves))
-    kept = [(number, curve) for number, curve in thinned if curve.points][:_MAX_CURVES]
-    points = [point for _, curve in kept for point in curve.points]
+    drawn = [(number, curve) for number, curve in thinned if curve.points][:_MAX_CURVES]
+    points = [point for _, curve in drawn for point in curve.points]
     if not points:
         return ""
     steps = _scale([step for step, _ in points], from_zero=False)
     values = _scale([value for _, value in points], from_zero=True)
-    parts = [*_value_axis(values, shown, base), *_step_axis(steps)]
-    for number, curve in kept:
+    parts = [*_value_axis(values, format_value, base), *_step_axis(steps)]
+    for number, curve in drawn:
         places = [(_x(steps, step), _y(values, value)) for step, value in curve.points]
         parts += _line(places, color(number, lightness=46))
         for (step, value), (x, y) in zip(curve.points, places, strict=True):
-            lines = [*filter(None, [curve.name]), f"step {step:,}", shown(value)]
+            lines = [*filter(None, [curve.name]), f"step {step:,}", format_value(value)]
             hint = tag("title", {}, "\n".join(map(text, lines)))
             parts.append(tag("circle", {"cx": x, "cy": y, "r": 3.0, "fill": color(number, lightness=46)}, hint))
     return svg(WIDTH, _HEIGHT, f"{title} over the steps", *parts)
@@ -58,8 +58,8 @@ def line_chart(title: str, curves: Sequence[Curve], shown: Callable[[float], str
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Returns the finite points, or `_MAX_POINTS` of them that include the last."""
     finite = [point for point in points if math.isfinite(point[1])]
-    every = -(-len(finite) // _MAX_POINTS)
-    return finite[::-1][:: every or 1][::-1]
+    stride = -(-len(finite) // _MAX_POINTS)
+    return finite[::-1][:: stride or 1][::-1]
 
 
 def _scale(values: Sequence[float], *, from_zero: bool) -> _Scale:
@@ -71,8 +71,8 @@ def _scale(values: Sequence[float], *, from_zero: bool) -> _Scale:
         low = 0.0
     if high > low:
         return _Scale(low, high)
-    around = abs(high) / 2 or 0.5
-    return _Scale(low - around, high + around)
+    margin = abs(high) / 2 or 0.5
+    return _Scale(low - margin, high + margin)
 
 
 def _x(steps: _Scale, step: float) -> float:
@@ -83,17 +83,17 @@ def _y(values: _Scale, value: float) -> float:
     return _ROOM.y + (1 - values.share(value)) * _ROOM.height
 
 
-def _value_axis(values: _Scale, shown: Callable[[float], str], base: int) -> list[str]:
+def _value_axis(values: _Scale, format_value: Callable[[float], str], base: int) -> list[str]:
     parts = []
-    for value in round_ticks(values.low, values.high, most=5, base=base):
+    for value in round_ticks(values.low, values.high, max_ticks=5, base=base):
         y = _y(values, value)
-        parts.append(rect(Box(_ROOM.x, y, _ROOM.width, 1.0), "currentColor", [shown(value)], "tick"))
-        parts.append(label(_LEFT - 8, y + 4, shown(value) if value else "0", "small end"))
+        parts.append(rect(Box(_ROOM.x, y, _ROOM.width, 1.0), "currentColor", [format_value(value)], "tick"))
+        parts.append(label(_LEFT - 8, y + 4, format_value(value) if value else "0", "small end"))
     return parts
 
 
 def _step_axis(steps: _Scale) -> list[str]:
-    ticks = [step for step in round_ticks(steps.low, steps.high, most=8) if step == int(step)]
+    ticks = [step for step in round_ticks(steps.low, steps.high, max_ticks=8) if step == int(step)]
     return [label(_x(steps, step), _HEIGHT - 5, f"{step:,.0f}", "small middle") for step in ticks]
 
 

@@ -93,13 +93,13 @@ def _chart(
     title: str,
     runs: Mapping[str, Sequence[RunRow]],
     value_of: _Value,
-    shown: Callable[[float], str],
+    format_value: Callable[[float], str],
     *,
     base: int = 10,
 ) -> str:
     """Returns a curve for each run; "" if there is no value at any step."""
     curves = [Curve(run, list(_points(rows, value_of))) for run, rows in runs.items()]
-    drawn = line_chart(title, curves, shown, base=base)
+    drawn = line_chart(title, curves, format_value, base=base)
     return tag("h3", {}, text(title)) + drawn if drawn else ""
 
 

@@ -44,7 +44,7 @@ def gantt(ranks: Sequence[RankRecord], phases: Sequence[Phase]) -> str:
 
 def _ticks(last: float, scale: float, height: float) -> list[str]:
     parts = []
-    for seconds in round_ticks(0.0, last, most=_MAX_TICKS):
+    for seconds in round_ticks(0.0, last, max_ticks=_MAX_TICKS):
         x = _LEFT + seconds * scale
         shown = seconds_text(seconds) if seconds else "0"
         parts.append(rect(Box(x, 0.0, 1.0, height - _AXIS_HEIGHT), "currentColor", [shown], "tick"))
@@ -90,9 +90,9 @@ def heat_map(ranks: Sequence[RankRecord], phases: Sequence[Phase]) -> str:
             lines = [f"rank {column.label}", f"{shortened(phase.name, 40)}: {seconds_text(seconds)}"]
             box = Box(_LEFT + position * width, y, width, _CELL_HEIGHT - 1)
             parts.append(rect(box, f"hsl(14 85% {round(94 - 54 * share)}%)", lines))
-    every = -(-len(columns) // 16)
+    stride = -(-len(columns) // 16)
     parts += [
         label(_LEFT + position * width, height - 5, columns[position].label.partition("-")[0], "small")
-        for position in range(0, len(columns), every)
+        for position in range(0, len(columns), stride)
     ]
     return svg(WIDTH, height, "how long each rank was in each phase", *parts)

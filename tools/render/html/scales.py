@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 
-def round_ticks(low: float, high: float, *, most: int, base: int = 10) -> list[float]:
-    """Returns at most so many multiples of 1, 2 or 5 times a power of ten in an interval; with base 1024, of so many
-    KiB, MiB and so on.
+def round_ticks(low: float, high: float, *, max_ticks: int, base: int = 10) -> list[float]:
+    """Returns at most `max_ticks` multiples of 1, 2 or 5 times a power of ten in an interval; with base 1024, of so
+    many KiB, MiB and so on.
     """
     span = high - low
     if not (math.isfinite(span) and span > 0):
@@ -15,8 +15,10 @@ def round_ticks(low: float, high: float, *, most: int, base: int = 10) -> list[f
     unit = 1.0
     while base != 10 and max(abs(low), abs(high)) >= base * unit:
         unit *= base
-    power = 10.0 ** math.floor(math.log10(span / unit / most))
-    step = next(unit * power * factor for factor in (1, 2, 5, 10, 20) if span / (unit * power * factor) <= most - 1)
+    power = 10.0 ** math.floor(math.log10(span / unit / max_ticks))
+    step = next(
+        unit * power * factor for factor in (1, 2, 5, 10, 20) if span / (unit * power * factor) <= max_ticks - 1
+    )
     first = math.ceil(low / step - 1e-9)
     return [
         round(number * step, 12) if step > 1e-6 else number * step

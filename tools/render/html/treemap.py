@@ -68,13 +68,13 @@ def _add(tiles: list[TreemapTile], node: ModuleNode, box: Box, *, path: str, dep
 def _placed(nodes: Sequence[ModuleNode], box: Box) -> list[tuple[ModuleNode, Box]]:
     """Returns the nodes with a size, the largest first, each with its part of the rectangle."""
     ordered = sorted((node for node in nodes if node.num_bytes), key=lambda node: -node.num_bytes)
-    rest = ordered[_MAX_CHILDREN:]
-    if rest:
+    smallest = ordered[_MAX_CHILDREN:]
+    if smallest:
         together = ModuleNode(
-            f"{len(rest):,} more",
-            num_tensors=sum(node.num_tensors for node in rest),
-            num_elements=sum(node.num_elements for node in rest),
-            num_bytes=sum(node.num_bytes for node in rest),
+            f"{len(smallest):,} more",
+            num_tensors=sum(node.num_tensors for node in smallest),
+            num_elements=sum(node.num_elements for node in smallest),
+            num_bytes=sum(node.num_bytes for node in smallest),
         )
         ordered = [*ordered[:_MAX_CHILDREN], together]
     boxes = squarify([float(node.num_bytes) for node in ordered], box)
@@ -84,19 +84,19 @@ def _placed(nodes: Sequence[ModuleNode], box: Box) -> list[tuple[ModuleNode, Box
 def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
     """Divides a box into nearly square rectangles, with areas in proportion to these sizes, all above 0."""
     boxes: list[Box] = []
-    first, left = 0, sum(sizes)
+    first, remaining = 0, sum(sizes)
     while first < len(sizes):
-        last = _end_of_row(sizes, first, min(box.width, box.height), box.width * box.height / left)
+        last = _end_of_row(sizes, first, min(box.width, box.height), box.width * box.height / remaining)
         row = sizes[first:last]
-        placed, box = _cut_row(row, box, share=sum(row) / left)
+        placed, box = _cut_row(row, box, share=sum(row) / remaining)
         boxes += placed
-        left = max(left - sum(row), 1e-12)
+        remaining = max(remaining - sum(row), 1e-12)
         first = last
     return boxes
 
 
 def _end_of_row(sizes: Sequence[float], first: int, side: float, area_per_size: float) -> int:
-    """Returns the end of the row along a side in which the longest rectangle is shortest."""
+    """Returns the end of the row along a side whose most elongated rectangle is the nearest to a square."""
     last, worst = first, inf
     while last < len(sizes):
         row = sizes[first : last + 1]
@@ -112,8 +112,8 @@ def _end_of_row(sizes: Sequence[float], first: int, side: float, area_per_size: 
 def _cut_row(row: Sequence[float], box: Box, *, share: float) -> tuple[list[Box], Box]:
     """Returns the rectangles of a row along the shorter side, and the rest of the box."""
     if box.width < box.height:
-        boxes, rest = _cut_row(row, _turned(box), share=share)
-        return list(map(_turned, boxes)), _turned(rest)
+        boxes, rest_of_box = _cut_row(row, _turned(box), share=share)
+        return list(map(_turned, boxes)), _turned(rest_of_box)
     width, y, boxes = box.width * share, box.y, []
     for size in row:
         boxes.append(Box(box.x, y, width, box.height * size / sum(row)))
