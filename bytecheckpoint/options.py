@@ -153,8 +153,8 @@ class SaveOptions:
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """Names of one framework for the tensors of another, see docs/name_maps.md. Checked on creation, except the map
-    itself: a ValueError names the field, its value and the values that it takes.
+    """Names of one framework for the tensors of another, see docs/name_maps.md. The fields are checked on creation: a
+    ValueError names the field, its value and the values that it takes. The map that `name` names is read by the load.
     """
 
     name: str | os.PathLike[str]

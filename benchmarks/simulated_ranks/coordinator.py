@@ -98,7 +98,7 @@ def load(connection: Connection, setting: Setting) -> None:
         content = layout.read_manifest_bytes(store, setting.folder.name)
         before = memory_mb()
         started = time.process_time()
-        manifest = layout.parse_manifest(content, path=str(setting.folder), whole=False)
+        manifest = layout.parse_manifest(content, path=str(setting.folder), check_all=False)
         source = Source(store, setting.folder.name, manifest, LoadOptions(), is_exchanged=False)
         scope = NameScope(manifest, rank, setting.num_ranks, None, None, None)
         # Alone: what each rank found the others get in one small message.

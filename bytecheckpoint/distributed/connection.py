@@ -91,8 +91,9 @@ class Connection:
             raise self._gone(error) from error
 
     def send_units(self, num_units: int, activity: Activity, is_over: threading.Event, *, heartbeat_s: float) -> None:
-        """Sends `num_units` units and waits until the peer has them. If `is_over` is set before, sends DISCONNECT. If
-        there was progress, a heartbeat follows after `heartbeat_s` in which nothing else was sent.
+        """Sends `num_units` units, then waits until the peer has them, up to a quarter of the timeout. If `is_over` is
+        set before, sends DISCONNECT. If there was progress, a heartbeat follows after `heartbeat_s` in which nothing
+        else was sent.
 
         Raises as `send` does.
         """

@@ -42,7 +42,7 @@ class ManagerOptions:
     max_failed_saves: int = 3
     """With `on_failed_save="warn"`, failed saves in a row of which the last one raises."""
     walk_back: bool = False
-    """Let `restore` go back to the checkpoint before the newest if that is damaged or misses files."""
+    """Let `restore` take the newest earlier checkpoint that loads if the newest one is damaged or misses files."""
     signals: Sequence[str] = ("SIGTERM",)
     """Names of the signals that request a stop. Stored as a tuple."""
     read_only: bool = False

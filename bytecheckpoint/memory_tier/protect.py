@@ -269,8 +269,8 @@ def _place_parity(payloads: Sequence[bytes], *, save_id: str) -> Sequence[bytes]
     if found is None:
         num_domains = len({place.failure_domain for place in places})
         refusal = (
-            "Memory(parity=1) needs hosts in three failure domains or more, and no domain so large that one of its "
-            f"hosts finds no group of hosts of others; the ranks are in {num_domains}: memory checkpoints survive the "
+            "Memory(parity=1) needs hosts in three failure domains or more, none of them with more than half of the "
+            f"hosts; the ranks are in {num_domains} domains: memory checkpoints survive the "
             "death of processes, but not the loss of a host. Give copies=2, or copies=1 without parity"
         )
         return [msgspec.msgpack.encode(_CopyOrders([], [], refusal=refusal))] * len(offers)

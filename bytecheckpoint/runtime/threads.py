@@ -38,7 +38,8 @@ def run_jobs(do: Callable[[Job], object], jobs: Iterable[Job], *, num_threads: i
 
     Jobs are taken in order, by one thread at a time, when a thread is free for the next one. Once a call of `do` or
     the iteration has raised, or the caller was interrupted, no further job is taken, and the first error is raised.
-    No job is running when this returns or raises. If the process can have fewer threads, these do all jobs.
+    No job is running when this returns or raises, unless the caller was interrupted again while it waited for the last
+    ones. If the process can have fewer threads, these do all jobs.
     """
     run = _JobRun(do, jobs)
     try:

@@ -108,7 +108,7 @@ def plan_files(
 ) -> list[PlannedFile]:
     """Returns the data files of these writes of one rank, one of `num_ranks` that write about as much each. Those that
     are planned `apart` come first, and files of compressed tensors last. The FQNs in `frozen` share no file with
-    others. `together` is as in `lay_out_files`.
+    others. `groups` is as in `lay_out_files`.
     """
     codecs = {index: codec_of(items[index].fqn, codec) for index in {write.item for write in writes}}
 

@@ -214,7 +214,7 @@ def scan(root: str) -> Iterator[FoundStage]:
 
 
 def _read_stage(path: str, name: str, *, is_alive: bool) -> FoundStage | None:
-    """Returns None for a folder that cannot be read, or is being removed."""
+    """Returns what a folder of a local stage holds; None if it cannot be read, or is being removed."""
     store = store_of(*os.path.split(path))
     try:
         journal = read_journal(store)

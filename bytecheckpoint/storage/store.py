@@ -137,7 +137,7 @@ class SupportsDeleteMany(Store, Protocol):
     def delete_many(self, names: Sequence[str]) -> None:
         """Removes objects, in any order. Missing ones are not an error.
 
-        Raises like `delete` for the first object that could not be removed; some of the others then still exist.
+        Raises like `delete` for one of the objects that could not be removed; some of the others then still exist.
         """
 
 

@@ -72,7 +72,7 @@ def test_a_failure_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def eats(_: bytes) -> None:
         """More than the process has ever had at once."""
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-        num_pages = ((32 << 20) + _peak_bytes() - resident) >> 12
+        num_pages = ((256 << 20) + _peak_bytes() - resident) >> 12
         taken = bytearray(num_pages << 12)
         taken[:: 1 << 12] = bytes(num_pages)
 

@@ -133,7 +133,7 @@ def test_values_are_drawn_on_demand(call, tmp_path) -> None:
     ],
 )
 def test_ticks_are_round(low, high, base, expected) -> None:
-    assert round_ticks(low, high, most=8, base=base) == pytest.approx(expected)
+    assert round_ticks(low, high, max_ticks=8, base=base) == pytest.approx(expected)
 
 
 def test_the_treemap_has_areas_in_the_proportion_of_sizes(call, tmp_path) -> None:

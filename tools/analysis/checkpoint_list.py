@@ -104,8 +104,8 @@ def _list(store: Store) -> CheckpointList:
     runs, skipped = _runs_to_list([listed for listed in listed_folders if not listed.checkpoint])
     run_folders = [join_name(run.folder, name) for run in runs for name in _folders(run.entries or {})]
     run_checkpoints = [listed.checkpoint for listed in _list_folders(store, run_folders)]
-    sole_root = [root] if root.checkpoint is None else []
-    files = [(listed.folder, *file) for listed in (*sole_root, *runs) for file in _files(listed.entries or {})]
+    plain_root = [root] if root.checkpoint is None else []
+    files = [(listed.folder, *file) for listed in (*plain_root, *runs) for file in _files(listed.entries or {})]
     file_checkpoints = map_jobs(lambda file: _checkpoint_in_file(store, *file), files, num_threads=_LOOKS_IN_FLIGHT)
     root_checkpoints = [root.checkpoint, *(listed.checkpoint for listed in listed_folders)]
     in_runs = [

@@ -251,8 +251,8 @@ class DataLoaderEntry:
     def _compare(
         self, loader: ElasticLoader, saved_by: Mapping[str, int]
     ) -> tuple[list[str], list[str], list[Problem]]:
-        """Returns the ids of the streams to assign, the ids of this rank's streams that the checkpoint lacks, and a
-        problem for each stream that only the checkpoint or only the loader has.
+        """Returns the ids of the streams to assign, the ids of this rank's streams that the checkpoint lacks, and the
+        problems: one for all streams that no loader has, if loaders tell all ids, and one for those that it lacks.
         """
         prefix, ids, problems = f"{self.fqn}.streams", sorted(saved_by), []
         all_ids = getattr(loader, "all_stream_ids", None)

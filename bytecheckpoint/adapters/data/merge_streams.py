@@ -79,9 +79,9 @@ def merge_streams(fqn: str, parts: Mapping[int, tuple[Scope, bytes]]) -> MergedS
 
 def conflict_of_streams(problems: Sequence[StreamProblem]) -> CheckpointMismatchError:
     return CheckpointMismatchError(
-        f"the parts of data loaders' state from all ranks do not fit, for {len(problems)} reasons; nothing was "
-        "written. Give every data-parallel rank a number of its own in bcp.DataLoaderState(loader, rank=, size=), and "
-        "only its tensor-, pipeline- and context-parallel replicas the same:\n  "
+        f"the parts of data loaders' state from all ranks do not fit together, for {len(problems)} reasons; nothing "
+        "was written. Give every data-parallel rank a number of its own in bcp.DataLoaderState(loader, rank=, size=), "
+        "and only its tensor-, pipeline- and context-parallel replicas the same:\n  "
         + and_more([problem.text for problem in problems], _NUM_SHOWN, "\n  "),
         kind="conflict",
         ranks=tuple(sorted({rank for problem in problems for rank in problem.ranks})),

@@ -91,7 +91,8 @@ class ModuleTree(NamedTuple):
         """Yields the name of each module that itself decides what its state_dict holds, with the way in which it does
         so: a walk would miss that.
 
-        Extra state does not count, nor do hooks from modules whose name starts with `known`.
+        Extra state does not count, nor do hooks that fully_shard or a rename has added, or that come from Python
+        modules whose name starts with `known`.
         """
         for name, module in self.submodules:
             usual = {dict, OrderedDict}

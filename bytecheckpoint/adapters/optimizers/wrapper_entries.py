@@ -114,7 +114,9 @@ class OptimizerWrapperEntry:
         check_steps_wait(self.fqn, self.optimizers, self.wrapped)
 
     def optimizer_forms(self) -> Mapping[str, Form]:
-        """Returns the form by parameter, unless only its state_dict() can take what was saved."""
+        """Returns the form of the entry that names values by parameter, or of the one that saves the wrapper's
+        state_dict() where only that can be filled. Where either may be, the keys are those of the inner optimizers.
+        """
         if self._by_state_dict is not None and not self._wrappers[0].inner:
             return self._by_state_dict.optimizer_forms()
         kinds = [kind_of(each) for each in self._by_parameter.optimizers]

@@ -162,7 +162,7 @@ class HostLinks:
             self._ended.add(rank)
         elif is_reset and rank in self._targets:
             self._begin(rank, lambda: self._connect_again(rank))
-        elif is_reset:  # not the end of a process, which resets only unread bytes: the other end opens a new link
+        elif is_reset:  # a process that ends resets only links with unread bytes: here the other end opens a new link
             self._unreachable[rank] = time.monotonic()
 
     def _accept(self) -> None:

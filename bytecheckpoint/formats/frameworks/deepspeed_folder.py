@@ -60,7 +60,7 @@ def read_folder(source: SourceFolder) -> None:
     models, optimizers = (_by_rank(source.files, pattern, source.path) for pattern in (_MODEL, _OPTIMIZER))
     odd = sorted(filter(_OTHER.match, source.files))
     if odd:
-        advice = "make it universal with DeepSpeed's ds_to_universal, or save it from one"
+        advice = "make it universal with DeepSpeed's ds_to_universal, or save it from a universal checkpoint"
         raise not_readable(source.path, f"{odd[0]!r:.200} is of a pipeline or of experts", advice)
     model_files = [source.open_dict(name, _find_class) for name in models]
     if not model_files:

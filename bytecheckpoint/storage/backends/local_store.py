@@ -48,7 +48,7 @@ from bytecheckpoint.storage.store import Access, FillHook, PiecesHook
 _MAX_SUFFIX = 200
 """Characters of an object's name that its temporary file repeats; names end at 255 bytes."""
 _FOLDER_SIZE = -1
-_THREADS = 16
+_LOOKERS = 16
 _LOOKUPS_PER_JOB = 64
 _UNLINKERS = 8
 """Threads. 8,192 files that are on a disk are removed in 0.65 s by eight, in 1.2 s by one (benchmarks/ranks.py)."""
@@ -155,13 +155,18 @@ class LocalStore:
         """Implements `SupportsInFolders`."""
         check_name(name)
         batches = [folders[start : start + _LOOKUPS_PER_JOB] for start in range(0, len(folders), _LOOKUPS_PER_JOB)]
-        looks = map_jobs(lambda batch: [self._is_in(folder, name) for folder in batch], batches, num_threads=_THREADS)
+        looks = map_jobs(lambda batch: [self._is_in(folder, name) for folder in batch], batches, num_threads=_LOOKERS)
         return [is_there for batch in looks for is_there in batch]
 
     def _is_in(self, folder: str, name: str) -> bool | None:
-        """Returns True if the folder holds the file, None if that is not certain."""
-        if os.path.dirname(folder):
-            self._resolve(os.path.dirname(check_name(folder)))
+        """Returns True if an ordinary file of this name is in the folder, False if not, None if only a listing can
+        tell.
+        """
+        try:
+            if os.path.dirname(folder):
+                self._resolve(os.path.dirname(check_name(folder)))
+        except OSError:  # a link that was removed meanwhile
+            return None
         return has_file(f"{self._root}/{folder}", name)
 
     def list(self, folder: str) -> Mapping[str, int | None]:
@@ -200,7 +205,7 @@ class LocalStore:
         try:
             run_jobs(unlink, blocks, num_threads=_UNLINKERS)
         finally:
-            for folder in folders:
+            for folder in list(folders):  # threads may still add some where the caller was interrupted twice
                 self._finish_deletions(folder)
 
     def _finish_deletions(self, folder: str) -> None:

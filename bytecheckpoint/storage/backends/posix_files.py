@@ -129,7 +129,7 @@ def file_in_the_way(path: str) -> str:
 
 
 def has_file(folder: str, name: str) -> bool | None:
-    """Returns True if an ordinary file of this name is in a folder, None if only a listing can tell.
+    """Returns True if an ordinary file of this name is in a folder, False if not, None if only a listing can tell.
 
     Opens both by name, following no link: on a network file system a look without opening may be old.
     """
