@@ -236,7 +236,8 @@ def without_numpy(value: Any, fqn: str) -> Any:
     """Returns the value with numpy arrays as tensors (as lists where torch lacks the dtype) and numpy scalars as plain
     numbers.
 
-    Raises CheckpointMismatchError (conflict), which names the value, for a value of any other type.
+    Other values stay as they are. Raises CheckpointMismatchError (conflict), which names the value, for an array that
+    can become neither a tensor nor a list.
     """
     if isinstance(value, np.ndarray):
         try:

@@ -112,7 +112,7 @@ def as_mapped(manifest: Manifest, mapped: Mapped, objects: Mapping[str, bytes]) 
     relinked = relink(manifest, mapped.tensors)
     return replace(
         manifest,
-        # A value that a parameter has once is the same bytes for each of its parts, which only foreign files allow.
+        # The parts of a parameter that was split share the bytes of values such as `step`: only foreign formats may.
         foreign_format=manifest.foreign_format or OWN_FORMAT,
         files=[*manifest.files, relinked.zeros] if relinked.zeros else manifest.files,
         tensors=relinked.records,

@@ -224,7 +224,7 @@ class _Check:
                 self.add(content)
 
     def add(self, content: memoryview) -> None:
-        """Takes the bytes that follow."""
+        """Takes the bytes that follow those of the call before."""
         position, end = self.num_bytes, self.num_bytes + len(content)
         self.num_bytes = end
         if self._start < position and end < self._end:  # the usual case if there are many pieces

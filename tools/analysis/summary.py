@@ -143,7 +143,7 @@ class ManifestSummary:
         return sorted(totals, key=lambda total: (-total.num_bytes, total.name))
 
     def _totals(self, names: Sequence[str]) -> list[TensorTotals]:
-        """Sums the stored tensors up by the names of their groups, given in the order of the manifest. Names after
+        """Sums the stored tensors up by group; `names` has the group of each, in the order of the manifest. Names after
         those of the last stored tensor are of aliases, which do not count.
         """
         groups = {name: group for group, name in enumerate(dict.fromkeys(names))}

@@ -40,7 +40,7 @@ MEMORY_ROOT = click.option(
 
 @click.group(name="memory")
 def memory() -> None:
-    """List the memory checkpoints of this host, and bring the newest of a job to storage."""
+    """List the memory checkpoints of this host, or bring the newest of a job to storage."""
 
 
 @memory.command(name="ls", epilog=_LS_EXAMPLE)

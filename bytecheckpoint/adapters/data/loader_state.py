@@ -70,7 +70,7 @@ class DataLoaderState:
         its own step.
 
         Raises:
-            Exception: What the loader raises, as it is. The loader can be saved without.
+            Exception: What the loader raises, as it is. The loader can be saved without this call.
         """
         prepare = getattr(self.loader if self.keyed_by == "rank" else self.streams, "prepare_state", None)
         if prepare is not None:

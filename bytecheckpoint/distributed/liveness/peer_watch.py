@@ -114,7 +114,7 @@ class PeerWatch:
         self._lock = threading.RLock()  # a save in the background may wait while the caller loads
 
     def introduce(self) -> None:
-        """Puts the presence of this process into the store, once."""
+        """Puts the presence of this process into the key-value store of the group, once."""
         with self._lock:
             if self._own is not None:
                 return

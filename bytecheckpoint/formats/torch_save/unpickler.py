@@ -226,7 +226,7 @@ class _Machine:
         if self._stack[-1] is _MARK:
             raise PickleError("it keeps a mark")
         if not 0 <= number < _MAX_IN_MEMO:  # picklers count; of other numbers somebody could have chosen the hashes
-            raise PickleError(f"it keeps a value under {number}, at most {_MAX_IN_MEMO} are read")
+            raise PickleError(f"it keeps a value in memo slot {number}, at most {_MAX_IN_MEMO} are read")
         self._memo[number] = self._stack[-1]
 
 

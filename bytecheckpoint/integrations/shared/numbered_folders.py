@@ -303,8 +303,8 @@ class NumberedFolders:
 
     @contextmanager
     def _deletion_of(self, number: int) -> Iterator[Store | None]:
-        """Yields the folder that is to be deleted, None if it is being saved. Afterwards it removes what is beside a
-        checkpoint that is gone. A deletion that raises is finished by the next attempt.
+        """Yields the folder that is to be deleted, None if it is being saved. Once the checkpoint is gone, removes what
+        the framework has written beside it. A deletion that raises is finished by the next attempt.
         """
         with self._changed:
             self._deleting = None if number in self._saving else number
