@@ -18,7 +18,7 @@ class LoadRule(NamedTuple):
     the loader at its start. refuse: refuse the load.
     """
     why: str = ""
-    """Reason for the last three."""
+    """Reason for the action; empty for assign."""
 
 
 def why_inexact(state: DataLoaderState) -> str | None:

@@ -26,8 +26,8 @@ Shapes = Counter[tuple[int, ...]]
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Returns the optimizers in the attributes of this one, also in lists and dicts there, down to those that hold
-    none.
+    """Returns the innermost optimizers that this one holds: those in attributes, also in lists and dicts in them, that
+    hold no others.
 
     Finds optimizers of torch, and those of DeepSpeed that wrap one.
     """

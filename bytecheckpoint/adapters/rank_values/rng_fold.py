@@ -34,7 +34,7 @@ def key_of(root: bytes, *names: str) -> int:
 
 
 def folded(root: bytes, moment: str, place: str) -> dict[str, Any]:
-    """Returns the state of all generators of this process, in the stream of this moment and place."""
+    """Returns a new state for the generators of this process, keyed by root, moment and place. Sets no generator."""
 
     def key(name: str) -> int:
         return key_of(root, moment, place, name)
