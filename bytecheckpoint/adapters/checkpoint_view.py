@@ -294,8 +294,8 @@ class CheckpointView:
         return {name if fqn else name.removesuffix("."): fqn for name, fqn in by_name.items()}
 
     def missing_at(self, fqn: str) -> tuple[str, RankMissing] | None:
-        """Returns this state FQN, or the innermost one that contains it, if it has no value for this rank, with the
-        reason; None if there is no such FQN.
+        """Returns this state FQN, or else the innermost FQN that contains it, for which this rank has no value, with
+        the reason; None if there is no such FQN.
         """
         parts = fqn.split(".") if self._missing else []
         names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))

@@ -134,7 +134,7 @@ class Globs:
         return bool(self._globs)
 
     def match(self, fqn: str) -> bool:
-        """Returns True if any glob matches."""
+        """Returns True if any glob matches, and notes every glob that does."""
         for glob in [glob for glob in self.unused if fnmatchcase(fqn, glob)]:
             del self.unused[glob]
         return any(fnmatchcase(fqn, glob) for glob in self._globs)

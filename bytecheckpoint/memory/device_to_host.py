@@ -115,7 +115,7 @@ class DeviceCopies:
         """Copies, which hold their tensors, after the event that ends them."""
 
     def start(self) -> None:
-        """Queues the copies, unless that was done; the host goes on."""
+        """Queues the copies that are not queued yet; the host goes on."""
         for device, of_device in list(self._waiting.items()):
             self._queued.append((streams_of(device).copy(of_device, after=self._ready[device]), of_device))
             del self._waiting[device]

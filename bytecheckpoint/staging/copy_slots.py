@@ -65,7 +65,7 @@ class CopySlots:
             self._write_needed([*self._needed(), save_id])
 
     def settle(self, save_id: str) -> None:
-        """Keeps the copies of this save only, all of which are whole, and as many spare slots for the next save."""
+        """Keeps the copies of this save, all of which are whole, and up to as many spare slots; unlinks all others."""
         if not os.path.isdir(self._folder):  # noqa: PTH112
             return
         self._write_needed([save_id])

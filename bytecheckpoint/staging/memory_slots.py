@@ -64,8 +64,9 @@ class JobMemory:
         self.parity.begin_save()
 
     def take(self, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
-        """Returns memory for an image with files of these lengths, in a slot whose content is no longer needed. Called
-        again for the same save, takes the same slot.
+        """Returns memory for an image with files of these lengths, in a slot whose content is no longer needed; without
+        room for one, in the slot of the newest save that survives the loss of a host, if that is not the newest save.
+        Called again for the same save, takes the same slot.
 
         Raises CheckpointSaveError (no_space).
         """
@@ -132,7 +133,7 @@ class JobMemory:
             logger.warning("older copies in %s could not be given up: %s", self.job.path, error)
 
     def trim(self, num_ranks: int) -> None:
-        """Unlinks slots that no process holds, beyond two for each of the ranks on this host."""
+        """Unlinks slots that no process holds and no save needs, beyond two for each of the ranks on this host."""
         with self.job.locked():
             found = list(slot_file.scan(self.job.slots))
             free = sorted((each for each in found if self._is_free(each)), key=lambda each: each.capacity)

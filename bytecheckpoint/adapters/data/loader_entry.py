@@ -252,7 +252,7 @@ class DataLoaderEntry:
         self, loader: ElasticLoader, saved_by: Mapping[str, int]
     ) -> tuple[list[str], list[str], list[Problem]]:
         """Returns the ids of the streams to assign, the ids of this rank's streams that the checkpoint lacks, and the
-        problems: one for streams of the checkpoint that are not among `all_stream_ids()`, one for those it lacks.
+        problems: one for streams of the checkpoint that are not among `all_stream_ids()`, one for the lacking ones.
         """
         prefix, ids, problems = f"{self.fqn}.streams", sorted(saved_by), []
         all_ids = getattr(loader, "all_stream_ids", None)

@@ -115,7 +115,7 @@ def why_unfillable(own: torch.Tensor, stored: StoredTensor) -> tuple[str, str] |
 
 
 def _facts_problems(own: Mapping[str, Any], checkpoint: CheckpointView, tied: Mapping[str, str]) -> list[Problem]:
-    """Returns a problem for all facts that differ or are missing. Tied subclasses may have facts under any own name."""
+    """Returns a problem for all facts that differ or are missing; those of a tied subclass may have any name of it."""
     names: dict[str, list[str]] = {}
     for fqn in own:
         owner = tied.get(outer_fqn(fqn), outer_fqn(fqn))
@@ -133,7 +133,7 @@ def _facts_problems(own: Mapping[str, Any], checkpoint: CheckpointView, tied: Ma
 
 
 def unbuildable(values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[str, Problem]:
-    """Returns a problem for each subclass that cannot be built of these leaves; both are by checkpoint FQN."""
+    """Returns a problem for each subclass that cannot be built of these leaves. Both are by checkpoint FQN."""
     if not any(map(is_facts, values)):  # nearly always
         return {}
     parts = {fqn: _on_meta(fqn, value, checkpoint) for fqn, value in values.items()}

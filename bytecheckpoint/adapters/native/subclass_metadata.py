@@ -34,7 +34,7 @@ Facts = list[dict[str, Any]]
 
 
 def facts_of(fqn: str, tensor: torch.Tensor, context: Any, shown: torch.Tensor) -> Facts:
-    """Returns the facts of a subclass with this context; `shown` is the DTensor around it, or the tensor itself.
+    """Returns the facts of a subclass with this context; `shown` is the DTensor that holds it, or the tensor itself.
 
     In a context, a marker replaces the shape of the tensor, because each shard has another: where it is a torch.Size,
     or a list or tuple under the key `shape` or `size`. Any other list stays as it is, also if it equals the shape.

@@ -16,7 +16,7 @@ from bytecheckpoint.adapters.frameworks.zero_partitions import is_wrapper
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, unsupported
 
 _MAX_NESTING = 4
-"""Most levels of containers around an optimizer in an attribute."""
+"""Most levels of nested containers in an attribute that are searched for an optimizer."""
 _OF_TORCH = frozenset({"state", "param_groups", "defaults"})
 """Attributes of every torch optimizer."""
 _STATE, _GROUPS = "state", "param_groups"

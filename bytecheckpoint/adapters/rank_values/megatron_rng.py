@@ -52,7 +52,7 @@ def _place() -> dict[str, int]:
 
 
 def set_tracker(saved: Mapping[str, Any]) -> None:
-    """Sets these states of the tracker, if the process uses Megatron; others stay."""
+    """Sets the states of the tracker that `saved` has, if the process uses Megatron; others stay."""
     module = sys.modules.get(_RANDOM)
     if module is None:
         return
