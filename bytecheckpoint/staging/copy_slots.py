@@ -65,8 +65,8 @@ class CopySlots:
             self._write_needed([*self._needed(), save_id])
 
     def settle(self, save_id: str) -> None:
-        """Keeps the copies of this save, all of which are whole, and up to as many spare slots. Unlinks its other slots,
-        and those of other saves that no process holds.
+        """Keeps the copies of this save, all of which are whole, and up to as many spare slots. Unlinks other slots
+        of this process, and slots of other saves that no process holds.
         """
         if not os.path.isdir(self._folder):  # noqa: PTH112
             return
