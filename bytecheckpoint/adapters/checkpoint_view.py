@@ -201,7 +201,7 @@ class CheckpointView:
 
     @cached_property
     def plain(self) -> dict[str, Any]:
-        """Leaves of all plain data by state FQN; `RankMissing` where none was saved for this rank."""
+        """Leaves of plain data that are not left out, by state FQN; `RankMissing` where this rank has no value."""
         if self._is_as_saved:
             return self._tree_leaves
         sources: dict[str, str] = {}
@@ -274,7 +274,7 @@ class CheckpointView:
         return self._by_new_name(self.trees, lambda fqn: any(map(self.takes, leaves(self.trees[fqn], fqn))))
 
     def subtree(self, fqn: str) -> StoredTree | None:
-        """Returns the part of the plain data whose leaves are at or below this state FQN."""
+        """Returns the part of the plain data whose leaves are at or below this state FQN; None without such a part."""
         source = self._sources.get(fqn)
         if source is None:
             below = ((name[len(fqn) :], leaf) for name, leaf in self._sources.items() if name.startswith(f"{fqn}."))
@@ -288,14 +288,14 @@ class CheckpointView:
         return self._by_new_name(self._tree_leaves, self.takes)
 
     def _by_new_name(self, fqns: Iterable[str], is_taken: Callable[[str], bool]) -> dict[str, str]:
-        """Returns checkpoint FQNs by state FQN; of two that get one name, the one that exclude does not leave out."""
+        """Returns checkpoint FQNs by state FQN; of two that get one name, the one for which `is_taken` is True."""
         by_name = {self.rename(fqn): fqn for fqn in (fqns if self._is_as_saved else sorted(fqns, key=is_taken))}
         # A rule that puts `name.` before all names makes `name.` of the empty FQN, the root: it has to be `name`.
         return {name if fqn else name.removesuffix("."): fqn for name, fqn in by_name.items()}
 
     def missing_at(self, fqn: str) -> tuple[str, RankMissing] | None:
-        """Returns this state FQN, or the innermost one around it, that has no value for this rank, with the reason;
-        None if there is no such FQN.
+        """Returns this state FQN, or else the innermost FQN that contains it, for which this rank has no value, with
+        the reason; None if there is no such FQN.
         """
         parts = fqn.split(".") if self._missing else []
         names = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
@@ -341,7 +341,7 @@ class CheckpointView:
 
     @cached_property
     def _known_roots(self) -> set[str]:
-        """State FQNs of all containers around the known FQNs."""
+        """State FQNs of all containers in which the known FQNs lie."""
         split_fqns = (fqn.split(".") for fqn in self._known)
         return {".".join(parts[:count]) for parts in split_fqns for count in range(1, len(parts))}
 
@@ -358,7 +358,7 @@ class CheckpointView:
 
     @cached_property
     def common_names(self) -> list[str]:
-        """State FQNs of all entries that are the same for every rank, in the order of the checkpoint."""
+        """State FQNs of the tensors and leaves that are the same for every rank, in the order of the checkpoint."""
         own = set(self.own_names)
         return [fqn for fqn in self._known if fqn not in own] if own else list(self._known)
 

@@ -195,7 +195,7 @@ def _entry_of_modules(fqn: str, stages: Sequence[Stage], framework: str) -> Modu
 
 
 def _optimizers_in(value: Any) -> Sequence[Any]:
-    """Returns the value where it is an optimizer, the items of a list that holds nothing else, or nothing."""
+    """Returns [value] for an optimizer, a list or tuple of optimizers alone as it is, and no items for others."""
     if isinstance(value, list | tuple):
         return value if all(isinstance(item, torch.optim.Optimizer) for item in value) else ()
     if is_megatron_optimizer(value) or isinstance(value, torch.optim.Optimizer):

@@ -147,7 +147,7 @@ class PlainEntry:
 
 
 def _holds_tensors_only(value: Any) -> bool:
-    """Returns True for a dict by names of tensors that are no more than their elements: many states are."""
+    """Returns True for a dict from str to tensors, none of which has metadata of a subclass: many states are such."""
     if type(value) is not dict or not value or set(map(type, value)) != {str}:
         return False
     others = set(map(type, value.values())) - PLAIN_TENSORS

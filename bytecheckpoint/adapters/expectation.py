@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 from bytecheckpoint.adapters.shards import LocalShard
 
 Scope = Literal["shared", "whole", "either", "rank", "streams"]
-"""How ranks have to agree on plain data. shared: it is the same for keys that several ranks have. whole: for all keys.
-either: it may differ. rank: each rank has its own. streams: it is a part of a data loader's state."""
+"""How ranks that have the plain data must agree on it. shared: a key that several have has one value. whole: all have
+the same keys and values. either: it may differ. rank: each has its own. streams: part of a data loader's state."""
 
 
 class EntryContents(NamedTuple):

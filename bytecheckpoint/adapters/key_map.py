@@ -37,12 +37,13 @@ class Renamer:
         plain: Mapping[str, str] | None = None,
     ) -> None:
         """The state has all names of the checkpoint below the name `below`, except for those at or below the names
-        `beside`. `plain` gives the name in the state for each name under which the checkpoint shows it differently.
+        `beside`. `plain` replaces some of the names that result from this: it maps them to the names in the state.
 
-        Raises CheckpointMismatchError (conflict) for a value that is not a key_map.
+        Raises CheckpointMismatchError (conflict) for a value that is not a key_map. A call raises it for a rule that
+        `re.sub` does not take.
         """
         self.unused: dict[str | tuple[str, str], None] = {}
-        """Keys of a dict, or pairs of a list."""
+        """Rules that have matched nothing so far: keys of a dict, or pairs of a list. All values are None."""
         self._prefix = f"{below}." if below else ""
         self._beside = frozenset(beside)
         self._beside_prefixes = tuple(f"{name}." for name in beside)
@@ -133,14 +134,14 @@ class Globs:
         return bool(self._globs)
 
     def match(self, fqn: str) -> bool:
-        """Returns True if any glob matches."""
+        """Returns True if any glob matches, and notes every glob that does."""
         for glob in [glob for glob in self.unused if fnmatchcase(fqn, glob)]:
             del self.unused[glob]
         return any(fnmatchcase(fqn, glob) for glob in self._globs)
 
 
 def listed_globs(option: str, globs: object) -> Sequence[str] | None:
-    """Returns one glob, or several globs, as a list. Raises CheckpointMismatchError (conflict) for any other value."""
+    """Returns one glob or several as a list, None for None. Raises CheckpointMismatchError (conflict) for others."""
     if globs is None:
         return None
     given = [globs] if isinstance(globs, str) or not isinstance(globs, Iterable) else list(globs)

@@ -102,7 +102,7 @@ _find_parts_once = lru_cache(maxsize=1024)(_find_parts)
 
 
 def _regions_of(placement: Any) -> _RegionsOf | None:
-    """Returns the function that gives the regions of a placement, if torch has no such placement; None otherwise."""
+    """Returns the function that gives the regions of a placement; None for torch's placements and for unknown ones."""
     if isinstance(placement, Replicate | Shard | StridedShard):
         return None
     own: _RegionsOf | None = getattr(placement, "checkpoint_regions", None)
@@ -200,7 +200,8 @@ def _misfit(
 def fitting_intervals(
     shape: tuple[int, ...], local_shape: tuple[int, ...], mesh_axes: Sequence[MeshAxis]
 ) -> list[list[list[Interval]]]:
-    """Returns the indices along each dimension that this rank holds, in the order in which its local tensor has them.
+    """Returns each layout that fits the local tensor, none to two: the indices along each dimension that this rank
+    holds, in the order in which its local tensor has them.
 
     Strided placements have two meanings where lengths do not divide evenly: distribute_tensor cuts along the mesh axes
     from left to right, fully_shard cuts what tensor parallelism has cut already. The local tensor tells which it was,
@@ -217,7 +218,7 @@ def lengths_of(intervals: Sequence[Sequence[Interval]]) -> tuple[int, ...]:
 
 
 def _may_be_fully_sharded(mesh_axes: Sequence[MeshAxis]) -> bool:
-    """Returns True if fully_shard may have made them: one strided axis, with the split_factor of the later axes."""
+    """Returns True if fully_shard may have made the placements: one is strided, by the split_factor of later axes."""
     strided = [index for index, axis in enumerate(mesh_axes) if isinstance(axis[0], StridedShard)]
     if len(strided) != 1:
         return False

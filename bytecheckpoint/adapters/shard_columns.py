@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     Int64s = NDArray[np.int64]
 
 _LOOKS = attrgetter("dtype", "shape", "is_cpu")
-"""Reads the attributes that decide what is saved of a plain tensor with memory besides its elements."""
+"""Reads the attributes that decide, besides its elements, what is saved of a plain tensor that has memory."""
 
 
 class _ColumnLayout(NamedTuple):
@@ -250,8 +250,8 @@ class ShardBlocks(Sequence[LocalShard]):
         return self.blocks[block][index - self._starts[block]]
 
     def resolved(self) -> ShardBlocks:
-        """Returns these shards with those of each WholeTensors in its place. Raises the errors of
-        `WholeTensors.shards`.
+        """Returns these shards, with each WholeTensors replaced by its `shards()`, whose memory is located. Raises the
+        errors of `WholeTensors.shards`.
         """
         return ShardBlocks(block.shards() if isinstance(block, WholeTensors) else block for block in self.blocks)
 
@@ -260,7 +260,7 @@ class ShardBlocks(Sequence[LocalShard]):
         return chain.from_iterable(block for block in self.blocks if not isinstance(block, ShardColumns))
 
     def digests(self) -> list[Any]:
-        """Returns what a plan depends on, block by block: digests of columns, and names, dtypes, shapes and regions."""
+        """Returns what a plan depends on, by block: a digest of columns, or names, dtypes, shapes and regions."""
         return [
             block.digest if isinstance(block, ShardColumns) else [*zip(*block, strict=True)][:4]
             for block in self.blocks
@@ -271,7 +271,7 @@ class ShardBlocks(Sequence[LocalShard]):
         return self.places()[0]
 
     def places(self) -> tuple[Int64s, Int64s]:
-        """Returns these addresses, and the bytes of each shard that is in columns."""
+        """Returns the address of each shard and its number of bytes, both 0 for all that are not in columns."""
         addresses, lengths = np.zeros((2, len(self)), np.int64)
         for block, start in zip(self.blocks, self._starts, strict=False):
             if isinstance(block, ShardColumns):

@@ -52,7 +52,7 @@ class StatefulEntry:
         self._target = TreeTarget()
         self._found: StoredTree | None = None
         self._shown: Any = None
-        """Result of its state_dict(), once it was asked for to load into."""
+        """Result of the object's state_dict(), read once for a load; None before that."""
         self._current: dict[str, Any] = {}
 
     def optimizer_forms(self) -> Mapping[str, Form]:

@@ -33,10 +33,10 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def keep_for_rank(shards: LocalShards, fqn: str, tensor: torch.Tensor) -> str | torch.Tensor:
-    """Returns what stands in the tree for a tensor that may differ from rank to rank.
+    """Returns what stands in the tree for a tensor that may differ from rank to rank: the tensor, or an FQN of shards.
 
     Small ones travel in the tree. Large ones are added to the shards, named by their content, so that equal tensors of
-    several ranks are replicas and different ones get different names. Those that are spread over ranks keep theirs.
+    several ranks are replicas and different ones get different names. Sharded tensors are added under `fqn` itself.
     """
     if fits_inline(tensor):
         return tensor
@@ -71,7 +71,7 @@ _ABSENT = object()
 
 
 def _without_absent(tree: Any) -> Any:
-    """Returns the tree without _ABSENT, and without containers of nothing else; inside a list it becomes None."""
+    """Returns the tree without _ABSENT and containers of nothing else; before other items of a list it becomes None."""
     if isinstance(tree, dict) and tree:
         for key, item in list(tree.items()):
             tree[key] = _without_absent(item)
@@ -126,7 +126,7 @@ class TreeTarget:
 
     def filled(self, saved: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Any:
         """Returns the tree with tensors in place of references; None if nothing is left. Parts that include and exclude
-        leave out are as in `current`, and absent if `current` lacks them.
+        leave out are as in `current`, and absent if `current` lacks them. Changes `saved.tree`.
         """
         values = leaves(saved.tree, saved.fqn)
         unbuildable = self._unbuildable(values, checkpoint).keys()
@@ -172,7 +172,7 @@ def state_fqn(fqn: str, checkpoint: CheckpointView) -> str:
 
 
 def fits(own: Any, stored: StoredTensor) -> TypeGuard[torch.Tensor]:
-    """Returns True if a load can fill this tensor of an object in place: shape and dtype are as stored."""
+    """Returns True if a load can fill this tensor in place: it is sharded, or has the stored shape and dtype."""
     if not isinstance(own, torch.Tensor) or is_sharded(own):
         return isinstance(own, torch.Tensor)
     is_same = (tuple(own.shape), dtype_name(own.dtype)) == (stored.shape, stored.dtype)

@@ -1,4 +1,4 @@
-"""CUDA from threads of this library, which begin with device 0 as the current one: a call there would make a context on
+"""CUDA from threads of this library, which begin with device 0 as the current one: their calls would make a context on
 it, half a gigabyte of its memory for each process of a host. Knows no tensors.
 """
 

@@ -44,7 +44,7 @@ class DeviceStreams(Protocol):
         """
 
     def reading_after(self, event: CopyEvent) -> AbstractContextManager[None]:
-        """Makes the work of this thread on the device come after that event, on a stream of its own."""
+        """Within the context, work of this thread on the device runs after that event, on the stream of the copies."""
 
 
 class CudaStreams:
@@ -79,8 +79,9 @@ class CudaStreams:
 
 
 def queue_copy(copy: DeviceCopy) -> None:
-    """Queues one copy, or makes it if the device has no streams. Whoever waits for it holds the tensor until then; a
-    contiguous copy of it is memory of this stream, which torch gives to later work of the same stream only.
+    """Queues one copy on the current stream, or makes it at once if the device has no streams. The caller holds the
+    tensor until the copy is done. Where the tensor is made contiguous first, torch gives that memory to later work of
+    the same stream only.
     """
     source = same_bits(copy.tensor)
     target = torch.frombuffer(copy.into, dtype=torch.uint8)
@@ -114,7 +115,7 @@ class DeviceCopies:
         """Copies, which hold their tensors, after the event that ends them."""
 
     def start(self) -> None:
-        """Queues the copies, unless that was done; the host goes on."""
+        """Queues the copies that are not queued yet; the host goes on."""
         for device, of_device in list(self._waiting.items()):
             self._queued.append((streams_of(device).copy(of_device, after=self._ready[device]), of_device))
             del self._waiting[device]
@@ -169,7 +170,7 @@ def mark_streams(devices: Iterable[torch.device]) -> dict[torch.device, CopyEven
 
 @contextmanager
 def reading_after(ready: Mapping[torch.device, CopyEvent]) -> Iterator[None]:
-    """Within it, what this thread reads of these devices is as it was at their events, on whatever streams they are."""
+    """Within the context, what this thread reads on these devices is as it was at the event of each device."""
     with ExitStack() as streams:
         for device, event in ready.items():
             streams.enter_context(streams_of(device).reading_after(event))

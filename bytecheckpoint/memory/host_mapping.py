@@ -27,7 +27,7 @@ _LARGE = 32 << 20
 
 class HostMapping(mmap.mmap):
     """Memory from a page on, of exactly the length that was asked for: anonymous, or of an open file. A memoryview of
-    it leads back to it (`memoryview.obj`), and it is unmapped with the last one.
+    a mapping leads back to it (`memoryview.obj`), and the memory is unmapped when its last view is gone.
     """
 
     _device: torch.device | None = None
@@ -36,8 +36,8 @@ class HostMapping(mmap.mmap):
     _pid = 0
 
     def pin(self, device: torch.device) -> bool:
-        """Pins it for all CUDA devices, the first time; `device` is one whose context there is already. Returns False
-        if that was refused: copies work, but each makes the host wait.
+        """Pins the memory for all CUDA devices, at the first call only; `device` is one that has a context already.
+        Returns False if the first call was refused: copies work, but each makes the host wait.
         """
         if not self._is_tried:
             self._is_tried, self._pid = True, os.getpid()
@@ -78,7 +78,7 @@ def map_memory(num_bytes: int, *, advice: Sequence[str] = ()) -> HostMapping:
 
 
 def pin_memory_of(memory: memoryview, device: torch.device) -> bool:
-    """Pins all of the mapping that this memory is a part of. Returns False for other memory, or if it is refused."""
+    """Pins all of the HostMapping that this memory is part of. Returns False for other memory, or if CUDA refuses."""
     mapping = memory.obj
     return isinstance(mapping, HostMapping) and mapping.pin(device)
 
@@ -97,8 +97,8 @@ def _register(mapping: HostMapping, device: torch.device) -> str | None:
             outcome[0] = str(error)
 
     try:
-        # A thread that ends with it: the runtime keeps a refusal as the last error of the thread, and torch would raise
-        # it at the next kernel of training.
+        # On a thread that ends after the call: the runtime keeps a refusal as the last error of its thread, and torch
+        # would raise this error at the next kernel of training.
         thread = threading.Thread(target=register, name="bytecheckpoint-pin")
         thread.start()
     except RuntimeError as error:  # no more threads

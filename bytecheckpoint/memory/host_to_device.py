@@ -122,7 +122,7 @@ class CopyStreams:
                 closing.callback(stream.close)
 
     def wait_for_callers(self) -> None:
-        """Waits until work that was queued before is done: copies that are not ordered by a stream need this."""
+        """Waits for work that callers queued before this load: copies that are not ordered by a stream need this."""
         for stream in self._streams.values():
             stream.mark().synchronize()
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     Int64s = NDArray[np.int64]
 
 _MAX_RUNS = 1 << 22
-"""Limit for tensors that overlap. With more, as for large transposed ones, all count as apart: comparing them would
-take too much memory.
+"""Limit for the runs of tensors that may overlap. With more, as large transposed tensors have, all count as apart:
+comparing them would take too much memory.
 """
 
 
@@ -50,7 +50,7 @@ def find_shared(shards: Sequence[LocalShard]) -> SharedMemory:
 
 
 def _compare_on_device(numbers: Sequence[int], shards: Sequence[LocalShard], shared: SharedMemory) -> None:
-    """Compares the shards with these numbers, which are on one device."""
+    """Adds the pairs among the shards that have these numbers, all on one device, to `shared`."""
     compared = TargetShards.of(shards if len(numbers) == len(shards) else [shards[number] for number in numbers])
     starts, lengths = compared.addresses.copy(), compared.byte_lengths.copy()
     for number, tensor in zip(compared.without_address, compared.tensors_without_address, strict=True):

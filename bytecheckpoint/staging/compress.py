@@ -51,11 +51,11 @@ class CompressedFile(NamedTuple):
     """All bytes of a data file, in memory."""
 
     pieces: Sequence[memoryview]
-    """The header, then the frames of each chunk, or its raw bytes if it did not get smaller."""
+    """The header, then the frames of each chunk, raw if the chunk did not get smaller: in the order of the file."""
     extent_lengths: Sequence[int]
     extent_digests: Sequence[int]
     locations: Sequence[ChunkLocation]
-    """Locations of the chunks, in their order."""
+    """Locations of the chunks, in the order of the plan: in the file, raw chunks come before compressed ones."""
 
     def image(self, name: str, scratch: BufferPool) -> FileImage:
         """Returns the image of the file; its blocks are put together in scratch memory."""

@@ -1,5 +1,5 @@
-"""The slots of this process for copies of what ranks of other hosts staged, or for parity of it. As of the slots of a
-rank, one is whole at any moment, and all outlive the process.
+"""The slots of this process for copies of what ranks of other hosts staged, or for parity of it. As among the slots
+of a rank, one slot is whole at any moment, and all slots outlive the process.
 """
 
 # ruff: noqa: PTH102, PTH118, PTH123 - the calls of `os` by name, as in posix_files.py
@@ -56,7 +56,7 @@ class CopySlots:
         return slot.begin(lengths)
 
     def fill(self, owner: int, save_id: str, step: int, lengths: Sequence[int], *, numbers: Sequence[int] = ()) -> None:
-        """Notes that the copy is whole: files with these numbers in their names, or without any all of the owner."""
+        """Notes that a copy is whole. `numbers` are in the names of its files; empty for all files of the owner."""
         self._taken[owner].fill(save_id, step, owner, lengths, files=[(owner, number) for number in numbers])
 
     def doubt(self, save_id: str) -> None:
@@ -65,7 +65,9 @@ class CopySlots:
             self._write_needed([*self._needed(), save_id])
 
     def settle(self, save_id: str) -> None:
-        """Keeps the copies of this save only, all of which are whole, and unlinks those of earlier placements."""
+        """Keeps the copies of this save, all of which are whole, and up to as many spare slots. Unlinks other slots
+        of this process, and slots of other saves that no process holds.
+        """
         if not os.path.isdir(self._folder):  # noqa: PTH112
             return
         self._write_needed([save_id])

@@ -66,7 +66,7 @@ class PlannedFile(NamedTuple):
     whole_items: Int64s
     """Index of the write item of each chunk that is all of its shard, -1 for the others."""
     is_frozen: bool = False
-    """True if its tensors are expected not to change, so that a later save may take the file again."""
+    """True if its tensors are expected not to change, so that a later save may reuse the file."""
 
 
 def cut_to_files(shard: LocalShard, options: SaveOptions) -> list[LocalShard]:
@@ -108,7 +108,7 @@ def plan_files(
 ) -> list[PlannedFile]:
     """Returns the data files of these writes of one rank, one of `num_ranks` that write about as much each. Those that
     are planned `apart` come first, and files of compressed tensors last. The FQNs in `frozen` share no file with
-    others. `groups` is as in `lay_out_files`.
+    other FQNs. `groups` is as in `lay_out_files`.
     """
     codecs = {index: codec_of(items[index].fqn, codec) for index in {write.item for write in writes}}
 

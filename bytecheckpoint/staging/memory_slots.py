@@ -26,7 +26,7 @@ from bytecheckpoint.storage.store import Store
 logger = logging.getLogger("bytecheckpoint")
 
 GENERATION = "memory_generation"
-"""Key in the provenance of a manifest."""
+"""Key in the provenance of a manifest. Its value, the generation, rises with the first memory save after a load."""
 _SLOTS = 2
 
 
@@ -46,7 +46,7 @@ class JobMemory:
         """Rank and number in the name of each file of the image that was filled last."""
         self._warned: set[str] = set()
         self._settled: Collection[str] | None = None
-        """Saves whose slots must stay; None while only the files in the job's folder tell them."""
+        """Ids of the saves whose slots must stay; None while only the files in the job's folder say which they are."""
         self.newest = VersionRecord("", 0, 0, 0, "")
         """The newest version that any rank was seen to know."""
         self.opens_generation = True
@@ -64,8 +64,9 @@ class JobMemory:
         self.parity.begin_save()
 
     def take(self, lengths: Sequence[int], *, max_bytes: int | None) -> memoryview:
-        """Returns memory for an image with files of these lengths, in a slot whose content is no longer needed. Called
-        again for the same save, takes the same slot.
+        """Returns memory for an image with files of these lengths, in a slot whose content is no longer needed; without
+        room for one, in the slot of the newest save that survives the loss of a host, if that is not the newest save.
+        Called again for the same save, takes the same slot.
 
         Raises CheckpointSaveError (no_space).
         """
@@ -78,7 +79,7 @@ class JobMemory:
         return slot.begin(lengths)
 
     def reserve(self, lengths: Sequence[int], *, max_bytes: int | None) -> None:
-        """Allocates both slots ahead of the first save."""
+        """Allocates both slots ahead of the first save. Raises CheckpointSaveError (no_space)."""
         num_bytes = slot_file.slot_bytes(lengths)
         while len(self._slots) < _SLOTS:
             self._add_slot(num_bytes, max_bytes)
@@ -122,8 +123,8 @@ class JobMemory:
             slot.remove()
 
     def keep_copies_of(self, save_id: str) -> None:
-        """Gives up what this process holds for other hosts, except of this save, which is complete. A failure costs no
-        checkpoint.
+        """Gives up what this process holds for other hosts, except of this save, which is complete. An OSError is
+        logged: it costs no checkpoint.
         """
         try:
             self.copies.settle(save_id)
@@ -132,7 +133,7 @@ class JobMemory:
             logger.warning("older copies in %s could not be given up: %s", self.job.path, error)
 
     def trim(self, num_ranks: int) -> None:
-        """Unlinks slots that no process holds, beyond two for each of the ranks on this host."""
+        """Unlinks slots that no process holds and no save needs, beyond two for each of the ranks on this host."""
         with self.job.locked():
             found = list(slot_file.scan(self.job.slots))
             free = sorted((each for each in found if self._is_free(each)), key=lambda each: each.capacity)
@@ -168,7 +169,7 @@ class JobMemory:
 
     @property
     def process(self) -> LivingProcess:
-        """This process. It counts as working on the job from its first save on."""
+        """This process, which the first read of this property registers as one that saves for the job."""
         if self._joined is None:
             self._joined = self.job.join()
             if self._resumed is not None:
@@ -186,7 +187,7 @@ class JobMemory:
         return [process for process in self.job.living() if process.has_saved and process.name != own]
 
     def look_at(self, store: Store) -> None:
-        """Reads, once, which steps are at the path and the generation of the newest. Called by the coordinator."""
+        """Reads, once, which steps the store has and the generation of the newest. A failure is only logged."""
         if self._present is not None:
             return
         self._present = set()

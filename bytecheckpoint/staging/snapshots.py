@@ -105,7 +105,7 @@ class StagedState:
         self._error: BaseException | None = None
 
     def stage(self) -> None:
-        """Unlike in the protocol, several threads may call it and share the work. Raises the error of `fail`."""
+        """Unlike `Snapshot.stage`, several threads may call it and share the work. Raises the error of `fail`."""
         with self._changed:
             self._raise_error()
             self._on_device.start()

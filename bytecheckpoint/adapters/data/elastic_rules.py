@@ -18,7 +18,7 @@ class LoadRule(NamedTuple):
     the loader at its start. refuse: refuse the load.
     """
     why: str = ""
-    """Reason for the last three."""
+    """Reason for the action; empty for assign."""
 
 
 def why_inexact(state: DataLoaderState) -> str | None:
@@ -26,7 +26,7 @@ def why_inexact(state: DataLoaderState) -> str | None:
     if state.keyed_by == "rank":
         return _OF_RANKS
     refuse = getattr(state.streams, "refuse_inexact", None)
-    why: str | None = refuse() if refuse is not None else None
+    why: str | None = refuse() if refuse is not None else None  # it raises nothing: it returns the reason or None
     return why
 
 

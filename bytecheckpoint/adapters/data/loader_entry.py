@@ -55,7 +55,7 @@ class _StreamShare(NamedTuple):
     problems: Sequence[Problem]
     report: DataReport
     why_restarted: str = ""
-    """Set where the loader stays at its start."""
+    """Reason why the loader starts anew; empty where it goes on."""
 
 
 class DataLoaderEntry:
@@ -158,8 +158,8 @@ class DataLoaderEntry:
         return Expectation(of_tree.shards, of_tree.claims.union(self._share.names), problems)
 
     def _check(self, share: _StreamShare) -> None:
-        """Raises CheckpointMismatchError (conflict) for a state that the loader will not take. Also without `strict`:
-        this rank alone would leave its streams as they are.
+        """Raises CheckpointMismatchError (conflict) for a state that the loader will not take. Raises also if the load
+        is not strict: otherwise this rank alone would leave its streams as they are.
         """
         check = getattr(self._state.streams, "check_streams", None)
         if check is None or share.why_restarted:
@@ -252,7 +252,7 @@ class DataLoaderEntry:
         self, loader: ElasticLoader, saved_by: Mapping[str, int]
     ) -> tuple[list[str], list[str], list[Problem]]:
         """Returns the ids of the streams to assign, the ids of this rank's streams that the checkpoint lacks, and the
-        problems: one for all streams that no loader has, if loaders tell all ids, and one for those that it lacks.
+        problems: one for streams of the checkpoint that are not among `all_stream_ids()`, one for the lacking ones.
         """
         prefix, ids, problems = f"{self.fqn}.streams", sorted(saved_by), []
         all_ids = getattr(loader, "all_stream_ids", None)

@@ -90,6 +90,7 @@ def _checked(encoded: bytes, name: str) -> bytes:
 
 
 def _refuse_large(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a small tensor as it is. Raises CheckpointSaveError (unsupported_value) for a large one."""
     if not fits_inline(tensor):
         raise unsupported(
             fqn,

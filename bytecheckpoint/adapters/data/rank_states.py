@@ -55,7 +55,7 @@ class ConsumedPrefix(NamedTuple):
     """The samples of an epoch that all ranks have passed, in the order in which a sampler deals them out."""
 
     state: Any
-    """State of a rank that goes on after these samples; at its start, if they are a whole epoch."""
+    """State of a rank that goes on after these samples; before any sample, if these are a whole epoch."""
     repeated_at_most: int
     """Samples, over all ranks, that were taken and are taken again."""
 
@@ -74,7 +74,7 @@ def consumed_prefix(states: Sequence[Any], loader: Any, *, size: int) -> Consume
     rank, do not tell it.
 
     Rank r of n takes the samples r, r + n, r + 2 n, ... of an order that does not depend on n. So what all ranks have
-    passed is its first n * min(samples of a rank).
+    passed is the first n * min(samples of a rank) samples of that order.
     """
     sampler = getattr(loader, "sampler", loader)
     if getattr(sampler, "num_replicas", None) != size:

@@ -99,7 +99,7 @@ class StreamTable(Mapping[str, Any]):
 
 
 def encode_state(state: Any, fqn: str, on_tensor: TensorHook) -> bytes:
-    """Returns the state of a stream as bytes, as `encode_plain` does, but fast where it is plain data by name alone.
+    """Returns the state of a stream as bytes, as `encode_plain` does, but fast for dicts and lists of simple values.
 
     Raises CheckpointSaveError (unsupported_value).
     """
@@ -157,8 +157,8 @@ def has_mark(data: bytes) -> bool:
 
 
 def decode_stored(data: bytes) -> Any:
-    """Returns the state of a data loader as `decode_plain` does, but with a StreamTable in place of its streams. Raises
-    the errors of `decode_plain`.
+    """Returns the state of a data loader as `decode_plain` does, but with a StreamTable in place of its streams;
+    data in a form that this release does not know as `decode_plain` alone. Raises the errors of `decode_plain`.
     """
     try:
         stored = msgspec.msgpack.decode(data, type=_StoredStreams)

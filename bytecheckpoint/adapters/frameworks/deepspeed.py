@@ -158,7 +158,7 @@ def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatMo
 
 
 def module_alone(fqn: str, named: NamedParameters, engine: Any | None) -> FlatModule | None:
-    """Returns the layout of the parameters of an engine, or of a module of ZeRO 3, that no optimizer in the state has.
+    """Returns the flat parameters of an engine, or of a module of ZeRO 3, that no optimizer in the state has, or None.
 
     Parameters of ZeRO 3 know their optimizer; partitions of those that it does not train have no masters.
     """
@@ -197,8 +197,8 @@ def _flat(master: torch.Tensor) -> torch.Tensor:
 
 
 def _copies(fqn: str, name: str, held: MasterPart) -> Iterator[FlatParamMemory]:
-    """Yields the low-precision memory of a parameter that has no master on this rank. With ZeRO 3, this is the whole
-    parameter while it is gathered, and nothing else.
+    """Yields the low-precision memory of those elements of a parameter whose masters are on other ranks. With ZeRO 3,
+    yields the whole parameter while it is gathered, and nothing at other times.
     """
     parameter: Any = held.parameter
     if hasattr(parameter, _PARTITION):
@@ -214,7 +214,7 @@ def _copies(fqn: str, name: str, held: MasterPart) -> Iterator[FlatParamMemory]:
 
 def _gathered(fqn: str, name: str, parameter: Any) -> Iterator[FlatParamMemory]:
     """Yields the memory of a parameter of ZeRO 3 if it is gathered now: small ones always are, others between forward
-    and backward.
+    and backward. Raises CheckpointSaveError (unsupported_value) while the gathering is under way.
     """
     if parameter.ds_status.name == "INFLIGHT":
         raise unsupported(fqn, "a module whose parameters are being gathered", "save and load between steps")

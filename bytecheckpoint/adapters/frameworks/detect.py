@@ -37,7 +37,7 @@ def check_known(framework: object) -> None:
 
 
 def refuse_absent(framework: str, state: Mapping[str, Any], *, has_own: bool) -> None:
-    """Raises CheckpointMismatchError (conflict) if nothing is of the framework. `has_own`: an adapter found some."""
+    """Raises CheckpointMismatchError (conflict) if nothing in the state is of the framework; `has_own`: an entry is."""
     if framework == "auto" or has_own or _is_there(framework, state):
         return
     found = ", ".join(f"{key} (a {type(value).__name__})" for key, value in state.items()) or "an empty state"

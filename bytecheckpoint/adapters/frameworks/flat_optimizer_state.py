@@ -85,7 +85,7 @@ class FlatParamState:
                 yield names.name, plain
 
     def _check_same(self, fqn: str, value: Any) -> None:
-        """Checks that other parts of the parameter have the same value, and have it in the same form."""
+        """Raises CheckpointSaveError (unsupported_value) if another part of the parameter has another value or form."""
         other = self._scalars.setdefault(fqn, value)
         if isinstance(other, torch.Tensor) != isinstance(value, torch.Tensor) or not same_value(other, value):
             what = f"{value} for one part of a parameter and {other} for another"

@@ -257,7 +257,7 @@ def _lowered_buffers(tree: ModuleTree, wrappers: Iterable[Any], plain_name: Call
 
 
 def _finish(units: Sequence[_FsdpUnit], lowered: Sequence[_Lowered]) -> None:
-    """Makes the next forward pass gather the new values."""
+    """Makes the next forward pass gather the new values. Copies loaded buffers into those of lower precision."""
     with torch.no_grad():
         for unit in units:
             if unit.wrapper._is_root is not None:

@@ -57,7 +57,7 @@ class MegatronEntry:
     def __init__(self, fqn: str, chunks: Sequence[torch.nn.Module], tree: Any = None) -> None:
         """`chunks` are modules for which `is_megatron_module` holds, `tree` may hold sharded objects.
 
-        Raises CheckpointSaveError (unsupported_value) as `megatron_shards.find_in` does.
+        Raises CheckpointSaveError (unsupported_value) as `megatron_sharded.find_in` does.
         """
         self.fqn = fqn
         self._pieces: list[ShardedPiece] = []

@@ -82,7 +82,7 @@ def _with_scaler(owner: Any) -> torch.optim.Optimizer | FlatOptimizer:
 
 
 def _chained(optimizer: Any) -> Iterator[Any]:
-    """Yields the optimizers of a chain; ChainedOptimizer has an `optimizer` only if its chain has a single one."""
+    """Yields the optimizers of a chain, or the one that is no chain. A chain of a single one has `optimizer` too."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is None:
         yield optimizer
@@ -118,7 +118,7 @@ def _optimized(owner: Any) -> Iterator[OptimizedElements]:
 
 
 def _shards(owner: Any) -> Iterator[OptimizedElements]:
-    """Yields the elements that a DistributedOptimizer gives this rank."""
+    """Yields what elements, if any, a DistributedOptimizer has of each parameter on this rank; nothing for others."""
     if not hasattr(owner, "shard_fp32_from_float16_groups"):
         return
     here: set[int] = set()

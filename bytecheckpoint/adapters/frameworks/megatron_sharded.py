@@ -44,14 +44,14 @@ class ShardedPiece(NamedTuple):
 
     @property
     def span(self) -> range | None:
-        """Indices of its elements in the flattened source, where they follow one another."""
+        """Indices of its elements in the flattened source; None where they do not follow one another in memory."""
         if not (_is_view(self.memory, self.source) and self.memory.is_contiguous() and self.source.is_contiguous()):
             return None
         start = self.memory.storage_offset() - self.source.storage_offset()
         return range(start, start + self.memory.numel())
 
     def part(self, start: int, numel: int) -> FlatParamPart | None:
-        """Returns the part of the piece in these elements of the flattened source; None if it is not a run of that."""
+        """Returns the part of the piece in these elements of the flattened source; None if the piece has no `span`."""
         span = self.span
         if span is None:
             return None

@@ -53,7 +53,7 @@ def _state_of(modules: Iterable[torch.nn.Module]) -> dict[str, Any]:
 
 
 def _modules_in(value: Any) -> list[torch.nn.Module]:
-    """Returns the modules in attributes, and in lists and dicts there, without children of other modules."""
+    """Returns the modules that attributes are, or lists and dicts in them hold, without children of other modules."""
     found: dict[int, torch.nn.Module] = {}
     for item in getattr(value, "__dict__", {}).values():
         items = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else [item]

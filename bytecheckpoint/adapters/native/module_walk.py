@@ -20,7 +20,7 @@ from bytecheckpoint.adapters.torch_types import DTensor
 _WALKING = ("parameters", "named_parameters", "buffers", "named_buffers", "named_modules", "_named_members")
 _SAVING = ("state_dict", "_save_to_state_dict", "get_extra_state")
 _METHODS = frozenset(_WALKING + _SAVING)
-"""A module can also override them by an attribute of its own."""
+"""Methods that find or save values. A module can also override one by an attribute of its own."""
 _FILLING = ("state_dict", "_save_to_state_dict", "named_modules")
 """Methods that decide which values a state_dict has."""
 _RENAMING = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"

@@ -64,7 +64,7 @@ class _ModuleTensors(NamedTuple):
         return {*self.tensors, *self.aliases, *(fqn for fqn, _ in self.flat)}
 
     def stored_name(self, fqn: str, checkpoint: CheckpointView) -> str:
-        """Returns the first of a tensor's names that the checkpoint has."""
+        """Returns the first of a tensor's names that the checkpoint has; `fqn` if it has none of them."""
         if fqn not in self.other_names:
             return fqn
         names = (fqn, *self.other_names[fqn])
@@ -79,7 +79,7 @@ class ModuleEntry:
         self.engines = [stage.module for stage in stages if deepspeed.is_engine(stage.module)]
         """DeepSpeed engines among the modules."""
         self.framework = "deepspeed" if self.engines else ""
-        """Name of the framework whose adapter reads them; empty for torch's own."""
+        """Name of the framework whose adapter reads the modules; empty without an engine."""
         self._parts = [part_of(fqn, stage) for stage in stages]
         self._extra = TreeTarget()
         self._detached: dict[str, torch.Tensor] = {}
@@ -127,7 +127,7 @@ class ModuleEntry:
             yield from part.tree.buffers()
 
     def tied_names(self) -> dict[str, str]:
-        """Returns the other names of tied tensors -> their first name, without the entry's own."""
+        """Returns the first name of each tied tensor by its other names, all without the FQN of the entry in front."""
         self._named = held = self._named or self._read()
         prefix = len(self.fqn) + 1
         tied = {**held.aliases, **tied_subclasses(held.facts, held.aliases, held.tensors)}

@@ -183,7 +183,7 @@ def _alone(optimizer_fqn: str, parameter: torch.Tensor, name: str | None) -> Par
 
 
 def _check_unique(optimizer_fqn: str, optimized: OptimizedParameters) -> None:
-    """Checks that no two parameters share a name; parts of one parameter may."""
+    """Raises CheckpointSaveError (unsupported_value) if two parameters share a name; parts of one parameter may."""
     all_names = list(optimized.all_names())
     if len({names.name for names in all_names}) == len(all_names):
         return

@@ -56,7 +56,7 @@ def is_subclass(value: object) -> bool:
 
 def parts_of(fqn: str, tensor: torch.Tensor) -> dict[str, Any]:
     """Returns the inner tensors of a subclass by attribute, live, and its facts under FACTS. An inner tensor may be a
-    subclass itself.
+    subclass itself. Those of a DTensor are DTensors; one of which this rank holds no elements is left out.
 
     Raises CheckpointSaveError (unsupported_value) if tensors and facts in plain data do not describe it completely.
     """
@@ -93,7 +93,7 @@ def outer_fqn(facts_fqn: str) -> str:
 
 
 def enclosing(fqn: str, outer: Collection[str]) -> list[str]:
-    """Returns those of the subclasses `outer` around an FQN, the innermost first. All are given by FQN."""
+    """Returns those of the subclasses `outer` that an FQN lies in, the innermost first. All are given by FQN."""
     found, name = [], fqn.rpartition(".")[0]
     while name:
         if name in outer:
@@ -262,7 +262,7 @@ def dtensor_like(
 
 
 def is_table_fqn(fqn: str) -> bool:
-    """Returns True if the inner tensor of this FQN is the same for all parts of the tensor around it."""
+    """Returns True if the inner tensor of this FQN is the same for all parts of the subclass that it belongs to."""
     return fqn.rpartition(".")[2] in _TABLES
 
 

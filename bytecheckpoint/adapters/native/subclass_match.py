@@ -68,8 +68,8 @@ def refusals(
 
 
 def _refused_prefixes(fqns: Collection[str], outer: Collection[str], aliases: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the FQN prefixes of the outermost subclasses around these FQNs, and of all subclasses that share tensors
-    with any of them.
+    """Returns the FQN prefixes of the outermost subclasses that these FQNs lie in, and of all subclasses that share
+    tensors with any of them.
     """
     refused = {enclosing(fqn, outer)[-1] for fqn in fqns}
     pairs = [(enclosing(alias, outer), enclosing(fqn, outer)) for alias, fqn in aliases.items()] if refused else []
@@ -82,7 +82,7 @@ def _refused_prefixes(fqns: Collection[str], outer: Collection[str], aliases: Ma
 
 
 def _part_problem(fqn: str, own: Any, checkpoint: CheckpointView, other_names: Sequence[str]) -> Problem | None:
-    """Returns why an inner tensor cannot be filled. It is never cast: that would change what its numbers mean."""
+    """Returns why an inner tensor cannot be filled, or None. Its values are never cast: their meaning would change."""
     missing = checkpoint.missing_at(fqn)
     if missing is not None:
         return rank_missing(fqn, missing[1].num_saved)
@@ -115,7 +115,7 @@ def why_unfillable(own: torch.Tensor, stored: StoredTensor) -> tuple[str, str] |
 
 
 def _facts_problems(own: Mapping[str, Any], checkpoint: CheckpointView, tied: Mapping[str, str]) -> list[Problem]:
-    """Returns a problem for all facts that differ or are missing. Tied subclasses may have theirs under any name."""
+    """Returns a problem for all facts that differ or are missing; those of a tied subclass may have any name of it."""
     names: dict[str, list[str]] = {}
     for fqn in own:
         owner = tied.get(outer_fqn(fqn), outer_fqn(fqn))
@@ -133,7 +133,7 @@ def _facts_problems(own: Mapping[str, Any], checkpoint: CheckpointView, tied: Ma
 
 
 def unbuildable(values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[str, Problem]:
-    """Returns a problem for each subclass that cannot be built of these leaves; both are by checkpoint FQN."""
+    """Returns a problem for each subclass that cannot be built of these leaves. Both are by checkpoint FQN."""
     if not any(map(is_facts, values)):  # nearly always
         return {}
     parts = {fqn: _on_meta(fqn, value, checkpoint) for fqn, value in values.items()}
@@ -240,8 +240,8 @@ class SubclassState:
         return f"{key}.{FACTS}" in self._facts and key in self.own
 
     def new_part(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
-        """Returns memory for a tensor inside a parameter's state, on this device. Without one, a part of a subclass
-        gets the device of the parameter, and any other tensor the CPU.
+        """Returns memory for a tensor inside a parameter's state, on this device. If it is None, a part of a subclass
+        gets memory on the parameter's device, and any other tensor on the CPU.
         """
         if self._is_spread(key):
             spread = self._spread(key, stored, device or self._parameter.device)

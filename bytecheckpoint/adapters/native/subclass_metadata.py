@@ -34,7 +34,7 @@ Facts = list[dict[str, Any]]
 
 
 def facts_of(fqn: str, tensor: torch.Tensor, context: Any, shown: torch.Tensor) -> Facts:
-    """Returns the facts of a subclass with this context; `shown` is the DTensor around it, or the tensor itself.
+    """Returns the facts of a subclass with this context; `shown` is the DTensor that holds it, or the tensor itself.
 
     In a context, a marker replaces the shape of the tensor, because each shard has another: where it is a torch.Size,
     or a list or tuple under the key `shape` or `size`. Any other list stays as it is, also if it equals the shape.
@@ -98,7 +98,7 @@ def _has_only_fields(value: Any) -> bool:
 
 
 def difference(own: Any, stored: Any) -> str | None:
-    """Returns the differences between the facts in a checkpoint and those of a live subclass, as text for an error."""
+    """Returns the differences between the facts in a checkpoint and those of a live subclass as text; None if none."""
     if not are_facts(stored):
         return "found no description of a tensor subclass"
     texts = [text for key, expected in own[0].items() for text in _differences(key, stored[0][key], expected)]
@@ -157,7 +157,7 @@ def class_of(facts: Any) -> type[Any]:
 def context_of(facts: Facts, shape: Sequence[int], device: torch.device) -> Any:
     """Returns the context for `__tensor_unflatten__` of a tensor that shows this shape, on this device.
 
-    Raises LookupError where it needs a class that is not imported.
+    Raises LookupError where the facts need a class that is not imported, or are damaged.
     """
     return _from_plain(facts[0]["context"], tuple(shape), device)
 
@@ -233,8 +233,8 @@ def _dataclass(value: Mapping[str, Any], shape: tuple[int, ...], device: torch.d
 
 
 def _imported(name: str) -> type[Any]:
-    """Returns the class of this name, if its module has been imported. No module is imported, so none of their code
-    runs.
+    """Returns the class of this name. Raises LookupError unless its module has been imported before: importing it here
+    would run its code.
     """
     parts = str(name).split(".")
     for count in range(len(parts) - 1, 0, -1):

@@ -21,7 +21,7 @@ class Form(NamedTuple):
     is_own: bool = False
     """True for the library's own form of optimizers."""
     groups: Sequence[Sequence[str]] | None = None
-    """The names of the parameters in each group, where it is nested; None where it is flat."""
+    """The names of the parameters in each group, for the nested form; None for the other forms."""
     keys: frozenset[str] | None = None
     """Keys that a parameter's state may have. If set, stored state with other keys is loaded as a state_dict."""
     is_numbered: bool = False
@@ -49,7 +49,7 @@ def forms_of(entries: Iterable[object]) -> dict[str, Form]:
 
 
 def forms_in(value: Any, fqn: str) -> dict[str, Form]:
-    """Returns the nested and flat optimizer state in a tree of plain data."""
+    """Returns the forms of the optimizer state in a tree of plain data, by state FQN: nested, flat or numbered."""
     if not isinstance(value, dict):
         return {}
     if (form := _form_of(value)) is not None:

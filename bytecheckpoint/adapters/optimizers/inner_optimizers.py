@@ -16,7 +16,7 @@ from bytecheckpoint.adapters.frameworks.zero_partitions import is_wrapper
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, unsupported
 
 _MAX_NESTING = 4
-"""Most levels of containers around an optimizer in an attribute."""
+"""Most levels of nested containers in an attribute that are searched for an optimizer."""
 _OF_TORCH = frozenset({"state", "param_groups", "defaults"})
 """Attributes of every torch optimizer."""
 _STATE, _GROUPS = "state", "param_groups"
@@ -26,8 +26,8 @@ Shapes = Counter[tuple[int, ...]]
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Returns the optimizers in the attributes of this one, also in lists and dicts there, down to those that hold
-    none.
+    """Returns the innermost optimizers that this one holds: those in attributes, also in lists and dicts in them, that
+    hold no others.
 
     Finds optimizers of torch, and those of DeepSpeed that wrap one.
     """

@@ -102,7 +102,7 @@ class OptimizerEntry:
         check_steps_wait(self.fqn, self.optimizers, self.wrapped if self.framework == "deepspeed" else ())
 
     def optimizer_forms(self) -> Mapping[str, Form]:
-        """Returns the library's own form, by parameter."""
+        """Returns the library's own form of optimizers, under the FQN of this entry."""
         return {self.fqn: OWN}
 
     def collect(self) -> EntryContents:
@@ -145,7 +145,7 @@ class OptimizerEntry:
         return EntryContents(ShardBlocks([whole_tensors, shards.found]), all_fqns, {self.fqn: ("shared", encoded)})
 
     def _facts(self) -> dict[str, Any]:
-        """Returns the facts of all wrapped optimizers, which must be the same for each."""
+        """Returns the facts of all wrapped optimizers. Raises CheckpointSaveError (unsupported_value) if two differ."""
         facts: dict[str, Any] = {}
         for key, value in chain.from_iterable(each.facts().items() for each in self.wrapped):
             fqn = f"{self.fqn}.facts.{key}"
@@ -264,7 +264,7 @@ class OptimizerEntry:
                     yield ParamState(self.fqn, group, parameter, names=names, stored=stored, created=self._created)
 
     def _flat_states(self, stored: StoredOptimizer | None = None) -> Iterator[FlatParamState]:
-        """Yields the state of all flat memory, or of what can be loaded of `stored`."""
+        """Yields the state of all flat memory; with `stored`, not of groups that another kind of optimizer saved."""
         flat = self._optimized.flat
         clashing = self._clashing(stored) if flat and stored is not None else {}
         for group in self._groups() if flat else ():

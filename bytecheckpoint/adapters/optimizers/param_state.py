@@ -150,8 +150,8 @@ class ParamState:
 
     def _new(self, key: str, stored: StoredTensor, device: torch.device | None) -> torch.Tensor:
         """Makes a state tensor. It is sharded like its parameter if it has the shape of the parameter, and whole
-        otherwise. It is created on `device`; without one, on the device that the optimizer itself would choose, also
-        for a parameter on the meta device.
+        otherwise. It is created on `device`; if that is None, on the device that the optimizer itself would choose,
+        also for a parameter on the meta device.
         """
         if "." in key:
             return self._subclasses.new_part(key, stored, device)
@@ -226,7 +226,7 @@ def scalar_device(group: Mapping[str, Any], parameter: torch.Tensor) -> torch.de
 
 def put_scalar(group: ParamGroup, parameter: torch.Tensor, key: str, value: Any) -> None:
     """Puts a loaded value into the state of a parameter. A tensor in the state is filled, a number stays a number. A
-    state that lacks the key gets a new tensor, if the optimizer keeps one there.
+    state that lacks the key gets a new tensor if the value is one or the optimizer keeps one under this key.
 
     Never puts `value` itself there: other parts of the parameter, and parameters tied to it, get the same value, and
     steps change state in place.

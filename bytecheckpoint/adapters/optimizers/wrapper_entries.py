@@ -107,7 +107,7 @@ class OptimizerWrapperEntry:
         try:
             self._by_parameter.name_parameters(modules)
         except CheckpointSaveError as error:
-            self._unnamed = error  # its state_dict() may need none
+            self._unnamed = error  # saving its state_dict() needs no names
 
     def check_can_be_lazy(self) -> None:
         """Raises CheckpointSaveError (unsupported_value) where an optimizer would not wait for a lazy snapshot."""
@@ -161,7 +161,7 @@ class OptimizerWrapperEntry:
 
 
 def wrapper_of(optimizer: Any) -> OptimizerWrapper | None:
-    """Returns an optimizer that holds others, or may keep its state outside `.state`; None for all others."""
+    """Returns a wrapper for an optimizer that holds others or may keep its state outside `.state`; None for others."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return None
     inner = inner_optimizers(optimizer)

@@ -54,7 +54,7 @@ def all_trees(manifest: Manifest) -> list[tuple[str, bytes]]:
 
 
 def common_tree(trees: Sequence[Any]) -> Any:
-    """Returns the first tree, in which values are marked as missing if another tree lacks them or has other values."""
+    """Returns a tree with the keys of all trees: the values that all have in common, and RankMissing for all others."""
     if all(isinstance(tree, dict) for tree in trees):
         by_key: dict[Any, list[Any]] = {}
         for key, item in (item for tree in trees for item in tree.items()):

@@ -76,7 +76,7 @@ def _conflict_error(conflicts: Sequence[_Conflict], global_ranks: Sequence[int])
 
 
 def _unite(values: Mapping[int, Any], fqn: str, conflicts: list[_Conflict], *, is_whole: bool) -> Any:
-    """Returns the value that these ranks agree about. Dicts are united by key; if `is_whole`, keys must be the same."""
+    """Returns the value of these ranks, dicts united by key (the same keys if `is_whole`). Appends to `conflicts`."""
     (first, value), *others = values.items()
     are_dicts = all(type(of_rank) is dict for of_rank in values.values())
     if are_dicts and not (is_whole and any(other.keys() != value.keys() for _, other in others)):

@@ -115,7 +115,7 @@ class _TorchLeaves:
 
 
 def fits_inline(tensor: torch.Tensor) -> bool:
-    """Returns True for a small, whole tensor, which may be written with the plain data around it."""
+    """Returns True for a small, whole tensor, which may be written into the plain data that contains it."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested
     return is_plain and tensor.layout is torch.strided and tensor.nbytes <= SMALL_TENSOR_BYTES
 

@@ -11,7 +11,7 @@ import xxhash
 from bytecheckpoint.adapters.expectation import Scope
 
 PlainData = Mapping[str, tuple[Scope, bytes]]
-"""Encoded values by FQN."""
+"""Scope and encoded value by FQN."""
 
 _SHORT_BYTES = 32
 """Values up to this length stay as they are."""
@@ -20,7 +20,7 @@ _COMMON: Collection[Scope] = {"shared", "whole"}
 
 
 def digested(plain: PlainData) -> tuple[dict[str, tuple[Scope, bytes]], list[str]]:
-    """Returns the data with digests instead of long values, and the FQNs of these, in the same order."""
+    """Returns the data with digests instead of long values that ranks have in common, and the FQNs of such values."""
     fqns = [fqn for fqn, (scope, value) in plain.items() if scope in _COMMON and len(value) > _SHORT_BYTES]
     changed = {fqn: (plain[fqn][0], xxhash.xxh3_128_digest(plain[fqn][1])) for fqn in fqns}
     return {**plain, **changed}, fqns

@@ -36,8 +36,8 @@ class Tagged(NamedTuple):
 
 
 def tag_value(value: Any) -> Tagged | None:
-    """Returns a value of one of these types as a tag and plain content; None for any other value, and for one that its
-    content would not restore exactly.
+    """Returns a set, date, time, duration or path as a tag and plain content; None for any other value, and for one
+    that its content would not restore exactly.
     """
     kind = type(value)
     if kind is set or kind is frozenset:

@@ -147,7 +147,7 @@ def is_there(part: Any) -> bool:
 
 
 def put_back(tree: Any, generators: list[FoundGenerator]) -> Any:
-    """Returns the tree with generators in place of their states, wherever it has the states."""
+    """Returns the tree with generators in place of states, where it has the states. Changes its dicts and lists."""
     for keys, generator in generators:
         if is_there(at(tree, keys)):
             tree = _replaced(tree, keys, generator)

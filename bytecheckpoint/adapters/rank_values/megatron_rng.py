@@ -52,7 +52,7 @@ def _place() -> dict[str, int]:
 
 
 def set_tracker(saved: Mapping[str, Any]) -> None:
-    """Sets these states of the tracker, if the process uses Megatron; others stay."""
+    """Sets the states of the tracker that `saved` has, if the process uses Megatron; others stay."""
     module = sys.modules.get(_RANDOM)
     if module is None:
         return
@@ -66,7 +66,7 @@ def set_tracker(saved: Mapping[str, Any]) -> None:
 
 
 def choose_tracker(tree: dict[str, Any], saved: SavedByRank, rank: int, moment: str, *, root: bytes | None) -> None:
-    """Puts into the state that a rank loads the tracker's states of its place in the mesh.
+    """Replaces the tracker's states in `tree`, which a rank loads, by those saved at its place in the mesh.
 
     Names that no rank of the save had at this place get a stream of their own, if there is a root, else they are left
     out: the tracker keeps what it has.

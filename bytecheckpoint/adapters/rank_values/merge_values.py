@@ -31,11 +31,11 @@ class MergeTarget:
         self._saved = saved
         self._rule: MergeRule = rule
         self._is_zero = rule == "sum" and checkpoint.rank != 0
-        """True on the ranks beside the one that gets the sum: they read nothing."""
+        """True for a sum on all ranks but rank 0, which gets it: the others get zero and read nothing."""
         self._stand_ins: dict[str, torch.Tensor] = {}
         """Tensors on the meta device, by the FQN under which their chunks are stored."""
         self._new: dict[str, torch.Tensor] = {}
-        """The tensors that are filled in their place."""
+        """Host tensors that a load fills in place of the stand-ins, by the same FQNs; empty before `prepare`."""
 
     def outline(self, checkpoint: CheckpointView) -> Any:
         """Returns the merged value with tensors on the meta device for those that lie in data files.
@@ -57,7 +57,7 @@ class MergeTarget:
             self._new = {name: torch.empty_like(one, device="cpu") for name, one in self._stand_ins.items()}
 
     def tree(self) -> Any:
-        """Returns this rank's part of the merged value, once the tensors are there."""
+        """Returns this rank's part of the merged value, once the tensors are loaded: all of it, or zeros."""
         return _zeros(self._merged(self._stand_ins)) if self._is_zero else self._merged(self._new)
 
     def _trees(self) -> dict[int, Any]:
@@ -108,7 +108,7 @@ def _number_kinds(value: Any) -> set[type]:
 
 
 def merge(values: Mapping[int, Any], fqn: str, rule: MergeRule) -> Any:
-    """Returns the sum or the largest of trees of numbers, tensors and arrays, leaf by leaf, by rank.
+    """Returns the sum or the largest of `values`, leaf by leaf: trees of numbers, tensors and arrays, by rank.
 
     Dicts are united by key. What is no number must be the same on all ranks.
 

@@ -19,11 +19,11 @@ ROOT = "root"
 _NUM_WORDS = 624
 """Words of 32 bits in the state of a Mersenne twister."""
 _FIRST_WORD = 24
-"""Bytes of the state of torch's generator before these words: its seed, counters and flags. Words take 8 bytes each."""
+"""Bytes of torch's state before the words of its twister: its seed, counters and flags. Words take 8 bytes each."""
 
 
 def root_of(state: dict[str, Any]) -> bytes:
-    """Returns a root computed from the states of these generators: no number is drawn from them."""
+    """Returns a root computed from the states of generators in `state`: no number is drawn from them."""
     own = {key: state[key] for key in ("python", "numpy", "torch", "cuda") if key in state}
     return hashlib.sha256(encode_plain(own, "", keep_in_tree)).digest()[:16]
 
@@ -34,7 +34,7 @@ def key_of(root: bytes, *names: str) -> int:
 
 
 def folded(root: bytes, moment: str, place: str) -> dict[str, Any]:
-    """Returns the state of all generators of this process, in the stream of this moment and place."""
+    """Returns a new state for the generators of this process, keyed by root, moment and place. Sets no generator."""
 
     def key(name: str) -> int:
         return key_of(root, moment, place, name)

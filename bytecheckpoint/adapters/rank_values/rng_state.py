@@ -49,7 +49,7 @@ class RngState:
         self.elastic = elastic
         self.at = None if at is None else {str(name): int(number) for name, number in sorted(at.items())}
         self._root: bytes | None = None
-        """From the checkpoint that was loaded last: a later save passes it on."""
+        """Root of the checkpoint that was loaded last, which a later save passes on; None without."""
 
     def __repr__(self) -> str:
         return "RngState(python, numpy, torch, and CUDA where it is used)"
@@ -102,7 +102,7 @@ class RngState:
         return tree or None
 
     def _source(self, saved: SavedByRank, rank: int) -> int | None:
-        """Returns the rank of the save whose state this rank gets: its own number, or one at the same place."""
+        """Returns the rank of the save whose state this rank gets: of its number, or at its place; None if none is."""
         if self.at is None:
             return rank if rank in saved.data else None
         places = {other: saved.tree(other).get("at") for other in sorted(saved.data)}
