@@ -37,7 +37,7 @@ class GridShards(NamedTuple):
     ascending for each part; at the end ranks without elements. Shape (tensors, ranks).
     """
     boxes: Int64s
-    """Offsets and lengths of their regions, in this order. Shape (tensors, ranks, 2, dimensions)."""
+    """Offsets and lengths of the regions of the ranks, as `order` has them. Shape (tensors, ranks, 2, dimensions)."""
 
     @property
     def ranks(self) -> NDArray[np.int32]:

@@ -22,7 +22,7 @@ _CLASSES = {
         "StorageMeta _MEM_FORMAT_ENCODING"
     ),
     _CHECKPOINT + "filesystem": "_StorageInfo _StoragePrefix",
-    # plans of the ranks, which Megatron keeps there
+    # plans of the ranks, which Megatron keeps in `.metadata`
     _CHECKPOINT + "planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
     _MEGATRON: "MCoreMetadata MCoreSavePlan",
     _OLD_TORCH: "TensorProperties MEM_FORMAT_ENCODING",
@@ -53,14 +53,14 @@ class DcpTensor(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """The contents of the file."""
+    """The contents of a `.metadata` file."""
 
     tensors: dict[str, DcpTensor]
     objects: dict[str, Item]
     paths: Mapping[str, tuple[str | int, ...]]
     """Name -> keys of nested containers, which were joined to the name."""
     attributes: Mapping[str, Any]
-    """Its other attributes, which frameworks add."""
+    """Other attributes of the pickled object, which frameworks add."""
 
 
 def read_metadata(content: bytes, path: str) -> Metadata:

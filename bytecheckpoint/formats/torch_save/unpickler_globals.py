@@ -374,4 +374,4 @@ VALUES: Mapping[str, Any] = MappingProxyType(
         **dict.fromkeys(("numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer"), Call(_array)),
     }
 )
-"""Full name -> stand-in. A set is read as a list, a path, device or layout as its text."""
+"""Full name -> stand-in. A set is read as a list; a path, a device or a layout is read as its text."""
