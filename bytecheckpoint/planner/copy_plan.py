@@ -56,8 +56,8 @@ class CopyRun(NamedTuple):
     block: Region
     """Elements of the range that follow one another."""
     region: Region
-    """The part of the block that is copied. Both are in the coordinates of the target's tensor; if its dimensions are not
-    those of the source, both are equal: from 0 on, with the dimensions of the source."""
+    """The part of the block that is copied. Both are in the coordinates of the target's tensor; if its dimensions are
+    not those of the source, both are equal: from 0 on, with the dimensions of the source."""
     fqn: str | None
     source_region: Region
     """As in CopySource. Its lengths are those of `region`, except for dimensions of length 1."""

@@ -289,7 +289,7 @@ class _Divided(NamedTuple):
 
 
 def _take_common(by_ranks: dict[tuple[int, ...], list[ExtentRun]], extents: Extents, max_bytes: int) -> list[ExtentRun]:
-    """Removes from `by_ranks`, and returns, the runs that many want: up to `max_bytes`, those of the most ranks first."""
+    """Removes from `by_ranks`, and returns, runs that many want: up to `max_bytes`, those of the most ranks first."""
     common: list[ExtentRun] = []
     many = [ranks for ranks in by_ranks if len(ranks) > FEW_RANKS]
     for ranks in sorted(many, key=lambda ranks: (-len(ranks), ranks)):
