@@ -40,7 +40,7 @@ _MEGATRON_STEP = "iter_{:07d}"
 _NUMBERED = (_MEGATRON_STEP, "global_step_{}")
 """Folders of Megatron, and of the open-source ByteCheckpoint, whose pointer has Megatron's name."""
 _STEP_FOLDERS = ("global_step{}", *_NUMBERED, "checkpoint-{}")
-"""Folders of steps: of DeepSpeed, these two and the Trainer of transformers."""
+"""Names of step folders: DeepSpeed, Megatron, the open-source ByteCheckpoint, the Trainer of transformers."""
 
 
 class ForeignPlace(NamedTuple):

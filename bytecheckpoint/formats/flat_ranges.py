@@ -35,7 +35,7 @@ def runs_of(start: int, length: int, buffers: Sequence[FlatBuffer], at: int, *, 
     """Yields elements `start` to `start + length` of a tensor that begins at element `at` of these buffers, taken as
     one.
 
-    Raises ValueError where the buffers end before.
+    Raises ValueError if the buffers end before the last of these elements.
     """
     end = at + length
     first = 0

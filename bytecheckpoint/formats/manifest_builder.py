@@ -258,7 +258,7 @@ class _PlainWalk:
 
 
 def _num_bytes(value: Any) -> int:
-    """Returns about the encoded size of an atom or an array."""
+    """Returns about the encoded size of an atom or an array; 0 for what takes a few bytes."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, int):

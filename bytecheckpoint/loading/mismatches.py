@@ -62,7 +62,7 @@ class MergedFindings(msgspec.Struct, frozen=True, array_like=True):
     """True if something is missing that the checkpoint may have under other names, or in separate tensors: then nothing
     is refused, and only `other_name` means something."""
     other_name: str = ""
-    """The name, if all ranks gave the same; else ""."""
+    """The name of the state that the checkpoint may belong below, if all ranks gave the same; else ""."""
     ignored: list[str] = []
     """Top-level names of the checkpoint that no rank's state has."""
 

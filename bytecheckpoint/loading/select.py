@@ -109,7 +109,7 @@ class ModelNames(NamedTuple):
 
 
 def select(manifest: Manifest, request: SelectionRequest, names_of_map: ModelNames | None) -> Selection:
-    """Returns the selection. Raises CheckpointMismatchError (conflict) for none, a repeated name, or several models."""
+    """Returns the selection. Raises CheckpointMismatchError (conflict) for no tensor, equal names or several models."""
     trees = {fqn: decode_plain(data) for fqn, data in manifest.objects.items()}
     all_fqns = [*manifest.tensors, *manifest.aliases]
     selected = [fqn for fqn in all_fqns if request.takes(fqn)]

@@ -51,8 +51,8 @@ class Manifest:
     """Empty for a checkpoint of another format, which has no save ids; a link to one has an id of its own."""
     step: int | None = None
     foreign_format: str = ""
-    """The format of files that another program wrote, as formats/detect.py names it. Empty for files of this library,
-    but OWN_FORMAT through a name map. Unless it is empty, chunks may share bytes: tensors may be views of one memory."""
+    """The format of files that another program wrote, as formats/detect.py names it. Empty for files of this library
+    (OWN_FORMAT through a name map). Unless it is empty, chunks may share bytes: tensors can be views of one memory."""
     linked_to: str = ""
     """The folder, as absolute path or URL, below which the files are; empty where that is the checkpoint's own. A
     reader follows it only if its caller asks for that."""

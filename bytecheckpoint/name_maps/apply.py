@@ -51,8 +51,8 @@ class Mapped(NamedTuple):
     aliases: dict[str, str]
     """Other name of a tensor -> its name in `tensors`."""
     in_model: Mapping[str, str]
-    """Name here of each parameter itself, not of an optimizer's state -> the prefix in it before the parameter's own
-    name: `model.` or nothing."""
+    """Name in `tensors` or `aliases` of each parameter itself, not of its optimizer state -> the prefix of that name
+    before the parameter's own: `model.` or nothing."""
     entries: Mapping[str, str]
     """Name without a prefix -> the name that its model has in a state."""
     sources: frozenset[str]

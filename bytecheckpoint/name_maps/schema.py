@@ -80,7 +80,7 @@ class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"
 
 
 class Around(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The templates, one a side, around the name of a parameter: of itself, or of something like its optimizer state."""
+    """The templates, one a side, around the name of a parameter: of itself, or of a thing like its optimizer state."""
 
     first: NameTemplate = NameTemplate("{name}")
     second: NameTemplate = NameTemplate("{name}")

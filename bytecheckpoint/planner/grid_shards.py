@@ -46,7 +46,7 @@ class GridShards(NamedTuple):
 
 
 def find_grid_shards(tensors: Mapping[str, TensorItems]) -> Iterator[GridShards]:
-    """Yields the tensors whose shards form a grid. The others may be complete as well: `find_owners` checks them."""
+    """Yields the tensors whose shards form a grid. The others may be complete as well: `find_owners` checks those."""
     tables: dict[tuple[int, int], list[str]] = {}
     for fqn, tensor in tensors.items():
         if len(tensor.sources) == 1 and 0 not in tensor.shape:

@@ -157,7 +157,7 @@ def _dtype(properties: Any) -> str:
 
 
 def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
-    """Yields the keys of each name; planners of other kinds have something else there."""
+    """Yields each name with the keys of its place in nested containers; nothing for data of another kind of planner."""
     for fqn, path in planner_data.items() if isinstance(planner_data, dict) else ():
         if isinstance(path, tuple) and 0 < len(path) <= MAX_DEPTH and all(type(key) in {str, int} for key in path):
             yield fqn, path

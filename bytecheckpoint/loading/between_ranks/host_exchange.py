@@ -67,7 +67,7 @@ class HostExchange:
         self._global_ranks = global_ranks
         self._limits = limits
         self.requests: dict[Unit, dict[tuple[ByteRange, ...], list[int]]] = {}
-        """By unit and the pieces of it that are wanted: the other ranks of the host that want these pieces."""
+        """Unit -> pieces of it that other ranks of the host want -> the ranks that want these pieces."""
         self._unasked = {*takers}
         self._has_requests = threading.Event()
         self._announced: dict[tuple[int, Unit], tuple[ArenaPart, float]] = {}
