@@ -80,7 +80,7 @@ class ConvertRequest:
     """Write a manifest only."""
     follow_links: bool
     name_map: NameMap | None = None
-    """Write it as another framework would have saved it."""
+    """Write the checkpoint as another framework would have saved it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +153,7 @@ def convert(
             for file in own_files:
                 written.append(writer.write(file, is_replaced=request.overwrite))  # noqa: PERF401 - undone if one fails
         if ranks.rank != COORDINATOR:
-            undo.pop_all()  # from here on the coordinator may commit it, whatever becomes of this rank
+            undo.pop_all()  # from here on the coordinator may commit the target, whatever becomes of this rank
         reports = ranks.gather(msgspec.msgpack.encode(written))
         if ranks.rank == COORDINATOR:
             written[:] = _in_order(plan, reports)
@@ -354,7 +354,7 @@ def _discarded_on_refusal(plan: _Plan, files: Sequence[DataFile]) -> Iterator[No
 
 
 def _in_order(plan: _Plan, reports: Sequence[bytes]) -> list[DataFile]:
-    """Returns the files of all ranks as the target lists them."""
+    """Returns the files of all ranks in the order of `TargetPlan.files`."""
     found: dict[int, DataFile] = {}
     for numbers, report in zip(plan.target.by_rank, reports, strict=True):
         found |= zip(numbers, msgspec.msgpack.decode(report, type=list[DataFile]), strict=True)

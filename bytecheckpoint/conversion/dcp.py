@@ -69,7 +69,7 @@ def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_
 def planned_by_torch(
     state: Mapping[Any, Any], wanted: Sequence[WantedTensor]
 ) -> tuple[Metadata, dict[str, MetadataIndex], dict[str, Any]]:
-    """Returns the parts that torch would write for a state: its description, the index of each part, and the parts."""
+    """Returns what torch would write for a state: its metadata, then by FQN the index of each part, and the part."""
     stubs: dict[int, TensorStub] = {}
 
     def with_meta_tensors(value: Any) -> Any:

@@ -35,7 +35,7 @@ class TargetPlace(NamedTuple):
     name: str
     """Name of the file, for a target that is one; else ""."""
     above: Store | None = None
-    """The folder around it, if the target has the name of a step's folder."""
+    """The folder that contains the target, if the target has the name of a step's folder."""
 
     @property
     def path(self) -> str:

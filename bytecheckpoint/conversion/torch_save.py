@@ -38,7 +38,7 @@ def plan_torch(manifest: Manifest, selection: Selection, plain: PlainData, *, na
 
 
 def left_out_metadata(manifest: Manifest) -> list[LeftOut]:
-    """Returns the metadata, for which torch's own formats have no place."""
+    """Returns a record of each metadata value: all are left out, because torch's own formats have no place for them."""
     return [LeftOut(f"metadata {key}", 0, 0, "metadata") for key in manifest.metadata]
 
 

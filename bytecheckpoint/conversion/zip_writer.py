@@ -1,5 +1,5 @@
 """Zip archives as torch.save writes them, as runs of bytes: without compression, tensors streamed. The checksum of a
-tensor follows it and in the directory at the end, so nothing is read twice.
+tensor stands behind it and in the directory at the end, so nothing is read twice.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _MEGATRON_STEP = "iter_{:07d}"
 _NUMBERED = (_MEGATRON_STEP, "global_step_{}")
 """Folders of Megatron, and of the open-source ByteCheckpoint, whose pointer has Megatron's name."""
 _STEP_FOLDERS = ("global_step{}", *_NUMBERED, "checkpoint-{}")
-"""Folders of steps: of DeepSpeed, these two and the Trainer of transformers."""
+"""Names of step folders: DeepSpeed, Megatron, the open-source ByteCheckpoint, the Trainer of transformers."""
 
 
 class ForeignPlace(NamedTuple):
@@ -62,7 +62,7 @@ def find_folder(store: Store, folder: str, listing: Mapping[str, int | None]) ->
 
 def find_step(store: Store, step: int | None, listing: Mapping[str, int | None]) -> ForeignPlace | None:
     """Returns the checkpoint of a step in the root with this listing; for None, the checkpoint that a tracker file
-    there names.
+    in the root names. Returns None if there is no such checkpoint.
     """
     names = _latest(store, listing) if step is None else [form.format(step) for form in _STEP_FOLDERS]
     for name in (name for name in names if listing.get(name, 0) is None):
@@ -110,8 +110,8 @@ def find_file(store: Store, folder: str, name: str, num_bytes: int) -> ForeignPl
 def read_manifest(store: Store, place: ForeignPlace) -> Manifest:
     """Returns the manifest of a foreign checkpoint: of its files, only what describes tensors is read.
 
-    Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError,
-    UnsafeCheckpointError or StorageError.
+    Raises CheckpointNotFoundError (missing_file, not_committed), CheckpointMismatchError (conflict),
+    CheckpointCorruptError, UnsafeCheckpointError or StorageError.
     """
     source = SourceFolder(store, place.folder, store.list(place.folder))
     if place.file:
@@ -137,7 +137,8 @@ _READERS: Mapping[Format, tuple[_Check, *tuple[_Read, ...]]] = MappingProxyType(
         "torch.save of ranks": (sharded_files.is_folder, sharded_files.read_folder),
     }
 )
-"""The check that a folder has each format, and what reads it. The first format whose check is true counts."""
+"""Format -> the check that a folder has it, then the functions that read the folder, in order. The first format whose
+check is true counts."""
 
 
 def _read_file(source: SourceFolder, place: ForeignPlace) -> None:

@@ -1,4 +1,4 @@
-"""Reads a few bytes of a file here and there, for readers of foreign formats. Also the errors of such readers."""
+"""Reads ranges of a file, mostly of a few bytes, for readers of foreign formats. Also the errors of such readers."""
 
 from __future__ import annotations
 
@@ -115,5 +115,5 @@ def too_much(path: str, what: str) -> UnsafeCheckpointError:
 
 
 def with_path(error: CheckpointError, path: str) -> CheckpointError:
-    """Returns the same error with the path of the file before its message."""
+    """Returns an error of the same class and kind, with the path of the file before its message."""
     return type(error)(f"{path}: {error.message}", kind=error.kind, path=path)

@@ -25,7 +25,8 @@ class FoundCheckpoint(NamedTuple):
 
     store: Store
     levels: int
-    """Number of levels by which the store's root lies above the path: for a file it is the folder."""
+    """Levels from the path that was given up to the store's root: 0 for a folder, 1 for a file; 2 more in a snapshot of
+    the Hugging Face cache."""
     folder: str
     """Path inside the store."""
     foreign: ForeignPlace | None
@@ -33,7 +34,7 @@ class FoundCheckpoint(NamedTuple):
 
     @property
     def path(self) -> str:
-        """As messages show it."""
+        """Path for messages: of the folder, or of the file that is the checkpoint."""
         return join_name(str(self.store), self.folder, self.foreign.file if self.foreign else "")
 
     @property
@@ -43,7 +44,7 @@ class FoundCheckpoint(NamedTuple):
 
 
 class Opening(NamedTuple):
-    """Options of the stores on the way to a checkpoint."""
+    """Options with which every store is opened that is looked into to find a checkpoint."""
 
     storage_options: Mapping[str, object] | None
     timeout_s: float | None = None
@@ -65,7 +66,7 @@ def find_checkpoint(path: str, step: int | Literal["latest"] | None, opening: Op
     """Returns the checkpoint at a path, or that of a step under it, as `layout.find_checkpoint` finds it; if there is
     none of this library, one of a foreign format.
 
-    Raises CheckpointNotFoundError (not_found, not_committed), and for a file what `find_file` raises.
+    Raises CheckpointNotFoundError (not_found, not_committed), StorageError, and for a file what `find_file` raises.
     """
     path = from_root(path)
     store = opening.store(path)
@@ -136,13 +137,13 @@ def _in_hub(found: FoundCheckpoint, path: str, opening: Opening) -> FoundCheckpo
 
 
 def from_root(path: str) -> str:
-    """Returns the path made absolute, so that folders above it have names. URLs and refused paths stay as they are."""
+    """Returns the path made absolute, so that folders above it have names. URLs and the empty path stay as they are."""
     path = expand_home(path)
     return os.path.abspath(path) if is_plain_path(path) else path  # noqa: PTH100 - as LocalStore does it: links stay
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """Returns the folder of a path or URL, and its name there; no name for a root."""
+    """Returns the folder of a path or URL, and its name in that folder; the root itself and "" for a root."""
     stripped = path.rstrip("/")
     parent, separator, name = stripped.rpartition("/")
     if not separator:
@@ -153,9 +154,10 @@ def split_path(path: str) -> tuple[str, str]:
 
 
 def manifest_bytes(found: FoundCheckpoint) -> bytes:
-    """Returns the encoded manifest of a checkpoint, for one rank to send to all; a foreign one was checked, all of it.
+    """Returns the encoded manifest of a checkpoint, for one rank to send to all. That of a foreign checkpoint was
+    checked, all of it; that of a checkpoint of this library was not.
 
-    Raises the errors of `layout.read_manifest_bytes` and `formats.read_manifest`.
+    Raises the errors of `layout.read_manifest_bytes` and `detect.read_manifest`.
     """
     if found.foreign is None:
         return layout.read_manifest_bytes(found.store, found.folder)
@@ -180,7 +182,7 @@ def manifest_of(found: FoundCheckpoint) -> Manifest:
 
 
 def outline_of(found: FoundCheckpoint) -> ManifestOutline:
-    """Returns the outline of a checkpoint, for lists of many; a foreign one is checked, all of it."""
+    """Returns the outline of a checkpoint, for lists of many. The manifest of a foreign one is checked, all of it."""
     content = manifest_bytes(found)
     try:
         return read_outline(content)

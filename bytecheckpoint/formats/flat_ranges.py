@@ -35,7 +35,7 @@ def runs_of(start: int, length: int, buffers: Sequence[FlatBuffer], at: int, *, 
     """Yields elements `start` to `start + length` of a tensor that begins at element `at` of these buffers, taken as
     one.
 
-    Raises ValueError where the buffers end before.
+    Raises ValueError if the buffers end before the last of these elements.
     """
     end = at + length
     first = 0
@@ -78,7 +78,7 @@ def lay_out(shapes: Sequence[Sequence[int]], paddings: Sequence[int] | None) -> 
 
 
 def partition_length(num_items: int, num_ranks: int, alignment: int) -> int:
-    """Returns the number of elements of each rank, which flat memory is padded to make a multiple of `alignment`."""
+    """Returns the number of elements that each rank has of flat memory, padded to make it a multiple of `alignment`."""
     total = -(-num_items // (alignment * num_ranks)) * alignment * num_ranks
     return total // num_ranks
 
@@ -95,7 +95,7 @@ def shared_runs(placed: FlatTensor, part: int, buffers: Sequence[FlatBuffer], *,
 def divided_runs(
     shape: Sequence[int], at: int, buffers_by_rank: Sequence[Sequence[FlatBuffer]], *, item_bytes: int
 ) -> Iterator[FlatRun]:
-    """Yields the runs of a tensor that is divided over the ranks by itself, padded at the end, as ZeRO 3 does."""
+    """Yields the runs of a tensor that ZeRO 3 has divided: a share at element `at` of the buffers of each rank."""
     numel = prod(shape)
     share = divided_share(shape, len(buffers_by_rank))
     for rank, buffers in enumerate(buffers_by_rank):

@@ -49,7 +49,7 @@ class SourceFolder:
         return self._listings[inside]
 
     def beside(self) -> SourceFolder:
-        """Returns the same folder with another builder."""
+        """Returns the same folder with an empty builder of its own."""
         return SourceFolder(self._store, self.name, self.listing)
 
     def reader(self, name: str) -> FileReader:
@@ -66,14 +66,14 @@ class SourceFolder:
         return open_saved(self.reader(name), name, builder=self.builder, find_global=find_global)
 
     def open_dict(self, name: str, find_global: FindGlobal) -> SavedFile:
-        """Opens a file of torch.save that holds a dict."""
+        """Opens a file of torch.save. Raises as `open` does, and CheckpointCorruptError if it holds no dict."""
         saved = self.open(name, find_global)
         if not isinstance(saved.value, dict):
             raise damaged(saved.path, "it has no dict")
         return saved
 
     def name_unread_files(self) -> None:
-        """Notes files that may hold tensors and were not read as left out, by name; for an unread folder, its name."""
+        """Notes what is left out: unread files that may hold tensors, and unread folders that have such files."""
         builder, why = self.builder, "not among the files of the checkpoint, which were read"
         seen = {file.name.partition("/")[0] for file in builder.files}
         seen |= {name.partition("/")[0] for names in builder.left_out.values() for name in names}

@@ -82,7 +82,7 @@ class ManifestBuilder:
         self.tensors[fqn] = tensor_record(dtype, tuple(shape), chunks)
 
     def add_alias(self, fqn: str, stored_fqn: str) -> None:
-        """Adds another name of a tensor that was added."""
+        """Adds another name of a tensor that was added. Raises CheckpointMismatchError (conflict) if it is taken."""
         self._refuse_taken(fqn)
         self.aliases[fqn] = stored_fqn
 
@@ -167,6 +167,7 @@ def _by_entry(root: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def two_of(path: str, fqn: str) -> CheckpointMismatchError:
+    """Returns the error for two tensors or values that would get the same name."""
     advice = "save them under names that differ, or give the path of one of its files"
     return conflicting(path, f"holds two tensors that come to the name {fqn!r:.200}", advice)
 
@@ -257,7 +258,7 @@ class _PlainWalk:
 
 
 def _num_bytes(value: Any) -> int:
-    """Returns about the encoded size of an atom or an array."""
+    """Returns about the encoded size of an atom or an array; 0 for what takes a few bytes."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, int):

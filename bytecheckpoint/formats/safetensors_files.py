@@ -48,8 +48,8 @@ def is_folder(source: SourceFolder) -> bool:
 def read_folder(source: SourceFolder) -> None:
     """Reads the files of a folder: those that an index names, else `model.safetensors` alone, else all files.
 
-    Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
-    UnsafeCheckpointError.
+    Raises CheckpointNotFoundError (missing_file, not_committed), CheckpointMismatchError (conflict),
+    CheckpointCorruptError or UnsafeCheckpointError.
     """
     indices = sorted(name for name in source.files if name.endswith(INDEX_SUFFIX))
     files = sorted(name for name in source.files if name.endswith(SUFFIX))
@@ -107,7 +107,7 @@ def files_of_index(source: SourceFolder, name: str) -> frozenset[str]:
 
 
 def read_index(source: SourceFolder, name: str) -> dict[str, str]:
-    """Returns the file of each tensor, as an index says. Raises CheckpointCorruptError or UnsafeCheckpointError."""
+    """Returns tensor name -> file name, as an index says. Raises as `SourceFolder.open` does."""
     content = source.reader(name)
     if content.byte_length > _MAX_INDEX_BYTES:
         raise too_much(content.path, f"it has {content.byte_length} bytes, at most {_MAX_INDEX_BYTES} are read")

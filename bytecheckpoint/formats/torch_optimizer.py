@@ -70,7 +70,7 @@ def _nested(state: Any, groups: Any) -> dict[str, Any] | None:
 
 
 def _names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
-    """Returns the names that torch has put beside the numbers, if the optimizer was made from named parameters."""
+    """Returns the names that torch has put beside the numbers of parameters; None if one is missing or repeated."""
     names = [group.get("param_names") for group in groups]
     counts = [len(group["params"]) for group in groups]
     if not all(type(of_group) is list for of_group in names) or [len(each or ()) for each in names] != counts:

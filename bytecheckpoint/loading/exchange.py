@@ -149,7 +149,7 @@ class _Exchange:
         self._lanes = lanes
         self._activity = Activity()
         self._inbound: list[Connection] = []
-        """To reader ranks, also those that are not established yet."""
+        """Connections to reader ranks, also those that are not established yet."""
         self._outbound: list[Connection] = []
         self._requests: dict[tuple[int, int], dict[tuple[ByteRange, ...], list[Connection]]] = {}
         """The pieces of each unit, by its file and byte offset, with the peers that asked for them."""
@@ -186,7 +186,7 @@ class _Exchange:
         peers = {rank: self._ranks.global_ranks[rank] for rank in share.peers}
         timeout_s = self._source.options.timeout_s
         try:
-            # Also around this: no thread may be left to start, and a signal may interrupt the wait.
+            # The starts are in the block too: threads may have run out, and a signal may interrupt the wait.
             with self._failing_together():
                 self._host.ask()
                 for _ in range(NUM_THREADS if self._host_ranks.others else 0):
@@ -348,8 +348,8 @@ class _Exchange:
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """The first error in such a block, on any thread, ends everything that is under way here; peers are sent
-        DISCONNECT.
+        """Runs a block. The first error in any such block, on any thread, ends everything that is under way in this
+        exchange; peers are sent DISCONNECT.
         """
         try:
             yield
@@ -371,7 +371,7 @@ class _Exchange:
             connection.disconnect()
 
     def _is_silent(self) -> bool:
-        """Returns True if this rank is to send nothing about its failure: the others are to see that it is gone."""
+        """Returns True if the first error is no Exception, as an interrupt: then nothing is sent to other ranks."""
         return any(not isinstance(error, Exception) for error in self._errors[:1])
 
     def _interrupt_all(self) -> None:

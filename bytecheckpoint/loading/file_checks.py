@@ -60,7 +60,7 @@ def plan_again(source: Source, match: Match, *, checked: Sequence[Fetch]) -> lis
 
 def shares_of(wanted: np.ndarray, *, is_listed: bool) -> list[list[int]]:
     """Returns the files that each rank looks at; `wanted` has a row for each rank and a column for each file. A file
-    that many want goes to one of them, in turn.
+    that many want goes to one of them, in turn; with `is_listed` all go to the coordinator.
     """
     shares: list[list[int]] = [[] for _ in wanted]
     for file, column in enumerate(np.ascontiguousarray(wanted.T)):

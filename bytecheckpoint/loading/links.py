@@ -56,7 +56,7 @@ def files_of(own: Files, manifest: Manifest, opening: Opening, *, follow_links: 
 
 
 def opening_at(path: str, opening: Opening, *, follow_links: bool) -> Opening:
-    """Returns how to open this path. If it is local, the storage options are for the target of a link."""
+    """Returns how to open this path: without storage options if it is local and links are followed: these need them."""
     return opening._replace(storage_options=None) if follow_links and is_local(path) else opening
 
 

@@ -71,7 +71,7 @@ def match_state(entries: Collection[Entry], stored: CheckpointView, *, cast: boo
         match.problems.extend(problem for problem in expectation.problems if not stored.skips(problem.fqn))
         match.claims.update(expectation.claims)
         blocks.append(_match_shards(match, TargetShards(expectation.shards), stored, cast=cast))
-        # Filled alone, a copy would differ from the original, and the next step would overwrite it.
+        # A copy is not filled without its original: it would differ, and the next optimizer step would overwrite it.
         copies = _not_refused(match, expectation.copies)
         blocks.append(_match_shards(match._replace(cast=set()), TargetShards(copies), stored, cast=True))
     blocks = [block for block in blocks if block]
@@ -141,9 +141,9 @@ def _not_refused(match: Match, shards: Sequence[LocalShard]) -> list[LocalShard]
 
 
 def _shared(match: Match) -> list[int]:
-    """Returns the shards to leave out so that memory is filled once: tied tensors, and views of a part, take the value
-    of the tensor that contains them. A tensor that overlaps with another in part is a problem: it would hold
-    a mixture of both, which could not be verified.
+    """Returns the numbers of the shards to leave out so that memory is filled once: tied tensors, and views of a part,
+    take the value of the tensor that contains them. A tensor that overlaps with another in part is a problem: it
+    would hold a mixture of both, which could not be verified.
     """
     shared = find_shared(match.shards)
     for first, second in shared.clashing:
@@ -157,7 +157,7 @@ def _shared(match: Match) -> list[int]:
 
 
 def _read_only(match: Match) -> list[int]:
-    """Returns the shards whose memory is read only, as that of a mapped file: a write would kill the process."""
+    """Returns the numbers of shards in memory that is read only, where a write kills the process; each is a problem."""
     targets = TargetShards.of(match.shards)
     addresses = targets.addresses.copy()
     for number, tensor in zip(targets.without_address, targets.tensors_without_address, strict=True):

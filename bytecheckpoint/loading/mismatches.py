@@ -59,9 +59,10 @@ class MergedFindings(msgspec.Struct, frozen=True, array_like=True):
     fills: bool
     """True if something is filled on any rank, or there is nothing to fill."""
     is_open: bool = False
-    """True if something is missing that the checkpoint may have under other names, or in separate tensors."""
+    """True if something is missing that the checkpoint may have under other names, or in separate tensors: then nothing
+    is refused, and only `other_name` means something."""
     other_name: str = ""
-    """The name, if all ranks gave the same; else ""."""
+    """The name of the state that the checkpoint may belong below, if all ranks gave the same; else ""."""
     ignored: list[str] = []
     """Top-level names of the checkpoint that no rank's state has."""
 
@@ -78,7 +79,7 @@ def merge_findings(
     has_experts: bool = False,
 ) -> MergedFindings:
     """Returns everything that does not fit on some rank; with `strict` all of it but for the `ignored` kinds is one
-    error, raised on every rank.
+    CheckpointMismatchError on every rank, unless the result `is_open`. Ranks that see different names raise `conflict`.
 
     Keys are unexpected if the checkpoint has them under a top-level name of the state and no rank takes them.
     """

@@ -33,7 +33,7 @@ class LoadTarget(NamedTuple):
     """The checkpoint that a load asks for."""
 
     root: str
-    """The path or URL, with the role."""
+    """The path or URL; with `role`, the folder of that name in it."""
     step: int | Literal["latest"] | None
     storage_options: Mapping[str, Any] | None
 
@@ -55,13 +55,13 @@ class _OpenedMessage(msgspec.Struct, frozen=True, array_like=True):
 
 
 def wanted_step(step: object) -> int | Literal["latest"] | None:
-    """Returns the step. Raises CheckpointMismatchError (conflict) for anything else."""
+    """Returns "latest", None, or a number as an int. Raises CheckpointMismatchError (conflict) for any other value."""
     return "latest" if isinstance(step, str) and step == "latest" else check_step(step)
 
 
 def retry_replaced(call: Callable[P, T]) -> Callable[P, T]:
-    """Calls again if the checkpoint was replaced or deleted while it was read. As every rank has this error, every
-    rank calls again.
+    """Returns a function that repeats `call`, up to 10 times in all, if the checkpoint was replaced or deleted while it
+    was read. As every rank has this error, every rank calls again.
     """
 
     @wraps(call)
@@ -80,7 +80,7 @@ def retry_replaced(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def _with_previous(error: CheckpointError, previous: CheckpointError | None) -> CheckpointError:
-    """Adds the error of the previous attempt, if there was one, which may have changed the state."""
+    """Returns the error with that of the previous attempt added, if there was one, which may have changed the state."""
     if previous is None:
         return error
     message = f"{error.message}. This was another attempt; the one before ended so: {previous.message}"
@@ -88,7 +88,7 @@ def _with_previous(error: CheckpointError, previous: CheckpointError | None) -> 
 
 
 def open_together(ranks: Ranks, target: LoadTarget, options: LoadOptions) -> Source:
-    """Opens the checkpoint that all ranks load. Raises the errors of `find_checkpoint` and `manifest_bytes`."""
+    """Opens the checkpoint for all. Raises as `find_checkpoint`, `manifest_bytes` and `files_of`; or `conflict`."""
     opening = Opening(target.storage_options, options.timeout_s)
     at_root = opening_at(target.root, opening, follow_links=options.follow_links)
 
@@ -138,7 +138,7 @@ def _find(target: LoadTarget, opening: Opening, options: LoadOptions) -> tuple[S
 def _manifest_bytes(found: FoundCheckpoint, options: LoadOptions) -> tuple[bytes, MapNotes]:
     """Returns the encoded manifest, under the names that the options ask for, and the notes of their name map."""
     content = manifest_bytes(found)
-    if not isinstance(options.name_map, NameMap):  # None: a name or path has become one
+    if not isinstance(options.name_map, NameMap):  # None: LoadOptions turns names and paths into one
         return content, MapNotes()
     manifest = parse_manifest(content, path=found.manifest_path, check_all=False)
     mapped = mapped_manifest(manifest, CheckpointFolder(found.store, found.folder), options.name_map)

@@ -53,8 +53,8 @@ class PlainData:
         return {fqn: encode_plain(tree, fqn, keep_in_tree) for fqn, tree in self._trees().items()}
 
     def rank_objects(self) -> dict[str, Mapping[int, bytes]]:
-        """Returns the encoded trees that differ from rank to rank. Their entries keep their names; references are to
-        the new names of tensors.
+        """Returns the encoded trees that differ from rank to rank, by FQN and rank. The FQNs stay as they are;
+        references are to the new names of tensors.
         """
         if self._request.takes_all and not self._request.rename:
             return dict(self._manifest.rank_objects)
@@ -140,7 +140,7 @@ class PlainData:
         return root
 
     def shared(self) -> dict[Any, Any]:
-        """Returns the part of the state that all ranks share."""
+        """Returns the plain data that all ranks share, nested, with stubs for the tensors that it refers to."""
         return self._shared(set())
 
     def _shared(self, placed: set[str]) -> dict[Any, Any]:

@@ -117,7 +117,7 @@ class Source:
         """Returns the fetches that fill these shards, each from the stored tensor of its number; checks the data files.
 
         Raises CheckpointMismatchError (coverage), CheckpointNotFoundError (missing_file, replaced) or
-        CheckpointCorruptError (truncated, checksum, unsupported_version); nothing has been read then.
+        CheckpointCorruptError (truncated, checksum, bad_manifest, unsupported_version); nothing has been read then.
         """
         fetches = self.plan_unchecked(shards, stored_fqns)
         self.check_files(wanted_files(fetches), verify=self.options.verify)
@@ -133,7 +133,7 @@ class Source:
         wants = Wants(stored_fqns, targets.regions, are_flat)
         max_fetch_bytes = self.max_fetch_bytes
         if any(map(has_streams, {tensor.device for tensor in targets.tensors_without_address})):
-            # All of it goes through buffers, and twice as many of them: one is filled while another is copied from.
+            # All bytes go through buffers, and twice as many of them: one is filled while another is copied from.
             max_fetch_bytes = _fitting(max_fetch_bytes // 2)
         elif isinstance(self.store, SupportsReadBytes) and options.verify:
             # Rows are widened to whole extents: the two copies of such a read must leave room for one on each thread.
@@ -148,8 +148,8 @@ class Source:
         )
 
     def check_files(self, numbers: Iterable[int], *, verify: bool) -> None:
-        """Checks that the data files of these numbers have their sizes, and that files to which a link points are those
-        that the link was made for.
+        """Checks that the data files of these numbers have their sizes, and with `verify` that files to which a link
+        points are those that the link was made for.
 
         Raises CheckpointNotFoundError (missing_file, replaced) or CheckpointCorruptError (truncated, checksum).
         """
@@ -182,7 +182,7 @@ class Source:
         ]
 
     def run(self, fetches: Sequence[Fetch], lanes: CopyStreams, on_failure: Callable[[], None] = lambda: None) -> None:
-        """Carries out fetches with targets; copies into devices may still be under way until the lanes are closed.
+        """Carries out fetches with targets; copies to devices may be under way until the streams in `lanes` are closed.
         `on_failure` is called as soon as one fails.
         """
         meter = self.meter
@@ -235,7 +235,7 @@ class Source:
         return other_fetches
 
     def fill_zeros(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> None:
-        """Zeroes the elements of these shards that lie in no file because a name map added them: the last step."""
+        """Zeroes the elements of these shards that lie in no file because a name map added them."""
         if self.manifest.map_notes.zeros_file is None:
             return
         for shard, fqn in zip(shards, stored_fqns, strict=True):

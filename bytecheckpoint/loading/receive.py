@@ -145,7 +145,7 @@ def _gather_common(parts: Sequence[memoryview], readers: Sequence[int], ranks: R
 
 
 def _verify(content: memoryview, run: ExtentRun, bounds: Sequence[int], file: DataFile, *, reader: str) -> None:
-    """Compares each extent with the manifest, which finds bytes that changed in the reader's memory, too."""
+    """Raises `damaged` if an extent differs from the manifest, also for bytes that changed in the reader's memory."""
     for number in range(run.first, run.end) if file.extent_lengths else ():
         start, end = bounds[number], bounds[number + 1]
         part = content[start - bounds[run.first] : end - bounds[run.first]]

@@ -28,7 +28,7 @@ def detect_replacement(store: Store, folder: str, manifest: Manifest) -> Iterato
 
 
 def refuse_replaced(store: Store, folder: str, manifest: Manifest, *, cause: BaseException | None) -> None:
-    """Raises CheckpointNotFoundError (replaced) if the folder holds another checkpoint than this one, or none."""
+    """Raises CheckpointNotFoundError (replaced) if the folder is known to hold another checkpoint, or none."""
     own = f"{DATA_FOLDER}/{manifest.save_id}-"
     zeros_file = manifest.map_notes.zeros_file  # which a name map has added
     written = [file for number, file in enumerate(manifest.files) if number != zeros_file]

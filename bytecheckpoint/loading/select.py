@@ -20,7 +20,7 @@ from bytecheckpoint.region import whole
 TargetFormat = Literal["bcp", "hf", "dcp", "torch"]
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
-"""Dtypes that are converted, and into which."""
+"""Dtypes that a conversion changes into one another; tensors of other dtypes keep theirs."""
 _MODELS = ("model", "module")
 """Entries that hold a model; if there are both, as in DeepSpeed's folders, the first has full precision."""
 
@@ -109,7 +109,7 @@ class ModelNames(NamedTuple):
 
 
 def select(manifest: Manifest, request: SelectionRequest, names_of_map: ModelNames | None) -> Selection:
-    """Returns the selection. Raises CheckpointMismatchError (conflict) if it is empty, or has a name twice."""
+    """Returns the selection. Raises CheckpointMismatchError (conflict) for no tensor, equal names or several models."""
     trees = {fqn: decode_plain(data) for fqn, data in manifest.objects.items()}
     all_fqns = [*manifest.tensors, *manifest.aliases]
     selected = [fqn for fqn in all_fqns if request.takes(fqn)]
@@ -190,7 +190,7 @@ def entry_of(fqn: str) -> str:
 
 
 def _not_of_a_model(manifest: Manifest, fqns: Sequence[str], trees: Mapping[str, Any]) -> dict[str, str]:
-    """Returns, for each FQN that is not a tensor of the selected model, the reason."""
+    """Returns the reason for each FQN that is no tensor of the model. Raises `conflict` if there are several models."""
     prefixes = tuple(join_fqn(fqn, "state.") for fqn in optimizers_in(trees))
     why = {fqn: "state of an optimizer" for fqn in fqns if fqn.startswith(prefixes)}
     why |= {fqn: "differs from rank to rank" for fqn in fqns if is_content_fqn(fqn)}
@@ -227,7 +227,7 @@ def _common_entry(manifest: Manifest, fqns: Sequence[str], trees: Mapping[str, A
 def _totals(
     manifest: Manifest, fqns: Sequence[str] | Mapping[str, str] | set[str], why: Callable[[str], str]
 ) -> list[LeftOut]:
-    """Returns the reasons for leaving out parts of each entry."""
+    """Returns what is left out: for each entry and reason, the number and the bytes of the tensors."""
     groups: dict[tuple[str, str], list[str]] = {}
     for fqn in sorted(fqns):
         groups.setdefault((entry_of(fqn), why(fqn)), []).append(fqn)

@@ -272,7 +272,7 @@ def shared_bytes(fqns: tuple[str, str], file: DataFile, byte_offset: int) -> Che
 def _check_frames(
     columns: Columns, tensors: Int64s, raw_bytes: Int64s, bounds: FileBounds, fqns: Sequence[str]
 ) -> None:
-    """Refuses a compressed chunk that is not a run of whole extents, one a frame and none longer than a frame."""
+    """Refuses a compressed chunk that is not a run of whole extents: one for each frame, and none too long for one."""
     chunks = np.flatnonzero(_is_stored_by(columns, CODECS[1:]))
     if not len(chunks):
         return

@@ -48,11 +48,11 @@ class Manifest:
     """A whole checkpoint except its data."""
 
     save_id: str
-    """Empty if the files are of another format, which has no save ids."""
+    """Empty for a checkpoint of another format, which has no save ids; a link to one has an id of its own."""
     step: int | None = None
     foreign_format: str = ""
-    """The format of files that another program wrote: a name of formats/. Chunks may share bytes then, because tensors
-    there may be views of one memory."""
+    """The format of files that another program wrote, as formats/detect.py names it. Empty for files of this library
+    (OWN_FORMAT through a name map). Unless it is empty, chunks may share bytes: tensors can be views of one memory."""
     linked_to: str = ""
     """The folder, as absolute path or URL, below which the files are; empty where that is the checkpoint's own. A
     reader follows it only if its caller asks for that."""
@@ -96,7 +96,7 @@ class Manifest:
         return self.table.describe(fqn)
 
     def describe_all(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Describes every tensor, by FQN."""
+        """Returns dtype and global shape of every tensor, by FQN."""
         return self.table.describe_all()
 
     def describe_each(self, fqns: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:

@@ -66,6 +66,7 @@ def ext(code: int, content: Any) -> Ext:
 
 
 def to_wire(value: Any, fqn: str, leaves: LeafEncoder, depth: int) -> Any:
+    """Returns the msgpack value for a value at this FQN; `depth` levels of nesting are allowed, its own included."""
     if depth == 0:
         raise too_deep(fqn)
     kind = type(value)
@@ -120,6 +121,7 @@ def _big_int_to_wire(value: int, fqn: str) -> Ext:
 
 
 def unsupported(fqn: str, what: str, advice: str) -> CheckpointSaveError:
+    """Returns the error for a value that cannot be saved."""
     return CheckpointSaveError(
         f"{fqn or repr(fqn)} is {what}, which is not supported; nothing was written or changed. Do this: {advice}",
         kind="unsupported_value",

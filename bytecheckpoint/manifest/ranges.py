@@ -48,7 +48,7 @@ class FlatParts(Sequence[FlatPart]):
 
 
 class BoxPart(NamedTuple):
-    """A region of a chunk whose elements do not follow one another in the file or in the target."""
+    """A region of a chunk whose elements do not follow one another in file or target, or are converted on the way."""
 
     want: int
     byte_offset: int

@@ -137,7 +137,7 @@ class Columns(NamedTuple):
     coordinates: np.ndarray
     """`2 * num_dims` entries for each chunk of the other tensors: its offsets, then its lengths."""
     files: np.ndarray
-    """A chunk's index into `Manifest.files`. This and the next are RunColumns where those of millions are regular."""
+    """A chunk's index into `Manifest.files`. This and `byte_offsets` are RunColumns if millions are regular."""
     byte_offsets: np.ndarray
     byte_lengths: np.ndarray
     """Empty where every chunk has the bytes that its elements take."""

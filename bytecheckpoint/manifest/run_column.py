@@ -35,7 +35,7 @@ class RunColumn:
 
     @classmethod
     def of(cls, values: np.ndarray | RunColumn) -> RunColumn | None:
-        """Returns the column with these values, which an int64 holds; None if they take too many runs."""
+        """Returns the column with these values, which an int64 holds; None for too many runs, or without values."""
         if isinstance(values, RunColumn):
             return values
         counts, steps = [], []

@@ -45,11 +45,11 @@ _CHUNKS_ONE_BY_ONE = 4096
 
 
 class SoleChunks(NamedTuple):
-    """The chunks of tensors that consist of one each, as columns with an entry a tensor."""
+    """The one chunk of each tensor that has no more, as columns with an entry for every tensor that was asked for."""
 
     is_sole: np.ndarray
-    """True where the tensor consists of one chunk, which is not compressed. Elsewhere the other columns mean
-    nothing."""
+    """True where the tensor consists of one chunk, in a manifest where none is compressed. Elsewhere the other columns
+    mean nothing."""
     files: np.ndarray
     byte_offsets: np.ndarray
     byte_lengths: np.ndarray
@@ -259,8 +259,8 @@ class TensorTable(Mapping[str, TensorRecord]):
         return chunks
 
     def sole_chunks(self, fqns: Sequence[str]) -> SoleChunks:
-        """Returns the chunks of the tensors that consist of one chunk: nearly all of many small tensors do, and are
-        checked together.
+        """Returns an entry for each of these tensors, with the chunk of those that consist of one: nearly all of many
+        small tensors do, and are checked together.
         """
         columns, bounds, sizes = self.columns, self._bounds, self._sizes
         tensors = np.fromiter(map(self._indices.__getitem__, fqns), np.int64, len(fqns))
@@ -314,7 +314,7 @@ class TensorTable(Mapping[str, TensorRecord]):
         return described
 
     def describe_all(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Describes every tensor, by FQN."""
+        """Returns dtype and global shape of every tensor, by FQN."""
         if len(self._described) < len(self):
             columns, shapes = self.columns, self.columns.shapes.tolist()
             dtypes = map(columns.dtype_names.__getitem__, columns.dtypes.tolist())

@@ -89,7 +89,7 @@ def check_save_id(save_id: str) -> None:
 
 
 def check_link(folder: str) -> None:
-    """Raises UnsafeCheckpointError (path_escape) if a link points to something that is neither a folder nor a URL."""
+    """Raises UnsafeCheckpointError (path_escape) unless a link is a URL, or an absolute path without `..`."""
     if "\0" in folder or not _FOLDER.match(folder):
         raise _path_escape("link to another folder", folder)
 
@@ -174,7 +174,7 @@ def numels_of(columns: Columns, itemsizes: Int64s, fqns: Sequence[str]) -> Int64
 
 
 def check_tensors(columns: Columns, fqns: Sequence[str]) -> None:
-    """Checks dtypes, shapes and grids. Chunks outside of grids are not checked. Raises CheckpointCorruptError
+    """Checks dtypes, shapes, codec numbers and grids, but not where chunks lie. Raises CheckpointCorruptError
     (bad_manifest).
     """
     numels = numels_of(columns, itemsizes_of(columns, fqns), fqns)

@@ -40,7 +40,7 @@ class MapInput(NamedTuple):
 
     described: Described
     aliases: Mapping[str, str]
-    """Other names of these tensors."""
+    """Other name of a tensor -> its FQN in `described`."""
     plain: PlainValues
 
 
@@ -49,10 +49,10 @@ class Mapped(NamedTuple):
 
     tensors: list[WantedTensor]
     aliases: dict[str, str]
-    """Other names of these tensors."""
+    """Other name of a tensor -> its name in `tensors`."""
     in_model: Mapping[str, str]
-    """Name of a parameter itself, not of an optimizer's state -> the prefix that the other framework does not have,
-    `model.` or nothing."""
+    """Name in `tensors` or `aliases` of each parameter itself, not of its optimizer state -> the prefix of that name
+    before the parameter's own: `model.` or nothing."""
     entries: Mapping[str, str]
     """Name without a prefix -> the name that its model has in a state."""
     sources: frozenset[str]
@@ -72,7 +72,7 @@ class Mapped(NamedTuple):
 
 
 def in_a_state(mapped: Mapped) -> Mapped:
-    """Returns the mapped checkpoint with the model below the name that it has in a state."""
+    """Returns the checkpoint with the model below its name in a state. Raises CheckpointMismatchError (conflict)."""
     new = {fqn: f"{entry}.{fqn}" for fqn, entry in mapped.entries.items()}
     new_fqns = set(new.values())
     clash = next((fqn for fqn in (*mapped.in_model, *mapped.unmapped, *mapped.others) if fqn in new_fqns), None)
@@ -104,7 +104,7 @@ class MapRequest(NamedTuple):
 
 _Numbers = tuple[tuple[str, int], ...]
 _Group = tuple[int, int, _Numbers]
-"""Index of the around, index of the rule, and numbers that tensors of one operation have in common."""
+"""Indices in `MapFile.arounds` and `MapFile.rules`, and numbers that tensors of one operation have in common."""
 
 
 def apply_map(name_map: MapFile, contents: MapInput, request: MapRequest) -> Mapped:
@@ -118,7 +118,7 @@ def apply_map(name_map: MapFile, contents: MapInput, request: MapRequest) -> Map
 
 
 def _source_side(name_map: MapFile, described: Described) -> int:
-    """Returns the side that knows more of the names."""
+    """Returns the side that knows more of the names. Raises CheckpointMismatchError (conflict) for equal counts."""
     counts = [
         sum(names.find(fqn) is not None for fqn in described)
         for names in (NameIndex(name_map, 0), NameIndex(name_map, 1))
@@ -238,7 +238,7 @@ class _Application:
                 raise refusal(self._map, f"{other.name!r:.200} and {tensor.name!r:.200} mean the same tensor")
 
     def _layers(self, name: str, match: NameMatch) -> Iterator[tuple[_Numbers, LayerTensor]]:
-        """Yields a tensor, or layer by layer if it holds all of them."""
+        """Yields the numbers in the name, and the tensor; for one that holds all layers, those of each layer."""
         fqn = self._stored[name]
         dtype, shape = self._described[fqn]
         if not match.is_stacked:

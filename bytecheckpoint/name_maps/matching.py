@@ -16,7 +16,7 @@ class NameMatch(NamedTuple):
     """The place of a name in a map."""
 
     around: int
-    """Index into `MapFile.arounds`."""
+    """Index into `MapFile.arounds`, the templates that a parameter's name stands in."""
     rule: int
     """Index into `MapFile.rules`."""
     part: int

@@ -49,7 +49,7 @@ def in_stack(region: Region, index: int) -> Region:
 
 
 def unchanged(tensor: LayerTensor) -> TargetTensor:
-    """Returns the tensor of the other framework that is this one."""
+    """Returns the tensor of the other framework that has all elements of this one, in the same shape."""
     all_of_it = whole(tensor.shape)
     return TargetTensor(tensor.dtype, tensor.shape, [tensor.piece(all_of_it, all_of_it)])
 
@@ -73,7 +73,7 @@ def padded(padding: Padding, tensor: LayerTensor, side: str, options: Options) -
 
 
 def split(interleave: Interleave, tensor: LayerTensor, num_parts: int, options: Options) -> list[TargetTensor]:
-    """Returns the parts that a tensor consists of."""
+    """Returns the tensors into which the map cuts one. Raises ValueError if its rows do not fit."""
     num_rows = _num_rows(tensor)
     groups = interleave.groups.value(options.value)
     sizes = _sizes(interleave, options) or [_quotient(num_rows, groups * num_parts)] * num_parts
@@ -95,7 +95,7 @@ def split(interleave: Interleave, tensor: LayerTensor, num_parts: int, options: 
 
 
 def joined(interleave: Interleave, tensors: Sequence[LayerTensor], options: Options) -> TargetTensor:
-    """Returns the tensor that consists of these parts."""
+    """Returns the tensor that the map makes of these parts. Raises ValueError if they do not fit together."""
     kinds = {(tensor.dtype, tensor.shape[1:]) for tensor in tensors}
     groups = interleave.groups.value(options.value)
     counts = [_num_rows(tensor) for tensor in tensors]

@@ -25,8 +25,8 @@ class PlainValues:
                 self._by_last.setdefault(fqn.rpartition(".")[2], []).append((fqn, value))
 
     def find(self, name: str) -> bool | int | str | None:
-        """Returns the value at this FQN, or at any FQN that ends with it. Raises CheckpointMismatchError (conflict) if
-        there are several that differ.
+        """Returns the value at this FQN, or at any FQN that ends with it. None if there is none. Raises
+        CheckpointMismatchError (conflict) if there are several that differ.
         """
         matching = [
             (fqn, value)

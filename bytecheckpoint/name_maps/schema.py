@@ -80,7 +80,7 @@ class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"
 
 
 class Around(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The names on either side of something that belongs to a parameter."""
+    """The templates, one a side, around the name of a parameter: of itself, or of a thing like its optimizer state."""
 
     first: NameTemplate = NameTemplate("{name}")
     second: NameTemplate = NameTemplate("{name}")
@@ -89,7 +89,7 @@ class Around(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the same value.
     """
     entry: str = ""
-    """The name of the model in a state, if the checkpoint has more in it, and the names have nothing around them."""
+    """The name that the model gets in a state if the checkpoint has more in it. Only if both templates are `{name}`."""
 
     def __post_init__(self) -> None:
         if self.entry and (self.first, self.second) != ("{name}", "{name}"):

@@ -56,7 +56,8 @@ class CopyRun(NamedTuple):
     block: Region
     """Elements of the range that follow one another."""
     region: Region
-    """The part of the block; both in the coordinates of the target's tensor."""
+    """The part of the block that is copied. Both are in the coordinates of the target's tensor; if its dimensions are
+    not those of the source, both are equal: from 0 on, with the dimensions of the source."""
     fqn: str | None
     source_region: Region
     """As in CopySource. Its lengths are those of `region`, except for dimensions of length 1."""
@@ -69,7 +70,7 @@ def same_tensor(fqn: str, dtype: str, shape: tuple[int, ...], *, stored_fqn: str
 
 
 def check_wanted(wanted: Sequence[WantedTensor], manifest: Manifest) -> None:
-    """Raises CheckpointMismatchError (coverage) if pieces lie outside their tensors, or do not make up one."""
+    """Raises CheckpointMismatchError (coverage) if the checkpoint lacks a piece or pieces do not tile a tensor."""
     for tensor in wanted:
         for piece in tensor.pieces:
             _check_piece(tensor, piece, manifest)
@@ -129,7 +130,7 @@ def _copies(first: int, block: Region, common: Region, piece: CopySource) -> Ite
 
 def same_part(common: Region, piece: CopySource) -> Region | None:
     """Returns the region of the stored tensor that fills `common`, a part of the piece; None if piece and source differ
-    in more than dimensions of length 1.
+    in more than dimensions of length 1. For zeros, which no tensor holds, returns `common`.
     """
     source = piece.source_region
     if piece.fqn is None:

@@ -68,7 +68,7 @@ def _assign_small(replicas: Sequence[Replica], loads: list[int], level: int) -> 
 
 
 def _assign_large(replicas: Sequence[Replica], loads: list[int], level: int) -> Iterator[tuple[Replica, Region, int]]:
-    """Assigns large replicas, largest first, to the least loaded holder. One that is too large for it is split."""
+    """Assigns large replicas, largest first, to the least loaded holder. Splits one that lifts it above `level`."""
     heap = [(load, position) for position, load in enumerate(loads)]
     heapq.heapify(heap)
     for replica in sorted(replicas, key=lambda replica: (-replica.byte_length, replica.fqn, replica.region)):

@@ -49,7 +49,7 @@ class ReaderShare(NamedTuple):
     """Runs that one rank reads and the coordinator broadcasts. They are the same for every rank, whether it wants them
     or not."""
     common_readers: Sequence[int] = ()
-    """The rank that reads each of them."""
+    """The rank that reads each of the runs in `common`."""
 
 
 class DividedPlan(NamedTuple):

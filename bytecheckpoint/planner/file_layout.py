@@ -16,7 +16,7 @@ EXTENT_BYTES = 1 << 20
 """Limit of an extent: a partial read may have to read as much beyond what it wants, at each end."""
 _MAX_EXTENTS = 1 << 21
 """Approximate limit for the extents of a checkpoint: their checksums take 16 MB of its manifest, which all ranks get
-from one. Beyond 2 TiB extents are longer than EXTENT_BYTES."""
+from the coordinator. Beyond 2 TiB extents are longer than EXTENT_BYTES."""
 _LONGEST_EXTENT_BYTES = 4 << 20
 """Limit of an extent of any checkpoint: each thread that reads needs memory for one."""
 LARGE_CHUNK_BYTES = 16 << 20
@@ -27,7 +27,7 @@ LARGE_CHUNK_EXTENT_BYTES = 256 << 10
 longer than extents of 1 MiB; at 64 KiB it would be 45%."""
 _MAX_LARGE_EXTENTS = 1 << 20
 """Approximate limit for extents of large chunks in a checkpoint: their checksums take 8 to 16 MB of its manifest, which
-all ranks get from one. Beyond 256 GiB extents are longer."""
+all ranks get from the coordinator. Beyond 256 GiB extents are longer."""
 MIN_EXTENT_BYTES = 128 << 10
 """Extents no longer than this are not cut: a range request reads as much while it begins, and manifests stay short."""
 OWN_EXTENT_BYTES = 256 << 10

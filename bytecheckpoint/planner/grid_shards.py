@@ -37,7 +37,7 @@ class GridShards(NamedTuple):
     ascending for each part; at the end ranks without elements. Shape (tensors, ranks).
     """
     boxes: Int64s
-    """Offsets and lengths of their regions, in this order. Shape (tensors, ranks, 2, dimensions)."""
+    """Offsets and lengths of the regions of the ranks, as `order` has them. Shape (tensors, ranks, 2, dimensions)."""
 
     @property
     def ranks(self) -> NDArray[np.int32]:
@@ -46,7 +46,7 @@ class GridShards(NamedTuple):
 
 
 def find_grid_shards(tensors: Mapping[str, TensorItems]) -> Iterator[GridShards]:
-    """Yields the tensors whose shards form a grid. The others may be complete as well: `find_owners` checks them."""
+    """Yields the tensors whose shards form a grid. The others may be complete as well: `find_owners` checks those."""
     tables: dict[tuple[int, int], list[str]] = {}
     for fqn, tensor in tensors.items():
         if len(tensor.sources) == 1 and 0 not in tensor.shape:

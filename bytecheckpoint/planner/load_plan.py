@@ -112,10 +112,10 @@ class _Limits(NamedTuple):
 def plan_load(
     manifest: Manifest, wants: Sequence[Want], *, verify: bool, max_gap_bytes: int, max_fetch_bytes: int
 ) -> list[Fetch]:
-    """Returns the fetches that fill all wants, in file order.
+    """Returns the fetches that fill all wants, file by file.
 
     Raises one CheckpointMismatchError (coverage) if chunks overlap or leave a part of a want uncovered, and
-    CheckpointCorruptError (unsupported_version) if a chunk has an unknown codec.
+    CheckpointCorruptError: unsupported_version if a chunk has an unknown codec, bad_manifest if chunks share bytes.
     """
     wants = Wants.of(wants)
     sole = _sole_chunks(manifest, wants)
@@ -135,7 +135,7 @@ def plan_load(
                 continue
             num_covered += common.numel
             file = manifest.files[chunk.file]
-            # A gap has to be larger than an extent before reading around it reads less.
+            # Reading is saved only where a gap that is left out is larger than an extent.
             mean_extent = file.byte_length // max(1, len(file.extent_lengths)) if verify else 0
             limits = _Limits(item_bytes, max_gap_bytes + mean_extent, max_fetch_bytes)
             _add_chunk(
@@ -180,8 +180,8 @@ def zeros_in(manifest: Manifest, fqn: str, region: Region) -> list[Region]:
 
 
 def _sole_chunks(manifest: Manifest, wants: Wants) -> SoleChunks:
-    """Returns the chunk of each want for a whole tensor that is one chunk, as it is in memory. Nearly all of many
-    small tensors are like this: they are planned together, in operations on arrays.
+    """Returns an entry for each want. `is_sole` is True if the want is a whole tensor of one chunk and its memory takes
+    raw bytes. Nearly all of many small tensors are like this: they are planned together, in operations on arrays.
     """
     sole = manifest.table.sole_chunks(wants.fqns)
     wanted, stored = list(map(_LENGTHS, wants.regions)), list(map(_SHAPE, manifest.describe_each(wants.fqns)))
@@ -286,7 +286,7 @@ def box_layout(part: BoxPart) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def wanted_files(fetches: Sequence[Fetch]) -> Mapping[int, int]:
-    """Returns how many bytes of each file are read."""
+    """Returns how many bytes are read of each file that is read at all, by its number in the manifest."""
     sizes: dict[int, int] = {}
     for fetch in fetches:
         sizes[fetch.file] = sizes.get(fetch.file, 0) + fetch.byte_length

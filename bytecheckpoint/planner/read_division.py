@@ -21,9 +21,9 @@ FEW_RANKS = 4
 a message.
 """
 _COMMON_BYTES = 256 << 10
-"""Limit for the bytes of these messages to one rank."""
+"""Limit for the bytes that are broadcast to one rank."""
 _COMMON_BYTES_OF_ALL = 256 << 20
-"""Limit for these messages to all ranks together: they come from one store."""
+"""Limit for the broadcast to all ranks together: one key-value store of the process group sends it."""
 COMMON_READER = 0
 """The rank that reads common bytes, if all can read them: the coordinator."""
 
@@ -38,13 +38,13 @@ class Hosts:
         """The place of each rank on its host. A rank connects to those in the same place on other hosts."""
 
     def relay(self, reader: int, host: int) -> int:
-        """Returns the rank through which a host gets what this rank reads."""
+        """Returns the rank through which a host gets what `reader` reads: `reader` itself on its own host."""
         of_host = self.ranks[host]
         return reader if host == self.of_rank[reader] else of_host[self.lanes[reader] % len(of_host)]
 
     def readers_among(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Returns those of the ranks that may read for all of them: on several hosts, as few of each as there are on
-        the smallest, because a rank there would receive from several of a larger one.
+        """Returns those of the ranks that may read for all of them: all if on one host; else the first ranks of each
+        host, as many as the smallest host has, because its ranks would receive from several of a larger one.
         """
         hosts = {self.of_rank[rank] for rank in ranks}
         num_lanes = min(len(self.ranks[host]) for host in hosts)
@@ -289,7 +289,7 @@ class _Divided(NamedTuple):
 
 
 def _take_common(by_ranks: dict[tuple[int, ...], list[ExtentRun]], extents: Extents, max_bytes: int) -> list[ExtentRun]:
-    """Takes out the runs that many ranks want, up to `max_bytes`; runs that the most ranks want come first."""
+    """Removes from `by_ranks`, and returns, runs that many want: up to `max_bytes`, those of the most ranks first."""
     common: list[ExtentRun] = []
     many = [ranks for ranks in by_ranks if len(ranks) > FEW_RANKS]
     for ranks in sorted(many, key=lambda ranks: (-len(ranks), ranks)):

@@ -87,7 +87,7 @@ class RecoveryVerdict(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RecoveryPlan(NamedTuple):
-    """The work of each rank, and the verdict on each save."""
+    """The work of each rank, and the verdict on each save, oldest save first."""
 
     tasks: Sequence[Sequence[RecoveryTask]]
     verdicts: Sequence[RecoveryVerdict]

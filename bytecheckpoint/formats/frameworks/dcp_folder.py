@@ -102,7 +102,7 @@ class _DcpFolder:
                 file.raise_damaged(f"it has {file.byte_length} bytes, and {what}", kind="truncated")
 
     def add_tensor(self, fqn: str, tensor: DcpTensor, shape: tuple[int, ...] | None) -> None:
-        """Adds a tensor. `shape` is the true one where Megatron has cut the tensor to pieces and stacked them."""
+        """Adds a tensor. `shape` is the true one if Megatron has cut the tensor and stacked the pieces, else None."""
         dtype = tensor.dtype
         parts = (self._chunks(fqn, dtype, tensor.shape, region=region, item=item) for region, item in tensor.chunks)
         chunks = [chunk for part in parts for chunk in part]

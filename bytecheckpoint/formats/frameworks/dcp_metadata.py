@@ -22,7 +22,7 @@ _CLASSES = {
         "StorageMeta _MEM_FORMAT_ENCODING"
     ),
     _CHECKPOINT + "filesystem": "_StorageInfo _StoragePrefix",
-    # plans of the ranks, which Megatron keeps there
+    # plans of the ranks, which Megatron keeps in `.metadata`
     _CHECKPOINT + "planner": "SavePlan WriteItem WriteItemType TensorWriteData BytesIOWriteData",
     _MEGATRON: "MCoreMetadata MCoreSavePlan",
     _OLD_TORCH: "TensorProperties MEM_FORMAT_ENCODING",
@@ -53,14 +53,14 @@ class DcpTensor(NamedTuple):
 
 
 class Metadata(NamedTuple):
-    """The contents of the file."""
+    """The contents of a `.metadata` file."""
 
     tensors: dict[str, DcpTensor]
     objects: dict[str, Item]
     paths: Mapping[str, tuple[str | int, ...]]
     """Name -> keys of nested containers, which were joined to the name."""
     attributes: Mapping[str, Any]
-    """Its other attributes, which frameworks add."""
+    """Other attributes of the pickled object, which frameworks add."""
 
 
 def read_metadata(content: bytes, path: str) -> Metadata:
@@ -157,7 +157,7 @@ def _dtype(properties: Any) -> str:
 
 
 def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
-    """Yields the keys of each name; planners of other kinds have something else there."""
+    """Yields each name with the keys of its place in nested containers; nothing for data of another kind of planner."""
     for fqn, path in planner_data.items() if isinstance(planner_data, dict) else ():
         if isinstance(path, tuple) and 0 < len(path) <= MAX_DEPTH and all(type(key) in {str, int} for key in path):
             yield fqn, path

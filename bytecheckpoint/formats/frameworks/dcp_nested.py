@@ -35,7 +35,7 @@ _DATA_FILE = re.compile(r"/__(\d{1,9})_\d+\.distcp\Z")
 
 
 def is_folder(source: SourceFolder) -> bool:
-    """Returns True if the folder holds a folder of torch.distributed.checkpoint under one of these names."""
+    """Returns True if the folder holds a folder of torch.distributed.checkpoint with a name in _OSS or _ACCELERATE."""
     kind = _kind_of(source)
     present = [] if kind is None else filter(source.is_folder, kind.members)
     return any(METADATA_NAME in source.list(name) for name in present)

@@ -83,7 +83,7 @@ def _by_rank(names: set[str], pattern: re.Pattern[str], path: str) -> list[str]:
     """Returns the files in the order of their ranks.
 
     Raises CheckpointNotFoundError (missing_file) if ranks are missing, CheckpointCorruptError (unsupported_version) if
-    tensors are cut in other ways too.
+    tensor parallelism has cut tensors as well.
     """
     by_rank: dict[int, str] = {}
     for match in filter(None, map(pattern.match, names)):
@@ -146,7 +146,7 @@ def _add_model(saved: SavedFile, state: deepspeed_zero.ZeroState | None) -> None
 
 
 def _name_left_out(models: list[SavedFile]) -> None:
-    """Names the values of the model states that are not read, except those that only describe the files."""
+    """Notes what is left out: descriptions of the run, and tensors under names that only the first file is read for."""
     builder = models[0].builder
     for key in _LEFT:
         if models[0].value.get(key) is not None:

@@ -30,10 +30,10 @@ _ALIGNMENT = 2
 
 
 class ZeroState(NamedTuple):
-    """The optimizer, and the parameters that flat buffers hold."""
+    """The optimizer's tree, and the parameters whose full-precision weights were added beside it."""
 
     names: frozenset[str]
-    """Parameters whose weights lie in flat buffers."""
+    """Parameters whose full-precision weights lie in flat buffers, or in folders of a universal checkpoint."""
     tree: dict[str, Any]
     """The optimizer, without its tensors."""
     facts: Mapping[str, Any] = MappingProxyType({})
@@ -43,8 +43,8 @@ class ZeroState(NamedTuple):
 def read_zero_state(models: Sequence[SavedFile], optimizers: Sequence[SavedFile], zero: ZeroBuilder) -> ZeroState:
     """Adds `model.<name>` and `optimizer.state.<name>.<key>`.
 
-    Raises LookupError, TypeError, ValueError or AttributeError if the files are not DeepSpeed's, and the errors of
-    `Saved.buffer`.
+    Raises LookupError, TypeError, ValueError or AttributeError if the files are not DeepSpeed's, and
+    CheckpointCorruptError (bad_manifest, truncated, unsupported_version).
     """
     states = [saved.value["optimizer_state_dict"] for saved in optimizers]
     count = states[0].get("partition_count", len(optimizers))
@@ -116,7 +116,7 @@ class _ZeroFiles(NamedTuple):
 
 
 def buffers_of(files: Sequence[SavedFile], views: Sequence[Any], what: str) -> tuple[list[flat_ranges.FlatBuffer], str]:
-    """Returns flat tensors, one of each file, and their dtype."""
+    """Returns the flat tensor of each file, and the dtype of the first. `what` names them in errors."""
     buffers = [saved.buffer(view, what) for saved, view in zip(files, views, strict=True)]
     return [buffer for buffer, _ in buffers], buffers[0][1]
 
@@ -172,7 +172,7 @@ def _read_divided(files: _ZeroFiles, zero: ZeroBuilder) -> None:
 
 
 def _add_groups(files: _ZeroFiles, zero: ZeroBuilder) -> None:
-    """Adds the user's groups, each of which is several buffers here."""
+    """Adds the user's groups, each of which is several buffers here; one group of all where they are not known."""
     groups = files.states[0]["optimizer_state_dict"]["param_groups"]
     known = [list(shapes) for shapes in files.shapes]
     if sorted(index for group in groups for index in group["params"]) != list(range(len(known))):

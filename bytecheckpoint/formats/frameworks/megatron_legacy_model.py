@@ -94,8 +94,8 @@ class Model:
         self._comparer = Comparer()
 
     def add(self) -> None:
-        """Adds all tensors as `model.<name>`, in the order of their layers: the first chunk of every stage, then the
-        second chunk of every stage, and so on.
+        """Adds all tensors as `model.<name>`, in the order of their layers: the first model chunk (virtual stage) of
+        every stage, then the second of every stage, and so on.
         """
         stages = sorted({rank.pp for rank in self._files})
         chunks = {pp: _chunks_of(self._files[Rank(0, pp, 0)]) for pp in stages}
@@ -203,7 +203,7 @@ def _refuse_old_attention(name: str, file: RankFile) -> None:
 
 
 def _chunks_of(file: RankFile) -> list[str]:
-    """Returns the keys of the chunks of the model that a stage has, in order."""
+    """Returns the keys of a stage's model chunks (virtual stages), in order: `model`, or `model0`, `model1`, ..."""
     matches = [match for match in map(MODEL_KEY.match, map(str, file.value)) if match]
     keys = [match[0] for match in sorted(matches, key=lambda match: int(match[1] or 0))]
     if not keys:
@@ -212,7 +212,7 @@ def _chunks_of(file: RankFile) -> list[str]:
 
 
 def _values_of(file: RankFile, key: str) -> dict[str, Any]:
-    """Returns tensors and other values of a chunk by name, also from the nested dicts that models once were."""
+    """Returns tensors and other values of a model chunk by name, also from the nested dicts that models once were."""
     model, path = file.value[key], file.saved.path
     if not isinstance(model, dict):
         raise damaged(path, f"its model is a {type(model).__name__}, and no dict")
@@ -224,7 +224,7 @@ def _items_of(name: str, value: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def _numbers(pattern: re.Pattern[str], names: Iterable[str], kind: str) -> dict[str, set[int]]:
-    """Returns the numbers in names of layers or of experts, by the rest of the name that `kind` is a template for."""
+    """Returns the numbers of layers or experts in names, by what the template `kind` makes of the rest of the name."""
     by_kind: dict[str, set[int]] = {}
     for match in filter(None, map(pattern.match, names)):
         by_kind.setdefault(match.expand(kind), set()).add(int(match[2]))

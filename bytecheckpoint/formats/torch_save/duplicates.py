@@ -37,7 +37,7 @@ class Comparer:
         return not any(are_tensors) and _encoded(*one, fqn) == _encoded(*other, fqn)
 
     def same(self, one: StoredCopy, other: StoredCopy, fqn: str) -> bool | None:
-        """Returns True if two tensors have the same elements; None if comparing them would read too many bytes.
+        """Returns True if two tensors have the same elements, else False; None if comparing would read too many bytes.
 
         Raises CheckpointCorruptError (bad_manifest, truncated) for a tensor that is not in its file.
         """

@@ -127,7 +127,7 @@ class SavedFile(NamedTuple):
 
     archive: TorchArchive
     file: int
-    """Its number in the manifest."""
+    """Number of the file in the manifest."""
     path: str
     value: Any
     name: str

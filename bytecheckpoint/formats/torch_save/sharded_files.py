@@ -39,7 +39,7 @@ class _Group(NamedTuple):
 
 
 def is_folder(source: SourceFolder) -> bool:
-    """Returns True if the folder may be such a checkpoint."""
+    """Returns True if any file is named after a rank: then the folder may be a checkpoint of one file per rank."""
     return any(map(_NAME.match, source.files))
 
 
@@ -161,7 +161,7 @@ def _add_sharded(
 def _add_differences(
     rank: int, one: tuple[SavedFile, dict[str, Any]], first: tuple[SavedFile, dict[str, Any]], comparer: Comparer
 ) -> None:
-    """Adds the values that a rank does not share with the first one, as `rank_<number>`; among them are tensors that
+    """Adds the values that a rank does not share with the first rank, as `rank_<number>`; among them are tensors that
     are too large to compare.
     """
     saved, found = one

@@ -122,7 +122,7 @@ class ShardedReader:
     """Reads the sharded tensors of one checkpoint, each object once: a small pickle can name the same one a million
     times.
 
-    The objects have to live as long as this does.
+    The objects that are read have to live as long as this reader: it knows them by id.
     """
 
     def __init__(self, path: str) -> None:
@@ -132,7 +132,7 @@ class ShardedReader:
         self._regions: dict[int, frozenset[Region]] = {}
 
     def read(self, value: Instance) -> ShardedTensor:
-        """Raises errors that `translated` translates if a value is not torch's, and UnsafeCheckpointError."""
+        """Returns the tensor. Raises UnsafeCheckpointError, and for other values errors that `translated` replaces."""
         found = self._known.get(id(value))
         if found is None:
             is_dtensor = _name(value) != _SHARDED_TENSOR
@@ -162,7 +162,7 @@ class ShardedReader:
 
 
 def refuse_others(value: Any) -> None:
-    """Raises UnsafeCheckpointError (pickle_refused) for a class of torch's, or an object that is not a tensor."""
+    """Raises UnsafeCheckpointError (pickle_refused) for classes of torch.distributed, and their objects but tensors."""
     if isinstance(value, _TorchClass):
         raise refused(value.name)
     if isinstance(value, Instance) and not is_sharded(value) and value.kind.startswith(_TORCH):

@@ -148,7 +148,7 @@ def find_value(module: str, name: str) -> Any:
 
 
 def with_values(values: Mapping[str, Any]) -> FindGlobal:
-    """Returns a `find_value` that knows these full names as well."""
+    """Returns a `find_value` that knows these full names as well; they come before its own."""
 
     def find(module: str, name: str) -> Any:
         found = values.get(f"{module}.{name}")
@@ -199,7 +199,7 @@ def lengths_of(value: Any) -> tuple[int, ...]:
 
 
 def find_storage(pid: Any) -> StorageRef:
-    """Returns the storage of a `("storage", kind, key, location, numel)` of a torch.save file."""
+    """Returns the storage of a `("storage", kind, key, location, numel)`. Raises PickleError for any other id."""
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[1], StorageKind):
         raise PickleError("it points to something outside of it that is not a storage")
     if type(pid[2]) is not str:
@@ -374,4 +374,4 @@ VALUES: Mapping[str, Any] = MappingProxyType(
         **dict.fromkeys(("numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer"), Call(_array)),
     }
 )
-"""Full name -> stand-in. A set is read as a list, a path, device or layout as its text."""
+"""Full name -> stand-in. A set is read as a list; a path, a device or a layout is read as its text."""

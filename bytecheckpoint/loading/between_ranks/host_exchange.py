@@ -67,7 +67,7 @@ class HostExchange:
         self._global_ranks = global_ranks
         self._limits = limits
         self.requests: dict[Unit, dict[tuple[ByteRange, ...], list[int]]] = {}
-        """The pieces that other ranks of the host want of each unit, with these ranks."""
+        """Unit -> pieces of it that other ranks of the host want -> the ranks that want these pieces."""
         self._unasked = {*takers}
         self._has_requests = threading.Event()
         self._announced: dict[tuple[int, Unit], tuple[ArenaPart, float]] = {}
@@ -180,8 +180,8 @@ class HostExchange:
             self.beat()
 
     def _check_silence(self) -> None:
-        """Raises CheckpointError (rank_missing) for a rank from which nothing has come for too long, and nothing is
-        there to be read.
+        """Raises CheckpointError (rank_missing) for a rank from which nothing has come for too long. Called when no
+        message waits to be read.
         """
         now, (timeout_s, take_timeout_s, _) = time.monotonic(), self._limits
         silent = [rank for rank, units in self._awaited.items() if units and now - self._seen_at[rank] > timeout_s]

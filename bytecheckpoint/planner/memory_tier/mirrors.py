@@ -28,7 +28,7 @@ class Mirroring(NamedTuple):
     """Number of domains that are to hold each byte, including the domain of its owner."""
     max_file_bytes: int
     frozen: Sequence[Collection[int]]
-    """By rank: numbers of the frozen items. Their files hold frozen items only."""
+    """By rank: numbers of the items whose tensors are expected not to change. Files with one hold nothing else."""
 
 
 class ReplicaGroup(NamedTuple):

@@ -69,7 +69,7 @@ class StoredVersion(msgspec.Struct, frozen=True, array_like=True):
     """None where it was saved without a memory tier: it counts as of the newest generation there is."""
     step: int
     files: dict[str, int]
-    """Data files there, by name, with lengths in bytes."""
+    """Data files at the path, by name, with lengths in bytes."""
     is_committed: bool
     """If False, its files serve a version in memory with the same save id, and nothing else."""
 
