@@ -113,7 +113,7 @@ class SaveHandle:
         return self._progress.outcome.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Blocks like `result`, and returns the error, or None for a checkpoint that is committed."""
+        """Blocks like `result`; returns the error of the save, or None. Raises TimeoutError as `result` does."""
         if not self.done():
             awaited_threads().refuse()
         error = self._progress.outcome.exception(timeout)
@@ -129,6 +129,7 @@ class SaveProgress:
     """Progress and outcome of one save, for its handle and for the threads that work on it."""
 
     def __init__(self, path: str, meter: ProgressMeter, *, is_staged: bool, is_held: bool = False) -> None:
+        """`is_staged` is True for a save through a local stage, `is_held` for one with a memory tier."""
         self.path = path
         self.meter = meter
         self.is_numbered = threading.Event()
@@ -210,7 +211,7 @@ class SaveProgress:
         self._is_staged.wait()
 
     def stage(self, snapshot: Snapshot) -> None:
-        """Stages the snapshot; the training state may change then. The writer raises any error on all ranks."""
+        """Stages the snapshot; then the state may change. Raises interrupts only: the writer raises errors on all ranks."""
         try:
             snapshot.stage()
         except BaseException as error:

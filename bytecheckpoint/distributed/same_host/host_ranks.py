@@ -68,7 +68,7 @@ class HostRanks:
                 self.others.pop(rank).close()
 
     def send(self, to: int, kind: int, **fields: int) -> bool:
-        """Returns False if there is no room for the message."""
+        """Sends a message to the rank `to`. Returns False, with nothing sent, if its queue is full."""
         return self.others[to].send(Message(kind, self.rank, **fields))
 
     def append(self, content: bytes) -> int:
