@@ -181,7 +181,7 @@ class SaveProgress:
         self.held[level].set_exception(error)
 
     def never_reach(self, level: Literal["host", "storage"], why: str) -> None:
-        """Makes waits for a level raise at once."""
+        """Makes waits for a level raise CheckpointMismatchError with this reason."""
         self.never_held[level] = why
         if level == "host" and not self.held[level].done():
             self.held[level].set_exception(CheckpointMismatchError(why, kind="conflict", path=self.path))
@@ -211,7 +211,7 @@ class SaveProgress:
         self._is_staged.wait()
 
     def stage(self, snapshot: Snapshot) -> None:
-        """Stages the snapshot; then the state may change. Raises interrupts only: the writer raises errors on all ranks."""
+        """Stages the snapshot; the training state may change then. The writer raises any error on all ranks."""
         try:
             snapshot.stage()
         except BaseException as error:

@@ -85,7 +85,7 @@ class StagedFolder:
         self._lock = lock
 
     def write_journal(self, journal: Journal) -> None:
-        """Writes the journal durably, and replaces the last one."""
+        """Writes the journal durably, in place of the one before."""
         self._write(JOURNAL_NAME, msgspec.msgpack.encode(journal))
 
     def keep_manifest(self, content: bytes) -> None:

@@ -18,7 +18,7 @@ class ProcessLock:
     """A lock held until `release`, or until the process ends."""
 
     def __init__(self, path: str) -> None:
-        """Raises FileNotFoundError; BlockingIOError if another process has the lock; StorageError if none is possible."""
+        """Raises FileNotFoundError; BlockingIOError if another process has the lock; StorageError if locking fails."""
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             _lock(self._fd, path, fcntl.LOCK_EX)
