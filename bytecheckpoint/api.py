@@ -58,7 +58,7 @@ def save(
         async_save: Return as soon as the state may change again, and write in the background.
         process_group: The ranks that take part; the default group if None, this process alone where there is none.
         role: Saves to `path/<role>` instead, for jobs that train several models side by side.
-        metadata: Your own data for the manifest, of types that msgpack and JSON have; rank 0's counts.
+        metadata: Your own data for the manifest, of types that msgpack and JSON have; rank 0's is stored.
         storage_options: For the fsspec backend; never stored.
         options: See SaveOptions.
         to: `memory` holds the checkpoint in the memory of the hosts only, where `bcp.resume` finds it; `storage`

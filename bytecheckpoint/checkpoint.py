@@ -62,7 +62,7 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         self.close()
 
     def close(self) -> None:
-        """Frees the manifest. Reading afterwards, here or through a view, raises ValueError."""
+        """Frees the manifest. Reading from a closed checkpoint, or through its views, raises ValueError."""
         self._opened = None
         for name in ("info", "objects", "_other_names"):
             self.__dict__.pop(name, None)

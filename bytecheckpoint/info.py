@@ -71,7 +71,7 @@ class LocalInfo:
     num_bytes: int
     """Bytes of the data files of all ranks."""
     direct_ranks: Sequence[int]
-    """Ranks whose disk had no room for all of their files: the others are at the path already."""
+    """Ranks whose disk had no room for all of their files: the files without room are at the path already."""
 
     def _repr_html_(self) -> str:
         return _facts_html(self)

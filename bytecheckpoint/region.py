@@ -197,8 +197,9 @@ def _lies_inside(region: Region, outer: Region) -> bool:
 
 
 def _find_overlap(regions: list[Region]) -> Region | None:
-    """Cuts the regions into groups that cannot overlap, again and again: a grid of any kind falls apart into single
-    regions. Groups that no straight cut separates, or only one region at a time, are swept.
+    """Returns a part that two of the regions share; None if none do. Cuts them into groups that cannot overlap, again
+    and again: a grid of any kind falls apart into single regions. Groups that no straight cut separates, or only one
+    region at a time, are swept.
     """
     groups = [regions]
     while groups:
@@ -241,8 +242,8 @@ def _compare(regions: Iterable[Region]) -> Region | None:
 
 
 def _sweep(regions: Sequence[Region]) -> Region | None:
-    """Compares each region with the regions that begin within it along one dimension: the dimension with the fewest
-    such pairs.
+    """Returns a part that two of the regions share; None if none do. Compares each with those that begin within it
+    along one dimension: the dimension with the fewest such pairs.
     """
     starts = np.array([region.offsets for region in regions], np.int64).reshape(len(regions), -1)
     ends = starts + np.array([region.lengths for region in regions], np.int64).reshape(starts.shape)
@@ -300,13 +301,13 @@ def grid_counts(shape: Sequence[int], part: Sequence[int]) -> list[int]:
 
 
 def grid_regions(shape: Sequence[int], part: Sequence[int]) -> list[Region]:
-    """Returns all parts, in row-major order."""
+    """Returns the regions of all parts of a regular grid (see `grid_counts`), in row-major order."""
     offsets = product(*(range(0, length, of_part) for length, of_part in zip(shape, part, strict=True)))
     return [Region(start, tuple(map(min, part, map(int.__sub__, shape, start)))) for start in offsets]
 
 
 def parts_meeting(shape: Sequence[int], part: Sequence[int], region: Region) -> list[tuple[int, Region]]:
-    """Returns the parts that share elements with the region: index in `grid_regions`, and region of each."""
+    """Returns the parts of a grid that share elements with the region: index in `grid_regions`, and region of each."""
     if not region.numel:
         return []
     counts = grid_counts(shape, part)

@@ -36,7 +36,7 @@ class Attendance:
             self._watch.introduce()
 
     def meet(self, number: int) -> None:
-        """Begins to watch other ranks with the first message of a call: until then they have introduced themselves."""
+        """Begins to watch other ranks with the first message of a call: by then they have introduced themselves."""
         if self._watch is not None and number == 0:
             self._watch.meet()
 

@@ -68,7 +68,7 @@ def bell_key(number: int, reader: int) -> str:
 
 
 def down_key(number: int, reader: str) -> str:
-    """Returns the key of a message of the coordinator."""
+    """Returns the key of a message of the coordinator to `reader`: a rank, the name of a block, or `all`."""
     return f"down/{number}/{reader}"
 
 

@@ -162,7 +162,7 @@ class Connection:
     def disconnect(self) -> None:
         """Tells the reader rank that this one ends the exchange, and ends all waits."""
         with suppress(OSError):
-            if self.is_established:  # else it would wait, or be taken for a part of the request
+            if self.is_established:  # else the message would wait, or be taken for a part of the request
                 self._socket.send(_LEAVING)
         self.interrupt()
 

@@ -56,8 +56,8 @@ class RankFailedError(Exception):
 
 
 _OWN, _SHARED, _FAILURE, _ENDED = b"+", b"=", b"-", b"!"
-"""First byte of a message from the coordinator: for one rank; the same for all ranks; a rank has failed. Another rank
-says in its place that its process has ended.
+"""First byte of a message from the coordinator: for one rank; the same for all ranks; a rank has failed; the
+coordinator's process has ended, which another rank says in its place.
 """
 
 
@@ -219,7 +219,7 @@ class GroupRanks:
         return messages
 
     def _await_arrivals(self, number: int, limit_s: float) -> bool:
-        """Returns True when the bell of this reader rings; then all messages for it are there, or a rank has failed."""
+        """Returns True when the bell of this reader rings: all messages are there, or a rank has failed or ended."""
         if not self._blocks.senders(self.rank):
             return True
         has_rung = self._call_store.wait(
@@ -317,8 +317,8 @@ class GroupRanks:
             self._put(bell_key(number, reader), b"")
 
     def _leave(self, *, all_failed: bool = False) -> None:
-        """Removes the keys of this rank that no rank reads any more, and counts this rank as gone, unless it is the
-        coordinator.
+        """Removes the keys of this rank that no rank reads any more, and counts this rank, which is not the
+        coordinator, as gone.
         """
         # A leader may be about to read them.
         is_unsafe = self._has_failed or (all_failed and self._blocks.are_several)

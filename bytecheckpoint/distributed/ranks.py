@@ -235,7 +235,7 @@ def _was_abandoned(store: Store, call: int) -> bool:
 
 
 def group_store(group: dist.ProcessGroup) -> Store:
-    """Returns the store under a process group, to which torch has no public way. Its collectives belong to training."""
+    """Returns the store under a process group, to which torch has no public way. The collectives are for training."""
     store: Store = dist.distributed_c10d._get_process_group_store(group)
     return store
 
@@ -244,7 +244,8 @@ def group_store(group: dist.ProcessGroup) -> Store:
 def together(ranks: Ranks, what: str, *, about: Subject) -> Iterator[None]:
     """Runs a phase on every rank: if it fails on one, every rank raises that error, with the rank named.
 
-    An error that is no CheckpointError becomes one of kind `rank_failed`, chained to its cause.
+    An Exception that is no CheckpointError becomes one of kind `rank_failed`, chained to its cause. Others, such as
+    KeyboardInterrupt, pass, and are not sent to other ranks.
     """
     try:
         yield

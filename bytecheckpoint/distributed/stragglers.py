@@ -19,7 +19,8 @@ def report_straggler_rate(
 ) -> Iterator[None]:
     """Surrounds the coordinator's wait for the other ranks, and adds its own rate to the error about a missing one.
 
-    It moved its bytes of the plan in `write_s`; `is_all` is False if they were fewer than planned, which give no rate.
+    The coordinator moved its bytes of the plan in `write_s`; `is_all` is False if they were fewer than planned: these
+    give no rate.
     """
     started = time.monotonic()
     try:

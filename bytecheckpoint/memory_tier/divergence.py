@@ -58,8 +58,8 @@ def staged_file(owner: int, number: int, file: DataFile) -> StagedFile:
 def divergent_files(
     staged: Sequence[Sequence[StagedFile]], files_of: Callable[[int], Sequence[DataFile]]
 ) -> list[list[DivergentFile]]:
-    """Returns, by rank, the files of other ranks that it holds with other bytes than their owners. `staged` has all
-    files by rank, and `files_of` returns the files that a rank owns.
+    """Returns, for each rank, the files of other ranks that it has staged with other bytes than their owners.
+    `staged` has all files that each rank has staged, and `files_of` returns the files that a rank owns.
     """
     owned = {
         (each.owner, each.number): each.digest
@@ -80,7 +80,7 @@ def divergent_files(
 def name_divergent(
     rank: int, mirror: MirroredImage, own_file: DataFile, owned: DivergentFile
 ) -> Iterator[DivergentReplica]:
-    """Yields the extents of a mirrored file that differ from the owner's, named by the tensors in them."""
+    """Yields the first `_MAX_SENT` extents of a mirrored file that differ from the owner's, named by their tensors."""
     for extent in differing_extents(owned.digests, own_file.extent_digests)[:_MAX_SENT]:
         names = _names_in(mirror.planned, extent)
         shown_names = names[0] if len(names) == 1 else f"one of {and_more(names, _NUM_NAMES)}"
@@ -104,7 +104,7 @@ def warn_of_divergence(replicas: Sequence[DivergentReplica], path: str, global_r
     """Warns of replicas that are not alike, if there are any."""
     if not replicas:
         return
-    # Of each file, only the first extent that differs is named.
+    # Of the extents in which the same tensors differ between two ranks, only the first is named.
     first_of_each = {(each.names, each.owner, each.rank): each for each in reversed(replicas)}
     lines = [
         f"{each.names}: xxh3 {each.owner_digest:016x} on rank {global_ranks[each.owner]}, "

@@ -77,7 +77,7 @@ class FlushedStep(NamedTuple):
 
 
 class EndedJob(NamedTuple):
-    """The memory of one job."""
+    """The memory of one job, which may still run. `path` is the job's folder in a memory root."""
 
     location: str
     path: str
@@ -110,8 +110,9 @@ def list_held(roots: Sequence[str]) -> Iterator[MemoryCheckpoint]:
 
 
 def flush(path: str, roots: Sequence[str], *, storage_options: Mapping[str, Any] | None = None) -> FlushedStep:
-    """Uploads the newest version of a job that these memory roots have, and commits it if all of its files are at the
-    path. Of versions that are pending on this host, the newest that is whole at the path is committed.
+    """Uploads what these memory roots have of the newest complete version of a job and of the pending ones after it:
+    newest first, until one has all of its files at the path. That one is committed, unless it is already. Returns its
+    outcome, or that of the newest version if none is whole there.
 
     Raises CheckpointNotFoundError if the roots hold nothing of the job, CheckpointSaveError (superseded) if processes
     of the job live, CheckpointExistsError if another save of the step is committed, and the errors of the store.
@@ -136,8 +137,8 @@ def flush(path: str, roots: Sequence[str], *, storage_options: Mapping[str, Any]
 
 
 def _versions_to_upload(versions: Sequence[HeldVersion]) -> list[HeldVersion]:
-    """Returns the newest complete version and pending ones after it, newest first: other hosts may know one of those as
-    complete, or not at all, so each host uploads all of them until one is whole at the path.
+    """Returns the newest complete version and the pending ones after it, newest first; all if none is complete. Other
+    hosts may know a pending one as complete, or not at all, so each host uploads all until one is whole at the path.
     """
     complete = {version.record.save_id for version in versions if version.is_complete}
     by_id = {version.record.save_id: version for version in versions}
@@ -247,6 +248,7 @@ class _Upload:
             self.num_files += 1
 
     def remove_parity(self) -> None:
+        """Deletes the parity blocks of the save at the path, also those that other hosts have uploaded."""
         prefix = f"{self._version.record.save_id}{_BLOCK}"
         stored_names = self._store.list(join_name(self._folder, layout.DATA_FOLDER))
         names = [f"{layout.DATA_FOLDER}/{name}" for name in stored_names if name.startswith(prefix)]
@@ -279,7 +281,7 @@ def ended_jobs(roots: Sequence[str], location: str | None) -> list[EndedJob]:
 
 
 def remove_job(root: str, path: str) -> bool:
-    """Frees the memory of a job. Returns False, and frees nothing, if one of its processes lives."""
+    """Frees the memory of the job in the folder `path`. Returns False if it is not there, or a process of it lives."""
     found = next((each for each in find_jobs(root) if each[0].path == path), None)
     if found is None:
         return False
@@ -312,7 +314,7 @@ def _locked(jobs: Sequence[JobFolder], location: str) -> Iterator[None]:
 
 
 def _holders(job: JobFolder) -> Iterator[tuple[str, FilePlace]]:
-    """Yields all that is held of data files, own slots first."""
+    """Yields name and place of each data file of all saves that a job holds: own slots first, then copies."""
     for slot in (*slot_file.scan(job.slots), *scan_copies(job, "copies")):
         yield from slot.places().items()
 

@@ -55,14 +55,14 @@ class RankHolding(msgspec.Struct, frozen=True, array_like=True):
     """Name of its LivingProcess."""
     since_ns: int
     others: list[tuple[str, int]]
-    """Other living processes of the job on the host."""
+    """Name and `since_ns` of the other living processes of the job on the host."""
     generation: int
     number: int
     """Highest version number that the rank knows."""
     opens_generation: bool
     """True for the first memory save after a load."""
     staged: list[StagedFile]
-    """Its own data files, and those of others that it holds as well."""
+    """Data files that the rank owns, and those of other ranks that it has staged as well."""
 
 
 class _HoldReply(msgspec.Struct, frozen=True, array_like=True):
@@ -76,7 +76,7 @@ class _HoldReply(msgspec.Struct, frozen=True, array_like=True):
     manifest: bytes = b""
     """Empty except on the first rank of each host."""
     divergent: list[DivergentFile] = []
-    """Files of others that are not the same here."""
+    """Files of other ranks of which this rank has staged other bytes."""
 
 
 class HeldSave(NamedTuple):
@@ -85,7 +85,7 @@ class HeldSave(NamedTuple):
     info: CheckpointInfo
     record: VersionRecord
     holdings: Sequence[RankHolding]
-    """Holdings of all ranks, on the coordinator."""
+    """Holdings of all ranks, on the coordinator; empty on other ranks."""
     records_for_host: bool
     """True on the one rank of each host that records what the host holds."""
 
@@ -118,7 +118,7 @@ class _NoStore:
 
 
 def hold(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any]) -> CheckpointInfo:
-    """Holds a save in memory and nowhere else. Raises on every rank what `save` documents."""
+    """Holds a save in memory and nowhere else. Raises on every rank what `save` documents, also if a copy fails."""
     call, target = prepared.call, prepared.target
     prepared.progress.never_reach("storage", f"the save to {target.path} goes to memory only: it is never committed")
     prepared.agree()
@@ -137,7 +137,7 @@ def hold(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any]) 
 def hold_and_finish(
     prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any], finish: Callable[[], CheckpointInfo]
 ) -> CheckpointInfo:
-    """Holds a save in memory, then commits it with `finish`, as without a memory tier. Raises like `hold`."""
+    """Holds a save in memory, then commits it with `finish`. Raises like `hold`, except for copies that failed."""
     prepared.agree()
     with closing(prepared.snapshot):
         held = hold_in_memory(prepared, part, metadata)
@@ -177,7 +177,7 @@ def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[s
 
 
 def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> CheckpointError | None:
-    """Copies the save to other failure domains. Returns the outcome, which is the same on all ranks."""
+    """Copies the save to other failure domains. Returns the error of that, the same on all ranks; None without one."""
     memory, progress = prepared.options.memory, prepared.progress
     ranks, about, timer = prepared.call
     if memory is None or (memory.copies == 1 and not memory.parity):
@@ -201,7 +201,7 @@ def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> Checkp
 
 
 def _note_protected(slots: JobMemory, held: HeldSave) -> None:
-    """Frees the slots of the save before: until now it was the newest that survives the loss of a host."""
+    """Notes on this host that the save survives the loss of a host, and frees the slots of the save that did before."""
     save_id = held.record.save_id
     try:
         if held.records_for_host:
@@ -299,7 +299,7 @@ def _agree(
     holdings: list[RankHolding],
     payloads: Sequence[bytes],
 ) -> Sequence[bytes]:
-    """Makes the manifest, on the coordinator, and the answer to each rank."""
+    """Makes the manifest, on the coordinator, and the encoded answer to each rank. Fills `holdings`."""
     call, target = prepared.call, prepared.target
     holdings += [msgspec.msgpack.decode(payload, type=RankHolding) for payload in payloads]
     refuse_other_jobs(holdings, call.ranks, target.path)
@@ -346,7 +346,7 @@ def refuse_other_jobs(holdings: Sequence[RankHolding], ranks: Ranks, path: str) 
 
 
 def refuse_mixed_domains(holdings: Sequence[RankHolding], ranks: Ranks) -> None:
-    """Raises CheckpointMismatchError (conflict) if ranks of one host have different labels."""
+    """Raises CheckpointMismatchError (conflict) if ranks of one host name different failure domains."""
     first: dict[str, int] = {}
     for rank, each in enumerate(holdings):
         other = first.setdefault(each.host, rank)

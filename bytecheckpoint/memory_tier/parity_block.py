@@ -68,7 +68,7 @@ class FoundParity(NamedTuple):
 def order_parity(
     places: Sequence[RankPlace], sources: Sequence[ParitySource], save_id: str
 ) -> dict[int, ParityOrder] | None:
-    """Returns the block that the first rank of each host makes; None if a host cannot be protected in this way."""
+    """Returns the block that the first rank of each host makes, by that rank; None if parity cannot protect a host."""
     ranks_of: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         ranks_of.setdefault(place.host, []).append(rank)
@@ -152,7 +152,7 @@ def _scratch(memory: bytearray, piece: SentPiece) -> memoryview:
 
 
 def _cut(placed: PlacedPiece) -> list[PlacedPiece]:
-    """Cuts what is XORed into parts that are sent at once."""
+    """Cuts a piece into parts of at most PIECE_BYTES: each is sent as a piece of its own."""
     (_, first, length), position = placed
     return [
         PlacedPiece(
@@ -164,7 +164,7 @@ def _cut(placed: PlacedPiece) -> list[PlacedPiece]:
 
 
 def scan_parity(job: JobFolder) -> list[FoundParity]:
-    """Returns the parity blocks on a host, except those with notes that cannot be read."""
+    """Returns the filled parity blocks of a job on this host, except short ones and those with unreadable notes."""
     found = []
     for slot in scan_copies(job, "parity"):
         if slot.header is None or not slot.header.is_filled or len(slot.header.lengths) != len(("block", "notes")):

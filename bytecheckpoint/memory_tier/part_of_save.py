@@ -33,7 +33,8 @@ DESTINATIONS = ("storage", "memory")
 def where_to(to: str, options: SaveOptions, path: str) -> tuple[SaveOptions, bool]:
     """Returns the options of a save that goes to `to`, and True if that is memory only.
 
-    Raises CheckpointMismatchError (conflict), which is a ValueError.
+    Raises CheckpointMismatchError (conflict), which is a ValueError, for another `to` than `storage` and `memory`, and
+    for `memory` if the options have none.
     """
     if to not in DESTINATIONS:
         raise CheckpointMismatchError(f"to takes 'storage' or 'memory', not {to!r}; nothing was saved", kind="conflict")
@@ -71,8 +72,8 @@ def memory_part(process: ProcessState, target: SaveTarget, options: SaveOptions,
 def slots_for(
     process: ProcessState, root: str | None, storage_options: Mapping[str, Any] | None, options: SaveOptions
 ) -> MemoryPart | None:
-    """Returns the slots for saves to this root, ahead of the first; None without a memory tier. Raises
-    CheckpointMismatchError (conflict) if no root is given for one.
+    """Returns the slots for saves to this root, before the first save; None if the options have no memory tier. Raises
+    CheckpointMismatchError (conflict) if they have one and no root is given.
     """
     memory = options.memory
     if memory is None:
@@ -88,8 +89,8 @@ def slots_for(
 
 
 def replicas_of(part: MemoryPart | None, options: SaveOptions) -> ReplicaCopies | None:
-    """Returns the number of copies that memory is to have of replicas, with the place of this rank; None if one copy is
-    enough.
+    """Returns the number of copies that memory is to have of replicas, with the place of this rank; None without a
+    memory tier, or if one copy is enough.
     """
     memory = options.memory
     if part is None or memory is None or (memory.copies == 1 and not memory.parity):

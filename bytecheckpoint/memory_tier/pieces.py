@@ -16,7 +16,7 @@ PIECE_BYTES = 4 << 20
 
 
 def pieces_of(number: int, file: DataFile) -> Iterator[SentPiece]:
-    """Yields all of a file in pieces of whole extents."""
+    """Yields all of a file in pieces of whole extents, `number` being the index of the file in each."""
     first = end = 0
     for length in file.extent_lengths:
         if end > first and end + length - first > PIECE_BYTES:

@@ -58,11 +58,11 @@ class _CopyOrders(msgspec.Struct, frozen=True, array_like=True):
     """The coordinator's answer to one rank."""
 
     takers: list[int]
-    """The ranks that fetch something from it."""
+    """The ranks that fetch something from this rank."""
     orders: list[_CopyOrder]
     parity: ParityOrder | None = None
     refusal: str = ""
-    """The reason why there are no copies at all."""
+    """The reason why there can be no copies at all; else empty."""
 
     def sources(self) -> list[tuple[int, Address]]:
         """Returns the ranks from which this rank takes files, and which wait for it, with their addresses."""
@@ -222,7 +222,7 @@ class _Copying:
 
 
 def _place(payloads: Sequence[bytes], *, copies: int) -> Sequence[bytes]:
-    """Returns each rank's copy assignment."""
+    """Returns the encoded orders of each rank; for all a refusal if there are too few failure domains."""
     offers = [msgspec.msgpack.decode(payload, type=_CopyOffer) for payload in payloads]
     places = [RankPlace(offer.host, offer.failure_domain) for offer in offers]
     plan = place_missing(places, [offer.lengths for offer in offers], _mirrors(offers), copies)
@@ -253,7 +253,7 @@ def _mirrors(offers: Sequence[_CopyOffer]) -> dict[tuple[int, int], list[int]]:
 
 
 def _place_parity(payloads: Sequence[bytes], *, save_id: str) -> Sequence[bytes]:
-    """Makes the orders of all ranks where parity takes the place of copies."""
+    """Does what `_place` does, for a save that is protected by parity in place of copies."""
     offers = [msgspec.msgpack.decode(payload, type=_CopyOffer) for payload in payloads]
     places = [RankPlace(offer.host, offer.failure_domain) for offer in offers]
     mirrors = _mirrors(offers)

@@ -88,7 +88,7 @@ def needs_rebuild(version: VersionPlan) -> bool:
 def rebuild(
     ranks: Ranks, memory: JobMemory, inputs: RebuildInput, *, timeout_s: float, max_bytes: int | None
 ) -> list[DamagedHolding]:
-    """Rebuilds what only parity has. All ranks call it. Returns what this rank found damaged.
+    """Rebuilds what only parity has. All ranks call it. Returns what this rank found damaged or failed to rebuild.
     Rebuilt files are held as copies from then on.
     """
     host, save_id = memory.job.host, inputs.version.save_id
@@ -135,7 +135,7 @@ def mapped_file(place: FilePlace) -> memoryview:
 
 
 def _offered(inputs: RebuildInput, host: str) -> Iterator[memoryview]:
-    """Yields what this rank serves: the files of its host as a member, then the block."""
+    """Yields what this rank serves: the files of its host as a member, empty where one is not here, then the block."""
     if inputs.block is None:
         return
     member = inputs.block.held.members[inputs.block.held.position]
@@ -147,7 +147,7 @@ def _offered(inputs: RebuildInput, host: str) -> Iterator[memoryview]:
 
 
 def _order(version: VersionPlan, payloads: Sequence[bytes]) -> Sequence[bytes]:
-    """Assigns each lost member to a rank that rebuilds it, in turn; returns the reply to every rank."""
+    """Returns the reply to every rank. Lost members go to ranks in turn, if all others of their group have a block."""
     offers = [msgspec.msgpack.decode(payload, type=_HostOffer) for payload in payloads]
     first: dict[str, int] = {}
     for rank, offer in enumerate(offers):
@@ -174,7 +174,7 @@ def _order(version: VersionPlan, payloads: Sequence[bytes]) -> Sequence[bytes]:
 
 
 def _lost_members(version: VersionPlan, offers: Sequence[_HostOffer]) -> Iterator[tuple[list[ParityMember], int]]:
-    """Yields each group with the number of its member that lacks a file, once for every such member."""
+    """Yields each group with the position of a member, for every member with a file whose cheapest holder is parity."""
     groups = {
         tuple(member.host for member in offer.block.members): offer.block.members
         for offer in offers
@@ -264,7 +264,7 @@ class _Rebuild:
         return Fetching(rank, address, list(places), memory, take)
 
     def keep(self, memory: JobMemory, *, max_bytes: int | None) -> None:
-        """Compares the rebuilt files with the checksums of the manifest, and puts them into slots for copies."""
+        """Puts the rebuilt files into slots for copies. Raises CheckpointCorruptError if a checksum does not match."""
         position, content = 0, self._content
         by_rank: dict[int, dict[int, memoryview]] = {}
         for name, length in self._order.members[self._order.lost].files:
@@ -282,7 +282,7 @@ class _Rebuild:
 
 
 def _add(places: dict[SentPiece, list[int]], piece: SentPiece, place: int) -> None:
-    """Adds a piece, cut into parts that are sent at once."""
+    """Adds a piece, cut into parts of at most PIECE_BYTES: each is sent as a piece of its own."""
     file, first, length = piece
     for start in range(0, length, PIECE_BYTES):
         part = SentPiece(file, first + start, min(PIECE_BYTES, length - start))

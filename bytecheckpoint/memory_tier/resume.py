@@ -338,7 +338,7 @@ class ResumeCall:
         self._held = None
 
     def _load_stored(self, calls: ResumeLoads) -> LoadReport | None:
-        """Loads the checkpoint at the path, also one of another program, because memory has nothing."""
+        """Loads the checkpoint at the path, also one of another program. Returns None if no checkpoint is there."""
         try:
             report = calls.at_path(step="latest")
         except CheckpointNotFoundError as error:

@@ -54,8 +54,8 @@ class BufferPool:
         new_block: Callable[[int], memoryview] = map_block,
         mark: Callable[[], Iterable[CopyEvent]] | None = None,
     ) -> None:
-        """At most `num_blocks`, which `new_block` makes. `mark` returns, when a block comes back, the events after
-        which it is free; without it, it is free at once.
+        """Makes at most `num_blocks` with `new_block`. `mark` returns, when a block comes back, the events after which
+        the block is free; without `mark`, a block is free as soon as it comes back.
         """
         self._block_bytes = block_bytes
         self._num_blocks = num_blocks

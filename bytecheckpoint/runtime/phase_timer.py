@@ -69,6 +69,6 @@ class PhaseTimer:
 
     @property
     def spans(self) -> list[Span]:
-        """Phases that have ended, in that order."""
+        """Phases that have ended, in the order in which they did."""
         with self._lock:
             return list(self._spans)

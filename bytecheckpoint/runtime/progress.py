@@ -75,7 +75,7 @@ class ProgressMeter:
             return replace(self._now, seconds=seconds)
 
     def begin(self, phase: str, bytes_total: int = 0) -> None:
-        """Begins a phase, unless a later one has begun."""
+        """Begins a phase, unless this one or a later one has begun."""
         with self._state:
             if self._now.is_finished or _ORDER.index(phase) <= _ORDER.index(self._now.phase):
                 return

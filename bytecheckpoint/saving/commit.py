@@ -74,7 +74,7 @@ def write_and_commit(prepared: PreparedSave, metadata: Mapping[str, Any]) -> Che
         timed_report = TimedReport(encode_report(agreed, written), timer.seconds, False, reused_bytes(reuse), record)
         report = msgspec.msgpack.encode(timed_report)
         if ranks.rank != COORDINATOR:
-            undo.pop_all()  # from here on the coordinator may commit it, even if this rank fails
+            undo.pop_all()  # from here on the coordinator may commit the save, even if this rank fails
         with report_straggler_rate(ranks, agreed.rank_plan.global_plan, timer.seconds["write"]):
             reports = [msgspec.msgpack.decode(each, type=TimedReport) for each in ranks.gather(report)]
         write_telemetry(call, target, agreed.save_id, [each.record for each in reports])
@@ -140,8 +140,8 @@ def commit_together(call: SaveCall, files: SaveFiles, content: bytes, info: byte
 def broadcast_or_discard(ranks: Ranks, files: SaveFiles, payload: bytes) -> bytes:
     """Returns the coordinator's payload, and discards this rank's files if another rank failed.
 
-    Hazard: only if the coordinator says so. A slow coordinator may still commit what this rank has reported, also if
-    another rank was interrupted after it reported.
+    Hazard: discards them only if the coordinator says so. A slow coordinator may still commit what this rank has
+    reported, also if another rank was interrupted after it reported.
     """
     try:
         return ranks.broadcast(payload)

@@ -212,7 +212,8 @@ def make_local_plan(
 def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
     """Returns this rank's part of the global plan, made now or cached by all ranks. A new plan goes into the cache.
 
-    Raises CheckpointMismatchError (conflict, coverage) if the local plans contradict one another.
+    Raises CheckpointMismatchError (conflict, coverage) if the local plans contradict one another, and
+    CheckpointSaveError (unsupported_value) if the state has no entry on any rank.
     """
     cached = local_plan.cached
     planner = _GlobalPlanner(ranks, local_plan)
@@ -339,7 +340,7 @@ class _GlobalPlanner:
         return encoded if len(encoded) == len(payloads) else encoded * len(payloads)
 
     def _needs_stage_digests(self, messages: Sequence[LocalPlanMessage]) -> bool:
-        """Returns True if several stages hold FQNs for which digests were not requested yet."""
+        """Notes the FQNs that several stages hold; returns True if digests were not requested for just these before."""
         requested, self._in_stages = self._in_stages, fqns_in_several_stages(message.stages for message in messages)
         return self._in_stages != requested
 

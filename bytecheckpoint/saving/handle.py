@@ -113,7 +113,7 @@ class SaveHandle:
         return self._progress.outcome.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Blocks like `result`, and returns the error, or None for a checkpoint that is committed."""
+        """Blocks like `result`; returns the error of the save, or None. Raises TimeoutError as `result` does."""
         if not self.done():
             awaited_threads().refuse()
         error = self._progress.outcome.exception(timeout)
@@ -129,6 +129,7 @@ class SaveProgress:
     """Progress and outcome of one save, for its handle and for the threads that work on it."""
 
     def __init__(self, path: str, meter: ProgressMeter, *, is_staged: bool, is_held: bool = False) -> None:
+        """`is_staged` is True for a save through a local stage, `is_held` for one with a memory tier."""
         self.path = path
         self.meter = meter
         self.is_numbered = threading.Event()
@@ -180,7 +181,7 @@ class SaveProgress:
         self.held[level].set_exception(error)
 
     def never_reach(self, level: Literal["host", "storage"], why: str) -> None:
-        """Makes waits for a level raise at once."""
+        """Makes waits for a level raise CheckpointMismatchError with this reason."""
         self.never_held[level] = why
         if level == "host" and not self.held[level].done():
             self.held[level].set_exception(CheckpointMismatchError(why, kind="conflict", path=self.path))

@@ -253,7 +253,7 @@ class SavesInFlight:
                 self._step_hook = register_optimizer_step_pre_hook(self._wait_before_step)
 
     def wait_until_numbered(self) -> None:
-        """Waits until every save in flight has its number."""
+        """Waits until all ranks know, of every save in flight, which of their calls it is."""
         for progress in self._all:
             if not progress.is_numbered.is_set():
                 awaited_threads().refuse()
@@ -338,7 +338,7 @@ class ProcessState:
     def check_writable(self, store: Store, ranks: Ranks) -> None:
         """Raises the error that a write to the store would raise, so that a save fails before anything is staged.
 
-        One rank does this for all ranks, once in its process.
+        Only the coordinator checks, only a store that is no local folder, and each store once in its process.
         """
         place = full_location(store, "")
         if ranks.rank == COORDINATOR and isinstance(store, RemoteStore) and place not in self._writable:

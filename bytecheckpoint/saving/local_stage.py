@@ -63,7 +63,7 @@ class LocalStage:
         return bool(self._direct)
 
     def begin(self, journal: Journal) -> None:
-        """Makes the folder. From now on every process sees that this one uses it."""
+        """Makes the folder, which other processes then see in use. If the disk is too full for that, only warns."""
         self._journal = journal
         try:
             self._folder = stage_folder.create(self.root, journal, writer_threads=self._writer_threads)

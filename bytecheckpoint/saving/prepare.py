@@ -255,7 +255,7 @@ class PreparedSave:
         self.snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
 
     def write_live(self) -> None:
-        """Makes the save write the state itself, because there is no thread to write a snapshot later."""
+        """Makes the save write the state itself, or stage it now for memory: there is no thread to write it later."""
         if self.memory is None:
             self._kind, self._snapshot = "none", None
             return

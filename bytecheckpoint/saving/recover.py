@@ -178,7 +178,7 @@ def _part(stage: str, found: FoundStage, folder: str) -> StagedPart:
 
 
 def _needed(stage: str, found: FoundStage) -> tuple[dict[str, int] | None, str]:
-    """Returns the lengths of all data files if the manifest is here, or None and the reason why it cannot be read."""
+    """Returns the lengths of all data files by name; or None, with the reason if a manifest is here but unreadable."""
     if found.is_alive or not found.has_manifest:
         return None, ""
     try:

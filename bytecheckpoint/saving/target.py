@@ -134,7 +134,7 @@ def open_target(
 def check_metadata(metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Returns the user's metadata as a manifest holds it.
 
-    Raises CheckpointSaveError (unsupported_value) before anything is written.
+    Raises CheckpointSaveError (unsupported_value), before anything is written, for what msgpack cannot encode.
     """
     try:
         encoded = msgspec.msgpack.encode(dict(metadata or {}))

@@ -126,7 +126,7 @@ def _write_to_stage(
         timed_report = TimedReport(encode_report(agreed, written), timer.seconds, stage.is_direct, reused_bytes(reuse))
         report = msgspec.msgpack.encode(timed_report)
         if ranks.rank != COORDINATOR:
-            undo.pop_all()  # from here on the coordinator may keep it, even if this rank fails
+            undo.pop_all()  # from here on the coordinator may keep the save, even if this rank fails
         with report_straggler_rate(ranks, agreed.rank_plan.global_plan, timer.seconds["write"]):
             gathered = ranks.gather(report)
         reports = [msgspec.msgpack.decode(payload, type=TimedReport) for payload in gathered]
@@ -159,7 +159,7 @@ def _upload(call: SaveCall, files: SaveFiles, stage: LocalStage, plan: SavePlan 
             stage.upload(target.store, target.folder, meter.add)
         record = telemetry_record(call, files.save_id, stage.files)
         if ranks.rank != COORDINATOR:
-            undo.pop_all()  # from here on the coordinator may commit it, even if this rank fails
+            undo.pop_all()  # from here on the coordinator may commit the save, even if this rank fails
         with report_straggler_rate(ranks, plan, timer.seconds["upload"], did="uploaded", is_all=not stage.is_direct):
             records = ranks.gather(record)
         write_telemetry(call, target, files.save_id, records)

@@ -80,9 +80,9 @@ def size_faults(files: Sequence[DataFile], sizes: Sequence[int | None]) -> list[
 def ranges_of(
     index: int, file: DataFile, *, end: int, sample_percent: float, rng: random.Random
 ) -> Iterator[ScanRange]:
-    """Yields the extents of a file that lie before byte `end`, or a random sample of them, as ranges for `scan`.
+    """Yields those extents of a file, or of a random sample of its extents, that lie before byte `end`, as ranges.
 
-    A sample has at least one extent; neighbours in it are read at once, READ_BYTES at most.
+    A sample has at least one extent, which may lie behind `end`. Neighbours are one range, of READ_BYTES at most.
     """
     num_extents = len(file.extent_lengths)
     chosen: Iterable[int] = range(num_extents)

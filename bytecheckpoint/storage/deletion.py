@@ -63,7 +63,7 @@ def save_id_of_record(name: str) -> str:
 
 
 def delete_checkpoint(store: Store, folder: str) -> None:
-    """Deletes the committed checkpoint in a folder: its manifest, then the files that its save has written.
+    """Deletes the committed checkpoint in a folder: its manifest, then the files of its save and a manager's beside it.
 
     Raises like `read_manifest` and `Store.delete`, and then nothing is deleted. A data file that cannot be deleted
     afterwards is garbage.

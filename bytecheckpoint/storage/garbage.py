@@ -92,7 +92,7 @@ class Garbage:
 
 
 def find_leftovers(store: Store, folder: str) -> Garbage:
-    """Returns everything below a folder that belongs to no committed checkpoint. Permission to list
+    """Returns the garbage below a folder: what saves have made and no committed checkpoint needs. Permission to list
     unfinished uploads may be missing; other failures raise StorageError.
     """
     objects = list(inventory_of(store, folder))

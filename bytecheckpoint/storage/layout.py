@@ -390,8 +390,8 @@ def _files_of(store: Store, folder: str, parent: str, save_id: str) -> list[str]
 
 
 def committed_save_id(store: Store, folder: str) -> str:
-    """Returns the save id of the checkpoint in a folder; empty if none is committed. Raises those
-    errors of `read_manifest` that the envelope of the manifest shows.
+    """Returns the save id of the checkpoint in a folder; empty if none is committed. Raises the errors of
+    `read_manifest` that `parse_manifest` finds without `check_all`.
     """
     try:
         content = read_manifest_bytes(store, folder)

@@ -33,8 +33,8 @@ def open_store(
 
     `timeout_s` is the timeout of the save or load, by default of a load: the store gives up earlier.
 
-    Raises CheckpointMismatchError (conflict) for storage options with a local path and StorageError (unsupported) for
-    a URL that no installed backend serves.
+    Raises CheckpointMismatchError (conflict) for storage options with a local path. Raises StorageError (unsupported)
+    for an empty path, a URL that lost a slash or has a query, and a URL that no installed backend serves.
     """
     location = expand_home(os.fspath(path))
     if not location:
@@ -109,5 +109,5 @@ def _open_url(
 
 
 def is_remote(store: Store) -> bool:
-    """Returns True if reading from the store is slower than receiving the same bytes from another rank."""
+    """Returns True unless the store is a local folder. Reads of others are taken for slower than bytes from a rank."""
     return not isinstance(store, LocalStore)

@@ -257,6 +257,6 @@ class _Check:
             )
 
     def raise_damage(self) -> None:
-        """Raises the damage only after the read has ended, because only then is it known what it has overwritten."""
+        """Raises the error about damage, if any. For use after the read: before, it is unknown what is overwritten."""
         if self._damage is not None:
             raise self._damage

@@ -38,7 +38,7 @@ PENDING_NAME = "pending.manifest"
 """Unlike a manifest's name, because a staged folder is not a checkpoint."""
 _LOCK_NAME = "lock"
 _NEW_LOCK_NAME = "lock.new"
-"""Name until it is locked: recovery, which looks for `lock`, could take it first."""
+"""Name of the lock file until it is locked: recovery, which looks for `lock`, could take it first."""
 _FOLDER = re.compile(r"\A[0-9a-f]{16}-[0-9]{5,}\Z")
 _VERSION = 1
 
@@ -85,7 +85,7 @@ class StagedFolder:
         self._lock = lock
 
     def write_journal(self, journal: Journal) -> None:
-        """Writes the journal durably, and replaces the last one."""
+        """Writes the journal durably, in place of the one before."""
         self._write(JOURNAL_NAME, msgspec.msgpack.encode(journal))
 
     def keep_manifest(self, content: bytes) -> None:
@@ -117,7 +117,7 @@ class FoundStage(NamedTuple):
 
     name: str
     is_alive: bool
-    """True if a living process holds its lock."""
+    """True if a living process holds the lock of the folder, or the folder is another user's."""
     journal: Journal | None
     """None after an interrupted removal or creation: then it is certain that there is no journal."""
     sizes: dict[str, int]

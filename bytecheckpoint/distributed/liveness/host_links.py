@@ -39,7 +39,7 @@ class LinkAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HostLinks:
-    """The links of one rank to ranks on other hosts. One thread at a time uses it; connecting takes one of its own."""
+    """The links of one rank to ranks on other hosts. One thread at a time uses them; connecting runs on another."""
 
     def __init__(self, rank: int, towards: str | None) -> None:
         """`towards` is a host that all ranks reach."""
@@ -68,7 +68,7 @@ class HostLinks:
         return self.address
 
     def needs(self, rank: int) -> bool:
-        """Returns True if there is no link to this rank, or its host did not answer."""
+        """Returns True if no link to this rank is open or being opened, and its process is not known to have ended."""
         return not any(rank in known for known in (self._open, self._ended, self._connecting))
 
     def connect(self, rank: int, address: LinkAddress) -> None:

@@ -68,11 +68,11 @@ class HostRanks:
                 self.others.pop(rank).close()
 
     def send(self, to: int, kind: int, **fields: int) -> bool:
-        """Returns False if there is no room for the message."""
+        """Sends a message to the rank `to`. Returns False, with nothing sent, if its queue is full."""
         return self.others[to].send(Message(kind, self.rank, **fields))
 
     def append(self, content: bytes) -> int:
-        """Puts bytes where others can `read` them; returns where that is."""
+        """Puts bytes where others can `read` them; returns their start. Does nothing and returns 0 without `own`."""
         return self._own.append(content) if self._own is not None else 0
 
     def receive(self, wait_s: float) -> Message | None:

@@ -70,7 +70,7 @@ class PlanReply(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int = 0
     """Number of bytes that this rank writes."""
     mirrored: list[MirroredFile] = []
-    """Its files that other ranks stage as well, for memory."""
+    """Files of this rank that other ranks stage as well, for memory."""
     mirrors: list[Mirror] = []
     """Files of other ranks that this one stages as well."""
 

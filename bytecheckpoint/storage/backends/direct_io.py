@@ -37,7 +37,7 @@ class DirectFile:
         self._is_refused = False
 
     def prepare(self, num_bytes: int) -> None:
-        """Allocates the disk space for the whole file, if the file system can."""
+        """Allocates disk space for the file and opens it for direct writes, if the system can; not for a small file."""
         if num_bytes < MIN_DIRECT_BYTES:
             return
         preallocate(self._fd, num_bytes)

@@ -18,7 +18,7 @@ class ProcessLock:
     """A lock held until `release`, or until the process ends."""
 
     def __init__(self, path: str) -> None:
-        """Raises FileNotFoundError if there is no such file, BlockingIOError if another process holds its lock."""
+        """Raises FileNotFoundError; BlockingIOError if another process has the lock; StorageError if locking fails."""
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             _lock(self._fd, path, fcntl.LOCK_EX)
@@ -45,7 +45,7 @@ class ProcessLock:
 def is_locked(path: str) -> bool:
     """Returns True if a living process holds the lock of a file. Several processes may ask at once.
 
-    Raises FileNotFoundError.
+    Raises FileNotFoundError, and StorageError (unsupported) if the file cannot be locked.
     """
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -30,7 +30,7 @@ _MAX_PARTS = 9000
 _MiB = 1 << 20
 
 _MULTIPART = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "tos"})
-"""Their open file is an upload that shows nothing until it is completed."""
+"""Protocols whose open file is an upload that shows nothing until it is completed."""
 _AZURE = frozenset({"az", "abfs", "abfss"})
 _MULTIPART_CREATE = _AZURE | frozenset({"s3", "s3a"})
 """Multipart protocols that complete an upload opened as "xb" only if there is no such object."""

@@ -372,8 +372,8 @@ def _opened(path: str) -> Iterator[tuple[int, int]]:
 
 
 def _size(entry: os.DirEntry[str]) -> int | None:
-    """Returns the size in bytes, _FOLDER_SIZE for a link to a folder, None for anything that is neither, for a
-    vanished entry and for a link to itself.
+    """Returns the size in bytes, _FOLDER_SIZE for a link to a folder, None for anything but a file and a
+    folder, for a vanished entry and for a link to itself.
     """
     try:
         status = entry.stat()

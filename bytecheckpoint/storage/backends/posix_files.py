@@ -21,7 +21,7 @@ _MAX_CALL_BYTES = 1 << 30
 _MAX_BUFFERS = 1024
 """Limit of the kernel for one call (UIO_MAXIOV)."""
 _CACHED_BYTES = 1 << 20
-"""Length of a read that is still in the processor's cache afterwards."""
+"""Length of a read whose bytes are still in the processor's cache when it has ended."""
 
 _FOLDER_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_PREALLOCATION = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ENODEV, errno.EINTR})
@@ -162,7 +162,7 @@ def free_bytes(folder: str) -> int | None:
 
 def publish(temporary: str, path: str, *, replace: bool) -> None:
     """Gives the finished temporary file its final name, in one atomic step. Raises FileExistsError if the name is
-    taken.
+    taken, unless `replace`.
     """
     if replace:
         os.rename(temporary, path)

@@ -333,7 +333,7 @@ def abort_uploads_of(requests: S3Requests, key: str) -> None:
 
 
 def _checksum(requests: S3Requests, content: memoryview) -> dict[str, str]:
-    """Returns the parameter that the service compares with the bytes it received."""
+    """Returns the parameter with which the service compares the bytes it received; none if the client sends none."""
     if not requests.has_checksums:
         return {}
     return {"ChecksumCRC32": base64.b64encode(zlib.crc32(content).to_bytes(4, "big")).decode()}

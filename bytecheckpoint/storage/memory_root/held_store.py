@@ -1,5 +1,5 @@
-"""A read-only store of one checkpoint whose data files lie inside other files: in slots of a memory root, or beside
-them. What it does not hold may be at another store.
+"""A read-only store of one checkpoint whose data files are on this host: inside slots of a memory root, or in a local
+stage. What this host does not hold may be at another store.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class HeldStore:
         return stored.store.list(join_name(stored.folder, parent)).get(last)
 
     def read_whole(self, name: str, *, max_bytes: int) -> bytes:
-        """Implements `SupportsReadWhole`."""
+        """Implements `SupportsReadWhole`, but cuts a data file of this host off after `max_bytes`, without an error."""
         if name == MANIFEST_NAME:
             return self._manifest
         if name not in self._places:

@@ -164,7 +164,7 @@ class Slot:
         self._lock.release()
 
     def remove(self) -> None:
-        """Gives the memory back to the host."""
+        """Deletes the slot, whose memory the host gets back, and releases its lock."""
         with suppress(FileNotFoundError):
             os.unlink(self.path)
         self.release()

@@ -67,7 +67,7 @@ def add_pending(job: JobFolder, record: VersionRecord, content: bytes) -> None:
 
 
 def mark_complete(job: JobFolder, save_id: str) -> None:
-    """Notes that all hosts have the manifest, and forgets versions whose slots have been taken for others."""
+    """Notes that all hosts have the manifest. Of earlier versions, keeps only the newest and the protected one."""
     os.rename(_path(job, save_id, "pending"), _path(job, save_id, "manifest"))
     found = sorted(read_versions(job), key=lambda version: version.record.number)
     newest = next((version.record.number for version in found if version.record.save_id == save_id), 0)
