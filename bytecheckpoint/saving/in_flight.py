@@ -265,7 +265,10 @@ class SavesInFlight:
             progress.wait_until_staged()
 
     def wait_until_ended(self) -> None:
-        """Waits until no save is in flight. Errors are left to the callers of the handles."""
+        """Waits until no save is in flight. Errors of saves are left to the callers of the handles.
+
+        Raises CheckpointSaveError (rank_failed) on a thread that a save waits for, which would wait for itself.
+        """
         for progress in self._all:
             if not progress.outcome.done():
                 awaited_threads().refuse()

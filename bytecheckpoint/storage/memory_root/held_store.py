@@ -10,7 +10,7 @@ from typing import NamedTuple, NoReturn
 
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.manifest.ranges import Block
-from bytecheckpoint.storage.backends.posix_errors import describe, missing_file, read_error, truncated
+from bytecheckpoint.storage.backends.posix_errors import describe, missing_file, read_error, too_long, truncated
 from bytecheckpoint.storage.backends.posix_files import read_fully
 from bytecheckpoint.storage.layout import DATA_FOLDER, MANIFEST_NAME
 from bytecheckpoint.storage.memory_root.slot_file import FilePlace
@@ -96,13 +96,16 @@ class HeldStore:
         return stored.store.list(join_name(stored.folder, parent)).get(last)
 
     def read_whole(self, name: str, *, max_bytes: int) -> bytes:
-        """Implements `SupportsReadWhole`, but cuts a data file of this host off after `max_bytes`, without an error."""
+        """Implements `SupportsReadWhole`."""
         if name == MANIFEST_NAME:
             return self._manifest
         if name not in self._places:
             stored = self._outside_memory(name)
             return read_whole(stored.store, join_name(stored.folder, name), max_bytes=max_bytes)
-        content = bytearray(min(self._places[name].byte_length, max_bytes))
+        place = self._places[name]
+        if place.byte_length > max_bytes:
+            raise too_long(f"{place.path} ({name})", place.byte_length, max_bytes)
+        content = bytearray(place.byte_length)
         self.read_into(name, 0, memoryview(content))
         return bytes(content)
 
