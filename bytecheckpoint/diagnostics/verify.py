@@ -238,7 +238,7 @@ def _header_faults(
 
     if wanted:
         contents.of_file(wanted[0])  # collects the chunks of all files, once
-    # A remote store spends most of this on latency.
+    # On several threads, because most of the time of a remote store is latency.
     yield from filter(None, map_jobs(check_header, wanted, num_threads=threads))
 
 

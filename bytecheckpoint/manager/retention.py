@@ -156,8 +156,8 @@ def delete_one(
     store: Store, folder: str, *, save_id: str, now: float, force: bool, pace: DeletionPace | None = None
 ) -> str:
     """Deletes the checkpoint with this save id: its journal is written, then the manifest goes, then all else that its
-    save and this library wrote, last the journal. Returns the reason if it stays; `force` deletes in spite of a pin and
-    leases.
+    save and this library wrote, last the journal. Returns the reason if it stays, else an empty text; `force` deletes
+    in spite of a pin and leases.
 
     Raises what the store raises, and for a manifest that cannot be read CheckpointCorruptError or
     UnsafeCheckpointError.

@@ -30,7 +30,7 @@ class WriterBytes(NamedTuple):
 
 
 class CompressedBytes(NamedTuple):
-    """Bytes that compression has saved."""
+    """Bytes before and after compression."""
 
     num_chunks: int
     """Number of compressed chunks."""
@@ -77,7 +77,7 @@ def writers_of(manifest: Manifest) -> WriterBytes | None:
 
 
 def compression_of(manifest: Manifest) -> CompressedBytes | None:
-    """Returns the bytes that compression has saved; None if no chunk is compressed."""
+    """Returns the bytes before and after compression; None if no chunk is compressed."""
     columns = manifest.table.columns
     packed = [index for index, name in enumerate(columns.codec_names) if name != "none"]
     if not packed:  # numpy compares with an empty list at the cost of another import

@@ -24,7 +24,7 @@ _REFUSED = {
 
 
 def with_writers_keywords(options: SaveOptions, given: Mapping[str, Any]) -> SaveOptions:
-    """Returns the options with what keywords of FileSystemWriter say.
+    """Returns the options with what keywords of FileSystemWriter say; without the keyword, `overwrite` becomes True.
 
     Raises CheckpointMismatchError (conflict) for what is not supported, and TypeError for other names.
     """
@@ -34,7 +34,9 @@ def with_writers_keywords(options: SaveOptions, given: Mapping[str, Any]) -> Sav
 
 
 def check_keywords(kind: str, given: Mapping[str, Any], taken: set[str]) -> None:
-    """Raises as `with_writers_keywords` does."""
+    """Raises for keywords that are not in `taken`: TypeError for an unknown one, CheckpointMismatchError (conflict) for
+    a known one with a value that would change something.
+    """
     for name, value in given.items():
         if name in taken:
             continue

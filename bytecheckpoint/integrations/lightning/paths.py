@@ -35,7 +35,7 @@ class ChosenCheckpoint(NamedTuple):
     is_own: bool
     """False for a file or folder that Lightning itself has written."""
     names: list[str]
-    """Top-level names of its state."""
+    """Top-level names of its state; empty if it is Lightning's, as is `metadata`."""
     metadata: dict[str, Any]
 
 
@@ -51,7 +51,7 @@ def find_checkpoint(path: str, storage_options: Mapping[str, Any] | None, *, is_
         return ChosenCheckpoint(path, False, [], {})
     newest = _newest_beside(path, storage_options) if is_chosen else None
     if newest is None:
-        return _opened(path, storage_options)  # which says what is missing
+        return _opened(path, storage_options)  # raises, and says what is missing
     logger.warning(
         "%s was never committed: %s is the newest checkpoint beside it, and is loaded instead",
         showable_url(path),

@@ -60,7 +60,7 @@ class FolderRecord(msgspec.Struct, frozen=True, kw_only=True):
     model_only: bool = False
 
     def as_metadata(self) -> dict[str, Any]:
-        """Returns the metadata of a checkpoint."""
+        """Returns the record as metadata for its checkpoint."""
         return {_RECORD: msgspec.to_builtins(self)}
 
 
@@ -204,7 +204,8 @@ class NumberedFolders:
         self._ask()
 
     def record(self, number: int, *, model_only: bool = False) -> FolderRecord:
-        """Returns the record for the next save, which is at this number. It is not deleted until `retire_after`.
+        """Returns the record for the next save, which is at this number. Until the save that is passed to
+        `retire_after` has ended, no checkpoint at this number is deleted.
 
         Raises StorageError (unavailable) where a deletion of what was there before hangs.
         """

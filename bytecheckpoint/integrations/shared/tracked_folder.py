@@ -83,8 +83,8 @@ class TrackedFolder(NamedTuple):
         )
 
     def decide_together(self, decide: Callable[[], T], kind: type[T]) -> T:
-        """Returns on every rank what `decide` returns on rank 0, whose error all raise. All ranks call it together, and
-        what this process saves is committed before.
+        """Returns on every rank what `decide` returns on rank 0, whose error all raise. All ranks call it together. It
+        first waits until the saves of this process have ended.
         """
         process_state().saves.wait_until_ended()
         decisions = Decisions(self.process_group, self.shown(), timeout_s=self.timeout_s)
