@@ -46,7 +46,7 @@ class GarbageRow:
     num_uploads: int = 0
     num_bytes: int
     changed_at: datetime | None
-    """Time of the last change of any of it, in whole seconds."""
+    """Time of the last change of any of it, or in a local stage of the begin of the save; None if it is not known."""
     is_local: bool = False
     is_dead: bool
     why: str

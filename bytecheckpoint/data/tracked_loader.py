@@ -81,11 +81,11 @@ class TrackedLoader:
         return self._streams.stream_state(stream_id)
 
     def stream_position(self, stream_id: str) -> dict[str, Any]:
-        """Returns how far the trainer is in a stream."""
+        """Returns the state of a stream without a snapshot of its source, as `Streams.stream_position` does."""
         return self._streams.stream_position(stream_id)
 
     def shared_state(self) -> dict[str, Any]:
-        """Returns what all ranks agree about."""
+        """Returns the state that all ranks have in common."""
         return self._streams.shared_state()
 
     def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:

@@ -29,8 +29,8 @@ from bytecheckpoint.storage.safetensors_header import (
 from bytecheckpoint.storage.store import Store
 
 _LOCAL_FAULTS = frozenset({"checksum", "bad_manifest"})
-"""Kinds of faults that leave the rest of a file compared. After others it was not read, or a load refuses the file
-for its length.
+"""Kinds of faults that leave the rest of a file compared. After a fault of another kind the rest was not read, or a
+load refuses the file for its length.
 """
 
 

@@ -1,4 +1,4 @@
-"""The steps of branches that training left when it went back to an earlier step, and the steps of none of them."""
+"""The steps of branches that training left when it went back to an earlier step, and the steps on no such branch."""
 
 from __future__ import annotations
 

@@ -243,7 +243,7 @@ class CheckpointManager:
         force: bool = False,
         pin: bool = False,
     ) -> SaveHandle | None:
-        """Saves the state if the step is due, after the save in flight has ended. Returns None if it is not due.
+        """Saves the state if the step is due, after the save in flight has ended. Returns None if no save began.
 
         A save before a stop returns when the checkpoint is durable. `metrics` are for policies and `best`, `metadata`
         is as for `bcp.save`, `force` saves a step that is not due, and `pin` keeps it whatever the policies say. Of

@@ -122,8 +122,8 @@ class ManagedSaves:
         self.new_branch: dict[int, str] | None = None
         """Save ids of all abandoned steps, on rank 0, as the next commit makes them known; else None."""
         self.newest_seen = -1
-        """Step that was restored, or the newest one when the root was claimed; -1 for an empty root. What an earlier
-        manager has committed beyond it, and is not abandoned, came after the claim."""
+        """Step that was restored, or the newest one when the root was claimed; -1 for an empty root. A later step that
+        an earlier manager has committed, and that is not abandoned, was committed after the claim."""
         self._pinned_ahead: set[int] = set()
         """Steps that were pinned for a commit which has not come."""
         self.settle_memory: Callable[[], object] = lambda: None
@@ -204,7 +204,7 @@ class ManagedSaves:
         return {**(metadata or {}), "metrics": checked} if checked else metadata
 
     def _owner(self, step: int, *, pin: bool) -> SaveOwner | None:
-        """Returns the owner that rank 0 asks before it commits; the other ranks never ask."""
+        """Returns the owner that rank 0 asks before it commits; None on the other ranks, which never ask."""
         if self._owned is None:
             return None
         generation = self._owned.generation

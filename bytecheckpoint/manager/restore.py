@@ -32,7 +32,7 @@ MAX_ATTEMPTS = 3
 
 _OF_MANAGER = ("framework", "process_group", "role")
 _ENDED = ".ended"
-"""End of the name of a note that a restore has ended, where its own note cannot be deleted."""
+"""Suffix of the name of a note that a restore has ended; written if the note that it began cannot be deleted."""
 
 
 class RestoreChoice(msgspec.Struct, frozen=True):

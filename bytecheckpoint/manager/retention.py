@@ -66,8 +66,8 @@ class DeletionJournal(msgspec.Struct, frozen=True):
     names: list[str]
     """Objects to delete after the manifest, inside the folder."""
     manifest: bytes = b""
-    """The manifest, which comes back if the checkpoint was pinned or leased just before it went; empty if neither is
-    to keep it."""
+    """The manifest, which comes back if the checkpoint was pinned or leased just before it went; empty for a forced
+    deletion, which neither stops."""
 
 
 def decide(policy: KeepPolicy, saved: Sequence[StepInfo], *, now: float, held: Mapping[int, str]) -> list[StepDecision]:
@@ -269,7 +269,7 @@ def _read_journal(store: Store, name: str) -> DeletionJournal | None:
 
 def _delete_all(store: Store, folder: str, names: Sequence[str], pace: DeletionPace) -> None:
     """Deletes objects, many with one request where the store takes requests, and a bounded number in a second: a store
-    that limits requests must not slow down a save. Between two files of a folder it waits for a save in flight.
+    that limits requests must not slow down a save. Before each request, `pace` may wait for a save in flight.
     """
     paths = [join_name(folder, name) for name in names]
     if isinstance(store, SupportsDeleteMany) and isinstance(store, RemoteStore):

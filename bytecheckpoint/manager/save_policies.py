@@ -275,7 +275,7 @@ class Overhead(_JoinableSavePolicy):
         object.__setattr__(self, "fraction", check_fraction(self, "fraction", self.fraction))
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
-        """Returns True if the stall of the last save is this share of the time since then, or less."""
+        """Returns True if no save is in flight, and the stall of the last is at most this share of the time since."""
         if not saved:
             return True
         stalls = (info.seconds["stall"] for info in reversed(saved) if "stall" in info.seconds)
@@ -297,7 +297,7 @@ class CostBudget(_JoinableSavePolicy):
             object.__setattr__(self, "mtbf_s", check_seconds(self, "mtbf_s", self.mtbf_s, may_be_zero=False))
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
-        """Returns True if the time since the last save is worth another one."""
+        """Returns True if no save is in flight, and the time since the last one is worth another save."""
         if not saved:
             return True
         stall = next((info.seconds["stall"] for info in reversed(saved) if "stall" in info.seconds), 0.0)

@@ -80,7 +80,7 @@ class ResumedPass:
 
 PASSES: MutableMapping[Any, LoaderPass] = weakref.WeakKeyDictionary()
 RESUMES: MutableMapping[Any, ResumedPass] = weakref.WeakKeyDictionary()
-"""Both have as keys an object that a loader shares with the loader that `skip_first_batches` makes of it."""
+"""PASSES and RESUMES have as keys an object that a loader shares with the one that `skip_first_batches` makes of it."""
 
 
 class _SamplingNoted:

@@ -14,7 +14,7 @@ from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.options import SaveOptions
 
 _HELD_ANYWAY = {"cache_staged_state_dict", "sync_files", "per_thread_copy_ahead", "serialization_format"}
-"""Staging memory is kept, files are synced, memory is bounded by SaveOptions, and files are safetensors."""
+"""Keywords without effect: staging memory is kept, files are synced, memory is bounded, files are safetensors."""
 _REFUSED = {
     "single_file_per_rank": (True, "files hold many tensors: SaveOptions.max_file_bytes bounds them"),
     "_extensions": (None, "they change the bytes of files: SaveOptions.codec compresses them"),

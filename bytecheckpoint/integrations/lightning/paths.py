@@ -99,9 +99,9 @@ def _newest_beside(path: str, storage_options: Mapping[str, Any] | None) -> str 
 
 
 def chosen_by_lightning(trainer: Trainer) -> bool:
-    """Returns True if the user gave no path of a checkpoint, but `ckpt_path="last"`, or none at all.
+    """Returns True if the user gave no path of a checkpoint, but `ckpt_path="last"` or `"hpc"`, or none at all.
 
-    The Trainer does not keep what it was given, and strategies only hear what it made of that: so this looks at the
+    The Trainer does not keep what it was given, and strategies only get what it made of that: so this looks at the
     call. Where that is in another process, the answer is False, and a path that was never committed raises.
     """
     if trainer._checkpoint_connector._user_managed:  # by `trainer.ckpt_path = ...`

@@ -25,7 +25,7 @@ logger = logging.getLogger("bytecheckpoint")
 _MAX_NAMED = 10
 _MEMORY_BYTES = 2 << 30
 _MAX_FILE_BYTES = 5_000_000_000
-"""Length of a file, as `save_pretrained` cuts them."""
+"""Largest length of a file, as `save_pretrained` cuts them."""
 
 
 def save_weights(

@@ -189,8 +189,8 @@ class NumberedFolders:
         return folder
 
     def begin(self, *, resumed: str = "") -> None:
-        """Looks at what is there, and finishes in the background what `finish_begun` says. `resumed` is the save id of
-        the checkpoint that training goes on from: those that were committed after it are the first to go.
+        """Reads the records of the committed checkpoints, and calls `finish_begun`. `resumed` is the save id of the
+        checkpoint that training goes on from: those that were committed after it are the first to be deleted.
         """
         sequences = {folder.save_id: folder.record.sequence for folder in self.committed()}
         self._next_sequence = max(sequences.values(), default=_NEVER_SAVED) + 1
@@ -304,8 +304,8 @@ class NumberedFolders:
 
     @contextmanager
     def _deletion_of(self, number: int) -> Iterator[Store | None]:
-        """Yields the folder that is to be deleted, None if it is being saved. Once the checkpoint is gone, removes what
-        the framework has written beside it. A deletion that raises is finished by the next attempt.
+        """Yields a store in the folder that is to be deleted, None if it is being saved. Once the checkpoint is gone,
+        removes what the framework has written beside it. A deletion that raises is finished by the next attempt.
         """
         with self._changed:
             self._deleting = None if number in self._saving else number

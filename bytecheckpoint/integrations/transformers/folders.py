@@ -50,7 +50,7 @@ class Resume(msgspec.Struct, frozen=True):
 
     path: str = ""
     record: TrainerRecord | None = None
-    """None if the Trainer itself wrote the checkpoint."""
+    """None if the Trainer itself wrote the checkpoint, or if there is none."""
     refusal: str = ""
     others: bool = False
     """With a refusal: True if there are folders that can be resumed from only if their path is given."""

@@ -316,8 +316,8 @@ class BcpTrainerMixin(Trainer):
         self._bcp_is_in_place = "data" in wanted
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Finds the state of the train loader, if it has one, then prepares as the Trainer does: the load in there sets
-        the position of the loader, too.
+        """Finds the state of the train loader, if it has one, then prepares as the Trainer does: the load in that call
+        sets the position of the loader, too.
         """
         self._bcp_data = train_loader_state(
             train_dataloader, rank=self.args.process_index, size=self.args.world_size, elastic=self.bcp_elastic

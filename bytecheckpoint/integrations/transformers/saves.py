@@ -65,7 +65,7 @@ class TrainerSaves:
         self._folders = on_rank_0(self._decisions, partial(_begun, run_dir, resumed))
 
     def is_committed(self, path: str) -> bool:
-        """Returns True on all ranks if rank 0 finds a committed checkpoint there, or one is being saved there."""
+        """Returns True on all ranks if rank 0 finds a committed checkpoint at the path, or the newest save is there."""
         if path == self.newest_path:
             return True
         return self._decisions.decide_together(f"looking at {path}", lambda: is_committed(path), bool)

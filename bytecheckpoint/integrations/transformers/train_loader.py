@@ -34,7 +34,8 @@ def train_loader_state(loader: Any, *, rank: int, size: int, elastic: Elastic | 
 
 class RestOfPass(IterableDataset[Any]):
     """The rest of the pass over a loader that is in its place already, from which the Trainer would skip batches. It is
-    the dataset of what accelerate's `skip_first_batches` takes for a loader: batches to skip, and then the loader's.
+    the dataset of an object that accelerate's `skip_first_batches` takes for a loader, and yields as many empty batches
+    as are to be skipped, then those of the loader.
     """
 
     def __init__(self, state: DataLoaderState, *, num_to_skip: int) -> None:

@@ -88,7 +88,7 @@ class Background:
 
     def cool_down(self, target: Store, keep: KeepPolicy, *, overwrites: bool) -> None:
         """Copies the steps to a second root from now on, first those of earlier managers. With `overwrites` a copy
-        replaces any checkpoint in its place.
+        replaces any checkpoint in its place that is neither pinned nor leased.
         """
         self._second = SecondRoot(
             target,

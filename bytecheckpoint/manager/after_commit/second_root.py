@@ -114,7 +114,7 @@ class SecondRoot:
         return {decision.step for decision in decisions if decision.is_kept}
 
     def _catch_up(self) -> None:
-        """Makes the copies that are missing, then deletes what is not to stay there. Raises the first failure."""
+        """Makes the copies that are missing, then deletes the copies that are not to stay. Raises the first failure."""
         if self._is_superseded():
             return
         self._own_target()

@@ -108,7 +108,9 @@ def _checked_seconds(seconds: object) -> float:
 
 
 def metrics_of_rank_0(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics as plain floats. Raises CheckpointMismatchError (conflict), which is a ValueError."""
+    """Returns the metrics as plain floats. Raises CheckpointMismatchError (conflict), which is a ValueError, for what
+    is no mapping of names to numbers.
+    """
     try:
         return step_records.check_metrics(metrics)
     except (ValueError, AttributeError) as error:

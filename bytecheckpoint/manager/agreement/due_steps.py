@@ -13,11 +13,11 @@ from bytecheckpoint.manager.stats import Goodput
 from bytecheckpoint.manager.step_info import StepInfo
 
 _SOME_STEP = (StepInfo(0, 0.0, {}, {}, False, True),)
-"""Stands for all saved steps before a policy that may only ask if there are any."""
+"""Passed in the place of the saved steps to a policy that may only ask if there are any."""
 
 
 class DueSteps:
-    """The due steps of one manager, which writes."""
+    """The due steps of one manager that is not read-only."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ logger = logging.getLogger("bytecheckpoint")
 
 
 def with_memory(options: ManagerOptions, memory: Memory | None) -> ManagerOptions:
-    """Returns the options of a manager whose saves are held in memory as well."""
+    """Returns the options with `memory` for each save; unchanged if `memory` is None."""
     return options if memory is None else replace(options, save=replace(options.save, memory=memory))
 
 

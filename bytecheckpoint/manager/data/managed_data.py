@@ -58,8 +58,8 @@ class ManagedData:
         self._has_logged = False
 
     def find(self, state: Mapping[str, Any] | None) -> dict[str, DataLoaderState]:
-        """Returns the loaders of a state, or of the last one, by FQN. Raises CheckpointMismatchError (conflict) without
-        any.
+        """Returns the loaders of a state, or for None of the last state that was passed, by FQN. Raises
+        CheckpointMismatchError (conflict) if there are none.
         """
         if state is not None:
             self._loaders = data_loaders_in(state)
