@@ -82,7 +82,7 @@ class StoredStep(NamedTuple):
 def check_metrics(metrics: Mapping[Any, Any] | None) -> dict[str, float]:
     """Returns the metrics as plain floats; scalars of numpy and torch are accepted.
 
-    Raises ValueError, which names the metric, for a value that is no number.
+    Raises ValueError, which names the metric, for a value that is no number, or a name that is no text or is empty.
     """
     checked = {}
     for name, value in (metrics or {}).items():

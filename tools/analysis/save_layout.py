@@ -63,7 +63,9 @@ def cut_names(manifest: Manifest) -> list[str]:
 
 
 def writers_of(manifest: Manifest) -> WriterBytes | None:
-    """Sums bytes by the ranks in the names of data files; None if a name has no rank, as in foreign formats."""
+    """Sums bytes by the ranks in the names of data files; None without files, or if one is not named by a rank of this
+    save, as in foreign formats.
+    """
     by_rank: Counter[int] = Counter()
     for file in manifest.files:
         found = _RANK.search(file.name)

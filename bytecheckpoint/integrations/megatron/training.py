@@ -260,8 +260,8 @@ def is_optimizer(optimizer: Any) -> bool:
 
 
 def random_numbers(*, by_data_rank: bool) -> RngState:
-    """Returns the generators, to save or to load. Those outside of Megatron's tracker are alike in all ranks of a pipeline stage, unless
-    the run says otherwise, as by `--data-parallel-random-init`.
+    """Returns the generators, to save or to load. Those outside of Megatron's tracker are alike in all ranks of a
+    pipeline stage, unless the run says otherwise, as by `--data-parallel-random-init`.
     """
     at = {"pp": parallel_state.get_pipeline_model_parallel_rank()}
     if by_data_rank:

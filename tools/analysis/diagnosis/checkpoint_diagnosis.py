@@ -25,7 +25,7 @@ from .parts import find_parts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
-    """Another checkpoint at or below the path."""
+    """Another checkpoint: at or below the path, or a step beside the step that was examined."""
 
     path: str
     format: str
