@@ -35,7 +35,7 @@ def steps_left_behind(store: Store, step: int) -> dict[int, str]:
 
 
 def save_ids_of(store: Store, steps: Sequence[int]) -> dict[int, str]:
-    """Returns by step the save ids of those steps that are committed; for a damaged manifest, the word `damaged`."""
+    """Returns by step the save ids of those of `steps` that are committed; for a damaged manifest, `damaged`."""
     found = map_jobs(lambda step: _save_id_or_damaged(store, step), steps, num_threads=_IN_FLIGHT)
     return {step: save_id for step, save_id in zip(steps, found, strict=True) if save_id}
 

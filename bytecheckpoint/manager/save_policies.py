@@ -101,7 +101,7 @@ class AnyDue(_JoinableSavePolicy):
 
     @property
     def is_step_only(self) -> bool:
-        """True if all joined policies are."""
+        """True if `is_step_only` is true of all joined policies."""
         return all(is_step_only(policy) for policy in self.policies)
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
@@ -123,7 +123,7 @@ class AllDue(_JoinableSavePolicy):
 
     @property
     def is_step_only(self) -> bool:
-        """True if all joined policies are, and none is a deadline, which needs the time if it is joined by `&`."""
+        """True if it is true of all joined policies, and none is a deadline, which needs the time if joined by `&`."""
         has_deadline = any(isinstance(part, Deadline) for part in parts_of(self))
         return not has_deadline and all(is_step_only(policy) for policy in self.policies)
 

@@ -299,7 +299,7 @@ def metrics_of(store: Store, folder: str, info: CheckpointInfo, *, has_records: 
     """Returns the metrics of a committed checkpoint: those of its save, then those that were reported later.
     `has_records` is False if its folder is known to have no records, which saves a listing.
     """
-    if not has_records and not info.metadata.get("metrics"):  # as most steps of a root, which may have ten thousand
+    if not has_records and not info.metadata.get("metrics"):  # as for most steps of a root, which may have ten thousand
         return {}
     return _merge_metrics(_record_of(info), _read_reports(store, folder) if has_records else [])
 

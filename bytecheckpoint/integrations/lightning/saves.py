@@ -140,8 +140,8 @@ def copy_checkpoint(source: str, target: str, storage_options: Mapping[str, Any]
 
 
 def _link_files(source: str, target: str, names: Iterable[str], storage_options: Mapping[str, Any] | None) -> None:
-    """Creates the data files at the target by links, or by copies inside the storage. A file that cannot be created so
-    is left to `copy_step`, which copies its bytes.
+    """Creates the data files at the target by links, or by copies inside the storage. `copy_step` copies the bytes of
+    a file that cannot be created in this way.
     """
     if is_plain_path(source):
         for name in names:
