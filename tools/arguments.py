@@ -56,7 +56,9 @@ class AccessOptions(NamedTuple):
         return Opened(found.store, found.folder, manifest_of(found), found.path)
 
     def find_files(self, opened: Opened) -> Opened:
-        """Returns it with store and folder of the data files. Raises UnfollowedLinkError for a link not followed."""
+        """Returns the checkpoint with store and folder of its data files, which for a link are those of its source.
+        Raises UnfollowedLinkError for a link without `follow_links`.
+        """
         manifest = opened.manifest
         if manifest.linked_to and not self.follow_links:
             raise UnfollowedLinkError(

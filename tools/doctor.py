@@ -197,7 +197,7 @@ def _probing(url: str, folder: str, options: Mapping[str, Any]) -> Iterator[Prob
 
 @contextmanager
 def _no_new_folders(store: Store) -> Iterator[None]:
-    """Removes the folders that had to be made for the probes, down to the root of the store."""
+    """Removes the folders that had to be made for the probes: the root of the store, and folders above it."""
     missing = [path for path in (Path(str(store)), *Path(str(store)).parents) if not path.exists()]
     try:
         yield

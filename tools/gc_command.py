@@ -46,7 +46,7 @@ class GarbageRow:
     num_uploads: int = 0
     num_bytes: int
     changed_at: datetime | None
-    """Time of the last change of any of it, in whole seconds."""
+    """Time of the last change of any of it, or in a local stage of the begin of the save; None if it is not known."""
     is_local: bool = False
     is_dead: bool
     why: str
@@ -138,7 +138,10 @@ def gc(
 def collect_memory(
     roots: Sequence[str], location: str | None, min_age_s: float, *, is_real: bool, as_json: bool
 ) -> int:
-    """Lists the memory of jobs; with `is_real`, removes the memory of jobs that ended at least `min_age_s` ago."""
+    """Prints the memory of jobs; with `is_real`, removes the memory of jobs that ended at least `min_age_s` ago.
+
+    Returns the exit code.
+    """
     jobs = ended_jobs(roots, location)
     dead = [job for job in jobs if not job.num_living and age_s(job) >= min_age_s]
     kept = [job for job in dead if is_real and not remove_job(job.path.rpartition("/")[0], job.path)]

@@ -30,7 +30,7 @@ class NameOptions(NamedTuple):
     experts: str | None
 
     def name_map(self) -> NameMap | None:
-        """Returns the name map that was given. Raises click.UsageError for options that would do nothing."""
+        """Returns the map of `--map`, None without it. Raises click.UsageError for options that would do nothing."""
         if self.keep_names and self.to != "hf":
             raise click.UsageError(f"--keep-names is for --to hf: --to {self.to} keeps all names")
         if self.experts is not None and self.to != "hf":
@@ -106,7 +106,9 @@ _OPTIONS = (
 
 
 def with_name_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds these options to a command that also has `--to`; passes all of them, with `--to`, as `names`."""
+    """Adds these options to a command that also has `--to`; passes all of them, with `--to`, as `names`, and as
+    `is_renamed` True if `--to`, `--rename` or `--map` was given.
+    """
 
     @wraps(command)
     def run(*, to: str | None, **given: Any) -> Any:

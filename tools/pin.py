@@ -136,7 +136,7 @@ def _is_newest(store: Store, step: int) -> bool:
 
 
 def _now(found: NamedCheckpoint) -> float:
-    """Returns the time by the clock of the storage, by which leases end. Without a lease, the clock is not read."""
+    """Returns the time by the clock of the storage, by which leases end; without a lease, that of this host."""
     is_leased = step_records.leased_until(found.store, found.folder) > 0
     return (clock_of(found.store) if is_leased else None) or time.time()
 

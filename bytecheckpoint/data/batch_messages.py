@@ -35,7 +35,7 @@ class CountingCollate:
 
     collate: Callable[[Any], Any]
     streams: Streams
-    """The object that the loader reads, also in a worker: both are sent there together."""
+    """The dataset of the loader; in a worker its copy there, because dataset and collate_fn are sent to it together."""
 
     def __call__(self, samples: Any) -> CountedBatch:
         reader = self.streams._reader
@@ -55,7 +55,7 @@ class CountingCollate:
 
 
 def received(changes: Sequence[Change]) -> list[Change]:
-    """Returns changes as they were in the worker."""
+    """Returns changes that a worker has sent, with the tensors in them unpacked."""
     return [_with_leaves(_unpack_tensor, each) for each in changes]
 
 

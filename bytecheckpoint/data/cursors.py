@@ -1,7 +1,7 @@
 """Loaders that are exact by themselves, because one position in a fixed order of samples says what all ranks have
 taken: Megatron's counts of consumed samples, Mosaic's streaming, Grain's ElasticIterator and litData.
 
-Each is told by the names of its classes. A position has no streams: it is shared state, the same on all ranks.
+Each is recognized by the names of its classes. A position has no streams: it is shared state, the same on all ranks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _MEGATRON_COUNTS = ("consumed_train_samples", "consumed_valid_samples", "skipped
 class CursorLoader:
     """The elastic loader of a data loader with one position for all ranks.
 
-    `read` returns the position as a tree, `load` takes it back, and `why_inexact` says why it is none, or None. `check`
-    raises CheckpointMismatchError (conflict) for a position that the loader cannot go on at.
+    `read` returns the position as a tree, and `load` takes it back. `why_inexact` returns why another number of ranks
+    would lose or repeat samples, or None. `check` raises CheckpointMismatchError (conflict) for a position that the
+    loader cannot go on at.
     """
 
     def __init__(
@@ -69,13 +70,13 @@ class CursorLoader:
         self._load(shared)
 
     def refuse_inexact(self) -> str | None:
-        """Returns why another number of ranks would lose or repeat samples, or None."""
+        """Returns (raises nothing) the reason why another number of ranks would lose or repeat samples, or None."""
         return self._why_inexact()
 
 
 def megatron_cursor(args: Any) -> CursorLoader | None:
-    """Returns the loader of Megatron's arguments or train state, from which its data loaders are built with the number
-    of samples that were consumed.
+    """Returns the elastic loader of Megatron's arguments or train state, from which its data loaders are built with the
+    number of samples that were consumed; None for any other object.
     """
     if type(getattr(args, _MEGATRON_COUNTS[0], None)) is not int:
         return None
@@ -127,7 +128,7 @@ def mosaic_cursor(loader: Any) -> CursorLoader | None:
 
 
 def grain_cursor(loader: Any) -> CursorLoader | None:
-    """Returns the loader of an ElasticIterator of Grain's, or of the iterator that it gives."""
+    """Returns the elastic loader of Grain's ElasticIterator, or of the iterator that it gives; None for all others."""
     if not any(_is_of(loader, "grain.", name) for name in ("ElasticIterator", "_ElasticMapDatasetIterator")):
         return None
 
@@ -141,7 +142,7 @@ def grain_cursor(loader: Any) -> CursorLoader | None:
 
 
 def litdata_cursor(loader: Any) -> CursorLoader | None:
-    """Returns the loader of a StreamingDataLoader of litData's."""
+    """Returns the elastic loader of litData's StreamingDataLoader; None for any other loader."""
     if not _is_of(loader, "litdata.", "StreamingDataLoader"):
         return None
 
@@ -205,11 +206,12 @@ def _for_this_size(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Returns a copy of litData's state for the sizes of this loader. litData changes the state that it is given."""
     copied: dict[str, Any] = copy.deepcopy(state)
     saved = copied["dataset"]
-    if not saved["sample_in_epoch"]:  # an epoch that begins needs no position: all sizes are alike
+    if not saved["sample_in_epoch"]:  # at the start of an epoch any sizes will do
         saved.update(_topology(loader), resume_mode=None)
     elif _is_resharded(loader, saved):
-        # A size that no run has makes it go on at the position, also where the sizes are those of an earlier change: it
-        # would count the samples of this rank twice. The other number is compared with this rank's share, not used.
+        # A world size that no run has makes litData go on at the position of all ranks, also where the sizes are those
+        # of an earlier change: litData would count the samples of this rank twice. The number of samples yielded is
+        # compared with this rank's share, not used.
         saved.update(world_size=0, num_samples_yielded=0)
     return copied
 

@@ -36,8 +36,8 @@ class ElasticLoader(Protocol):
         """Returns the part of the state that all ranks have in common."""
 
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Continues with these streams instead of its own. `streams` has their states by id, `shared` is the shared
-        state.
+        """Continues with these streams instead of those that the loader reads now. `streams` has their states by id,
+        `shared` is the shared state.
         """
 
 

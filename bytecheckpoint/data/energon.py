@@ -79,13 +79,13 @@ class EnergonLoader:
         return [ordered[rank * share : (rank + 1) * share] for rank in range(size)]
 
     def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Raises CheckpointMismatchError (conflict) if the loader has another number of workers, is being read, or has
-        another version.
+        """Raises CheckpointMismatchError (conflict) if the loader has another number of workers, is being read, or if a
+        state names a class that the installed Energon lacks.
         """
         self._checked(streams, shared)
 
     def _checked(self, streams: Mapping[str, Any], shared: Any) -> list[Any]:
-        """Returns the states of this rank's workers in their order."""
+        """Returns the states of this rank's workers in their order. Raises as `check_streams` does."""
         loader = self._loader
         if bool(loader.num_workers) != bool(shared["num_workers"]) or len(streams) != self._num_workers:
             wanted = len(streams) if shared["num_workers"] else 0
@@ -159,7 +159,9 @@ def from_tree(tree: Any) -> Any:
 
 
 def _class_of(name: str) -> Any:
-    """Returns a record class of Energon's by its name: a dataclass, or a dict."""
+    """Returns a record class of Energon's by its name: a dataclass, or a dict. Raises CheckpointMismatchError
+    (conflict) if the installed Energon has no such class.
+    """
     module, _, attribute = name.rpartition(".")
     kind = getattr(sys.modules.get(_PACKAGE + module), attribute, None)
     if not isinstance(kind, type) or not (issubclass(kind, dict) or dataclasses.is_dataclass(kind)):

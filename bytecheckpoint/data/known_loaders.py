@@ -23,7 +23,9 @@ and imports no framework that the caller has not imported."""
 
 
 def elastic_loader_of(loader: Any) -> ElasticLoader | None:
-    """Returns the loader itself where it is elastic, or what makes it so; None for loaders that are not known."""
+    """Returns the loader itself where it is an ElasticLoader, or the ElasticLoader for its kind; None for kinds that
+    are not known. Raises the ValueError of `tracked_loader_of`.
+    """
     if isinstance(loader, ElasticLoader):
         return loader
     return next((found for adapter in _ADAPTERS if (found := adapter(loader)) is not None), None)

@@ -47,7 +47,7 @@ class Packer:
         self._row: torch.Tensor | None = None
         """Tokens that are left, flat; None before the first document."""
         self._documents: list[torch.Tensor] = []
-        """Documents after those, not yet joined: many short ones make one row."""
+        """Documents whose tokens come after those in `_row`, not yet joined: many short ones make one row."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         while (row := self._next()) is not END:

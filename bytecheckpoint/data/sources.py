@@ -87,7 +87,7 @@ def carries_over(source: Any) -> bool:
 
 
 def check_source(name: str, source: Any) -> None:
-    """Raises ValueError if this cannot be read pass after pass."""
+    """Raises ValueError, which begins with `name`, if a source cannot be read pass after pass."""
     if isinstance(source, Mapping) or not (is_sequence(source) or isinstance(source, Iterable)):
         raise ValueError(
             f"{name} is a {type(source).__name__}: a source is a sequence of samples or an iterable, with or without "
@@ -116,7 +116,7 @@ def check_reaches(source: Any, at: StreamPosition) -> None:
 
 
 def inexact_reason(source: Any) -> str | None:
-    """Returns why a source does not go on where it was, or None where nothing says so."""
+    """Returns why a source does not go on exactly where its state was taken; None if no reason is known."""
     if (inner := getattr(source, "wrapped_source", None)) is not None:
         return inexact_reason(inner)
     module = type(source).__module__.partition(".")[0]
@@ -225,7 +225,7 @@ class IterableCursor:
             raise _too_short(self._source, at, None)
 
     def _open(self, at: StreamPosition) -> None:
-        """Puts the source at the newest place that it can be put at directly."""
+        """Puts the source at the snapshot before `at`, or without one at the start of an epoch."""
         self._iterator = self._place = None
         start = at.snapshot
         if start is None:

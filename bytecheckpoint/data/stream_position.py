@@ -72,7 +72,7 @@ def tree_of(position: StreamPosition, source: str) -> dict[str, Any]:
 
 
 def position_of(stream_id: str, tree: Any, source: str) -> StreamPosition:
-    """Returns what `tree_of` was given.
+    """Returns the position for which `tree_of` made the tree. `source` names what the stream is read from now.
 
     Raises:
         CheckpointMismatchError: the tree is no state of a stream, or one of another kind of source.

@@ -44,7 +44,7 @@ def pass_epoch(positions: Iterable[StreamPosition]) -> int:
 def blocks_in_turn(
     every_id: Sequence[str], positions: Mapping[str, StreamPosition], num_workers: int, *, endless: bool
 ) -> list[list[str]]:
-    """Returns the streams of each worker: contiguous blocks of all sorted ids, cut with those of `positions`.
+    """Returns the streams of each worker: contiguous blocks of all sorted ids, of which only those in `positions` stay.
 
     Blocks of all ids, and not of a rank's own, give the batches of one turn the same streams on any number of ranks.
     The block whose batch is the longest ago comes first, so that after a load the batches go on in the same order.
@@ -59,7 +59,9 @@ def blocks_in_turn(
 
 
 def _last_turn(position: StreamPosition, epoch: int | None) -> int:
-    """Returns the batch of this pass that last held a sample of the stream, 0 if none did."""
+    """Returns the number of the last batch with a sample of the stream in the pass over `epoch`, in any pass for None;
+    0 if no batch had one.
+    """
     ended_in_it = position.place == ((epoch or 0) + 1, 0) and position.samples > 0
     is_in_it = position.epoch == epoch and position.position > 0
     return position.turn if epoch is None or ended_in_it or is_in_it else 0

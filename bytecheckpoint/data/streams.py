@@ -186,7 +186,7 @@ class Streams(IterableDataset[Any]):
         return tree_of(StreamPosition(epoch, snapshot=snapshot), source_name(source))
 
     def refuse_inexact(self) -> str | None:
-        """Returns why a source, or the way in which it is read, cannot go on exactly; None if all can."""
+        """Returns (raises nothing) why a source or the way to read it cannot go on exactly; None if all can."""
         if int(self._flags[_UNCOUNTED]):
             return (
                 "a pass was begun over these Streams in which nothing counts what the trainer takes. Make "
@@ -307,7 +307,7 @@ class _StreamsPass:
             if not (self._counts and is_mid_pass):
                 self._is_over = True
                 raise StopIteration
-            # The end of the epoch was not known when it was saved. A pass without samples is none.
+            # The end of the epoch was not known when the state was saved. A pass without samples does not count.
             reader, is_mid_pass = self._begin()
         if self._counts:
             reader.take_changes()

@@ -28,7 +28,7 @@ def tracked_loader_of(loader: Any) -> TrackedLoader | None:
 
     Raises ValueError for a loader of accelerate's that takes only some of its streams' samples.
     """
-    base = getattr(loader, "base_dataloader", loader)  # accelerate's loaders hold torch's
+    base = getattr(loader, "base_dataloader", loader)  # a loader of accelerate holds one of torch
     dataset = getattr(base, "dataset", None)
     if type(dataset).__name__ == "IterableDatasetShard" and isinstance(getattr(dataset, "dataset", None), Streams):
         raise ValueError(
@@ -81,11 +81,11 @@ class TrackedLoader:
         return self._streams.stream_state(stream_id)
 
     def stream_position(self, stream_id: str) -> dict[str, Any]:
-        """Returns how far the trainer is in a stream."""
+        """Returns the state of a stream without a snapshot of its source, as `Streams.stream_position` does."""
         return self._streams.stream_position(stream_id)
 
     def shared_state(self) -> dict[str, Any]:
-        """Returns what all ranks agree about."""
+        """Returns the state that all ranks have in common."""
         return self._streams.shared_state()
 
     def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
@@ -108,7 +108,7 @@ class TrackedLoader:
         return self._streams.joining_state(stream_id, others)
 
     def refuse_inexact(self) -> str | None:
-        """Returns why the state is not exact, or None."""
+        """Returns (raises nothing) the reason why the state is not exact, or None."""
         return self._refusal or self._streams.refuse_inexact()
 
     def prepare_state(self) -> None:

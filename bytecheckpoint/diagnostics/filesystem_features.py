@@ -31,7 +31,7 @@ class FilesystemFeatures:
     free_bytes: int
     total_bytes: int
     hard_links: bool
-    """With them, or with the kernel's rename that does not replace, a name is created in one step."""
+    """True if files can be linked. With links, or a rename that does not replace, a name is created in one step."""
     direct_writes: bool
     """Writes past the page cache (O_DIRECT)."""
     preallocation: bool

@@ -85,7 +85,9 @@ def measure_writes(open_store: Callable[[int], ProbeStore], *, seconds: float, m
 
 
 def measure_reads(store: ProbeStore, *, seconds: float, max_bytes: int) -> Iterator[Speed]:
-    """Reads ranges of one object on several threads, for about `seconds` each."""
+    """Yields the speed of reading ranges of one object, for each length of a range and each number of threads. Each
+    measurement takes about `seconds`.
+    """
     part_lengths = _up_to(READ_PART_BYTES, max_bytes)
     num_bytes = max(part_lengths[-1], min(max_bytes, 64 * _MiB))
     content = memoryview(os.urandom(num_bytes))

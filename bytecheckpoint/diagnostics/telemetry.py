@@ -21,9 +21,9 @@ _VERSION = 1
 _MAX_BYTES = 4 << 20
 _MAX_SPANS = 10_000
 _MAX_SECONDS = 1e9
-"""Longest save."""
+"""Longest time in a save that is accepted."""
 _MAX_TIME = 1e11
-"""Latest time since 1970."""
+"""Latest time that is accepted, in seconds since 1970."""
 _LOOKS_IN_FLIGHT = 16
 _DAMAGED = "damaged"
 _ORDER = ("wait", "plan", "stage", "write", "upload", "commit")
@@ -71,7 +71,7 @@ class Unreadable(NamedTuple):
 
 
 class SaveRecords(NamedTuple):
-    """Telemetry of all ranks."""
+    """Telemetry of all ranks that have left some."""
 
     ranks: Sequence[RankRecord]
     """Records in the order of the ranks."""
@@ -172,7 +172,7 @@ class RankRow(NamedTuple):
     host: str
     """Host of the rank that ended last."""
     seconds: Sequence[float]
-    """Longest time of one of them in each phase."""
+    """In each phase, the longest time of a rank of the row."""
     slowest: RankRecord
     """The rank that ended last."""
 

@@ -29,8 +29,8 @@ from bytecheckpoint.storage.safetensors_header import (
 from bytecheckpoint.storage.store import Store
 
 _LOCAL_FAULTS = frozenset({"checksum", "bad_manifest"})
-"""Kinds of faults that leave the rest of a file compared. After others it was not read, or a load refuses the file
-for its length.
+"""Kinds of faults that leave the rest of a file compared. After a fault of another kind the rest was not read, or a
+load refuses the file for its length.
 """
 
 
@@ -238,7 +238,7 @@ def _header_faults(
 
     if wanted:
         contents.of_file(wanted[0])  # collects the chunks of all files, once
-    # A remote store spends most of this on latency.
+    # On several threads, because most of the time of a remote store is latency.
     yield from filter(None, map_jobs(check_header, wanted, num_threads=threads))
 
 

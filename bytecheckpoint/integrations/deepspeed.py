@@ -46,7 +46,7 @@ _OF_ENGINE = {
     *("model", "module", "optimizer", "engine", "lr_scheduler", "mixed_precision", "dp_world_size", "mp_world_size"),
     *("data_sampler", "random_ltd"),
 }
-"""Top-level names in them that are no client state."""
+"""Top-level names in DeepSpeed's own checkpoints that are no client state."""
 
 
 def save_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
@@ -223,7 +223,7 @@ class _Found(msgspec.Struct):
     has_facts: bool = False
     """True if it has counters or a scheduler."""
     globs_of_states: list[str] = []
-    """Patterns of what it has for the optimizer besides these."""
+    """Patterns of what it has for the optimizer besides counters and the scheduler."""
     globs_of_scheduler: list[str] = []
 
 

@@ -57,7 +57,7 @@ def report(metrics: dict[str, Any], handle: SaveHandle | None = None, **report_a
     found = _checkpoint_at(handle._progress.path)
 
     def wait_until_committed(_: ray.train.Checkpoint, _name: str) -> ray.train.Checkpoint:
-        # Ray calls this in a thread, and again if it failed: waiting is the same each time, and takes no other rank.
+        # Ray calls this in a thread, and again if it failed: waiting is the same each time, and needs no other rank.
         handle.result()
         return found
 

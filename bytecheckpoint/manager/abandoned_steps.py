@@ -1,4 +1,4 @@
-"""The steps of branches that training left when it went back to an earlier step, and the steps of none of them."""
+"""The steps of branches that training left when it went back to an earlier step, and the steps on no such branch."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ _DAMAGED = "damaged"
 
 
 def present_abandoned(store: Store) -> dict[int, str]:
-    """Returns what `read_abandoned` returns, without steps that were deleted or replaced since."""
+    """Returns the save ids of the abandoned steps by step, without steps that were deleted or replaced since."""
     abandoned = read_abandoned(store)
     found = save_ids_of(store, list(abandoned))
     return {step: save_id for step, save_id in abandoned.items() if found.get(step) == save_id}
 
 
 def steps_left_behind(store: Store, step: int) -> dict[int, str]:
-    """Returns the save ids of all abandoned steps if training goes on from this one."""
+    """Returns by step the save ids of all steps that are abandoned if training goes on from `step`: the later ones, and
+    those that were abandoned before.
+    """
     later = itertools.takewhile(lambda newer: newer > step, layout.newest_steps(store))
     abandoned = present_abandoned(store) | save_ids_of(store, list(later))
     return {number: save_id for number, save_id in abandoned.items() if number != step}
 
 
 def save_ids_of(store: Store, steps: Sequence[int]) -> dict[int, str]:
-    """Returns the save id of each of these steps that is committed; for a damaged manifest, the word `damaged`."""
+    """Returns by step the save ids of those of `steps` that are committed; for a damaged manifest, `damaged`."""
     found = map_jobs(lambda step: _save_id_or_damaged(store, step), steps, num_threads=_IN_FLIGHT)
     return {step: save_id for step, save_id in zip(steps, found, strict=True) if save_id}
 
@@ -46,8 +48,8 @@ def _save_id_or_damaged(store: Store, step: int) -> str:
 
 
 def newest_steps(store: Store, abandoned: Mapping[int, str] | None = None) -> Iterator[int]:
-    """Yields the committed steps that are not abandoned, newest first. Costs one listing, and a look at each that is
-    taken or passed over. `abandoned` is as in `read_abandoned`, which is read by default.
+    """Yields the committed steps that are not abandoned, newest first. Costs one listing, and a look at each step that
+    is yielded or passed over. `abandoned` has save ids by step; None reads them with `read_abandoned`.
     """
     abandoned_ids = read_abandoned(store) if abandoned is None else abandoned
     for step in layout.newest_steps(store):
@@ -56,6 +58,6 @@ def newest_steps(store: Store, abandoned: Mapping[int, str] | None = None) -> It
 
 
 def write_abandoned(store: Store, abandoned: Mapping[int, str]) -> None:
-    """Replaces what `read_abandoned` returns."""
+    """Writes the abandoned steps, save ids by step, in place of those that `read_abandoned` returned until now."""
     content = msgspec.json.encode(Branch({str(step): save_id for step, save_id in abandoned.items()}))
     store.write(BRANCH_NAME, one_block(content), replace=True)

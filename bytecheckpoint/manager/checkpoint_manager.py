@@ -94,7 +94,7 @@ class CheckpointManager:
         """Step of the newest call of `save` since a stop was agreed."""
         self._is_closed = False
         self.next_step = 0
-        """First step to train: the restored one and 1, else 0."""
+        """First step to train: the restored step + 1, or 0 if none was restored."""
         opened = self._decisions.decide_together(f"opening {self._root}", self._open, OpenedRoot)
         log = log_of(self._store, opened.generation, process_group, timeout_s=timeout_s)
         self._saves = ManagedSaves(
@@ -151,7 +151,7 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         **as_load: Any,
     ) -> LoadReport | None:
-        """Loads the newest complete checkpoint of the root, or a given step. Returns None on a fresh start.
+        """Loads the newest complete checkpoint of the root, or a given step. Returns None if nothing was loaded.
 
         `initial` is a path that is loaded only while the root has no checkpoint, with these `storage_options`, by
         default those of the manager. Other arguments are those of `load`. Rank 0 chooses the step. `next_step` is then
@@ -189,7 +189,7 @@ class CheckpointManager:
                 self._data.leave_branch(state)
                 return replace(report, passed_over=passed_over)
             finally:
-                if not has_crashed and self._owned is not None:  # an error that all ranks raise has ended it
+                if not has_crashed and self._owned is not None:  # an error that all ranks raise ends the attempt
                     try_to_end_attempts(self._store, choice.step)
 
     def _choose(self, step: int | Literal["latest"], failed: Mapping[int, str]) -> RestoreChoice:
@@ -243,7 +243,7 @@ class CheckpointManager:
         force: bool = False,
         pin: bool = False,
     ) -> SaveHandle | None:
-        """Saves the state if the step is due, after the save in flight has ended. Returns None if it is not due.
+        """Saves the state if the step is due, after the save in flight has ended. Returns None if no save began.
 
         A save before a stop returns when the checkpoint is durable. `metrics` are for policies and `best`, `metadata`
         is as for `bcp.save`, `force` saves a step that is not due, and `pin` keeps it whatever the policies say. Of
@@ -269,7 +269,7 @@ class CheckpointManager:
             self._goodput.end_call(began)
 
     def should_stop(self) -> bool:
-        """Returns True on all ranks once a stop was requested and the step of the newest call of `save` is durable."""
+        """Returns True on all ranks once a stop was requested and the newest step passed to `save` is durable."""
         self._refuse_closed()
         if not self._stop.pass_boundary():
             return False

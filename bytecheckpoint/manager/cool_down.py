@@ -34,16 +34,17 @@ def copy_step(
     may_replace: Collection[str] = (),
     on_file: Callable[[], object] = bool,
 ) -> bool:
-    """Copies a committed checkpoint and its metrics into a folder of another store; returns False if it was there.
+    """Copies a committed checkpoint and its metrics into a folder of another store; returns False if the checkpoint was
+    there already, and then copies only telemetry and metrics that are new.
 
     Every byte is compared with the manifest's checksums on the way. Memory is a few blocks of 16 MiB, or of the longest
     checksummed extent. `may_replace` are the save ids of checkpoints that the copy may replace: of steps that training
     left behind. `on_file` is called after each file.
 
     Raises CheckpointCorruptError (checksum, truncated) and CheckpointNotFoundError (missing_file) for a source that is
-    damaged, which is not committed there; CheckpointNotFoundError (not_committed) for one that was deleted meanwhile;
-    CheckpointExistsError if another checkpoint stands there; and what the two stores raise. Files that were copied
-    until then stay, and the next attempt does not copy them again.
+    damaged, whose copy is not committed; CheckpointNotFoundError (not_committed) for one that was deleted meanwhile;
+    CheckpointExistsError if another checkpoint is in the target's folder; CheckpointSaveError for a checkpoint without
+    checksums or with files elsewhere; and what the two stores raise. Files that were copied stay for the next attempt.
     """
     content = layout.read_manifest_bytes(source, source_folder)
     path = join_name(str(source), source_folder)

@@ -99,8 +99,9 @@ def parts_of(policy: KeepPolicy) -> Iterator[KeepPolicy]:
 
 def best_of(policy: KeepPolicy, metric: str | None) -> Best:
     """Returns the policy that finds the best checkpoint by a metric, by default that of the only `Best` in a policy.
+    For a metric of no `Best`, the lowest value is best.
 
-    Raises ValueError if there is none, or more than one.
+    Raises ValueError without a metric if the policy has no `Best`, or more than one.
     """
     parts = [part for part in parts_of(policy) if isinstance(part, Best)]
     named = [part for part in parts if metric in {None, part.metric}]

@@ -84,7 +84,7 @@ class BegunSave(NamedTuple):
     """Time of the call, by the clock of the storage on rank 0."""
     handle: SaveHandle
     is_noted: threading.Event
-    """Set when the work after its end is handed over."""
+    """Set when the end of the save is counted, and the work that follows a commit is handed to the background."""
 
     @property
     def has_failed(self) -> bool:
@@ -122,8 +122,8 @@ class ManagedSaves:
         self.new_branch: dict[int, str] | None = None
         """Save ids of all abandoned steps, on rank 0, as the next commit makes them known; else None."""
         self.newest_seen = -1
-        """Step that was restored, or the newest one when the root was claimed; -1 for an empty root. What an earlier
-        manager has committed beyond it, and is not abandoned, came after the claim."""
+        """Step that was restored, or the newest one when the root was claimed; -1 for an empty root. A later step that
+        an earlier manager has committed, and that is not abandoned, was committed after the claim."""
         self._pinned_ahead: set[int] = set()
         """Steps that were pinned for a commit which has not come."""
         self.settle_memory: Callable[[], object] = lambda: None
@@ -189,7 +189,7 @@ class ManagedSaves:
         metrics: Mapping[str, float] | None,
         checked: dict[str, float],
     ) -> Mapping[str, Any] | None:
-        """Returns the metadata with the metrics of rank 0, which are put into `checked`; other ranks' do not count.
+        """Returns the metadata with the metrics of rank 0, which are put into `checked`; no others count.
 
         It is called in a phase whose errors all ranks raise, so an error of the preparation is raised here too.
         """
@@ -204,7 +204,7 @@ class ManagedSaves:
         return {**(metadata or {}), "metrics": checked} if checked else metadata
 
     def _owner(self, step: int, *, pin: bool) -> SaveOwner | None:
-        """Returns the owner that rank 0 asks before it commits; the other ranks never ask."""
+        """Returns the owner that rank 0 asks before it commits; None on the other ranks, which never ask."""
         if self._owned is None:
             return None
         generation = self._owned.generation
@@ -220,7 +220,7 @@ class ManagedSaves:
         if pin:
             self._pinned_ahead.add(step)
             pin_ahead(self._run.store, step, time=owned.clock.now())
-        elif step in self._pinned_ahead:  # for a save that failed
+        elif step in self._pinned_ahead:  # pinned for a save that failed
             end_pin_ahead(self._run.store, step, is_committed=bool(self._save_id_at(step)))
             self._pinned_ahead.discard(step)
         if self.new_branch is not None:
@@ -334,7 +334,9 @@ class ManagedSaves:
             raise error
 
     def _fail(self, error: CheckpointError) -> None:
-        """Raises the error of a save, or logs it by `on_failed_save`. Wrong arguments and a lost root are raised."""
+        """Raises the error of a save, or logs it by `on_failed_save`. Wrong arguments, a checkpoint that exists, a lost
+        root, and the last of `max_failed_saves` failures in a row are always raised.
+        """
         self._num_failed_in_a_row += 1
         is_final = isinstance(error, CheckpointMismatchError | CheckpointExistsError) or error.kind == "superseded"
         if is_final or self._options.on_failed_save == "raise":
@@ -345,6 +347,6 @@ class ManagedSaves:
 
 
 def _committed(handle: SaveHandle) -> CheckpointInfo | None:
-    """Returns the checkpoint of a save that has ended, without marking an error as seen."""
+    """Returns the checkpoint of a save that has ended, None if it failed, without marking its error as seen."""
     progress = handle._progress
     return None if progress.error is not None else progress.outcome.result()

@@ -32,7 +32,7 @@ class OpenedRoot(msgspec.Struct, frozen=True):
     token: str
     """Random text that distinguishes this manager from others."""
     newest: int | None
-    """Newest committed step."""
+    """Newest committed step; None if there is none."""
     abandoned: list[int]
     save_s: float
     """Seconds that the newest save took; 0.0 if it left no record."""

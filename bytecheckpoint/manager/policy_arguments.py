@@ -47,7 +47,9 @@ def wrong_argument(policy: object, field: str, value: object, takes: str) -> Val
 
 
 def check_integer(policy: object, field: str, value: object, *, minimum: int) -> int:
-    """Returns the value as a plain int; numpy's integers are accepted."""
+    """Returns the value as a plain int; numpy's integers are accepted. Raises ValueError for any other value, and for
+    one below `minimum`.
+    """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < minimum:
         raise wrong_argument(policy, field, value, f"an integer of at least {minimum}")
     return index(value)
@@ -61,7 +63,7 @@ def plain_number(value: object) -> float | None:
 
 
 def check_seconds(policy: object, field: str, value: object, *, may_be_zero: bool) -> float:
-    """Returns a finite number of seconds as a plain one; numpy's are accepted."""
+    """Returns a finite number of seconds as a plain one; numpy's are accepted. Raises ValueError for all else."""
     seconds = plain_number(value)
     if seconds is None or not math.isfinite(seconds) or seconds < 0 or (seconds == 0 and not may_be_zero):
         takes = "at least 0" if may_be_zero else "above 0"
@@ -70,7 +72,7 @@ def check_seconds(policy: object, field: str, value: object, *, may_be_zero: boo
 
 
 def check_fraction(policy: object, field: str, value: object) -> float:
-    """Returns a number above 0 and below 1 as a plain one; numpy's are accepted."""
+    """Returns a number above 0 and below 1 as a plain one; numpy's are accepted. Raises ValueError for all else."""
     fraction = plain_number(value)
     if fraction is None or not 0 < fraction < 1:
         raise wrong_argument(policy, field, value, "a number above 0 and below 1")
@@ -90,7 +92,9 @@ def check_function(policy: object, field: str, value: object, *, takes: str) -> 
 
 
 def collect_steps(policy: object, given: Iterable[GivenSteps]) -> Collection[int]:
-    """Returns the steps that were given as numbers, as lists of them, or both. A range stays a range."""
+    """Returns the steps that were given as numbers, as lists of them, or both. A single range stays a range. Raises
+    ValueError if there is no step, or if one is not an integer of at least 0.
+    """
     given = tuple(given)
     if len(given) == 1 and isinstance(given[0], range) and _is_counting(given[0]):
         return given[0]

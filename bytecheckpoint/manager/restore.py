@@ -32,7 +32,7 @@ MAX_ATTEMPTS = 3
 
 _OF_MANAGER = ("framework", "process_group", "role")
 _ENDED = ".ended"
-"""End of the name of a note that a restore has ended, where its own note cannot be deleted."""
+"""Suffix of the name of a note that a restore has ended; written if the note that it began cannot be deleted."""
 
 
 class RestoreChoice(msgspec.Struct, frozen=True):
@@ -47,11 +47,11 @@ class RestoreChoice(msgspec.Struct, frozen=True):
 def choose_step(
     store: Store, step: int | Literal["latest"], candidates: Iterable[int], *, failed: Mapping[int, str]
 ) -> RestoreChoice:
-    """Returns the step to restore. `candidates` are those that are not abandoned, newest first; `failed` are those that
-    were tried in this call.
+    """Returns the step to restore. `candidates` are the steps that are not abandoned, newest first; `failed` are those
+    that did not load in this call of `restore`, each with the reason.
 
     Raises CheckpointNotFoundError if a given step is not there, or if every candidate was passed over, and
-    CheckpointMismatchError (conflict) if it is no step.
+    CheckpointMismatchError (conflict) for a `step` that is none, and where all checkpoints of the store are abandoned.
     """
     if not is_latest(step):
         given = given_step(step, takes='restore takes "latest" or the number of a step')
@@ -78,7 +78,9 @@ def choose_step(
 
 
 def check_load_arguments(as_load: Mapping[str, object], *, initial: object, storage_options: object) -> None:
-    """Raises TypeError, which says where they belong, for arguments of `load` that a manager has from its creation."""
+    """Raises TypeError, which says where they belong, for arguments of `load` that a manager has from its creation, and
+    for `storage_options` without `initial`.
+    """
     if own := [name for name in _OF_MANAGER if name in as_load]:
         raise TypeError(
             f"restore takes no {own[0]}: it is that of the manager, which takes {own[0]}= when it is made; nothing was "
@@ -113,7 +115,9 @@ def given_step(step: object, *, takes: str = "the manager takes the number of a 
 
 
 def _refuse_occupied(store: Store) -> None:
-    """Raises CheckpointMismatchError (conflict) where training would begin anew beside checkpoints."""
+    """Raises CheckpointMismatchError (conflict) if the root or a step has a checkpoint, beside which training would
+    begin anew.
+    """
     at_root = has_manifest(store.list(""))
     steps = list(newest_steps(store))
     if at_root or steps:
@@ -174,7 +178,9 @@ def _note_ends(store: Store, step: int) -> None:
 
 
 def raise_unless_older_may_load(error: CheckpointError, step: int | Literal["latest"], *, may_walk_back: bool) -> None:
-    """Raises the error of a load, unless it is damage of the newest step, and the one before it is to be loaded."""
+    """Raises the error of a load, unless the newest step was asked for, the error is about damage of its bytes, and
+    `may_walk_back` lets the caller load the step before.
+    """
     if not (is_latest(step) and is_damage(error)):
         raise error
     if not may_walk_back:

@@ -66,8 +66,8 @@ class DeletionJournal(msgspec.Struct, frozen=True):
     names: list[str]
     """Objects to delete after the manifest, inside the folder."""
     manifest: bytes = b""
-    """The manifest, which comes back if the checkpoint was pinned or leased just before it went; empty if neither is
-    to keep it."""
+    """The manifest, which comes back if the checkpoint was pinned or leased just before it went; empty for a forced
+    deletion, which neither stops."""
 
 
 def decide(policy: KeepPolicy, saved: Sequence[StepInfo], *, now: float, held: Mapping[int, str]) -> list[StepDecision]:
@@ -156,8 +156,8 @@ def delete_one(
     store: Store, folder: str, *, save_id: str, now: float, force: bool, pace: DeletionPace | None = None
 ) -> str:
     """Deletes the checkpoint with this save id: its journal is written, then the manifest goes, then all else that its
-    save and this library wrote, last the journal. Returns the reason if it stays; `force` deletes in spite of a pin and
-    leases.
+    save and this library wrote, last the journal. Returns the reason if it stays, else an empty text; `force` deletes
+    in spite of a pin and leases.
 
     Raises what the store raises, and for a manifest that cannot be read CheckpointCorruptError or
     UnsafeCheckpointError.
@@ -269,7 +269,7 @@ def _read_journal(store: Store, name: str) -> DeletionJournal | None:
 
 def _delete_all(store: Store, folder: str, names: Sequence[str], pace: DeletionPace) -> None:
     """Deletes objects, many with one request where the store takes requests, and a bounded number in a second: a store
-    that limits requests must not slow down a save. Between two files of a folder it waits for a save in flight.
+    that limits requests must not slow down a save. Before each request, `pace` may wait for a save in flight.
     """
     paths = [join_name(folder, name) for name in names]
     if isinstance(store, SupportsDeleteMany) and isinstance(store, RemoteStore):

@@ -67,7 +67,7 @@ class _JoinableSavePolicy:
 
     @property
     def is_step_only(self) -> bool:
-        """True if the answer depends on the step alone, so that every rank finds it without a message."""
+        """True if the answer depends on `now.step`, `now.stopping` and `bool(saved)` alone, which every rank knows."""
         return False
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
@@ -101,7 +101,7 @@ class AnyDue(_JoinableSavePolicy):
 
     @property
     def is_step_only(self) -> bool:
-        """True if all of them are."""
+        """True if `is_step_only` is true of all joined policies."""
         return all(is_step_only(policy) for policy in self.policies)
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
@@ -123,7 +123,7 @@ class AllDue(_JoinableSavePolicy):
 
     @property
     def is_step_only(self) -> bool:
-        """True if all of them are, and none is a deadline, which here needs the time."""
+        """True if it is true of all joined policies, and none is a deadline, which needs the time if joined by `&`."""
         has_deadline = any(isinstance(part, Deadline) for part in parts_of(self))
         return not has_deadline and all(is_step_only(policy) for policy in self.policies)
 
@@ -136,8 +136,8 @@ class AllDue(_JoinableSavePolicy):
 
 
 def is_step_only(policy: SavePolicy) -> bool:
-    """Returns True if every rank finds the policy's answer from the step alone; False for a user's policy that does
-    not say so.
+    """Returns True if every rank finds the policy's answer without a message, as the attribute `is_step_only` says;
+    False for a user's policy without it.
     """
     return bool(getattr(policy, "is_step_only", False))
 
@@ -275,7 +275,7 @@ class Overhead(_JoinableSavePolicy):
         object.__setattr__(self, "fraction", check_fraction(self, "fraction", self.fraction))
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
-        """Returns True if the stall of the last save is this share of the time since then, or less."""
+        """Returns True if no save is in flight, and the stall of the last is at most this share of the time since."""
         if not saved:
             return True
         stalls = (info.seconds["stall"] for info in reversed(saved) if "stall" in info.seconds)
@@ -297,7 +297,7 @@ class CostBudget(_JoinableSavePolicy):
             object.__setattr__(self, "mtbf_s", check_seconds(self, "mtbf_s", self.mtbf_s, may_be_zero=False))
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
-        """Returns True if the time since the last save is worth another one."""
+        """Returns True if no save is in flight, and the time since the last one is worth another save."""
         if not saved:
             return True
         stall = next((info.seconds["stall"] for info in reversed(saved) if "stall" in info.seconds), 0.0)

@@ -82,7 +82,7 @@ class StoredStep(NamedTuple):
 def check_metrics(metrics: Mapping[Any, Any] | None) -> dict[str, float]:
     """Returns the metrics as plain floats; scalars of numpy and torch are accepted.
 
-    Raises ValueError, which names the metric, for a value that is no number.
+    Raises ValueError, which names the metric, for a value that is no number, or a name that is no text or is empty.
     """
     checked = {}
     for name, value in (metrics or {}).items():
@@ -176,7 +176,7 @@ def is_pinned(store: Store, folder: str) -> bool:
 
 
 def read_abandoned(store: Store) -> dict[int, str]:
-    """Returns the save ids of the steps that training left behind when it went back to an earlier one."""
+    """Returns by step the save ids of the steps that training left behind when it went back to an earlier one."""
     branch = _read(store, BRANCH_NAME, Branch)
     return {int(step): save_id for step, save_id in branch.abandoned.items() if step.isdecimal()} if branch else {}
 
@@ -187,8 +187,8 @@ def read_steps(store: Store) -> list[StepInfo]:
 
 
 def find_step(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[bool]]) -> StepInfo | None:
-    """Returns the first of the steps that `choose` returns True for. Looks at the manifest of that one: if its record
-    is that of a checkpoint which was replaced, all manifests are read.
+    """Returns the first of the steps, in the order of `read_steps`, for which `choose` returns True; None if there is
+    none. Looks at its manifest: if its record is that of a checkpoint which was replaced, all manifests are read.
     """
     found = _first_chosen(list_steps(store), choose)
     if found is not None and layout.committed_save_id(store, layout.step_folder(found.step)) != found.save_id:
@@ -197,8 +197,8 @@ def find_step(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[bool
 
 
 def find_checkpoint(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[bool]]) -> CheckpointInfo | None:
-    """Returns the checkpoint of the step that `find_step` finds. One that is deleted or replaced meanwhile is no
-    candidate any more.
+    """Returns the checkpoint of the step that `find_step` finds; None if there is none. One that is deleted or replaced
+    meanwhile is no candidate any more. Raises StorageError (unavailable) if that happens `_ATTEMPTS` times in a row.
     """
     for _ in range(_ATTEMPTS):
         found = find_step(store, choose)
@@ -243,8 +243,8 @@ def list_steps(
     reads_manifests: bool = False,
     on_damaged: Callable[[int, CheckpointError], object] = _warn_of_damaged,
 ) -> list[StoredStep]:
-    """Returns what `read_steps` returns, with leases. A step whose manifest was deleted meanwhile, or is damaged, is
-    left out; `on_damaged` is called for a damaged one, on any thread.
+    """Returns the committed steps in the order of `read_steps`, with leases. A step whose manifest was deleted
+    meanwhile, or is damaged, is left out; `on_damaged` is called for a damaged one, on any thread.
 
     Without `reads_manifests` the record of a step is taken for its manifest, which saves reading that: damage is not
     seen then, nor that a program without a manager has replaced the checkpoint.
@@ -257,7 +257,7 @@ def list_steps(
 
 
 def read_step(store: Store, step: int, *, reads_manifest: bool = False) -> StoredStep | None:
-    """Returns a committed step as `list_steps` does; None if it was deleted, or is damaged."""
+    """Returns a committed step, never marked as abandoned; None if it was deleted, or is damaged, with a warning."""
     return _read_step(_Reading(store, reads_manifest, _warn_of_damaged), step, "")
 
 
@@ -299,7 +299,7 @@ def metrics_of(store: Store, folder: str, info: CheckpointInfo, *, has_records: 
     """Returns the metrics of a committed checkpoint: those of its save, then those that were reported later.
     `has_records` is False if its folder is known to have no records, which saves a listing.
     """
-    if not has_records and not info.metadata.get("metrics"):  # most of ten thousand steps
+    if not has_records and not info.metadata.get("metrics"):  # as for most steps of a root, which may have ten thousand
         return {}
     return _merge_metrics(_record_of(info), _read_reports(store, folder) if has_records else [])
 

@@ -30,7 +30,7 @@ class WriterBytes(NamedTuple):
 
 
 class CompressedBytes(NamedTuple):
-    """Bytes that compression has saved."""
+    """Bytes before and after compression."""
 
     num_chunks: int
     """Number of compressed chunks."""
@@ -63,7 +63,9 @@ def cut_names(manifest: Manifest) -> list[str]:
 
 
 def writers_of(manifest: Manifest) -> WriterBytes | None:
-    """Sums bytes by the ranks in the names of data files; None if a name has no rank, as in foreign formats."""
+    """Sums bytes by the ranks in the names of data files; None without files, or if one is not named by a rank of this
+    save, as in foreign formats.
+    """
     by_rank: Counter[int] = Counter()
     for file in manifest.files:
         found = _RANK.search(file.name)
@@ -77,7 +79,7 @@ def writers_of(manifest: Manifest) -> WriterBytes | None:
 
 
 def compression_of(manifest: Manifest) -> CompressedBytes | None:
-    """Returns the bytes that compression has saved; None if no chunk is compressed."""
+    """Returns the bytes before and after compression; None if no chunk is compressed."""
     columns = manifest.table.columns
     packed = [index for index, name in enumerate(columns.codec_names) if name != "none"]
     if not packed:  # numpy compares with an empty list at the cost of another import

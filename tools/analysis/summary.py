@@ -36,7 +36,7 @@ class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
     """The global shape."""
     alias_of: str | None
-    """The FQN under which a tied tensor is stored."""
+    """The FQN under which a tied tensor is stored; None for a tensor that is stored under `fqn`."""
 
     @property
     def num_elements(self) -> int:

@@ -109,7 +109,7 @@ class TensorDiff:
                 yield _ComparedRegion(pair, part, part.numel * item_bytes)
 
     def _add_regions(self) -> None:
-        """Collects what must be read: chunks that may differ of tensors that are cut alike, and all of the others."""
+        """Collects what must be read: of tensors that are cut alike the chunks that may differ, all others whole."""
         a, b = (ChunkColumns(source.manifest) for source in self._sources)
         alike: list[TensorPair] = []
         others: list[TensorPair] = []

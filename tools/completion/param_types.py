@@ -67,7 +67,9 @@ def _manifest_of(ctx: click.Context) -> Manifest | None:
 
 
 def steps_below(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-    """Returns the committed steps that begin with these digits, the newest first, of the root in the command line."""
+    """Returns the words for `--step` that begin with `incomplete`: the committed steps of the root in the command line,
+    the newest first, then `latest` and `none`. Empty if there is no local root.
+    """
     from bytecheckpoint.storage import layout  # noqa: PLC0415 - as above
     from bytecheckpoint.storage.open_store import open_store  # noqa: PLC0415
 

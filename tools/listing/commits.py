@@ -102,11 +102,13 @@ class CommitWatch:
         return sorted(found, key=lambda item: item.created_at.timestamp() if item.created_at else 0.0)
 
     def _new_folders(self) -> list[str]:
-        """Returns the folders of committed checkpoints that were not seen. Those that were are not listed again."""
+        """Returns the folders of committed checkpoints that were not seen. Folders that were seen are not listed."""
         return [folder for folder in self._committed_folders() if folder not in self._seen]
 
     def _committed_folders(self) -> Iterator[str]:
-        """Yields folders with a manifest: the root, folders in it, and folders in those that are neither."""
+        """Yields the folders with a manifest that were not seen: the root, folders in it, and folders in those of them
+        that hold neither a manifest nor data files.
+        """
         for folder, entries in self._listings([""]):
             if layout.has_manifest(entries):
                 yield folder

@@ -90,7 +90,7 @@ def ls(
 
 
 def _mixed_root_warning(found: Sequence[ListedCheckpoint]) -> str | None:
-    """Returns the warning for a root, or a run, that is a checkpoint and has steps below it."""
+    """Returns the warning for a root, or a run, that is a checkpoint and has steps below it; None if there is none."""
     own = [item for item in found if item.committed and item.format == OWN_FORMAT]
     steps_below: dict[str, list[int | None]] = {}
     for item in own:

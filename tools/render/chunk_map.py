@@ -93,5 +93,5 @@ def axes_text(axes: Axes) -> str:
 
 
 def lines_of(drawn: ChunkMap) -> list[str]:
-    """Returns the map as lines of letters, one a file."""
+    """Returns a line of text for each row of the map, in which each field is the letter of its file."""
     return ["".join(_HOLE if file < 0 else letter_of(file) for file in row) for row in drawn.fields.tolist()]

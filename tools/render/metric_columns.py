@@ -59,5 +59,5 @@ def _last_drop(number: int) -> int:
 
 
 def metric_text(value: float | None) -> str:
-    """Returns six significant digits: metrics of neighbouring checkpoints are alike."""
+    """Returns six significant digits, since metrics of neighbouring checkpoints are alike; `-` for None."""
     return "-" if value is None else "nan" if math.isnan(value) else f"{value:.6g}"

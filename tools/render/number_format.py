@@ -33,7 +33,7 @@ def left_out_text(item: LeftOut) -> str:
 
 
 def short_count(number: int) -> str:
-    """Returns `7.2 B` for large numbers of parameters, else the number itself."""
+    """Returns `7.20 B` for a number of parameters from a million on, else the number itself."""
     for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if number >= limit:
             return f"{number / limit:.2f} {unit}"
@@ -48,7 +48,7 @@ def time_text(when: datetime | None) -> str:
 
 
 def age_text(when: datetime | None, now: datetime) -> str:
-    """Returns `5 min ago`; `just now` for a clock that runs ahead."""
+    """Returns `5 min ago`; `just now` below a minute and for a clock that runs ahead; `-` for None."""
     if when is None:
         return "-"
     age = now - when if when.tzinfo else now.replace(tzinfo=None) - when
@@ -66,7 +66,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def number_text(value: float | None) -> str:
-    """Returns four significant digits."""
+    """Returns four significant digits; `-` for None."""
     return "-" if value is None else f"{value:.4g}"
 
 

@@ -179,7 +179,7 @@ def _events(record: RankRecord, offset_s: float) -> Iterator[dict[str, Any]]:
 
 
 def in_lanes(spans: Sequence[PhaseSpan]) -> list[tuple[int, PhaseSpan]]:
-    """Returns the spans by start, each with the first row that is free at its start."""
+    """Returns the spans by start, each after its lane: the number of the first row that is free at its start."""
     ends: list[float] = []
     placed = []
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):

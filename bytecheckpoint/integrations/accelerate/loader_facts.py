@@ -13,7 +13,7 @@ from bytecheckpoint.adapters.rank_values.rng_state import RngState
 
 
 def order_of(loader: Any) -> dict[str, Any]:
-    """Returns what the order of a pass that begins now follows from."""
+    """Returns the random states from which the order of a pass that begins now follows."""
     sampler, generator = sampler_of(loader), generator_of(loader)
     return {
         "rng": RngState().state_dict(),
@@ -28,7 +28,7 @@ def set_order(loader: Any, order: Mapping[str, Any]) -> None:
         if order.get("seed") is not None:
             sampler.initial_seed = order["seed"]
     elif order.get("generator") is not None:
-        if generator is None and hasattr(sampler, "generator"):  # on one process accelerate makes none
+        if generator is None and hasattr(sampler, "generator"):  # in a single process accelerate makes no generator
             generator = sampler.generator = torch.Generator()
         if generator is not None:
             generator.set_state(order["generator"])
@@ -40,7 +40,7 @@ def generator_of(loader: Any) -> torch.Generator | None:
 
 
 def core_of(loader: Any) -> Any:
-    """Returns the innermost batch sampler, of an iterable dataset the dataset."""
+    """Returns the innermost batch sampler of a loader; for a loader over an iterable dataset, the dataset."""
     return loader.dataset if isinstance(loader.dataset, IterableDataset) else _batch_samplers(loader)[-1]
 
 
@@ -89,7 +89,9 @@ def global_batch(loader: Any, num_ranks: int) -> int | None:
 
 
 def batches_now(loader: Any, shared: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
-    """Returns the batches of each rank that are as many samples as were taken, and the samples that come again."""
+    """Returns how many batches of each rank hold the samples that were taken, rounded down, and how many samples come
+    again because of that; 0 and 0 if the size of a batch is not known.
+    """
     if shared["num_ranks"] == num_ranks or not shared["batches"]:
         return int(shared["batches"]), 0
     now, then = global_batch(loader, num_ranks), shared["global_batch"]

@@ -80,7 +80,7 @@ class ResumedPass:
 
 PASSES: MutableMapping[Any, LoaderPass] = weakref.WeakKeyDictionary()
 RESUMES: MutableMapping[Any, ResumedPass] = weakref.WeakKeyDictionary()
-"""Both have as keys an object that a loader shares with the loader that `skip_first_batches` makes of it."""
+"""PASSES and RESUMES have as keys an object that a loader shares with the one that `skip_first_batches` makes of it."""
 
 
 class _SamplingNoted:
@@ -162,7 +162,7 @@ def _wrap(cls: Any) -> None:
 
     def begin_pass(loader: Any) -> Iterator[Any]:
         kind = type(loader)
-        elastic_loader_of(loader)  # one of bcp.data.Streams counts from its first pass on, by a class of its own
+        elastic_loader_of(loader)  # gives a loader of bcp.data.Streams a class that counts from the first pass on
         return _iterated(loader, original) if type(loader) is kind else iter(loader)
 
     cls.__iter__ = begin_pass
@@ -179,7 +179,7 @@ def _iterated(loader: Any, original: Callable[[Any], Iterator[Any]]) -> Iterator
     going_on = resume.order if resume is not None else None
     order = going_on or order_of(loader)
     if has_first_iterator(loader) and "order_of_first_pass" in vars(loader):
-        order = {**loader.order_of_first_pass, "seed": order["seed"]}  # its workers have begun it already
+        order = {**loader.order_of_first_pass, "seed": order["seed"]}  # its workers have begun that pass already
     this = LoaderPass(weakref.ref(loader), int(getattr(loader, "iteration", 0)), order, skipped)
     PASSES[core] = this
     sampling = _SamplingNoted(loader, order, replays=going_on is not None)

@@ -78,8 +78,8 @@ class PreparedLoader:
         self._taken = streams, shared
 
     def go_on(self, name: str, restore_rng: Callable[[], object] | None) -> None:
-        """Brings the loader to the position that was loaded. What has to wait for its next pass is done there:
-        `restore_rng` too, once its first batch is there.
+        """Brings the loader to the position that was loaded. What has to wait for its next pass is done in that pass:
+        `restore_rng` is called too, once the first batch is there.
         """
         if self._taken is None:  # left out by `include` or `exclude`
             return
@@ -117,7 +117,9 @@ class PreparedLoader:
         )
 
     def _order_of_first_rank(self, streams: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the order of the pass on all ranks of another number, from the state that rank 0 got."""
+        """Returns on all ranks the order of the saved pass from the state that rank 0 got. For a load on another number
+        of ranks; all ranks call it.
+        """
         saved = streams.get(_id_of(0), {}).get("order", {})
         found = [{name: saved.get(name) for name in ("generator", "seed")}]
         broadcast_object_list(found)

@@ -182,8 +182,8 @@ def _unwrapped(value: Any, wrapper: type, name: str) -> Any:
 
 def _saved_models(accelerator: Any, path: str, decisions: Decisions) -> dict[int, Any]:
     """Runs the hooks that accelerate runs before a save; an error of one on any rank is raised by all. A model whose
-    weights a hook takes away is saved by that hook, and not here; rank 0 decides, because hooks of most programs do
-    this there alone.
+    weights a hook takes away is saved by that hook, and not here. The answer of rank 0 counts, because hooks of most
+    programs take weights away on rank 0 alone.
     """
     models = dict(enumerate(accelerator._models))
     hooks = accelerator._save_model_state_pre_hook
@@ -274,7 +274,7 @@ def _folders_in(root: str, arguments: Mapping[str, Any]) -> NumberedFolders:
 
 
 def _folders_of(accelerator: Any, root: str, arguments: Mapping[str, Any]) -> NumberedFolders:
-    """Returns the checkpoints that this process has saved into, which count their commits."""
+    """Returns the folders of the Accelerator's project: one object for all saves of this process."""
     known = _FOLDERS.get(accelerator)
     if known is None or known.root != expand_home(root):
         known = _folders_in(root, arguments)

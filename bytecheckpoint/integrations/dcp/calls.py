@@ -332,7 +332,7 @@ def _save_options(writer: object, options: SaveOptions | None) -> SaveOptions:
 def _ranks_of(
     process_group: dist.ProcessGroup | None, plug_in: object, *, no_dist: bool
 ) -> Iterator[dist.ProcessGroup | None]:
-    """Yields the group of the ranks that take part."""
+    """Yields the group of the ranks that take part, None for the default group."""
     alone = alone_group() if no_dist else None
     of_writer = plug_in.process_group if isinstance(plug_in, BcpStorageWriter) else None
     try:

@@ -89,8 +89,8 @@ class _Values:
             return
 
     def differing(self, ranks: Ranks) -> list[str]:
-        """Returns the sorted names whose values are not the same on all ranks that have them: one short message where
-        all is the same.
+        """Returns the sorted names whose values are not the same on all ranks that have them. If all are the same, each
+        rank sends only one short message.
         """
         together_digest = xxhash.xxh3_64(msgspec.msgpack.encode(sorted(self._plain.items())))
         together_digest.update(combined_digest([self._tensors[fqn] for fqn in sorted(self._tensors)]).to_bytes(8))

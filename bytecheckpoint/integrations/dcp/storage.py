@@ -68,7 +68,7 @@ def flattened(manifest: Manifest, path: str, *, rank: int) -> FlatCheckpoint:
 
 
 def _take_of_rank(nested: dict[Any, Any], fqn: str, rank: int) -> None:
-    """Puts one rank's value in the place of the values of all ranks."""
+    """Puts one rank's value in the place of the values of all ranks; removes these if that rank saved none."""
     entry, _, rest = fqn.partition(".")
     inside = nested.get(entry) if rest else None
     container, key = (inside, rest) if isinstance(inside, dict) and rest in inside else (nested, fqn)
@@ -92,7 +92,7 @@ LOAD_PLANNER_ADVICE = "leave the planner out, or load through BcpStorageReader w
 
 
 def alone_group() -> dist.ProcessGroup | None:
-    """Returns a group of this process alone, where there are others; it is the caller's to destroy."""
+    """Returns a group of this process alone, which the caller is to destroy; None if there are no other processes."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     group: dist.ProcessGroup = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
@@ -203,7 +203,9 @@ def begin_save(
     on_conflict: OnConflict,
     is_async: bool,
 ) -> SaveHandle:
-    """Saves a state without Stateful values. Values that differ between ranks are saved for each rank."""
+    """Saves a state whose Stateful values were replaced by their state_dict(). Values that differ between ranks are
+    saved for each rank, or refused, as `on_conflict` says.
+    """
     kept = mark_differing(
         state,
         path=str(path),

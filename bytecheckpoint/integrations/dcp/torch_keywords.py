@@ -14,7 +14,7 @@ from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.options import SaveOptions
 
 _HELD_ANYWAY = {"cache_staged_state_dict", "sync_files", "per_thread_copy_ahead", "serialization_format"}
-"""Staging memory is kept, files are synced, memory is bounded by SaveOptions, and files are safetensors."""
+"""Keywords without effect: staging memory is kept, files are synced, memory is bounded, files are safetensors."""
 _REFUSED = {
     "single_file_per_rank": (True, "files hold many tensors: SaveOptions.max_file_bytes bounds them"),
     "_extensions": (None, "they change the bytes of files: SaveOptions.codec compresses them"),
@@ -24,7 +24,7 @@ _REFUSED = {
 
 
 def with_writers_keywords(options: SaveOptions, given: Mapping[str, Any]) -> SaveOptions:
-    """Returns the options with what keywords of FileSystemWriter say.
+    """Returns the options with what keywords of FileSystemWriter say; without the keyword, `overwrite` becomes True.
 
     Raises CheckpointMismatchError (conflict) for what is not supported, and TypeError for other names.
     """
@@ -34,7 +34,9 @@ def with_writers_keywords(options: SaveOptions, given: Mapping[str, Any]) -> Sav
 
 
 def check_keywords(kind: str, given: Mapping[str, Any], taken: set[str]) -> None:
-    """Raises as `with_writers_keywords` does."""
+    """Raises for keywords that are not in `taken`: TypeError for an unknown one, CheckpointMismatchError (conflict) for
+    a known one with a value that would change something.
+    """
     for name, value in given.items():
         if name in taken:
             continue

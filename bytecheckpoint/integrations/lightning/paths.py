@@ -35,7 +35,7 @@ class ChosenCheckpoint(NamedTuple):
     is_own: bool
     """False for a file or folder that Lightning itself has written."""
     names: list[str]
-    """Top-level names of its state."""
+    """Top-level names of its state; empty if it is Lightning's, as is `metadata`."""
     metadata: dict[str, Any]
 
 
@@ -51,7 +51,7 @@ def find_checkpoint(path: str, storage_options: Mapping[str, Any] | None, *, is_
         return ChosenCheckpoint(path, False, [], {})
     newest = _newest_beside(path, storage_options) if is_chosen else None
     if newest is None:
-        return _opened(path, storage_options)  # which says what is missing
+        return _opened(path, storage_options)  # raises, and says what is missing
     logger.warning(
         "%s was never committed: %s is the newest checkpoint beside it, and is loaded instead",
         showable_url(path),
@@ -99,9 +99,9 @@ def _newest_beside(path: str, storage_options: Mapping[str, Any] | None) -> str 
 
 
 def chosen_by_lightning(trainer: Trainer) -> bool:
-    """Returns True if the user gave no path of a checkpoint, but `ckpt_path="last"`, or none at all.
+    """Returns True if the user gave no path of a checkpoint, but `ckpt_path="last"` or `"hpc"`, or none at all.
 
-    The Trainer does not keep what it was given, and strategies only hear what it made of that: so this looks at the
+    The Trainer does not keep what it was given, and strategies only get what it made of that: so this looks at the
     call. Where that is in another process, the answer is False, and a path that was never committed raises.
     """
     if trainer._checkpoint_connector._user_managed:  # by `trainer.ckpt_path = ...`

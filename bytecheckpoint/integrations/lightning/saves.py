@@ -77,7 +77,7 @@ class SaveInFlight:
             timeout_s: Seconds to wait for other ranks.
             wait_s: Seconds to wait for the save; for as long as its own limits are if None.
 
-        Raises the error of the save or of a copy, on all ranks; TimeoutError.
+        Raises the error of the save or of a copy, on all ranks; TimeoutError if the save has not ended after `wait_s`.
         """
         handle, self._handle = self._handle, None
         work, self._work = self._work, []
@@ -140,7 +140,9 @@ def copy_checkpoint(source: str, target: str, storage_options: Mapping[str, Any]
 
 
 def _link_files(source: str, target: str, names: Iterable[str], storage_options: Mapping[str, Any] | None) -> None:
-    """Creates the data files at the target. What cannot be created so is left to `copy_step`, which copies it."""
+    """Creates the data files at the target by links, or by copies inside the storage. `copy_step` copies the bytes of
+    a file that cannot be created in this way.
+    """
     if is_plain_path(source):
         for name in names:
             linked = os.path.join(target, name)  # noqa: PTH118 - a URL's rules do not apply

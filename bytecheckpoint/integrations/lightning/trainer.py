@@ -149,7 +149,9 @@ class BcpStrategyMixin(Strategy):
         self._bcp_saves.begin(handle)
 
     def _bcp_place(self, given: str) -> tuple[str, str]:
-        """Returns the path of a save, and the path of the checkpoint that is copied there instead of saving."""
+        """Returns the path of a save, and the path of a checkpoint to copy there instead; empty if there is none to
+        copy. Removes a link at the path.
+        """
         if os.path.islink(given):  # noqa: PTH114
             os.unlink(given)  # noqa: PTH108 - else the save would replace what it points to
         return given, saved_just_before(self._bcp_trainer(), given)
@@ -289,8 +291,8 @@ class BcpStrategyMixin(Strategy):
         return loader
 
     def on_train_start(self) -> None:
-        """Begins to listen for signals. Raises CheckpointMismatchError (conflict) if a loader is read ahead otherwise
-        than its streams were told.
+        """Begins to handle signals. Raises CheckpointMismatchError (conflict) if Lightning reads a loader ahead by
+        another number of batches than the `read_ahead` of its Streams.
         """
         super().on_train_start()
         trainer = self._bcp_trainer()
@@ -309,7 +311,7 @@ class BcpStrategyMixin(Strategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Stops all ranks after this batch if one of them was requested to stop."""
         super().on_train_batch_start(batch, batch_idx)
-        self._bcp_restore_random()  # where training_step(dataloader_iter) takes the batches
+        self._bcp_restore_random()  # for a training_step(dataloader_iter), which takes batches itself
         if self._bcp_stop is not None and self._bcp_stop.end_step():
             self._bcp_trainer()._signal_connector.received_sigterm = True  # Lightning raises at the end of the batch
 

@@ -49,7 +49,9 @@ class FoundIteration(msgspec.Struct):
 
 
 def find(args: Namespace, root: str | None, reach: TrackedFolder) -> FoundIteration:
-    """Chooses the checkpoint, on rank 0. `reach` says how folders are reached."""
+    """Chooses the checkpoint, on rank 0. `reach` says how folders are reached. Without any checkpoint, returns an empty
+    path with a warning, or raises CheckpointNotFoundError, as Megatron's arguments say.
+    """
     wanted = getattr(args, "ckpt_step", None)
     if wanted and root is not None:
         return _described(reach._replace(root=root), name_of(wanted))
@@ -125,15 +127,15 @@ class ReplacedCheckpoints:
             self._replaced.add(int(text))
 
     def going(self, iteration: int, interval: int) -> list[NumberedFolder]:
-        """Returns the checkpoints before this iteration, except one of every `interval`; with 0, all of them. Damaged
-        checkpoints are skipped.
+        """Returns the noted checkpoints except that of `iteration` and those at multiples of `interval`; with 0, no
+        multiple is excepted. Damaged checkpoints are skipped.
         """
         going = []
         for number in sorted(self._replaced - {0, iteration}):
             folder = self.folders.find(number) if not interval or number % interval else None
             if folder is None:
                 self._replaced.discard(number)
-            else:  # until it is gone: a deletion may fail
+            else:  # stays noted until it is gone: a deletion may fail
                 going.append(folder)
         return going
 

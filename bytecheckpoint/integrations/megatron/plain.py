@@ -9,7 +9,7 @@ from typing import Any
 
 _PLAIN = (bool, int, float, str, type(None))
 _CLASS, _ITEMS = "class", "items"
-"""Keys of a dict that stands for an object of a class that `restored` is given."""
+"""Keys of a dict that stands for an enum or a named tuple, which `with_classes` makes of it."""
 
 
 def plain_arguments(args: Namespace) -> dict[str, Any]:

@@ -50,7 +50,7 @@ logger = logging.getLogger("bytecheckpoint")
 _COUNTS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 """Arguments that are positions of training, which a resumed run takes from the checkpoint."""
 _OF_BRIDGE = {"step", "floating_point_operations_so_far"}
-"""Names in what Megatron-Bridge has in the place of arguments, the state of its training."""
+"""Names in the state of training that Megatron-Bridge saves in the place of Megatron's arguments."""
 _OF_RUN = "bytecheckpoint "
 """Begin of a key in Megatron's context, before the folder."""
 
@@ -260,8 +260,8 @@ def is_optimizer(optimizer: Any) -> bool:
 
 
 def random_numbers(*, by_data_rank: bool) -> RngState:
-    """Returns the generators. Those outside of Megatron's tracker are alike in all ranks of a pipeline stage, unless
-    the run says otherwise, as by `--data-parallel-random-init`.
+    """Returns the generators, to save or to load. Those outside of Megatron's tracker are alike in all ranks of a
+    pipeline stage, unless the run says otherwise, as by `--data-parallel-random-init`.
     """
     at = {"pp": parallel_state.get_pipeline_model_parallel_rank()}
     if by_data_rank:

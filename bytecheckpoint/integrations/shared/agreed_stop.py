@@ -34,7 +34,7 @@ class AgreedStop:
         try:
             self._agreement = join_stop(self._requests, None, token=token, timeout_s=timeout_s)
         except BaseException:
-            self._requests.close()  # else the process would go on without an end, deaf to these signals
+            self._requests.close()  # else the process would go on without an end, and ignore these signals
             raise
 
     @property

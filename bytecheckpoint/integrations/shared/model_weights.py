@@ -25,7 +25,7 @@ logger = logging.getLogger("bytecheckpoint")
 _MAX_NAMED = 10
 _MEMORY_BYTES = 2 << 30
 _MAX_FILE_BYTES = 5_000_000_000
-"""Length of a file, as `save_pretrained` cuts them."""
+"""Largest length of a file, as `save_pretrained` cuts them."""
 
 
 def save_weights(
@@ -37,8 +37,8 @@ def save_weights(
 ) -> None:
     """Writes a folder of safetensors files with these names, local or of a store, in place of any folder there.
 
-    The weights pass through a checkpoint beside the folder, which is deleted afterwards. Raises the errors of a save
-    and of a load.
+    The weights pass through a checkpoint beside the folder, which is deleted once the folder is written. Raises the
+    errors of a save and of a load.
     """
     between = f"{path}.weights"
     overwriting = SaveOptions(overwrite=True, timeout_s=options.timeout_s, writer_threads=options.writer_threads)

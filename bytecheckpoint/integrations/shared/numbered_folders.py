@@ -60,7 +60,7 @@ class FolderRecord(msgspec.Struct, frozen=True, kw_only=True):
     model_only: bool = False
 
     def as_metadata(self) -> dict[str, Any]:
-        """Returns the metadata of a checkpoint."""
+        """Returns the record as metadata for its checkpoint."""
         return {_RECORD: msgspec.to_builtins(self)}
 
 
@@ -189,8 +189,8 @@ class NumberedFolders:
         return folder
 
     def begin(self, *, resumed: str = "") -> None:
-        """Looks at what is there, and finishes in the background what `finish_begun` says. `resumed` is the save id of
-        the checkpoint that training goes on from: those that were committed after it are the first to go.
+        """Reads the records of the committed checkpoints, and calls `finish_begun`. `resumed` is the save id of the
+        checkpoint that training goes on from: those that were committed after it are the first to be deleted.
         """
         sequences = {folder.save_id: folder.record.sequence for folder in self.committed()}
         self._next_sequence = max(sequences.values(), default=_NEVER_SAVED) + 1
@@ -204,7 +204,8 @@ class NumberedFolders:
         self._ask()
 
     def record(self, number: int, *, model_only: bool = False) -> FolderRecord:
-        """Returns the record for the next save, which is at this number. It is not deleted until `retire_after`.
+        """Returns the record for the next save, which is at this number. Until the save that is passed to
+        `retire_after` has ended, no checkpoint at this number is deleted.
 
         Raises StorageError (unavailable) where a deletion of what was there before hangs.
         """
@@ -303,8 +304,8 @@ class NumberedFolders:
 
     @contextmanager
     def _deletion_of(self, number: int) -> Iterator[Store | None]:
-        """Yields the folder that is to be deleted, None if it is being saved. Once the checkpoint is gone, removes what
-        the framework has written beside it. A deletion that raises is finished by the next attempt.
+        """Yields a store in the folder that is to be deleted, None if it is being saved. Once the checkpoint is gone,
+        removes what the framework has written beside it. A deletion that raises is finished by the next attempt.
         """
         with self._changed:
             self._deleting = None if number in self._saving else number

@@ -1,6 +1,6 @@
 """A folder of checkpoints under names of a framework, with a file that says which is the newest: `latest` of DeepSpeed,
-`latest_checkpointed_iteration.txt` of Megatron-LM. It is written when the manifest exists, and before any rank hears
-that its save is committed: so it never names an incomplete checkpoint, and is never behind a save that has ended.
+`latest_checkpointed_iteration.txt` of Megatron-LM. The file is written when the manifest exists, and before any rank
+learns that its save is committed: so it never names an incomplete checkpoint, nor is behind a save that has ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bytecheckpoint.storage.store import Store, one_block, read_whole
 
 T = TypeVar("T")
 _MAX_BYTES = 4096
-"""Length of a name in the file."""
+"""Largest length of the file."""
 
 
 class TrackedFolder(NamedTuple):
@@ -83,8 +83,8 @@ class TrackedFolder(NamedTuple):
         )
 
     def decide_together(self, decide: Callable[[], T], kind: type[T]) -> T:
-        """Returns on every rank what `decide` returns on rank 0, whose error all raise. All ranks call it together, and
-        what this process saves is committed before.
+        """Returns on every rank what `decide` returns on rank 0, whose error all raise. All ranks call it together. It
+        first waits until the saves of this process have ended.
         """
         process_state().saves.wait_until_ended()
         decisions = Decisions(self.process_group, self.shown(), timeout_s=self.timeout_s)

@@ -211,7 +211,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
             future.result()
 
     def _close(self) -> None:
-        self.enable = False  # torchtitan closes again when it ends
+        self.enable = False  # torchtitan calls `close` once more when it ends
         try:
             self._wait_for_saving()
         finally:

@@ -37,7 +37,7 @@ class TrainerRecord(msgspec.Struct, frozen=True, kw_only=True):
     adapters_only: bool
 
     def as_metadata(self) -> dict[str, Any]:
-        """Returns the metadata of a checkpoint."""
+        """Returns the record as metadata for its checkpoint."""
         return {_RECORD: msgspec.to_builtins(self)}
 
     def without_state(self) -> TrainerRecord:
@@ -50,7 +50,7 @@ class Resume(msgspec.Struct, frozen=True):
 
     path: str = ""
     record: TrainerRecord | None = None
-    """None if the Trainer itself wrote the checkpoint."""
+    """None if the Trainer itself wrote the checkpoint, or if there is none."""
     refusal: str = ""
     others: bool = False
     """With a refusal: True if there are folders that can be resumed from only if their path is given."""
@@ -99,8 +99,8 @@ def _is_of_trainer(path: str) -> bool:
 
 
 def find_newest(run_dir: str) -> Resume:
-    """Returns the checkpoint of a run that was committed last, whatever its number. Damaged ones are skipped with a
-    warning; if there is no other, the error of one is raised.
+    """Returns the checkpoint of a run that was committed last, whatever its number; if none is committed, a Resume with
+    a `refusal`. Damaged ones are skipped with a warning; if there is no other, the error of one is raised.
     """
     folders = folders_of(run_dir)
     committed = folders.committed(to_load=True)
@@ -118,7 +118,7 @@ def find_newest(run_dir: str) -> Resume:
 
 
 def find_given(path: str) -> Resume:
-    """Returns the checkpoint at a path.
+    """Returns the checkpoint at a path, without a record if no save of this library has begun in the folder.
 
     Raises CheckpointNotFoundError (not_committed, not_found) if none is complete there: no other path is tried.
     """

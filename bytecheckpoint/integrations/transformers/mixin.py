@@ -81,11 +81,11 @@ class BcpTrainerMixin(Trainer):
     _bcp_saves: TrainerSaves | None = None
     _bcp_rest: RestOfPass | None = None
     _bcp_is_in_place = False
-    """True until the first pass over a train loader that was loaded."""
+    """True from the load of a train loader's state until the first pass over that loader."""
     _bcp_resume = Resume()
     _bcp_report: LoadReport | None = None
     _bcp_data: DataLoaderState | None = None
-    """Of the train loader, if that has a state."""
+    """State of the train loader; None if that has no state."""
 
     def train(
         self,
@@ -141,7 +141,9 @@ class BcpTrainerMixin(Trainer):
                 saves.close()
 
     def _bcp_find(self, wanted: str | bool | None) -> Resume:  # noqa: FBT001  as for train
-        """Finds the checkpoint to go on from, on rank 0."""
+        """Returns on all ranks the checkpoint that rank 0 finds; empty for a fresh start. Raises ValueError for True if
+        none is committed.
+        """
 
         def find() -> Resume:
             if wanted is None or wanted is False:
@@ -179,7 +181,8 @@ class BcpTrainerMixin(Trainer):
                 "BcpTrainerMixin does not take DeepSpeed under the Trainer: use FSDP2, or train with DeepSpeed's own "
                 "loop and bytecheckpoint.integrations.deepspeed"
             )
-        # Its handler would save on the rank that got the signal, without the others. Ours does that handler's work.
+        # The handler of this option would save on the rank that got the signal, without the others. AgreedStop does
+        # the work of that handler.
         self.args.enable_jit_checkpoint = False
 
     # ---- Saving
@@ -248,7 +251,7 @@ class BcpTrainerMixin(Trainer):
     def _bcp_state(self, *, adapters_only: bool, model_only: bool) -> dict[str, Any]:
         state: dict[str, Any] = {"model": adapters_of(self.model) if adapters_only else self.model}
         if not model_only:
-            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # inside of accelerate's
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's optimizer holds it
             state |= {"optimizer": optimizer, "scheduler": self.lr_scheduler, "rng": RngState(elastic="keep")}
             scaler = getattr(self.accelerator, "scaler", None)
             if scaler is not None:
@@ -313,8 +316,8 @@ class BcpTrainerMixin(Trainer):
         self._bcp_is_in_place = "data" in wanted
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Finds the state of the train loader, if it has one, then prepares as the Trainer does: the load in there sets
-        the position of the loader, too.
+        """Finds the state of the train loader, if it has one, then prepares as the Trainer does: the load in that call
+        sets the position of the loader, too.
         """
         self._bcp_data = train_loader_state(
             train_dataloader, rank=self.args.process_index, size=self.args.world_size, elastic=self.bcp_elastic
@@ -361,7 +364,7 @@ class BcpTrainerMixin(Trainer):
 
 def _present(state: Mapping[str, Any], record: TrainerRecord) -> dict[str, Any]:
     """Returns the part of the state that the checkpoint has."""
-    absent = [name for name in state if name not in record.entries and name != "data"]  # in which batches are skipped
+    absent = [name for name in state if name not in record.entries and name != "data"]  # else batches are skipped
     if absent:
         logger.warning("the checkpoint has no %s, as with save_only_model=True: they begin anew", ", ".join(absent))
     return {name: value for name, value in state.items() if name in record.entries}

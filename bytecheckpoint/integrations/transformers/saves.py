@@ -65,7 +65,7 @@ class TrainerSaves:
         self._folders = on_rank_0(self._decisions, partial(_begun, run_dir, resumed))
 
     def is_committed(self, path: str) -> bool:
-        """Returns True on all ranks if rank 0 finds a committed checkpoint there, or one is being saved there."""
+        """Returns True on all ranks if rank 0 finds a committed checkpoint at the path, or the newest save is there."""
         if path == self.newest_path:
             return True
         return self._decisions.decide_together(f"looking at {path}", lambda: is_committed(path), bool)
@@ -127,7 +127,7 @@ class TrainerSaves:
             return True
 
         self._decisions.decide_together(f"preparing {path}", write_beside, bool)
-        metadata = marked("transformers", records[0].as_metadata() if records else None)  # rank 0's counts
+        metadata = marked("transformers", records[0].as_metadata() if records else None)  # that of rank 0 counts
         options = replace(options, overwrite=True)
         handle = api.save(path, state, async_save=async_save, metadata=metadata, options=options)
         self._handle = handle
@@ -139,7 +139,7 @@ class TrainerSaves:
     def _beyond(self, limit: Limit, path: str) -> list[NumberedFolder]:
         """Returns the checkpoints beyond the limit, on rank 0."""
         committed = self._folders.committed() if self._folders is not None else []
-        newest = committed[-1].path if committed else ""  # than the save of this limit, where deletions are late
+        newest = committed[-1].path if committed else ""  # may be newer than `path`, where deletions are late
         held = {os.path.realpath(each) for each in (path, newest, limit.best) if each}
         num_too_many = len(committed) - max(limit.num_kept or 0, len(held))
         others = [folder for folder in committed if os.path.realpath(folder.path) not in held]

@@ -26,7 +26,7 @@ def train_loader_state(loader: Any, *, rank: int, size: int, elastic: Elastic | 
     Raises like `DataLoaderState`.
     """
     is_known = elastic_loader_of(loader) is not None
-    # Those that accelerate has made have the methods in any case, and the Trainer makes them by itself.
+    # Loaders that accelerate has made have the methods in any case, and the Trainer lets accelerate make them.
     if not is_known and (not has_state(loader) or isinstance(loader, DataLoaderAdapter)):
         return None
     return loader_state(loader, rank=rank, size=size, elastic=elastic)
@@ -34,7 +34,8 @@ def train_loader_state(loader: Any, *, rank: int, size: int, elastic: Elastic | 
 
 class RestOfPass(IterableDataset[Any]):
     """The rest of the pass over a loader that is in its place already, from which the Trainer would skip batches. It is
-    the dataset of what accelerate's `skip_first_batches` takes for a loader: batches to skip, and then the loader's.
+    the dataset of an object that accelerate's `skip_first_batches` takes for a loader, and yields as many empty batches
+    as are to be skipped, then those of the loader.
     """
 
     def __init__(self, state: DataLoaderState, *, num_to_skip: int) -> None:
@@ -47,7 +48,7 @@ class RestOfPass(IterableDataset[Any]):
         if self._num_to_skip:
             options = {"batch_size": None, "drop_last": False, "collate_fn": _as_it_is, "prefetch_factor": None}
             return SimpleNamespace(dataset=self, **options)
-        if self._state.keyed_by == "stream":  # one whose pass has ended goes on with the next
+        if self._state.keyed_by == "stream":  # a loader whose pass has ended goes on with the next pass
             return self._state.loader
         rest = iter(self._state.loader)
         first = next(rest, _NO_BATCH)

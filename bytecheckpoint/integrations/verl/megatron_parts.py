@@ -1,4 +1,4 @@
-"""The checkpoint manager for the Megatron workers of verl: see verl.py."""
+"""The checkpoint manager for the Megatron workers of verl. managers.py has that of the FSDP workers, and `install`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class BcpMegatronCheckpointManager(RoleManager, MegatronCheckpointManager):
 
     def _state(self, *, is_model: bool, is_optimizer: bool, is_extra: bool, has_scheduler: bool) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        if is_model or is_optimizer:  # masters of weights are the optimizer's
+        if is_model or is_optimizer:  # the optimizer holds the master weights of the model
             state["model"] = list(self.model)
         if is_optimizer:
             state["optimizer"] = self.optimizer

@@ -56,7 +56,7 @@ class RoleSaves:
         self._folders: NumberedFolders | None = None
         """On rank 0, once a path is known."""
         self._path = ""
-        """Of the newest save."""
+        """Path of the newest save."""
         self._to_track: Path | None = None
         """Step whose name the tracker file is to get, on rank 0."""
         self._tracking = threading.Lock()
@@ -131,8 +131,8 @@ class RoleSaves:
         self._find_folders(Path(local_path), is_resumed=True)
 
     def _find_folders(self, place: Path, *, is_resumed: bool = False) -> NumberedFolders | None:
-        """Returns the folders of the role on rank 0, where the path is one of verl's layouts. With `is_resumed` it is
-        that of the checkpoint that was loaded. Raises on all ranks what rank 0 raises.
+        """Returns the folders of the role on rank 0, if the path is in one of verl's layouts; else None. With
+        `is_resumed` the path is that of the loaded checkpoint. Raises on all ranks what rank 0 raises.
         """
         is_role = _STEP.fullmatch(place.parent.name) is not None
         if not (is_role or _STEP.fullmatch(place.name)):

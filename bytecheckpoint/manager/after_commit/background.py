@@ -88,7 +88,7 @@ class Background:
 
     def cool_down(self, target: Store, keep: KeepPolicy, *, overwrites: bool) -> None:
         """Copies the steps to a second root from now on, first those of earlier managers. With `overwrites` a copy
-        replaces any checkpoint in its place.
+        replaces any checkpoint in its place that is neither pinned nor leased.
         """
         self._second = SecondRoot(
             target,
@@ -104,7 +104,7 @@ class Background:
         self._second.work.ask()
 
     def hold_restored(self, step: int, passed_over: Collection[int]) -> None:
-        """Keeps the step that was restored, and newer ones that could not be: they may be good."""
+        """Keeps the step that was restored, and newer ones that were passed over: they may be good."""
         self._held = {**dict.fromkeys(passed_over, "passed over by restore"), step: "restored"}
 
     def _delete_after_copy(self) -> None:

@@ -95,7 +95,7 @@ class RetriedWork:
             return None if self._is_closing else self._num_asked
 
     def _pause(self, error: Exception, pause_s: float) -> float:
-        """Waits before the next attempt; returns the pause after that one."""
+        """Waits before the next attempt; returns the pause to make if that attempt fails too."""
         with self._changed:
             self._failure, self._failed_at = error, time.monotonic()
             self._changed.notify_all()

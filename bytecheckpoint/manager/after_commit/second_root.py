@@ -54,8 +54,8 @@ class SecondRoot:
         on_copied: Callable[[], object],
     ) -> None:
         """`steps` are those of the first root, `saves` those of the manager. `replaced` are the save ids of checkpoints
-        that these replace, whose copies are replaced too; with `overwrites` that goes for all copies. `on_copied` is
-        called when steps of the first root wait for less.
+        that these saves replace, whose copies are replaced too; with `overwrites` any copy may be. `on_copied` is
+        called after each attempt to copy a step, when fewer steps of the first root may have to wait.
         """
         self._source, self._target = generation.store, target
         self._generation = generation
@@ -99,7 +99,7 @@ class SecondRoot:
         self.work.ask()
 
     def _missing(self, source_steps: Sequence[StoredStep], copies: Mapping[int, StoredStep]) -> list[StepInfo]:
-        """Returns the steps that the policy wants there and that are not there yet, oldest first."""
+        """Returns the steps that the policy wants in the second root and that are not there yet, oldest first."""
         wanted = self._wanted(source_steps, copies)
         infos = [step.info for step in source_steps if step.info.step in wanted]
         return [info for info in infos if not self._is_copied(info, copies.get(info.step))]
@@ -108,13 +108,13 @@ class SecondRoot:
         return copy is not None and copy.info.save_id == info.save_id and info.step not in self._to_renew
 
     def _wanted(self, source_steps: Sequence[StoredStep], copies: Mapping[int, StoredStep]) -> set[int]:
-        """Returns the steps of both roots that the policy keeps there."""
+        """Returns those steps of both roots that the policy of the second root keeps."""
         both = ordered([*{**copies, **{step.info.step: step for step in source_steps}}.values()])
         decisions = decide(self._keep, [step.info for step in both], now=self._clock.now(), held={})
         return {decision.step for decision in decisions if decision.is_kept}
 
     def _catch_up(self) -> None:
-        """Makes the copies that are missing, then deletes what is not to stay there. Raises the first failure."""
+        """Makes the copies that are missing, then deletes the copies that are not to stay. Raises the first failure."""
         if self._is_superseded():
             return
         self._own_target()
@@ -232,7 +232,7 @@ class SecondRoot:
         logger.info("step %d was copied to %s", info.step, self._target)
 
     def _replaceable(self, copy: StoredStep | None) -> list[str]:
-        """Returns the save id of the copy that stands in the place of another checkpoint's, if it may be replaced."""
+        """Returns the save id of a copy if the copy of another checkpoint may replace it, else an empty list."""
         if copy is None:
             return []
         save_id, folder = copy.info.save_id, layout.step_folder(copy.info.step)

@@ -26,9 +26,9 @@ PINS_AHEAD_FOLDER = "manager/pins_ahead"
 
 def pin_ahead(store: Store, step: int, *, time: float) -> None:
     """Pins the checkpoint that is about to be committed: a process that ends right after the commit loses no pin. A
-    note of it lets the next manager take the pin away if the process ends before.
+    note of the pin lets the next manager take it away if the process ends before the commit.
     """
-    with suppress(CheckpointExistsError):  # of an attempt that failed
+    with suppress(CheckpointExistsError):  # the note of an attempt that failed
         store.write(_note_of(step), one_block(b"\n"), replace=False)
     step_records.write_pin(store, step_folder(step), time=time)
 
@@ -108,7 +108,9 @@ def _checked_seconds(seconds: object) -> float:
 
 
 def metrics_of_rank_0(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics as plain floats. Raises CheckpointMismatchError (conflict), which is a ValueError."""
+    """Returns the metrics as plain floats. Raises CheckpointMismatchError (conflict), which is a ValueError, for what
+    is no mapping of names to numbers.
+    """
     try:
         return step_records.check_metrics(metrics)
     except (ValueError, AttributeError) as error:

@@ -69,7 +69,7 @@ class StorageClock:
         self._offset_s = time.time() + offset_s - time.monotonic()
 
     def keep_after(self, time_s: float) -> None:
-        """Notes a time that has passed already. One in the future, of a clock that was wrong, counts as now."""
+        """Notes a time that has passed already. A time in the future, of a clock that was wrong, counts as now."""
         self._offset_s = max(self._offset_s, time_s - time.monotonic())
 
     def now(self) -> float:
@@ -78,6 +78,6 @@ class StorageClock:
 
 
 def offset_of(store: Store) -> float:
-    """Returns the seconds by which the clock of the storage is ahead of this host's; 0.0 if it does not tell."""
+    """Returns the seconds by which the clock of the storage is ahead of this host's; 0.0 if that clock is unknown."""
     now = clock_of(store)
     return 0.0 if now is None else now - time.time()

@@ -13,11 +13,11 @@ from bytecheckpoint.manager.stats import Goodput
 from bytecheckpoint.manager.step_info import StepInfo
 
 _SOME_STEP = (StepInfo(0, 0.0, {}, {}, False, True),)
-"""Stands for all saved steps before a policy that may only ask if there are any."""
+"""Passed in the place of the saved steps to a policy that may only ask if there are any."""
 
 
 class DueSteps:
-    """The due steps of one manager, which writes."""
+    """The due steps of one manager that is not read-only."""
 
     def __init__(
         self,
@@ -36,7 +36,9 @@ class DueSteps:
         self._owned = owned
 
     def is_due(self, step: int, *, is_forced: bool, is_stopping: bool) -> bool:
-        """Returns True if this step is to be saved now. All ranks call it together."""
+        """Returns True if this step is to be saved now; for the step of the newest save, or else the restored one, only
+        if `is_forced`. All ranks call it together.
+        """
         if is_forced or step == self._newest:
             return is_forced
         if is_stopping:
@@ -66,7 +68,7 @@ class DueSteps:
         is_in_flight = begun is not None and not begun.has_failed and not begun.is_noted.is_set()
         saved = [known.info for known in self._owned.background.steps.all()]
         if begun is not None and is_in_flight:
-            saved = [info for info in saved if info.step != begun.step]  # of a checkpoint that it replaces
+            saved = [info for info in saved if info.step != begun.step]  # it is replaced by this save
             saved.append(StepInfo(begun.step, begun.time, {}, {}, False, False))
         seconds = {"step": stats.longest_step_s, "since_start": stats.elapsed_s}
         return bool(self._policy.due(StepInfo(step, now, {}, seconds, False, False, host_time=time.time()), saved))

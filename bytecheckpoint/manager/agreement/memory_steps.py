@@ -27,7 +27,7 @@ logger = logging.getLogger("bytecheckpoint")
 
 
 def with_memory(options: ManagerOptions, memory: Memory | None) -> ManagerOptions:
-    """Returns the options of a manager whose saves are held in memory as well."""
+    """Returns the options with `memory` for each save; unchanged if `memory` is None."""
     return options if memory is None else replace(options, save=replace(options.save, memory=memory))
 
 
@@ -121,7 +121,9 @@ class MemorySteps:
         logger.error("memory does not hold step %s: %s", error.step, error.message)
 
     def resume(self, state: Mapping[str, Any], **as_load: Any) -> LoadReport | None:
-        """Loads the newest version that memory or storage hold of the branch that training is on."""
+        """Loads the newest version that memory or storage hold of the branch that training is on; returns None if there
+        is none.
+        """
         load_options = as_load.pop("options")
         read_abandoned = partial(abandoned_steps.present_abandoned, self._run.store)
         return phases.run_resume(

@@ -82,7 +82,7 @@ class StopRequests:
             os.kill(os.getpid(), number)
 
     def request(self, reason: str, *, deadline_s: float | None) -> None:
-        """Requests a stop now, or in time for an end that is a number of seconds from now."""
+        """Requests a stop now, or so that the last save is durable before `deadline_s` seconds from now have passed."""
         if deadline_s is None:
             self._reason = self._reason or reason
         else:
@@ -115,7 +115,7 @@ class StopRequests:
 
 
 class SoleStop:
-    """The agreement of a process on its own."""
+    """The stop of a process on its own, which has no other ranks to agree with."""
 
     def __init__(self, requests: StopRequests) -> None:
         self._requests = requests
@@ -199,7 +199,7 @@ class GroupStop:
         while not self._is_closed.wait(_PENDING_POLL_S if self._has_reported and not is_lost else pause_s):
             try:
                 is_decided = self._advance()
-            except RuntimeError as error:  # of torch's store
+            except RuntimeError as error:  # raised by torch's store
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 if not is_lost:
                     logger.warning(_LOST, error)
@@ -269,8 +269,8 @@ def size_of(process_group: dist.ProcessGroup | None) -> int:
 def join_stop(
     requests: StopRequests, process_group: dist.ProcessGroup | None, *, token: str, timeout_s: float
 ) -> SoleStop | GroupStop:
-    """Returns the agreement of the ranks of a group, by default of all ranks; for a process on its own, one of it
-    alone.
+    """Returns the agreement of the ranks of a group, by default of all ranks; a SoleStop for a process on its own, or
+    for a group of one rank. Raises TypeError if `process_group` is no group that has this rank.
     """
     is_grouped = process_group is not None or (dist.is_available() and dist.is_initialized())
     if not is_grouped or dist.get_world_size(process_group) == 1:

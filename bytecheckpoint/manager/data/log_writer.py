@@ -145,7 +145,7 @@ class LogWriter:
 
     def _note_written(self, name: str, step: int) -> None:
         with self._lock:
-            if step <= self._committed or not name.startswith(f"{self.folder}/"):  # since this write began
+            if step <= self._committed or not name.startswith(f"{self.folder}/"):  # changed since this write began
                 self._unneeded.append(name)
                 return
             self._written.pop(name, None)

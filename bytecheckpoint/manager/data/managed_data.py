@@ -58,8 +58,8 @@ class ManagedData:
         self._has_logged = False
 
     def find(self, state: Mapping[str, Any] | None) -> dict[str, DataLoaderState]:
-        """Returns the loaders of a state, or of the last one, by FQN. Raises CheckpointMismatchError (conflict) without
-        any.
+        """Returns the loaders of a state, or for None of the last state that was passed, by FQN. Raises
+        CheckpointMismatchError (conflict) if there are none.
         """
         if state is not None:
             self._loaders = data_loaders_in(state)
@@ -96,7 +96,9 @@ class ManagedData:
         return logged_steps(store, folder) if folder is not None else []
 
     def restore(self, state: Mapping[str, Any] | None, step: int | None) -> int | None:
-        """Brings the loaders, and nothing else, to a logged step, or to the step of a checkpoint."""
+        """Brings the loaders, and nothing else, to a logged step, or to the step of a checkpoint. Returns that step;
+        None if they are at the start of their data.
+        """
         if self._log is None and step is None:
             raise CheckpointMismatchError(
                 "restore_data of a manager that only reads takes step=..., the step that the trainer made last: it "

@@ -25,7 +25,7 @@ from .parts import find_parts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
-    """Another checkpoint at or below the path."""
+    """Another checkpoint: at or below the path, or a step beside the step that was examined."""
 
     path: str
     format: str
@@ -133,7 +133,9 @@ def _convert(path: str, manifest: Manifest) -> str:
 
 
 def _other_steps(found: FoundCheckpoint) -> list[Neighbour]:
-    """Returns the steps beside this library's checkpoint, the newest first, those that did not finish included."""
+    """Returns the other steps of the root, the newest first, those that did not finish included; none for a checkpoint
+    of another format, or that is not a step.
+    """
     if found.foreign or layout.parse_step(found.folder) is None:
         return []
     committed = set(layout.committed_steps(found.store))

@@ -65,7 +65,8 @@ class Part:
     wrapper: str = ""
     """Prefix below the name that a wrapper of the model has added to all of its tensors."""
     top_names: Sequence[str] = ()
-    """Starts of the names of a model without a name, as regular expressions, if more than entries lie beside it."""
+    """Starts of the names of its tensors, as regular expressions; of a model without a name alone, and only where
+    optimizer state, or a plain value that is no dict, lies beside it."""
     excluded: str = ""
     """Glob of what a load must leave out."""
     needs_cast: bool = False

@@ -73,7 +73,7 @@ def step_in_name(manifest: Manifest, path: str) -> int | None:
 
 
 def resume_code(manifest: Manifest, path: str, step: int | None) -> list[LoadCode]:
-    """Returns the line with which a run in its framework goes on, if there is one."""
+    """Returns the line with which a run in its framework goes on; an empty list if there is none."""
     found = integration_of(manifest)
     if found is None or manifest.metadata.get("weights_only") or (step is None and "{step}" in found.line):
         return []

@@ -116,7 +116,7 @@ def looks_like(names: Iterable[str]) -> str | None:
 
 
 def step_of(manifest: Manifest, values: Mapping[str, Any]) -> int | None:
-    """Returns the step that a checkpoint has in its metadata, or in a value at its top level."""
+    """Returns the step that a checkpoint has in its metadata, or in a value at its top level; None if neither has."""
     of_save = {} if manifest.foreign_format else manifest.metadata
     candidates = [each for each in (of_save, of_save.get("megatron"), values) if isinstance(each, Mapping)]
     found = (each[key] for each in candidates for key in _STEP_KEYS if type(each.get(key)) is int)
@@ -124,7 +124,9 @@ def step_of(manifest: Manifest, values: Mapping[str, Any]) -> int | None:
 
 
 def world_size_of(manifest: Manifest, values: Mapping[str, Any]) -> int | None:
-    """Returns the number of ranks that saved a checkpoint, read from the checkpoint, or from the names of its files."""
+    """Returns the number of ranks that saved a checkpoint, by its values or by the names of its files; None if neither
+    says it.
+    """
     args = values.get("args")
     candidates = [manifest.provenance.get("world_size"), *(values.get(key) for key in _SIZE_KEYS)]
     candidates += [args.get(key) for key in _SIZE_KEYS] if isinstance(args, dict) else []

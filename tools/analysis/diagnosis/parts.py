@@ -57,7 +57,7 @@ def find_parts(manifest: Manifest) -> list[Part]:
 
 
 def _tree_of(fqn: str, trees: Mapping[str, Any]) -> str | None:
-    """Returns the tree that a tensor belongs to."""
+    """Returns the name of the entry of plain data that a tensor belongs to; None if it belongs to none."""
     name = fqn
     while name and name not in trees:
         name = name.rpartition(".")[0]
@@ -141,7 +141,7 @@ def _is_state(fqn: str) -> bool:
 
 
 def _is_lone(tensor: TensorEntry, trees: Mapping[str, Any]) -> bool:
-    """Returns True for a tensor that is no part of a model: the state of a generator, or one beside a model."""
+    """Returns True for a tensor that is no part of a model: the state of a generator, or any if an entry is a model."""
     return _is_generator(tensor) or any(is_model_state(tree) for tree in trees.values())
 
 
