@@ -108,7 +108,7 @@ class TrackedLoader:
         return self._streams.joining_state(stream_id, others)
 
     def refuse_inexact(self) -> str | None:
-        """Returns (raises nothing) the reason why the state is not exact, or None."""
+        """Returns why a loader that goes on from this state would repeat or skip samples; None if it would not."""
         return self._refusal or self._streams.refuse_inexact()
 
     def prepare_state(self) -> None:

@@ -265,10 +265,7 @@ class SavesInFlight:
             progress.wait_until_staged()
 
     def wait_until_ended(self) -> None:
-        """Waits until no save is in flight. Errors of saves are left to the callers of the handles.
-
-        Raises CheckpointSaveError (rank_failed) on a thread that a save waits for, which would wait for itself.
-        """
+        """Waits until no save is in flight. Raises where a save waits for this thread; leaves errors of saves alone."""
         for progress in self._all:
             if not progress.outcome.done():
                 awaited_threads().refuse()
