@@ -99,8 +99,8 @@ def check_reachable(store: Store, folder: str, manifest: Manifest, *, path: str)
             store.read_into(join_name(folder, file.name), 0, memoryview(byte))
         except UnsafeCheckpointError as error:
             raise UnsafeCheckpointError(
-                f"{path} cannot be a link to {file.name!r:.200}: {error.message}. Put the link where the files really "
-                "are below it, or in another folder than theirs",
+                f"{path} cannot be a link to {file.name!r:.200}: {error.message}. Write the link into the folder that "
+                "really holds the files, or into one that is not above them",
                 kind=error.kind,
                 path=path,
             ) from error

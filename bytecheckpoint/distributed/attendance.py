@@ -61,7 +61,7 @@ class Attendance:
         return False
 
     def find_absent(self, call: CallStore, number: int) -> list[int]:
-        """Returns the ranks whose messages have not reached the coordinator."""
+        """Returns the ranks that have sent no message; if all have, the leaders that have not passed theirs on."""
         blocks = self._blocks
         silent = [leader for leader in blocks.leaders[1:] if not call.is_set(block_key(number, leader))]
         suspects = [rank for leader in [COORDINATOR, *silent] for rank in (leader, *blocks.members(leader))]

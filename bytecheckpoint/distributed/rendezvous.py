@@ -166,6 +166,8 @@ def connect(
             is_late = isinstance(error, TimeoutError)
             reasons.append(f"{host}: {f'no answer within {opened.gettimeout():g} s' if is_late else error}")
             connection.close()
+            if is_over.is_set():
+                raise PeerLeftError from error
         else:
             connection.is_established = True
             return connection

@@ -56,8 +56,8 @@ class NameScope(NamedTuple):
         )
 
     def other_name(self, names: Sequence[str], entries: Sequence[Entry]) -> str:
-        """Returns the name of the state below which all tensors of the checkpoint may belong: the only name that the
-        checkpoint lacks, or the only model among several that it lacks; "" if there is no such name.
+        """Returns the name of the state below which all tensors of the checkpoint may belong: the name if there is only
+        one; of several the only one, or only model, whose plain data it lacks; "" if there is no such name.
         """
         if all(isinstance(entry, DataLoaderEntry) for entry in entries):  # whose state is never a whole checkpoint
             return ""

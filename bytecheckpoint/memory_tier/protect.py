@@ -123,6 +123,7 @@ class _Copying:
         self._memory = memory
         image = slots.image()
         self._image = [content for (owner, _), content in image.items() if owner == ranks.rank]
+        # Owner -1 stands for a mirrored file that proved to differ from its owner's.
         self._mirrored = [file for file in image if file[0] not in {ranks.rank, -1}]
         self._files: dict[str, DataFile] | None = None
         self._parity: ParityBlock | None = None

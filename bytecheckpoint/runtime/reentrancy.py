@@ -45,7 +45,7 @@ class AwaitedThreads:
             if thread == threading.get_ident():
                 self._threads.pop(entry, None)
 
-    def refuse(self) -> None:
+    def raise_if_awaited(self) -> None:
         """Raises CheckpointSaveError if a save waits for this thread."""
         if threading.get_ident() in list(self._threads.values()):
             raise CheckpointSaveError(_REFUSAL, kind="rank_failed")
@@ -56,7 +56,7 @@ class AwaitedThreads:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Returns True for an error that `refuse` has raised in this process; other ranks get it with another message."""
+    """Returns True for an error of `raise_if_awaited` in this process; other ranks get it with another message."""
     return isinstance(error, CheckpointSaveError) and error.message == _REFUSAL
 
 

@@ -66,7 +66,7 @@ class SaveHandle:
                 path=self._progress.path,
             )
         if not local.done():
-            awaited_threads().refuse()
+            awaited_threads().raise_if_awaited()
         error = local.exception(timeout)
         if error is not None:
             self._progress.mark_seen()
@@ -87,7 +87,7 @@ class SaveHandle:
             raise CheckpointMismatchError(refusal, kind="conflict", path=self._progress.path)
         future = self._progress.outcome if level == "storage" else self._progress.held[level]
         if not future.done():
-            awaited_threads().refuse()
+            awaited_threads().raise_if_awaited()
         error = future.exception(timeout)
         refusal = self._progress.never_held.get(level)  # which may be known only now
         if refusal is not None:
@@ -115,7 +115,7 @@ class SaveHandle:
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Blocks like `result`; returns the error of the save, or None. Raises TimeoutError as `result` does."""
         if not self.done():
-            awaited_threads().refuse()
+            awaited_threads().raise_if_awaited()
         error = self._progress.outcome.exception(timeout)
         self._progress.mark_seen()
         return error
@@ -199,7 +199,7 @@ class SaveProgress:
         if not helps:
             self._is_staged.wait()
             return
-        awaited_threads().refuse()
+        awaited_threads().raise_if_awaited()
         shared = self._shared
         if shared is not None:
             try:

@@ -86,7 +86,7 @@ class SavesInFlight:
         """Waits for the save that is staging or writing, and with `awaits_upload` for one that uploads; other saves
         wait until the slot is closed. Raises the error of an earlier save if the caller has not seen it.
         """
-        awaited_threads().refuse()
+        awaited_threads().raise_if_awaited()
         while True:
             if awaits_upload:  # without the slot, because a signal handler may save meanwhile
                 with self._upload:
@@ -256,7 +256,7 @@ class SavesInFlight:
         """Waits until all ranks know, of every save in flight, which of their calls it is."""
         for progress in self._all:
             if not progress.is_numbered.is_set():
-                awaited_threads().refuse()
+                awaited_threads().raise_if_awaited()
                 progress.is_numbered.wait()
 
     def wait_until_staged(self) -> None:
@@ -268,7 +268,7 @@ class SavesInFlight:
         """Waits until no save is in flight. Raises where a save waits for this thread; leaves errors of saves alone."""
         for progress in self._all:
             if not progress.outcome.done():
-                awaited_threads().refuse()
+                awaited_threads().raise_if_awaited()
                 progress.outcome.exception()
 
     def _wait_before_step(self, *_: Any) -> None:
@@ -393,7 +393,7 @@ def reentry_refused() -> Iterator[None]:
 
     Raises CheckpointSaveError on a thread that a save waits for: in a signal handler, or in a method of the state.
     """
-    awaited_threads().refuse()
+    awaited_threads().raise_if_awaited()
     try:
         yield
     finally:

@@ -245,7 +245,8 @@ def dtensor_like(
     """Returns an empty DTensor of this global shape that is cut along the dimensions of `outer`, in the same
     proportions.
 
-    None where that does not give whole numbers of elements, and where blocks do not end where parts end.
+    None where that does not give whole numbers of elements, and where blocks of quantized elements do not end where the
+    parts of ranks end. `is_table` says that it is a table which every rank has whole.
     """
     sharded = set() if is_table else _sharded_dims(outer)
     if sharded is None or not _can_follow(len(shape), outer, sharded):

@@ -211,6 +211,7 @@ def _begin_resumed(loader: Any, resume: ResumedPass) -> Callable[[], None]:
         loader.skip_batches = resume.num_to_skip
 
     def on_first_batch() -> None:
+        """Ends the skipping, which is for one pass, and puts the random state back that the saved order replaced."""
         if is_own and resume.num_to_skip:
             loader.skip_batches = 0
         if resume.restore_rng is not None:

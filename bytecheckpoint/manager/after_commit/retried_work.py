@@ -49,8 +49,9 @@ class RetriedWork:
         self._progress_at = time.monotonic()
 
     def wait(self, *, began: float, failing_s: float, hanging_s: float) -> Exception | None:
-        """Waits until all is done, and returns None. Returns the error of an attempt that ended after `failing_s`, or
-        TimeoutError once there was no progress for `hanging_s`; both count from `began`, by `time.monotonic`.
+        """Waits until all is done, and returns None. Returns the error of an attempt that ended `failing_s` after
+        `began`, or TimeoutError `hanging_s` after the last progress, or after `began` if that is later. Times are of
+        `time.monotonic`.
         """
         with self._changed:
             self._is_hurried = True  # the next attempt is made now, not after a long pause

@@ -109,7 +109,7 @@ def _outlines(manifest: Manifest, record: TensorRecord, drawn: ChunkMap, height:
 
 
 def _fields(manifest: Manifest, drawn: ChunkMap, height: float) -> list[str]:
-    """Draws runs of fields that lie in one file, and of rows that are alike."""
+    """Returns the map's SVG: neighbouring fields of one file, and neighbouring rows that are alike, share a shape."""
     rows = drawn.fields.tolist()
     scale_x, scale_y = _MAP_WIDTH / len(rows[0]), height / len(rows)
     parts = []
