@@ -243,35 +243,35 @@ def test_the_tracker_waits_for_all_roles_and_the_loader(tmp_path: Path) -> None:
     job.wait()
 
 
-def saved_role(root: Path, *, timeout_s: float) -> tuple[RoleSaves, threading.Thread]:
-    """A role whose step is committed, without the state of the driver's loader, and the thread that waits for that."""
-    before = set(threading.enumerate())
+def trackers() -> set[threading.Thread]:
+    return {each for each in threading.enumerate() if each.name == "bcp-tracker"}
+
+
+def saved_role(root: Path, *, timeout_s: float) -> RoleSaves:
+    """A role whose step is committed, without the state of the driver's loader."""
     saves = RoleSaves(bcp.SaveOptions(timeout_s=timeout_s), bcp.LoadOptions())
     state = {"model": {"w": torch.ones(2)}}
     path = str(root / "global_step_1/actor")
     saves.save(path, state, global_step=1, num_kept=None, async_save=True, metadata={})
     saves.wait()
-    (thread,) = [each for each in set(threading.enumerate()) - before if each.name == "bcp-tracker"]
-    return saves, thread
+    return saves
 
 
 def test_the_wait_for_the_drivers_loader_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saves, thread = saved_role(tmp_path, timeout_s=1.0)
-    thread.join(60)
-    assert not thread.is_alive()
-    assert "does not name global_step_1" in caplog.text
+    saves = saved_role(tmp_path, timeout_s=1.0)
+    wait_until(lambda: "does not name global_step_1" in caplog.text)
     torch.save({}, tmp_path / "global_step_1/data.pt")
     saves.wait()  # as the next save does
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
 
 
 def test_the_wait_for_the_drivers_loader_ends_with_the_manager(tmp_path: Path) -> None:
-    saves, thread = saved_role(tmp_path, timeout_s=600.0)
-    assert thread.is_alive()
+    before = trackers()
+    saves = saved_role(tmp_path, timeout_s=600.0)
+    assert trackers() - before
     del saves
     gc.collect()
-    thread.join(60)
-    assert not thread.is_alive()
+    wait_until(lambda: not trackers() - before)
 
 
 def test_old_steps_go_with_all_that_verl_wrote_also_after_a_restart(tmp_path: Path) -> None:
