@@ -651,3 +651,33 @@ def test_files_and_folders_are_synced_to_the_disk_where_fsync_does_not_do_that(t
     put(LocalStore(str(tmp_path), writer_threads=1), "x", b"1")
     assert (False, full_sync) in synced
     assert (True, full_sync) in synced
+
+
+def test_of_hundreds_of_objects_in_several_folders_each_is_deleted(tmp_path):
+    store = LocalStore(str(tmp_path), writer_threads=1)
+    names = [f"{folder}/{number}" for folder in ("a", "b/c") for number in range(150)]
+    for name in (*names, "b/kept"):
+        put(store, name, b"1")
+    store.delete_many([*names, "b/c/never"])
+    assert set(store.list("")) == {"b"}
+    assert set(store.list("b")) == {"kept"}
+
+
+def test_of_hundreds_of_deletions_one_that_fails_is_an_error(tmp_path):
+    store = LocalStore(str(tmp_path), writer_threads=1)
+    names = [f"a/{number}" for number in range(150)]
+    for name in names:
+        put(store, name, b"1")
+    (tmp_path / "a" / "149").unlink()
+    (tmp_path / "a" / "149").mkdir()
+    with pytest.raises(StorageError, match="a/149"):
+        store.delete_many(names)
+
+
+def test_a_look_into_a_folder_follows_no_link(tmp_path):
+    store = LocalStore(str(tmp_path), writer_threads=1)
+    put(store, "real/manifest.bcp", b"1")
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "manifest.bcp").symlink_to(tmp_path / "real" / "manifest.bcp")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert store.in_folders(["real", "linked", "link"], "manifest.bcp") == [True, None, None]
