@@ -25,6 +25,7 @@ _NOT_PREPARED = (
 
 def tracked_loader_of(loader: Any) -> TrackedLoader | None:
     """Returns the elastic loader of a data loader over `Streams`, the same for each call; None for all others.
+    The first call changes the loader, which counts from then on. Call it before a pass: one under way is out of date.
 
     Raises ValueError for a loader of accelerate's that takes only some of its streams' samples.
     """

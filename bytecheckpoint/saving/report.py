@@ -42,7 +42,7 @@ _WRITES_IN_FLIGHT = 16
 
 
 class WrittenFile(NamedTuple):
-    """A data file that has been written."""
+    """A data file of a save: written by it, or taken from an earlier checkpoint because it is equal."""
 
     file: DataFile
     locations: Sequence[ChunkLocation] | None

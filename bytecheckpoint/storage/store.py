@@ -185,10 +185,10 @@ class SupportsDuplicate(Store, Protocol):
 
     def duplicate(self, source: str, name: str, *, num_bytes: int) -> None:
         """Makes `name` an object with the bytes of `source`, durably; deleting one leaves the other. The inventory
-        takes it for a new object.
+        has to show it as written now, however old `source` is: a save whose objects are all old counts as dead.
 
         Raises CheckpointNotFoundError (missing_file) if there is no source of `num_bytes`, CheckpointExistsError
-        (exists) if the name is taken, and StorageError (unsupported) if this place can do neither.
+        (exists) if the name is taken, and StorageError (unsupported) if this place can neither link nor copy.
         """
 
 
