@@ -86,9 +86,9 @@ class GroupRanks:
         call: str,
         watch: PeerWatch | None,
     ) -> None:
-        """`enter` returns the store of this call; it is called with the first message, when waits have a limit. `call`
-        is the public function that was called, which has to be the same on all ranks. Without a `watch` a rank that has
-        died is noticed only at the limit.
+        """`enter` returns the store of this call, and may wait for it up to a limit of its own; it is called when the
+        store is first needed. `call` names the public function that was called, which has to be the same on all ranks.
+        Without a `watch` a rank that has died is noticed only when `timeout_s` has passed.
         """
         self._call_name = call
         self.rank = rank

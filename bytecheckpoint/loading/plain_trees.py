@@ -234,7 +234,7 @@ def _holds_tensor(value: Any) -> bool:
 
 def without_numpy(value: Any, fqn: str) -> Any:
     """Returns the value with numpy arrays as tensors (as lists where torch lacks the dtype) and numpy scalars as plain
-    numbers.
+    numbers, also those nested in its dicts, lists and tuples.
 
     Other values stay as they are. Raises CheckpointMismatchError (conflict), which names the value, for an array that
     can become neither a tensor nor a list.

@@ -32,14 +32,14 @@ def is_flat(tensor: torch.Tensor) -> bool:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Returns the live memory of a flat tensor."""
+    """Returns the live memory, as bytes, of a tensor of any shape that `is_flat`."""
     if tensor.numel() == 0:
         return memoryview(b"")
     return flat_bytes(tensor).numpy().data
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a flat copy on the host, bit for bit."""
+    """Returns a copy on the host, of the same shape, that `is_flat`: bit for bit."""
     integers = same_bits(tensor)
     copy = torch.empty(tensor.shape, dtype=integers.dtype, device="cpu")
     return copy.copy_(integers).view(tensor.dtype)

@@ -17,7 +17,9 @@ from bytecheckpoint.storage.store import Store
 from ..analysis.checkpoint_list import ListedCheckpoint, read_checkpoint
 
 _LOOKED_AT = 8
-"""Checkpoints that each look compares with what they were: the newest ones, and as many of the others, in turn."""
+"""Checkpoints that each look compares with what they were: the last ones of `CommitWatch._seen`, and as many of the
+others, in turn.
+"""
 _DIGEST_BYTES = 8
 _GONE = b""
 
@@ -36,8 +38,11 @@ class CommitWatch:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._seen: dict[str, bytes | None] = {}
-        """Folders, oldest commit first, with how their manifest ends; None until that is read."""
+        """Folders with how their manifest ends, None until that is read: those that `begin` found, in the order of the
+        store's listings, which may be any; after them those that `look` has yielded, in that order.
+        """
         self._turn = 0
+        """Index of the folder, among all but the last ones, at which the next look goes on."""
 
     @property
     def num_seen(self) -> int:
@@ -70,7 +75,7 @@ class CommitWatch:
             yield NewCheckpoint(item, is_replacement)
 
     def _folders_to_compare(self) -> list[str]:
-        """Returns the newest folders, and some of the others: after enough looks each had its turn."""
+        """Returns the last folders seen, and some of the others: after enough looks each had its turn."""
         folders = list(self._seen)
         old = folders[:-_LOOKED_AT]
         first = self._turn if self._turn < len(old) else 0

@@ -39,7 +39,7 @@ class MergedStreams(NamedTuple):
 
 
 def digest_of(ids: Sequence[str]) -> bytes:
-    """Returns a digest of sorted stream ids."""
+    """Returns a digest of stream ids, which the caller has sorted: it depends on their order."""
     return xxhash.xxh3_128_digest(msgspec.msgpack.encode(ids))
 
 

@@ -131,7 +131,7 @@ def with_new_memory(tensor: torch.Tensor, allocate: Callable[[torch.Tensor], tor
 
 
 def subclasses_in(value: Any, fqn: str) -> dict[str, torch.Tensor]:
-    """Returns the subclasses in nested dicts, lists and tuples, by FQN."""
+    """Returns the tensors for which `is_subclass` holds in nested dicts, lists and tuples, by FQN."""
     if is_subclass(value):
         return {fqn: value}
     items = value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ()

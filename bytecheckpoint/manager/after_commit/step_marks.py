@@ -57,7 +57,10 @@ def _note_of(step: int) -> str:
 
 
 class StepMarks(NamedTuple):
-    """Writes the marks of steps (metrics, pins, leases), and notes them for the background work."""
+    """Writes the marks of steps (metrics, pins, leases), and notes them for the background work.
+
+    All methods but `unpin` raise CheckpointNotFoundError (not_committed) for a step that is not committed.
+    """
 
     store: Store
     background: Background
