@@ -187,8 +187,8 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
 
 
 class StoredTensorView:
-    """One tensor of a checkpoint. Indexing reads just the bytes that it needs; `numpy()`, `np.array(view)` and
-    `torch.as_tensor(view)` read all of it, each time.
+    """One tensor of a checkpoint. Indexing gives a `torch.Tensor` on the host, and reads just the bytes that it needs;
+    `numpy()`, `np.array(view)` and `torch.as_tensor(view)` read all of it, each time.
     """
 
     def __init__(self, checkpoint: Checkpoint, fqn: str) -> None:

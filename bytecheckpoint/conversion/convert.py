@@ -284,7 +284,10 @@ class _FileWriter:
         self._lock = threading.Lock()
 
     def write(self, file: TargetFile, *, is_replaced: bool) -> DataFile:
-        """Writes one file, durably. With `is_replaced`, the only file of its target replaces an older one."""
+        """Writes one file, durably. With `is_replaced`, it replaces an older one if its target has no other file: of
+        several, only the last one replaces, which `_commit` writes. Otherwise raises CheckpointExistsError for a name
+        that is taken. Raises the errors of a load and of a write.
+        """
         store = self._plan.place.store
         stream = Stream(file.runs)
         with closing(ReadAhead(stream, self._elements, self._scratch, self._budget)) as ahead:

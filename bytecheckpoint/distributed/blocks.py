@@ -1,4 +1,6 @@
-"""The blocks of a group's ranks, and the keys of the messages that go through them."""
+"""Divides the ranks of a group into blocks of consecutive ranks, each with a leader that passes messages on, and gives
+the keys of these messages in the store.
+"""
 
 from __future__ import annotations
 

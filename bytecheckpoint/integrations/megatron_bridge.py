@@ -142,7 +142,9 @@ class BcpBridgeManager:
             folders.wait(self.bcp_options.timeout_s)
 
     def _numbered(self, folder: TrackedFolder) -> NumberedFolders:
-        """Returns the checkpoints of a folder, on rank 0, the same ones for all saves of the run."""
+        """Returns the object that manages the checkpoints of a folder, one for all saves of the run. Must be called on
+        rank 0 alone.
+        """
         if folder.root not in self._folders:
             self._folders[folder.root] = numbered_folders(folder)
         return self._folders[folder.root]

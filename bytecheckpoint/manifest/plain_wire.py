@@ -152,7 +152,9 @@ def checked_text(text: str, fqn: str) -> str:
 
 
 def _is_plain_array(value: Any) -> bool:
-    """Returns True for numpy's own arrays and scalars. A subclass is more than its elements, as masks are."""
+    """Returns True for numpy's own arrays and scalars of numbers, truth values, bytes and text. False for objects,
+    times and records, and for a subclass, which is more than its elements, as masks are.
+    """
     if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in _ARRAY_KINDS:
         return False
     return type(value) in (np.ndarray, value.dtype.type)

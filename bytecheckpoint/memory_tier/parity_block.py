@@ -116,7 +116,10 @@ class ParityBlock:
             self._missing_pieces.setdefault(placed.piece.file, []).extend(_cut(placed))
 
     def fetches(self, order: ParityOrder, files: Mapping[str, DataFile]) -> list[Fetching]:
-        """Returns the fetches of all pieces that have not arrived yet."""
+        """Returns one fetch from each source of the order that this rank was given, of the pieces that have not arrived
+        yet; from a source that has sent all, a fetch of no pieces, because that rank waits for this one. `files` are
+        those of the save, by name.
+        """
         return [self._fetching(source, files) for source in order.sources]
 
     def _fetching(self, source: ParitySource, files: Mapping[str, DataFile]) -> Fetching:

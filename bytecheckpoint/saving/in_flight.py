@@ -147,10 +147,9 @@ class SavesInFlight:
         *,
         give_up: Callable[[], object],
     ) -> bool:
-        """Finishes a save on a thread of its own, which takes over the slot. Returns False if there can be no thread.
-
-        In that case, and if the caller is interrupted before the thread has begun, it calls `give_up`, and the slot
-        stays with the caller.
+        """Finishes a save on a thread of its own, which takes over the slot. Returns False if there can be no thread:
+        then the caller finishes the save itself. In that case, and if the caller is interrupted before the thread has
+        begun, calls `give_up`, which drops the snapshot that was made for the thread; the slot stays with the caller.
         """
         self._watch(progress)
         claim = threading.Lock()

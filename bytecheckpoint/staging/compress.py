@@ -136,7 +136,9 @@ class _Blocks:
     """The blocks of a file: one in use, and perhaps the next one prefetched."""
 
     def __init__(self, blocks: Sequence[Block], second_block: threading.Lock) -> None:
-        """`second_block` is held while the next block is awaited: saves share the memory of the blocks."""
+        """`second_block` is held only while the next block is awaited, not once it is there: saves share the memory of
+        the blocks, and two that have a block each and wait for another might wait for ever.
+        """
         self._left = iter(blocks)
         self._second_block = second_block
         self._in_use, self._ahead = ExitStack(), ExitStack()

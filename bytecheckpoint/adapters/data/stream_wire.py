@@ -182,7 +182,9 @@ def is_stream_tree(tree: Any) -> TypeGuard[dict[str, Any]]:
 
 
 def is_whole(tree: Mapping[str, Any]) -> bool:
-    """Returns True if nothing was left out of the tree of a data loader's state, and all is of the right kind."""
+    """Returns True if nothing was left out of the tree of a data loader's state, and its streams, owners and size are
+    of the right kind. The kinds of other values are not checked.
+    """
     if not {"keyed_by", "size", "shared", "streams", "owners"} <= tree.keys():
         return False
     owners, streams = tree["owners"], tree["streams"]

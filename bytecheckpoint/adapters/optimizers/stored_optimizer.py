@@ -42,7 +42,9 @@ def are_groups(tree: Any) -> bool:
 
 
 def split_state_path(path: str, known: Collection[str]) -> tuple[str, str]:
-    """Splits `<parameter>.<state key>`; both may have dots. Returns ("", "") if the parameter is not `known`."""
+    """Splits `<parameter>.<state key>`; both may have dots, and the longest `known` name is the parameter. Returns
+    ("", "") if none is known.
+    """
     name, _, key = path.rpartition(".")
     while name and name not in known:
         name, _, head = name.rpartition(".")

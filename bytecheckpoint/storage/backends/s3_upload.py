@@ -183,7 +183,9 @@ class _Publication:
         return {name: value for name, value in condition.items() if name not in self._requests.refuses}
 
     def _kind_of_error(self, error: Exception, condition: Mapping[str, str]) -> str:
-        """Returns the row of _VERDICTS for an error."""
+        """Returns the key in _VERDICTS for an error. If the refusal of a replacement may be a mistake, it asks for the
+        object that is there now: that request may raise S3_ERRORS.
+        """
         if condition and is_unsupported(error):
             return "unsupported"
         if self._is_refusal(error):

@@ -123,6 +123,7 @@ def _identifier(name: str, otherwise: str) -> str:
 def _load(does: str, items: Sequence[_StateEntry], call: LoadCall, *more: str) -> LoadCode:
     rules = [rule for item in items if (rule := _rule(item.part))]
     arguments = [f"key_map=[{', '.join(rules)}]"] if rules else []
+    # One says it for all: parts of one checkpoint have the same glob, or none.
     arguments += [f"exclude={quoted(item.part.excluded)}" for item in items if item.part.excluded][:1]
     arguments += ["cast=True"] if any(item.part.needs_cast for item in items) else []
     needs = [name for item in items for name in item.needs]
