@@ -25,8 +25,9 @@ from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.write_items import WriteItem, pack_items
 from bytecheckpoint.runtime.threads import map_jobs, run_jobs
 from bytecheckpoint.saving import global_plan
-from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan, PlanCache, RankPlan
+from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan
 from bytecheckpoint.saving.plans.messages import PlanReply
+from bytecheckpoint.saving.plans.rank_plan import PlanCache, RankPlan
 from bytecheckpoint.saving.report import ReportedFile, WrittenFile, encode_report
 from bytecheckpoint.storage import layout
 

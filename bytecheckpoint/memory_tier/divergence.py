@@ -15,7 +15,7 @@ import xxhash
 from bytecheckpoint.errors import and_more
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.planner.memory_tier.mirrors import differing_extents
-from bytecheckpoint.saving.global_plan import MirroredImage
+from bytecheckpoint.saving.plans.rank_plan import MirroredImage
 from bytecheckpoint.staging.file_image import PlannedFile
 
 _MAX_SENT = 100

@@ -16,7 +16,7 @@ from bytecheckpoint.manifest import Columns
 from bytecheckpoint.planner.file_layout import PlacedChunk
 from bytecheckpoint.planner.save_plan import PlannedTensor
 from bytecheckpoint.planner.write_items import ItemRegion
-from bytecheckpoint.saving.global_plan import RankPlan
+from bytecheckpoint.saving.plans.rank_plan import RankPlan
 from bytecheckpoint.staging.compress import ChunkLocation
 
 if TYPE_CHECKING:

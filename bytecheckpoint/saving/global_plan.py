@@ -4,11 +4,8 @@ plan. Plans are cached: a save of the same tensors is not planned again if all r
 
 from __future__ import annotations
 
-import threading
 import uuid
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -17,10 +14,9 @@ import xxhash
 
 from bytecheckpoint.adapters.expectation import EntryContents, Scope
 from bytecheckpoint.adapters.plain.merge_plain import merge_plain
-from bytecheckpoint.adapters.plain.plain_digests import digested, restored
+from bytecheckpoint.adapters.plain.plain_digests import digested, digests_of, restored
 from bytecheckpoint.adapters.shard_columns import ShardBlocks
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, check_same
-from bytecheckpoint.manifest import TensorRecord
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.planner.file_layout import CodecOption
 from bytecheckpoint.planner.memory_tier.mirrors import Mirror
@@ -30,6 +26,7 @@ from bytecheckpoint.planner.write_items import ItemRegion, WriteItem, pack_items
 from bytecheckpoint.region import Region
 from bytecheckpoint.runtime.gc_pause import gc_paused
 from bytecheckpoint.saving.plans.messages import LocalPlanMessage, PlanReply, mirroring_of, new_replies
+from bytecheckpoint.saving.plans.rank_plan import MirroredImage, PlanCache, RankPlan
 from bytecheckpoint.saving.replica_checks import (
     StageDigests,
     check_pipeline_stages,
@@ -40,81 +37,7 @@ from bytecheckpoint.saving.replica_checks import (
     warn_of_differing,
 )
 from bytecheckpoint.saving.target import empty_error
-from bytecheckpoint.staging.file_image import FileApart, PlannedFile, cut_to_files, plan_apart, plan_files
-
-_MAX_PLANS = 8
-
-
-class MirroredImage(NamedTuple):
-    """Data file `number` of the rank `owner`, planned on another rank that holds the same chunks."""
-
-    owner: int
-    number: int
-    planned: PlannedFile
-
-
-@dataclass(slots=True, kw_only=True)
-class RankPlan:
-    """One rank's part of a global plan."""
-
-    plan_id: str
-    """Id shared by all ranks that made the plan together."""
-    files: Sequence[PlannedFile]
-    """Data files of this rank."""
-    compared: Sequence[Sequence[int]]
-    """Groups of this rank's items that other ranks hold as small replicas: each group has one common digest."""
-    differing_replicas: Sequence[str]
-    """FQNs of replicas whose values differed when the plan was made."""
-    in_stages: Sequence[str]
-    """FQNs that several pipeline stages hold: the plan holds only while each is the same tensor in all of them."""
-    num_items: int
-    """Number of write items of this rank."""
-    parts: Sequence[ItemRegion]
-    """Parts of write items; see SavePlan."""
-    mirrors: Sequence[MirroredImage] = ()
-    """Files of other ranks that this one stages as well, for memory."""
-    global_plan: SavePlan | None = None
-    """None except on the coordinator."""
-    written: WrittenTensors | None = None
-    """Set on the coordinator by the first save that has built its manifest."""
-    known_plain: Mapping[bytes, bytes] = field(default_factory=dict)
-    """Plain data of the last save, by digest; empty except on the coordinator."""
-
-    @property
-    def staged(self) -> list[PlannedFile]:
-        """All files that this rank stages: its own first, which it alone writes to storage."""
-        return [*self.files, *(mirror.planned for mirror in self.mirrors)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenTensors:
-    """Chunk locations as the ranks reported them in the first save with a plan. Later saves use the same ones."""
-
-    tensors: Mapping[str, TensorRecord]
-    file_lengths: Sequence[Sequence[int]]
-    """Lengths in bytes, by rank and file."""
-
-
-@dataclass(slots=True)
-class PlanCache:
-    """The most recently used plans, by the fingerprints of local plans. Holds no tensor."""
-
-    _plans: OrderedDict[bytes, RankPlan] = field(default_factory=OrderedDict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def find(self, fingerprint: bytes) -> RankPlan | None:
-        with self._lock:
-            plan = self._plans.get(fingerprint)
-            if plan is not None:
-                self._plans.move_to_end(fingerprint)
-            return plan
-
-    def add(self, fingerprint: bytes, plan: RankPlan) -> None:
-        with self._lock:
-            self._plans[fingerprint] = plan
-            self._plans.move_to_end(fingerprint)
-            while len(self._plans) > _MAX_PLANS:
-                self._plans.popitem(last=False)
+from bytecheckpoint.staging.file_image import FileApart, cut_to_files, plan_apart, plan_files
 
 
 class ReplicaCopies(NamedTuple):
@@ -220,9 +143,14 @@ def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
     if cached is None:
         reply = planner.exchange(_whole_message(local_plan, ranks))
     else:
-        reply = planner.exchange(_cached_message(local_plan, cached, has_digests=ranks.rank != COORDINATOR))
+        has_digests = ranks.rank != COORDINATOR
+        reply = planner.exchange(_cached_message(local_plan, cached, has_digests=has_digests))
         if reply.send_plain:
-            reply = planner.exchange(_cached_message(local_plan, cached, has_digests=False))
+            cached.sent_whole.update(dict.fromkeys(reply.asked, b""))
+            reply = planner.exchange(_cached_message(local_plan, cached, has_digests=has_digests))
+        if cached.sent_whole:
+            digests = digests_of(local_plan.plain)
+            cached.sent_whole = {fqn: digests.get(fqn, b"") for fqn in cached.sent_whole}
     in_stages: Sequence[str] = ()
     while reply.send_all:
         in_stages = reply.digested
@@ -240,8 +168,10 @@ def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
 
 
 def _cached_message(local_plan: LocalSavePlan, cached: RankPlan, *, has_digests: bool) -> LocalPlanMessage:
-    """Returns the message of a rank with a cached plan; with `has_digests`, plain data is replaced by digests."""
-    plain, digested_plain = digested(local_plan.plain) if has_digests else (dict(local_plan.plain), [])
+    """Returns the message of a rank with a cached plan; with `has_digests`, plain data is replaced by digests, except
+    what only this rank can send.
+    """
+    plain, digested_plain = digested(local_plan.plain, cached.sent_whole) if has_digests else ({**local_plan.plain}, [])
     return LocalPlanMessage(
         target=local_plan.target,
         plan_id=cached.plan_id,
@@ -311,10 +241,10 @@ class _GlobalPlanner:
             raise empty_error(global_ranks)
         save_id = (self._save_id_prefix + uuid.uuid4().hex)[:16]
         sent = [(message.plain, message.digested_plain) for message in messages]
-        plain, self.known_plain = restored(sent, cached.known_plain if cached is not None else {})
+        plain, self.known_plain, asked = restored(sent, cached.known_plain if cached is not None else {})
         is_cached = cached is not None and _still_holds(cached, messages)
         if plain is None:
-            replies = [PlanReply(send_plain=is_cached, send_all=not is_cached)]
+            replies = [PlanReply(send_plain=is_cached, send_all=not is_cached, asked=fqns) for fqns in asked]
         elif cached is not None and is_cached:
             cached.known_plain = self.known_plain
             self.objects, self.rank_objects = merge_plain(plain, global_ranks)

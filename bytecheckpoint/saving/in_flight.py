@@ -25,8 +25,8 @@ from bytecheckpoint.info import CheckpointInfo
 from bytecheckpoint.runtime.reentrancy import awaited_threads
 from bytecheckpoint.runtime.thread_priority import lower_priority
 from bytecheckpoint.runtime.threads import background_threads
-from bytecheckpoint.saving.global_plan import PlanCache
 from bytecheckpoint.saving.handle import SaveProgress
+from bytecheckpoint.saving.plans.rank_plan import PlanCache
 from bytecheckpoint.saving.prepare import KeptBetweenSaves, PreparedSave
 from bytecheckpoint.saving.slow_phases import PhaseHistory
 from bytecheckpoint.saving.target import SaveTarget

@@ -21,8 +21,9 @@ from bytecheckpoint.memory.tensor_bytes import to_host
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.runtime.gc_pause import gc_paused
 from bytecheckpoint.runtime.progress import ProgressMeter
-from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan, RankPlan, exchange_plans
+from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan, exchange_plans
 from bytecheckpoint.saving.handle import SaveProgress
+from bytecheckpoint.saving.plans.rank_plan import RankPlan
 from bytecheckpoint.saving.slow_phases import PhaseHistory
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.staging.file_image import LiveFile, PlannedFile

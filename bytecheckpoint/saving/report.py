@@ -28,7 +28,8 @@ from bytecheckpoint.planner.save_plan import SavePlan
 from bytecheckpoint.runtime.gc_pause import gc_paused
 from bytecheckpoint.runtime.threads import run_jobs
 from bytecheckpoint.saving.chunk_locations import ChunkLocations, pack_locations
-from bytecheckpoint.saving.global_plan import AgreedPlan, WrittenTensors
+from bytecheckpoint.saving.global_plan import AgreedPlan
+from bytecheckpoint.saving.plans.rank_plan import WrittenTensors
 from bytecheckpoint.saving.slow_phases import TimedReport
 from bytecheckpoint.saving.target import SaveCall, SaveTarget
 from bytecheckpoint.staging.compress import ChunkLocation

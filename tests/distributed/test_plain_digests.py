@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.plain.plain_digests import digested, restored
+from bytecheckpoint.adapters.plain.plain_digests import PlainData, digested, digests_of, restored
 from bytecheckpoint.distributed import key_value_ranks
 from distributed.workers import WorkerPool
 
@@ -107,8 +107,56 @@ def test_short_values_and_those_of_single_ranks_are_sent_whole() -> None:
         fqn: value for fqn, value in plain.items() if fqn != "long"
     }
     assert len(sent["long"][1]) == 16
-    none_known, _ = restored([({}, []), (sent, fqns)], {})
-    assert none_known is None
-    found, known = restored([(plain, []), (sent, fqns)], {})  # type: ignore[list-item]
-    assert found == [plain, plain]
-    assert restored([({}, []), (sent, fqns)], known)[0] == [{}, plain]
+    none_known = restored([({}, []), (sent, fqns), (sent, fqns)], {})
+    assert none_known.plain is None
+    assert none_known.asked == [[], ["long"], []]
+    found = restored([(plain, []), (sent, fqns)], {})  # type: ignore[list-item]
+    assert found.plain == [plain, plain]
+    assert restored([({}, []), (sent, fqns)], found.values).plain == [{}, plain]
+
+
+def test_a_value_that_was_asked_for_is_sent_when_it_has_changed() -> None:
+    plain: PlainData = {"of_stage": ("shared", b"x" * 99), "of_all": ("shared", b"y" * 99)}
+    changed, fqns = digested(plain, {"of_stage": b"another digest", "gone": b""})
+    assert (changed["of_stage"], fqns) == (plain["of_stage"], ["of_all"])
+    _, fqns = digested(plain, digests_of(plain))
+    assert fqns == ["of_stage", "of_all"]
+
+
+def save_of_stages(rank: int, world_size: int, root: str) -> list[tuple[int, bool]]:
+    """Returns, by save, how often the ranks exchanged plans, and whether the checkpoint has the values of that save:
+    some change in each, and one was there in the last save but one.
+    """
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        calls: list[int] = []
+        exchange = key_value_ranks.GroupRanks.reduce_scatter
+        patch.setattr(
+            key_value_ranks.GroupRanks,
+            "reduce_scatter",
+            lambda ranks, *arguments: (calls.append(1), exchange(ranks, *arguments))[1],
+        )
+        for step in range(6):
+            calls.clear()
+            texts = {"steps": f"{step} of {rank} ".ljust(50), "parity": f"{step % 2} of {rank} ".ljust(50)}
+            bcp.save(root, {"all": {**texts_of(rank, texts), "w": torch.ones(2)}}, step=step)
+            num_exchanges = len(calls)
+            loaded = {"all": {**dict.fromkeys(texts_of(rank, texts), ""), "w": torch.zeros(2)}}
+            bcp.load(root, loaded, step=step)
+            results.append((num_exchanges, {**loaded["all"], "w": None} == {**texts_of(rank, texts), "w": None}))
+    return results
+
+
+def texts_of(rank: int, texts: dict[str, str]) -> dict[str, str]:
+    return {f"{name}{rank}": text for name, text in texts.items()}
+
+
+def test_changing_data_of_single_ranks_takes_one_exchange_once_it_was_asked_for(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    results = workers.run(save_of_stages, str(tmp_path), world_size=3)
+    for of_rank in results:
+        assert all(is_right for _, is_right in of_rank)
+        counts = [count for count, _ in of_rank]
+        assert counts[1] == counts[2] + 1
+        assert len(set(counts[2:])) == 1

@@ -26,8 +26,9 @@ import bytecheckpoint as bcp
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.saving import global_plan as global_plan_module
 from bytecheckpoint.saving import prepare
-from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan, PlanCache
+from bytecheckpoint.saving.global_plan import AgreedPlan, LocalSavePlan
 from bytecheckpoint.saving.in_flight import process_state
+from bytecheckpoint.saving.plans.rank_plan import PlanCache
 from distributed.workers import WorkerPool
 
 OPTIONS = bcp.SaveOptions(timeout_s=30)

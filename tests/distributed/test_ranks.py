@@ -31,7 +31,8 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.options import SaveOptions
 from bytecheckpoint.region import Region
-from bytecheckpoint.saving.global_plan import AgreedPlan, PlanCache, exchange_plans, make_local_plan
+from bytecheckpoint.saving.global_plan import AgreedPlan, exchange_plans, make_local_plan
+from bytecheckpoint.saving.plans.rank_plan import PlanCache
 from distributed.workers import WorkerDied, WorkerPool
 
 ABOUT = Subject("/ckpt", 7, is_save=True)

@@ -14,8 +14,8 @@ from faults.seams import Seam, Seen, before, holds, loads_as, raising, seen, sta
 
 import bytecheckpoint as bcp
 from bytecheckpoint.saving import prepare
-from bytecheckpoint.saving.global_plan import PlanCache
 from bytecheckpoint.saving.in_flight import process_state
+from bytecheckpoint.saving.plans.rank_plan import PlanCache
 from distributed.workers import WorkerPool
 
 OPTIONS = {kind: bcp.SaveOptions(snapshot=kind, timeout_s=30) for kind in ("copy", "lazy")}  # type: ignore[arg-type]

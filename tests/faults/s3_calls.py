@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 
 import bytecheckpoint as bcp
-from bytecheckpoint.saving.global_plan import PlanCache
 from bytecheckpoint.saving.in_flight import process_state
+from bytecheckpoint.saving.plans.rank_plan import PlanCache
 from bytecheckpoint.staging import file_image
 from bytecheckpoint.storage.backends import s3_requests, s3_upload
 from distributed.small_pieces import small_pieces

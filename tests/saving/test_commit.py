@@ -17,7 +17,8 @@ import bytecheckpoint as bcp
 from bytecheckpoint.manifest import DataFile, decode_manifest, encode_manifest
 from bytecheckpoint.manifest.ranges import Block
 from bytecheckpoint.saving import commit, report, target
-from bytecheckpoint.saving.global_plan import AgreedPlan, RankPlan
+from bytecheckpoint.saving.global_plan import AgreedPlan
+from bytecheckpoint.saving.plans.rank_plan import RankPlan
 from bytecheckpoint.saving.report import WrittenFile
 from bytecheckpoint.staging import file_image
 from bytecheckpoint.storage.backends import fsspec_store

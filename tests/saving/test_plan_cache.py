@@ -26,8 +26,9 @@ from bytecheckpoint.adapters.shards import dtype_name
 from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.saving import commit
 from bytecheckpoint.saving import global_plan as global_plan_module
-from bytecheckpoint.saving.global_plan import AgreedPlan, PlanCache, RankPlan
+from bytecheckpoint.saving.global_plan import AgreedPlan
 from bytecheckpoint.saving.in_flight import process_state
+from bytecheckpoint.saving.plans.rank_plan import PlanCache, RankPlan
 
 MAX_PLANS = 8
 OVERWRITING = bcp.SaveOptions(overwrite=True)

@@ -19,8 +19,8 @@ from bytecheckpoint.diagnostics.telemetry import read_save_records
 from bytecheckpoint.distributed.ranks import SoleRank, Subject
 from bytecheckpoint.runtime.phase_timer import PhaseTimer
 from bytecheckpoint.saving import report
-from bytecheckpoint.saving.global_plan import PlanCache
 from bytecheckpoint.saving.in_flight import process_state
+from bytecheckpoint.saving.plans.rank_plan import PlanCache
 from bytecheckpoint.saving.target import SaveCall, open_target
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.open_store import open_store

@@ -1,1 +1,1 @@
-"""The messages in which ranks agree on the plan of a save."""
+"""What ranks plan of a save: the messages in which they agree on it, and each rank's part of the result."""

@@ -62,7 +62,9 @@ class PlanReply(msgspec.Struct, frozen=True, array_like=True):
     send_all: bool = False
     """True if the coordinator needs the whole local plan before it can reply."""
     send_plain: bool = False
-    """True if the coordinator needs plain data of which it has only digests."""
+    """True if the coordinator has only digests of some plain data, and every rank sends its message again."""
+    asked: list[str] = []
+    """FQNs of plain data whose values this rank then sends."""
     digested: list[str] = []
     """FQNs of tensors of which the coordinator needs digests of all parts."""
     has_locations: bool = False
