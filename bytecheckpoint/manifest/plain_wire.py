@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -81,7 +81,9 @@ def to_wire(value: Any, fqn: str, leaves: LeafEncoder, depth: int) -> Any:
     if kind is TensorRef:
         return ext(REF, value.fqn)
     if kind in (list, tuple):
-        items = [to_wire(item, join_fqn(fqn, index), leaves, depth - 1) for index, item in enumerate(value)]
+        items = value
+        if depth == 1 or not _are_written_as_they_are(value):
+            items = [to_wire(item, join_fqn(fqn, index), leaves, depth - 1) for index, item in enumerate(value)]
         return items if kind is list else ext(TUPLE, items)
     if kind in (dict, OrderedDict, Counter):
         return dict_to_wire(value, fqn, leaves, depth)
@@ -91,6 +93,11 @@ def to_wire(value: Any, fqn: str, leaves: LeafEncoder, depth: int) -> Any:
         content = [value.dtype.str, list(value.shape), _content_of_array(value)]
         return ext(ARRAY if isinstance(value, np.ndarray) else SCALAR, content)
     return leaves.encode_other(value, fqn, depth)
+
+
+def _are_written_as_they_are(items: Sequence[Any]) -> bool:
+    kinds = set(map(type, items))
+    return kinds <= WRITTEN_AS_THEY_ARE or (kinds == {int} and min(items) in INT64 and max(items) in INT64)
 
 
 def dict_to_wire(value: Mapping[Any, Any], fqn: str, leaves: LeafEncoder, depth: int) -> Any:

@@ -4,7 +4,7 @@ asks for CUDA by name it gets the host: the device of new tensors, the names of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -12,7 +12,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import bytecheckpoint as bcp
 from distributed import truth
@@ -49,19 +48,31 @@ class Layout(NamedTuple):
     """RMS norms, rotary embeddings and query groups, as a name map takes them."""
 
 
-class _OnHost(TorchFunctionMode):
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not kwargs and function is not torch.Tensor.type:  # nearly all: benchmarks time calls in this mode
-            return function(*args)
-        kwargs = dict(kwargs or {})
+_NAMING_DEVICES = (
+    *((torch, f"{name}{suffix}") for name in ("empty", "zeros", "ones", "full") for suffix in ("", "_like")),
+    *((torch, name) for name in ("tensor", "as_tensor", "arange", "rand", "randn", "randint", "linspace")),
+    *((torch.Tensor, name) for name in ("to", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")),
+)
+"""Functions to which Megatron gives a CUDA device. Not a TorchFunctionMode: each call of torch would take longer in it,
+and benchmarks time calls here.
+"""
+
+
+def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
         if "pin_memory" in kwargs:
             kwargs["pin_memory"] = False
-        found = function(*args, **kwargs)
-        if function is torch.Tensor.type and isinstance(found, str):
-            return found.replace("torch.", "torch.cuda.")
-        return found
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _type_on_device(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Stands for Tensor.type, by which Megatron's optimizer looks for parameters on devices."""
+    found = torch._C.TensorBase.type(tensor, *args, **kwargs)
+    return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
 
 
 @contextmanager
@@ -72,7 +83,9 @@ def on_host(layout: Layout) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")))
         stack.enter_context(mock.patch.object(torch.cuda, "synchronize"))
-        stack.enter_context(_OnHost())
+        stack.enter_context(mock.patch.object(torch.Tensor, "type", _type_on_device))
+        for owner, name in _NAMING_DEVICES:
+            stack.enter_context(mock.patch.object(owner, name, _on_host(getattr(owner, name))))
         virtual = layout.num_chunks if layout.num_chunks > 1 else None
         of_experts = layout.experts or Experts()
         parallel_state.initialize_model_parallel(

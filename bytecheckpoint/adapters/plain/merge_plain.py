@@ -90,7 +90,7 @@ def _unite(values: Mapping[int, Any], fqn: str, conflicts: list[_Conflict], *, i
             )
             for key in keys
         }
-    encoded = _encoded(value, fqn)
+    encoded = _encoded(value, fqn) if others else b""
     odd = next(((rank, other) for rank, other in others if _encoded(other, fqn) != encoded), None)
     if odd is not None:
         conflicts.append(_Conflict(fqn, (value, odd[1]), (first, odd[0])))

@@ -13,7 +13,8 @@ from bytecheckpoint.adapters.shards import PLAIN_TENSORS
 from bytecheckpoint.adapters.torch_types import loaded_dtensor
 from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, TensorRef, too_deep, unsupported
 
-_LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, TensorRef, *PLAIN_TENSORS})
+_SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_LEAVES = frozenset({*_SCALARS, TensorRef, *PLAIN_TENSORS})
 """Types of leaves. Without DTensor: a DTensor of a tensor subclass has inner tensors below it."""
 
 
@@ -79,6 +80,8 @@ def _holds_tensor(value: Any, fqn: str, depth: int) -> bool:
     if depth == 0:
         raise too_deep(fqn)
     items = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ()
+    if depth > 1 and _SCALARS.issuperset(map(type, items)):  # such as the 625 ints of a random number generator
+        return False
     return any(_holds_tensor(item, fqn, depth - 1) for item in items)
 
 
