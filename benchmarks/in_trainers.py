@@ -66,7 +66,9 @@ class TrainerModule(Protocol):
     CANDIDATES: dict[str, str]
     """Titles by name."""
     OWN: tuple[str, ...]
-    """Names of those that are the framework's own."""
+    """Names of those that are the framework's own. A module may also have WITHOUT_STATE: names of those that write
+    only what stands beside the state, of which none resumes.
+    """
 
     def train(self, candidate: str, folder: Path, meter: Meter, *, mb: float, num_steps: int, save_every: int) -> None:
         """Trains with the framework's loop, and saves below `folder` after each `save_every` steps.
@@ -128,7 +130,8 @@ def run(arguments: argparse.Namespace) -> None:
             found, of_machine = measure(pools, bare, arguments.rounds, folder)
             print(table(facts, names, found, memory, num_ranks=arguments.ranks), flush=True)
             print(limit_rows(facts, names, found, of_machine), flush=True)
-            saved = {name: save_to_resume(pools[name], name, folder) for name in names if arguments.resume_ranks}
+            complete = [name for name in names if arguments.resume_ranks and name not in facts["without_state"]]
+            saved = {name: save_to_resume(pools[name], name, folder) for name in complete}
         if saved:
             ways = {number: partial(new_pool, number) for number in arguments.resume_ranks}
             outcomes = {number: resume_on(way, saved, folder) for number, way in ways.items()}
@@ -317,4 +320,10 @@ def begin(
         return ways[command["does"]](command["candidate"], Path(command["folder"]))
 
     version = importlib.metadata.version(getattr(module, "DISTRIBUTION", framework))
-    return {"candidates": module.CANDIDATES, "own": module.OWN, "version": version}, obey
+    without_state = getattr(module, "WITHOUT_STATE", ())
+    return {
+        "candidates": module.CANDIDATES,
+        "own": module.OWN,
+        "without_state": without_state,
+        "version": version,
+    }, obey

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from trainers.digests import digest
 from trainers.meter import Meter, by_age
+from trainers.options import save_options
 
 TESTS = Path(__file__).parents[2] / "tests"
 sys.path += [str(TESTS), str(TESTS / "frameworks" / "megatron" / "doubles")]
@@ -45,6 +46,7 @@ CANDIDATES = {
     "own-async": "megatron-core, dist_checkpointing, async",
     "bcp": "bytecheckpoint, save_checkpoint",
     "bcp-async": "bytecheckpoint, save_checkpoint, async",
+    "bcp-lazy-async": "bytecheckpoint, save_checkpoint, async, lazy",
 }
 HIDDEN = 512
 GLOBAL_BATCH = 12
@@ -62,7 +64,7 @@ def train(candidate: str, folder: Path, meter: Meter, *, mb: float, num_steps: i
         if candidate.startswith("own"):
             save = meter.timed(partial(save_by_megatron_core, queue))
         else:
-            megatron.install()
+            megatron.install(options=save_options(candidate))
             save = meter.timed(noted(training.save_checkpoint, handles))
         training.save_checkpoint = partial(unless_at_end, save)
         meter.holds(partial(digests_of, run))

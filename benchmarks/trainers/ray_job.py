@@ -29,6 +29,7 @@ from bytecheckpoint.integrations.ray import checkpoint_path, report, run_path
 from trainers.digests import digests
 from trainers.meter import Meter, by_age
 from trainers.model import BATCH, WIDTH, Blocks
+from trainers.options import save_options
 
 OWN = ("own", "own-async")
 CANDIDATES = {
@@ -36,6 +37,7 @@ CANDIDATES = {
     "own-async": "Ray Train, the same, uploaded in the background",
     "bcp": "bytecheckpoint, save and report",
     "bcp-async": "bytecheckpoint, save and report, async",
+    "bcp-lazy-async": "bytecheckpoint, save and report, async, lazy",
 }
 RUN = "run"
 TIMEOUT_S = 250.0
@@ -149,7 +151,8 @@ def way_to_save(candidate: str, state: dict[str, Any], *, is_writer: bool) -> Ca
         )
 
     def by_library(step: int) -> Any:
-        handle = bcp.save(run_path(), state, step=step, async_save=candidate == "bcp-async")
+        is_async = candidate.endswith("async")
+        handle = bcp.save(run_path(), state, step=step, async_save=is_async, options=save_options(candidate))
         report({"step": step}, handle)
         return handle
 

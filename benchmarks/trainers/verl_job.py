@@ -19,8 +19,10 @@ from trainers.digests import digests
 from trainers.meter import Meter, newest_file
 
 OWN = ("own",)
+WITHOUT_STATE = ("own-files",)
 CANDIDATES = {
     "own": "verl, FSDPCheckpointManager",
+    "own-files": "verl, its files of configuration and barriers alone",
     "bcp": "bytecheckpoint, BcpFSDPCheckpointManager",
     "bcp-async": "bytecheckpoint, BcpFSDPCheckpointManager, async",
 }
@@ -64,8 +66,9 @@ def new_manager(candidate: str, mb: float) -> FSDPCheckpointManager:
     model = sharded_llama(mb)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    kind = FSDPCheckpointManager if candidate == "own" else BcpFSDPCheckpointManager
-    config = CheckpointConfig(async_save=candidate == "bcp-async")
+    kind = BcpFSDPCheckpointManager if candidate.startswith("bcp") else FSDPCheckpointManager
+    contents = {"save_contents": []} if candidate in WITHOUT_STATE else {}
+    config = CheckpointConfig(async_save=candidate == "bcp-async", **contents)
     return kind(model=model, optimizer=optimizer, lr_scheduler=scheduler, checkpoint_config=config)
 
 
