@@ -165,6 +165,20 @@ def test_an_old_step_that_is_replaced_is_found_when_its_turn_comes_and_a_look_re
     assert found == [("step_00000020", True)]
 
 
+def test_the_newest_step_is_compared_at_each_look_whatever_the_order_of_a_listing(tmp_path, monkeypatch) -> None:
+    for step in range(20):
+        bcp.save(tmp_path, {"x": 1}, step=step)
+    list_folder = LocalStore.list
+    monkeypatch.setattr(
+        LocalStore, "list", lambda store, name: dict(sorted(list_folder(store, name).items(), reverse=True))
+    )
+    watch = CommitWatch(LocalStore(str(tmp_path), writer_threads=1))
+    watch.begin()
+    for _ in range(3):
+        replace(tmp_path, step=19)
+        assert commits_of(watch) == [("step_00000019", True)]
+
+
 def test_a_storage_error_does_not_end_it_and_nothing_is_lost(tmp_path, capsys, monkeypatch) -> None:
     bcp.save(tmp_path, {"x": 1}, step=1)
     looks = []

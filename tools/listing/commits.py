@@ -38,8 +38,8 @@ class CommitWatch:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._seen: dict[str, bytes | None] = {}
-        """Folders with how their manifest ends, None until that is read: those that `begin` found, in the order of the
-        store's listings, which may be any; after them those that `look` has yielded, in that order.
+        """Folders with how their manifest ends, None until that is read: those that `begin` found, by step; after them
+        those that `look` has yielded, in that order.
         """
         self._turn = 0
         """Index of the folder, among all but the last ones, at which the next look goes on."""
@@ -50,7 +50,8 @@ class CommitWatch:
 
     def begin(self) -> None:
         """Marks the checkpoints that are there now as seen. Raises the errors of the store."""
-        self._seen = dict.fromkeys(self._new_folders())
+        # By step: stores list in any order, and the last ones are compared at each look.
+        self._seen = dict.fromkeys(sorted(self._new_folders(), key=lambda folder: _step_of(folder) or 0))
         for folder in islice(reversed(self._seen), _LOOKED_AT):
             self._seen[folder] = self._end_of_manifest(folder)
 
@@ -98,10 +99,8 @@ class CommitWatch:
         return bytes(end)
 
     def _read(self, folders: Sequence[str]) -> list[ListedCheckpoint]:
-        steps = [layout.parse_step(folder.rpartition("/")[2]) for folder in folders]
         listed = [
-            read_checkpoint(FoundCheckpoint(self._store, 0, folder, None), step)
-            for folder, step in zip(folders, steps, strict=True)
+            read_checkpoint(FoundCheckpoint(self._store, 0, folder, None), _step_of(folder)) for folder in folders
         ]
         found = [item for item in listed if item is not None]
         return sorted(found, key=lambda item: item.created_at.timestamp() if item.created_at else 0.0)
@@ -137,6 +136,10 @@ class CommitWatch:
                     raise
                 continue  # a folder of somebody else beside the checkpoints, such as lost+found
             yield folder, entries
+
+
+def _step_of(folder: str) -> int | None:
+    return layout.parse_step(folder.rpartition("/")[2])
 
 
 def _folders(folder: str, entries: Mapping[str, int | None]) -> list[str]:
