@@ -210,7 +210,9 @@ class LocalShards:
 
 
 def kind_of(fqn: str, tensor: torch.Tensor) -> _Kind:
-    """Returns dtype, lengths, region and bytes of a whole plain tensor. Raises the errors of `LocalShards.add`."""
+    """Returns dtype, lengths, region and bytes of a whole plain tensor. Raises the errors of `dense_dtype`: whether the
+    memory is there is not checked.
+    """
     region = whole(tensor.shape)
     return dense_dtype(fqn, tensor), region.lengths, region, tensor.nbytes
 

@@ -40,7 +40,9 @@ def split_tied(named: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str
 def with_flat_ties(
     tensors: Collection[str], aliases: Mapping[str, str], flat: Collection[str], ties: Iterable[tuple[str, str]]
 ) -> dict[str, str]:
-    """Returns the aliases of all tensors by FQN: `aliases` of `tensors`, and `ties` of `flat` parameters."""
+    """Returns the aliases of all tensors by FQN: `aliases` of `tensors`, and `ties` of `flat` parameters, each an alias
+    and the FQN that it stands for. Raises CheckpointSaveError for an alias of two tensors, or with the name of one.
+    """
     names = {*tensors, *flat}
     found = dict(aliases)
     for alias, fqn in ties:

@@ -22,7 +22,8 @@ _METADATA = "__metadata__"
 def plan_hf(
     manifest: Manifest, selection: Selection, *, max_shard_bytes: int, num_ranks: int, infix: str
 ) -> TargetPlan:
-    """Plans safetensors files. `infix` in their names tells them from the files of an older checkpoint.
+    """Plans safetensors files. `infix` in the names of several files tells them from those of an older checkpoint; a
+    sole file is always called SOLE_NAME.
 
     Raises CheckpointMismatchError (conflict) for what safetensors cannot hold, and UnsafeCheckpointError
     (limits_exceeded) for a header that no reader accepts.

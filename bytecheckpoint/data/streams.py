@@ -239,7 +239,9 @@ class Streams(IterableDataset[Any]):
         return self._block
 
     def _begin_counting(self) -> None:
-        """Lets a loader count what the trainer takes. What was read before is not counted."""
+        """Lets a loader count what the trainer takes, from the positions of now: they include what was read in this
+        process, and not what workers have read. A pass that this process has begun is out of date.
+        """
         self.is_tracked = True
         self._reader = None
         self._flags[_UNCOUNTED] = 0

@@ -51,7 +51,9 @@ class TrackedLoader:
     """The elastic loader of a `DataLoader`: state by stream, after the last batch that the trainer was given."""
 
     def __init__(self, loader: DataLoader[Any], streams: Streams) -> None:
-        """Makes the loader count. Passes that were begun before are out of date."""
+        """Changes `loader` itself, which counts from then on. A pass over it that was begun before is out of date: it
+        raises RuntimeError at its next batch, or its batches are not counted.
+        """
         self._loader = weakref.ref(loader)  # the loader holds this, and its workers end with its last reference
         self._streams = streams
         self._waiting: deque[Sequence[Change] | int] = deque()

@@ -133,7 +133,8 @@ class _ObjectRenaming:
 
 def _merge_groups(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Returns groups by their first parameter. Groups that have parts of one parameter become one: ranks and stages
-    that share the elements of a parameter have each saved a group of it.
+    that share the elements of a parameter have each saved a group of it. Raises _NotRenamedError if their
+    hyperparameters differ.
     """
     merged: dict[str, Mapping[str, Any]] = {}
     for first, group in groups.items():

@@ -117,7 +117,7 @@ class ItemTable:
         return boxes.swapaxes(0, 1)
 
     def regions(self, item: int) -> list[Region]:
-        """Returns the regions of one item of all these ranks."""
+        """Returns the region of one item on each of the `ranks`, in their order."""
         if not self.rows:
             return [Region(tuple(offsets), tuple(lengths)) for offsets, lengths in self.boxes(item).tolist()]
         start, end = self.starts[item : item + 2]

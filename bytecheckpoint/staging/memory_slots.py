@@ -87,7 +87,9 @@ class JobMemory:
             self._reserve(slot, num_bytes, max_bytes)
 
     def image(self) -> dict[tuple[int, int], memoryview]:
-        """Returns the data files of the image that was filled last, by rank and number in their names."""
+        """Returns the data files of the image that was filled last, by rank and number in their names, with -1 as the
+        rank of those that are not whole: see `fill`.
+        """
         if self._filling is None:
             raise RuntimeError("a slot is filled before its files are asked for")
         memory, first = memoryview(self._filling.memory), slot_file.header_bytes(len(self._lengths))

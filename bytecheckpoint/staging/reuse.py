@@ -131,7 +131,7 @@ class FileReuse:
         """Makes the object `path` out of an equal file of the newest checkpoint, and returns its entry in the manifest.
 
         Returns None if there is no such file any more, or the store cannot do this: then the file is to be written.
-        Raises any other StorageError.
+        Raises any other StorageError, and CheckpointExistsError if `path` is taken.
         """
         found = self._found.get((sum(image.extent_lengths), digest))
         if found is None or list(found.extent_lengths) != list(image.extent_lengths):

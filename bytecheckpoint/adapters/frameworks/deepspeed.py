@@ -116,11 +116,11 @@ def _groups_of(wrapper: Any) -> list[Sequence[torch.Tensor]]:
 
 
 def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatModule | None:
-    """Finds the flat memory of a module's parameters: in a wrapped optimizer or in partitions of ZeRO 3; None if there
-    is none.
+    """Finds the flat memory of a module's parameters: of those that the optimizer `wrapper` has, or, without a wrapper,
+    of those that are partitions of ZeRO 3. Returns None if there are none: another optimizer may have them.
 
-    `wrapper` is an optimizer that may have the parameters. Returns None if it has none of them, because they may belong
-    to another optimizer. Raises CheckpointSaveError (unsupported_value) if it has only some of them.
+    The module may have parameters that the wrapper lacks, such as frozen ones. Raises CheckpointSaveError
+    (unsupported_value) if the wrapper has parameters of this module and others besides, or if memory cannot be read.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in named:

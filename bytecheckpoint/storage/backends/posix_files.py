@@ -35,7 +35,7 @@ _RENAME_NOREPLACE = 1
 
 
 def preallocate(fd: int, num_bytes: int) -> None:
-    """Allocates the disk space of an empty file, if the file system can, and sets its length.
+    """Allocates the disk space of an empty file and sets its length; does neither if the system cannot allocate.
 
     Raises OSError if the disk or quota has too little space.
     """

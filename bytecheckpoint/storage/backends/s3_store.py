@@ -74,6 +74,8 @@ class S3Store:
     ) -> None:
         """`storage_options` are s3fs's. A request is retried for half of `timeout_s`, so that other ranks, which wait
         that long for this one, get its error.
+
+        Raises ValueError for a URL that is none of S3, and StorageError (unavailable) for options that cannot be used.
         """
         options = dict(storage_options or {})
         found = _URL.match(url)
