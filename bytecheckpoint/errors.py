@@ -116,7 +116,7 @@ ERROR_CLASSES: dict[str, type[CheckpointError]] = {
 
 def and_more(items: Sequence[str], limit: int, separator: str = ", ") -> str:
     """Returns the first `limit` items and how many follow: `a, b and 3 more`. With another separator, such as one that
-    begins a line, the number is an item of its own.
+    begins a line, `and 3 more` is an item of its own.
     """
     before = " " if separator == ", " else separator
     return separator.join(items[:limit]) + rest_text(len(items), limit, before)

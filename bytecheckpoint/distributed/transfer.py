@@ -46,7 +46,7 @@ class Fetching(NamedTuple):
 
 
 def nothing_from(rank: int, address: Address) -> Fetching:
-    """Returns a fetch of no pieces, so that the other rank does not wait for this one."""
+    """Returns a fetch of no pieces for `transfer`, which then connects and ends the other rank's wait for this one."""
     return Fetching(rank, address, [], lambda _: memoryview(b""), lambda *_: None)
 
 

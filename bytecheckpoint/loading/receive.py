@@ -89,7 +89,7 @@ class Receiver:
 
 
 def pieces_of(fetch: Fetch) -> tuple[ByteRange, ...]:
-    """Returns the byte ranges that the parts and frames of a fetch want."""
+    """Returns the ranges of the file that the parts and frames of a fetch want."""
     return tuple(map(piece_of, (*fetch.parts, *fetch.frames)))
 
 

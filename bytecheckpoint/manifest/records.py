@@ -44,7 +44,9 @@ class DataFile(NamedTuple):
 
 
 def joined(numbers: Iterable[Sequence[int]]) -> np.ndarray:
-    """Returns lists of numbers one after the other, as one array; arrays are not taken apart."""
+    """Returns lists of numbers one after the other, as one array of uint64. The memory of an `array.array` is taken as
+    it is, which is faster: its typecode has to be "Q".
+    """
     parts = (
         np.frombuffer(each, np.uint64) if isinstance(each, array) else np.array(each, np.uint64) for each in numbers
     )

@@ -137,7 +137,9 @@ def hold(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any]) 
 def hold_and_finish(
     prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any], finish: Callable[[], CheckpointInfo]
 ) -> CheckpointInfo:
-    """Holds a save in memory, then commits it with `finish`. Raises like `hold`, except for copies that failed."""
+    """Holds a save in memory, then commits it with `finish`. Raises like `hold` and `finish`, but not for copies that
+    failed: no log names that either, only `SaveHandle.held("host")` raises it.
+    """
     prepared.agree()
     with closing(prepared.snapshot):
         held = hold_in_memory(prepared, part, metadata)

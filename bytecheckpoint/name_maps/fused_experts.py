@@ -216,7 +216,9 @@ def _cut(prefix: str, tensor: WantedTensor, matrices: Sequence[str]) -> list[Wan
 
 
 def _part(piece: CopySource, region: Region) -> CopySource | None:
-    """Returns the part of a piece that lies in one matrix of one expert, in the coordinates of the matrix."""
+    """Returns the part of a piece that lies in one matrix of one expert, in the coordinates of the matrix. None
+    if there is none, or the piece cannot be cut because it is stored in another shape.
+    """
     common = intersect(piece.region, region)
     source = common and same_part(common, piece)
     if common is None or source is None:

@@ -238,7 +238,9 @@ def find_grid(shape: Sequence[int], offsets: Int64s, lengths: Int64s) -> tuple[i
 
 
 def are_runs(shape: Sequence[int], starts: Int64s, lengths: Int64s) -> bool:
-    """Returns True if the regions, sorted and none empty, are runs of the flat tensor without gaps, to its end."""
+    """Returns True if the regions, sorted and none empty, are runs of the flat tensor without gaps, from its start to
+    its end. `starts` are those of `flat_starts`.
+    """
     ends = np.cumsum(lengths.prod(axis=1))
     if ends[-1] != prod(shape) or not np.array_equal(starts, np.concatenate([[0], ends[:-1]])):
         return False

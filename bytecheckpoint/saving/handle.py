@@ -78,7 +78,7 @@ class SaveHandle:
         (`storage`). `process` on any rank means that the save is whole in memory on all hosts. `timeout` is in seconds.
 
         Raises the error with which the save failed before, TimeoutError if it is not that far, and
-        CheckpointMismatchError (conflict) if the save does not go there.
+        CheckpointMismatchError (conflict) if the save does not go there; ValueError for another level.
         """
         if level not in HELD_LEVELS:
             raise ValueError(f"held takes one of {', '.join(map(repr, HELD_LEVELS))}, not {level!r}")

@@ -158,7 +158,8 @@ def flat_module(fqn: str, named: NamedParameters, wrapper: Any | None) -> FlatMo
 
 
 def module_alone(fqn: str, named: NamedParameters, engine: Any | None) -> FlatModule | None:
-    """Returns the flat parameters of an engine, or of a module of ZeRO 3, that no optimizer in the state has, or None.
+    """Returns the flat ones among the parameters of an engine, or of a module of ZeRO 3; None if none is flat. `named`
+    is without those that an optimizer in the state has: the caller leaves them out.
 
     Parameters of ZeRO 3 know their optimizer; partitions of those that it does not train have no masters.
     """

@@ -216,7 +216,9 @@ class _ShardedObject(NamedTuple):
 
 
 def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
-    """Returns the module at this path, which may leave out wrappers that have a sharded_state_dict() of their own."""
+    """Returns the module at this path, which may leave out the `module` of outer wrappers: their sharded_state_dict()
+    does not name it. Raises AttributeError if there is none.
+    """
     try:
         return module.get_submodule(path)
     except AttributeError:
@@ -239,7 +241,7 @@ def _memory_key(tensor: torch.Tensor) -> object:
 
 
 def _holds_same(shard: LocalShard, other: LocalShard) -> bool:
-    """Returns True if two shards of one region are tied, or equal to the bit."""
+    """Returns True if two shards of one region are tied, or equal to the bit; any two alike on the meta device are."""
     a, b = shard.tensor, other.tensor
     if (shard.dtype, shard.global_shape, a.is_meta) != (other.dtype, other.global_shape, b.is_meta):
         return False

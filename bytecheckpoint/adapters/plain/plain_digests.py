@@ -46,7 +46,7 @@ def digested(
 
 
 def digests_of(plain: PlainData) -> dict[str, bytes]:
-    """Returns the digests, by FQN, of long values that ranks have in common."""
+    """Returns the digests, by FQN, of long values that ranks have in common by their scope."""
     return {
         fqn: xxhash.xxh3_128_digest(value)
         for fqn, (scope, value) in plain.items()

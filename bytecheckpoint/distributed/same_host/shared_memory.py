@@ -88,7 +88,9 @@ class OwnMemory:
         return start
 
     def receive(self, wait_s: float) -> Message | None:
-        """Returns the next message, or None if there is none in time. Several threads may wait."""
+        """Returns the next message, or None if there is none in time. Several threads may wait; None then comes early
+        to those that wake for a message which another one takes.
+        """
         poll = select.poll()  # a poll object is for one thread
         poll.register(self._read_end, select.POLLIN)
         if poll.poll(wait_s * 1e3):

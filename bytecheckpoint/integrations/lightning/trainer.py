@@ -58,7 +58,8 @@ class BcpStrategyMixin(Strategy):
         elastic: For train loaders that are not exact on another number of ranks: see DataLoaderState.
         signals: Names of signals after which all ranks stop at the end of the same batch with Lightning's
             SIGTERMException; () leaves them to Lightning.
-        exception_timeout_s: Seconds in which all ranks have to save after an exception, or none does.
+        exception_timeout_s: Seconds in which, after an exception, all ranks have to begin a save and an earlier one has
+            to end, or none is saved; the save itself may take longer.
     """
 
     def __init__(

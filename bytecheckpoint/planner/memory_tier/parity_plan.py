@@ -123,8 +123,8 @@ def pieces_at(holder: int, members: Sequence[ParityMember]) -> list[PlacedPiece]
 
 
 def pieces_without(lost: int, members: Sequence[ParityMember]) -> list[PlacedPiece]:
-    """Returns the pieces of the other members' files that, XORed together with all parity, make the bytes of a lost
-    member; each with its place in the padded bytes of that member.
+    """Returns the pieces of the other members' files that, XORed together with all parity, make the bytes of the lost
+    member; each with its place in the lost member's padded bytes.
     """
     length = segment_bytes(members)
     return [
