@@ -138,12 +138,14 @@ def hold_and_finish(
     prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any], finish: Callable[[], CheckpointInfo]
 ) -> CheckpointInfo:
     """Holds a save in memory, then commits it with `finish`. Raises like `hold` and `finish`, but not for copies that
-    failed: no log names that either, only `SaveHandle.held("host")` raises it.
+    failed: the log warns of them, and `SaveHandle.held("host")` raises the error.
     """
     prepared.agree()
     with closing(prepared.snapshot):
         held = hold_in_memory(prepared, part, metadata)
-        _protect(prepared, part, held)
+        error = _protect(prepared, part, held)
+        if error is not None and prepared.call.ranks.rank == COORDINATOR:
+            logger.warning("%s goes on to storage without copies in memory: %s", prepared.target.path, error.message)
         info = finish()
     part.slots.note_commit(prepared.target.step or 0)
     return info

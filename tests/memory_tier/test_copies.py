@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -208,20 +211,40 @@ def test_bits_that_flip_in_a_slot_are_found_when_it_is_copied(workers: WorkerPoo
         assert "the next save places its copies anew" in message
 
 
-def save_without_room(rank: int, world_size: int, folder: Path) -> tuple[str, str, str]:
+def save_without_room(rank: int, world_size: int, folder: Path) -> tuple[str, str, str, list[str]]:
     image = 4 * (NUM_ELEMENTS + 2000)
-    with warnings.catch_warnings():
+    with noted_warnings() as logged, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         given = options(folder, rank, 1, max_bytes=2 * image + (1 << 20))
         bcp.save(folder / "ckpt", state_of(rank, 0), step=0, options=given)
         handle = bcp.save(folder / "ckpt", state_of(rank, 1), step=1, async_save=True, options=given)
         with pytest.raises(bcp.CheckpointSaveError) as raised:
             handle.held("host")
-    return raised.value.kind, handle.held("process").tier, handle.result().tier
+        tiers = handle.held("process").tier, handle.result().tier
+    return raised.value.kind, *tiers, logged
+
+
+@contextmanager
+def noted_warnings() -> Iterator[list[str]]:
+    """Yields the warnings that the library's log gets, in order."""
+    handler, found = logging.Handler(logging.WARNING), []
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("bytecheckpoint")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
 
 
 def test_a_host_without_room_for_copies_costs_no_checkpoint(workers: WorkerPool, tmp_path: Path) -> None:
-    assert workers.run(save_without_room, tmp_path, world_size=2) == [("no_space", "memory", "storage")] * 2
+    results = workers.run(save_without_room, tmp_path, world_size=2)
+    assert [result[:3] for result in results] == [("no_space", "memory", "storage")] * 2
+    of_coordinator, of_other = (logged for *_, logged in results)
+    for step, warning in enumerate(of_coordinator):
+        assert f"step_{step:08} goes on to storage without copies in memory: " in warning
+        assert "the next save places its copies anew" in warning
+    assert (len(of_coordinator), of_other) == (2, [])
 
 
 def save_and_die(rank: int, world_size: int, folder: Path) -> tuple[str, str, tuple[int, ...], str]:
