@@ -244,7 +244,8 @@ def table(
         way = "own-async" if name.endswith("async") and "own-async" in own else "own"
         ratio = f"{stalls[name] / own[way]:.2f}x" if way in own else "-"
         taken = memory[name] / 1e6
-        cells += [ratio, f"{written:.1f}", f"{taken:.0f} ({taken * num_ranks / written:.2f})"]
+        part = "" if name in facts["without_state"] else f" ({taken * num_ranks / written:.2f})"
+        cells += [ratio, f"{written:.1f}", f"{taken:.0f}{part}"]
         lines.append(f"| {facts['candidates'][name]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
