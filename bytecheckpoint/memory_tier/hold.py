@@ -138,7 +138,7 @@ def hold_and_finish(
     prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any], finish: Callable[[], CheckpointInfo]
 ) -> CheckpointInfo:
     """Holds a save in memory, then commits it with `finish`. Raises like `hold` and `finish`, but not for copies that
-    failed: the log warns of them, and `SaveHandle.held("host")` raises the error.
+    failed: the coordinator's log warns of them, and `SaveHandle.held("host")` raises the error.
     """
     prepared.agree()
     with closing(prepared.snapshot):

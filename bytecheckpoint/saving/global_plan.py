@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -38,6 +39,8 @@ from bytecheckpoint.saving.replica_checks import (
 )
 from bytecheckpoint.saving.target import empty_error
 from bytecheckpoint.staging.file_image import FileApart, cut_to_files, plan_apart, plan_files
+
+_SEND_ALL = PlanReply(send_all=True)
 
 
 class ReplicaCopies(NamedTuple):
@@ -143,14 +146,15 @@ def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
     if cached is None:
         reply = planner.exchange(_whole_message(local_plan, ranks))
     else:
-        has_digests = ranks.rank != COORDINATOR
-        reply = planner.exchange(_cached_message(local_plan, cached, has_digests=has_digests))
+        message = partial(_cached_message, local_plan, cached, has_digests=ranks.rank != COORDINATOR)
+        sent_whole = cached.sent_whole
+        reply = planner.exchange(message(sent_whole))
         if reply.send_plain:
-            cached.sent_whole.update(dict.fromkeys(reply.asked, b""))
-            reply = planner.exchange(_cached_message(local_plan, cached, has_digests=has_digests))
-        if cached.sent_whole:
-            digests = digests_of(local_plan.plain)
-            cached.sent_whole = {fqn: digests.get(fqn, b"") for fqn in cached.sent_whole}
+            sent_whole = {**sent_whole, **dict.fromkeys(reply.asked, b"")}
+            reply = planner.exchange(message(sent_whole))
+        # Not before: after a conflict, every rank would have been asked for what all of them have.
+        digests = digests_of(local_plan.plain) if sent_whole else {}
+        cached.sent_whole = {fqn: digests[fqn] for fqn in sent_whole if fqn in digests}
     in_stages: Sequence[str] = ()
     while reply.send_all:
         in_stages = reply.digested
@@ -167,11 +171,13 @@ def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
     return AgreedPlan(reply.save_id, rank_plan, is_new, reply.has_locations, planner.objects, planner.rank_objects)
 
 
-def _cached_message(local_plan: LocalSavePlan, cached: RankPlan, *, has_digests: bool) -> LocalPlanMessage:
-    """Returns the message of a rank with a cached plan; with `has_digests`, plain data is replaced by digests, except
-    what only this rank can send.
+def _cached_message(
+    local_plan: LocalSavePlan, cached: RankPlan, sent_whole: Mapping[str, bytes], *, has_digests: bool
+) -> LocalPlanMessage:
+    """Returns the message of a rank with a cached plan. With `has_digests`, long values that ranks have in common are
+    digests, except those of `sent_whole` that have changed.
     """
-    plain, digested_plain = digested(local_plan.plain, cached.sent_whole) if has_digests else ({**local_plan.plain}, [])
+    plain, digested_plain = digested(local_plan.plain, sent_whole) if has_digests else ({**local_plan.plain}, [])
     return LocalPlanMessage(
         target=local_plan.target,
         plan_id=cached.plan_id,
@@ -244,14 +250,14 @@ class _GlobalPlanner:
         plain, self.known_plain, asked = restored(sent, cached.known_plain if cached is not None else {})
         is_cached = cached is not None and _still_holds(cached, messages)
         if plain is None:
-            replies = [PlanReply(send_plain=is_cached, send_all=not is_cached, asked=fqns) for fqns in asked]
+            replies = [PlanReply(send_plain=True, asked=fqns) for fqns in asked] if is_cached else [_SEND_ALL]
         elif cached is not None and is_cached:
             cached.known_plain = self.known_plain
             self.objects, self.rank_objects = merge_plain(plain, global_ranks)
             check_pipeline_stages(cached.in_stages, stages, global_ranks)
             replies = [PlanReply(save_id, cached.plan_id, is_cached=True, has_locations=cached.written is not None)]
         elif any(message.plan_id for message in messages):
-            replies = [PlanReply(send_all=True)]
+            replies = [_SEND_ALL]
         elif self._needs_stage_digests(messages):
             replies = [PlanReply(send_all=True, digested=self._in_stages)]
         else:

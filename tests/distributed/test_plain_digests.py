@@ -13,6 +13,7 @@ import torch
 import bytecheckpoint as bcp
 from bytecheckpoint.adapters.plain.plain_digests import PlainData, digested, digests_of, restored
 from bytecheckpoint.distributed import key_value_ranks
+from bytecheckpoint.saving.in_flight import process_state
 from distributed.workers import WorkerPool
 
 NUM_LAYERS = 155
@@ -121,6 +122,26 @@ def test_a_value_that_was_asked_for_is_sent_when_it_has_changed() -> None:
     assert (changed["of_stage"], fqns) == (plain["of_stage"], ["of_all"])
     _, fqns = digested(plain, digests_of(plain))
     assert fqns == ["of_stage", "of_all"]
+
+
+def save_after_conflict(rank: int, world_size: int, root: str) -> tuple[str, list[list[str]]]:
+    """Returns the kind of the conflict, and by save what this rank sends whole."""
+    kind = ""
+    sent: list[list[str]] = []
+    for step in range(4):
+        text = f"{step}" * 100 + (str(rank) if step == 1 else "")
+        try:
+            bcp.save(root, {"after_conflict": {"text": text, "w": torch.ones(2)}}, step=step)
+        except bcp.CheckpointMismatchError as error:
+            kind = error.kind
+        plans = process_state().plans._plans.values()
+        sent.append([fqn for plan in plans for fqn in plan.sent_whole if fqn == "after_conflict"])
+    return kind, sent
+
+
+def test_a_conflict_leaves_no_rank_asked_for_what_all_have(workers: WorkerPool, tmp_path: Path) -> None:
+    results = workers.run(save_after_conflict, str(tmp_path), world_size=3)
+    assert results == [("conflict", [[]] * 4)] * 3
 
 
 def save_of_stages(rank: int, world_size: int, root: str) -> list[tuple[int, bool]]:

@@ -15,6 +15,7 @@ from faults.seams import Seam, before
 import bytecheckpoint as bcp
 from bytecheckpoint.staging import file_image
 from distributed.workers import WorkerPool
+from frameworks import real_megatron
 from frameworks.real_deepspeed import SETUPS, engine_of, join_deepspeed, state_of, train, unequal, weights_of
 
 pytestmark = [
@@ -91,3 +92,23 @@ def test_steps_of_deepspeed_wait_and_its_muon_is_refused(workers: WorkerPool, tm
         assert "DeepSpeed's Muon" in refusal
         assert 'snapshot="copy"' in refusal
         assert found == dict.fromkeys(found, (True, []))
+
+
+def step_megatron(rank: int, world_size: int, path: str, layout: real_megatron.Layout) -> dict[str, Any]:
+    with real_megatron.on_host(layout):
+        built = real_megatron.build(layout)
+        real_megatron.fill(built)
+        has_waited = save_and_step(path, built.state, lambda: real_megatron.step(built))
+        has_changed = bool(real_megatron.differences(built))
+        bcp.load(path, built.state)
+        return {"has_waited": has_waited, "has_changed": has_changed, "wrong": real_megatron.differences(built)}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+@pytest.mark.parametrize(("is_distributed", "is_half"), [(True, True), (True, False), (False, True)])
+def test_a_step_of_megatron_waits(workers: WorkerPool, tmp_path: Path, *, is_distributed: bool, is_half: bool) -> None:
+    layout = real_megatron.Layout(is_distributed=is_distributed, is_half=is_half)
+    found = workers.run(step_megatron, str(tmp_path / "step"), layout, world_size=2, timeout_s=300)
+    # Replicas this small are all written by rank 0, and the other rank has nothing to wait for.
+    waiting = [True, is_distributed]
+    assert found == [{"has_waited": has_waited, "has_changed": True, "wrong": []} for has_waited in waiting]

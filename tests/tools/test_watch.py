@@ -168,6 +168,7 @@ def test_an_old_step_that_is_replaced_is_found_when_its_turn_comes_and_a_look_re
 def test_the_newest_step_is_compared_at_each_look_whatever_the_order_of_a_listing(tmp_path, monkeypatch) -> None:
     for step in range(20):
         bcp.save(tmp_path, {"x": 1}, step=step)
+    bcp.save(tmp_path / "best", {"x": 1})
     list_folder = LocalStore.list
     monkeypatch.setattr(
         LocalStore, "list", lambda store, name: dict(sorted(list_folder(store, name).items(), reverse=True))
@@ -177,6 +178,8 @@ def test_the_newest_step_is_compared_at_each_look_whatever_the_order_of_a_listin
     for _ in range(3):
         replace(tmp_path, step=19)
         assert commits_of(watch) == [("step_00000019", True)]
+    bcp.save(tmp_path / "best", {"x": 2}, options=bcp.SaveOptions(overwrite=True))
+    assert commits_of(watch) == [("best", True)]
 
 
 def test_a_storage_error_does_not_end_it_and_nothing_is_lost(tmp_path, capsys, monkeypatch) -> None:

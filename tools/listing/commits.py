@@ -4,6 +4,7 @@ in a run of ten thousand steps as in one of ten.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -38,8 +39,8 @@ class CommitWatch:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._seen: dict[str, bytes | None] = {}
-        """Folders with how their manifest ends, None until that is read: those that `begin` found, by step; after them
-        those that `look` has yielded, in that order.
+        """Folders with how their manifest ends, None until that is read: those that `begin` found, by step, and then
+        those without one, such as `best`; after them those that `look` has yielded, in that order.
         """
         self._turn = 0
         """Index of the folder, among all but the last ones, at which the next look goes on."""
@@ -50,8 +51,8 @@ class CommitWatch:
 
     def begin(self) -> None:
         """Marks the checkpoints that are there now as seen. Raises the errors of the store."""
-        # By step: stores list in any order, and the last ones are compared at each look.
-        self._seen = dict.fromkeys(sorted(self._new_folders(), key=lambda folder: _step_of(folder) or 0))
+        # Stores list in any order, and the last ones are compared at each look: those most likely to be replaced.
+        self._seen = dict.fromkeys(sorted(self._new_folders(), key=_step_or_last))
         for folder in islice(reversed(self._seen), _LOOKED_AT):
             self._seen[folder] = self._end_of_manifest(folder)
 
@@ -140,6 +141,11 @@ class CommitWatch:
 
 def _step_of(folder: str) -> int | None:
     return layout.parse_step(folder.rpartition("/")[2])
+
+
+def _step_or_last(folder: str) -> float:
+    step = _step_of(folder)
+    return math.inf if step is None else step
 
 
 def _folders(folder: str, entries: Mapping[str, int | None]) -> list[str]:

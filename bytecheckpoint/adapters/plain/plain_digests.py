@@ -1,5 +1,5 @@
 """Digests in the place of plain data that ranks have in common: the coordinator finds most values in
-its own state, the others in the previous save. It knows no rank and no message.
+its own state, others in the previous save, and one rank has to send what is in neither. It knows no message.
 """
 
 from __future__ import annotations
