@@ -4,6 +4,7 @@ all, and written as telemetry, which loading never reads.
 
 from __future__ import annotations
 
+import logging
 import platform
 import socket
 from array import array
@@ -37,6 +38,8 @@ from bytecheckpoint.staging.memory_slots import GENERATION
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import one_block
+
+logger = logging.getLogger("bytecheckpoint")
 
 _TELEMETRY_VERSION = 1
 _WRITES_IN_FLIGHT = 16
@@ -268,8 +271,8 @@ def telemetry_record(call: SaveCall, save_id: str, files: Sequence[DataFile]) ->
 
 
 def write_telemetry(call: SaveCall, target: SaveTarget, save_id: str, records: Sequence[bytes]) -> None:
-    """Writes the records of all ranks on the coordinator, one object for each block of ranks. Its errors do not fail
-    the save.
+    """Writes the records of all ranks on the coordinator, one object for each block of ranks. An error is logged and
+    does not fail the save.
     """
     if call.ranks.rank != COORDINATOR:
         return
@@ -279,5 +282,7 @@ def write_telemetry(call: SaveCall, target: SaveTarget, save_id: str, records: S
         name = join_name(target.folder, layout.telemetry_name(save_id, first))
         target.store.write(name, one_block(content), replace=True)
 
-    with suppress(Exception):  # the other ranks have reported, and wait for the commit
+    try:
         run_jobs(write, range(0, len(records), BLOCK_RANKS), num_threads=_WRITES_IN_FLIGHT)
+    except Exception as error:  # noqa: BLE001  the other ranks have reported, and wait for the commit
+        logger.warning("%s is saved without its timings, which could not be written: %s", target.path, error)

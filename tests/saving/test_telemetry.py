@@ -213,6 +213,17 @@ def test_a_failed_save_leaves_no_telemetry(tmp_path: Path, phase: str) -> None:
     assert files_under(tmp_path) == []
 
 
+def test_telemetry_that_cannot_be_written_is_told_and_fails_no_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    error = bcp.StorageError("planted", kind="permission")
+    with before(Seam(layout, "telemetry_name"), raising(error)):
+        bcp.save(tmp_path, state_of(0, 1.0))
+    assert not (tmp_path / "telemetry").exists()
+    assert loads_as(tmp_path, 0, 1.0)
+    assert "is saved without its timings, which could not be written: planted" in caplog.text
+
+
 def test_loading_needs_no_telemetry(tmp_path: Path) -> None:
     bcp.save(tmp_path, state_of(0, 1.0))
     (file,) = (tmp_path / "telemetry").iterdir()
