@@ -43,7 +43,7 @@ class SourceFolder:
         return self.listing.get(name, 0) is None
 
     def list(self, inside: str) -> Mapping[str, int | None]:
-        """Returns the listing of a folder inside this one. It is requested from the store once."""
+        """Returns what `listing` has for a folder inside this one. It is requested from the store once."""
         if inside not in self._listings:
             self._listings[inside] = self._store.list(join_name(self.name, inside))
         return self._listings[inside]

@@ -215,12 +215,12 @@ def _note_protected(slots: JobMemory, held: HeldSave) -> None:
         logger.warning("older memory checkpoints in %s could not be tidied up: %s", slots.job.path, error)
 
 
-def _tidy(slots: JobMemory, save_id: str, num_on_host: int) -> None:
+def _tidy(slots: JobMemory, save_id: str, num_ranks_on_host: int) -> None:
     """Notes on this host that the save is complete, and frees what it replaces. A failure costs no checkpoint."""
     try:
         version_files.mark_complete(slots.job, save_id)
         version_files.remove_stale_temporaries(slots.job)  # no other rank of this host writes manifests
-        slots.trim(num_on_host)
+        slots.trim(num_ranks_on_host)
     except OSError as error:
         logger.warning("older memory checkpoints in %s could not be tidied up: %s", slots.job.path, error)
 

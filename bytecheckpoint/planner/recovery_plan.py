@@ -143,7 +143,8 @@ class _Save:
         self._parts = parts
         self._target = target
         self._in_the_way = in_the_way
-        self._pending = next((part for part in parts if part.needed is not None), None)
+        self._with_manifest = next((part for part in parts if part.needed is not None), None)
+        """The part whose disk has the manifest; None if no part that is seen has a readable one."""
         self._damage = next((part.damage for part in parts if part.damage), "")
         self._here = {name for part in parts for name in part.here}
 
@@ -158,8 +159,8 @@ class _Save:
 
     def _may_arrive(self) -> bool:
         """Returns True if the manifest can have been sent: it never is before all data is at the path."""
-        if self._pending is not None:
-            needed = self._pending.needed or {}
+        if self._with_manifest is not None:
+            needed = self._with_manifest.needed or {}
             return all(self._target.sizes.get(name) == byte_length for name, byte_length in needed.items())
         own = f"/{self._parts[0].save_id}-"
         # Hazard: a stage without room for the manifest does not have it, and the save goes on all the same.
@@ -174,13 +175,15 @@ class _Save:
             return "removed", "it had been committed"
         if self._damage:
             return "kept", self._damage
-        if self._pending is None:
+        if self._with_manifest is None:
             return self._without_manifest()
         if is_claimed:
             return "removed", _SUPERSEDED
         if self._target.save_id is None:
             return "kept", "a checkpoint stands there whose manifest cannot be read: see `bcp verify`"
-        if self._target.save_id and not (self._pending.overwrite and self._target.save_id in self._pending.replaces):
+        if self._target.save_id and not (
+            self._with_manifest.overwrite and self._target.save_id in self._with_manifest.replaces
+        ):
             return "removed", f"another checkpoint (save {self._target.save_id}) has been committed there since"
         if self._in_the_way:
             return "kept", (
@@ -189,7 +192,7 @@ class _Save:
             )
         if is_busy:
             return "kept", "another save to the same place is under way: call recover again when it has ended"
-        missing = self._missing(self._pending.needed or {})
+        missing = self._missing(self._with_manifest.needed or {})
         if missing:
             return "kept", missing
         return "committed", "every rank's data was there"
@@ -220,13 +223,13 @@ class _Save:
         """Returns the folders with work: the uploads from each, and True if its manifest is committed."""
         if verdict.outcome not in {"committed", "removed"}:
             return []
-        if verdict.outcome == "removed" or self._pending is None:
+        if verdict.outcome == "removed" or self._with_manifest is None:
             return [(part, [], False) for part in self._parts]
-        needed = self._pending.needed or {}
+        needed = self._with_manifest.needed or {}
         open_names = {name for name in needed if self._target.sizes.get(name) != needed[name]}
         work = []
         for part in self._parts:
             uploads = sorted(open_names & part.here.keys())
             open_names -= part.here.keys()
-            work.append((part, uploads, part is self._pending))
+            work.append((part, uploads, part is self._with_manifest))
         return work

@@ -58,7 +58,9 @@ class JobMemory:
             slot_file.remove_stale_temporaries(job.slots)
 
     def begin_save(self) -> None:
-        """Gives up the slots that an earlier save has begun to fill."""
+        """Lets `take` choose slots for a new save. Hazard: without this call before each save, `take` overwrites
+        the slot of the save before, even if that is complete.
+        """
         self._filling = None
         self.copies.begin_save()
         self.parity.begin_save()

@@ -203,7 +203,9 @@ def _refuse_old_attention(name: str, file: RankFile) -> None:
 
 
 def _chunks_of(file: RankFile) -> list[str]:
-    """Returns the keys of a stage's model chunks (virtual stages), in order: `model`, or `model0`, `model1`, ..."""
+    """Returns the keys of a stage's model chunks (virtual stages), in order: `model`, or `model0`, `model1`, ...
+    Raises CheckpointCorruptError (bad_manifest) if there is none.
+    """
     matches = [match for match in map(MODEL_KEY.match, map(str, file.value)) if match]
     keys = [match[0] for match in sorted(matches, key=lambda match: int(match[1] or 0))]
     if not keys:

@@ -14,7 +14,7 @@ Domain = tuple[str, bool]
 
 
 class RankPlace(NamedTuple):
-    """The place of a rank."""
+    """The host and the failure domain of a rank."""
 
     host: str
     """Id of the memory root, which all ranks of a host share."""

@@ -182,8 +182,8 @@ def publish(temporary: str, path: str, *, replace: bool) -> None:
 
 
 def link(existing: str, path: str) -> bool:
-    """Gives an existing file a second name. Returns False if the file system cannot. Raises FileExistsError if the name
-    is taken.
+    """Gives an existing file a second name; True also if it had that name. Returns False if the file system cannot.
+    Raises FileExistsError if another file has the name.
     """
     try:
         os.link(existing, path)

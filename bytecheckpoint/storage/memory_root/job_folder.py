@@ -159,7 +159,9 @@ def find_job(root: str, location: str) -> JobFolder | None:
 
 
 def find_jobs(root: str) -> list[tuple[JobFolder, JobDescription]]:
-    """Returns the folders of this user's jobs in a memory root, with descriptions of the jobs."""
+    """Returns the folders of this user's jobs in a memory root, with descriptions of the jobs; none if the root or its
+    id is missing. Raises StorageError if the root cannot be read, or a job's folder is not private to this user.
+    """
     found: list[tuple[JobFolder, JobDescription]] = []
     with _using(root):
         try:
