@@ -198,7 +198,10 @@ def _taken(tree: dict[Any, Any], fqn: str, checkpoint: CheckpointView, left_out:
 
 
 def _filled_in_place(value: Any, stored: Any) -> bool:
-    """Copies a stored value into the state's own object, which others may hold. Returns False if that is impossible."""
+    """Copies a stored value into the state's own object, which others may hold. Returns False if that is impossible.
+
+    Two tensors must have one shape and dtype, which the caller asks `_problems`: torch would broadcast or cast.
+    """
     if isinstance(value, torch.Tensor) and isinstance(stored, torch.Tensor):
         target = value.detach()
         if target.element_size() == 1:  # torch cannot copy its sub-byte integers

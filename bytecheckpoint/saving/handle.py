@@ -22,7 +22,10 @@ HELD_LEVELS = ("process", "host", "storage")
 
 
 class SaveHandle:
-    """A save, finished or under way. Methods may be called from any thread."""
+    """A save, finished or under way. Methods may be called from any thread.
+
+    Those that would block raise CheckpointSaveError on a thread that a save waits for, as in a signal handler.
+    """
 
     def __init__(self, progress: SaveProgress) -> None:
         self._progress = progress

@@ -259,7 +259,7 @@ class SavesInFlight:
                 progress.is_numbered.wait()
 
     def wait_until_staged(self) -> None:
-        """Returns when no save in flight needs the training state any more."""
+        """Returns when no save in flight needs the training state. Raises where a save waits for this thread."""
         for progress in self._all:
             progress.wait_until_staged()
 
@@ -374,7 +374,7 @@ def wait_until_numbered() -> None:
 
 
 def wait_until_staged() -> None:
-    """Returns when no save in flight needs the training state any more."""
+    """Returns when no save in flight needs the training state. Raises where a save waits for this thread."""
     for state in _STATE.values():
         state.saves.wait_until_staged()
 

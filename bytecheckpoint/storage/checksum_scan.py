@@ -82,7 +82,8 @@ def ranges_of(
 ) -> Iterator[ScanRange]:
     """Yields those extents of a file, or of a random sample of its extents, that lie before byte `end`, as ranges.
 
-    A sample has at least one extent, which may lie behind `end`. Neighbours are one range, of READ_BYTES at most.
+    A sample has at least one extent, which may lie behind `end`. Neighbours are one range while they are READ_BYTES at
+    most; an extent that is larger is a range alone.
     """
     num_extents = len(file.extent_lengths)
     chosen: Iterable[int] = range(num_extents)

@@ -170,7 +170,9 @@ def store_of(root: str, name: str) -> LocalStore:
 
 
 def take_over(root: str, name: str, *, writer_threads: int) -> StagedFolder | None:
-    """Locks the folder of a dead process; None if a living one holds it, or it is gone."""
+    """Locks the folder of a dead process; None if a living one holds it, or it is gone. Raises StorageError if locking
+    fails.
+    """
     path = os.path.join(root, name)
     try:
         lock = ProcessLock(os.path.join(path, _LOCK_NAME))

@@ -46,7 +46,8 @@ def is_folder(source: SourceFolder) -> bool:
 def read_folder(source: SourceFolder) -> None:
     """Adds the files of all ranks to the builder.
 
-    Raises CheckpointNotFoundError (missing_file), CheckpointCorruptError or UnsafeCheckpointError.
+    Raises CheckpointNotFoundError (missing_file), CheckpointMismatchError (conflict), CheckpointCorruptError or
+    UnsafeCheckpointError.
     """
     builder = source.builder
     root: dict[Any, Any] = {}

@@ -51,6 +51,9 @@ class FoundIteration(msgspec.Struct):
 def find(args: Namespace, root: str | None, reach: TrackedFolder) -> FoundIteration:
     """Chooses the checkpoint, on rank 0. `reach` says how folders are reached. Without any checkpoint, returns an empty
     path with a warning, or raises CheckpointNotFoundError, as Megatron's arguments say.
+
+    Opens the one that it chooses: raises CheckpointNotFoundError too if that is not committed, or if a tracker file
+    names no iteration, and the errors of `bytecheckpoint.open` for a damaged one.
     """
     wanted = getattr(args, "ckpt_step", None)
     if wanted and root is not None:
