@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from bytecheckpoint.distributed.ranks import BLOCK_RANKS, COORDINATOR
-from bytecheckpoint.errors import CheckpointCorruptError, CheckpointSaveError
+from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, CheckpointSaveError
 from bytecheckpoint.info import describe_checkpoint
 from bytecheckpoint.manifest import DataFile, Manifest, TensorRecord, TensorTable, encode_manifest, open_manifest
 from bytecheckpoint.manifest.run_column import RunColumn
@@ -282,7 +282,8 @@ def write_telemetry(call: SaveCall, target: SaveTarget, save_id: str, records: S
         name = join_name(target.folder, layout.telemetry_name(save_id, first))
         target.store.write(name, one_block(content), replace=True)
 
-    try:
-        run_jobs(write, range(0, len(records), BLOCK_RANKS), num_threads=_WRITES_IN_FLIGHT)
-    except Exception as error:  # noqa: BLE001  the other ranks have reported, and wait for the commit
-        logger.warning("%s is saved without its timings, which could not be written: %s", target.path, error)
+    with suppress(Exception):  # the other ranks have reported, and wait for the commit
+        try:
+            run_jobs(write, range(0, len(records), BLOCK_RANKS), num_threads=_WRITES_IN_FLIGHT)
+        except CheckpointError as error:
+            logger.warning("%s is saved without its timings, which could not be written: %s", target.path, error)
