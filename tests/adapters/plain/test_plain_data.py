@@ -19,6 +19,8 @@ from sample_tensors import DTYPES, LAYOUTS, SHAPE, bits_of, random_bits, same_bi
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_tree import leaves
 
 # torch calls its own complex32, CSR and nested tensors experimental.
 pytestmark = pytest.mark.filterwarnings(
@@ -384,3 +386,17 @@ def test_a_tensor_subclass_without_memory_of_its_own_kind_is_saved_as_a_tensor(t
     bcp.load(tmp_path, {"a": target})
     assert target.tolist() == [0.0, 1.0, 2.0]
     assert type(target) is Tagged
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_of_ints_may_hold_some_beyond_64_bits(kind: type) -> None:
+    for odd in (1 << 64, -(1 << 63) - 1, 1 << 200):
+        value = kind([*range(600), odd, 7])
+        assert decode_plain(encode_plain(value, "numbers", keep_in_tree)) == value
+
+
+def test_a_tensor_in_a_list_of_numbers_is_a_leaf() -> None:
+    tensor = torch.ones(2)
+    assert list(leaves([1, 2.0, tensor], "a")) == ["a.0", "a.1", "a.2"]
+    assert leaves((1, [2, [3, tensor]]), "a")["a.1.1.1"] is tensor
+    assert list(leaves([1, [2, 3]], "a")) == ["a"]
