@@ -231,7 +231,7 @@ def _check_byte_ranges(columns: Columns, tensors: Int64s, bounds: FileBounds, fq
         raise bad_manifest(
             f"a chunk of {shown(fqns[tensors[chunk]])} lies in file {columns.files[chunk]} of {len(files)}"
         )
-    offsets, lengths = columns.byte_offsets.astype(np.int64), columns.byte_lengths.astype(np.int64)
+    offsets, lengths = columns.byte_offsets.astype(np.int64), columns.byte_lengths.astype(np.int64, copy=False)
     outside = lengths > bounds.byte_lengths[columns.files] - offsets
     if outside.any():
         chunk = first_true(outside)

@@ -40,6 +40,8 @@ _CHUNKS_AT_ONCE = 1 << 20
 _CHUNKS_SORTED = 1 << 22
 """About how many chunks are sorted at once to find bytes that two of them share."""
 
+_MANY_CHUNKS = 64
+"""Chunks of a tensor, on average, from which on a look at each tensor in turn takes less time than to sort them."""
 _CHUNKS_ONE_BY_ONE = 4096
 """Limit for chunks of one tensor that are checked as they are found. If more are asked for, all are checked first."""
 
@@ -108,7 +110,7 @@ class TensorTable(Mapping[str, TensorRecord]):
             return
         fqns = list(self._indices)
         spans = [check_chunks(self._slice(*batch), self._bounds, fqns[slice(*batch)]) for batch in self._batches()]
-        if not self._may_share_bytes:
+        if not self._may_share_bytes and not self._lie_in_order(spans):
             self._refuse_bytes_shared_by_any(spans)
         self._checked.update(range(len(fqns)))
         self._is_all_checked = True
@@ -120,6 +122,32 @@ class TensorTable(Mapping[str, TensorRecord]):
             limit = self._first_chunks[bounds[-1]] + _CHUNKS_AT_ONCE
             bounds.append(max(bounds[-1] + 1, int(np.searchsorted(self._first_chunks, limit, side="right")) - 1))
         return pairwise(bounds)
+
+    def _lie_in_order(self, spans: Sequence[Spans]) -> bool:
+        """Returns True if each chunk of a tensor lies in another file, and the tensors lie in all files in one order,
+        as thousands of ranks write them: no two chunks share bytes then, which is known without sorting the chunks.
+        False where that is not so, or takes longer than sorting because the tensors have few chunks.
+        """
+        if sum(len(each.starts) for each in spans) < _MANY_CHUNKS * len(self):
+            return False
+        tensors: list[tuple[np.ndarray, Spans]] = []
+        """Files and spans of the chunks of each tensor that has any."""
+        for (first, last), each in zip(self._batches(), spans, strict=True):
+            before = self._first_chunks[first]
+            bounds = pairwise(self._first_chunks[first : last + 1])
+            slices = [slice(start - before, end - before) for start, end in bounds if end > start]
+            files = self.columns.files[before : self._first_chunks[last]]
+            tensors += [(files[some], Spans(each.starts[some], each.byte_lengths[some])) for some in slices]
+        ends = self._bounds.starts.copy()
+        """End of what was seen so far of each file, on the line of `FileBounds`."""
+        last_chunks = np.zeros(len(ends), np.int64)
+        for files, (starts, lengths) in sorted(tensors, key=lambda tensor: int(tensor[1].starts[0])):
+            numbers = np.arange(len(files))
+            last_chunks[files] = numbers
+            if (last_chunks[files] != numbers).any() or (starts < ends[files]).any():
+                return False
+            ends[files] = starts + lengths
+        return True
 
     def _refuse_bytes_shared_by_any(self, spans: Sequence[Spans]) -> None:
         """Raises CheckpointCorruptError (bad_manifest) if any two chunks share bytes. Looks at some files at a time:

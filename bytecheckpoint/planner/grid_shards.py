@@ -65,9 +65,12 @@ def _find(fqns: Sequence[str], table: ItemTable, items: Int64s, shapes: Int64s) 
     """Returns those of the tensors whose shards form a grid."""
     boxes = table.boxes_of(items)
     is_filled = (boxes[:, :, 1] != 0).all(axis=2)
-    order = _order(boxes[:, :, 0], is_filled, shapes)
     num_filled = np.count_nonzero(is_filled, axis=1)
-    boxes = np.take_along_axis(boxes, order[:, :, None, None], axis=1)
+    order = _order(boxes[:, :, 0], is_filled, shapes)
+    if order is None:
+        order = np.broadcast_to(np.arange(len(table.ranks)), is_filled.shape)
+    else:
+        boxes = np.take_along_axis(boxes, order[:, :, None, None], axis=1)
     counts = -(-shapes // np.maximum(boxes[:, 0, 1], 1))
     num_parts = np.maximum(counts.prod(axis=1), 1)
     num_replicas = np.maximum(num_filled // num_parts, 1)
@@ -87,11 +90,15 @@ def _find(fqns: Sequence[str], table: ItemTable, items: Int64s, shapes: Int64s) 
     )
 
 
-def _order(offsets: Int64s, is_filled: NDArray[np.bool_], shapes: Int64s) -> NDArray[np.intp]:
-    """Returns for each tensor the order of its regions in the flat tensor; empty ones come last."""
+def _order(offsets: Int64s, is_filled: NDArray[np.bool_], shapes: Int64s) -> NDArray[np.intp] | None:
+    """Returns for each tensor the order of its regions in the flat tensor, empty ones last; None if the regions of
+    every tensor come in that order, as they do where rank r holds part r.
+    """
     strides = np.ones_like(shapes)
     strides[:, :-1] = np.cumprod(shapes[:, :0:-1], axis=1)[:, ::-1]
     starts = np.where(is_filled, (offsets * strides[:, None]).sum(axis=2), np.iinfo(np.int64).max)
+    if (starts[:, 1:] >= starts[:, :-1]).all():
+        return None
     return np.argsort(starts, axis=1, kind="stable")
 
 

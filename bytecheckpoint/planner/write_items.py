@@ -111,10 +111,13 @@ class ItemTable:
         """Returns the boxes of many items, of tensors with equally many dimensions, as an array of shape (items, ranks,
         2, dimensions).
         """
-        num_dims = len(self.shapes[items[0]])
-        columns = np.array(self.starts)[items][:, None] + np.arange(2 * num_dims)
-        boxes = self.coordinates[:, columns].astype(np.int64).reshape(len(self.ranks), len(items), 2, num_dims)
-        return boxes.swapaxes(0, 1)
+        num_dims, first, last = len(self.shapes[items[0]]), int(items[0]), int(items[-1])
+        if (np.diff(items) == 1).all():  # then their columns are adjacent: a slice is no copy
+            columns = self.coordinates[:, self.starts[first] : self.starts[last + 1]]
+        else:
+            columns = self.coordinates[:, np.array(self.starts)[items][:, None] + np.arange(2 * num_dims)]
+        boxes = columns.reshape(len(self.ranks), len(items), 2, num_dims).swapaxes(0, 1)
+        return boxes.astype(np.int64, order="C")
 
     def regions(self, item: int) -> list[Region]:
         """Returns the region of one item on each of the `ranks`, in their order."""
@@ -144,7 +147,7 @@ def _unpack(content: bytes, ranks: Sequence[int], packed: Sequence[PackedItems])
     digests = np.empty((len(ranks), len(described.digested)), np.uint64)
     for row, rank in enumerate(ranks):
         of_rank = np.frombuffer(decompressor.decompress(packed[rank].coordinates), "<i8")
-        if len(of_rank) and (of_rank.min() < 0 or of_rank.max() > largest):
+        if len(of_rank) and of_rank.view("<u8").max() > largest:  # a negative number is a large one in this view
             coordinates = coordinates.astype(np.int64)  # out of range: the planner's error shows these numbers
         coordinates[row] = of_rank
         digests[row] = np.frombuffer(packed[rank].digests, "<u8")

@@ -109,10 +109,14 @@ class ChunkLocations:
             ranks = np.concatenate([np.asarray(tensor.ranks, np.int32) for tensor in batch])
             positions = self._bounds[self._distinct_index[ranks]]
             positions += np.concatenate([np.asarray(tensor.slots, np.int32) for tensor in batch])
-            files[chunks] = first_files[ranks] + self._files[positions]
-            byte_offsets[chunks] = all_starts[files[chunks]] + self._byte_offsets[positions]
+            if len({len(tensor.ranks) for tensor in batch}) == 1:
+                # Rank by rank: the slots of one for these tensors are adjacent, those of many ranks for one are not.
+                positions = np.ascontiguousarray(positions.reshape(len(batch), -1).T)
+            files[chunks] = first_files[ranks] + self._files[positions].T.ravel()
+            byte_offsets[chunks] = all_starts[files[chunks]] + self._byte_offsets[positions].T.ravel()
             if is_compressed:
-                byte_lengths[chunks], codecs[chunks] = self._byte_lengths[positions], self._codecs[positions]
+                byte_lengths[chunks] = self._byte_lengths[positions].T.ravel()
+                codecs[chunks] = self._codecs[positions].T.ravel()
         return Columns(
             dtype_names=list(dtype_indices),
             dtypes=np.array([dtype_indices[tensor.dtype] for tensor in tensors], np.uint32),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
@@ -219,9 +221,18 @@ class _Check:
 
     def add_all(self, contents: Sequence[memoryview]) -> None:
         """Takes the bytes that follow, in pieces."""
-        if self._digests:
-            for content in contents:
-                self.add(content)
+        if not self._digests:
+            return
+        first, ends = 0, [*accumulate(map(len, contents), initial=self.num_bytes)][1:]
+        while first < len(contents):
+            # Pieces that end before their extent does are hashed without a step of Python for each.
+            last = bisect_left(ends, self._end, first)
+            deque(map(self._hash.update, contents[first:last]), maxlen=0)
+            if last > first:
+                self.num_bytes = ends[last - 1]
+            if last < len(contents):
+                self.add(contents[last])
+            first = last + 1
 
     def add(self, content: memoryview) -> None:
         """Takes the bytes that follow those of the call before."""

@@ -11,8 +11,10 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 
 from bytecheckpoint.storage.store import FillHook, PiecesHook
 
@@ -85,12 +87,15 @@ def read_pieces(fd: int, byte_offset: int, buffers: Sequence[memoryview], on_fil
     `read_fully`.
     """
     filled = first = 0
-    for end in _ends_of_calls(buffers):
-        run, wanted_bytes = buffers[first:end], sum(map(len, buffers[first:end]))
+    ends = [*accumulate(map(len, buffers))]
+    while first < len(buffers):
+        # As many as one call can fill, and as the processor's cache can hold; at least one.
+        last = bisect_right(ends, filled + _CACHED_BYTES, first + 1, min(first + _MAX_BUFFERS, len(buffers)))
+        run, wanted_bytes = buffers[first:last], ends[last - 1] - filled
         count = os.preadv(fd, run, byte_offset + filled)
         if count < wanted_bytes:  # the end of the file, or a signal
             count = _fill_rest(fd, byte_offset + filled, run, count)
-        filled, first = filled + count, end
+        filled, first = filled + count, last
         if count < wanted_bytes:
             break
         on_filled(run)
@@ -107,18 +112,6 @@ def _fill_rest(fd: int, byte_offset: int, buffers: Sequence[memoryview], filled:
         if done < len(buffer):
             break
     return start
-
-
-def _ends_of_calls(buffers: Sequence[memoryview]) -> Iterator[int]:
-    """Yields the ends of runs of buffers that one call can fill, and of which the processor's cache can hold all."""
-    first = num_bytes = 0
-    for number, buffer in enumerate(buffers):
-        if number > first and (number - first == _MAX_BUFFERS or num_bytes + len(buffer) > _CACHED_BYTES):
-            yield number
-            first, num_bytes = number, 0
-        num_bytes += len(buffer)
-    if buffers:
-        yield len(buffers)
 
 
 def file_in_the_way(path: str) -> str:
