@@ -110,7 +110,7 @@ def warm_up(
 
     Plans the save together with all ranks, which must all call this, and allocates the staging memory, at most
     `staging_bytes` of the options; with `options.memory`, both slots of the job that saves to `path`. Writes nothing
-    there, and holds no tensor.
+    to `path`, and keeps no reference to a tensor.
 
     `path` is needed for `options.memory` only; the other arguments are as for `save`. Raises CheckpointMismatchError
     and CheckpointSaveError like `save`, and the error of an earlier asynchronous save that the caller has not seen.
@@ -177,7 +177,8 @@ def load(
         CheckpointNotFoundError: There is no committed checkpoint, or a file of it is gone. A checkpoint that is
             replaced while it is read is read again; kind `replaced` means that this happened too often.
         CheckpointMismatchError: State and checkpoint do not fit, the state has nothing of `framework`, or the path is a
-            checkpoint and a root of steps and `step` does not select one; the state is unchanged.
+            checkpoint and a root of steps and `step` does not select one; the state is unchanged. Only a value that
+            `cast` cannot convert (`dtype`) is found while reading, when parts may be overwritten.
         CheckpointCorruptError: Damaged bytes.
         UnsafeCheckpointError: The checkpoint requires something that loading must not do.
         CheckpointSaveError: The state holds what is not supported (`unsupported_value`).
@@ -221,7 +222,8 @@ def resume(
     load_options: LoadOptions | None = None,
 ) -> LoadReport | None:
     """Fills the state of all ranks, in place, from the newest checkpoint that the memory of the hosts, their local
-    stages and the path hold. Any number of ranks in any layout; every byte is verified.
+    stages and the path hold. Any number of ranks in any layout. Bytes out of memory and local stages are always
+    verified; `load_options.verify` counts only for a checkpoint of which nothing but the path has files.
 
     What is damaged is read from another holder, or the next older checkpoint is taken, by all ranks together. Newest
     is by the branch of training first: a save after a load at a step is newer than all that were made before.
@@ -234,10 +236,11 @@ def resume(
         load_options: See LoadOptions. All other arguments are as for `load`.
 
     Returns:
-        The report, with `sources`; None, with the state unchanged, where nothing was saved yet.
+        The report, with `sources`; None, with the state unchanged, where no trace of a save was found.
 
     Raises:
-        CheckpointCorruptError: Something was saved, and nothing of it is whole. The message lists it.
+        CheckpointCorruptError: Something was saved, and none of it can be loaded. The message lists it, and says if the
+            state is unchanged or undefined.
         CheckpointMismatchError: `options` has no memory; or as `load`.
         CheckpointError: As `load`.
     """
@@ -277,7 +280,8 @@ def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file
 
 
 def latest(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> int | None:
-    """Returns the newest committed step under a path, or None. Looks for manifests, not at names or times.
+    """Returns the greatest step under a path whose folder holds a manifest, or None. A checkpoint at the path itself,
+    saved without a step, is none.
 
     Raises CheckpointMismatchError if the path is a checkpoint and a root of steps.
     """
@@ -294,9 +298,9 @@ def delete(
 ) -> None:
     """Deletes one committed checkpoint: the one at `path`, or with `step` that one under it. One rank calls it.
 
-    Deletes the manifest first, then the files of its save: no reader finds a part of a checkpoint, and `bcp gc` finds
-    the files that a killed deletion leaves. Other files stay: those of the user, of other steps, and those that a link
-    points to. Links to this checkpoint no longer load.
+    Deletes the manifest first, then the files of its save and a manager's records beside it: no reader finds a part of
+    a checkpoint, and `bcp gc` finds the files that a killed or failed deletion leaves. Other files stay: those of the
+    user, of other steps, and those that a link points to. Links to this checkpoint no longer load.
 
     Raises CheckpointNotFoundError if no checkpoint is committed there, CheckpointCorruptError if its manifest cannot be
     read, and StorageError; then nothing is deleted.
