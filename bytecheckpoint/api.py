@@ -55,7 +55,8 @@ def save(
             A framework that the state has nothing of is refused, such as `fsdp` with a model that is not wrapped yet:
             see docs/frameworks.md.
         step: The training step, at least 0.
-        async_save: Return as soon as the state may change again, and write in the background.
+        async_save: Return when the state may change again, and write in the background. With `snapshot="lazy"`, return
+            before that: the state must not change until the handle's `staged()` returns.
         process_group: The ranks that take part; the default group if None, this process alone where there is none.
         role: Saves to `path/<role>` instead, for jobs that train several models side by side.
         metadata: Your own data for the manifest, of types that msgpack and JSON have; rank 0's is stored.
@@ -73,7 +74,7 @@ def save(
         CheckpointExistsError: A committed checkpoint is there (`options.overwrite` replaces it), or another save has
             replaced it meanwhile; or the path would be a checkpoint and a root of steps, with any options.
         CheckpointMismatchError: Ranks do not agree about a tensor, a value or the target; the state has nothing of
-            `framework`; or `step` or `role` is not valid.
+            `framework`; or `step`, `role` or `to` is not valid.
         CheckpointSaveError: A value cannot be saved, or a rank failed or is missing. Every rank raises it, and nothing
             was committed unless the message says so.
         StorageError: The store refused or could not be reached.
