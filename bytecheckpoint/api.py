@@ -66,9 +66,9 @@ def save(
             commits it at the path, and with `options.memory` holds it in memory first.
 
     Returns:
-        A handle whose `result()` returns the CheckpointInfo once the checkpoint is committed; it has finished already
-        unless `async_save`. With `options.local_stage`, its `local()` returns when all data is durable on disks of the
-        hosts.
+        A handle whose `result()` returns the CheckpointInfo once the checkpoint is committed, or, if `to` is `memory`,
+        held in memory; the save has finished already unless `async_save`. With `options.local_stage`, the handle's
+        `local()` returns when all data is durable on disks of the hosts, or at the path where a disk has no room.
 
     Raises:
         CheckpointExistsError: A committed checkpoint is there (`options.overwrite` replaces it), or another save has

@@ -18,7 +18,7 @@ Outcome: TypeAlias = Literal["committed", "removed", "kept", "under_way"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """A committed checkpoint."""
+    """A committed checkpoint, or one that only the memory of the hosts holds: see `tier`."""
 
     path: str
     """Path or URL of its folder."""
