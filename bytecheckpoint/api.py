@@ -55,7 +55,8 @@ def save(
             A framework that the state has nothing of is refused, such as `fsdp` with a model that is not wrapped yet:
             see docs/frameworks.md.
         step: The training step, at least 0.
-        async_save: Return as soon as the state may change again, and write in the background.
+        async_save: Return when the state may change again, and write in the background. With `snapshot="lazy"`, return
+            before that: the state must not change until the handle's `staged()` returns.
         process_group: The ranks that take part; the default group if None, this process alone where there is none.
         role: Saves to `path/<role>` instead, for jobs that train several models side by side.
         metadata: Your own data for the manifest, of types that msgpack and JSON have; rank 0's is stored.
@@ -65,15 +66,15 @@ def save(
             commits it at the path, and with `options.memory` holds it in memory first.
 
     Returns:
-        A handle whose `result()` returns the CheckpointInfo once the checkpoint is committed; it has finished already
-        unless `async_save`. With `options.local_stage`, its `local()` returns when all data is durable on disks of the
-        hosts.
+        A handle whose `result()` returns the CheckpointInfo once the checkpoint is committed, or, if `to` is `memory`,
+        held in memory; the save has finished already unless `async_save`. With `options.local_stage`, the handle's
+        `local()` returns when all data is durable on disks of the hosts, or at the path where a disk has no room.
 
     Raises:
         CheckpointExistsError: A committed checkpoint is there (`options.overwrite` replaces it), or another save has
             replaced it meanwhile; or the path would be a checkpoint and a root of steps, with any options.
         CheckpointMismatchError: Ranks do not agree about a tensor, a value or the target; the state has nothing of
-            `framework`; or `step` or `role` is not valid.
+            `framework`; or `step`, `role` or `to` is not valid.
         CheckpointSaveError: A value cannot be saved, or a rank failed or is missing. Every rank raises it, and nothing
             was committed unless the message says so.
         StorageError: The store refused or could not be reached.
@@ -110,7 +111,7 @@ def warm_up(
 
     Plans the save together with all ranks, which must all call this, and allocates the staging memory, at most
     `staging_bytes` of the options; with `options.memory`, both slots of the job that saves to `path`. Writes nothing
-    there, and holds no tensor.
+    to `path`, and keeps no reference to a tensor.
 
     `path` is needed for `options.memory` only; the other arguments are as for `save`. Raises CheckpointMismatchError
     and CheckpointSaveError like `save`, and the error of an earlier asynchronous save that the caller has not seen.
@@ -177,7 +178,8 @@ def load(
         CheckpointNotFoundError: There is no committed checkpoint, or a file of it is gone. A checkpoint that is
             replaced while it is read is read again; kind `replaced` means that this happened too often.
         CheckpointMismatchError: State and checkpoint do not fit, the state has nothing of `framework`, or the path is a
-            checkpoint and a root of steps and `step` does not select one; the state is unchanged.
+            checkpoint and a root of steps and `step` does not select one; the state is unchanged. Only a value that
+            `cast` cannot convert (`dtype`) is found while reading, when parts may be overwritten.
         CheckpointCorruptError: Damaged bytes.
         UnsafeCheckpointError: The checkpoint requires something that loading must not do.
         CheckpointSaveError: The state holds what is not supported (`unsupported_value`).
@@ -221,7 +223,8 @@ def resume(
     load_options: LoadOptions | None = None,
 ) -> LoadReport | None:
     """Fills the state of all ranks, in place, from the newest checkpoint that the memory of the hosts, their local
-    stages and the path hold. Any number of ranks in any layout; every byte is verified.
+    stages and the path hold. Any number of ranks in any layout. Bytes out of memory and local stages are always
+    verified; `load_options.verify` counts only for a checkpoint of which nothing but the path has files.
 
     What is damaged is read from another holder, or the next older checkpoint is taken, by all ranks together. Newest
     is by the branch of training first: a save after a load at a step is newer than all that were made before.
@@ -234,10 +237,11 @@ def resume(
         load_options: See LoadOptions. All other arguments are as for `load`.
 
     Returns:
-        The report, with `sources`; None, with the state unchanged, where nothing was saved yet.
+        The report, with `sources`; None, with the state unchanged, where no trace of a save was found.
 
     Raises:
-        CheckpointCorruptError: Something was saved, and nothing of it is whole. The message lists it.
+        CheckpointCorruptError: Something was saved, and none of it can be loaded. The message lists it, and says if the
+            state is unchanged or undefined.
         CheckpointMismatchError: `options` has no memory; or as `load`.
         CheckpointError: As `load`.
     """
@@ -277,7 +281,8 @@ def open(  # noqa: A001  bcp.open is to a checkpoint what open is to a file
 
 
 def latest(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> int | None:
-    """Returns the newest committed step under a path, or None. Looks for manifests, not at names or times.
+    """Returns the greatest step under a path whose folder holds a manifest, or None. A checkpoint at the path itself,
+    saved without a step, is none.
 
     Raises CheckpointMismatchError if the path is a checkpoint and a root of steps.
     """
@@ -294,9 +299,9 @@ def delete(
 ) -> None:
     """Deletes one committed checkpoint: the one at `path`, or with `step` that one under it. One rank calls it.
 
-    Deletes the manifest first, then the files of its save: no reader finds a part of a checkpoint, and `bcp gc` finds
-    the files that a killed deletion leaves. Other files stay: those of the user, of other steps, and those that a link
-    points to. Links to this checkpoint no longer load.
+    Deletes the manifest first, then the files of its save and a manager's records beside it: no reader finds a part of
+    a checkpoint, and `bcp gc` finds the files that a killed or failed deletion leaves. Other files stay: those of the
+    user, of other steps, and those that a link points to. Links to this checkpoint no longer load.
 
     Raises CheckpointNotFoundError if no checkpoint is committed there, CheckpointCorruptError if its manifest cannot be
     read, and StorageError; then nothing is deleted.

@@ -99,8 +99,9 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
 
     @cached_property
     def objects(self) -> dict[Any, Any]:
-        """Plain data as it was saved, nested, without the tensors in its dicts, which are keys of the checkpoint; one
-        in a list is there as a view. An optimizer has its `param_groups`. `rank_values` has what differs between ranks.
+        """Plain data as it was saved, nested. Tensors that lie in data files are left out of its dicts: look them up in
+        the checkpoint by FQN. In a list or tuple there is a view of each. An optimizer has its `param_groups`. Values
+        that differ between ranks are not here, but in `rank_values`.
         """
         request = SelectionRequest(to="torch", is_in_memory=True)
         selection = select(self.manifest, request, None)
@@ -177,7 +178,8 @@ class Checkpoint(Mapping[str, "StoredTensorView"]):
         return f"; near are {', '.join(map(repr, near))}" if near else ""
 
     def state_dict(self, prefix: str = "") -> dict[str, torch.Tensor]:
-        """Reads all tensors whose FQN starts with `prefix`, whole, on the host, under their FQN without it.
+        """Reads all tensors whose FQN starts with `prefix` into host memory, whole. The keys are the FQNs without
+        `prefix`.
 
         `module.load_state_dict(bcp.open(path).state_dict("model."))` is what it is for. Raises the errors of a load.
         """
@@ -228,7 +230,8 @@ class StoredTensorView:
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Like indexing a tensor with integers, slices and `...`; the result is on the host, with its own memory.
 
-        Raises IndexError for an index that the shape does not have, and the errors of a load.
+        Raises IndexError for an index that is out of range or of another kind, and for a slice whose step is below 1;
+        and the errors of a load.
         """
         region, inner_index = _covering_region(tuple(self.shape), index)
         return _read_regions(self._checkpoint._source, {self.fqn: region})[self.fqn][inner_index]
@@ -269,7 +272,8 @@ def read_whole(
 
 def plain_part(value: Any, views: Sequence[Any]) -> Any:
     """Returns a nested state without the tensors in its dicts, and without dicts that held only tensors; None if
-    nothing is left. In lists and tuples, the view of a tensor takes its place.
+    nothing is left. Lists and tuples keep their length: the view of a tensor takes its place, None that of a dict which
+    held only tensors.
     """
     if isinstance(value, TensorStub):
         return views[value.number]
@@ -303,8 +307,11 @@ def _read_regions(
 
 
 def _covering_region(shape: tuple[int, ...], index: Any) -> tuple[Region, tuple[Any, ...]]:
-    """Returns the smallest region that holds all elements of an index, and the index to apply to that region. Raises
-    IndexError for an index that is out of range or of another kind than integers, slices and "...".
+    """Returns a region that holds all elements of an index, and the index to apply to that region. The region of a
+    slice reaches from its start to its stop, whatever its step.
+
+    Raises IndexError for an index that is out of range or of another kind than integers, slices and "...", and for a
+    slice whose step is below 1.
     """
     items = list(index) if isinstance(index, tuple) else [index]
     if items.count(Ellipsis) > 1:

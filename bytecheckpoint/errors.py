@@ -28,9 +28,9 @@ _SHOWN_BYTES = 50_000
 class CheckpointError(Exception):
     """The root of the tree. A message says what happened, what is still safe and what to do.
 
-    Raised itself only while loading, with the kinds `rank_failed` (a rank raised something that is no
-    CheckpointError), `rank_missing` (a rank did not answer in time) and `unsupported_value` (in the capture of a CUDA
-    graph).
+    Raised itself only by loads and by calls of a CheckpointManager, with the kinds `rank_failed` (a rank raised
+    something that is no CheckpointError), `rank_missing` (a rank did not answer in time) and `unsupported_value` (in
+    the capture of a CUDA graph).
     """
 
     def __init__(
@@ -79,7 +79,9 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 
 class CheckpointCorruptError(CheckpointError, ValueError):
-    """Bytes differ from those that were written, or cannot be understood."""
+    """Bytes differ from those that were written, or cannot be understood. `bcp.resume` raises it also with the kind
+    `missing_file`: no save has all of its files.
+    """
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
@@ -137,8 +139,9 @@ class TransferProgress(NamedTuple):
 
 
 def describe_progress(progress: TransferProgress) -> str:
-    """Returns `64.0 of 1,500.0 MB were there after 310.0 s, 0.206 MB/s, at which the rest takes 6,956.2 s`. Empty if
-    the transfer was complete or is too small for a rate.
+    """Returns `64.0 of 1,500.0 MB were there after 310.0 s, 0.206 MB/s, at which the rest takes 6,956.2 s`;
+    `none of 1,500.0 MB was there after 310.0 s` if nothing was done; empty if the transfer was complete or is of less
+    than 50,000 bytes in all.
     """
     done, total = f"{progress.done_bytes / 1e6:,.1f}", f"{progress.num_bytes / 1e6:,.1f} MB"
     if progress.done_bytes >= progress.num_bytes or progress.num_bytes < _SHOWN_BYTES:

@@ -18,7 +18,7 @@ Outcome: TypeAlias = Literal["committed", "removed", "kept", "under_way"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """A committed checkpoint."""
+    """A committed checkpoint, or one that only the memory of the hosts holds: see `tier`."""
 
     path: str
     """Path or URL of its folder."""
@@ -50,7 +50,7 @@ class CheckpointInfo:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Bytes of the whole checkpoint per second from the call to the commit. From `save` only."""
+        """Bytes of the whole checkpoint per second from the call to the commit. None unless from a save."""
         total = self.seconds.get("total")
         return self.num_bytes / total if total else None
 
@@ -60,7 +60,9 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalInfo:
-    """A save whose data is durable on every rank, in the local stage, and which is not committed yet."""
+    """A save that is not committed yet, and whose data is durable: in the local stages of all ranks, or, where a disk
+    had no room, at the path.
+    """
 
     path: str
     """Path or URL at which it will be committed."""
@@ -79,7 +81,7 @@ class LocalInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveredSave:
-    """A save that an earlier process left in the local stage, and its outcome."""
+    """A save that `recover` found in the local stages, and its outcome."""
 
     path: str
     step: int | None
@@ -119,7 +121,7 @@ class DataReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedData:
-    """Positions of data loaders that `CheckpointManager.log_data` has logged on all ranks."""
+    """Positions of the data loaders of all ranks after one step, as `CheckpointManager.log_data` has logged them."""
 
     step: int
     """Step after which they were logged."""
@@ -131,7 +133,7 @@ class LoggedData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """Result of a load, with the keys that it did not load if strict=False."""
+    """Result of a load. With strict=False, it also lists the keys that could not be loaded."""
 
     path: str
     step: int | None

@@ -80,8 +80,8 @@ def run_save(
     owner: SaveOwner | None,
     to: str = "storage",
 ) -> SaveHandle:
-    """Does what `api.save` promises, for the `owner` of the root, if it has one. `make_metadata` returns the metadata
-    in place of `metadata`; its error on one rank is raised by all.
+    """Does what `api.save` promises. `owner` is the owner of the root, or None if the root has none. `make_metadata`
+    returns the metadata in place of `metadata`; an error that it raises on one rank is raised by all.
     """
     timer, process = PhaseTimer(), process_state()
     wait_until_numbered()
@@ -126,7 +126,7 @@ def run_save(
 
 
 class _SavePlace(NamedTuple):
-    """The target of a save and its part of the memory tier."""
+    """The target of a save, and its slots in the memory tier, or None without that."""
 
     target: SaveTarget
     memory: MemoryPart | None
@@ -135,7 +135,9 @@ class _SavePlace(NamedTuple):
 def _place_of(
     process: ProcessState, ranks: Ranks, target: SaveTarget, options: SaveOptions, *, is_only: bool
 ) -> _SavePlace:
-    """Returns the place of a save to this target, or to memory only, once it is known that it can be written."""
+    """Returns the place of a save to this target. Raises if the target cannot be written, which is not checked for a
+    save to memory only (`is_only`).
+    """
     target = with_memory_options(target, options, is_only=is_only)
     memory = memory_part(process, target, options, is_only=is_only)
     if not is_only:
@@ -236,7 +238,9 @@ def _plan_together(ranks: Ranks, source: Source, matched: Matched) -> list[Fetch
 
 
 def _make_memory(source: Source, fitted: Fitted, *, cast: bool) -> tuple[Match, list[Fetch]]:
-    """Makes the memory that the state lacks, and returns the match with it and the plan to load it."""
+    """Makes the memory that the state lacks. Returns the match of the whole state with the checkpoint, and the plan of
+    the reads that fill the state.
+    """
     source.changes.make_memory()
     refused = {problem.fqn for problem in fitted.match.problems}
     for entry in fitted.entries:

@@ -16,7 +16,7 @@ _FEW_REGIONS = 16
 
 
 class Region(NamedTuple):
-    """A box: its start and its extent, in elements, one number a dimension."""
+    """A box of elements: in each dimension the index of its first element, and its length."""
 
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -37,7 +37,7 @@ def describe(region: Region) -> str:
 
 class TilingFault(NamedTuple):
     """A fault of regions that do not tile a shape: `hole` is a part that no region covers, `overlap` a part that two
-    cover.
+    cover. One of the two is None.
     """
 
     hole: Region | None
@@ -156,7 +156,7 @@ def flat_span(inner: Region, outer: Region) -> tuple[int, int]:
 
 def split_at_gaps(inner: Region, outer: Region, max_gap: int) -> list[Region]:
     """Cuts the inner region into parts between which more than `max_gap` elements of the outer one's row-major memory
-    lie, and inside which no gap is as long as that.
+    lie, and inside which each gap has at most `max_gap` elements.
 
     `inner` lies inside `outer` and is not empty. The parts are in row-major order.
     """
@@ -307,7 +307,9 @@ def grid_regions(shape: Sequence[int], part: Sequence[int]) -> list[Region]:
 
 
 def parts_meeting(shape: Sequence[int], part: Sequence[int], region: Region) -> list[tuple[int, Region]]:
-    """Returns the parts of a grid that share elements with the region: index in `grid_regions`, and region of each."""
+    """Returns the parts of a grid that share elements with `region`: of each, its index in `grid_regions`, and the
+    whole part as a region.
+    """
     if not region.numel:
         return []
     counts = grid_counts(shape, part)
@@ -321,12 +323,12 @@ def parts_meeting(shape: Sequence[int], part: Sequence[int], region: Region) -> 
 
 
 def count_parts_meeting(part: Sequence[int], region: Region) -> int:
-    """Returns the number of parts that share elements with the region."""
+    """Returns the number of parts of a grid that share elements with the region, which is not empty."""
     return prod(map(len, _spans(part, region)))
 
 
 def _spans(part: Sequence[int], region: Region) -> list[range]:
-    """Returns along each dimension the parts that the region meets."""
+    """Returns for each dimension the range of indices of the parts that the region meets."""
     return [
         range(offset // of_part, -(-end // of_part))
         for offset, end, of_part in zip(region.offsets, region.ends, part, strict=True)
@@ -336,7 +338,7 @@ def _spans(part: Sequence[int], region: Region) -> list[range]:
 def part_of_grid(shape: Sequence[int], coordinates: Sequence[int], num_regions: int) -> tuple[int, ...] | None:
     """Returns the lengths of a part if these regions are a regular grid, in row-major order and none empty; else None.
 
-    `coordinates` has offsets, then lengths of one region after the other.
+    `coordinates` is one flat list: for each of the `num_regions` regions its offsets, then its lengths.
     """
     num_dims = len(shape)
     part = tuple(coordinates[num_dims : 2 * num_dims])

@@ -31,10 +31,11 @@ def load_tree(
 ) -> dict[Any, Any]:
     """Reads a checkpoint, in one process and without a model, into the nested state that was given to `save`.
 
-    A module is a dict of the names in its state_dict, an optimizer the dict that its state_dict() gives, with names of
-    parameters where it had them, a RankLocal a dict by rank, and a tensor subclass the tensors that it is made of. Tied
-    tensors are one tensor. What another program wrote is nested as it wrote it. A module inside a dict of the state, as
-    `{"nets": {"actor": module}}`, gives the dict of `nets` names such as `actor.weight`.
+    A module is a dict of tensors by their names in its state_dict, an optimizer the dict that its state_dict() gives,
+    with names of parameters where it had them, a RankLocal a dict by rank, and a tensor subclass the tensors that it is
+    made of. Tied tensors are one tensor. What another program wrote is nested as it wrote it. A module inside a dict of
+    the state gets no dict of its own: `{"nets": {"actor": module}}` gives
+    `{"nets": {"actor.weight": ..., "actor.bias": ...}}`.
 
     Args:
         path: As for `load`.

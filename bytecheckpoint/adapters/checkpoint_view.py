@@ -61,7 +61,7 @@ class SavedByRank(NamedTuple):
     """Number of ranks of the save."""
 
     def tree(self, rank: int) -> Any:
-        """Returns a new tree of what the rank saved."""
+        """Returns a new tree of what this rank saved. Raises KeyError if it is not in `data`."""
         return decode_plain(self.data[rank])
 
 
@@ -88,7 +88,8 @@ class CheckpointView:
         `plain_names` maps names of tensors, as earlier versions and other programs have saved them, to the state FQNs
         of the same tensors. `reshape` puts plain data that ranks share into the form that the state has. `trees_at` are
         state FQNs: the streams of a data loader whose name is neither above nor below one of them are one leaf, a
-        StreamTable, because there may be 100,000; None makes trees of all.
+        StreamTable, because there may be 100,000; None makes trees of all, as include and exclude do.
+        Raises CheckpointMismatchError (conflict) if two tensors get one name; `plain` does so for plain data.
         """
         self._manifest = manifest
         self._reshape = reshape
@@ -112,8 +113,8 @@ class CheckpointView:
         """Tensors by state FQN, without those that include and exclude leave out."""
 
     def _saved_tensors(self) -> dict[str, StoredTensor]:
-        """Returns all tensors by checkpoint FQN. Tensors that are named by their content get the FQN of this
-        rank's leaf that refers to them.
+        """Returns all tensors by checkpoint FQN. A tensor that is named by its content gets the FQN of this rank's leaf
+        that refers to it, and is left out if there is none.
         """
         manifest = self._manifest
         described = manifest.describe_all()
@@ -150,9 +151,7 @@ class CheckpointView:
         return (self._include is None or self._include.match(fqn)) and not is_excluded
 
     def why_left_out(self, fqn: str) -> str | None:
-        """Returns the reason why a name map leaves out the value saved under this state FQN; None if it leaves out no
-        such value.
-        """
+        """Returns why a name map leaves out the value saved as this state FQN; None if it leaves out no such value."""
         left_out = self._manifest.map_notes.left_out
         return next((why for source, why in left_out.items() if self.rename(source) == fqn), None)
 
@@ -161,13 +160,13 @@ class CheckpointView:
         return self._exclude.match(fqn)
 
     def globbed_name(self, fqn: str) -> str:
-        """Returns the name that include and exclude are matched with, of a state FQN not in the checkpoint."""
+        """Returns the name by which include and exclude judge a state FQN that is not in the checkpoint."""
         return fqn.removeprefix(self._below)
 
     @cached_property
     def tensor_dicts(self) -> dict[str, dict[str, str]]:
         """For each entry that is a dict of tensors alone, by its FQN: the FQN of each tensor, by its key. Most large
-        states are such dicts, which need no walk. Empty if names are changed or left out.
+        states are such dicts, which need no walk. Empty if this load renames, reshapes or leaves out anything.
         """
         if not self._is_as_saved or self._reshape is not None:
             return {}
@@ -175,7 +174,9 @@ class CheckpointView:
 
     @cached_property
     def trees(self) -> dict[str, Any]:
-        """Plain data as it was saved, by the checkpoint FQN of its entry."""
+        """Plain data by the checkpoint FQN of its entry, `reshape` applied. Of values that ranks saved for themselves,
+        this rank's; if it has none, `RankMissing`, or for extra_state what all of those ranks saved alike.
+        """
         trees = {
             fqn: decode_stored(data) if has_mark(data) and not self._is_tree(fqn) else decode_plain(data)
             for fqn, data in self._manifest.objects.items()
@@ -217,9 +218,7 @@ class CheckpointView:
         return f"save {self._manifest.save_id}" if self._manifest.step is None else f"step {self._manifest.step}"
 
     def saved_by_rank(self, fqn: str) -> SavedByRank | None:
-        """Returns the values that all ranks saved as the entry of this state FQN; None if it has no values of single
-        ranks.
-        """
+        """Returns the values that ranks saved for themselves as the entry of this state FQN; None if there are none."""
         source = self._tree_names.get(fqn)
         data = self._manifest.rank_objects.get(source) if source is not None else None
         if source is None or data is None:
@@ -229,7 +228,7 @@ class CheckpointView:
         return SavedByRank(source, data, size if isinstance(size, int) else max(data) + 1)
 
     def tensor_of_other_rank(self, fqn: str) -> StoredTensor:
-        """Returns the tensor of this checkpoint FQN, to which a value of another rank refers, for shards to fill.
+        """Returns the tensor of this checkpoint FQN, part of another rank's value, and adds it to `of_other_ranks`.
 
         Raises CheckpointCorruptError (bad_manifest) if the checkpoint has none.
         """
@@ -351,7 +350,7 @@ class CheckpointView:
 
     @cached_property
     def own_names(self) -> list[str]:
-        """Sorted state FQNs of tensors and leaves that may differ on other ranks: each saved a value of its own."""
+        """Sorted state FQNs of tensors and leaves in values that each rank saved for itself: they may differ."""
         roots = set(self._manifest.rank_objects)
         names = [*self.saved, *self._tree_leaves] if roots else []
         return sorted({self.rename(fqn) for fqn in names if is_at_or_below(fqn, roots) and self.takes(fqn)})
@@ -364,7 +363,7 @@ class CheckpointView:
 
     @property
     def unused_rules(self) -> list[UnusedRule]:
-        """Rules of include, exclude and key_map that match no name in the checkpoint and none that was asked for."""
+        """Rules of include, exclude and key_map that match no name in the checkpoint and none that was looked up."""
         if (self._include and self._include.unused) or self._exclude.unused or self.rename.unused:
             for fqn in self.names_of_all_ranks:
                 self.takes(fqn)
@@ -375,12 +374,12 @@ class CheckpointView:
 
     @property
     def names_of_all_ranks(self) -> set[str]:
-        """The checkpoint FQNs of tensors and plain data, of every rank that saved it."""
+        """The checkpoint FQNs of all tensors and plain data, those of every rank's own values included."""
         names = {leaf for fqn, data in all_trees(self._manifest) for leaf in (fqn, *leaves(decode_plain(data), fqn))}
         return names.union(self._manifest.tensors, self._manifest.aliases)
 
     def all_names(self) -> list[str]:
-        """Returns the state FQNs of all that include and exclude do not leave out."""
+        """Returns the state FQNs of all that this rank could load and that include and exclude do not leave out."""
         return [*self.common_names, *self.own_names]
 
     @cached_property

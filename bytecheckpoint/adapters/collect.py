@@ -54,8 +54,8 @@ class Entry(Protocol):
         """Returns the targets of a load, with meta tensors for memory that `prepare` will create. Changes nothing."""
 
     def prepare(self, checkpoint: CheckpointView, refused: Collection[str], /) -> None:
-        """Creates the memory that the state lacks, except for `refused` FQNs. Called once, after all checks have passed
-        on all ranks.
+        """Creates the memory that the state lacks, except for `refused` FQNs. Called at most once, after all checks
+        have passed on all ranks, and only if some entry of this rank lacks memory.
         """
 
     def finish(self, checkpoint: CheckpointView) -> None:
@@ -195,7 +195,9 @@ def _entry_of_modules(fqn: str, stages: Sequence[Stage], framework: str) -> Modu
 
 
 def _optimizers_in(value: Any) -> Sequence[Any]:
-    """Returns [value] for an optimizer, a list or tuple of optimizers alone as it is, and no items for others."""
+    """Returns [value] for one optimizer: torch's, Megatron's, or a wrapper of some. Returns a list or tuple of torch's
+    optimizers alone as it is, and an empty sequence for all else.
+    """
     if isinstance(value, list | tuple):
         return value if all(isinstance(item, torch.optim.Optimizer) for item in value) else ()
     if is_megatron_optimizer(value) or isinstance(value, torch.optim.Optimizer):
@@ -250,8 +252,8 @@ def check_can_be_lazy(entries: Sequence[Entry]) -> None:
 
 
 def buffers_in(entries: Sequence[Entry]) -> list[torch.Tensor]:
-    """Returns this rank's memory of the buffers of all modules, except those that no state may hold, and of tensors of
-    data loaders.
+    """Returns this rank's memory of the buffers of all modules and of the tensors of data loaders, except those that a
+    save would refuse.
     """
     shards = LocalShards()
     for buffer in (buffer for entry in entries if isinstance(entry, _CHANGING) for buffer in entry.buffers()):
@@ -265,7 +267,7 @@ def buffers_in(entries: Sequence[Entry]) -> list[torch.Tensor]:
 
 
 def frozen_fqns(entries: Sequence[Entry]) -> set[str]:
-    """Returns the FQNs of parameters of modules that no gradient changes, as far as modules tell."""
+    """Returns the FQNs of the parameters with requires_grad=False, except those of Megatron's modules."""
     modules = [entry for entry in entries if isinstance(entry, ModuleEntry)]
     return {
         join_fqn(entry.fqn, name)
@@ -296,7 +298,8 @@ def random_restores(entries: Sequence[Entry]) -> list[Callable[[], None]] | None
 def collect_all(entries: list[Entry]) -> list[EntryContents]:
     """Returns the shards and plain data of every entry for a save.
 
-    Raises CheckpointSaveError (unsupported_value) where two of them use the same FQN.
+    Raises CheckpointSaveError (unsupported_value) where two entries use the same FQN, or a tensor is on the meta
+    device.
     """
     known_names: set[str] = set()
     collected: list[EntryContents] = []

@@ -54,7 +54,9 @@ class PlainEntry:
         return contents_of(self._value, self.fqn, "either" if self._may_differ else "shared")
 
     def optimizer_forms(self) -> Mapping[str, Form]:
-        """Returns the forms of optimizer state that is nested or flat, as torch.distributed.checkpoint gives it."""
+        """Returns, by state FQN, the form of each optimizer state in this value: nested or flat, as
+        torch.distributed.checkpoint gives it, or numbered.
+        """
         return forms_in(self._value, self.fqn)
 
     def expect(self, checkpoint: CheckpointView) -> Expectation:
@@ -198,7 +200,8 @@ def _taken(tree: dict[Any, Any], fqn: str, checkpoint: CheckpointView, left_out:
 
 
 def _filled_in_place(value: Any, stored: Any) -> bool:
-    """Copies a stored value into the state's own object, which others may hold. Returns False if that is impossible.
+    """Copies a stored value into the state's own object, to which other code may hold references. Returns False, with
+    nothing changed, if that is impossible.
 
     Two tensors must have one shape and dtype, which the caller asks `_problems`: torch would broadcast or cast.
     """

@@ -49,7 +49,7 @@ class Expectation(NamedTuple):
 
 
 class RankMissing(NamedTuple):
-    """Stands for a value that differed between the ranks of the save, none of which has this rank's number."""
+    """Stands for a value that differed between the ranks that saved it, none of which had this rank's number."""
 
     num_saved: int
     """Number of ranks that saved a value."""

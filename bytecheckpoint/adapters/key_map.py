@@ -36,11 +36,11 @@ class Renamer:
         beside: Collection[str] = (),
         plain: Mapping[str, str] | None = None,
     ) -> None:
-        """The state has all names of the checkpoint below the name `below`, except for those at or below the names
-        `beside`. `plain` replaces some of the names that result from this: it maps them to the names in the state.
+        """`below` and a dot are put before every name that key_map gives, except for names at or below those in
+        `beside`. Then `plain` maps some of the resulting names to other ones.
 
-        Raises CheckpointMismatchError (conflict) for a value that is not a key_map. A call raises it for a rule that
-        `re.sub` does not take.
+        Raises CheckpointMismatchError (conflict) for a value that is not a key_map; a call of the Renamer raises it for
+        a rule that `re.sub` does not take.
         """
         self.unused: dict[str | tuple[str, str], None] = {}
         """Rules that have matched nothing so far: keys of a dict, or pairs of a list. All values are None."""

@@ -114,7 +114,9 @@ def _regions_of(placement: Any) -> _RegionsOf | None:
 
 
 def _ragged(placement: Any, shape: tuple[int, ...], num_parts: int, index: int) -> list[Region]:
-    """Returns the regions of rank `index`: a run of the flat tensor, as long as its units say. Raises ValueError."""
+    """Returns the regions of rank `index` of the mesh axis: a run of the flat tensor, as long as its units say. Raises
+    ValueError if units, ranks and shape do not fit each other.
+    """
     units, dims, numel = tuple(placement.local_units), tuple(placement.dims), prod(shape)
     if len(units) != num_parts:
         raise ValueError(f"it has {len(units)} local_units for {num_parts} ranks")

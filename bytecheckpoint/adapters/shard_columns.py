@@ -70,7 +70,7 @@ def _known(fqns: tuple[str, ...]) -> _KnownLayout:  # noqa: ARG001  the key
 
 
 class _MemoryPlaces(NamedTuple):
-    """The memory of the tensors of one save, which it keeps alive."""
+    """The memory of the tensors of one save. Keeps that memory alive."""
 
     addresses: Int64s
     """Address of the first byte of each tensor; 0 for those in `separate`, and for empty ones."""
@@ -82,7 +82,7 @@ class _MemoryPlaces(NamedTuple):
 
 
 class ShardColumns(Sequence[LocalShard]):
-    """The shards of whole tensors on the host. Records are made on demand, and few are needed."""
+    """The shards of whole tensors on the host. Records, each a LocalShard, are made on demand; few are needed."""
 
     def __init__(self, fqns: tuple[str, ...], layout: _ColumnLayout, places: _MemoryPlaces) -> None:
         self._fqns = fqns
@@ -129,7 +129,9 @@ class ShardColumns(Sequence[LocalShard]):
         return memory[start : start + prod(shape)].view(shape)
 
     def copy_changing(self, changing: Collection[int], copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replaces tensors in the storages at these addresses by what `copied` makes of them."""
+        """Replaces the tensors whose storages begin at these addresses by what `copied` makes of them; the address of
+        such a tensor becomes 0.
+        """
         if not changing:
             return
         places = self._places

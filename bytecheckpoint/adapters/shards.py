@@ -210,8 +210,8 @@ class LocalShards:
 
 
 def kind_of(fqn: str, tensor: torch.Tensor) -> _Kind:
-    """Returns dtype, lengths, region and bytes of a whole plain tensor. Raises the errors of `dense_dtype`: whether the
-    memory is there is not checked.
+    """Returns dtype, lengths, region and number of bytes of a whole plain tensor. Raises the errors of `dense_dtype`;
+    does not check that the memory is there.
     """
     region = whole(tensor.shape)
     return dense_dtype(fqn, tensor), region.lengths, region, tensor.nbytes
@@ -249,7 +249,9 @@ def look_at(tensors: Sequence[torch.Tensor], *, are_complex: bool) -> Memories:
 
 
 def is_row_major(tensor: torch.Tensor) -> bool:
-    """Returns True if memory holds the tensor's elements as they are, row-major and without gaps, on any device."""
+    """Returns True if memory, of any device, holds the tensor's elements row-major, without gaps, and with no
+    conjugation or negation pending.
+    """
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -267,7 +269,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def shares_elements(tensor: torch.Tensor) -> bool:
-    """Returns True if two elements of a tensor lie in the same memory, or may do so: it cannot be filled."""
+    """Returns True if two elements of a tensor lie in the same memory, or may do so: such a tensor cannot be filled."""
     if tensor.is_contiguous():
         return False
     dims = sorted((stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1)
@@ -280,7 +282,9 @@ def shares_elements(tensor: torch.Tensor) -> bool:
 
 
 def has_all_memory(tensor: torch.Tensor) -> bool:
-    """Returns True if all memory of a dense tensor is there: a storage can be freed or made smaller under it."""
+    """Returns True if all memory of a dense tensor is there: a storage can be freed or made smaller under it. Always
+    True for an empty tensor and on the meta device.
+    """
     num_bytes = tensor.nbytes
     if num_bytes and not tensor.is_contiguous():
         reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,7 +1,8 @@
 """Objects with their own state_dict and load_state_dict: schedulers, data loaders, wrappers.
 
 Their state is a tree of plain data and tensors whose structure the checkpoint defines: a fresh object may not have
-any of it yet. Tensors that the object shows are loaded in place, others are created on the host.
+any of it yet. Tensors in the object's state_dict() are loaded in place if shape and dtype fit; for others the load
+creates new ones, on the device of the object's tensor, or on the host if it has none.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Stateful(Protocol):
 
 
 def is_stateful(value: Any) -> bool:
-    """Returns True if an object, which is not a tensor or dict, brings its own state_dict and load_state_dict."""
+    """Returns True for an object with methods state_dict and load_state_dict that is no tensor, dict or class."""
     if isinstance(value, type | dict | torch.Tensor):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
@@ -56,7 +57,9 @@ class StatefulEntry:
         self._current: dict[str, Any] = {}
 
     def optimizer_forms(self) -> Mapping[str, Form]:
-        """Returns the forms of optimizer state that is nested or flat, as torch.distributed.checkpoint gives it."""
+        """Returns, by state FQN, the form of each optimizer state in the object's state_dict(): nested or flat, as
+        torch.distributed.checkpoint gives it, or numbered.
+        """
         return forms_in(self._show(), self.fqn)
 
     def _show(self) -> Any:
@@ -113,7 +116,8 @@ class StatefulEntry:
 
     def _match_subclasses(self, values: Mapping[str, Any], checkpoint: CheckpointView) -> list[Problem]:
         """Drops the object's own tensor subclasses that do not fit: the load makes new ones. One that is spread over
-        ranks, or of which the checkpoint has nothing, is kept, and the problem returned.
+        ranks, of which the checkpoint has nothing, or of which include or exclude leave out a part, is kept, and its
+        problems are returned.
         """
         live = self._target.live
         own = {name: value for name, value in self._current.items() if enclosing(name, live)}

@@ -68,5 +68,5 @@ class TargetShards(Sequence[LocalShard]):
 
     @cached_property
     def owners(self) -> list[torch.Tensor]:
-        """The state's own tensors with version counters of their own."""
+        """The state's own tensors whose version counters are not those of the filled memory, as those of DTensors."""
         return [owner for owner in self._owners if owner is not None]

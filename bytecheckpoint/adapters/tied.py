@@ -14,8 +14,9 @@ from bytecheckpoint.manifest.plain_wire import unsupported
 
 
 def split_tied(named: Sequence[tuple[str, str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Returns the tensors by FQN, and for each other FQN of a tied tensor the FQN that it is stored under. `named` has
-    the module's own name, the FQN and the tensor of each. Raises CheckpointSaveError for an FQN of two tensors.
+    """Returns the tensors to store by FQN, and the aliases: each further FQN of a tied tensor, and the FQN under which
+    that tensor is stored. `named` has for each tensor the module's own name, the FQN and the tensor. Raises
+    CheckpointSaveError for an FQN of two tensors.
     """
     tensors = {fqn: tensor for _, fqn, tensor in named}
     addresses = [_address(tensor) for tensor in tensors.values()]

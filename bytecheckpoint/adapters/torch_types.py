@@ -72,7 +72,7 @@ if not TYPE_CHECKING:
 
 
 def loaded_dtensor() -> type | None:
-    """Returns torch's class DTensor, or None as long as it was not imported, when there is no instance of it."""
+    """Returns torch's class DTensor; None if the process has not imported it, so that there is no instance of it."""
     return cast("type | None", getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None))
 
 

@@ -48,7 +48,7 @@ def keep_for_rank(shards: LocalShards, fqn: str, tensor: torch.Tensor) -> str | 
 def contents_of(value: Any, fqn: str, scope: Scope) -> EntryContents:
     """Returns the contents of an entry that is a tree of plain data and tensors.
 
-    Raises CheckpointSaveError (unsupported_value).
+    Raises CheckpointSaveError (unsupported_value) for a value that is not plain data.
     """
     shards = LocalShards()
     if scope in {"either", "rank"}:
@@ -61,7 +61,7 @@ def contents_of(value: Any, fqn: str, scope: Scope) -> EntryContents:
 
 
 def missing_in(values: Mapping[str, Any]) -> list[Problem]:
-    """Returns a problem for each value that no rank of this rank's number has saved."""
+    """Returns a problem for each RankMissing among these values, which are by state FQN."""
     missing = {fqn: value for fqn, value in values.items() if isinstance(value, RankMissing)}
     return [rank_missing(fqn, value.num_saved) for fqn, value in missing.items()]
 
@@ -71,7 +71,9 @@ _ABSENT = object()
 
 
 def _without_absent(tree: Any) -> Any:
-    """Returns the tree without _ABSENT and containers of nothing else; before other items of a list it becomes None."""
+    """Returns the tree without _ABSENT and containers of nothing else; _ABSENT if nothing is left. An _ABSENT that
+    other items of its list or tuple follow becomes None. Changes the tree's dicts and lists.
+    """
     if isinstance(tree, dict) and tree:
         for key, item in list(tree.items()):
             tree[key] = _without_absent(item)
@@ -172,7 +174,9 @@ def state_fqn(fqn: str, checkpoint: CheckpointView) -> str:
 
 
 def fits(own: Any, stored: StoredTensor) -> TypeGuard[torch.Tensor]:
-    """Returns True if a load can fill this tensor in place: it is sharded, or has the stored shape and dtype."""
+    """Returns True if a load can fill this object in place: a sharded tensor, or one with the stored shape and dtype
+    and with strided memory that no two elements share.
+    """
     if not isinstance(own, torch.Tensor) or is_sharded(own):
         return isinstance(own, torch.Tensor)
     is_same = (tuple(own.shape), dtype_name(own.dtype)) == (stored.shape, stored.dtype)

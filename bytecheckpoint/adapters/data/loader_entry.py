@@ -71,7 +71,9 @@ class DataLoaderEntry:
         """Set by a load that has filled the loader."""
 
     def buffers(self) -> Sequence[torch.Tensor]:
-        """Returns the tensors of the collected state, which the loader may change while a lazy snapshot waits."""
+        """Returns the tensors for data files that `collect` found, which the loader may change while a lazy snapshot
+        waits; none before `collect`.
+        """
         return self._tensors
 
     def collect(self) -> EntryContents:
@@ -111,7 +113,9 @@ class DataLoaderEntry:
             )
 
     def own_ids(self, loader: ElasticLoader) -> list[str]:
-        """Returns the sorted ids of this rank's streams. Raises CheckpointSaveError (unsupported_value)."""
+        """Returns the sorted ids of this rank's streams. Raises CheckpointSaveError (unsupported_value) for an id that
+        the loader names twice, or that is no valid text.
+        """
         fqn = f"{self.fqn}.streams"
         ids = sorted(loader.stream_ids())
         if len(set(ids)) < len(ids):
@@ -244,7 +248,9 @@ class DataLoaderEntry:
         )
 
     def _joining(self, loader: ElasticLoader, new: Sequence[str], others: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the initial states of streams that the checkpoint lacks, given the states of the other streams."""
+        """Returns the states of streams that the checkpoint lacks: those in which they join `others`, the states of
+        other streams; or those that they have in the loader now, if it has no `joining_state`.
+        """
         join = getattr(loader, "joining_state", None)
         return {each: loader.stream_state(each) if join is None else join(each, others) for each in new}
 

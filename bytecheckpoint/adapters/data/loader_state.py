@@ -27,9 +27,10 @@ class DataLoaderState:
         rank: Data-parallel rank of this process. Its tensor-, pipeline- and context-parallel replicas pass the same.
         size: Number of data-parallel ranks.
         elastic: Says what happens where a state cannot be exact on another number of ranks. `exact` refuses it when
-            it is saved. `same` saves it, and refuses another number of ranks at a load. `at_least_once` goes on, on
-            another number of ranks, from the samples that all ranks have passed: it repeats some and loses none, or is
-            refused where the state does not say so. `restart` starts the loader anew there, with a warning.
+            it is saved. `same` saves it; a load refuses another number of ranks, even if the state were exact there.
+            `at_least_once` goes on, on another number of ranks, from the samples that all ranks have passed: it repeats
+            some and loses none. Where the state does not tell these samples, the save or the load refuses it. `restart`
+            starts the loader anew on another number of ranks, with a warning.
 
     Raises:
         ValueError: `rank` is none of `size` ranks, `elastic` is not one of these, or accelerate has split `Streams`

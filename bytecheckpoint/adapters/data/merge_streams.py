@@ -44,7 +44,9 @@ def digest_of(ids: Sequence[str]) -> bytes:
 
 
 def merge_streams(fqn: str, parts: Mapping[int, tuple[Scope, bytes]]) -> MergedStreams:
-    """Unites the parts of a data loader's state, given by global rank."""
+    """Unites the parts of a data loader's state, given by global rank. Parts that do not fit together raise nothing:
+    the reasons are in `problems`.
+    """
     others = [rank for rank, (scope, _) in parts.items() if scope != "streams"]
     if others:
         owner = next(rank for rank in parts if rank not in others)
@@ -89,7 +91,7 @@ def conflict_of_streams(problems: Sequence[StreamProblem]) -> CheckpointMismatch
 
 
 def listed_ids(ids: Sequence[str]) -> str:
-    """Returns the first of these stream ids as text."""
+    """Returns how many these stream ids are, and the first 5 of them, as text: `2 streams 'a', 'b'`."""
     return f"{'stream' if len(ids) == 1 else f'{len(ids)} streams'} {and_more(list(map(repr, ids)), _NUM_IDS_SHOWN)}"
 
 

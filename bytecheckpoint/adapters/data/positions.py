@@ -23,8 +23,8 @@ MAX_POSITION_BYTES = 1 << 14
 
 
 def encode_positions(fqn: str, state: DataLoaderState) -> bytes:
-    """Returns this rank's part of the positions of a loader: by `stream_position(id)` where it has that, else whole
-    states of streams.
+    """Returns this rank's part of the positions of a loader: by `stream_position(id)` if the loader has that method,
+    else whole states of streams.
 
     Raises CheckpointSaveError (unsupported_value) for a state that is not exact, or is no small position.
     """

@@ -41,7 +41,9 @@ class RankStates:
         return [[rank_id(rank)] for rank in range(size)]
 
     def start_states(self) -> dict[str, Any] | None:
-        """Returns this rank's state before its first sample, or None if the state is more than a count of samples."""
+        """Returns by stream id this rank's state before the first sample of the epoch that it is in; None if the state
+        is more than a count of samples.
+        """
         state = self._loader.state_dict()
         is_counted = isinstance(_progress_of(state), _RankPosition)
         return {rank_id(self._rank): _state_after(state, 0, 1)} if is_counted else None
@@ -74,7 +76,8 @@ def consumed_prefix(states: Sequence[Any], loader: Any, *, size: int) -> Consume
     rank, do not tell it.
 
     Rank r of n takes the samples r, r + n, r + 2 n, ... of an order that does not depend on n. So what all ranks have
-    passed is the first n * min(samples of a rank) samples of that order.
+    passed is the first n * min(samples of a rank) samples of that order; ranks that have finished their part do not
+    count in the minimum. The state is that after whole batches.
     """
     sampler = getattr(loader, "sampler", loader)
     if getattr(sampler, "num_replicas", None) != size:

@@ -101,7 +101,7 @@ class StreamTable(Mapping[str, Any]):
 def encode_state(state: Any, fqn: str, on_tensor: TensorHook) -> bytes:
     """Returns the state of a stream as bytes, as `encode_plain` does, but fast for dicts and lists of simple values.
 
-    Raises CheckpointSaveError (unsupported_value).
+    Raises CheckpointSaveError (unsupported_value) for a value that is not plain data.
     """
     if _is_simple(state, MAX_DEPTH):
         try:
@@ -112,7 +112,7 @@ def encode_state(state: Any, fqn: str, on_tensor: TensorHook) -> bytes:
 
 
 def _is_simple(value: Any, depth: int) -> bool:
-    """Returns True if msgpack has a form of its own for all that is in a tree."""
+    """Returns True if msgpack has a form of its own for all values of a tree, which is at most `depth` deep."""
     kind = type(value)
     if kind in _FLAT:
         return True

@@ -57,7 +57,7 @@ _UNREADABLE_IF_SET = (
 
 
 def is_engine(value: Any) -> bool:
-    """Returns True if a module is an engine, which is `engine.module` with an optimizer and counters."""
+    """Returns True for an engine of DeepSpeed: a module with another one as its `module`, an optimizer and counters."""
     attributes = vars(value) if isinstance(value, torch.nn.Module) else {}
     return {"optimizer", *COUNTERS} <= attributes.keys() and isinstance(unwrapped(value), torch.nn.Module)
 
@@ -178,7 +178,7 @@ def not_in(named: NamedParameters, flat: Iterable[FlatModule]) -> NamedParameter
 
 
 def has_traces(tree: ModuleTree) -> bool:
-    """Returns True if DeepSpeed has wrapped the module, which marks the parameters that it optimises."""
+    """Returns True if DeepSpeed has marked a parameter, with a partition of ZeRO 3 or the place of its master."""
     found = (each for _, module in tree.submodules for each in module._parameters.values())
     return any(hasattr(each, _PARTITION) or hasattr(each, _MASTER) for each in found)
 

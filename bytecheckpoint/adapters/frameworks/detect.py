@@ -37,7 +37,9 @@ def check_known(framework: object) -> None:
 
 
 def refuse_absent(framework: str, state: Mapping[str, Any], *, has_own: bool) -> None:
-    """Raises CheckpointMismatchError (conflict) if nothing in the state is of the framework; `has_own`: an entry is."""
+    """Raises CheckpointMismatchError (conflict) if nothing in the state is of the framework. `has_own` is True if an
+    adapter of this framework already reads an entry of the state.
+    """
     if framework == "auto" or has_own or _is_there(framework, state):
         return
     found = ", ".join(f"{key} (a {type(value).__name__})" for key, value in state.items()) or "an empty state"
@@ -92,13 +94,17 @@ def _is_among(framework: str, values: Iterable[Any]) -> bool:
 
 
 def _is_ddp(module: torch.nn.Module) -> bool:
-    """Returns True if a module is of DDP, or Megatron's: the caller knows that none of its tensors is split."""
+    """Returns True for a DistributedDataParallel, by the name of its class, and for a module of Megatron: with `ddp`
+    the user says that Megatron splits no tensor.
+    """
     names = {kind.__name__ for kind in type(module).__mro__}
     return "DistributedDataParallel" in names or hasattr(type(module), "sharded_state_dict")
 
 
 def _is_of_vescale(value: Any) -> bool:
-    """Returns True for veScale's classes, and for torch's DTensor with its placements, told by their attributes."""
+    """Returns True for an object of veScale's classes, and for torch's DTensor with a placement of veScale, which is
+    told by its attributes.
+    """
     if any(kind.__module__.partition(".")[0] == "vescale" for kind in type(value).__mro__):
         return True
     placements = value.placements if isinstance(value, DTensor) else ()

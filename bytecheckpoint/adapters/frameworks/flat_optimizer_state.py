@@ -60,7 +60,9 @@ class FlatParamState:
         return state
 
     def collect(self, shards: LocalShards) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Adds the tensors to the shards. Yields name and plain state of each parameter that has plain state."""
+        """Yields name and plain state of each parameter that has plain state. Adds the tensors to `shards` while the
+        iterator is consumed. Raises CheckpointSaveError (unsupported_value) for state of another shape.
+        """
         state, shape = self._state, self._memory.shape
         for names, part in self._parts:
             plain: dict[str, Any] = {}
@@ -203,7 +205,7 @@ def _whole_tensors(names: ParameterNames, stored: StoredOptimizer) -> dict[str, 
 
 
 def _stored_as(names: ParameterNames, part: FlatParamPart, stored: StoredOptimizer) -> tuple[int, ...]:
-    """Returns the shape of the parameter when its state was saved, as far as the checkpoint tells."""
+    """Returns the shape of the parameter when its state was saved; its shape now, if the checkpoint does not tell."""
     shape = stored.parameter_shape(names)
     return part.shape if shape is None else shape
 

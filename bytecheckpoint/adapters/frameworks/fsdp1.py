@@ -102,8 +102,8 @@ def walked_tree(fqn: str, tree: ModuleTree) -> ModuleTree:
 def flat_module(fqn: str, tree: ModuleTree, plain_name: Callable[[str], str]) -> FlatModule:
     """Returns the flat parameters of all units of a module. `plain_name` takes wrappers' prefixes out of a name.
 
-    Raises CheckpointSaveError (unsupported_value) within summon_full_params, and where the elements of a parameter
-    cannot be located.
+    First has FSDP1 put sharded flat parameters back in place. Raises CheckpointSaveError (unsupported_value) within
+    summon_full_params, in the middle of a backward pass, and where the elements of a parameter cannot be located.
     """
     wrappers = {id(module): module for _, module in tree.submodules if isinstance(module, FullyShardedDataParallel)}
     for wrapper in wrappers.values():
@@ -163,7 +163,9 @@ def _unit(fqn: str, wrapper: Any) -> _FsdpUnit:
 
 
 def _take_over(fqn: str, handle: Any) -> None:
-    """Takes over memory that was put in place of a parameter's, as FSDP1 itself does at the next forward pass."""
+    """Writes parameters that were given other memory back to the flat parameter, as FSDP1 itself does at the next
+    forward pass. Raises CheckpointSaveError (unsupported_value) if that fails.
+    """
     flat = handle.flat_param
     is_idle = handle._training_state.name == "IDLE"
     if not (handle._use_orig_params and is_idle) or handle._skip_writeback_check or handle._skipped_use_sharded_views:
@@ -217,7 +219,9 @@ def _part(fqn: str, flat: Any, index: int) -> FlatParamPart:
 
 
 def _order(fqn: str, shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Returns the dimensions by falling strides: FSDP1 keeps the order in memory, which may be channels last."""
+    """Returns the dimensions by falling strides: FSDP1 keeps the order in memory, which may be channels last. Raises
+    CheckpointSaveError (unsupported_value) for strides with gaps.
+    """
     order = sorted(range(len(shape)), key=lambda dim: (shape[dim] != 1, -strides[dim]))
     stride = 1
     for dim in reversed(order):

@@ -229,7 +229,7 @@ def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
 
 
 def _is_main(replica_id: int | Sequence[int]) -> bool:
-    """Returns True for the one replica of an object that is saved. Replicas of Megatron may differ."""
+    """Returns True for the one replica of an object that is saved. Megatron's replicas of an object may differ."""
     return not any((replica_id,) if isinstance(replica_id, int) else replica_id)
 
 

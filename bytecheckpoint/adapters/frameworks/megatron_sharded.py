@@ -187,7 +187,7 @@ def _is_view(tensor: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a tensor, which tell equal ones also where they hold NaN."""
+    """Returns the bytes of a tensor, for comparisons in which a NaN equals itself."""
     return flat_bytes(tensor.detach().contiguous())
 
 

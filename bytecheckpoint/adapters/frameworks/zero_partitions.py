@@ -64,7 +64,8 @@ def is_wrapper(value: Any) -> bool:
 def masters_of(fqn: str, wrapper: Any) -> list[MasterPart]:
     """Returns every parameter that the optimizer has, with the part of it on this rank, which may be empty.
 
-    Raises CheckpointSaveError (unsupported_value) where the partitions do not fit the parameters.
+    Raises CheckpointSaveError (unsupported_value) where the partitions do not fit the parameters, or where parameters
+    are partitioned over fewer than all data-parallel ranks.
     """
     read = next(read for name, read in _READERS.items() if name in vars(wrapper))
     return list(read(fqn, wrapper))

@@ -29,7 +29,8 @@ class WrappedModules(NamedTuple):
 
 def modules_inside(value: Any) -> WrappedModules | None:
     """Returns the modules in the attributes of an object whose state_dict() gives exactly their state: the same names,
-    and the same memory where a module's state is live. None if it gives anything else, such as averages of the weights.
+    and the same memory where a module's state is live. None if it gives anything else, such as averages of the weights,
+    if no attribute holds a module, or if one of the modules is an engine, Megatron's, or of FSDP1.
     """
     modules = _modules_in(value)
     if not modules or any(map(_is_read_otherwise, modules)):
@@ -69,7 +70,9 @@ def _is_read_otherwise(module: torch.nn.Module) -> bool:
 
 
 def _memory_key(value: Any) -> tuple[int, int] | None:
-    """Returns a key of a tensor's memory, equal for all views that start there; also on the meta device."""
+    """Returns a key of a tensor's memory, equal for all views that start there, also on the meta device. None for other
+    values.
+    """
     if not isinstance(value, torch.Tensor):
         return None
     tensor = value._local_tensor if isinstance(value, DTensor) else value

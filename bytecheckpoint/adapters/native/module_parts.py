@@ -68,7 +68,7 @@ def is_extra_state(name: str) -> bool:
 
 
 def is_data(name: str, value: Any) -> bool:
-    """Returns True if a value of a state_dict is no tensor of the module: extra state, or added by its hooks."""
+    """Returns True if a value of a state_dict is extra state, or no tensor: then the module's hooks added it."""
     return not isinstance(value, torch.Tensor) or is_extra_state(name)
 
 

@@ -109,7 +109,9 @@ class ModuleEntry:
         return merged(flat)
 
     def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
-        """Yields every parameter that is not flat with its name in the model; a tied one once, under its first name."""
+        """Yields every parameter that is not flat, and its name in the model. A tied one comes once for each module of
+        the entry, under its first name there.
+        """
         for part in self._parts:
             replaced = () if part.flat is None else part.flat.replaced
             for name, parameter in part.tree.named_parameters():

@@ -26,7 +26,7 @@ class NamesParameters(Protocol):
     fqn: str
 
     def parameters(self) -> Iterator[tuple[torch.nn.Parameter, str]]:
-        """Yields every parameter that is not flat memory, with its name in the model; a tied one once."""
+        """Yields every parameter that is not flat memory, and its name in the entry; a tied one once a module."""
 
     def in_optimizer(self) -> Iterator[tuple[int, Sequence[NamedPart]]]:
         """Yields the id of each tensor of flat memory that an optimizer may have, with the parts that lie in it."""
@@ -167,7 +167,9 @@ def _merged_part(first: OptimizedParameter, other: OptimizedParameter) -> Optimi
 
 
 def _alone(optimizer_fqn: str, parameter: torch.Tensor, name: str | None) -> ParameterNames:
-    """Returns the names of a parameter that only its optimizer names. A checkpoint may have it in a `model`."""
+    """Returns the names of a parameter that only its optimizer names. A checkpoint may have it in a `model`. Raises
+    CheckpointSaveError (unsupported_value) if it has no name, or is a flat parameter of FSDP1.
+    """
     if is_flattened(parameter):
         what = "an optimizer with a flat parameter of an FSDP1 model that is not in the state"
         raise unsupported(optimizer_fqn, what, "pass the model beside it")

@@ -93,7 +93,9 @@ def outer_fqn(facts_fqn: str) -> str:
 
 
 def enclosing(fqn: str, outer: Collection[str]) -> list[str]:
-    """Returns those of the subclasses `outer` that an FQN lies in, the innermost first. All are given by FQN."""
+    """Returns those of the subclasses `outer`, given by FQN, that contain this FQN, the innermost first. None contains
+    its own FQN.
+    """
     found, name = [], fqn.rpartition(".")[0]
     while name:
         if name in outer:
@@ -118,7 +120,7 @@ def tied_subclasses(facts_fqns: Iterable[str], aliases: Mapping[str, str], own_f
 
 
 def with_new_memory(tensor: torch.Tensor, allocate: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Returns the same subclass with new memory: `allocate` makes each of its inner tensors."""
+    """Returns a new tensor of the same subclass and context; `allocate` makes each inner tensor from the old one."""
     if isinstance(tensor, DTensor):
         local = with_new_memory(tensor._local_tensor, allocate)
         return DTensor(local, tensor._spec, requires_grad=tensor.requires_grad)  # type: ignore[no-untyped-call]
@@ -242,11 +244,11 @@ def _unflattened(
 def dtensor_like(
     outer: DTensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, is_table: bool = False
 ) -> DTensor | None:
-    """Returns an empty DTensor of this global shape that is cut along the dimensions of `outer`, in the same
-    proportions.
+    """Returns an uninitialised DTensor of this global shape that is cut along the dimensions of `outer`, in the same
+    proportions; replicated if `is_table`.
 
-    None where that does not give whole numbers of elements, and where blocks of quantized elements do not end where the
-    parts of ranks end. `is_table` says that it is a table which every rank has whole.
+    None where that does not give whole numbers of elements, where blocks of quantized elements do not end where the
+    parts of ranks end, and where a tensor of this shape cannot be cut as `outer` is.
     """
     sharded = set() if is_table else _sharded_dims(outer)
     if sharded is None or not _can_follow(len(shape), outer, sharded):
@@ -263,12 +265,14 @@ def dtensor_like(
 
 
 def is_table_fqn(fqn: str) -> bool:
-    """Returns True if the inner tensor of this FQN is the same for all parts of the subclass that it belongs to."""
+    """Returns True if the inner tensor of this FQN is a table, which every rank has whole and alike."""
     return fqn.rpartition(".")[2] in _TABLES
 
 
 def dtensor_of_part(fqn: str, inner: torch.Tensor, outer: DTensor) -> DTensor | None:
-    """Returns an inner tensor as a part of its own global tensor; None if this rank holds no elements of it."""
+    """Returns an inner tensor as a part of its own global tensor; None if this rank holds no elements of it. Raises
+    CheckpointSaveError (unsupported_value) if its region there is unknown.
+    """
     if is_table_fqn(fqn):
         return _as_dtensor(inner, inner.shape, outer, is_table=True)
     sharded, local = _sharded_dims(outer), outer._local_tensor

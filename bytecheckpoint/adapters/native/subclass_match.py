@@ -47,7 +47,7 @@ def refusals(
     aliases: Mapping[str, str] = MappingProxyType({}),
     other_names: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Refusals:
-    """Finds the live subclasses that do not fit, in the state's tensors and facts, `own`.
+    """Finds the live subclasses that do not fit. `own` has the state's tensors and facts by FQN.
 
     `aliases` maps the other FQNs of tied tensors to those in `own`, `other_names` maps them back. Subclasses that share
     a tensor are refused together.
@@ -82,7 +82,9 @@ def _refused_prefixes(fqns: Collection[str], outer: Collection[str], aliases: Ma
 
 
 def _part_problem(fqn: str, own: Any, checkpoint: CheckpointView, other_names: Sequence[str]) -> Problem | None:
-    """Returns why an inner tensor cannot be filled, or None. Its values are never cast: their meaning would change."""
+    """Returns why an inner tensor cannot be filled; None if it can, or if include or exclude leave it out. Its values
+    are never cast: their meaning would change.
+    """
     missing = checkpoint.missing_at(fqn)
     if missing is not None:
         return rank_missing(fqn, missing[1].num_saved)
@@ -133,7 +135,9 @@ def _facts_problems(own: Mapping[str, Any], checkpoint: CheckpointView, tied: Ma
 
 
 def unbuildable(values: Mapping[str, Any], checkpoint: CheckpointView) -> dict[str, Problem]:
-    """Returns a problem for each subclass that cannot be built of these leaves. Both are by checkpoint FQN."""
+    """Returns a problem for each outermost subclass that cannot be built of these leaves. Keys are checkpoint FQNs, in
+    the argument and in the result.
+    """
     if not any(map(is_facts, values)):  # nearly always
         return {}
     parts = {fqn: _on_meta(fqn, value, checkpoint) for fqn, value in values.items()}
@@ -232,7 +236,9 @@ class SubclassState:
         return key.partition(".")[0] not in self._refused
 
     def lacks(self, key: str) -> bool:
-        """Returns True if the state of this key, `exp_avg` say, is to be put together of parts that a load creates."""
+        """Returns True if a load puts a new value under this key, `exp_avg` say: it is no live subclass, which is
+        filled in place, is not elsewhere, and is not refused.
+        """
         return self.takes(key) and f"{key}.{FACTS}" not in self.own and not self.is_elsewhere(key)
 
     def is_elsewhere(self, key: str) -> bool:
