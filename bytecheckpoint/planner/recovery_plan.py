@@ -56,7 +56,7 @@ class TargetFolder(NamedTuple):
 
 
 class RecoveryTask(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's work on one folder of its local stage. The folder is removed in the end, unless it proves damaged."""
+    """One rank's work on one folder of its local stage. The folder is removed in the end, unless its save is kept."""
 
     name: str
     save_id: str
