@@ -180,7 +180,9 @@ def _content_of_array(value: np.ndarray | np.generic) -> bytes:
 
 
 def array_from_wire(value: Any) -> np.ndarray:
-    """Returns the array that was encoded. Raises ValueError or TypeError for a value that encodes no array."""
+    """Returns the array that was encoded. Raises ValueError, TypeError or, where numpy parses the name of a dtype,
+    SyntaxError for a value that encodes no array.
+    """
     name, shape, content = value
     dtype = np.dtype(name)
     if dtype.kind not in _ARRAY_KINDS:
