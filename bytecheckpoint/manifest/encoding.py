@@ -93,7 +93,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     the same order, give equal bytes.
 
     Raises UnsafeCheckpointError (limits_exceeded) for what is beyond a limit of readers, and CheckpointSaveError
-    (unsupported_value) for what msgpack cannot hold. Does not check the rest: `check_manifest` does.
+    (unsupported_value) for what msgpack cannot hold. Names and numbers are not checked here, but by `check_manifest`.
     """
     refuse_deep_nesting(manifest.metadata, "metadata")
     refuse_deep_nesting(manifest.provenance, "provenance")

@@ -1,5 +1,5 @@
 """Columns of integers of which long runs rise by equal steps: tens of millions of chunks, as thousands of ranks write
-them, lie in files and at offsets that a few thousand runs describe. A value is worked out when it is asked for.
+them, lie in files and at offsets that a few thousand runs describe. A value is computed when it is asked for.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def coalesce(
 ) -> list[Fetch]:
     """Returns the fetches of one file that serve all parts and frames.
 
-    Large flat parts are read straight into their targets but for their ends, which lie in extents that neighbours
+    Large flat parts are read straight into their targets, except for their ends, which lie in extents that neighbours
     share; the rest is merged where gaps are small. A fetch, with the memory in which it decompresses one frame after
     the other, takes more than `max_fetch_bytes` only where one extent, one small part with its extents or one frame
     does.

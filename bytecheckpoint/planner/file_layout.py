@@ -107,9 +107,9 @@ def cut_extents(
 
     Small neighbours of one group share an extent. A chunk of OWN_EXTENT_BYTES or more (in a checkpoint above 2 TiB, of
     the longest extent or more) starts an extent of its own, so that it can be read and verified in its destination
-    memory, and is cut into equal parts: two or more unless the file has very many extents, so that half of the chunk is
-    read without a byte of the other half. No extent reaches over a multiple of `block_bytes`: files are written in such
-    blocks, each with the checksums of its own bytes.
+    memory. It is cut into equal parts: two or more, unless the checkpoint is that large or the file has too many
+    extents, so that half of it is read without a byte of the other half. No extent reaches over a multiple of
+    `block_bytes`: files are written in such blocks, each with the checksums of its own bytes.
     """
     header = _cut(header_bytes, num_parts=_power_of_two(header_bytes, EXTENT_BYTES))
     longest = EXTENT_BYTES

@@ -130,8 +130,8 @@ def divide_reading(
 
     Runs of few bytes that more than FEW_RANKS want are common. The reader rank of other runs is one of those that want
     them, if one of these can read the file, else the holder of the file that reads the least so far; it gets few, long
-    runs. Ranks on more than HOSTS_TOGETHER hosts are divided into parts, each with readers of its own. The same input
-    always gives the same groups.
+    runs. If all can read the file, ranks on more than HOSTS_TOGETHER hosts are divided into parts, each with readers of
+    its own. The same input always gives the same groups.
     """
     hosts = Hosts([[rank] for rank in range(len(wanted))]) if hosts is None else hosts
     holders = _holders_by_file(held)

@@ -1,6 +1,6 @@
-"""The hyperparameters of an optimizer's groups, as its parameters were saved with them, and the check that saved state
-is state of an optimizer's own kind. Keys of the state tell the kind: names of classes say little, because a fused, a
-wrapped and a derived optimizer can each load what another of them saved.
+"""The hyperparameters of an optimizer's groups, found by the parameters that they were saved for, and the check that
+saved state is state of an optimizer's own kind. Keys of the state tell the kind: names of classes say little, because
+a fused, a wrapped and a derived optimizer can each load what another of them saved.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class RngState:
 
     - elastic="keep": they keep what they have, so seed each rank differently before loading;
     - elastic="fold": they get a stream of their own, keyed by a root that is saved with the state, the step, and the
-      rank or, with `at`, its place. No two ranks, or no two places, get the same, nor one what another saved.
+      rank or, with `at`, its place. No two ranks (with `at`, no two places) get the same, and none what another saved.
 
     On a smaller number the generators of the other ranks are left alone. A generator of your own belongs into a
     `RankLocal`. Loaders draw from these generators when they are first read: see `LoadReport.restore_rng`.
