@@ -1,7 +1,7 @@
 """The manifest: the list of what a checkpoint consists of, its encoding and its validation.
 
 Modules from the bottom up: frames, records, validation, run_column, chunk_validation,
-table, manifest, envelope, encoding, outline.
+table, manifest, envelope, encoding, outline. Beside them, ranges needs only records, and plain_wire none of them.
 """
 
 from bytecheckpoint.manifest.encoding import decode_manifest, encode_manifest, open_manifest

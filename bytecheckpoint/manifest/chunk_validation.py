@@ -73,7 +73,8 @@ class Spans(NamedTuple):
 
 def check_chunks(columns: Columns, bounds: FileBounds, fqns: Sequence[str]) -> Spans:
     """Checks the chunks of these tensors, of a manifest that `check_manifest` has passed: each lies in its tensor and
-    in its file, and together they are as large as they must be. `find_shared_bytes` looks for shared bytes.
+    in its file, and those of a tensor have as many elements together as its shape. `find_shared_bytes` looks for
+    shared bytes.
 
     Raises CheckpointCorruptError (bad_manifest).
     """
@@ -170,7 +171,9 @@ def _grid_coordinates(columns: Columns) -> Int64s:
 
 
 def numels_of_chunks(columns: Columns, tensors: Int64s, fqns: Sequence[str]) -> Int64s:
-    """Returns the number of elements of each chunk; raises if one reaches out of its tensor's shape."""
+    """Returns the number of elements of each chunk. Raises CheckpointCorruptError (bad_manifest) if one reaches out of
+    its tensor's shape.
+    """
     num_dims = columns.num_dims[tensors]
     first_coordinates = run_starts(2 * num_dims)
     first_dims = run_starts(columns.num_dims)[tensors]
@@ -272,7 +275,9 @@ def shared_bytes(fqns: tuple[str, str], file: DataFile, byte_offset: int) -> Che
 def _check_frames(
     columns: Columns, tensors: Int64s, raw_bytes: Int64s, bounds: FileBounds, fqns: Sequence[str]
 ) -> None:
-    """Refuses a compressed chunk that is not a run of whole extents: one for each frame, and none too long for one."""
+    """Raises CheckpointCorruptError (bad_manifest) for a compressed chunk that does not consist of whole extents, one
+    for each frame and none longer than a compressed frame can be.
+    """
     chunks = np.flatnonzero(_is_stored_by(columns, CODECS[1:]))
     if not len(chunks):
         return

@@ -89,10 +89,11 @@ class _Wire(msgspec.Struct, omit_defaults=True):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Encodes a manifest file: header, compressed body, checksum of both. Equal manifests give equal bytes.
+    """Encodes a manifest file: header, compressed body, checksum of both. Manifests that are equal, with their dicts in
+    the same order, give equal bytes.
 
-    Raises UnsafeCheckpointError (limits_exceeded) for what no reader would accept, and CheckpointSaveError
-    (unsupported_value) for what msgpack cannot hold.
+    Raises UnsafeCheckpointError (limits_exceeded) for what is beyond a limit of readers, and CheckpointSaveError
+    (unsupported_value) for what msgpack cannot hold. Names and numbers are not checked here, but by `check_manifest`.
     """
     refuse_deep_nesting(manifest.metadata, "metadata")
     refuse_deep_nesting(manifest.provenance, "provenance")
@@ -303,7 +304,9 @@ def _decode_rank_objects(raw: msgspec.Raw) -> dict[str, dict[int, bytes]]:
 
 
 def decode_metadata(raw: msgspec.Raw) -> dict[str, Any]:
-    """Decodes metadata, or raises UnsafeCheckpointError (limits_exceeded) if it is too long."""
+    """Decodes metadata. Raises UnsafeCheckpointError (limits_exceeded) if it is too long, and the errors of msgspec,
+    which the callers turn into bad_manifest, if it is no dict with names as keys.
+    """
     refuse_more_than(MAX_METADATA_BYTES, len(memoryview(raw)), "bytes of metadata")
     return msgspec.msgpack.decode(raw, type=dict[str, Any])
 

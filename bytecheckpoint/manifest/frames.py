@@ -25,7 +25,7 @@ def count_frames(raw_bytes: int) -> int:
 
 
 def frame_bytes(raw_bytes: int, number: int) -> int:
-    """Returns the raw bytes of frame `number` of a chunk of `raw_bytes`."""
+    """Returns the number of raw bytes in frame `number` of a chunk of `raw_bytes`."""
     return min(FRAME_BYTES, raw_bytes - number * FRAME_BYTES)
 
 

@@ -1,4 +1,6 @@
-"""The manifest: a whole checkpoint except the bytes of its tensors. It knows no rank, mesh or framework."""
+"""The manifest: a whole checkpoint except the bytes of its tensors. It knows no mesh and no framework, and no rank but
+those whose own values `rank_objects` holds.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ class ManifestOutline(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A whole checkpoint except its data."""
+    """A whole checkpoint except the bytes of its tensors."""
 
     save_id: str
     """Empty for a checkpoint of another format, which has no save ids; a link to one has an id of its own."""
@@ -92,7 +94,9 @@ class Manifest:
         )
 
     def describe(self, fqn: str) -> tuple[str, tuple[int, ...]]:
-        """Returns the dtype and the global shape of a tensor without looking at its chunks."""
+        """Returns the dtype and the global shape of a tensor without looking at its chunks. Raises KeyError unless
+        `fqn` is in `tensors`: an alias is not.
+        """
         return self.table.describe(fqn)
 
     def describe_all(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:

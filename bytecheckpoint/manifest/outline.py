@@ -26,8 +26,8 @@ class _OutlineWire(msgspec.Struct):
 
 
 class _ShortOutlineWire(msgspec.Struct):
-    """The outline in a body that is no longer than metadata may be, decoded in one step: a list of many checkpoints
-    needs that.
+    """The same fields in a body that is no longer than metadata may be: the metadata in it cannot be too long, so one
+    step decodes all, which makes a list of many checkpoints faster.
     """
 
     save_id: str
@@ -41,8 +41,8 @@ class _ShortOutlineWire(msgspec.Struct):
 
 
 def read_outline(data: bytes) -> ManifestOutline:
-    """Reads the outline of a manifest. Checks that the file is whole, and no column but the lengths of files. Raises as
-    `decode_manifest` does.
+    """Reads the outline of a manifest. Checks that the manifest file is whole, and decodes no column but the lengths of
+    data files. Raises as `decode_manifest` does.
     """
     body = unseal(data)
     wire: _OutlineWire | _ShortOutlineWire

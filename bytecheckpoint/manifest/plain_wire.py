@@ -1,7 +1,7 @@
 """The wire format of a manifest's plain values (docs/format.md): msgpack, and extension types for what msgpack lacks.
 
-Readers of other formats and the adapters of live state encode with it. It knows no torch: its caller encodes tensors
-and all other values that only one of the two has.
+Readers of other formats and the adapters of live state encode with it. It knows no torch: each of these two passes a
+LeafEncoder, which encodes tensors and the values that the other does not have.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class LeafEncoder(Protocol):
 def encode_tree(value: Any, fqn: str, leaves: LeafEncoder) -> bytes:
     """Returns the tree below `fqn` as bytes.
 
-    Raises CheckpointSaveError (unsupported_value), naming the FQN, for a value that is not plain data.
+    Raises CheckpointSaveError (unsupported_value), naming the FQN, for a value that is not plain data or is nested too
+    deep.
     """
     return encode(to_wire(value, fqn, leaves, MAX_DEPTH))
 
@@ -141,7 +142,9 @@ def too_deep(fqn: str) -> CheckpointSaveError:
 
 
 def check_key(key: object, fqn: str) -> None:
-    """Raises CheckpointSaveError (unsupported_value) for a key, in the dict of this FQN, that no FQN can hold."""
+    """Raises CheckpointSaveError (unsupported_value) unless a key in the dict of this FQN is a str that UTF-8 can hold
+    or an int of at most 64 bits. A bool is neither.
+    """
     if type(key) is str and key.isascii():
         return
     if type(key) not in (str, int):
@@ -177,7 +180,9 @@ def _content_of_array(value: np.ndarray | np.generic) -> bytes:
 
 
 def array_from_wire(value: Any) -> np.ndarray:
-    """Returns the array that was encoded. Raises ValueError or TypeError for a value that encodes no array."""
+    """Returns the array that was encoded. Raises ValueError, TypeError or, where numpy parses the name of a dtype,
+    SyntaxError for a value that encodes no array.
+    """
     name, shape, content = value
     dtype = np.dtype(name)
     if dtype.kind not in _ARRAY_KINDS:

@@ -98,7 +98,9 @@ class Frame(NamedTuple):
 
     @property
     def is_direct(self) -> bool:
-        """True if there is one part, a FlatPart, the raw bytes are exactly its bytes, and can be made in its target."""
+        """True if the raw bytes are exactly the bytes of the one part, a FlatPart: they can be decompressed straight
+        into its target.
+        """
         first = self.parts[0]
         return len(self.parts) == 1 and isinstance(first, FlatPart) and first.byte_length == self.raw_bytes
 

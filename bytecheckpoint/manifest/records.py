@@ -28,7 +28,9 @@ class Sample(NamedTuple):
 
 
 class DataFile(NamedTuple):
-    """A file that holds chunks. It consists of consecutive extents, each with a checksum."""
+    """A file that holds chunks. It consists of consecutive extents, each with a checksum, or has no checksums at all
+    and no extents.
+    """
 
     name: str
     """Relative to the checkpoint's folder, with forward slashes."""

@@ -1,5 +1,5 @@
 """Columns of integers of which long runs rise by equal steps: tens of millions of chunks, as thousands of ranks write
-them, lie in files and at offsets that a few thousand runs describe. A value is worked out when it is asked for.
+them, lie in files and at offsets that a few thousand runs describe. A value is computed when it is asked for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class RunColumn:
     """A column of integers as runs of equal differences, which is indexed like an array."""
 
     def __init__(self, counts: Int64s, steps: Int64s) -> None:
-        """Run r has `counts[r]` values, each `steps[r]` more than the value before it. Before the first value is 0."""
+        """Run r has `counts[r]` values, each `steps[r]` more than the value before it. The very first value of the
+        column is `steps[0]`: it counts from 0.
+        """
         self.counts = counts
         self.steps = steps
         self._ends = np.cumsum(counts)
@@ -53,8 +55,8 @@ class RunColumn:
 
     @classmethod
     def decode(cls, data: memoryview, num_values: int, name: str) -> RunColumn:
-        """Decodes what `encode` returns. Raises CheckpointCorruptError (bad_manifest) if it does not hold as many
-        values, all from 0 on.
+        """Decodes what `encode` returns. Raises CheckpointCorruptError (bad_manifest) if that is not `num_values`
+        values from 0 to MAX_BYTES.
         """
         if len(data) % 16:
             raise bad_manifest(f"{len(data)} bytes of {name} are no runs")
@@ -71,7 +73,7 @@ class RunColumn:
         return memoryview(np.stack([self.counts, self.steps]).astype("<i8").tobytes())
 
     def astype(self, kind: type[np.generic]) -> np.ndarray:
-        """Returns all values."""
+        """Returns all values, as an array of this type."""
         return self[:].astype(kind, copy=False)
 
     def __len__(self) -> int:

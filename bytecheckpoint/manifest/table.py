@@ -76,8 +76,8 @@ class _Sizes(NamedTuple):
 class TensorTable(Mapping[str, TensorRecord]):
     """The tensors of a manifest by FQN, as columns, and the files in which their chunks lie.
 
-    Methods raise CheckpointCorruptError (bad_manifest) if the chunks that they look at cannot be right; the chunks of a
-    table that `is_checked` are right.
+    Methods raise CheckpointCorruptError (bad_manifest) if the chunks that they look at cannot be right. In a table made
+    with `is_checked` the chunks are taken to be right, and most checks are left out.
     """
 
     def __init__(
@@ -182,8 +182,8 @@ class TensorTable(Mapping[str, TensorRecord]):
     def refuse_shared_bytes(
         self, fqns: Sequence[str], files: np.ndarray, byte_offsets: np.ndarray, byte_lengths: np.ndarray
     ) -> None:
-        """Raises CheckpointCorruptError (bad_manifest) if two of these chunks share a byte and may not. They are given
-        as columns, with the FQN of each, and none twice.
+        """Raises CheckpointCorruptError (bad_manifest) if two of these chunks share a byte; does nothing for files of
+        another format, in which they may. The chunks are given as columns, with the FQN of each, and none twice.
         """
         if self._may_share_bytes:
             return
@@ -288,7 +288,7 @@ class TensorTable(Mapping[str, TensorRecord]):
 
     def sole_chunks(self, fqns: Sequence[str]) -> SoleChunks:
         """Returns an entry for each of these tensors, with the chunk of those that consist of one: nearly all of many
-        small tensors do, and are checked together.
+        small tensors do, and are checked together. `is_sole` is False for all if any chunk of the table is compressed.
         """
         columns, bounds, sizes = self.columns, self._bounds, self._sizes
         tensors = np.fromiter(map(self._indices.__getitem__, fqns), np.int64, len(fqns))

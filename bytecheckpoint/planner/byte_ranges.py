@@ -98,5 +98,5 @@ def names_in(fetch: Fetch, fqns: Sequence[str], start: int, end: int) -> str:
 
 
 def first_names(fqns: Iterable[str]) -> str:
-    """Returns the names as text, or the first of many."""
+    """Returns the distinct names as text, sorted: the first three, and how many follow."""
     return and_more(sorted(set(fqns)), 3)

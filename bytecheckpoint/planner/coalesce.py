@@ -61,7 +61,7 @@ def coalesce(
 ) -> list[Fetch]:
     """Returns the fetches of one file that serve all parts and frames.
 
-    Large flat parts are read straight into their targets but for their ends, which lie in extents that neighbours
+    Large flat parts are read straight into their targets, except for their ends, which lie in extents that neighbours
     share; the rest is merged where gaps are small. A fetch, with the memory in which it decompresses one frame after
     the other, takes more than `max_fetch_bytes` only where one extent, one small part with its extents or one frame
     does.
@@ -94,7 +94,9 @@ class _Items(NamedTuple):
         return starts, starts + lengths
 
     def scratch_bytes(self, number: int) -> int:
-        """Returns the memory to decompress an item: a codec allocates the raw bytes before they go to the target."""
+        """Returns the bytes of memory that decompressing an item takes: 0 for a part; the raw bytes of a frame, which
+        the codec allocates, and as many again if the frame is not direct and goes through scratch memory.
+        """
         item = self.others[number - len(self.rows)] if number >= len(self.rows) else None
         if not isinstance(item, Frame):
             return 0
@@ -130,7 +132,7 @@ def _split_direct(
 
 
 def cut_flat(part: FlatPart, start: int, end: int) -> FlatPart:
-    """Returns the bytes of a part between two places of the file."""
+    """Returns the bytes of a part from `start` to `end`: offsets in the file, both within the part."""
     return FlatPart(part.want, start, end - start, part.target_byte_offset + start - part.byte_offset)
 
 
@@ -157,8 +159,8 @@ def _merge(file: int, items: _Items, extents: ExtentIndex, max_gap_bytes: int, m
 
 
 def _runs(items: _Items, extents: ExtentIndex) -> tuple[np.ndarray, list[tuple[int, int, int]]]:
-    """Returns the items in file order, and their runs, each with the bounds of its extents and its place in that
-    order. Small parts in the same extents come together; a frame, which is an extent, comes alone.
+    """Returns the numbers of the items in file order, and the runs of items that need the same extents: start and end
+    of the extents, and the index of the run's first item in that order. A frame, which is an extent, is its own run.
     """
     starts, ends = items.bounds()
     order = np.lexsort((ends, starts))

@@ -49,7 +49,7 @@ class WantedTensor(NamedTuple):
 
 
 class CopyRun(NamedTuple):
-    """Some elements in a range of a tensor that is to be written, and the stored region that holds them."""
+    """Elements to be copied into a range of the flat tensor of the target, and the stored region to copy them from."""
 
     first: int
     """Start of `block`, in elements from the start of the range."""
@@ -70,7 +70,9 @@ def same_tensor(fqn: str, dtype: str, shape: tuple[int, ...], *, stored_fqn: str
 
 
 def check_wanted(wanted: Sequence[WantedTensor], manifest: Manifest) -> None:
-    """Raises CheckpointMismatchError (coverage) if the checkpoint lacks a piece or pieces do not tile a tensor."""
+    """Raises CheckpointMismatchError (coverage) if the checkpoint lacks the tensor or region of a piece, if the two
+    regions of a piece differ in number of elements, or if the pieces of a tensor overlap or leave a hole.
+    """
     for tensor in wanted:
         for piece in tensor.pieces:
             _check_piece(tensor, piece, manifest)

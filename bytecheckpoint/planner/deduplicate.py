@@ -68,7 +68,9 @@ def _assign_small(replicas: Sequence[Replica], loads: list[int], level: int) -> 
 
 
 def _assign_large(replicas: Sequence[Replica], loads: list[int], level: int) -> Iterator[tuple[Replica, Region, int]]:
-    """Assigns large replicas, largest first, to the least loaded holder. Splits one that lifts it above `level`."""
+    """Assigns large replicas, largest first, to the least loaded holder. Splits a replica that would lift the holder
+    above `level`, but into no part below MIN_SPLIT_BYTES. Yields the parts, each with the position of its writer.
+    """
     heap = [(load, position) for position, load in enumerate(loads)]
     heapq.heapify(heap)
     for replica in sorted(replicas, key=lambda replica: (-replica.byte_length, replica.fqn, replica.region)):
@@ -95,7 +97,9 @@ def _level(loads: Sequence[int], num_bytes: int) -> int:
 
 
 def _split_off(region: Region, item_bytes: int, room_bytes: int) -> tuple[Region, Region | None]:
-    """Returns the region's first rows, about `room_bytes` of them, and the rest; None if there is no rest."""
+    """Returns the region's first rows, of about `room_bytes` but at least MIN_SPLIT_BYTES, and the rest; None as the
+    rest if the region is not split.
+    """
     dim = next((dim for dim, length in enumerate(region.lengths) if length > 1), None)
     num_bytes = region.numel * item_bytes
     if dim is None or num_bytes - max(room_bytes, MIN_SPLIT_BYTES) < MIN_SPLIT_BYTES:

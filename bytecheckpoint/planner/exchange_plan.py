@@ -1,6 +1,6 @@
 """Divides each rank's load plan into what it reads and what others read for it, by the reader ranks that
 read_division.py has chosen. Both are cut into units, which the reader rank and its peers derive alike from what was
-agreed on. It knows extents of files and ranks, and no connections; it reads nothing.
+agreed on. This module knows extents of files and ranks, and no connections; it reads nothing.
 """
 
 from __future__ import annotations

@@ -61,12 +61,13 @@ class PlacedChunk(NamedTuple):
 def lay_out_files(
     items: Sequence[WriteItem], writes: Iterable[ItemRegion], *, groups: Sequence[Sequence[int]], max_file_bytes: int
 ) -> list[tuple[PlacedChunk, ...]]:
-    """Returns the chunks of each file in file order: by falling dtype size, so that each chunk is aligned, then FQN.
+    """Returns the chunks of each file in file order: by falling dtype size, so that each chunk is aligned, then by
+    group, then FQN.
 
-    A group of write items is read together and apart from all others; the first group is wanted most. Groups of the
-    largest dtype lie at the end, the first group last, and groups of smaller ones at the front, so that the parts of a
-    group are neighbours if there are two dtype sizes. A file's data section has at most `max_file_bytes` unless a
-    single chunk is larger.
+    A group of write items is read together and apart from all others; the first group is wanted most. Among chunks of
+    the largest dtype size, groups lie at the end, the first group last; among chunks of each smaller size, groups lie
+    at the front, the first group first. So the parts of the first group are neighbours if there are two dtype sizes. A
+    file's data section has at most `max_file_bytes` unless a single chunk is larger.
     """
     group_of = {item: number for number, group in enumerate(groups, start=1) for item in group}
     ordered = list(writes)
@@ -104,10 +105,11 @@ def cut_extents(
     `state_bytes` is the approximate size of the checkpoint. `groups` has the group of each chunk; it is empty if
     all chunks are of one group.
 
-    Small neighbours of one group share an extent; a large chunk starts one of its own and is cut into equal parts, so
-    that it can be read and verified in its destination memory, and half of it without a byte of the other half. No
-    extent reaches over a multiple of `block_bytes`: files are written in such blocks, each with the
-    checksums of its own bytes.
+    Small neighbours of one group share an extent. A chunk of OWN_EXTENT_BYTES or more (in a checkpoint above 2 TiB, of
+    the longest extent or more) starts an extent of its own, so that it can be read and verified in its destination
+    memory. It is cut into equal parts: two or more, unless the checkpoint is that large or the file has too many
+    extents, so that half of it is read without a byte of the other half. No extent reaches over a multiple of
+    `block_bytes`: files are written in such blocks, each with the checksums of its own bytes.
     """
     header = _cut(header_bytes, num_parts=_power_of_two(header_bytes, EXTENT_BYTES))
     longest = EXTENT_BYTES
@@ -119,7 +121,9 @@ def cut_extents(
 
 
 def _group_chunks(chunk_bytes: Sequence[int], groups: Sequence[int], *, longest: int, in_large_bytes: int) -> list[int]:
-    """Returns the extents of chunks. None has more than `longest` bytes; `in_large_bytes` is for large chunks."""
+    """Returns the lengths of the extents of these chunks, in bytes: at most about `longest`, and in chunks of
+    LARGE_CHUNK_BYTES or more at most about `in_large_bytes`.
+    """
     own_bytes = OWN_EXTENT_BYTES if longest == EXTENT_BYTES else longest
     counts = Counter(num_bytes for num_bytes in chunk_bytes if num_bytes >= own_bytes)
     parts_of = _choose_parts(counts, longest=longest, in_large_bytes=in_large_bytes)
@@ -140,7 +144,9 @@ def _group_chunks(chunk_bytes: Sequence[int], groups: Sequence[int], *, longest:
 
 
 def _choose_parts(counts: Mapping[int, int], *, longest: int, in_large_bytes: int) -> dict[int, int]:
-    """Returns the number of extents of a chunk, by its bytes; `counts` are the chunks of each length."""
+    """Returns the number of extents of a chunk, by the chunk's length in bytes. `counts` has how many chunks there are
+    of each length.
+    """
     large = {
         num_bytes: _power_of_two(num_bytes, in_large_bytes) for num_bytes in counts if num_bytes >= LARGE_CHUNK_BYTES
     }
@@ -195,7 +201,9 @@ CodecOption = str | Mapping[str, str] | Sequence[tuple[str, str]]
 
 
 def codec_of(fqn: str, codec: CodecOption) -> str:
-    """Returns the codec for a tensor: the one of the first glob that matches, or `none`."""
+    """Returns the codec for a tensor: `codec` itself if it is one name, else that of the first glob that matches the
+    FQN, or `none`.
+    """
     if isinstance(codec, str):
         return codec
     rules = codec.items() if isinstance(codec, Mapping) else codec

@@ -1,5 +1,5 @@
-"""Tensors that ranks hold as the parts of a regular grid, as they mostly do: shards, replicas of the whole, or both.
-They are found by operations on arrays over tensors and ranks, because a loop over thousands takes seconds.
+"""Tensors that ranks hold as the parts of a regular grid, which is the usual case: shards, replicas of the whole, or
+both. They are found by operations on arrays over tensors and ranks, because a loop over thousands takes seconds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class GridShards(NamedTuple):
 
 
 def find_grid_shards(tensors: Mapping[str, TensorItems]) -> Iterator[GridShards]:
-    """Yields the tensors whose shards form a grid. The others may be complete as well: `find_owners` checks those."""
+    """Yields the tensors whose shards form a grid, in batches, of which some may be empty. The other tensors may be
+    complete as well: `find_owners` checks those.
+    """
     tables: dict[tuple[int, int], list[str]] = {}
     for fqn, tensor in tensors.items():
         if len(tensor.sources) == 1 and 0 not in tensor.shape:
@@ -104,7 +106,7 @@ def _order(offsets: Int64s, is_filled: NDArray[np.bool_], shapes: Int64s) -> NDA
 
 def _are_parts(boxes: Int64s, num_filled: Int64s, num_replicas: Int64s, shapes: Int64s) -> NDArray[np.bool_]:
     """Returns True for each tensor whose first `num_filled` boxes are parts of a grid (see region.py), each given
-    `num_replicas` times. The caller checks that they are all parts of it.
+    `num_replicas` times. The caller checks that no part of the grid is missing.
     """
     parts = np.maximum(boxes[:, 0, 1], 1)  # where all are empty nothing must be divided by 0
     counts = -(-shapes // parts)

@@ -112,7 +112,7 @@ class _Limits(NamedTuple):
 def plan_load(
     manifest: Manifest, wants: Sequence[Want], *, verify: bool, max_gap_bytes: int, max_fetch_bytes: int
 ) -> list[Fetch]:
-    """Returns the fetches that fill all wants, file by file.
+    """Returns the fetches that fill all wants, file by file. Zeros that lie in no file get no fetch: see `zeros_in`.
 
     Raises one CheckpointMismatchError (coverage) if chunks overlap or leave a part of a want uncovered, and
     CheckpointCorruptError: unsupported_version if a chunk has an unknown codec, bad_manifest if chunks share bytes.
@@ -255,7 +255,9 @@ def _frames(packed: Mapping[int, _PackedChunk], file: DataFile) -> list[Frame]:
 
 
 def _parts(index: int, want: Want, chunk: Chunk, common: Region, limits: _Limits) -> Iterator[Part]:
-    """Yields the wanted part of one chunk in pieces that a fetch can hold, without gaps that are better left out."""
+    """Yields the wanted part of one chunk without gaps that are better left out: flat parts of any length, and boxes
+    that a fetch can hold.
+    """
     item_bytes = limits.item_bytes
     for region in split_at_gaps(common, chunk.region, limits.max_gap_bytes // item_bytes):
         first, last = flat_span(region, chunk.region)

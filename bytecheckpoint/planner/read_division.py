@@ -1,6 +1,6 @@
-"""Chooses the reader rank of every extent that several ranks want, or that a rank wants and cannot read, and the way
-of its bytes to them: once to each other host, and there through memory. It knows extents of files, ranks and hosts; how
-a rank carries out its share is in exchange_plan.py.
+"""Chooses the reader rank of every extent that several ranks want, or that a rank wants and cannot read, and the path
+of the bytes from the reader rank to the others: once to each other host, and within a host through shared memory. This
+module knows extents of files, ranks and hosts; how a rank carries out its share is in exchange_plan.py.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class Hosts:
         return reader if host == self.of_rank[reader] else of_host[self.lanes[reader] % len(of_host)]
 
     def readers_among(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Returns those of the ranks that may read for all of them: all if on one host; else the first ranks of each
-        host, as many as the smallest host has, because its ranks would receive from several of a larger one.
+        """Returns those of the ranks that may read for all of them: all if on one host; else those among the first
+        ranks of their host, as many as the smallest of the hosts has. With more readers than that on a larger host, a
+        rank of the smallest host would receive from several of them.
         """
         hosts = {self.of_rank[rank] for rank in ranks}
         num_lanes = min(len(self.ranks[host]) for host in hosts)
@@ -120,15 +121,17 @@ def divide_reading(
     held: Sequence[Collection[int]] = (),
     hosts: Hosts | None = None,
 ) -> ReadDivision:
-    """Assigns a reader rank to every extent that two ranks or more want, or that its one rank cannot read, such that
-    all read about as many bytes.
+    """Assigns a reader rank to every extent that two ranks or more want, or that the one rank that wants it cannot
+    read, such that all ranks read about the same number of bytes.
 
     `wanted` has the runs of each rank, which do not overlap and do not touch one another; ranks that want the same
     should have the same list, which is then looked at once. `held` has for each rank the files that it can read and
-    others may not: a file that nobody holds is read by all. Without `hosts` no ranks share memory. The reader rank is
-    one of those that want the extent, if one of them can read it, else that holder of the file which reads the least;
-    it gets few, long runs. Few bytes that more than FEW_RANKS want are common. The same input always gives the same
-    groups.
+    others may not: a file that is in no rank's `held` can be read by all. Without `hosts` no ranks share memory.
+
+    Runs of few bytes that more than FEW_RANKS want are common. The reader rank of other runs is one of those that want
+    them, if one of these can read the file, else the holder of the file that reads the least so far; it gets few, long
+    runs. If all can read the file, ranks on more than HOSTS_TOGETHER hosts are divided into parts, each with readers of
+    its own. The same input always gives the same groups.
     """
     hosts = Hosts([[rank] for rank in range(len(wanted))]) if hosts is None else hosts
     holders = _holders_by_file(held)
@@ -240,8 +243,8 @@ class _Division:
         return all(joined) and len(known[host] | {*part}) < HOSTS_TOGETHER
 
     def add(self, together: Sequence[int], holders: Sequence[int] | None, runs: Sequence[ExtentRun]) -> None:
-        """Divides the runs that all of `together` want among those of these ranks that can read, or, if none of them
-        can, among `holders`, the ranks that can; None is all ranks.
+        """Divides the runs that all of `together` want among those of these ranks that can read them or, if none of
+        them can, among `holders`, the ranks that can. `holders` is None if all ranks can.
         """
         readers = self._hosts.readers_among(together) if holders is None else sorted({*together} & {*holders})
         if not readers and holders is not None:
@@ -289,7 +292,9 @@ class _Divided(NamedTuple):
 
 
 def _take_common(by_ranks: dict[tuple[int, ...], list[ExtentRun]], extents: Extents, max_bytes: int) -> list[ExtentRun]:
-    """Removes from `by_ranks`, and returns, runs that many want: up to `max_bytes`, those of the most ranks first."""
+    """Removes from `by_ranks`, and returns in file order, runs that more than FEW_RANKS want: up to `max_bytes`, those
+    of the most ranks first. A set of ranks whose runs do not all fit keeps them.
+    """
     common: list[ExtentRun] = []
     many = [ranks for ranks in by_ranks if len(ranks) > FEW_RANKS]
     for ranks in sorted(many, key=lambda ranks: (-len(ranks), ranks)):

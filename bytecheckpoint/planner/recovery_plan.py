@@ -56,7 +56,7 @@ class TargetFolder(NamedTuple):
 
 
 class RecoveryTask(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's work on one folder of its local stage, which is removed in the end."""
+    """One rank's work on one folder of its local stage. The folder is removed in the end, unless its save is kept."""
 
     name: str
     save_id: str
@@ -128,7 +128,7 @@ def plan_recovery(parts_by_rank: Sequence[Sequence[StagedPart]], targets: Mappin
 
 
 def _newest_first(parts_by_rank: Sequence[Sequence[StagedPart]]) -> list[list[StagedPart]]:
-    """Returns the parts of each save, each once, by rank; newest save first."""
+    """Returns the parts of each save, newest save first: each part once, in ascending order of rank."""
     saves: dict[str, dict[str, StagedPart]] = {}
     for part in (part for of_rank in parts_by_rank for part in of_rank):
         saves.setdefault(part.save_id, {})[part.name] = part
@@ -158,7 +158,7 @@ class _Save:
         return RecoveryVerdict(first.save_id, first.folder, first.step, outcome, what, may_arrive, superseded_by)
 
     def _may_arrive(self) -> bool:
-        """Returns True if the manifest can have been sent: it never is before all data is at the path."""
+        """Returns True if the manifest may have been sent already: no save sends it before all data is at the path."""
         if self._with_manifest is not None:
             needed = self._with_manifest.needed or {}
             return all(self._target.sizes.get(name) == byte_length for name, byte_length in needed.items())
@@ -220,7 +220,9 @@ class _Save:
         return f"only the parts of ranks {ranks} of {self._parts[0].num_ranks} are visible; run it where the others are"
 
     def work(self, verdict: RecoveryVerdict) -> list[tuple[StagedPart, list[str], bool]]:
-        """Returns the folders with work: the uploads from each, and True if its manifest is committed."""
+        """Returns the parts whose folders have work, if only to be removed: each with the names of the files to upload
+        from it, and True if its manifest is to be committed.
+        """
         if verdict.outcome not in {"committed", "removed"}:
             return []
         if verdict.outcome == "removed" or self._with_manifest is None:

@@ -82,7 +82,7 @@ def plan_save(
     rank, for errors, is `global_ranks[r]`. `mirroring` asks that replicas are staged in several failure domains.
 
     Raises CheckpointMismatchError: `conflict` if ranks disagree about a tensor or a tie, or hold parts that overlap,
-    `coverage` if no rank holds a part of a tensor. One error is about all tensors.
+    `coverage` if some part of a tensor is on no rank. One error is about all tensors with that fault.
     """
     tables = unpack_items(packed)
     merged_aliases = merge_aliases(tables, aliases, global_ranks)

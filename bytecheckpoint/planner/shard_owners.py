@@ -113,7 +113,7 @@ def find_owners(
     """Yields the owners of the regions of each tensor.
 
     Raises CheckpointMismatchError after the last: `conflict` if one rank holds a region twice or regions overlap,
-    `coverage` if no rank holds a part. One error is about all tensors.
+    `coverage` if some part of a tensor is on no rank. One error is about all tensors with that fault.
     """
     conflicts: dict[str, tuple[str, tuple[int, ...]]] = {}
     faults: list[tuple[str, TilingFault]] = []
@@ -187,7 +187,7 @@ def _holders(
 
 
 def _items_by_rank(tensor: TensorItems) -> list[tuple[Region, Holder]]:
-    """Returns all items by rank."""
+    """Returns the region of every item, with its holder, in ascending order of rank."""
     found = []
     for table, item in tensor.sources:
         column = table.digest_columns.get(item)
@@ -224,7 +224,9 @@ def flat_starts(shape: Sequence[int], offsets: Int64s) -> Int64s:
 
 
 def find_grid(shape: Sequence[int], offsets: Int64s, lengths: Int64s) -> tuple[int, ...] | None:
-    """Returns the lengths of a part if the regions, sorted and none empty, are a regular grid; see region.py."""
+    """Returns the lengths of a part if the regions, sorted and none empty, are a regular grid (see region.py), else
+    None. There is at least one region.
+    """
     part = lengths[0]
     counts = grid_counts(shape, part.tolist())
     if prod(counts) != len(offsets):

@@ -1,5 +1,6 @@
-"""Write items, the shards that ranks could write: records on each rank, packed for the coordinator, and tables there of
-all ranks that hold parts of the same tensors, because thousands of them mostly do.
+"""Write items, the shards that ranks could write: records on each rank, which it packs into a message for the
+coordinator, and tables on the coordinator. A table is of all ranks that hold parts of the same tensors, as thousands of
+ranks mostly do.
 """
 
 from __future__ import annotations
@@ -129,7 +130,9 @@ class ItemTable:
 
 
 def unpack_items(packed: Sequence[PackedItems]) -> list[ItemTable]:
-    """Returns a table for each set of ranks with items of the same tensors, by first rank. `packed[r]` is of rank r."""
+    """Returns a table for each set of ranks with items of the same tensors, in the order of the sets' first ranks.
+    `packed[r]` comes from rank r.
+    """
     by_tensors: dict[bytes, list[int]] = {}
     for rank, of_rank in enumerate(packed):
         by_tensors.setdefault(of_rank.described, []).append(rank)

@@ -1,6 +1,6 @@
 """The forms in which a state may hold the state of an optimizer by parameter name: `get_optimizer_state_dict` of
-torch.distributed.checkpoint nests it, or flattens it to one level. A checkpoint may have it in another form, or as the
-library writes optimizers down; tensors have the same names in all three, so only plain data is put together anew.
+torch.distributed.checkpoint nests it, or flattens it to one level. A checkpoint may have it in the other of the two, or
+in the library's own form; tensors have the same names in all three, so only the plain data is converted.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ class Reshaping(NamedTuple):
     parse: Parse
 
     def reshaped(self, tree: Any, fqn: str, rename: Callable[[str], str], tensors: Iterable[str]) -> Any:
-        """Returns the tree of this checkpoint FQN, with optimizers in it in the forms that the state has; `tensors` are
-        the checkpoint FQNs of all tensors.
+        """Returns the tree of this checkpoint FQN, with optimizers in it in the forms that the state has; the tree
+        itself if nothing changes. `rename` turns a checkpoint FQN into a state FQN; `tensors` are the checkpoint FQNs
+        of all tensors.
         """
         if not isinstance(tree, dict):
             return tree
@@ -116,7 +117,9 @@ class Reshaping(NamedTuple):
 
 
 def _holds_more(form: Form, own: Mapping[str, Any], fqn: str, tensors: Iterable[str]) -> bool:
-    """Returns True for state by number, as in a state_dict(), that has other keys than a parameter's state."""
+    """Returns True if an optimizer was saved by position, as in a state_dict(), and has state under keys that are not
+    among `form.keys`; False if these are not set.
+    """
     if form.keys is None or BY_POSITION not in own:
         return False
     return any(not form.keys >= values.keys() for values in _with_refs(own, fqn, tensors)[_STATE].values())
@@ -190,7 +193,9 @@ def flat_optimizer_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nested(tree: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Returns the nested form, grouped as in `groups` if all parameters of a group have equal values, else as saved."""
+    """Returns the nested form: grouped as in `groups` if these have exactly the saved parameters, and those of each
+    group equal values; else grouped as saved.
+    """
     by_name = {name: group["values"] for group in tree["groups"].values() for name in group[_PARAMS]}
     names = {name for of_group in groups for name in of_group}
     pairs = ((name, of_group[0]) for of_group in groups for name in of_group)

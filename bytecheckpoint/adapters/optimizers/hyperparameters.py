@@ -1,6 +1,6 @@
-"""The hyperparameters of an optimizer's groups, as its parameters were saved with them, and the check that saved state
-is state of an optimizer's own kind. Keys of the state tell the kind: names of classes say little, because a fused, a
-wrapped and a derived optimizer go on from one another's state.
+"""The hyperparameters of an optimizer's groups, found by the parameters that they were saved for, and the check that
+saved state is state of an optimizer's own kind. Keys of the state tell the kind: names of classes say little, because
+a fused, a wrapped and a derived optimizer can each load what another of them saved.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def agreed(
 
 
 def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Copies values into a group. A tensor is filled in place, because captured graphs hold it; a number stays one."""
+    """Copies values into a group. A tensor of the group is filled in place, because captured graphs hold it; a number
+    of the group stays a number where the value is a tensor.
+    """
     for key, value in values.items():
         own = group.get(key)
         if isinstance(own, torch.Tensor):
@@ -87,7 +89,9 @@ def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> Non
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Returns True if two pieces of plain data are equal, to the bit; a number is equal to a tensor of it."""
+    """Returns True if two pieces of plain data are equal, to the bit. A number and a tensor are equal if
+    `torch.as_tensor` makes an equal tensor of the number: a float32 one of a float.
+    """
     if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor):
         return torch.equal(torch.as_tensor(a), torch.as_tensor(b))
     # As bytes, so that NaN is NaN and arrays are compared whole.
@@ -161,7 +165,9 @@ def clashes(
     parameters: Iterable[ParameterNames],
     stored: StoredOptimizer,
 ) -> list[Clash]:
-    """Returns the parameters of a group whose state, as far as it is selected, is of another kind of optimizer."""
+    """Returns the parameters of a group that were saved by another kind of optimizer, as their hyperparameters or the
+    keys of their state show, as far as these are selected.
+    """
     kind = kind_of(optimizer)
     own = _ALGORITHM & group.keys()
     values_of: dict[str, set[str]] = {}

@@ -145,7 +145,9 @@ class OptimizerEntry:
         return EntryContents(ShardBlocks([whole_tensors, shards.found]), all_fqns, {self.fqn: ("shared", encoded)})
 
     def _facts(self) -> dict[str, Any]:
-        """Returns the facts of all wrapped optimizers. Raises CheckpointSaveError (unsupported_value) if two differ."""
+        """Returns the other data (facts) that the frameworks of the wrapped optimizers save with them, by key. Raises
+        CheckpointSaveError (unsupported_value) if two optimizers have different values of a key.
+        """
         facts: dict[str, Any] = {}
         for key, value in chain.from_iterable(each.facts().items() for each in self.wrapped):
             fqn = f"{self.fqn}.facts.{key}"
@@ -255,7 +257,9 @@ class OptimizerEntry:
                 yield ParamGroup(optimizer, group, of_group)
 
     def _param_states(self, stored: StoredOptimizer) -> Iterator[ParamState]:
-        """Yields the state of each parameter that is not flat memory, where any of it is to be loaded."""
+        """Yields the state of each parameter that is not flat memory, stored or not, but for parameters that `exclude`
+        leaves out and groups that another kind of optimizer saved.
+        """
         whole, clashing = self._optimized.whole, self._clashing(stored)
         for group in self._groups() if whole else ():
             for parameter in group.parameters if id(group.values) not in clashing else ():
@@ -264,7 +268,9 @@ class OptimizerEntry:
                     yield ParamState(self.fqn, group, parameter, names=names, stored=stored, created=self._created)
 
     def _flat_states(self, stored: StoredOptimizer | None = None) -> Iterator[FlatParamState]:
-        """Yields the state of all flat memory; with `stored`, not of groups that another kind of optimizer saved."""
+        """Yields the state of all flat memory that holds elements of parameters; with `stored`, not of groups that
+        another kind of optimizer saved.
+        """
         flat = self._optimized.flat
         clashing = self._clashing(stored) if flat and stored is not None else {}
         for group in self._groups() if flat else ():

@@ -1,4 +1,4 @@
-"""The state that an optimizer keeps for a parameter, which lies in no flat buffer: tensors sharded like the parameter,
+"""The state that an optimizer keeps for a parameter that lies in no flat buffer: tensors sharded like the parameter,
 whole tensors, and trees of both. Scalars, such as a count of steps, are tensors without dimensions in most of torch's
 optimizers and numbers in others; each is loaded as the other.
 """
@@ -55,7 +55,9 @@ def collect_state(
     prefix: str, state: Mapping[str, Any], tensors: list[tuple[str, torch.Tensor]], keys: set[str]
 ) -> dict[str, Any]:
     """Appends the tensors of a state to `tensors`, under FQNs that start with `prefix`. Returns its other values, with
-    references to tensors in them. `keys` has the keys that were checked already.
+    references to tensors in them. `keys` has the keys that were checked already; new ones are checked and added.
+
+    Raises CheckpointSaveError (unsupported_value) for a key that is empty, no str, or has a dot.
     """
     if PLAIN_TENSORS.issuperset(map(type, state.values())) and keys.issuperset(state):  # nearly always
         tensors += [(prefix + key, value) for key, value in state.items()]
@@ -250,6 +252,8 @@ def put_scalar(group: ParamGroup, parameter: torch.Tensor, key: str, value: Any)
 
 
 def _keeps_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if an optimizer keeps its scalars as tensors: torch's own and classes derived from them do."""
+    """Returns True if an optimizer keeps its scalars as tensors: torch's own, except SparseAdam and LBFGS, and classes
+    derived from them do.
+    """
     bases = {cls for cls in type(optimizer).__mro__ if cls.__module__.startswith("torch.optim.")}
     return bool(bases - {torch.optim.Optimizer}) and not isinstance(optimizer, _COUNT_IN_NUMBERS)

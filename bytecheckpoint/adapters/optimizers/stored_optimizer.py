@@ -27,7 +27,7 @@ class StoredGroup(NamedTuple):
 
 
 def is_optimizer_tree(tree: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Returns True for a dict in the form in which an optimizer is saved; plain data may have the same keys."""
+    """Returns True for a dict in the form in which an optimizer is saved, and so for plain data of the same form."""
     if not isinstance(tree, dict) or not {"state", "groups"} <= tree.keys():
         return False
     state, groups = tree["state"], tree["groups"]
@@ -181,8 +181,8 @@ class StoredOptimizer:
         return self.parameter_shape(names) in {None, shape}
 
     def misfits(self, names: ParameterNames, shape: tuple[int, ...]) -> Iterator[Problem]:
-        """Yields a problem for each tensor in the stored state of a parameter. Call it for a parameter that had another
-        shape in the checkpoint than now, `shape`.
+        """Yields a problem for each tensor, other than a scalar, in the stored state of a parameter. Call it for a
+        parameter that had another shape in the checkpoint than now, `shape`.
         """
         for fqn, tensor in self.tensors(names).values():
             if tensor.shape:

@@ -3,7 +3,7 @@ beside an AdamW do, and those that keep their state elsewhere than in `.state`.
 
 They are saved by the optimizers inside, parameter by parameter; where these do not have all the state, by their
 state_dict(), as any object is; and where that does not have it either, they are refused. So no state is left out in
-silence. A load does what the checkpoint asks for.
+silence. A load takes the way in which the checkpoint was saved.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class OptimizerWrapperEntry:
         """The error for parameters without names; None if all have names."""
 
     def name_parameters(self, modules: Sequence[NamesParameters]) -> None:
-        """Takes the names of the parameters from the modules of the state, where they have them.
+        """Takes the names of the parameters from the modules of the state. A parameter without a name is an error only
+        when an optimizer is saved or loaded by parameter.
 
         Raises CheckpointSaveError (unsupported_value) for an optimizer that has only this rank's part of its state.
         """
@@ -114,8 +115,9 @@ class OptimizerWrapperEntry:
         check_steps_wait(self.fqn, self.optimizers, self.wrapped)
 
     def optimizer_forms(self) -> Mapping[str, Form]:
-        """Returns the form of the entry that names values by parameter, or of the one that saves the wrapper's
-        state_dict() where only that can be filled. Where either may be, the keys are those of the inner optimizers.
+        """Returns the form of its state_dict() for one optimizer with none inside, else the library's own form. For one
+        optimizer that has others inside, all of known kinds, this form has the state keys of their kinds: stored state
+        with other keys is loaded as a state_dict().
         """
         if self._by_state_dict is not None and not self._wrappers[0].inner:
             return self._by_state_dict.optimizer_forms()

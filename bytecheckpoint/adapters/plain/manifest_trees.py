@@ -48,7 +48,9 @@ def named_by_content(manifest: Manifest) -> set[str]:
 
 
 def all_trees(manifest: Manifest) -> list[tuple[str, bytes]]:
-    """Returns the encoded plain data of every rank, each after the FQN of its entry."""
+    """Returns all encoded plain data, that of single ranks included: (FQN of the entry, data). An FQN is there once for
+    each rank that saved a value of its own.
+    """
     of_ranks = [(fqn, data) for fqn, by_rank in manifest.rank_objects.items() for data in by_rank.values()]
     return [*manifest.objects.items(), *of_ranks]
 

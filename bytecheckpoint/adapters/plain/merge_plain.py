@@ -27,8 +27,9 @@ class _Conflict(NamedTuple):
 def merge_plain(
     plain: Sequence[Mapping[str, tuple[Scope, bytes]]], global_ranks: Sequence[int]
 ) -> tuple[dict[str, bytes], dict[str, dict[int, bytes]]]:
-    """Returns the values common to all ranks, and the values of each single rank, by FQN; `plain[r]` comes from rank r,
-    whose global number is `global_ranks[r]`.
+    """Returns the values that are stored once, with dicts of ranks united, and the values that are stored for each rank
+    by its number in `plain`, both by FQN. An FQN may be on some ranks only. `plain[r]` comes from rank r, whose global
+    number is `global_ranks[r]`.
 
     Raises one CheckpointMismatchError (conflict) for all FQNs whose values differ and must not; if there are none, one
     for all data loaders whose parts do not fit together.

@@ -68,7 +68,7 @@ def encode_plain(value: Any, fqn: str, on_tensor: TensorHook) -> bytes:
 @lru_cache(maxsize=16)
 def encode_refs(fqn: str, names: tuple[str, ...]) -> tuple[tuple[str, ...], frozenset[str], bytes]:
     """Returns the FQNs of the tensors in a dict of tensors alone, the same FQNs as a set, and the encoding of the dict.
-    They depend on the names only.
+    All three depend on `fqn` and the names of the tensors only. Raises CheckpointSaveError as `check_key` does.
     """
     for name in names:
         wire.check_key(name, fqn)

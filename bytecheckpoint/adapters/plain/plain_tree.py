@@ -19,7 +19,9 @@ _LEAVES = frozenset({*_SCALARS, TensorRef, *PLAIN_TENSORS})
 
 
 def atoms() -> frozenset[type | None]:
-    """Returns the types of values that are not entries of their own and hold none: most of a state."""
+    """Returns the types of values that are neither objects with an adapter of their own nor contain such objects: most
+    of a state. None stands in place of DTensor while that is not loaded.
+    """
     return _with_type(loaded_dtensor())
 
 
@@ -34,7 +36,8 @@ def leaves(value: Any, fqn: str) -> dict[str, Any]:
     Dicts and tensor subclasses are taken apart down to their last key, lists and tuples only where they hold tensors;
     an empty container is a leaf.
 
-    Raises CheckpointSaveError (unsupported_value) where two leaves would have the same FQN.
+    Raises CheckpointSaveError (unsupported_value) where two leaves would have the same FQN, or for a tree nested deeper
+    than MAX_DEPTH.
     """
     found: dict[str, Any] = {}
     _add_leaves(value, fqn, found, MAX_DEPTH)

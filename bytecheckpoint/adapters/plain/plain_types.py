@@ -24,7 +24,9 @@ _ITEMS = frozenset({type(None), bool, int, float, str, bytes})
 
 
 class Tagged(NamedTuple):
-    """A value as it is written: the only pair of a dict in an encoding that no dict of a state gets."""
+    """A value as it is written: as the one pair of a dict encoded as pairs. A dict of a state whose one key is a str is
+    never encoded so.
+    """
 
     tag: str
     content: Any
@@ -100,7 +102,9 @@ _FROM_TAG: dict[str, Callable[[Any], Any]] = {
 
 
 def as_plain(value: Any) -> Any:
-    """Returns the value for programs that know plain data only: a set as a sorted list; a date, time, path as text."""
+    """Returns the value for programs that know plain data only: a set as a list, in an order that its items alone
+    decide; a date, time, duration or path as text. Any other value is returned as it is.
+    """
     tagged = tag_value(value)
     if tagged is None:
         return value

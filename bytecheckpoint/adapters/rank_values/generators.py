@@ -41,7 +41,7 @@ def is_generator(value: Any) -> bool:
 def generators_in(value: Any, fqn: str) -> list[FoundGenerator]:
     """Returns all generators in a tree of dicts, lists and tuples.
 
-    Raises CheckpointSaveError (unsupported_value) for a tree that contains itself.
+    Raises CheckpointSaveError (unsupported_value) for a tree that contains itself or is nested deeper than MAX_DEPTH.
     """
     return list(_found(value, fqn, ()))
 

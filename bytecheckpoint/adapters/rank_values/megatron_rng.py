@@ -66,10 +66,11 @@ def set_tracker(saved: Mapping[str, Any]) -> None:
 
 
 def choose_tracker(tree: dict[str, Any], saved: SavedByRank, rank: int, moment: str, *, root: bytes | None) -> None:
-    """Replaces the tracker's states in `tree`, which a rank loads, by those saved at its place in the mesh.
+    """Replaces the tracker's states in `tree`, which a rank loads, by those saved at its place in the mesh: by the rank
+    of the same number if it was there, else those on which all ranks that were there agree.
 
-    Names that no rank of the save had at this place get a stream of their own, if there is a root, else they are left
-    out: the tracker keeps what it has.
+    Names for which there are none get a stream of their own, if there is a root, else they are left out: the tracker
+    keeps what it has.
     """
     trees = {number: saved.tree(number).get(_KEY) for number in sorted(saved.data)} if _is_used(tree) else {}
     held = {number: tracked for number, tracked in trees.items() if tracked is not None}

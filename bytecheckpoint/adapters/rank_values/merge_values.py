@@ -46,7 +46,9 @@ class MergeTarget:
         return self._merged(self._stand_ins)
 
     def shards(self) -> list[LocalShard]:
-        """Returns the targets of all ranks' tensors that lie in data files; on the meta device before `prepare`."""
+        """Returns the targets of all ranks' tensors that lie in data files; on the meta device before `prepare`. There
+        are none on a rank that gets zeros.
+        """
         shards = LocalShards(with_addresses=True)
         if not self._is_zero:
             shards.add_all((self._new or self._stand_ins).items())

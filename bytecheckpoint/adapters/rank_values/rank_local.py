@@ -49,7 +49,10 @@ class RankLocal:
 
     With `merge` the value is numbers, tensors or arrays, or a tree of them, and nothing is lost on another number of
     ranks: with merge="sum" rank 0 gets the sum of all and the others zero, so that the sum over ranks stays; with
-    merge="max" every rank gets the largest. All ranks must pass it. Only the load needs to say so.
+    merge="max" every rank gets the largest. All ranks of a load must pass the same `merge`. A save does not need it,
+    but with it refuses a value that cannot be merged.
+
+    Raises ValueError for another `missing` or `merge`.
     """
 
     def __init__(
@@ -68,7 +71,9 @@ class RankLocal:
 
 
 class RankLocalEntry:
-    """A `RankLocal`: small tensors travel with its plain data, large ones as tensors named by their content."""
+    """A `RankLocal`: small tensors are saved in its plain data, large ones in data files, under names that are made of
+    their content.
+    """
 
     def __init__(self, fqn: str, value: RankLocal) -> None:
         self.fqn = fqn

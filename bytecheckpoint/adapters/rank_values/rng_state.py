@@ -18,17 +18,19 @@ from bytecheckpoint.adapters.rank_values.rng_fold import ROOT, folded, root_of
 class RngState:
     """The random number generators of this process, for the state of a save or a load: `{"rng": bcp.RngState()}`.
 
-    Those that Python's `random`, `numpy.random` and torch use where no other is passed, the latter for the host and,
-    where this process has used CUDA, for its devices; and those of Megatron's tracker, if it has one. A save reads the
-    generators, a load sets them. The state of the CUDA device that was current goes to the one that is current now, the
-    others go by number; on a process without them a warning says that they are left out.
+    These are the generators that Python's `random`, `numpy.random` and torch use where no other is passed (torch's for
+    the host and, where this process has used CUDA, for its devices), and those of Megatron's tracker, if the process
+    has one. A save reads the generators, a load sets them. The state of the CUDA device that was current goes to the
+    one that is current now, the others go by number; if this process has fewer devices, a warning says that the states
+    of the others are left out.
 
-    Every rank's are saved, and a rank gets back those of the rank of the same number, or, with `at`, those that the
-    first rank at the same place of the mesh saved. On a larger number of ranks, or a larger mesh, some have none:
+    Every rank's are saved, and a rank gets back those of the rank of the same number, or, with `at`, those of a rank
+    at the same place of the mesh: of the same number if it was there, else the first. On a larger number of ranks, or a
+    larger mesh, some have none:
 
     - elastic="keep": they keep what they have, so seed each rank differently before loading;
     - elastic="fold": they get a stream of their own, keyed by a root that is saved with the state, the step, and the
-      rank or its place. No two ranks get the same, nor does one get what another rank saved.
+      rank or, with `at`, its place. No two ranks (with `at`, no two places) get the same, and none what another saved.
 
     On a smaller number the generators of the other ranks are left alone. A generator of your own belongs into a
     `RankLocal`. Loaders draw from these generators when they are first read: see `LoadReport.restore_rng`.
@@ -88,7 +90,9 @@ class RngState:
         self._root = state.get(ROOT)
 
     def chosen(self, saved: SavedByRank, rank: int, moment: str) -> dict[str, Any] | None:
-        """Returns the state that this rank gets, or None where it keeps what it has. `moment` names what was saved."""
+        """Returns the state that this rank gets, or None where it keeps what it has. `moment` names the save, by its
+        step or id, in the keys of new streams.
+        """
         source = self._source(saved, rank)
         tree: dict[str, Any] = {} if source is None else saved.tree(source)
         root: bytes | None = None
@@ -102,7 +106,9 @@ class RngState:
         return tree or None
 
     def _source(self, saved: SavedByRank, rank: int) -> int | None:
-        """Returns the rank of the save whose state this rank gets: of its number, or at its place; None if none is."""
+        """Returns the rank of the save whose state this rank gets: that of the same number, or with `at` one at the
+        same place; None if there was none. Without places in the save, numbers count.
+        """
         if self.at is None:
             return rank if rank in saved.data else None
         places = {other: saved.tree(other).get("at") for other in sorted(saved.data)}

@@ -1,6 +1,7 @@
-"""Finds the bytes that need no copy, because ranks of other failure domains hold replicas: each of these ranks stages
-the same data file as the owner, under the same name. So no byte is sent, and replicas that differ are found by their
-digests. This module knows what ranks hold and where they are, and stages nothing.
+"""Finds the bytes that need no copy, because ranks of other failure domains hold replicas: as many of these ranks as
+there should be further copies stage the same data file as the owner, under the same name. So no byte is sent, and
+replicas that differ are found by their digests. This module knows what ranks hold and where they are, and stages
+nothing.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ def choose_mirrors(
     groups: Sequence[ReplicaGroup], places: Sequence[RankPlace], loads: Sequence[int], copies: int
 ) -> list[tuple[int, ...]]:
     """Chooses, for each group, up to `copies - 1` of its holders to stage it beside its owner: those that stage the
-    fewest bytes, all in different domains. `loads` has the bytes that each rank writes.
+    fewest bytes, preferably mirrors of that owner already, all in different domains and none in the owner's. `loads`
+    has the bytes that each rank writes.
     """
     staged = list(loads)
     mirrors_of: dict[int, set[int]] = {}

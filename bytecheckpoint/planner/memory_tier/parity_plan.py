@@ -1,6 +1,6 @@
 """Places parity over groups of hosts: the bytes of a host are cut into one segment less than the group has members, and
-segment j of member i goes into the XOR on member i + j + 1. Any one member can be rebuilt from the others. It computes
-no XOR.
+segment j of member i goes into the XOR on member i + j + 1, modulo the number of members. Any one member can be rebuilt
+from the others. This module computes no XOR.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class RebuildStep(NamedTuple):
 
 def form_groups(domains: Mapping[str, Domain], max_members: int) -> list[list[str]]:
     """Divides the hosts into groups of at most `max_members`, each with hosts of different domains, and as equal as can
-    be. A group of one has no parity: its domain has more hosts than the others together can be grouped with.
+    be. A group of one has no parity. With a `max_members` of 3 or more there is one only if some domain has more than
+    half of the hosts.
     """
     hosts = sorted(domains, key=lambda host: (domains[host], host))
     largest = max(Counter(domains.values()).values(), default=0)
@@ -62,7 +63,9 @@ def form_groups(domains: Mapping[str, Domain], max_members: int) -> list[list[st
 
 
 def segment_bytes(members: Sequence[ParityMember]) -> int:
-    """Returns the length of a segment: the longest member fills its segments, others are padded with zeros."""
+    """Returns the length of a segment in bytes, a multiple of _SEGMENT_UNIT: just enough for the longest member. Where
+    a member's bytes end before its last segment does, the rest is padded with zeros.
+    """
     longest = max(num_bytes(member) for member in members)
     return -(-longest // max(len(members) - 1, 1) // _SEGMENT_UNIT) * _SEGMENT_UNIT
 

@@ -1,5 +1,6 @@
-"""Decides who holds whose copy: never the same host and never the same failure domain, with about as many bytes on each
-host. It knows ranks, hosts and labels, and moves nothing. mirrors.py has the bytes that need no copy.
+"""Decides which ranks hold copies of what a rank staged: never on its host and never in its failure domain, with about
+the same number of bytes on each host. This module knows ranks, hosts and labels, and moves nothing. mirrors.py has the
+bytes that need no copy.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ def check_places(places: Sequence[RankPlace]) -> list[str]:
 
 
 def place_copies(places: Sequence[RankPlace], staged_bytes: Sequence[int], copies: int) -> CopyPlan:
-    """Chooses the ranks that hold `copies - 1` copies of what each rank staged.
+    """Chooses the ranks that hold `copies - 1` copies of what each rank staged, or fewer where there are not enough
+    domains.
 
-    The ranks of one host go to as few hosts as an even spread allows: the fewer pairs of hosts there are, the fewer
-    losses of two hosts matter. Equal hosts form a ring, with steps longer than any domain. Where a ring is uneven or
-    impossible, each copy goes to the host that holds the fewest bytes, beginning with the ranks that have the least
-    choice.
+    The copies of one host's ranks go to as few hosts as an even spread allows: the fewer pairs of hosts there are, the
+    fewer losses of two hosts matter. Equal hosts form a ring, sorted by domain, and each step is as many hosts as the
+    largest domain has. Where a ring is uneven or impossible, each copy goes to the host that holds the fewest bytes,
+    beginning with the ranks that have the least choice.
     """
     candidates = [_place_greedily(places, staged_bytes, copies)]
     ring = _place_on_a_ring(places, copies)
@@ -76,7 +78,7 @@ def _unevenness(
 
 
 class _RanksOfHosts:
-    """Shares what a host holds among its ranks."""
+    """Divides the copies that a host holds among its ranks, evenly by bytes."""
 
     def __init__(self, places: Sequence[RankPlace], staged_bytes: Sequence[int]) -> None:
         self._bytes = staged_bytes
@@ -86,14 +88,18 @@ class _RanksOfHosts:
             self._ranks.setdefault(place.host, []).append(rank)
 
     def take(self, host: str, rank: int) -> int:
-        """Returns the rank on the given host that is to hold a copy of what `rank` staged."""
+        """Returns the rank on the given host that is to hold a copy of what `rank` staged: the one that holds the
+        fewest bytes so far. Counts the copy as held by it.
+        """
         target = min(self._ranks[host], key=lambda other: (self._held[other], other))
         self._held[target] += self._bytes[rank]
         return target
 
 
 def _place_on_a_ring(places: Sequence[RankPlace], copies: int) -> list[list[str]] | None:
-    """Returns the hosts for each rank; None if one domain has so many hosts that steps over it meet it again."""
+    """Returns, by rank, the `copies - 1` hosts of its copies; None if one domain has so many hosts that `copies` steps
+    over it go more than once around the ring.
+    """
     domains = {place.host: place.failure_domain for place in places}
     hosts = sorted(domains, key=lambda host: (domains[host], host))
     step = max(Counter(domains.values()).values(), default=0)
@@ -104,7 +110,7 @@ def _place_on_a_ring(places: Sequence[RankPlace], copies: int) -> list[list[str]
 
 
 def _place_greedily(places: Sequence[RankPlace], staged_bytes: Sequence[int], copies: int) -> list[list[str]]:
-    """Returns the hosts for each rank."""
+    """Returns, by rank, the hosts of its copies: fewer than `copies - 1` where there are not enough domains."""
     domains = {place.host: place.failure_domain for place in places}
     bytes_of: Counter[Domain] = Counter()
     for place, num_bytes in zip(places, staged_bytes, strict=True):
@@ -145,7 +151,7 @@ class _LeastFilled:
         self._domains = sorted((of_domain[0], domain) for domain, of_domain in self._hosts.items())
 
     def find(self, used: Collection[Domain]) -> str | None:
-        """Returns a host of another domain than these; None if there is none."""
+        """Returns the least filled host outside of these domains; None if there is none."""
         skipped: list[tuple[tuple[int, str], Domain]] = []
         found = None
         while self._domains and found is None:
@@ -162,7 +168,9 @@ class _LeastFilled:
         return found
 
     def _top(self, domain: Domain) -> tuple[int, str]:
-        """Returns the least filled host of a domain. What the heap says of a host may be too low."""
+        """Returns the bytes and the name of the least filled host of a domain. Corrects entries of the domain's heap,
+        which may be too low.
+        """
         heap = self._hosts[domain]
         while heap[0][0] != self.held[heap[0][1]]:
             heapq.heapreplace(heap, (self.held[heap[0][1]], heap[0][1]))

@@ -126,8 +126,9 @@ def plan_resume(
 ) -> ResumePlan:
     """Plans a resume from what all ranks see, what is at the path, and what earlier tries of this resume found damaged.
 
-    Files of different saves are never mixed. The order is that of generation and step; a save that went to memory
-    alone counts before a stored one of equal generation and step.
+    Files of different saves are never mixed. The order is that of generation and step; of equal generation and step, a
+    save that some host shows, in memory or a local stage, counts before one that is only at the path. A save that is at
+    the path without being committed, and that no host shows, is left out.
     """
     views: dict[str, dict[str, list[SeenVersion]]] = {}
     for rank in seen:
@@ -149,8 +150,8 @@ def plan_resume(
 
 
 def files_read_at(version: VersionPlan, host: str) -> list[str]:
-    """Returns the data files of which this host is one of the cheapest holders. Memory is equally cheap on all hosts,
-    and storage belongs to none.
+    """Returns the data files of which this host is one of the cheapest holders. Memory is equally cheap on all hosts;
+    storage and rebuilds from parity belong to no host.
     """
     return [
         name
@@ -247,7 +248,9 @@ class _Candidate:
         return DamagedHolding(self._save_id, name, holder) in self._damaged
 
     def _add_rebuilds(self) -> None:
-        """Adds parity as a holder of every file of a host whose group has all the rest."""
+        """Adds parity as a holder of every file of a host if each other member of its group has its own block of parity
+        and all of its own files in memory.
+        """
         for members, blocks in self._parity_groups():
             lacking = {member.host for member in members if not self._is_whole_at(member)}
             for member in members:
