@@ -22,7 +22,7 @@ _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 def describe(error: BaseException) -> str:
-    """Returns the error's message, without number and file name if it is an OSError with both."""
+    """Returns the error's message, of an OSError without number and file name; its class if it has no message."""
     words = error.strerror if isinstance(error, OSError) and isinstance(error.strerror, str) else str(error)
     return words or type(error).__name__
 

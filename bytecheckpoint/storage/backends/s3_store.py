@@ -73,7 +73,7 @@ class S3Store:
         self, url: str, storage_options: Mapping[str, object] | None, *, writer_threads: int, timeout_s: float
     ) -> None:
         """`storage_options` are s3fs's. A request is retried for half of `timeout_s`, so that other ranks, which wait
-        that long for this one, get its error.
+        for this one until `timeout_s` is over, get its error.
 
         Raises ValueError for a URL that is none of S3, and StorageError (unavailable) for options that cannot be used.
         """
@@ -176,7 +176,7 @@ class S3Store:
         return _shown_names(sizes)
 
     def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
-        """Implements `SupportsInFolders`: a page of keys tells of all folders that it reaches."""
+        """Implements `SupportsInFolders`: one page of keys gives the answer for all folders that it covers."""
         keys = [self._key(join_name(folder, name)) for folder in folders]
         found = self._scan(find_keys, keys)
         return [found.get(key) for key in keys]
@@ -229,7 +229,9 @@ class S3Store:
                 self._requests.refuses.add(_DELETE_MANY)  # the service deletes objects, but not with that request
 
     def _delete_at_once(self, keys: Sequence[str]) -> set[str]:
-        """Returns the keys that the service says it has deleted; none if it refuses the request."""
+        """Returns the keys that the service says it has deleted; none if it refuses the request or did so before, and
+        none for a single key, which is not worth it.
+        """
         if len(keys) == 1 or _DELETE_MANY in self._requests.refuses:
             return set()
         with self._translated(self._shown, doing="delete"):
@@ -243,7 +245,9 @@ class S3Store:
         return {str(entry["Key"]) for entry in answer.get("Deleted", ())}
 
     def check_writable(self) -> None:
-        """Implements `RemoteStore`: begins an upload and aborts it."""
+        """Implements `RemoteStore`: begins an upload and aborts it. Only warns if it may not abort uploads, and ignores
+        that the service has none.
+        """
         key = join_name(self._prefix, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}-writable")
         lost: list[bool] = []
         try:
@@ -367,5 +371,5 @@ def _check_credentials(options: Mapping[str, object]) -> None:
 
 
 def _message(failed: FailedRequestError) -> Exception:
-    """Returns the service's message as an error of its own."""
+    """Returns an exception with the service's message and the error's notes."""
     return Exception("; ".join([describe_s3(failed.error), *getattr(failed, "__notes__", ())]))
