@@ -35,8 +35,8 @@ class SharedMemory(NamedTuple):
 
 
 def find_shared(shards: Sequence[LocalShard]) -> SharedMemory:
-    """Returns all shards that share memory with another one: a pair for each that is not to be filled. Where tensors
-    that may overlap have too many runs to compare, finds only equal ones. Costs little if no memory is shared.
+    """Returns a pair for each shard that shares memory with one that can be filled. Where tensors that may overlap have
+    more than _MAX_RUNS runs, finds only equal ones. Costs little if no memory is shared.
     """
     shared = SharedMemory([], [])
     targets = TargetShards.of(shards)

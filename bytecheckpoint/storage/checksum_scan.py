@@ -116,8 +116,8 @@ def scan(
 ) -> None:
     """Reads and compares all ranges. `names` are the names of the files in the store, by index.
 
-    `on_done` gets each range with its faults, from any thread, one call at a time. If the store cannot read a range, it
-    has one fault, of its whole length, and ranges of that file that are not begun are skipped, without a call of
+    `on_done` gets each range with its faults, from any thread, one call at a time. A range that the store cannot read
+    has one fault of its whole length; ranges of that file that are not begun by then are skipped, without a call of
     `on_done`. Memory is `threads` buffers of READ_BYTES.
     """
     lock = threading.Lock()

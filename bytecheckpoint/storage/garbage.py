@@ -189,7 +189,8 @@ def is_temporary(name: str) -> bool:
 def remove(store: Store, leftover: GarbageObject) -> int:
     """Deletes garbage, except objects that a checkpoint needs which has been committed since; returns the number of
     objects and uploads removed, or gone already. If the manifest cannot be read, raises CheckpointCorruptError,
-    UnsafeCheckpointError or StorageError and deletes nothing; if a deletion fails, raises StorageError after others.
+    UnsafeCheckpointError or StorageError, and deletes nothing. If a deletion fails, raises StorageError; others may
+    have succeeded.
     """
     names = list(leftover.names)
     if leftover.save_id:  # Hazard: a slow save, or a recovery, may just have committed.

@@ -94,7 +94,8 @@ def _delete_if_allowed(store: Store, name: str) -> None:
 
 def refuse_occupied(store: Store, folder: str, *, overwrite: bool) -> None:
     """Raises CheckpointExistsError (exists) if no checkpoint may be saved in this folder, which is a step's, or "" for
-    the root of the store. `overwrite` allows a checkpoint in the folder itself, but none that is in the way.
+    the root of the store. `overwrite` permits replacing a checkpoint in this folder, but not saving beside another
+    one that is in the way.
 
     Costs a listing of the root, for a step at most one of its folder, and for the root a look at the steps in it.
     """

@@ -145,7 +145,7 @@ def steps_of_root(store: Store) -> list[int]:
 
 def steps_below(store: Store, folder: str, listing: Mapping[str, int | None]) -> Iterator[int]:
     """Yields the committed steps in the folder with this listing, newest first. Asks the store about one step at a
-    time; a store that can look into many folders at once, about 1, then 2, 4, ... and at most 1,024 steps.
+    time or, if it can look into many folders at once, about 1, 2, 4, ... up to 1,024 steps at a time.
     """
     steps, num_looks, growth = _step_folders(listing)[::-1], 1, 2 if isinstance(store, SupportsInFolders) else 1
     while steps:
@@ -289,7 +289,7 @@ def check_files(store: Store, folder: str, manifest: Manifest, wanted_file_indic
     """Checks that the wanted data files exist with their sizes, before anything is read from one.
 
     Raises CheckpointNotFoundError (missing_file) if any is missing, else CheckpointCorruptError (truncated) if any has
-    another size. The message counts them, and names at most ten.
+    another size. The message counts both kinds, and names at most ten of each.
     """
     wanted = [manifest.files[index] for index in sorted(set(wanted_file_indices))]
     missing, wrong = [], []

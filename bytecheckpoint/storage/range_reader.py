@@ -66,8 +66,8 @@ def run_fetches(
     on_failure: Callable[[], None] = lambda: None,
 ) -> None:
     """Carries out all fetches from these files of a folder. When one fails, those not begun are dropped, and the first
-    error is raised once all others have ended. `on_failure` is called as soon as a fetch fails, by each that does: it
-    has to end waits inside the targets of other fetches.
+    error is raised once all others have ended. `on_failure` is called at once for each fetch that fails, and has to end
+    waits inside the targets of other fetches.
 
     Fetches that go through scratch memory wait for one another if `scratch_bytes` do not suffice for one per thread.
     If they do not even suffice for the longest fetch and two copies of the longest frame when decompressed, these are

@@ -67,7 +67,7 @@ def list_folders(prefixes: Sequence[str], read_page: ReadPage) -> Mapping[str, M
 
 
 def _listings_in(page: _Page, prefixes: Sequence[str]) -> Iterator[tuple[str, Mapping[str, int | None]]]:
-    """Yields, in order, prefix and listing of each folder, up to the first one whose keys may go on after the page."""
+    """Yields, in order, prefix and listing of each folder before the first one whose keys may go on after the page."""
     for prefix in prefixes:
         first, stop = (bisect_left(page.keys, key) for key in (prefix, f"{prefix[:-1]}{chr(ord(prefix[-1]) + 1)}"))
         if stop == len(page.keys) and not page.is_last:

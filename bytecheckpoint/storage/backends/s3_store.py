@@ -245,8 +245,8 @@ class S3Store:
         return {str(entry["Key"]) for entry in answer.get("Deleted", ())}
 
     def check_writable(self) -> None:
-        """Implements `RemoteStore`: begins an upload and aborts it. Only warns if it may not abort uploads, and ignores
-        that the service has none.
+        """Implements `RemoteStore`: begins an upload and aborts it. Only warns if aborting is refused; raises nothing
+        for a service that has no uploads in parts.
         """
         key = join_name(self._prefix, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}-writable")
         lost: list[bool] = []

@@ -84,8 +84,8 @@ class HeldStore:
             raise truncated(f"{self._shown}/{name}", wanted_end=end, found_end=byte_offset + filled)
 
     def byte_length(self, name: str) -> int | None:
-        """Implements `SupportsByteLength`, and adds the name to `wanted`. Raises CheckpointNotFoundError (missing_file)
-        for a file that this store has no place, no length and no `stored` for.
+        """Implements `SupportsByteLength`, and adds the name to `wanted`. If there is no `stored`, raises
+        CheckpointNotFoundError (missing_file) instead of returning None.
         """
         self.wanted.add(name)
         if name in self._places:
