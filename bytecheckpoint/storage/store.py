@@ -114,7 +114,7 @@ PiecesHook = Callable[[Sequence[memoryview]], None]
 
 @runtime_checkable
 class SupportsReadPieces(Store, Protocol):
-    """A store that reads straight into many places of memory, a few hundred at a time."""
+    """A store that reads consecutive bytes straight into many places of memory."""
 
     def read_pieces(self, name: str, byte_offset: int, buffers: Sequence[memoryview], *, on_filled: PiecesHook) -> None:
         """Fills writable buffers of bytes, none of them empty, with the bytes that follow one another from
@@ -133,7 +133,7 @@ class RemoteStore(Store, Protocol):
 
 @runtime_checkable
 class SupportsDeleteMany(Store, Protocol):
-    """A store that removes many objects with one request."""
+    """A store that removes many objects at less cost than one by one, such as with one request."""
 
     def delete_many(self, names: Sequence[str]) -> None:
         """Removes objects, in any order. Missing ones are not an error.
@@ -212,7 +212,7 @@ class UnconditionalStore(Store, Protocol):
 
 
 def endpoint_of(store: Store) -> str:
-    """Returns a text that distinguishes stores with the same URL; mostly empty."""
+    """Returns a text that distinguishes stores with the same URL; empty for most stores."""
     return store.endpoint if isinstance(store, HasEndpoint) else ""
 
 

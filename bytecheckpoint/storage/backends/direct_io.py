@@ -65,7 +65,9 @@ class DirectFile:
             os.close(self._fd)
 
     def _write_direct(self, pages: memoryview, byte_offset: int) -> int:
-        """Returns how many bytes, in whole pages, went to the disk; the rest has to go through the page cache."""
+        """Writes pages straight to the disk, as long as the file system accepts that. Returns how many bytes, in whole
+        pages, it has written; the rest has to go through the page cache.
+        """
         written = 0
         while self._direct_fd is not None and not self._is_refused and written < pages.nbytes:
             try:

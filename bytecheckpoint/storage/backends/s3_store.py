@@ -122,7 +122,9 @@ class S3Store:
                 raise (replaced_meanwhile(shown) if replace else already_exists(shown)) from error
 
     def duplicate(self, source: str, name: str, *, num_bytes: int) -> None:
-        """Implements `SupportsDuplicate` by a copy that the service makes."""
+        """Implements `SupportsDuplicate` by a copy that the service makes. It replaces an object that another writer
+        creates under the name meanwhile.
+        """
         key, shown, policy = self._key(name), self._show(name), self._policy()
         with self._translated(shown, doing="write"):
             if self._requests.head(key, policy) is not None:

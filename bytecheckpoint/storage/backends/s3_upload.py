@@ -271,7 +271,7 @@ class _MultipartUpload:
             abort_uploads_of(self._requests, self._target.key)
 
     def _send_part(self, number: int, content: memoryview) -> dict[str, object]:
-        """Returns the entry of this part in the request that completes the upload."""
+        """Sends a part, and returns its entry in the request that completes the upload."""
         checksum = _checksum(self._requests, content)
 
         def attempt(_number: int) -> dict[str, object]:

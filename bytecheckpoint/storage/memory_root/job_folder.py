@@ -154,7 +154,7 @@ def open_job(root: str, location: str) -> JobFolder:
 
 
 def find_job(root: str, location: str) -> JobFolder | None:
-    """Returns the folder of a job, or None if there is none. Raises StorageError as `open_job` does."""
+    """Returns the folder of a job, or None if there is none. Raises StorageError as `find_jobs` does."""
     return next((job for job, _ in find_jobs(root) if job.path.endswith(f"/{job_name(location)}")), None)
 
 

@@ -84,7 +84,7 @@ def container_limits(groups: str = "/proc/self/cgroup", mount: str = "/sys/fs/cg
 
 
 def _limits_of(mount: Path, path: str, limit_name: str, usage_name: str, reclaimable_name: str) -> Iterator[RoomLimit]:
-    """Yields the limits of a control group and of those above it. A container may see only its own, as the root."""
+    """Yields the limits of a control group and of those above it. A container may see its own group only, as root."""
     group_path = Path(path.strip("/"))
     for group in {mount / group_path, *(mount / parent for parent in group_path.parents), mount}:
         with suppress(OSError, ValueError):

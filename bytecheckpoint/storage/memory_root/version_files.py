@@ -93,14 +93,16 @@ def protected_save(job: JobFolder) -> str:
 
 
 def remove(job: JobFolder, save_id: str) -> None:
-    """Removes what the host knows of a version."""
+    """Removes the manifest of a version, so that the host no longer knows it. Slots with its data stay."""
     for ending in ("pending", "manifest"):
         with suppress(FileNotFoundError):
             os.unlink(_path(job, save_id, ending))
 
 
 def read_versions(job: JobFolder) -> list[HeldVersion]:
-    """Returns the versions that the host knows, by generation, then step, then number. Damaged ones are left out."""
+    """Returns the versions that the host knows, in ascending order of generation, then step, then number, not of age.
+    Damaged ones are left out.
+    """
     found = []
     for name in os.listdir(job.versions):
         match = _NAME.match(name)
