@@ -86,9 +86,9 @@ def _one_by_one(sources: np.ndarray, targets: np.ndarray, lengths: np.ndarray) -
 
 
 def _in_one_call(call: _Call | None, apart: np.ndarray, together: np.ndarray, lengths: np.ndarray) -> bool:
-    """Returns True if everything was copied. Otherwise the pieces are too few or too long, or this kernel or sandbox
-    has no such call, or it does not work with memory that a driver has mapped. `together` are the addresses in the
-    buffer.
+    """Returns True if everything was copied. On False, nothing or a part was: the pieces are too few or too long, or
+    this kernel or sandbox has no such call, or it does not work with memory that a driver has mapped. `together` are
+    the addresses in the buffer.
     """
     total = int(lengths.sum())
     if call is None or len(lengths) < FEW_PIECES or total > _MAX_BYTES:

@@ -1,5 +1,5 @@
-"""CUDA from threads of this library, which begin with device 0 as the current one: their calls would make a context on
-it, half a gigabyte of its memory for each process of a host. Knows no tensors.
+"""Calls of CUDA on threads of this library. A thread begins with device 0 as the current one, so its calls would make a
+context there, which takes half a gigabyte of device memory for each process of a host. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class CudaEvent:
 
 @cache
 def _capture_mode_exchange() -> _Exchange | None:
-    """Returns the driver's function that exchanges the mode; None where it has none: then nothing may be captured
-    while a save or a load runs.
+    """Returns a function that sets this thread's mode of stream capture and returns the one before; None if the driver
+    has no such function: then no CUDA graph may be captured while a save or a load runs.
 
     Asked of the driver, because torch has no function for it, and the runtime's library has no fixed name.
     """

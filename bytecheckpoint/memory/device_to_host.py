@@ -36,7 +36,9 @@ class DeviceStreams(Protocol):
     """The streams of a device, for copies to the host."""
 
     def mark(self) -> CopyEvent:
-        """Returns an event that comes after everything queued so far on the current stream of this thread."""
+        """Returns an event that comes after everything queued so far on the current stream of this thread. Raises
+        CheckpointSaveError (unsupported_value) while that stream captures a CUDA graph.
+        """
 
     def copy(self, copies: Sequence[DeviceCopy], *, after: CopyEvent) -> CopyEvent:
         """Queues the copies after that event, on a stream of their own, and returns the event after them. If it raises,
@@ -104,7 +106,7 @@ class DeviceCopies:
     def __init__(
         self, copies: Iterable[tuple[Mapping[int, torch.Tensor], memoryview]], ready: Mapping[torch.device, CopyEvent]
     ) -> None:
-        """`copies` are pairs of tensors by byte offset and the memory that they are copied to."""
+        """`copies` are pairs: tensors by their byte offset in a memory, and the memory that they are copied to."""
         self._waiting: dict[torch.device, list[DeviceCopy]] = {}
         for tensors, memory in copies:
             for start, tensor in tensors.items():
@@ -139,7 +141,9 @@ class DeviceRanges:
         self._ready = ready
 
     def gather(self, file: int, byte_offset: int, into: memoryview) -> None:
-        """Copies the tensors on devices in a range of a file; returns when it is done. From any thread."""
+        """Copies the tensors on devices in a range of a file to their bytes of `into`, and leaves its other bytes as
+        they are; returns when that is done. From any thread.
+        """
         tensors, end = self._files[file], byte_offset + into.nbytes
         first = max(bisect_right(tensors, byte_offset, key=lambda item: item[0]) - 1, 0)
         copies: dict[torch.device, list[DeviceCopy]] = {}
@@ -178,8 +182,8 @@ def reading_after(ready: Mapping[torch.device, CopyEvent]) -> Iterator[None]:
 
 
 def finish_work(devices: Iterable[torch.device]) -> None:
-    """Waits for accelerators that are not CUDA. Copies from and to them are made by threads, each of which has a stream
-    of its own that is not ordered after the caller's.
+    """Waits for those of the devices that are accelerators other than CUDA. Copies from and to them are made by
+    threads, each of which has a stream of its own that is not ordered after the caller's.
     """
     for device in devices:
         if device.type not in _WITHOUT_QUEUE and not has_streams(device):

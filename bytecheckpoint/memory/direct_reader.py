@@ -25,11 +25,11 @@ class DirectRead(NamedTuple):
 
 
 class DirectReader(Protocol):
-    """A way from files to devices."""
+    """Reads ranges of files into the memory of devices."""
 
     def read(self, path: str, reads: Sequence[DirectRead]) -> None:
-        """Reads all bytes, and returns when they are on their devices. The reads are not ordered by a stream: nothing
-        may be using the targets.
+        """Makes all `reads`, of which there must be at least one, and returns when the bytes are in their targets. The
+        reads are not ordered by a stream: nothing may be using the targets.
 
         Raises StorageError (unavailable) or CheckpointCorruptError (truncated); no read is under way then.
         """

@@ -1,5 +1,5 @@
-"""Mapped host memory that a device can copy from and to by itself. It is pinned by whoever queues such a copy, and only
-then, so that states on the host never touch CUDA. Knows neither what lies in it nor what for.
+"""Mapped host memory that a device can copy from and to by itself. The code that queues the first such copy pins it, so
+that CUDA is never called for states on the host. Knows nothing of the content and use of the memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _LARGE = 32 << 20
 
 
 class HostMapping(mmap.mmap):
-    """Memory from a page on, of exactly the length that was asked for: anonymous, or of an open file. A memoryview of
-    a mapping leads back to it (`memoryview.obj`), and the memory is unmapped when its last view is gone.
+    """Page-aligned memory of exactly the length that was asked for: anonymous, or of an open file. A memoryview of a
+    mapping leads back to it (`memoryview.obj`), and the memory is unmapped when its last view is gone.
     """
 
     _device: torch.device | None = None
@@ -37,7 +37,7 @@ class HostMapping(mmap.mmap):
 
     def pin(self, device: torch.device) -> bool:
         """Pins the memory for all CUDA devices, at the first call only; `device` is one that has a context already.
-        Returns False if the first call was refused: copies work, but each makes the host wait.
+        Returns False if the first call was refused, or after `unpin`: copies work, but each makes the host wait.
         """
         if not self._is_tried:
             self._is_tried, self._pid = True, os.getpid()
@@ -68,7 +68,9 @@ class HostMapping(mmap.mmap):
 
 
 def map_memory(num_bytes: int, *, advice: Sequence[str] = ()) -> HostMapping:
-    """Returns anonymous memory, with further advice to the kernel such as MADV_HUGEPAGE."""
+    """Returns anonymous memory. Gives the kernel, where it takes them, the advice MADV_DONTFORK and the advices in
+    `advice`, names such as MADV_HUGEPAGE.
+    """
     memory = HostMapping(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A forked data loader does not need it, and would slow down every copy.
     for name in (*advice, "MADV_DONTFORK"):

@@ -35,7 +35,9 @@ class SharedMemory(NamedTuple):
 
 
 def find_shared(shards: Sequence[LocalShard]) -> SharedMemory:
-    """Returns all shards that share memory with another one. Costs little if none does."""
+    """Returns a pair for each shard that shares memory with one that can be filled. Where tensors that may overlap have
+    more than _MAX_RUNS runs, finds only equal ones. Costs little if no memory is shared.
+    """
     shared = SharedMemory([], [])
     targets = TargetShards.of(shards)
     if all(tensor.is_cpu for tensor in targets.tensors_without_address):
@@ -139,7 +141,7 @@ class _ByteRuns(NamedTuple):
 
 
 def _have_common(views: Collection[_ByteRuns]) -> bool:
-    """Returns True if any two of them have a byte in common."""
+    """Returns True if any two of the views have a byte in common, or one of them has the same byte twice."""
     if not views:
         return False
     starts = np.concatenate([view.starts() for view in views])

@@ -46,8 +46,8 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor as integers of its item size: not every dtype can be copied, and integers keep NaN
-    payloads.
+    """Returns the tensor as integers of its item size: not every dtype can be copied, and integers keep NaN payloads. A
+    dtype of 16 bytes stays as it is.
     """
     tensor = tensor.resolve_conj().resolve_neg()
     integers = SAME_SIZE_INTEGERS.get(tensor.element_size())

@@ -22,7 +22,7 @@ class CopyEvent(Protocol):
         """Returns True if everything before it is done."""
 
     def synchronize(self) -> None:
-        """Waits until everything that was queued before is done."""
+        """Waits until everything before it is done."""
 
 
 def map_block(num_bytes: int) -> memoryview:
@@ -68,7 +68,7 @@ class BufferPool:
         """Held by a thread that waits for a block while it has another: two such threads might wait for ever."""
 
     def grow(self, num_blocks: int) -> None:
-        """Raises the number of blocks to at least this many."""
+        """Raises the limit to `num_blocks`, if it is lower. Makes no block yet."""
         with self._changed:
             self._num_blocks = max(num_blocks, self._num_blocks)
             self._changed.notify_all()
@@ -114,7 +114,7 @@ class BufferPool:
         return bool(self._returned) and all(event.query() for event in self._returned[0].events)
 
     def _put_back(self, returned: _Returned | None) -> None:
-        """Makes the block available to others; if there is none, a new one may be made instead."""
+        """Makes the block available to others. None is for a block that could not be made: another may be made then."""
         with self._changed:
             if returned is None:
                 self._num_made -= 1
@@ -133,7 +133,9 @@ class ByteBudget:
         self._changed = threading.Condition()
 
     def take(self, num_bytes: int) -> None:
-        """Waits until `num_bytes` are free, and takes them. Raises the error that `break_off` was given."""
+        """Waits until `num_bytes`, or all bytes if these are fewer, are free, and takes them. Raises the error that
+        `break_off` was given.
+        """
         wanted = min(num_bytes, self._num_bytes)
         with self._changed:
             self._changed.wait_for(lambda: self._broken_by is not None or self._free >= wanted)
@@ -142,7 +144,7 @@ class ByteBudget:
             self._free -= wanted
 
     def give(self, num_bytes: int) -> None:
-        """Frees what `take` took."""
+        """Frees what `take` took for the same `num_bytes`."""
         with self._changed:
             self._free += min(num_bytes, self._num_bytes)
             self._changed.notify_all()
@@ -202,8 +204,8 @@ class Arena:
         self.changed = threading.Condition(threading.RLock())
 
     def take(self, num_bytes: int, *, lead_bytes: int = 0) -> ArenaPart:
-        """Waits until there is room for `num_bytes` of content and `lead_bytes` before it, together no more than the
-        arena has. Raises the error that `break_off` was given.
+        """Waits until there is room for `num_bytes` of content and `lead_bytes` before it: for ever, if the arena is
+        shorter than both together. Raises the error that `break_off` was given.
         """
         length = num_bytes + lead_bytes
         with self.changed:

@@ -35,7 +35,7 @@ def facts_html(title: str, facts: Mapping[str, object]) -> str:
 
 
 def value_text(value: object) -> str:
-    """Returns a value as text: the first items of many, a number with thousands, a time to the second."""
+    """Returns a value as text: the first items of many, an integer with thousands separators, a time to the second."""
     if isinstance(value, Mapping):
         return _some((f"{key}: {value_text(item)}" for key, item in value.items()), len(value))
     if isinstance(value, str | datetime):

@@ -45,7 +45,7 @@ class PhaseTimer:
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def end_stall(self) -> None:
-        """Notes that the call returns; only the first time counts."""
+        """Notes that the call returns: the time so far is the phase `stall`. Does nothing if that was noted before."""
         with self._lock:
             self._seconds.setdefault("stall", self.total)
 

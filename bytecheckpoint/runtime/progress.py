@@ -1,4 +1,4 @@
-"""Counts the bytes of a save or a load on one rank, and calls whoever watches. It knows no file and no store."""
+"""Counts the bytes of a save or a load on one rank, and reports them to `on_progress`. Knows no file and no store."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class ProgressMeter:
 
     @property
     def is_watched(self) -> bool:
-        """True if somebody gets reports."""
+        """True if there is an `on_progress` that gets reports; False once it has failed."""
         return self._on_progress is not None
 
     def now(self) -> Progress:
-        """Returns the state of this moment. Seconds stand still at the end."""
+        """Returns the state of this moment. Its `seconds` are 0.0 once the save or load has ended."""
         with self._state:
             seconds = 0.0 if self._now.is_finished else time.monotonic() - self._phase_started
             return replace(self._now, seconds=seconds)
@@ -110,7 +110,9 @@ class ProgressMeter:
         self._report(is_due=False)
 
     def _report(self, *, is_due: bool) -> None:
-        """Calls the watcher. A report of bytes is left out while another report is under way or was made just now."""
+        """Calls `on_progress`. Unless it `is_due`, the report is left out while another is under way or was made just
+        now. An error of `on_progress` is logged and ends the reports; only an interrupt of the main thread is raised.
+        """
         if self._on_progress is None or not self._reporting.acquire(blocking=is_due):
             return
         try:

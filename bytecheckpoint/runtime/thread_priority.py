@@ -19,7 +19,7 @@ Priority = tuple[int, int]
 
 
 def priority() -> Priority:
-    """Returns the priority of this thread; that of the process where threads have none of their own."""
+    """Returns the priority of this thread; (0, 0) on systems other than Linux."""
     if sys.platform != "linux":
         return 0, 0
     thread_id = threading.get_native_id()
@@ -30,8 +30,8 @@ def priority() -> Priority:
 
 
 def lower_priority() -> None:
-    """Gives this thread, from here on, a smaller share of a core that training also wants, and does not let it preempt
-    training when it is woken: a call that only sends it a message would wait for it.
+    """Gives this thread, from here on, a smaller share of a core that training also wants. Nor does it then preempt
+    training when it is woken: a thread of training that only sends it a message would otherwise wait for it.
     """
     if sys.platform != "linux":
         return

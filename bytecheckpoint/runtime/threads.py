@@ -34,12 +34,12 @@ _Jobs = SimpleQueue[tuple[str, Callable[[], object]]]
 
 
 def run_jobs(do: Callable[[Job], object], jobs: Iterable[Job], *, num_threads: int) -> None:
-    """Calls `do` with every job, on up to so many threads, one of which is the caller's.
+    """Calls `do` with every job, on up to `num_threads` threads, one of which is the caller's.
 
     Jobs are taken in order, by one thread at a time, when a thread is free for the next one. Once a call of `do` or
-    the iteration has raised, or the caller was interrupted, no further job is taken, and the first error is raised.
-    No job is running when this returns or raises, unless the caller was interrupted again while it waited for the last
-    ones. If the process can have fewer threads, these do all jobs.
+    the iteration has raised, or the caller was interrupted, no further job is taken, and the first error is raised, or
+    the interrupt if there was one. No job is running when this returns or raises, unless the caller was interrupted
+    again while it waited for the last ones. If the process cannot start all threads, those that it has do all jobs.
     """
     run = _JobRun(do, jobs)
     try:
@@ -73,8 +73,8 @@ def map_jobs(do: Callable[[Job], T], jobs: Iterable[Job], *, num_threads: int) -
 
 
 def map_looks(do: Callable[[Job], T], jobs: Iterable[Job], *, num_threads: int) -> list[T]:
-    """Does what `map_jobs` does, for looks at a store: while they wait for nothing but the processor, the caller's
-    thread goes on alone, because others would only take turns with it.
+    """Does what `map_jobs` does, for jobs that each look something up in a store. The caller's thread does them alone
+    until they turn out to wait for more than the processor: before that, other threads would only take turns with it.
     """
     jobs = iter(jobs)
     results: list[T] = []
@@ -88,8 +88,8 @@ def map_looks(do: Callable[[Job], T], jobs: Iterable[Job], *, num_threads: int) 
 
 
 def _num_waits() -> float:
-    """Returns how often this thread gave the processor away to wait for something; infinite on systems that do not
-    count it. How long a look takes does not show it: on a busy machine, that is long even without waiting.
+    """Returns the number of times that this thread gave up the processor to wait for something; infinite on systems
+    without such a count. The time of a job would not show this: on a busy machine, it is long even without waiting.
     """
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if hasattr(resource, "RUSAGE_THREAD") else math.inf
 
@@ -116,7 +116,9 @@ class _JobRun(Generic[Job]):
             self._is_over = True
 
     def help_out(self) -> None:
-        """Does what `work` does, on another thread than the caller's, which is counted: no signal interrupts it."""
+        """Does what `work` does, on a thread that is not the caller's, and counts this thread meanwhile. No signal
+        handler runs on such a thread, so the count is always undone.
+        """
         with self._changed:
             self._num_helpers += 1
         self.work()
@@ -148,8 +150,8 @@ class _JobRun(Generic[Job]):
 
 
 class ThreadPool:
-    """A pool that starts a thread when all are busy, and keeps it. Its threads are daemons, so that a program may join
-    all others.
+    """A pool that starts a thread when all are busy, and keeps it. Its threads are daemons, so that a program that
+    joins all threads but daemons does not wait for idle ones.
 
     A forked child has none of them, and starts its own.
     """
@@ -167,7 +169,7 @@ class ThreadPool:
         """Calls `do` on an idle thread, or on a new one if none is idle, with the priority that the caller has now. An
         exception goes to threading.excepthook.
 
-        Raises RuntimeError, with nothing done, if there can be no more threads.
+        Raises RuntimeError, with nothing done, if there can be no more threads, or the interpreter is exiting.
         """
         with self._lock:
             if self._is_over:

@@ -80,10 +80,10 @@ def size_faults(files: Sequence[DataFile], sizes: Sequence[int | None]) -> list[
 def ranges_of(
     index: int, file: DataFile, *, end: int, sample_percent: float, rng: random.Random
 ) -> Iterator[ScanRange]:
-    """Yields those extents of a file, or of a random sample of its extents, that lie before byte `end`, as ranges.
+    """Yields those extents of a file, or of a random sample of them, that end at byte `end` or before, as ranges.
 
-    A sample has at least one extent, which may lie behind `end`. Neighbours are one range while they are READ_BYTES at
-    most; an extent that is larger is a range alone.
+    A sample has at least one extent; if all of it lies behind `end`, nothing is yielded. Neighbours are one range while
+    they are READ_BYTES at most; an extent that is larger is a range alone.
     """
     num_extents = len(file.extent_lengths)
     chosen: Iterable[int] = range(num_extents)
@@ -116,8 +116,9 @@ def scan(
 ) -> None:
     """Reads and compares all ranges. `names` are the names of the files in the store, by index.
 
-    `on_done` gets each range with its faults, from any thread, one call at a time. A file whose bytes the store cannot
-    give is read no further: the fault reaches to the end of the range. Memory is `threads` buffers of READ_BYTES.
+    `on_done` gets each range with its faults, from any thread, one call at a time. A range that the store cannot read
+    has one fault of its whole length; ranges of that file that are not begun by then are skipped, without a call of
+    `on_done`. Memory is `threads` buffers of READ_BYTES.
     """
     lock = threading.Lock()
     unreadable: set[int] = set()

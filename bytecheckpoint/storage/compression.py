@@ -57,7 +57,8 @@ def decode_frame(codec: str, frame: memoryview, item_bytes: int, into: memoryvie
     """Fills `into`, a flat writable view of bytes, with the raw bytes of a frame.
 
     Raises CheckpointCorruptError: `unsupported_version` for an unknown codec, `checksum` for a frame that zstd cannot
-    decompress or that has another length. Takes about as much memory as `into` has, whatever the frame says.
+    decompress or whose raw bytes have another length than `into`. Takes about as much memory as `into` has, whatever
+    the frame says.
     """
     if codec != "zstd":
         raise unknown_codec(codec, "a frame")

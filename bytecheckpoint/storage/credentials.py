@@ -101,7 +101,7 @@ def contains_secret(error: BaseException | None, secrets: frozenset[str]) -> boo
 
 
 def describe_safely(error: BaseException, secrets: frozenset[str]) -> str:
-    """Returns the error's message, or only its class if the message repeats a secret."""
+    """Returns the error's message, cut after 500 characters; only its class and a note if it repeats a secret."""
     words = describe(error)
     if any(secret in words for secret in secrets):
         return f"{type(error).__name__} (its text is left out, because it repeats a credential)"

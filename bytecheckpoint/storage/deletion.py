@@ -30,7 +30,8 @@ _MAX_FAILURES = 2
 
 def files_of_checkpoint(store: Store, folder: str) -> list[str]:
     """Returns the names, inside its folder, of a manager's records about a committed checkpoint and of the files that
-    its save has written, without the manifest; none if the manifest cannot be read.
+    its save has written, without the manifest. Raises no CheckpointError: the list is empty if the manifest or a
+    listing cannot be read.
     """
     with suppress(CheckpointError):
         manifest = read_manifest(store, folder)
@@ -63,10 +64,11 @@ def save_id_of_record(name: str) -> str:
 
 
 def delete_checkpoint(store: Store, folder: str) -> None:
-    """Deletes the committed checkpoint in a folder: its manifest, then the files of its save and a manager's beside it.
+    """Deletes the committed checkpoint in a folder: its manifest, then the files that its save has written, and the
+    pin, records and leases that a manager has put beside it.
 
-    Raises like `read_manifest` and `Store.delete`, and then nothing is deleted. A data file that cannot be deleted
-    afterwards is garbage.
+    Raises like `read_manifest`, `Store.list` and `Store.delete`, and then deletes none of those files. A file that
+    cannot be deleted after the manifest is garbage, and no error is raised.
     """
     names = [*written_files(store, folder, read_manifest(store, folder)), *side_objects(store, folder)]
     if PIN_NAME in store.list(folder):
@@ -76,10 +78,10 @@ def delete_checkpoint(store: Store, folder: str) -> None:
 
 
 def discard(store: Store, folder: str, names: Sequence[str]) -> None:
-    """Deletes files that no manifest points to, many with one request where the store can. One that cannot be deleted
-    is logged, and is garbage.
+    """Deletes files that no manifest points to, many with one request where the store can. A file that cannot be
+    deleted is garbage: one warning gives the number of these files and the first error, which is not raised.
 
-    Deletion ends when the store has failed several times in a row, because other ranks may wait for this one.
+    Deletion ends when the store has failed twice in a row, because other ranks may wait for this one.
     """
     if isinstance(store, SupportsDeleteMany):
         with suppress(CheckpointError):  # then one by one, which shows the files that cannot be deleted

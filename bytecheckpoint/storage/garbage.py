@@ -92,8 +92,10 @@ class Garbage:
 
 
 def find_leftovers(store: Store, folder: str) -> Garbage:
-    """Returns the garbage below a folder: what saves have made and no committed checkpoint needs. Permission to list
-    unfinished uploads may be missing; other failures raise StorageError.
+    """Returns the files below a folder that saves have made and no committed checkpoint needs. Those of saves that
+    still run are among them: use `GarbageObject.is_dead` before you remove any.
+
+    If unfinished uploads cannot be listed, they are left out; other failures raise StorageError.
     """
     objects = list(inventory_of(store, folder))
     groups: dict[tuple[str, str], GarbageObject] = {}
@@ -186,8 +188,9 @@ def is_temporary(name: str) -> bool:
 
 def remove(store: Store, leftover: GarbageObject) -> int:
     """Deletes garbage, except objects that a checkpoint needs which has been committed since; returns the number of
-    objects and uploads removed. Raises StorageError, and CheckpointCorruptError if a manifest cannot be read; then
-    nothing is deleted.
+    objects and uploads removed, or gone already. If the manifest cannot be read, raises CheckpointCorruptError,
+    UnsafeCheckpointError or StorageError, and deletes nothing. If a deletion fails, raises StorageError; others may
+    have succeeded.
     """
     names = list(leftover.names)
     if leftover.save_id:  # Hazard: a slow save, or a recovery, may just have committed.
@@ -203,7 +206,8 @@ def remove(store: Store, leftover: GarbageObject) -> int:
 
 def sweep(store: Store, folder: str, save_id: str) -> None:
     """Removes the garbage of abandoned saves from the folder of a checkpoint just committed, as far as the store
-    allows. The times of the save's own files give the storage's clock.
+    allows: no CheckpointError is raised. `save_id` is the save that made the checkpoint; the newest of its data files
+    gives the present time of the storage's clock, and without one nothing is removed.
     """
     with suppress(CheckpointError):
         for leftover in _dead_in(store, folder, save_id):

@@ -71,7 +71,8 @@ def inventory_of(store: Store, folder: str) -> Iterator[StoredObject]:
 
 def clock_of(store: Store) -> float | None:
     """Returns the time by the clock of the storage, in seconds since 1970; None if the backend gives no times.
-    Writes an object and deletes it. If the store refuses the deletion, `bcp gc` removes the object.
+    Writes an object and deletes it. If the deletion is not permitted, nothing is raised, and `bcp gc` finds the object
+    later. Raises StorageError (unsupported) if the store has no inventory, and the store's other errors.
     """
     folder = f"{TEMPORARY_PREFIX}clock-{secrets.token_hex(8)}"
     name = f"{folder}/now"
@@ -93,7 +94,10 @@ def _delete_if_allowed(store: Store, name: str) -> None:
 
 def refuse_occupied(store: Store, folder: str, *, overwrite: bool) -> None:
     """Raises CheckpointExistsError (exists) if no checkpoint may be saved in this folder, which is a step's, or "" for
-    the root of the store. Costs a listing of the root, and one of the step's folder if it exists.
+    the root of the store. `overwrite` permits replacing a checkpoint in this folder, but not saving beside another
+    one that is in the way.
+
+    Costs a listing of the root, for a step at most one of its folder, and for the root a look at the steps in it.
     """
     listing, path = store.list(""), join_name(str(store), folder)
     if other := _in_the_way(store, "", listing, is_step=bool(folder)):
@@ -105,7 +109,9 @@ def refuse_occupied(store: Store, folder: str, *, overwrite: bool) -> None:
 
 
 def checkpoint_in_the_way(store: Store, folder: str, *, is_step: bool) -> str:
-    """Returns the path of a committed checkpoint that forbids one in this folder; empty if there is none."""
+    """Returns the path of a committed checkpoint that forbids one in this folder; empty if there is none. For a step's
+    folder this is a checkpoint in the folder above it, for any other folder the newest step in it.
+    """
     root = folder.rpartition("/")[0] if is_step else folder
     return _in_the_way(store, root, store.list(root), is_step=is_step)
 

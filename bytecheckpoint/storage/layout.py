@@ -1,6 +1,4 @@
-"""Layout of checkpoints in a store: names, which checkpoints are committed, their manifests. A manifest makes a
-checkpoint exist: folder names, time stamps and data files say nothing. Knows no backend.
-"""
+"""Layout of checkpoints in a store: names, commits, manifests. A manifest alone makes a checkpoint exist."""
 
 from __future__ import annotations
 
@@ -75,9 +73,9 @@ def root_of(path: str | os.PathLike[str], role: str | None) -> str:
 
 
 def check_step(step: object) -> int | None:
-    """Returns the step as a plain int; numpy's integers are accepted.
+    """Returns the step as a plain int, and None for None; numpy's integers are accepted.
 
-    Raises CheckpointMismatchError (conflict), which is a ValueError, unless it is an integer from 0 to 2^63 - 1.
+    Raises CheckpointMismatchError (conflict), a ValueError, for anything else than an integer from 0 to 2^63 - 1.
     """
     if step is None:
         return None
@@ -125,7 +123,7 @@ def _are_steps(store: Store, folders: Sequence[str]) -> list[bool]:
 
 
 def newest_steps(store: Store) -> Iterator[int]:
-    """Yields the committed steps, newest first. Costs one listing, and one for each folder that is looked at.
+    """Yields the committed steps, newest first. Costs one listing, and at most one for each step's folder it looks at.
 
     Raises CheckpointMismatchError (conflict) if the root is a checkpoint as well.
     """
@@ -146,8 +144,8 @@ def steps_of_root(store: Store) -> list[int]:
 
 
 def steps_below(store: Store, folder: str, listing: Mapping[str, int | None]) -> Iterator[int]:
-    """Yields the committed steps in the folder with this listing, newest first. Asks the store for one step at a
-    time, or, if the store looks into many folders at once, for twice as many each time.
+    """Yields the committed steps in the folder with this listing, newest first. Asks the store about one step at a
+    time or, if it can look into many folders at once, about 1, 2, 4, ... up to 1,024 steps at a time.
     """
     steps, num_looks, growth = _step_folders(listing)[::-1], 1, 2 if isinstance(store, SupportsInFolders) else 1
     while steps:
@@ -173,8 +171,8 @@ def _step_folders(listing: Mapping[str, int | None]) -> list[int]:
 
 
 def _is_step(store: Store, folder: str) -> bool:
-    """Returns True if the folder of a step is a committed checkpoint. A link that leads out of the root is skipped with
-    a warning: it must not hide the other steps.
+    """Returns True if the folder of a step is a committed checkpoint. For a link that leads out of the root, warns and
+    returns False: it must not hide the other steps.
     """
     try:
         return _is_committed(store, folder)
@@ -259,14 +257,14 @@ def _name_steps(store: Store, listing: Mapping[str, int | None]) -> str:
 def read_manifest(store: Store, folder: str) -> Manifest:
     """Reads the manifest of the checkpoint in a folder of the store.
 
-    Raises CheckpointNotFoundError (not_committed) and the errors of `decode_manifest`, with the path.
+    Raises the errors of `read_manifest_bytes`, and those of `decode_manifest`, with the path.
     """
     path = join_name(str(store), folder, MANIFEST_NAME)
     return parse_manifest(read_manifest_bytes(store, folder), path=path, check_all=True)
 
 
 def read_manifest_bytes(store: Store, folder: str) -> bytes:
-    """Reads the manifest file without decoding it. Raises CheckpointNotFoundError (not_committed)."""
+    """Reads the manifest. Raises CheckpointNotFoundError (not_committed), UnsafeCheckpointError (limits_exceeded)."""
     name = join_name(folder, MANIFEST_NAME)
     path = join_name(str(store), name)
     try:
@@ -290,7 +288,8 @@ def parse_manifest(content: bytes, *, path: str, check_all: bool) -> Manifest:
 def check_files(store: Store, folder: str, manifest: Manifest, wanted_file_indices: Iterable[int]) -> None:
     """Checks that the wanted data files exist with their sizes, before anything is read from one.
 
-    Raises CheckpointNotFoundError (missing_file) or CheckpointCorruptError (truncated), which name all wrong ones.
+    Raises CheckpointNotFoundError (missing_file) if any is missing, else CheckpointCorruptError (truncated) if any has
+    another size. The message counts both kinds, and names at most ten of each.
     """
     wanted = [manifest.files[index] for index in sorted(set(wanted_file_indices))]
     missing, wrong = [], []
@@ -318,8 +317,8 @@ def check_files(store: Store, folder: str, manifest: Manifest, wanted_file_indic
 
 
 def _lengths(store: Store, folder: str, names: Sequence[str]) -> list[int | None]:
-    """Returns the lengths of objects in a folder, None for a missing one. Files are opened by name: a listing would
-    look at all files, and may be out of date on a network file system.
+    """Returns the lengths of objects in a folder, None for a missing one. If the store can, opens each file by name: a
+    listing would look at all files, and may be out of date on a network file system. Else lists the folders.
     """
     if isinstance(store, SupportsByteLength):
         paths = [join_name(folder, name) for name in names]
@@ -328,12 +327,12 @@ def _lengths(store: Store, folder: str, names: Sequence[str]) -> list[int | None
 
 
 def commit(store: Store, folder: str, manifest: bytes, *, replace: bool) -> None:
-    """Creates the (encoded) manifest: from here on the checkpoint exists.
+    """Creates the (encoded) manifest, with `replace` in place of an older one: from here on the checkpoint exists.
 
     If the store replaces without a condition, the manifest is read back after it was replaced. So when this returns,
     the committed manifest is this one, and the data of the replaced checkpoint may be deleted.
 
-    Raises CheckpointExistsError (exists) if another one exists, with `replace` only if it was created meanwhile;
+    Raises CheckpointExistsError (exists) if another manifest exists, with `replace` only if it was created meanwhile;
     CheckpointSaveError (storage) if the store reports success and has another manifest; and the errors of
     `Store.write`.
     """
@@ -375,7 +374,7 @@ def exists_error(path: str) -> CheckpointExistsError:
 
 
 def data_files_of(store: Store, folder: str, save_id: str) -> list[str]:
-    """Returns the names, inside a checkpoint's folder, of the data files that a save has written so far."""
+    """Returns the names, inside a checkpoint's folder, of a save's data files, and its `recovery_name` if it exists."""
     return _files_of(store, folder, DATA_FOLDER, save_id)
 
 
@@ -390,8 +389,8 @@ def _files_of(store: Store, folder: str, parent: str, save_id: str) -> list[str]
 
 
 def committed_save_id(store: Store, folder: str) -> str:
-    """Returns the save id of the checkpoint in a folder; empty if none is committed. Raises the errors of
-    `read_manifest` that `parse_manifest` finds without `check_all`.
+    """Returns the save id of the checkpoint in a folder; empty if none is committed. Raises the other errors of
+    `read_manifest_bytes`, and those of `parse_manifest` without `check_all`.
     """
     try:
         content = read_manifest_bytes(store, folder)

@@ -1,5 +1,5 @@
-"""Objects moved block by block: entered on several threads, written with checksums taken on the way, and copied between
-stores with checksums compared on the way, so that a damaged copy is never published. Handles bytes, whatever they mean.
+"""Objects handled block by block: blocks passed to several threads, objects written while their checksums are computed,
+and copied between stores while these are compared, so that a damaged copy is never published. Handles bytes only.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ class FileImage(NamedTuple):
 
 
 def write_image(store: Store, name: str, image: FileImage, on_checksum: Callable[[float], None]) -> DataFile:
-    """Writes the image as the object `name`, durably, and returns its entry in the manifest.
+    """Writes the image as the object `name`, durably, and returns its entry in the manifest. Raises like `Store.write`
+    without `replace`.
 
-    `on_checksum` is called, from any thread, with the seconds that a checksum took.
+    `on_checksum` is called, from any thread, with the seconds that the checksums of a block took; never if the image
+    has its `extent_digests`.
     """
     digests = list(image.extent_digests or [0] * len(image.extent_lengths))
 
@@ -64,11 +66,11 @@ def write_image(store: Store, name: str, image: FileImage, on_checksum: Callable
 def copy_file(
     source: Store, target: Store, folder: str, file: DataFile, scratch: BufferPool, *, source_folder: str = ""
 ) -> None:
-    """Copies a file from a folder of the source to the same name in a folder of the target, with blocks from `scratch`
-    of at least BLOCK_BYTES and the longest extent.
+    """Copies a file from a folder of the source to the same name in a folder of the target. The blocks of `scratch`
+    must be at least as long as BLOCK_BYTES and as the longest extent.
 
     Raises CheckpointCorruptError (checksum, truncated) if the source has other bytes than were written to it, and the
-    errors of `Store.write`; nothing is published then.
+    errors of `Store.read_into` and `Store.write`; nothing is published then.
     """
     source_name = join_name(source_folder, file.name)
 
@@ -108,8 +110,8 @@ def _extents_in(content: memoryview, lengths: Sequence[int], extents: range) -> 
 def take_blocks(blocks: Sequence[Block], take: Callable[[memoryview, int], None], *, num_threads: int) -> None:
     """Calls `take` with the bytes and the byte offset of every block, on up to `num_threads` threads.
 
-    Raises the first error in time, of a block or of `take`, once no thread is in either any more. Blocks that were not
-    entered by then never are.
+    Raises the first error, in time, of a block's `content` or of `take`, after all threads have left both. Blocks whose
+    `content` was not called before the error are skipped.
     """
 
     def enter_all() -> Iterator[tuple[ExitStack, memoryview, int]]:
@@ -130,7 +132,7 @@ def take_blocks(blocks: Sequence[Block], take: Callable[[memoryview, int], None]
 def open_block(block: Block) -> Iterator[memoryview]:
     """Gives the block's bytes for as long as the context lasts. Errors of its `content` pass through.
 
-    Raises CheckpointSaveError (storage) if they have another length than the block, or are not a flat view of bytes.
+    Raises CheckpointSaveError (storage) if the bytes have another length than the block, or are not a flat view.
     """
     with block.content() as content:
         if (content.nbytes, content.shape, content.strides) != (block.byte_length, (block.byte_length,), (1,)):
@@ -144,7 +146,9 @@ def open_block(block: Block) -> Iterator[memoryview]:
 
 
 def count_bytes(blocks: Sequence[Block]) -> int:
-    """Returns the length of the object. Raises CheckpointSaveError (storage) unless blocks follow one another."""
+    """Returns the length of the object, in bytes. Raises CheckpointSaveError (storage) unless the blocks follow one
+    another from byte 0.
+    """
     end = 0
     for block in blocks:
         if block.byte_offset != end or block.byte_length < 0:

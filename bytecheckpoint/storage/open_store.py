@@ -31,10 +31,12 @@ def open_store(
 ) -> Store:
     """Returns the store at a folder, a file:// URL or any URL that fsspec knows. Nothing is read, written or made yet.
 
-    `timeout_s` is the timeout of the save or load, by default of a load: the store gives up earlier.
+    `timeout_s` is the timeout of the save or load, by default that of LoadOptions. A store in S3 gives up a request
+    earlier; other stores ignore it.
 
     Raises CheckpointMismatchError (conflict) for storage options with a local path. Raises StorageError (unsupported)
-    for an empty path, a URL that lost a slash or has a query, and a URL that no installed backend serves.
+    for an empty path, a URL that lost a slash, a URL of S3 with a query, and a URL that no installed backend serves;
+    (unavailable) for storage options that the backend does not accept.
     """
     location = expand_home(os.fspath(path))
     if not location:
@@ -66,7 +68,7 @@ def expand_home(path: str) -> str:
 
 
 def is_local(path: str) -> bool:
-    """Returns True for a path or a file:// URL, which takes no storage options."""
+    """Returns True for a path, or a file:// or local:// URL: these take no storage options."""
     return bool(_LOCAL_URL.match(path)) or is_plain_path(path)
 
 
@@ -109,5 +111,7 @@ def _open_url(
 
 
 def is_remote(store: Store) -> bool:
-    """Returns True unless the store is a local folder. Reads of others are taken for slower than bytes from a rank."""
+    """Returns True unless the store is a LocalStore. Reads from a remote store are assumed to be slower than receiving
+    the bytes from another rank.
+    """
     return not isinstance(store, LocalStore)

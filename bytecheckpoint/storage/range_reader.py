@@ -31,7 +31,7 @@ class FetchMemory(Protocol):
     """Allocates scratch memory."""
 
     def block_bytes(self, byte_length: int) -> int:
-        """Returns how much memory a buffer of that length takes."""
+        """Returns the memory, in bytes, that a buffer of that length takes."""
 
     def new_buffers(self, num_buffers: int, byte_length: int) -> BufferPool:
         """Returns a pool of at most `num_buffers` buffers of that length."""
@@ -67,12 +67,13 @@ def run_fetches(
     memory: FetchMemory,
     on_failure: Callable[[], None] = lambda: None,
 ) -> None:
-    """Carries out all fetches from these files of a folder; when one fails, those not begun are dropped and its error
-    is raised. At once then, `on_failure` is called, to end waits inside the targets of other fetches.
+    """Carries out all fetches from these files of a folder. When one fails, those not begun are dropped, and the first
+    error is raised once all others have ended. `on_failure` is called at once for each fetch that fails, and has to end
+    waits inside the targets of other fetches.
 
     Fetches that go through scratch memory wait for one another if `scratch_bytes` do not suffice for one per thread.
-    More is taken only for a single fetch that does not fit, with two copies of the frame that it decompresses. If the
-    store reads into memory of its own, all fetches wait in this way.
+    If they do not even suffice for the longest fetch and two copies of the longest frame when decompressed, these are
+    allocated all the same, for one fetch at a time. From a store with `read_bytes`, all fetches wait in this way.
     """
     through_scratch = [fetch for fetch in fetches if fetch.target is None and fetch.pieces is None]
     content_bytes = max((fetch.byte_length + ALIGNMENT for fetch in through_scratch), default=0)
@@ -150,7 +151,9 @@ _Fill = Callable[[memoryview, FillHook | None], None]
 def _read(
     fill: _Fill, name: str, fetch: Fetch, target: AbstractContextManager[memoryview], digests: _Digests | None
 ) -> None:
-    """Fills the target of a fetch, and compares its bytes with the checksums."""
+    """Fills the target of a fetch, compares its bytes with the checksums, and calls `fetch.place`. Raises
+    CheckpointCorruptError (checksum) after the target was filled.
+    """
     check = _Check(digests, name, fetch)
     with target as buffer:
         # Without digests, nothing is asked for on the way, and the store reads as much at once as it can.
@@ -177,8 +180,8 @@ def _read_pieces(
 
 
 def _filling(store: Store, name: str, fetch: Fetch) -> _Fill:
-    """Returns a function that fills the buffer of a fetch. If the store has the bytes in memory of its own, they are
-    there already when this returns, and that memory is free when the buffer is full.
+    """Returns a function that fills the buffer of a fetch. From a store with `read_bytes`, the bytes are received
+    before this returns; the function, to be called once, copies them into the buffer and frees their memory.
     """
     if not isinstance(store, SupportsReadBytes):
         return lambda buffer, on_filled: store.read_into(name, fetch.byte_offset, buffer, on_filled=on_filled)
@@ -268,6 +271,6 @@ class _Check:
             )
 
     def raise_damage(self) -> None:
-        """Raises the error about damage, if any. For use after the read: before, it is unknown what is overwritten."""
+        """Raises the error about damage, if any. Called after the read, when all of the target has been overwritten."""
         if self._damage is not None:
             raise self._damage

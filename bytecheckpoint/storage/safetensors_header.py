@@ -90,7 +90,7 @@ class SafetensorsHeader(NamedTuple):
 
 
 def torch_dtype_of(stored: str) -> str:
-    """Returns torch's name of a dtype of the format."""
+    """Returns torch's name of a dtype of the format. Raises KeyError if the format has no such dtype."""
     return _TORCH_DTYPES[stored]
 
 
@@ -100,7 +100,7 @@ def stored_dtype_of(dtype: str) -> str | None:
 
 
 def chunk_name(fqn: str, shape: Sequence[int], region: Region) -> str:
-    """Returns `FQN` if the region is the whole tensor, else `FQN[o0:e0,o1:e1]`."""
+    """Returns `FQN` if the region is the whole tensor, else, and for the FQN `__metadata__`, `FQN[o0:e0,o1:e1]`."""
     if region.lengths == tuple(shape) and fqn != _METADATA:  # that name means something else in the format
         return fqn
     spans = (f"{offset}:{end}" for offset, end in zip(region.offsets, region.ends, strict=True))
@@ -120,9 +120,9 @@ def chunk_entry(
 def encode_header(entries: Iterable[HeaderEntry], metadata: Mapping[str, str]) -> bytes:
     """Returns the start of a data file whose chunks follow one another in this order, padded to HEADER_ALIGNMENT.
 
-    A name that is taken (an FQN may look like the name of another one's chunk) gets underscores appended. Raises
-    ValueError for an entry whose length is not that of its shape and dtype, UnsafeCheckpointError (limits_exceeded)
-    if readers would refuse so long a header.
+    A name that is taken (an FQN may look like the name of another one's chunk) gets underscores appended. A dtype that
+    older readers would refuse is described as integers. Raises ValueError for an entry whose length is not that of its
+    shape and dtype, UnsafeCheckpointError (limits_exceeded) if readers would refuse so long a header.
     """
     quote = json.encoder.encode_basestring_ascii
     fields = [f"{quote(_METADATA)}:{json.dumps(dict(metadata))}"] if metadata else []

@@ -4,7 +4,7 @@ one, with its data files, a journal that says where they belong, and on the coor
 A folder belongs to the process that holds its lock. Recovery looks for folders whose process has died.
 """
 
-# ruff: noqa: PTH100, PTH102, PTH104, PTH106, PTH108, PTH112, PTH118, PTH208 - the calls of `os` by name, as in posix_files.py
+# ruff: noqa: PTH100, PTH102, PTH104, PTH106, PTH108, PTH112, PTH118, PTH208 - calls of `os`, as in posix_files.py
 
 from __future__ import annotations
 
@@ -137,7 +137,9 @@ def prepare(root: str) -> None:
 
 
 def create(root: str, journal: Journal, *, writer_threads: int) -> StagedFolder:
-    """Creates a folder for a rank of a save, with its journal, durable and locked from the moment it is visible."""
+    """Creates a folder for a rank of a save, with its journal, durable and locked from the moment it is visible. Raises
+    like `prepare`, also if the folder exists.
+    """
     name = f"{journal.save_id}-{journal.rank:05d}"
     path, temporary = os.path.join(root, name), os.path.join(root, f"{TEMPORARY_PREFIX}{name}")
     try:
@@ -170,8 +172,8 @@ def store_of(root: str, name: str) -> LocalStore:
 
 
 def take_over(root: str, name: str, *, writer_threads: int) -> StagedFolder | None:
-    """Locks the folder of a dead process; None if a living one holds it, or it is gone. Raises StorageError if locking
-    fails.
+    """Locks and returns the folder of a dead process; None if the folder is gone, or its lock is not free just now.
+    Raises PermissionError if the folder is another user's, and StorageError if its file system cannot lock.
     """
     path = os.path.join(root, name)
     try:
@@ -185,9 +187,10 @@ def take_over(root: str, name: str, *, writer_threads: int) -> StagedFolder | No
 
 
 def scan(root: str) -> Iterator[FoundStage]:
-    """Yields all folders of saves in a stage, in the order of their names. Nothing is changed.
+    """Yields the folders of saves in a stage, in the order of their names; none if there is no stage. Changes nothing.
 
-    A dead process' folder that cannot be read is left out, with a warning.
+    Folders that are being made or removed, or that cannot be read, are left out. If the process of an unreadable one is
+    dead, this is logged. Raises StorageError if the stage cannot be listed, or its file system has no locks.
     """
     try:
         names = sorted(os.listdir(root))
@@ -216,7 +219,7 @@ def scan(root: str) -> Iterator[FoundStage]:
 
 
 def _read_stage(path: str, name: str, *, is_alive: bool) -> FoundStage | None:
-    """Returns what a folder of a local stage holds; None if it cannot be read, or is being removed."""
+    """Returns the content of a folder of a local stage; None if it cannot be read, or is being removed."""
     store = store_of(*os.path.split(path))
     try:
         journal = read_journal(store)
@@ -246,7 +249,9 @@ def _leave_alone(path: str, why: str) -> None:
 
 
 def read_journal(store: LocalStore) -> Journal | None:
-    """Reads the journal; None if there is none of this version. Raises like `LocalStore.read_into`."""
+    """Reads the journal; None if it is missing, damaged, or of another version. Raises the other errors of
+    `LocalStore.read_whole`.
+    """
     content = _read(store, JOURNAL_NAME)
     if content is None:
         return None
@@ -268,7 +273,9 @@ def _read(store: LocalStore, name: str) -> bytes | None:
 
 
 def remove_all(root: str, names: Sequence[str]) -> list[str]:
-    """Removes folders of dead processes; returns the names of the removed ones."""
+    """Removes those of the named folders whose lock is free; returns their names, also if a file in one could not be
+    removed.
+    """
     removed = []
     for name in names:
         folder = take_over(root, name, writer_threads=1)

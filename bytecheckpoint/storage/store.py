@@ -1,8 +1,8 @@
 """The store protocol: named, immutable byte objects under one root. Backends implement it; writers, readers and the
 layout use it without knowing the backend.
 
-An object exists whole or not at all. There is no rename, no append and no folder to make: object storage is not a file
-system, and a file system can do all of this.
+An object exists whole or not at all. The protocol has no rename, no append and no call that makes a folder, because
+object storage has none; a file system can do everything in the protocol.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Store(Protocol):
     """Named objects under a root. Names are relative, with forward slashes. Methods may be called from any thread.
 
     Every method translates what its backend raises: StorageError (permission, unavailable, unsupported),
-    CheckpointSaveError (no_space, storage), and the errors named below.
+    CheckpointSaveError (no_space, storage), and the errors named below. For a name that leads out of the root, methods
+    raise UnsafeCheckpointError (path_escape).
     """
 
     @property
@@ -65,8 +66,8 @@ class Store(Protocol):
         survives a power cut. No reader ever sees a part of it, and when a block's `content` raises, on entry or on
         exit, nothing appears.
 
-        Raises CheckpointExistsError (exists) if the name is taken, unless `replace`, which switches atomically. A
-        store may raise it with `replace` too, if another writer has replaced the object meanwhile.
+        Raises CheckpointExistsError (exists) if the name is taken. With `replace`, the new object takes the place of
+        the old one, if any, in one step; the error is then raised only if another writer has replaced it meanwhile.
         """
 
     def read_into(self, name: str, byte_offset: int, buffer: memoryview, *, on_filled: FillHook | None = None) -> None:
@@ -79,8 +80,9 @@ class Store(Protocol):
         """
 
     def list(self, folder: str) -> Mapping[str, int | None]:
-        """Returns the names directly in a folder ("" is the root), with an object's size in bytes or None for a
-        folder. Always fresh, never from a cache. A folder that does not exist is empty.
+        """Returns the content of a folder ("" is the root): the last part of each name, with an object's size in bytes
+        or None for a folder, and no temporaries. Never from a cache of this process. A folder that does not exist is
+        empty; an object in its place raises CheckpointNotFoundError (not_found).
         """
 
     def delete(self, name: str) -> None:
@@ -98,9 +100,8 @@ class HasEndpoint(Protocol):
 
 @runtime_checkable
 class SupportsReadBytes(Protocol):
-    """A store that receives bytes in memory of its own, as client libraries give them: `read_into` then takes twice
-    the memory of its buffer. A reader with a memory limit asks for the bytes themselves, counts them, and needs a
-    buffer only when they are there.
+    """A store whose client library returns bytes in new memory, so that `read_into` takes twice the memory of its
+    buffer. A reader with a memory limit calls `read_bytes`, counts the result, and takes a buffer only after that.
     """
 
     def read_bytes(self, name: str, byte_offset: int, byte_length: int) -> bytes:
@@ -113,12 +114,12 @@ PiecesHook = Callable[[Sequence[memoryview]], None]
 
 @runtime_checkable
 class SupportsReadPieces(Store, Protocol):
-    """A store that reads straight into many places of memory, a few hundred at a time."""
+    """A store that reads consecutive bytes straight into many places of memory."""
 
     def read_pieces(self, name: str, byte_offset: int, buffers: Sequence[memoryview], *, on_filled: PiecesHook) -> None:
         """Fills writable buffers of bytes, none of them empty, with the bytes that follow one another from
-        `byte_offset` on. `on_filled` is called in the caller's thread, with all buffers, some at a time. Raises like
-        `read_into`.
+        `byte_offset` on. `on_filled` is called in the caller's thread, each time with the next buffers that are full,
+        until it has received all of them. Raises like `read_into`.
         """
 
 
@@ -132,7 +133,7 @@ class RemoteStore(Store, Protocol):
 
 @runtime_checkable
 class SupportsDeleteMany(Store, Protocol):
-    """A store that removes many objects with one request."""
+    """A store that removes many objects at less cost than one by one, such as with one request."""
 
     def delete_many(self, names: Sequence[str]) -> None:
         """Removes objects, in any order. Missing ones are not an error.
@@ -143,7 +144,7 @@ class SupportsDeleteMany(Store, Protocol):
 
 @runtime_checkable
 class SupportsInFolders(Store, Protocol):
-    """A store that looks into many folders for less than a listing of each."""
+    """A store that can look for one name in many folders at less cost than by a listing of each."""
 
     def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
         """Returns, for each folder, True if it has an object of this name, else False; None if only a listing of the
@@ -211,7 +212,7 @@ class UnconditionalStore(Store, Protocol):
 
 
 def endpoint_of(store: Store) -> str:
-    """Returns a text that distinguishes stores with the same URL; mostly empty."""
+    """Returns a text that distinguishes stores with the same URL; empty for most stores."""
     return store.endpoint if isinstance(store, HasEndpoint) else ""
 
 
@@ -222,7 +223,9 @@ def full_location(store: Store, folder: str) -> str:
 
 
 def read_whole(store: Store, name: str, *, max_bytes: int) -> bytes:
-    """Reads an object as `SupportsReadWhole.read_whole` does; from other stores, as many bytes as a listing says."""
+    """Reads an object as `SupportsReadWhole.read_whole` does. From a store without that method, reads as many bytes as
+    a listing says, which are not all of one object if another writer replaces it meanwhile.
+    """
     # Asking for the protocol looks at all of its members, which takes longer than reading a small file.
     read: Callable[..., bytes] | None = getattr(store, "read_whole", None)
     if read is not None:
@@ -240,7 +243,7 @@ def read_whole(store: Store, name: str, *, max_bytes: int) -> bytes:
 
 
 def list_many(store: Store, folders: Sequence[str]) -> Sequence[Mapping[str, int | None] | None]:
-    """Lists like `SupportsListMany.list_many`; None for each folder of another store."""
+    """Lists like `SupportsListMany.list_many`; returns None for every folder if the store does not have that method."""
     return store.list_many(folders) if isinstance(store, SupportsListMany) else [None] * len(folders)
 
 
@@ -251,7 +254,9 @@ def listed_lengths(names: Sequence[str], list_folder: Callable[[str], Mapping[st
 
 
 def delete_many(store: Store, names: Sequence[str]) -> None:
-    """Deletes like `SupportsDeleteMany.delete_many`; from other stores several objects at a time."""
+    """Deletes like `SupportsDeleteMany.delete_many`; in a store without that method, by several calls of `delete` at a
+    time.
+    """
     if isinstance(store, SupportsDeleteMany):
         store.delete_many(names)
     else:

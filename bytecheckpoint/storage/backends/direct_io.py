@@ -1,5 +1,5 @@
-"""Direct writes of a new file, past the page cache if the file system supports it: nothing is copied, and the cache
-stays with training. Raises OSError and knows nothing of names, blocks or checkpoints.
+"""Direct writes of a new file, past the page cache if the file system supports it: nothing is copied, and the page
+cache is left to training. Raises OSError and knows nothing of names, blocks or checkpoints.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class DirectFile:
     """An empty file that several threads fill at once, each with bytes of its own.
 
     Whole pages go by a second descriptor straight from the caller's memory to the disk. The rest goes through the page
-    cache: the file's last bytes, memory that is not aligned, and everything after a refusal by the file system. No page
-    is written both ways at the same time.
+    cache: small files, pages that a write fills only in part, memory that is not aligned, and everything after a
+    refusal by the file system. No page is written both ways at the same time.
     """
 
     def __init__(self, path: str, fd: int) -> None:
@@ -37,7 +37,9 @@ class DirectFile:
         self._is_refused = False
 
     def prepare(self, num_bytes: int) -> None:
-        """Allocates disk space for the file and opens it for direct writes, if the system can; not for a small file."""
+        """Allocates disk space for the file and opens it for direct writes, if the system can. Does nothing for a file
+        of less than MIN_DIRECT_BYTES. Raises OSError if there is too little space.
+        """
         if num_bytes < MIN_DIRECT_BYTES:
             return
         preallocate(self._fd, num_bytes)
@@ -63,7 +65,9 @@ class DirectFile:
             os.close(self._fd)
 
     def _write_direct(self, pages: memoryview, byte_offset: int) -> int:
-        """Returns how many bytes, in whole pages, went to the disk; the rest has to go through the page cache."""
+        """Writes pages straight to the disk, as long as the file system accepts that. Returns how many bytes, in whole
+        pages, it has written; the rest has to go through the page cache.
+        """
         written = 0
         while self._direct_fd is not None and not self._is_refused and written < pages.nbytes:
             try:

@@ -1,4 +1,4 @@
-"""File locks that last as long as the process: the kernel releases them, however it ends. They tell files in use from
+"""File locks that the kernel releases when their process ends, even if it is killed. They distinguish files in use from
 files of a dead process.
 """
 
@@ -18,7 +18,9 @@ class ProcessLock:
     """A lock held until `release`, or until the process ends."""
 
     def __init__(self, path: str) -> None:
-        """Raises FileNotFoundError; BlockingIOError if another process has the lock; StorageError if locking fails."""
+        """Raises OSError if the file cannot be opened, such as FileNotFoundError; BlockingIOError if the lock is held,
+        or another process is in `is_locked` at this moment; StorageError (unsupported) if the file cannot be locked.
+        """
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             _lock(self._fd, path, fcntl.LOCK_EX)
@@ -45,7 +47,8 @@ class ProcessLock:
 def is_locked(path: str) -> bool:
     """Returns True if a living process holds the lock of a file. Several processes may ask at once.
 
-    Raises FileNotFoundError, and StorageError (unsupported) if the file cannot be locked.
+    Raises OSError if the file cannot be opened, such as FileNotFoundError or PermissionError, and StorageError
+    (unsupported) if it cannot be locked.
     """
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:

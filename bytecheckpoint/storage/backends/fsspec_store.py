@@ -1,5 +1,5 @@
-"""A store at any URL that fsspec knows. It uses whole objects and exact ranges only: no cache, no read-ahead, no
-transaction (a flag on an instance that others share), and it checks that answers are complete.
+"""A store at any URL that fsspec knows. It uses whole objects and exact ranges only, without caches and read-ahead, and
+checks that answers are complete. It uses no transaction of fsspec: that would affect other users of the instance.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class FsspecStore:
 
     @property
     def endpoint(self) -> str:
-        """Service and account from the options or the environment."""
+        """Service and account from the options or the environment; empty if neither has them."""
         return self._endpoint
 
     @property
@@ -154,8 +154,10 @@ class FsspecStore:
         return data
 
     def read_whole(self, name: str, *, max_bytes: int) -> bytes:
-        """Implements `SupportsReadWhole`. A backend that reads through an open file asks for the length first, so it is
-        asked for the length again afterwards.
+        """Implements `SupportsReadWhole`. A backend that reads through an open file takes the length from an earlier
+        request, so the object is looked up again afterwards, and read again if it has changed.
+
+        Raises StorageError (unavailable) if it changes each time.
         """
         path, shown, options = self._path(name), self._show(name), self._no_read_ahead()
         for _ in range(_MAX_READS):
@@ -196,7 +198,9 @@ class FsspecStore:
         return sizes
 
     def list_many(self, folders: Sequence[str]) -> Sequence[Mapping[str, int | None] | None]:
-        """Implements `SupportsListMany` for fsspec's memory, which goes through the whole store for each listing."""
+        """Implements `SupportsListMany`: goes through fsspec's memory once, which `list` does for each folder. Returns
+        None for each folder of other backends.
+        """
         if not isinstance(self._fs, MemoryFileSystem):
             return [None] * len(folders)
         listings: dict[str, dict[str, int | None]] = {folder: {} for folder in folders}
@@ -209,8 +213,8 @@ class FsspecStore:
         return [listings[folder] or None for folder in folders]  # an empty listing may be an object's
 
     def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
-        """Implements `SupportsInFolders`: reads one byte of each object, for which fsspec's memory, unlike for a
-        listing, does not go through the whole store. A backend that reads through an open file asks several times.
+        """Implements `SupportsInFolders`: reads one byte of each object. In fsspec's memory, a listing would go through
+        the whole store. Returns None for each folder of a backend that reads through an open file, in several requests.
         """
         if self._no_read_ahead():
             return [None] * len(folders)

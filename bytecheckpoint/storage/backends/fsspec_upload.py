@@ -85,7 +85,9 @@ class FsspecUpload:
 
 
 def send(fs: Any, upload: FsspecUpload, blocks: Sequence[Block], backend: BackendContext) -> None:
-    """Publishes the object, or raises and publishes nothing. What a block's `content` raises passes through."""
+    """Publishes the object as a whole. If this raises, nothing is published, except perhaps by a last call that the
+    backend carried out without an answer. What a block's `content` raises passes through.
+    """
     protocols = _protocols(fs)
     if protocols & _MOVING:
         _send_and_move(fs, upload, blocks, backend)
@@ -196,7 +198,9 @@ def _check_moved(fs: Any, temporary: str, upload: FsspecUpload) -> None:
 
 
 def _put(fs: Any, upload: FsspecUpload, data: bytes) -> None:
-    """Sends the whole object in one call."""
+    """Sends the whole object in one call. Unless it replaces, raises FileExistsError or the backend's error if the name
+    is taken and the backend can check that in the same call.
+    """
     if upload.replace:
         fs.pipe_file(upload.path, data)
     elif type(fs) is MemoryFileSystem:

@@ -2,7 +2,7 @@
 durably or not at all, names stay inside the root, and every failure is one of this library's errors.
 """
 
-# ruff: noqa: PTH100, PTH106, PTH108, PTH116, PTH118, PTH120 - the calls of `os` by name: their order is the promise, and tests record it
+# ruff: noqa: PTH100, PTH106, PTH108, PTH116, PTH118, PTH120 - calls of `os` by name, in an order that tests record
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class LocalStore:
         return free_bytes(self._root)
 
     def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> None:
-        """Implements `Store`. One block is written by the caller's thread, several by `writer_threads`."""
+        """Implements `Store`. Up to `writer_threads` threads write the blocks, one of which is the caller's."""
         path = self._path_of_name(name)
         if not replace and os.path.lexists(path):
             raise already_exists(path)
@@ -298,9 +298,8 @@ class LocalStore:
             file.close()  # NFS reports a full disk here
 
     def _make_name_durable(self, path: str, *, replace: bool) -> None:
-        """Syncs the folders from the file's up to the root, and the root's parent.
-
-        A dead process may have made the folders above the file's own without syncing them.
+        """Syncs the folders from the file's up to the root, and the root's parent: a dead process may have made some of
+        them. If that fails, raises OSError, and without `replace` removes the file first.
         """
         folder = os.path.dirname(path)
         try:
@@ -356,7 +355,9 @@ def _reading(path: str, *, doing: str = "read") -> Iterator[None]:
 
 @contextmanager
 def _opened(path: str) -> Iterator[tuple[int, int]]:
-    """Gives the descriptor of an ordinary file, and its length in bytes. Raises OSError and the errors of stores."""
+    """Gives the descriptor of an ordinary file, and its length in bytes. Raises OSError if it cannot be opened, and
+    CheckpointNotFoundError if it is no ordinary file (missing_file) or a folder of its path is a file (not_found).
+    """
     try:
         # Without O_NONBLOCK, opening a pipe that someone put there would wait for its writer for ever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -372,8 +373,8 @@ def _opened(path: str) -> Iterator[tuple[int, int]]:
 
 
 def _size(entry: os.DirEntry[str]) -> int | None:
-    """Returns the size in bytes, _FOLDER_SIZE for a link to a folder, None for anything but a file and a
-    folder, for a vanished entry and for a link to itself.
+    """Returns the size in bytes of an ordinary file, or of the one that a link leads to; _FOLDER_SIZE for a link to a
+    folder; None for anything else, such as a pipe, a vanished entry, or a link to nothing or to itself.
     """
     try:
         status = entry.stat()
@@ -389,7 +390,7 @@ def _size(entry: os.DirEntry[str]) -> int | None:
 
 
 def _reason(error: OSError, path: str) -> str:
-    """Returns the error's message. ENOSPC has two causes, of which only one is about bytes."""
+    """Returns the error's message. If there are no inodes left, the one for ENOSPC says so: bytes may still be free."""
     if error.errno == errno.ENOSPC:
         with suppress(OSError):
             status = os.statvfs(os.path.dirname(path))

@@ -1,5 +1,5 @@
-"""Errors of stores: the one place where error numbers become this library's errors. Knows no store; `path` is the
-path that a message shows, `reason` the backend's message.
+"""Errors of stores: error numbers become this library's errors here, except those of locks. Knows no store; `path` is
+the path that a message shows, `reason` the backend's message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 def describe(error: BaseException) -> str:
-    """Returns the error's message, without number and file name if it is an OSError with both."""
+    """Returns the error's message, of an OSError without number and file name; its class if it has no message."""
     words = error.strerror if isinstance(error, OSError) and isinstance(error.strerror, str) else str(error)
     return words or type(error).__name__
 

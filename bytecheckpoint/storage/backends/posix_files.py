@@ -2,7 +2,7 @@
 names survive a power cut. Raises OSError and knows nothing of checkpoints.
 """
 
-# ruff: noqa: PTH102, PTH104, PTH108, PTH112, PTH120, PTH121 - the calls of `os` by name: their order is the promise, and tests record it
+# ruff: noqa: PTH102, PTH104, PTH108, PTH112, PTH120, PTH121 - calls of `os` by name, in an order that tests record
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ _RENAME_NOREPLACE = 1
 
 
 def preallocate(fd: int, num_bytes: int) -> None:
-    """Allocates the disk space of an empty file and sets its length; does neither if the system cannot allocate.
-
-    Raises OSError if the disk or quota has too little space.
+    """Allocates the disk space of an empty file and sets its length; does neither, and raises nothing, if the file
+    system does not support that. Raises OSError for any other failure, such as too little space.
     """
     # Not posix_fallocate: if the file system cannot preallocate, the C library writes zeros.
     try:
@@ -64,7 +63,7 @@ def write_fully(fd: int, content: memoryview, byte_offset: int) -> None:
 
 
 def write_some(fd: int, content: memoryview, byte_offset: int) -> int:
-    """Makes one call and returns how many bytes it wrote."""
+    """Writes flat bytes with one system call, and returns how many it wrote, which may be fewer."""
     return os.pwritev(fd, [content[:_MAX_CALL_BYTES]], byte_offset)
 
 
@@ -155,7 +154,8 @@ def free_bytes(folder: str) -> int | None:
 
 def publish(temporary: str, path: str, *, replace: bool) -> None:
     """Gives the finished temporary file its final name, in one atomic step. Raises FileExistsError if the name is
-    taken, unless `replace`.
+    taken, unless `replace`; on a file system with neither hard links nor RENAME_NOREPLACE, a name that another writer
+    takes at the same moment may be replaced instead.
     """
     if replace:
         os.rename(temporary, path)
@@ -215,7 +215,7 @@ def _renameat2(temporary: str, path: str) -> bool:
 
 
 def make_folders(folder: str) -> None:
-    """Makes the folder and the missing ones above it, durably."""
+    """Makes the folder and the missing ones above it, durably. Raises NotADirectoryError if one of them is a file."""
     if os.path.isdir(folder):
         return
     parent = os.path.dirname(folder)
@@ -228,7 +228,9 @@ def make_folders(folder: str) -> None:
 
 
 def sync_to_disk(fd: int) -> None:
-    """Makes a file or folder survive a power cut. On macOS fsync leaves writes in the drive's cache."""
+    """Makes a file or folder survive a power cut: by F_FULLFSYNC on macOS, where fsync leaves writes in the drive's
+    cache, else by fsync.
+    """
     full_sync = getattr(fcntl, "F_FULLFSYNC", None)
     if full_sync is not None:
         with suppress(OSError):  # not every file system there knows it

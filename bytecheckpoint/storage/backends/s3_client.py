@@ -1,5 +1,5 @@
-"""Clients of botocore for the options that s3fs takes, so that one dict of storage options serves both, and the
-bodies of their answers. Clients are cached in the process, because making one costs more than many requests.
+"""Clients of botocore, made from the options that s3fs takes, so that one dict of storage options serves both; and
+the reading of response bodies. Clients are cached in the process, because making one costs more than many requests.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _session(_process: int, profile: str | None) -> tuple[Any, threading.Lock]:
 
 
 def _create(session: Any, arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
-    """Makes a client whose bodies are verified once, not twice: over TLS by a checksum, else by a signature."""
+    """Makes a client whose request bodies are verified once, not twice: over TLS by a checksum, else by a signature."""
     s3 = {"payload_signing_enabled": False, **(settings.get("s3") or {})}
     client = session.create_client("s3", config=Config(**{**settings, "s3": s3}), **arguments)
     if str(client.meta.endpoint_url).startswith("https:"):
@@ -115,7 +115,9 @@ def _create(session: Any, arguments: Mapping[str, Any], settings: Mapping[str, A
 
 
 def _client_arguments(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arguments of `create_client` and of its Config. Raises ValueError for an unknown option."""
+    """Returns the arguments of `create_client` and of its Config, and empties `options`. Raises ValueError for an
+    unknown option, or one that is given under both of its names.
+    """
     is_anonymous = options.pop("anon", False)
     settings = {
         "connect_timeout": _CONNECT_TIMEOUT_S,
@@ -144,7 +146,9 @@ def _client_arguments(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str
 
 
 def _one_of(options: dict[str, Any], name: str, other: str) -> Any:
-    """Removes an option that has two names, and returns its value; None if neither is given."""
+    """Removes an option that has two names, and returns its value; None if neither is given. Raises ValueError if both
+    are given.
+    """
     values = [value for value in (options.pop(name, None), options.pop(other, None)) if value]
     if len(values) > 1:
         raise ValueError(f"give {name} or {other}, not both")
@@ -174,7 +178,7 @@ def _refuse_truncated_answer(response_dict: Mapping[str, Any], operation_model: 
 
 
 class _BodyParts:
-    """A body that was signed as a whole and is sent in parts: the timeout of a socket holds for each of them."""
+    """A body that was signed as a whole and is sent in parts, so that the socket's timeout applies to each part."""
 
     def __init__(self, content: memoryview) -> None:
         self._content = content
@@ -191,11 +195,12 @@ class _BodyParts:
 
 
 def reader_of(body: Any) -> Callable[[memoryview], int]:
-    """Returns a function that fills memory with the next bytes of a body and returns their number, 0 at the end. It
-    raises the errors of botocore's `readinto`.
+    """Returns a function that fills memory with the next bytes of a body and returns their number, 0 at the end. The
+    function raises the errors of botocore's `readinto`.
 
     It reads from the connection, because botocore and urllib3 copy every byte once more, which costs as much as
-    receiving it. If the connection is not where it is expected, or bytes are encoded, it is botocore's `readinto`.
+    receiving it. Where the connection is not found in the body, or the body is encoded, the function returned is
+    botocore's `readinto`.
     """
     raw: Any = getattr(body, "_raw_stream", None)
     answer = getattr(raw, "_fp", None)

@@ -34,7 +34,9 @@ class S3CopySource(NamedTuple):
 
 
 def copy(requests: S3Requests, source: S3CopySource, key: str, policy: RetryPolicy, *, in_flight: int) -> None:
-    """Copies an object to a key that no other writer uses. Raises FailedRequestError."""
+    """Copies an object to a key that no other writer may use meanwhile: if a copy in parts fails, all uploads to the
+    key are aborted. Raises FailedRequestError.
+    """
     if source.num_bytes <= MAX_COPY_BYTES:
         requests.call("copy_object", policy, Key=key, **source.parameters())
         return

@@ -112,13 +112,15 @@ def is_transient(error: BaseException) -> bool:
 
 
 def may_arrive(error: BaseException) -> bool:
-    """Returns True if the request may still be carried out: it was sent, and no answer says that it was refused."""
+    """Returns True if the request may still be carried out: it may have been sent, and no answer says that it was
+    refused.
+    """
     is_over = is_unreachable(error) or is_throttled(error) or code_of(error) in _REFUSED
     return is_transient(error) and not is_over
 
 
 def is_taken(error: BaseException) -> bool:
-    """Returns True if the name that was to be created exists."""
+    """Returns True if a condition of the request did not hold. With `IfNoneMatch`, the name to be created exists."""
     return code_of(error) in _TAKEN
 
 
@@ -158,7 +160,8 @@ def describe_s3(error: BaseException) -> str:
 def to_store_error(
     failed: FailedRequestError, shown: str, *, doing: str, reason: str, service: Service
 ) -> CheckpointError:
-    """Makes a CheckpointNotFoundError (missing_file), StorageError, or CheckpointSaveError if `doing` is "write".
+    """Makes a CheckpointNotFoundError (missing_file), a StorageError, or, only if `doing` is "write", a
+    CheckpointSaveError (no_space, storage).
 
     `shown` is the object's URL, `reason` the part of `describe_s3` that may be shown.
     """

@@ -92,7 +92,7 @@ class ServiceBackoff:
         self._pause_s = 0.0
 
     def slow_down(self) -> None:
-        """Begins a pause, twice as long as the last one, unless one is on already."""
+        """Begins a pause unless one is on already: twice as long as the last one, but from 0.5 to 2 s."""
         now = time.monotonic()
         with self._lock:
             if now >= self._go_on_s:
@@ -173,12 +173,12 @@ class S3Requests:
         return random.uniform(_FIRST_PAUSE_S / 2, longest_s)  # noqa: S311 - spreads requests, keeps no secret
 
     def _limit_s(self, error: Exception, policy: RetryPolicy) -> float:
-        """Returns how long a request may be retried, in seconds from its first attempt, by the state of the service.
+        """Returns how long a request may be retried, in seconds from its first attempt: `timeout_s`, or
+        _FIRST_CONTACT_S if that is less and one of these holds.
 
-        - It has answered this process: `timeout_s`.
-        - It has never answered, and no connection comes about: _FIRST_CONTACT_S, because most likely there is none.
-        - The last request was given up after all of its time: _FIRST_CONTACT_S, until one succeeds. A save that an
-          outage has ended still cleans up, while other ranks wait for this one.
+        - The service has never answered this process, and cannot be reached: most likely there is none.
+        - The last request to end was given up although a retry might have helped. A save that an outage has ended
+          still cleans up, while other ranks wait for this one.
         """
         is_hopeless = self._has_given_up or (is_no_answer(error) and not self._has_answered.is_set())
         return min(policy.timeout_s, _FIRST_CONTACT_S) if is_hopeless else policy.timeout_s
@@ -193,7 +193,8 @@ class S3Requests:
             raise
 
     def read_range(self, key: str, byte_offset: int, buffer: memoryview, policy: RetryPolicy) -> None:
-        """Fills a flat buffer of at least one byte. Bytes received before a connection broke are not requested again.
+        """Fills a flat buffer of at least one byte. Of the bytes received before a connection broke, at most
+        _READ_BYTES are requested again.
 
         Also raises EndOfObjectError and RangeIgnoredError.
         """

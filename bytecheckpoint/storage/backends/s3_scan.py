@@ -1,6 +1,6 @@
-"""Questions about many folders of a bucket, answered from pages of all keys in order: a page of 1,000 keys tells of
-hundreds of steps. A page that reaches no second folder was not worth it, and one that is out of order, as in directory
-buckets, tells nothing: what is left is then asked folder by folder. Knows no client.
+"""Looks for a name in many folders of a bucket, or lists the folders, by reading pages of all keys in ascending order:
+a page of 1,000 keys covers hundreds of steps. Ends early after a page that covers fewer than two folders, or whose keys
+are out of order, as in directory buckets: the caller then asks for the rest folder by folder. Knows no client.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def _page_after(key: str, read_page: ReadPage) -> _Page | None:
 
 
 def find_keys(wanted: Sequence[str], read_page: ReadPage) -> Mapping[str, bool]:
-    """Returns which of these keys, in ascending order, exist. Keys that the pages do not reach are left out."""
+    """Returns, for each of these keys, which are in ascending order, True if it exists, else False. Keys that the pages
+    do not reach are left out.
+    """
     found: dict[str, bool] = {}
     while len(found) < len(wanted):
         remaining = wanted[len(found) :]
@@ -65,7 +67,7 @@ def list_folders(prefixes: Sequence[str], read_page: ReadPage) -> Mapping[str, M
 
 
 def _listings_in(page: _Page, prefixes: Sequence[str]) -> Iterator[tuple[str, Mapping[str, int | None]]]:
-    """Yields prefix and listing of each folder, in order, whose keys are on the page to the last."""
+    """Yields, in order, prefix and listing of each folder before the first one whose keys may go on after the page."""
     for prefix in prefixes:
         first, stop = (bisect_left(page.keys, key) for key in (prefix, f"{prefix[:-1]}{chr(ord(prefix[-1]) + 1)}"))
         if stop == len(page.keys) and not page.is_last:

@@ -73,7 +73,7 @@ class S3Store:
         self, url: str, storage_options: Mapping[str, object] | None, *, writer_threads: int, timeout_s: float
     ) -> None:
         """`storage_options` are s3fs's. A request is retried for half of `timeout_s`, so that other ranks, which wait
-        that long for this one, get its error.
+        for this one until `timeout_s` is over, get its error.
 
         Raises ValueError for a URL that is none of S3, and StorageError (unavailable) for options that cannot be used.
         """
@@ -122,7 +122,9 @@ class S3Store:
                 raise (replaced_meanwhile(shown) if replace else already_exists(shown)) from error
 
     def duplicate(self, source: str, name: str, *, num_bytes: int) -> None:
-        """Implements `SupportsDuplicate` by a copy that the service makes."""
+        """Implements `SupportsDuplicate` by a copy that the service makes. It replaces an object that another writer
+        creates under the name meanwhile.
+        """
         key, shown, policy = self._key(name), self._show(name), self._policy()
         with self._translated(shown, doing="write"):
             if self._requests.head(key, policy) is not None:
@@ -176,7 +178,7 @@ class S3Store:
         return _shown_names(sizes)
 
     def in_folders(self, folders: Sequence[str], name: str) -> Sequence[bool | None]:
-        """Implements `SupportsInFolders`: a page of keys tells of all folders that it reaches."""
+        """Implements `SupportsInFolders`: one page of keys gives the answer for all folders that it covers."""
         keys = [self._key(join_name(folder, name)) for folder in folders]
         found = self._scan(find_keys, keys)
         return [found.get(key) for key in keys]
@@ -229,7 +231,9 @@ class S3Store:
                 self._requests.refuses.add(_DELETE_MANY)  # the service deletes objects, but not with that request
 
     def _delete_at_once(self, keys: Sequence[str]) -> set[str]:
-        """Returns the keys that the service says it has deleted; none if it refuses the request."""
+        """Returns the keys that the service says it has deleted; none if it refuses the request or did so before, and
+        none for a single key, which is not worth it.
+        """
         if len(keys) == 1 or _DELETE_MANY in self._requests.refuses:
             return set()
         with self._translated(self._shown, doing="delete"):
@@ -243,7 +247,9 @@ class S3Store:
         return {str(entry["Key"]) for entry in answer.get("Deleted", ())}
 
     def check_writable(self) -> None:
-        """Implements `RemoteStore`: begins an upload and aborts it."""
+        """Implements `RemoteStore`: begins an upload and aborts it. Only warns if aborting is refused; raises nothing
+        for a service that has no uploads in parts.
+        """
         key = join_name(self._prefix, f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}-writable")
         lost: list[bool] = []
         try:
@@ -367,5 +373,5 @@ def _check_credentials(options: Mapping[str, object]) -> None:
 
 
 def _message(failed: FailedRequestError) -> Exception:
-    """Returns the service's message as an error of its own."""
+    """Returns an exception with the service's message and the error's notes."""
     return Exception("; ".join([describe_s3(failed.error), *getattr(failed, "__notes__", ())]))

@@ -1,5 +1,6 @@
 """Upload of one object to S3: in one request, or in parts, several in flight, straight out of the memory of its
-blocks. Either the whole object appears or nothing stays behind. It translates no errors.
+blocks. The object appears as a whole or not at all; parts of a failed upload are aborted if the service allows it.
+Translates no errors.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ headers."""
 
 
 class TakenError(Exception):
-    """The name exists, and another writer has made the object there."""
+    """Another writer has created the object, or has replaced or deleted the one that was to be replaced."""
 
 
 class S3Target(NamedTuple):
@@ -66,10 +67,12 @@ def new_target(key: str, *, replace: bool) -> S3Target:
 def send(
     requests: S3Requests, target: S3Target, blocks: Sequence[Block], num_bytes: int, *, in_flight: int, timeout_s: float
 ) -> None:
-    """Publishes the object once all of its blocks have been sent, or copied if it has 16 MiB or less.
+    """Publishes the object after all of its blocks have been sent as parts; an object of 16 MiB or less is copied into
+    memory and sent in one request.
 
-    `in_flight` blocks are entered at a time. Blocks that are too small or too many to be parts are copied into parts:
-    this takes the memory of `in_flight` parts of up to 64 MiB each, or more for objects of more than 576 GiB.
+    Up to `in_flight` blocks are entered at a time. Blocks that are too small or too many to be parts are copied into
+    parts: this takes the memory of `in_flight` parts, each of 16 MiB or, if that is more, a 9,000th of the object, plus
+    less than one block.
 
     Raises TakenError, FailedRequestError, and what a block's `content` raises.
     """
@@ -116,8 +119,8 @@ class _CurrentObject(NamedTuple):
 class _Publication:
     """The request that makes an object visible. If it was carried out and its answer was lost, it has succeeded.
 
-    It is sent under the condition that the name is as it was before the first attempt, so that a request which arrives
-    late, from a save that was given up long ago, changes nothing.
+    If the service supports it, it is sent under the condition that the name is as it was before the first attempt, so
+    that a request which arrives late, from a save that was given up long ago, changes nothing.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class _Publication:
         """Errors of attempts that may still be carried out."""
 
     def run(self) -> None:
-        """Raises TakenError and FailedRequestError."""
+        """Sends the request until the object is visible. Raises TakenError and FailedRequestError."""
         requests, target = self._requests, self._target
         if not target.is_new:
             self._replaced_etag = requests.persist(lambda _: self._current(), self._policy).etag
@@ -199,7 +202,7 @@ class _Publication:
         return is_taken(error) or (bool(self._replaced_etag) and is_missing(error))
 
     def _current(self) -> _CurrentObject:
-        """Makes one attempt; raises S3_ERRORS."""
+        """Returns the object that the name has now. Makes one attempt; raises S3_ERRORS."""
         try:
             found = self._requests.send("head_object", Key=self._target.key)
         except S3_ERRORS as error:
@@ -268,7 +271,7 @@ class _MultipartUpload:
             abort_uploads_of(self._requests, self._target.key)
 
     def _send_part(self, number: int, content: memoryview) -> dict[str, object]:
-        """Returns the entry of this part in the request that completes the upload."""
+        """Sends a part, and returns its entry in the request that completes the upload."""
         checksum = _checksum(self._requests, content)
 
         def attempt(_number: int) -> dict[str, object]:

@@ -40,7 +40,8 @@ class HeldStore:
         stored: StoredAt | None = None,
     ) -> None:
         """`places` says where this host holds data files, by name. `elsewhere` has the lengths, in bytes, of files that
-        other ranks read. All other files are read from `stored`.
+        other ranks read, for `byte_length` only. Files without a place are read from `stored`; without it, they are
+        missing.
         """
         self.wanted: set[str] = set()
         """Names of the data files whose lengths were asked for."""
@@ -83,7 +84,9 @@ class HeldStore:
             raise truncated(f"{self._shown}/{name}", wanted_end=end, found_end=byte_offset + filled)
 
     def byte_length(self, name: str) -> int | None:
-        """Implements `SupportsByteLength`."""
+        """Implements `SupportsByteLength`, and adds the name to `wanted`. If there is no `stored`, raises
+        CheckpointNotFoundError (missing_file) instead of returning None.
+        """
         self.wanted.add(name)
         if name in self._places:
             return self._places[name].byte_length
@@ -124,19 +127,21 @@ class HeldStore:
         return {**stored, **own}
 
     def write(self, name: str, blocks: Sequence[Block], *, replace: bool) -> NoReturn:
-        """Raises the error of a store that is only read."""
+        """Raises StorageError (unsupported): the store is read-only."""
         del blocks, replace
         raise self._read_only(name)
 
     def delete(self, name: str) -> NoReturn:
-        """Raises the error of a store that is only read."""
+        """Raises StorageError (unsupported): the store is read-only."""
         raise self._read_only(name)
 
     def _read_only(self, name: str) -> StorageError:
         return StorageError(f"{self._shown}/{name} is only read, never changed", kind="unsupported", path=self._shown)
 
     def _outside_memory(self, name: str) -> StoredAt:
-        """Returns where files without a place are stored. Raises CheckpointNotFoundError (missing_file)."""
+        """Returns the place where files that this host does not hold are stored. Raises CheckpointNotFoundError
+        (missing_file) if there is none.
+        """
         if self._stored is None:
             raise missing_file(f"{self._shown}/{name}")
         return self._stored

@@ -2,7 +2,7 @@
 version_files.py describe the files in it.
 """
 
-# ruff: noqa: PTH101, PTH102, PTH103, PTH104, PTH108, PTH110, PTH112, PTH116, PTH118, PTH120, PTH123, PTH208 - the calls of `os` by name, as in posix_files.py
+# ruff: noqa: PTH101, PTH102, PTH103, PTH104, PTH108, PTH110, PTH112, PTH116, PTH118, PTH120, PTH123, PTH208
 
 from __future__ import annotations
 
@@ -154,13 +154,14 @@ def open_job(root: str, location: str) -> JobFolder:
 
 
 def find_job(root: str, location: str) -> JobFolder | None:
-    """Returns the folder of a job, or None if there is none. Raises StorageError as `open_job` does."""
+    """Returns the folder of a job, or None if there is none. Raises StorageError as `find_jobs` does."""
     return next((job for job, _ in find_jobs(root) if job.path.endswith(f"/{job_name(location)}")), None)
 
 
 def find_jobs(root: str) -> list[tuple[JobFolder, JobDescription]]:
-    """Returns the folders of this user's jobs in a memory root, with descriptions of the jobs; none if the root or its
-    id is missing. Raises StorageError if the root cannot be read, or a job's folder is not private to this user.
+    """Returns the folders of this user's jobs in a memory root, with descriptions of the jobs, whose location is
+    "(unknown)" if it cannot be read; none if the root or its id is missing or the id damaged. Raises StorageError if
+    the root cannot be read, or a job's folder is not private to this user.
     """
     found: list[tuple[JobFolder, JobDescription]] = []
     with _using(root):
@@ -182,7 +183,7 @@ def find_jobs(root: str) -> list[tuple[JobFolder, JobDescription]]:
 
 
 def is_in_memory(root: str) -> bool:
-    """Returns False if the folder is known to lie on something else than tmpfs or ramfs."""
+    """Returns False if the folder is known to lie on something else than tmpfs or ramfs, else True."""
     path, nearest = os.path.realpath(root), ("", _TMPFS)
     with suppress(OSError), open("/proc/self/mounts", encoding="utf-8", errors="replace") as mounts:
         for line in mounts:

@@ -20,7 +20,7 @@ _UNLIMITED = 1 << 60
 
 
 class RoomLimit(NamedTuple):
-    """Bytes that may still be allocated, and for messages the name of the limit and advice against it."""
+    """Bytes that may still be allocated, and for messages the name of the limit and advice on how to get more."""
 
     free_bytes: int
     name: str
@@ -28,8 +28,9 @@ class RoomLimit(NamedTuple):
 
 
 def check_room(root: str, new_bytes: int, *, held_bytes: int, max_bytes: int | None) -> None:
-    """Raises CheckpointSaveError (no_space) if the root cannot hold `new_bytes` more than the `held_bytes` of all slots
-    of the job on this host.
+    """Raises CheckpointSaveError (no_space) if `new_bytes` more would leave less than 16 MiB free in the root, the host
+    or the container, or would exceed `max_bytes` with the `held_bytes` of all slots of the job on this host. Never
+    raises for 0 `new_bytes`.
     """
     limits = [*_file_system(root), *_host_memory(), *container_limits()]
     if max_bytes is not None:
@@ -66,8 +67,8 @@ def _host_memory() -> Iterator[RoomLimit]:
 
 
 def container_limits(groups: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup") -> Iterator[RoomLimit]:
-    """Yields the limits of the control groups that this process is in, of version 1 and 2: tmpfs counts into them, and
-    the kernel ends a process that passes one.
+    """Yields the limits of the control groups that this process is in, of version 1 and 2: tmpfs counts towards them,
+    and the kernel kills a process if one is exceeded.
     """
     try:
         lines = Path(groups).read_text(encoding="utf-8").splitlines()
@@ -83,7 +84,7 @@ def container_limits(groups: str = "/proc/self/cgroup", mount: str = "/sys/fs/cg
 
 
 def _limits_of(mount: Path, path: str, limit_name: str, usage_name: str, reclaimable_name: str) -> Iterator[RoomLimit]:
-    """Yields the limits of a control group and of those above it. A container may see only its own, as the root."""
+    """Yields the limits of a control group and of those above it. A container may see its own group only, as root."""
     group_path = Path(path.strip("/"))
     for group in {mount / group_path, *(mount / parent for parent in group_path.parents), mount}:
         with suppress(OSError, ValueError):

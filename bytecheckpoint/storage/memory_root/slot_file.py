@@ -1,5 +1,5 @@
-"""A slot: one file of a memory root with the image of the data files of one rank in one save. Its pages are kept from
-save to save, because the first touch of a page costs more than the copy into it.
+"""A slot: one file of a memory root with the image of data files of one save, in most slots those of one rank. Its
+pages are kept from save to save, because the first touch of a page costs more than the copy into it.
 
     header: magic, length, checksum, then a SlotHeader; up to a page boundary
     image: the data files, each from a page boundary on, as staging lays them out
@@ -80,7 +80,7 @@ class FoundSlot(NamedTuple):
 
     @property
     def save_id(self) -> str:
-        """Id of the save whose bytes the slot has, whole or not; empty if there is none."""
+        """Id of the save whose image is whole here; empty if there is none, also while a new image is being written."""
         return self.header.save_id if self.header is not None else ""
 
     def places(self) -> dict[str, FilePlace]:
@@ -114,8 +114,8 @@ class Slot:
         return self._header.save_id if self._header is not None else ""
 
     def reserve(self, num_bytes: int, mapping: type[mmap.mmap] = mmap.mmap) -> None:
-        """Makes the slot at least so long, with its pages allocated, and maps it. Raises OSError if there is no
-        room.
+        """Makes the slot at least `num_bytes` long, with its pages allocated, and maps it. Raises OSError if there is
+        no room.
         """
         if self._memory is not None and len(self._memory) >= num_bytes:
             return
@@ -202,7 +202,7 @@ def image_starts(lengths: Sequence[int]) -> list[int]:
 
 
 def create(folder: str) -> Slot:
-    """Makes a new slot without memory, held by this process."""
+    """Makes a new slot of 0 bytes, held by this process."""
     name = secrets.token_hex(8)
     temporary, path = os.path.join(folder, f"{TEMPORARY_PREFIX}{name}"), os.path.join(folder, name)
     os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))

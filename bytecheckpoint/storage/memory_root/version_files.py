@@ -67,7 +67,9 @@ def add_pending(job: JobFolder, record: VersionRecord, content: bytes) -> None:
 
 
 def mark_complete(job: JobFolder, save_id: str) -> None:
-    """Notes that all hosts have the manifest. Of earlier versions, keeps only the newest and the protected one."""
+    """Notes that all hosts have the manifest. Of the versions before it, keeps only the last one and the protected one,
+    and removes the records of the others. Raises FileNotFoundError if it is not pending.
+    """
     os.rename(_path(job, save_id, "pending"), _path(job, save_id, "manifest"))
     found = sorted(read_versions(job), key=lambda version: version.record.number)
     newest = next((version.record.number for version in found if version.record.save_id == save_id), 0)
@@ -91,14 +93,16 @@ def protected_save(job: JobFolder) -> str:
 
 
 def remove(job: JobFolder, save_id: str) -> None:
-    """Removes what the host knows of a version."""
+    """Removes the manifest of a version, so that the host no longer knows it. Slots with its data stay."""
     for ending in ("pending", "manifest"):
         with suppress(FileNotFoundError):
             os.unlink(_path(job, save_id, ending))
 
 
 def read_versions(job: JobFolder) -> list[HeldVersion]:
-    """Returns the versions that the host knows, oldest first. A damaged manifest is left out."""
+    """Returns the versions that the host knows, in ascending order of generation, then step, then number, not of age.
+    Damaged ones are left out.
+    """
     found = []
     for name in os.listdir(job.versions):
         match = _NAME.match(name)
@@ -120,8 +124,9 @@ def remove_stale_temporaries(job: JobFolder) -> None:
 
 
 def needed_saves(job: JobFolder) -> set[str]:
-    """Returns the ids of the saves whose slots must stay, as far as this host can tell alone: the newest complete
-    version, the newest that survives the loss of a host, and pending ones, one of which other hosts may have completed.
+    """Returns the ids of the saves whose slots must stay, as far as this host can tell alone: of the newest complete
+    version, of all pending ones after it, one of which other hosts may have completed, and of the newest version that
+    survives the loss of a host.
     """
     found = sorted(read_versions(job), key=lambda version: version.record.number)
     complete = [number for number, version in enumerate(found) if version.is_complete]
