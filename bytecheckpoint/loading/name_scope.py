@@ -155,7 +155,7 @@ def fit_state(ranks: Ranks, scope: NameScope, wanted: WantedState, plan: Callabl
 
 
 def _entries(stored: CheckpointView) -> set[str]:
-    """Returns the state FQNs of the entries of a checkpoint that also has tensors outside of entries; else none."""
+    """Returns the state FQNs of the entries of a checkpoint; an empty set if no tensor is outside of entries."""
     found = {
         fqn
         for fqn, tree in stored.trees.items()

@@ -80,8 +80,7 @@ def retry_replaced(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def _with_previous(error: CheckpointError, previous: CheckpointError | None) -> CheckpointError:
-    """Returns the error, with that of the previous attempt added if there was one, as that may have changed the state.
-    """
+    """Returns the error, with that of the previous attempt, if any, added: that attempt may have changed the state."""
     if previous is None:
         return error
     message = f"{error.message}. This was another attempt; the one before ended so: {previous.message}"

@@ -27,8 +27,8 @@ def damaged_files(store: HeldStore, files: Sequence[DataFile]) -> list[str]:
 
 
 def choose_good_places(view: HostView, save_id: str, files: Sequence[DataFile]) -> None:
-    """For each file of this save that one kind of holder has in several slots, puts an undamaged place into
-    `view.places`. Keeps the place that is there if all are damaged.
+    """Puts an undamaged place into `view.places` for each file of this save that one kind of holder has in several
+    slots. Keeps the place that is there if all are damaged.
     """
     by_name = {file.name: file for file in files}
     for (of_save, kind), others in view.others.items():

@@ -119,7 +119,7 @@ class _NoStore:
 
 def hold(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any]) -> CheckpointInfo:
     """Holds a save in memory and nowhere else. Raises on every rank what `save` documents; also if a copy fails, and
-    then the save is complete in memory without copies.
+    then the save stays complete in memory, without its copies.
     """
     call, target = prepared.call, prepared.target
     prepared.progress.never_reach("storage", f"the save to {target.path} goes to memory only: it is never committed")
@@ -183,8 +183,8 @@ def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[s
 
 
 def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> CheckpointError | None:
-    """Protects the save by copies or parity on other failure domains. Returns the error with which that failed, the
-    same on all ranks; None if it did not fail, or if the options want one copy and no parity.
+    """Protects the save by copies or parity in other failure domains. Returns the error with which that failed, the
+    same on all ranks; else None, also if the options want no copies or there are too few failure domains for them.
     """
     memory, progress = prepared.options.memory, prepared.progress
     ranks, about, timer = prepared.call

@@ -150,8 +150,8 @@ def _offered(inputs: RebuildInput, host: str) -> Iterator[memoryview]:
 
 
 def _order(version: VersionPlan, payloads: Sequence[bytes]) -> Sequence[bytes]:
-    """Returns the reply to every rank. Assigns each lost member to one rank, in turn, ranks without a block first; but
-    none whose group has another member without a block, which cannot be rebuilt.
+    """Returns the reply to every rank. Assigns each lost member to one rank, in turn, ranks without a block first.
+    Skips a lost member if another member of its group offers no block: then it cannot be rebuilt.
     """
     offers = [msgspec.msgpack.decode(payload, type=_HostOffer) for payload in payloads]
     first: dict[str, int] = {}

@@ -128,8 +128,8 @@ class ResumeCall:
         """Data files of each save that were rebuilt, or were to be."""
 
     def run(self, calls: ResumeLoads) -> LoadReport | None:
-        """Loads the newest version that loads. Returns None if there is none at all, and raises CheckpointCorruptError
-        if there are versions, but none that can be loaded.
+        """Loads the newest version that can be loaded. Returns None if memory and path hold none, and raises
+        CheckpointCorruptError if they hold some, but none that can be loaded.
         """
         while True:
             choice, content = self._choose()

@@ -166,9 +166,9 @@ def look_at_path(
 def look_for_branches(
     store: Store, known: Sequence[StoredManifest], abandoned: Collection[int]
 ) -> list[StoredManifest]:
-    """Returns the committed steps before the `known` ones whose generation is higher than that of all later steps:
-    training went back to a step before them and left the later ones. Reads the manifests of all these steps; none, and
-    returns none, if no `known` step has a generation.
+    """Returns the committed steps before the `known` ones that have a higher generation than every later step: training
+    went back to a step before them, and no longer goes on from the later ones. Reads the manifests of all steps before
+    the `known` ones; if no `known` step has a generation, reads nothing and returns an empty list.
     """
     generations = [each.version.generation for each in known if each.version.generation is not None]
     if not generations:

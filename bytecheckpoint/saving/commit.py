@@ -100,8 +100,8 @@ def remember_files(prepared: PreparedSave, files: SaveFiles, written: Sequence[D
 
 
 def warn_of_slow_phases(prepared: PreparedSave, reports: Sequence[TimedReport], committed: CheckpointInfo) -> None:
-    """On the coordinator, adds the times of this save to the history, and warns of phases that took much longer than
-    in earlier saves. Ranks report before upload and commit: of these phases only the coordinator's times are known.
+    """Adds the times of this save to the history, and warns of phases that took much longer than in earlier saves; on
+    the coordinator only. Ranks report before upload and commit, so the times of these two are the coordinator's.
     """
     ranks, store = prepared.call.ranks, prepared.target.store
     if ranks.rank != COORDINATOR:

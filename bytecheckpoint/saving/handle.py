@@ -51,13 +51,13 @@ class SaveHandle:
             self.result()
 
     def progress(self) -> Progress:
-        """Returns how far this rank is: phase, bytes done, bytes in all and rate. Does not block."""
+        """Returns how far this rank is: the phase, and its bytes done, bytes in all and rate. Does not block."""
         return self._progress.meter.now()
 
     def local(self, timeout: float | None = None) -> LocalInfo:
         """Blocks until every rank's data is durable in the local stage, so that `bcp.recover` could commit it after a
-        crash. If the disk of a rank is full, the data of that rank is durable at the path instead. `timeout` is in
-        seconds.
+        crash. If the disk of a rank is full, the data of that rank is durable at the path instead; if rank 0's disk has
+        no room for the manifest, blocks until the save is committed. `timeout` is in seconds.
 
         Raises the error with which the save failed before, TimeoutError if it is not that far, and
         CheckpointMismatchError (conflict) if the save has no local stage.

@@ -288,7 +288,7 @@ class SavesInFlight:
             progress.outcome.exception()
 
     def _report_at_exit(self) -> None:
-        """Prints saves cut short and errors that no caller has seen; ends the process with an exit code for them."""
+        """Prints saves cut short and errors that no caller has seen; if there are any, exits at once with code 1."""
         # The interpreter waits for saves, unless Ctrl-C or an exception of a signal handler cuts that short.
         under_way = [progress.path for progress in self._all if not progress.outcome.done()]
         errors = [(progress.path, progress.take_unseen_error()) for progress in self._all]
@@ -368,7 +368,7 @@ def process_state() -> ProcessState:
 
 
 def wait_until_numbered() -> None:
-    """Waits until another call may begin: ranks must number their calls in one order. Raises as the method does."""
+    """Waits until another call may begin, numbered alike on all ranks. Raises where a save waits for this thread."""
     for state in _STATE.values():
         state.saves.wait_until_numbered()
 

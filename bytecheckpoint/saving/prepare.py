@@ -66,8 +66,8 @@ def take_snapshot(
     staging_bytes: int | None,
     memory: MemoryPart | None = None,
 ) -> Snapshot:
-    """Returns the snapshot of these files, with `memory` in a slot. The state may change after its `stage()`; of the
-    kind `none`, only after all was written.
+    """Returns the snapshot of these files, in a slot of `memory` if that is given. The state may change after its
+    `stage()`; with the kind `none`, only after everything is written.
     """
     if kind == "none":
         return LiveState(files, buffers.scratch, ready)

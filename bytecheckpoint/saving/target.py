@@ -96,9 +96,9 @@ class SaveTarget(NamedTuple):
         return self.overwrite if self.owner is None else self.owner.may_replace()
 
     def refuse_existing(self, ranks: Ranks) -> None:
-        """On the coordinator, raises CheckpointExistsError, before anything is written, if a committed checkpoint must
-        not be replaced or must not have another one beside it, and StorageError (unsupported) if the store cannot
-        replace it. Does nothing on the other ranks.
+        """Raises CheckpointExistsError, before anything is written, if a committed checkpoint must not be replaced or
+        must not have another one beside it, and StorageError (unsupported) if the store cannot replace it. Only the
+        coordinator looks; does nothing on the other ranks.
         """
         if ranks.rank == COORDINATOR:
             store, folder = self.store, self.folder

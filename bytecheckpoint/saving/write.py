@@ -32,8 +32,8 @@ from bytecheckpoint.storage.store import SupportsDuplicate
 
 
 def find_reusable(ranks: Ranks, target: SaveTarget, history: RootHistory | None) -> FileReuse | None:
-    """Returns the files of the newest checkpoint under the root that this rank may take: none if there is no such
-    checkpoint. Returns None without `history`, or if the store cannot duplicate files.
+    """Returns the files of the newest checkpoint under the root that this rank may take; an empty FileReuse if there is
+    no such checkpoint. Returns None without `history`, or if the store cannot duplicate files.
 
     All ranks call this together: the coordinator says which checkpoint that is, and sends the records of its files to
     ranks that have not saved it themselves.

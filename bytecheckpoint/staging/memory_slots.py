@@ -116,8 +116,8 @@ class JobMemory:
 
     def settle(self, save_id: str, *, is_protected: bool = False) -> None:
         """Keeps the slots of this save, which is complete on all hosts, or from which all ranks have resumed. Unless it
-        is protected against the loss of a host, also keeps the slots of the newest save that is. Unlinks the other
-        slots of this process, except a spare one for the next save.
+        is protected against the loss of a host, also keeps the slots of the newest save that is. Unlinks other slots of
+        this process beyond two in all, or three where it keeps those of two saves.
         """
         protected = "" if is_protected else version_files.protected_save(self.job)
         self._settled = {save_id, protected} - {""}

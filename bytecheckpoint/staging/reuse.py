@@ -52,7 +52,7 @@ class RootHistory:
 
     def frozen(self, marked: Collection[str]) -> frozenset[str]:
         """Returns the FQNs that get files of their own: those `marked` and those found unchanged, without those that
-        changed in any later save.
+        have ever differed between two saves in a row.
         """
         return (frozenset(marked) | (self._unchanged or frozenset())) - self._changed
 

@@ -40,8 +40,8 @@ class Snapshot(Protocol):
         """Waits until writing may begin without slowing down staging, for which training may be waiting."""
 
     def content(self, block: Block) -> AbstractContextManager[memoryview]:
-        """Yields the bytes of a planned block, as the state was. Entered in file order, from any thread, one block at a
-        time.
+        """Yields the bytes of a planned block, as the state was when the save began. Blocks are entered one by one, in
+        file order, from any thread; several may be open at once.
         """
 
     def close(self) -> None:
