@@ -66,7 +66,7 @@ class Budgets(NamedTuple):
 
 
 def budgets_of(source: Source, extents: Extents, wanted_bytes: int) -> Budgets:
-    """Divides half of the scratch memory; the other half is for what this rank reads for itself alone."""
+    """Divides up to half of the scratch memory, more for a long extent. The rest is for what only this rank wants."""
     scratch_bytes = source.options.scratch_bytes
     unit_bytes = source.unit_bytes
     least = extents.longest_unit(unit_bytes) + ALIGNMENT
@@ -326,8 +326,8 @@ class _Exchange:
             connection.send_ack()
 
     def _connect(self, reader: int, request: bytes) -> Connection:
-        """Returns a connection to the reader rank. If this rank has failed meanwhile, the reader rank is sent
-        DISCONNECT.
+        """Returns a connection to the reader rank. If this rank has failed meanwhile, sends DISCONNECT to the reader
+        rank and raises PeerLeftError.
         """
         try:
             connection = connect(

@@ -51,7 +51,9 @@ def plan_together(ranks: Ranks, source: Source, matched: Matched) -> list[Fetch]
 
 
 def plan_again(source: Source, match: Match, *, checked: Sequence[Fetch]) -> list[Fetch]:
-    """Returns the plan once memory was made, and checks files that are new in it. Raises like `Source.plan`."""
+    """Returns a new plan, for a match made after the state was given memory. Checks the files that the plan `checked`
+    does not read. Raises like `Source.plan`.
+    """
     fetches = source.plan_unchecked(match.shards, match.stored_fqns)
     new = set(wanted_files(fetches)).difference(wanted_files(checked))
     source.check_files(new, verify=source.options.verify)

@@ -56,7 +56,9 @@ def files_of(own: Files, manifest: Manifest, opening: Opening, *, follow_links: 
 
 
 def opening_at(path: str, opening: Opening, *, follow_links: bool) -> Opening:
-    """Returns how to open this path: without storage options if it is local and links are followed: these need them."""
+    """Returns how to open this path. Leaves the storage options out if the path is local and links are followed: then
+    the options are meant for the store that a link leads to.
+    """
     return opening._replace(storage_options=None) if follow_links and is_local(path) else opening
 
 
@@ -107,7 +109,9 @@ def sample_faults(store: Store, names: Sequence[str], files: Sequence[DataFile],
 
 
 def check_samples(store: Store, folder: str, files: Iterable[DataFile], *, threads: int) -> None:
-    """Raises CheckpointCorruptError (checksum) if one of these files was written again after the link was made."""
+    """Raises CheckpointCorruptError (checksum) if one of these files was written again after the link was made. A file
+    without samples is not checked.
+    """
     sampled = [file for file in files if file.samples]
     names = [join_name(folder, file.name) for file in sampled]
     changed = sorted({fault.file for fault in sample_faults(store, names, sampled, threads=threads)})

@@ -173,7 +173,7 @@ def _read_only(match: Match) -> list[int]:
 
 
 def _problem(shard: LocalShard, stored: StoredTensor, *, cast: bool) -> Problem | None:
-    """Returns why the shard cannot be filled from the stored tensor, if so."""
+    """Returns the problem for which the shard cannot be filled from the stored tensor, or None."""
     fqn, dtype, shape, _, tensor, address, _, _ = shard
     if address and stored.shape == shape and stored.dtype == dtype:  # most of a state
         return None

@@ -78,8 +78,10 @@ def merge_findings(
     other_name: str = "",
     has_experts: bool = False,
 ) -> MergedFindings:
-    """Returns everything that does not fit on some rank; with `strict` all of it but for the `ignored` kinds is one
-    CheckpointMismatchError on every rank, unless the result `is_open`. Ranks that see different names raise `conflict`.
+    """Returns, on every rank, everything that does not fit on some rank. With `strict`, raises one
+    CheckpointMismatchError on every rank instead, if any of it is not of the `ignored` kinds, a rule matches nothing,
+    or nothing would be filled; but never if the result `is_open`. Raises CheckpointMismatchError (conflict), also
+    without `strict`, if ranks see different names.
 
     Keys are unexpected if the checkpoint has them under a top-level name of the state and no rank takes them.
     """
@@ -122,7 +124,9 @@ def _is_refused(merged: MergedFindings, ignored: Collection[str]) -> bool:
 
 
 def warn_of_unused(merged: MergedFindings, path: str) -> None:
-    """Warns once of rules that match nothing, and of a load that filled nothing: mostly names are misspelt."""
+    """Issues one warning for rules that match nothing and for a load that filled nothing, if there is either: most
+    often a name is misspelt.
+    """
     texts = [f"{rule} matches nothing in the checkpoint" for rule in merged.unused]
     if not merged.fills:
         texts.append("nothing of the state was filled")

@@ -56,8 +56,9 @@ class NameScope(NamedTuple):
         )
 
     def other_name(self, names: Sequence[str], entries: Sequence[Entry]) -> str:
-        """Returns the name of the state below which all tensors of the checkpoint may belong: the name if there is only
-        one; of several the only one, or only model, whose plain data it lacks; "" if there is no such name.
+        """Returns the one of `names`, those of the state, below which all tensors of the checkpoint may belong: the
+        only name; or the only one without plain data in the checkpoint; or, of several without, the only model. Returns
+        "" if there is no such name, or the state has only data loaders.
         """
         if all(isinstance(entry, DataLoaderEntry) for entry in entries):  # whose state is never a whole checkpoint
             return ""
@@ -119,7 +120,8 @@ def fit_state(ranks: Ranks, scope: NameScope, wanted: WantedState, plan: Callabl
     put below a name of the state that is no entry of it, and with its separate tensors of experts stacked. Takes the
     comparison that fits best on all ranks together.
 
-    Raises the errors of `plan`, and CheckpointMismatchError on every rank if something does not fit on one of them.
+    Raises the errors of `plan`, and those of `merge_findings`: with `strict`, CheckpointMismatchError on every rank if
+    something does not fit on one of them.
     """
     as_it_is = match_named(scope, wanted)
     names = list(map(str, wanted.state))
@@ -153,7 +155,7 @@ def fit_state(ranks: Ranks, scope: NameScope, wanted: WantedState, plan: Callabl
 
 
 def _entries(stored: CheckpointView) -> set[str]:
-    """Returns the state FQNs of the entries of a checkpoint, if it also has tensors outside of entries."""
+    """Returns the state FQNs of the entries of a checkpoint; an empty set if no tensor is outside of entries."""
     found = {
         fqn
         for fqn, tree in stored.trees.items()

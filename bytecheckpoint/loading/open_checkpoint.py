@@ -80,7 +80,7 @@ def retry_replaced(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def _with_previous(error: CheckpointError, previous: CheckpointError | None) -> CheckpointError:
-    """Returns the error with that of the previous attempt added, if there was one, which may have changed the state."""
+    """Returns the error, with that of the previous attempt, if any, added: that attempt may have changed the state."""
     if previous is None:
         return error
     message = f"{error.message}. This was another attempt; the one before ended so: {previous.message}"
@@ -88,7 +88,9 @@ def _with_previous(error: CheckpointError, previous: CheckpointError | None) -> 
 
 
 def open_together(ranks: Ranks, target: LoadTarget, options: LoadOptions) -> Source:
-    """Opens the checkpoint for all. Raises as `find_checkpoint`, `manifest_bytes` and `files_of`; or `conflict`."""
+    """Opens the checkpoint for all. Raises as `find_checkpoint`, `manifest_bytes` and `files_of`; and
+    CheckpointMismatchError (conflict) if ranks ask for different checkpoints, or a step's folder was renamed.
+    """
     opening = Opening(target.storage_options, options.timeout_s)
     at_root = opening_at(target.root, opening, follow_links=options.follow_links)
 

@@ -27,7 +27,7 @@ class StateChanges:
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:
-        """Notes that the block may overwrite some of the state, and has when it ends without an error."""
+        """Notes that the block may overwrite some of the state; when it ends without an error, that it has done so."""
         self.may_have_overwritten = True
         yield
         self._has_overwritten = True

@@ -73,7 +73,9 @@ class PlainData:
         return {self._rename(fqn) if "." in fqn else fqn: tree for fqn, tree in chosen.items() if tree is not _NOTHING}
 
     def _chosen(self, fqn: str, value: Any) -> Any:
-        """Returns the selected part of a value, with new names in references; _NOTHING if no part is selected."""
+        """Returns the selected part of a value, with new names in references; _NOTHING if no part is selected. Raises
+        CheckpointMismatchError (conflict) for a list with tensors of which only a part is selected.
+        """
         if is_optimizer_tree(value):
             return value if self._has_optimizer(fqn, value) else _NOTHING
         if isinstance(value, TensorRef):
@@ -101,7 +103,7 @@ class PlainData:
         return TensorRef(names[ref.fqn]) if ref.fqn in names else _NOTHING
 
     def _has_optimizer(self, fqn: str, tree: Any) -> bool:
-        """Returns True if any part of the optimizer is selected, or its own name is."""
+        """Returns True if any part of the optimizer is selected, or if `include` takes its own name."""
         prefix, takes = join_fqn(fqn, "state."), self._request.takes
         if any(name.startswith(prefix) for name in self._selection.names) or any(map(takes, leaves(tree, fqn))):
             return True
@@ -173,10 +175,10 @@ class PlainData:
         return value if self._request.is_in_memory else as_plain(value)
 
     def _optimizer(self, tree: Mapping[str, Any], fqn: str, placed: set[str]) -> dict[str, Any]:
-        """Returns the state_dict() of the optimizer, with parameters by name or, if they had none, by position; or the
-        same flat.
+        """Returns the state_dict() of the optimizer, with parameters by name or, if they had none, by position. With
+        `flatten_optimizer`, returns it on one level instead.
 
-        Raises CheckpointMismatchError (conflict) if it is to be flat and has no names.
+        Raises CheckpointMismatchError (conflict) if it is to be flat and its parameters have no names.
         """
         known = {name for group in tree["groups"].values() for name in group["params"]}
 

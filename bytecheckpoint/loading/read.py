@@ -108,13 +108,14 @@ class Source:
 
     @property
     def unit_bytes(self) -> int:
-        """Longest fetch of what other ranks want too, unless an extent is longer."""
+        """Bytes of the longest fetch of what other ranks want too, unless an extent is longer."""
         # As short as the store allows: what is passed on is still in the processor's cache.
         shortest = max(_EXTENT_BYTES, 2 * self.store.access.gap_bytes)
         return max(1, min(self.max_fetch_bytes, self.options.scratch_bytes // _UNITS_IN_SCRATCH, shortest))
 
     def plan(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Fetch]:
-        """Returns the fetches that fill these shards, each from the stored tensor of its number; checks the data files.
+        """Returns the fetches that fill each of the shards from the stored tensor with the same index in `stored_fqns`;
+        checks the data files.
 
         Raises CheckpointMismatchError (coverage), CheckpointNotFoundError (missing_file, replaced) or
         CheckpointCorruptError (truncated, checksum, bad_manifest, unsupported_version); nothing has been read then.
@@ -124,7 +125,7 @@ class Source:
         return fetches
 
     def plan_unchecked(self, shards: Sequence[LocalShard], stored_fqns: Sequence[str]) -> list[Fetch]:
-        """Plans as `plan` does, but without looking at the data files: the caller has checked them."""
+        """Plans as `plan` does, but without looking at the data files: the caller checks them before it reads."""
         options, targets, dtypes = self.options, TargetShards.of(shards), self._dtypes(stored_fqns)
         # For a shard with an address, equal dtypes are enough.
         are_flat = list(map(eq, targets.dtypes, dtypes))
@@ -166,7 +167,7 @@ class Source:
         return Targets(shards, self._dtypes(stored_fqns), lanes)
 
     def with_targets(self, fetches: Sequence[Fetch], targets: Targets, stored_fqns: Sequence[str]) -> list[Fetch]:
-        """Returns the fetches of a plan that was made for these shards, with the memory that they go to."""
+        """Returns the fetches of a plan that was made for the shards of `targets`, with the memory that they go to."""
         if not isinstance(self.store, SupportsReadPieces):
             return [self.with_place(fetch, targets, stored_fqns) for fetch in fetches]
         places = [None if fetch.is_direct else places_of(fetch, targets) for fetch in fetches]

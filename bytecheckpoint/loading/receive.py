@@ -52,8 +52,8 @@ class Receiver:
         """Receives the pieces that follow the header into their places in `content`, the memory of the unit. Bytes
         between the pieces are not changed.
 
-        Raises CheckpointCorruptError (checksum) if the bytes received are not those that were sent, and CheckpointError
-        (rank_failed) if the header announces another length.
+        Raises CheckpointError (rank_failed) if the header announces another length, and, if the options have `verify`,
+        CheckpointCorruptError (checksum) if the bytes received are not those that were sent.
         """
         names = first_names(self._stored_fqns[part.want] for part in fetch.all_parts) or "what other ranks wanted"
         num_bytes = sum(piece.byte_length for piece in pieces)
@@ -74,7 +74,7 @@ class Receiver:
                 view[...] = received[end - view.size : end].reshape(view.shape)
 
     def place(self, fetch: Fetch, content: memoryview) -> None:
-        """Puts the verified bytes of a fetch, in writable memory, into the tensors."""
+        """Puts the bytes of a fetch, in writable memory and verified if the options ask it, into the tensors."""
         if not fetch.all_parts:
             return
         fetch = self._source.with_place(fetch._replace(is_direct=False), self._targets, self._stored_fqns)
@@ -94,8 +94,8 @@ def pieces_of(fetch: Fetch) -> tuple[ByteRange, ...]:
 
 
 def united(fetch: Fetch, requests: Iterable[Iterable[ByteRange]]) -> tuple[ByteRange, ...]:
-    """Returns the pieces to ask for if several ranks want pieces of a unit: one piece, the whole unit, unless that is
-    much more than they want.
+    """Returns the pieces to ask for if several ranks want pieces of a unit: the whole unit as one piece if their pieces
+    add up to nearly all of it, else each of these pieces once.
     """
     pieces = tuple(dict.fromkeys(chain.from_iterable(requests)))
     is_most = sum(piece.byte_length for piece in pieces) >= _MOST_OF_A_UNIT * fetch.byte_length
@@ -109,7 +109,8 @@ def read_common(
     file and byte offset. Its reader passes it to the coordinator, which broadcasts it: no rank connects to another
     one for them. All ranks must call this with the same runs.
 
-    Raises the errors of reading, and CheckpointCorruptError (checksum) for bytes that were damaged since.
+    Raises the errors of reading, and, if the options have `verify`, CheckpointCorruptError (checksum) for bytes that
+    were damaged since.
     """
     runs, readers = share.common, share.common_readers
     if not runs:
@@ -145,7 +146,9 @@ def _gather_common(parts: Sequence[memoryview], readers: Sequence[int], ranks: R
 
 
 def _verify(content: memoryview, run: ExtentRun, bounds: Sequence[int], file: DataFile, *, reader: str) -> None:
-    """Raises `damaged` if an extent differs from the manifest, also for bytes that changed in the reader's memory."""
+    """Raises CheckpointCorruptError (checksum) if an extent does not match its checksum in the manifest, even if its
+    bytes changed only in the memory of the reader rank.
+    """
     for number in range(run.first, run.end) if file.extent_lengths else ():
         start, end = bounds[number], bounds[number + 1]
         part = content[start - bounds[run.first] : end - bounds[run.first]]

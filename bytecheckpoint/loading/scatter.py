@@ -75,7 +75,7 @@ def takes_bytes(shard: LocalShard, stored_dtype: str) -> bool:
 
 
 def memory_of(part: Part, targets: Targets) -> memoryview | None:
-    """Returns the host memory of the bytes of a part, if they need no conversion."""
+    """Returns the host memory that takes the bytes of a part as they are; None if there is none."""
     if not isinstance(part, FlatPart) or not targets.addresses[part.want]:
         return None
     memory = as_bytes(targets.shards[part.want].tensor)
@@ -83,7 +83,7 @@ def memory_of(part: Part, targets: Targets) -> memoryview | None:
 
 
 def device_memory_of(part: Part, targets: Targets) -> torch.Tensor | None:
-    """Returns the memory of the bytes of a part on a device with streams, if they need no conversion."""
+    """Returns the memory on a device with streams that takes the bytes of a part as they are; None if there is none."""
     if not isinstance(part, FlatPart) or targets.lane(part.want) is None:
         return None
     end = part.target_byte_offset + part.byte_length
@@ -199,8 +199,8 @@ def _place_box(part: BoxPart, content: memoryview, targets: Targets) -> None:
 
 
 def _check_values_fit(shard: LocalShard, stored: torch.Tensor) -> None:
-    """Raises CheckpointMismatchError (dtype) for values that an integer dtype does not have: torch would make others of
-    them. Floating-point dtypes may round.
+    """Raises CheckpointMismatchError (dtype) if the shard has an integer dtype or bool and a stored value would change
+    in it. Floating-point and complex dtypes may round.
     """
     dtype = torch_dtype(shard.dtype)
     if dtype.is_floating_point or dtype.is_complex:

@@ -48,8 +48,8 @@ class SelectionRequest:
     """The tree is returned and not written: values keep their types, and a selection without tensors is no error."""
 
     def takes(self, fqn: str) -> bool:
-        """Returns True if the tensor is included. A tensor that differs from rank to rank is also matched by the name
-        of its value.
+        """Returns True if the tensor is included and not excluded. A tensor that differs from rank to rank is also
+        matched by the name of its value.
         """
         names = {fqn, without_content(fqn)}
         is_included = not self.include or any(fnmatchcase(name, glob) for glob in self.include for name in names)
@@ -96,7 +96,9 @@ class ModelNames(NamedTuple):
     """FQNs that the map does not know, and that `keep_unmapped` keeps."""
 
     def entry(self, fqns: Sequence[str]) -> str:
-        """Returns the prefix of the model to which these tensors belong; of several models, the prefix of the first."""
+        """Returns the prefix of the model to which these tensors belong, or "" if none belongs to one. Of several
+        models, takes the one without a prefix, else `model.`, else `module.`, else the first in the alphabet.
+        """
         found = {self.entries[fqn] for fqn in fqns if fqn in self.entries}
         known = ["", *(f"{name}." for name in _MODELS)]
         return next((entry for entry in known if entry in found), min(found, default=""))
@@ -209,8 +211,8 @@ def _not_of_a_model(manifest: Manifest, fqns: Sequence[str], trees: Mapping[str,
 
 
 def _is_entry(name: str, manifest: Manifest, trees: Mapping[str, Any]) -> bool:
-    """Returns True if names below this one are in an entry. In other formats only a container is one; a dot is
-    part of the name.
+    """Returns True if this name is an entry, so that names that begin with it and a dot are in the entry. In formats of
+    others, except DeepSpeed's, only names with plain data are entries: else the dot is part of a name.
     """
     return name in trees or manifest.foreign_format in {"", "deepspeed"}
 

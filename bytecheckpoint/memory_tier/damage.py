@@ -1,5 +1,5 @@
-"""Looks for the holders whose bytes are not those that were saved, after a load of a version failed: checks every
-file that the ranks of a host read, extent by extent.
+"""Finds the data files in memory whose bytes are not those that were saved, after a load of a version failed: checks
+every file that the ranks of a host read, extent by extent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def damaged_files(store: HeldStore, files: Sequence[DataFile]) -> list[str]:
 
 
 def choose_good_places(view: HostView, save_id: str, files: Sequence[DataFile]) -> None:
-    """Puts an undamaged place, if any, into `view.places` for each file of this save with several places of a kind."""
+    """Puts an undamaged place into `view.places` for each file of this save that one kind of holder has in several
+    slots. Keeps the place that is there if all are damaged.
+    """
     by_name = {file.name: file for file in files}
     for (of_save, kind), others in view.others.items():
         places = view.places[of_save, kind]

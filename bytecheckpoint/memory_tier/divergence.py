@@ -1,5 +1,5 @@
-"""Replicas that have come apart: ranks stage the same data file, because they hold the same tensors, and have other
-bytes. Found by the digests that each has computed anyway, and reported by the names of the tensors.
+"""Replicas that differ: ranks that hold the same tensors stage the same data file, but with different bytes. Found by
+the digests that each rank has computed anyway, and reported by the names of the tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NUM_SHOWN, _NUM_NAMES = 10, 4
 
 
 class StagedFile(msgspec.Struct, frozen=True, array_like=True):
-    """Data file `number` of the rank `owner`, as a rank has it in memory, in its message to the coordinator."""
+    """Data file `number` of the rank `owner` as one rank, the owner or another, has it in memory."""
 
     owner: int
     number: int

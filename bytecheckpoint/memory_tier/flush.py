@@ -115,7 +115,8 @@ def flush(path: str, roots: Sequence[str], *, storage_options: Mapping[str, Any]
     outcome, or that of the newest version if none is whole there.
 
     Raises CheckpointNotFoundError if the roots hold nothing of the job, CheckpointSaveError (superseded) if processes
-    of the job live, CheckpointExistsError if another save of the step is committed, and the errors of the store.
+    of the job live, CheckpointExistsError if another save of the step is committed or the path itself is a checkpoint,
+    and the errors of the store.
     """
     store = open_store(path, storage_options=storage_options, writer_threads=_WRITERS)
     jobs = [job for root in roots if (job := find_job(root, location_of(store))) is not None]

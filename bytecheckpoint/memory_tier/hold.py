@@ -118,7 +118,9 @@ class _NoStore:
 
 
 def hold(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[str, Any]) -> CheckpointInfo:
-    """Holds a save in memory and nowhere else. Raises on every rank what `save` documents, also if a copy fails."""
+    """Holds a save in memory and nowhere else. Raises on every rank what `save` documents; also if a copy fails, and
+    then the save stays complete in memory, without its copies.
+    """
     call, target = prepared.call, prepared.target
     prepared.progress.never_reach("storage", f"the save to {target.path} goes to memory only: it is never committed")
     prepared.agree()
@@ -181,7 +183,9 @@ def hold_in_memory(prepared: PreparedSave, part: MemoryPart, metadata: Mapping[s
 
 
 def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> CheckpointError | None:
-    """Copies the save to other failure domains. Returns the error of that, the same on all ranks; None without one."""
+    """Protects the save by copies or parity in other failure domains. Returns the error with which that failed, the
+    same on all ranks; else None, also if the options want no copies or there are too few failure domains for them.
+    """
     memory, progress = prepared.options.memory, prepared.progress
     ranks, about, timer = prepared.call
     if memory is None or (memory.copies == 1 and not memory.parity):
@@ -205,7 +209,9 @@ def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> Checkp
 
 
 def _note_protected(slots: JobMemory, held: HeldSave) -> None:
-    """Notes on this host that the save survives the loss of a host, and frees the slots of the save that did before."""
+    """Notes on this host that the save survives the loss of a host, and frees the slots of the earlier save that was
+    kept for that. An OSError is only logged.
+    """
     save_id = held.record.save_id
     try:
         if held.records_for_host:
@@ -216,7 +222,9 @@ def _note_protected(slots: JobMemory, held: HeldSave) -> None:
 
 
 def _tidy(slots: JobMemory, save_id: str, num_ranks_on_host: int) -> None:
-    """Notes on this host that the save is complete, and frees what it replaces. A failure costs no checkpoint."""
+    """Notes on this host that the save is complete, and frees slots that are no longer needed. An OSError is only
+    logged: it costs no checkpoint.
+    """
     try:
         version_files.mark_complete(slots.job, save_id)
         version_files.remove_stale_temporaries(slots.job)  # no other rank of this host writes manifests
@@ -303,7 +311,9 @@ def _agree(
     holdings: list[RankHolding],
     payloads: Sequence[bytes],
 ) -> Sequence[bytes]:
-    """Makes the manifest, on the coordinator, and the encoded answer to each rank. Fills `holdings`."""
+    """Makes the manifest, and returns the encoded `_HoldReply` to each rank. Called on the coordinator only, where it
+    also fills `holdings` from `payloads`.
+    """
     call, target = prepared.call, prepared.target
     holdings += [msgspec.msgpack.decode(payload, type=RankHolding) for payload in payloads]
     refuse_other_jobs(holdings, call.ranks, target.path)

@@ -9,5 +9,5 @@ from bytecheckpoint.storage.store import Store, full_location
 
 
 def location_of(store: Store) -> str:
-    """Returns the text that identifies the root of a job, equal for all links that lead to it."""
+    """Returns the text that identifies the root of a job; for a local folder, the same through every symbolic link."""
     return full_location(store, "") if is_remote(store) else os.path.realpath(str(store))

@@ -68,7 +68,9 @@ class FoundParity(NamedTuple):
 def order_parity(
     places: Sequence[RankPlace], sources: Sequence[ParitySource], save_id: str
 ) -> dict[int, ParityOrder] | None:
-    """Returns the block that the first rank of each host makes, by that rank; None if parity cannot protect a host."""
+    """Returns the block that the first rank of each host makes, by that rank. Returns None if parity cannot protect
+    every host: with fewer than three failure domains, or a group of one host.
+    """
     ranks_of: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         ranks_of.setdefault(place.host, []).append(rank)

@@ -31,7 +31,8 @@ DESTINATIONS = ("storage", "memory")
 
 
 def where_to(to: str, options: SaveOptions, path: str) -> tuple[SaveOptions, bool]:
-    """Returns the options of a save that goes to `to`, and True if that is memory only.
+    """Returns the options of a save that goes to `to`, and True if that is memory only. The options for memory have no
+    local stage and reuse no files.
 
     Raises CheckpointMismatchError (conflict), which is a ValueError, for another `to` than `storage` and `memory`, and
     for `memory` if the options have none.
@@ -89,8 +90,8 @@ def slots_for(
 
 
 def replicas_of(part: MemoryPart | None, options: SaveOptions) -> ReplicaCopies | None:
-    """Returns the number of copies that memory is to have of replicas, with the place of this rank; None without a
-    memory tier, or if one copy is enough.
+    """Returns the place of this rank and the number of copies, at least 2, that memory is to have of replicated bytes.
+    Returns None without a memory tier, or with `copies=1` and no parity.
     """
     memory = options.memory
     if part is None or memory is None or (memory.copies == 1 and not memory.parity):
@@ -119,8 +120,8 @@ def holding_first(
     metadata: Mapping[str, Any],
     finish: Callable[[], CheckpointInfo],
 ) -> Callable[[], CheckpointInfo]:
-    """Returns the function that finishes a save with a memory tier: `finish` commits it, unless it goes to memory
-    alone.
+    """Returns the function that finishes a save with a memory tier. It commits the save by `finish`, unless the save
+    goes to memory alone.
     """
     if part.is_only:
         return partial(hold, prepared, part, metadata)

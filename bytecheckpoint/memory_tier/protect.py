@@ -1,7 +1,8 @@
-"""Copies of a memory checkpoint in other failure domains, sent in the background once it is complete on all hosts.
+"""Copies of a memory checkpoint in other failure domains, sent once it is complete on all hosts.
 planner/memory_tier/placement.py chooses who holds whose copy. What is staged in several domains is not sent.
 
-A copy that fails costs no checkpoint: the save survives its processes as before, and the next one places anew.
+A copy that fails costs no checkpoint: the save still survives the death of its processes, and the next save places its
+copies anew.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class _CopyOrders(msgspec.Struct, frozen=True, array_like=True):
     """The reason why there can be no copies at all; else empty."""
 
     def sources(self) -> list[tuple[int, Address]]:
-        """Returns the ranks from which this rank takes files, and which wait for it, with their addresses."""
+        """Returns rank and address of each rank that this rank fetches from. Each of them waits for this rank."""
         blocks = self.parity.sources if self.parity is not None else []
         return [(order.owner, order.address) for order in self.orders] + [(each.rank, each.address) for each in blocks]
 
@@ -179,7 +180,9 @@ class _Copying:
         return fetches
 
     def settle(self, own: _CopyOutcome) -> _CopyOutcome:
-        """Returns the first failure of any rank; if there is none, older copies are given up."""
+        """Returns one failure of any rank, the same on all ranks. If there is none, gives up older copies and returns
+        an outcome without a failure.
+        """
         reply = self._ranks.reduce_scatter(msgspec.msgpack.encode(own), _first_failure)
         outcome = msgspec.msgpack.decode(reply, type=_CopyOutcome)
         if not outcome.failure:

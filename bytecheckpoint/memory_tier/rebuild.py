@@ -4,6 +4,7 @@ here, and the plan of the resume finds it there. What cannot be rebuilt is repor
 
 from __future__ import annotations
 
+# ruff: noqa: TRY400 - the message says all that a user needs, without a traceback
 import logging
 import mmap
 import re
@@ -112,7 +113,7 @@ def rebuild(
             memory.copies.doubt(save_id)
         except CheckpointError as error:
             for order in reply.orders:
-                logger.error("host %s is not rebuilt: %s", order.members[order.lost].host, error.message)  # noqa: TRY400
+                logger.error("host %s is not rebuilt: %s", order.members[order.lost].host, error.message)
             damaged += [
                 DamagedHolding(save_id, name, FileHolder("parity", ""))
                 for order in reply.orders
@@ -135,7 +136,9 @@ def mapped_file(place: FilePlace) -> memoryview:
 
 
 def _offered(inputs: RebuildInput, host: str) -> Iterator[memoryview]:
-    """Yields what this rank serves: the files of its host as a member, empty where one is not here, then the block."""
+    """Yields what this rank serves: the files of its host as a member, empty where one is not here, then the block.
+    Yields nothing if the host has no block of its own.
+    """
     if inputs.block is None:
         return
     member = inputs.block.held.members[inputs.block.held.position]
@@ -147,7 +150,9 @@ def _offered(inputs: RebuildInput, host: str) -> Iterator[memoryview]:
 
 
 def _order(version: VersionPlan, payloads: Sequence[bytes]) -> Sequence[bytes]:
-    """Returns the reply to every rank. Lost members go to ranks in turn, if all others of their group have a block."""
+    """Returns the reply to every rank. Assigns each lost member to one rank, in turn, ranks without a block first.
+    Skips a lost member if another member of its group offers no block: then it cannot be rebuilt.
+    """
     offers = [msgspec.msgpack.decode(payload, type=_HostOffer) for payload in payloads]
     first: dict[str, int] = {}
     for rank, offer in enumerate(offers):
@@ -220,7 +225,7 @@ def _rank_and_number(name: str) -> tuple[int, int]:
 
 
 class _Rebuild:
-    """The bytes of one lost member, while they come together."""
+    """The bytes of one lost member while they are rebuilt."""
 
     def __init__(self, order: _RebuildOrder, inputs: RebuildInput) -> None:
         self._order = order
@@ -264,7 +269,9 @@ class _Rebuild:
         return Fetching(rank, address, list(places), memory, take)
 
     def keep(self, memory: JobMemory, *, max_bytes: int | None) -> None:
-        """Puts the rebuilt files into slots for copies. Raises CheckpointCorruptError if a checksum does not match."""
+        """Puts the rebuilt files into slots for copies. Raises CheckpointCorruptError if a checksum does not match, and
+        CheckpointSaveError (no_space) if there is no room.
+        """
         position, content = 0, self._content
         by_rank: dict[int, dict[int, memoryview]] = {}
         for name, length in self._order.members[self._order.lost].files:

@@ -4,6 +4,7 @@ next holder or the next older version is tried, until one loads: planner/memory_
 
 from __future__ import annotations
 
+# ruff: noqa: TRY400 - the message says all that a user needs, without a traceback
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -103,7 +104,7 @@ class ResumeCall:
         storage_options: Mapping[str, Any] | None,
         abandoned: Collection[int] = (),
     ) -> None:
-        """`abandoned` are steps at the path that training has left: they are passed over."""
+        """`abandoned` are steps at the path that training has abandoned: they are not loaded."""
         self._root = root
         self._abandoned = abandoned
         self._options = options
@@ -127,7 +128,9 @@ class ResumeCall:
         """Data files of each save that were rebuilt, or were to be."""
 
     def run(self, calls: ResumeLoads) -> LoadReport | None:
-        """Loads the newest version. Returns None if there is none."""
+        """Loads the newest version that can be loaded. Returns None if memory and path hold none, and raises
+        CheckpointCorruptError if they hold some, but none that can be loaded.
+        """
         while True:
             choice, content = self._choose()
             version = choice.version
@@ -144,13 +147,15 @@ class ResumeCall:
             except CheckpointError as error:
                 if not _is_damage(error):
                     raise
-                logger.error("step %d is not resumed from what was tried: %s", version.step, error.message)  # noqa: TRY400
+                logger.error("step %d is not resumed from what was tried: %s", version.step, error.message)
                 self._note_damage(choice, content, error)
             else:
                 return replace(report, sources=self._settle(choice))
 
     def _choose(self) -> tuple[_Choice, bytes]:
-        """Agrees with all ranks on the version to load next, and gets its manifest."""
+        """Agrees with all ranks on the version to load next. Returns it with its encoded manifest, which is empty if
+        there is no version, or if it is read from the path alone.
+        """
         ranks = join_ranks(self._group, self._options.timeout_s, about=self._about)
         doing = f"looking for what memory and storage hold of {self._about.path}"
         with together(ranks, doing, about=self._about):
@@ -373,7 +378,7 @@ def _mapped(manifest: Manifest, held: HeldStore, options: LoadOptions) -> Manife
 
 
 def _is_held(version: VersionPlan) -> bool:
-    """Returns True if more than storage has files of the version."""
+    """Returns True if another holder than storage has files of the version."""
     return any(holders[0].kind != "storage" for holders in version.files.values())
 
 

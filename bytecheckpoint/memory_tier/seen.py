@@ -44,7 +44,7 @@ class HostView(NamedTuple):
 
 
 class StoredManifest(NamedTuple):
-    """A step at the path: committed, or brought there by a save that never committed."""
+    """A step at the path: committed, or files there of a save that is not known to have committed."""
 
     version: StoredVersion
     content: bytes
@@ -101,7 +101,7 @@ def _files_in_slots(job: JobFolder) -> Iterator[tuple[FoundSlot, HolderKind, str
 
 
 def _own_parity(job: JobFolder) -> dict[str, FoundParity]:
-    """Returns the block of parity of each save; of several, the block of this host."""
+    """Returns one block of parity by save id: the block of this host, if it is among several of a save."""
     blocks = sorted(scan_parity(job), key=lambda found: found.held.members[found.held.position].host == job.host)
     return {found.save_id: found for found in blocks}
 
@@ -151,8 +151,8 @@ def _staged(root: str | None, store: Store) -> Iterator[_Staged]:
 def look_at_path(
     store: Store, folders: dict[str, str], *, max_steps: int, abandoned: Collection[int]
 ) -> list[StoredManifest]:
-    """Returns the newest committed steps that are not abandoned, at most `max_steps`, and what saves that never
-    committed have brought to their `folders`.
+    """Returns the newest committed steps that are not abandoned, at most `max_steps` and without those whose manifest
+    cannot be read; and, as not committed, the files that any other save of `folders` has in its folder.
     """
     steps = islice(_steps_at(store, abandoned), max_steps)
     found = [each for step in steps if (each := _read_step(store, step)) is not None]
@@ -166,8 +166,9 @@ def look_at_path(
 def look_for_branches(
     store: Store, known: Sequence[StoredManifest], abandoned: Collection[int]
 ) -> list[StoredManifest]:
-    """Returns the older committed steps that are of a later branch of training than all steps above them: those above
-    were left when training went back. Reads all manifests, unless none of the `known` ones has a generation.
+    """Returns the committed steps before the `known` ones that have a higher generation than every later step: training
+    went back to a step before them, and no longer goes on from the later ones. Reads the manifests of all steps before
+    the `known` ones; if no `known` step has a generation, reads nothing and returns an empty list.
     """
     generations = [each.version.generation for each in known if each.version.generation is not None]
     if not generations:

@@ -28,7 +28,7 @@ _CHUNKS_AT_ONCE = 1 << 20
 
 
 class _RankLocations(msgspec.Struct, frozen=True, array_like=True):
-    """Location of the chunk in each slot of a rank's writes (see SavePlan), written or not."""
+    """Chunk locations of a rank, an array element for each slot of its writes (see SavePlan), written or not."""
 
     files: bytes
     """File numbers, or _NOT_WRITTEN, as u4."""
@@ -57,8 +57,8 @@ def pack_locations(locations: Iterable[tuple[PlacedChunk, int, ChunkLocation]], 
 
 
 class ChunkLocations:
-    """Chunk locations of all ranks, `packed[r]` from rank r. The slots of a rank are adjacent in arrays over all ranks;
-    ranks that report the same share theirs.
+    """Chunk locations of all ranks, `packed[r]` from rank r. The arrays hold the slots of one rank after those of
+    another; ranks that report the same bytes share their slots there.
     """
 
     def __init__(self, packed: Sequence[bytes]) -> None:
@@ -94,8 +94,8 @@ class ChunkLocations:
         return slice(self._bounds[index], self._bounds[index + 1])
 
     def columns(self, tensors: Sequence[PlannedTensor], starts: Sequence[Sequence[int]]) -> Columns:
-        """Returns the columns of a manifest with these tensors, whose files are listed rank by rank. `starts` has, by
-        rank and file, the byte from which the file's offsets count.
+        """Returns the columns of these tensors for a manifest that lists the files of all ranks in order of rank.
+        `starts` has, by rank and file, the byte of the file from which its chunk locations count.
         """
         num_chunks = np.array([len(tensor.ranks) for tensor in tensors], np.int64)
         is_compressed = len(self._codec_names) > 1

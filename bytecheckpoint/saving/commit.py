@@ -100,8 +100,8 @@ def remember_files(prepared: PreparedSave, files: SaveFiles, written: Sequence[D
 
 
 def warn_of_slow_phases(prepared: PreparedSave, reports: Sequence[TimedReport], committed: CheckpointInfo) -> None:
-    """Warns, on the coordinator, of phases that took much longer than in earlier saves. The reports of all
-    ranks lack the times of upload and commit, for which the coordinator adds its own.
+    """Adds the times of this save to the history, and warns of phases that took much longer than in earlier saves; on
+    the coordinator only. Ranks report before upload and commit, so the times of these two are the coordinator's.
     """
     ranks, store = prepared.call.ranks, prepared.target.store
     if ranks.rank != COORDINATOR:
@@ -114,8 +114,8 @@ def warn_of_slow_phases(prepared: PreparedSave, reports: Sequence[TimedReport], 
 
 
 def commit_together(call: SaveCall, files: SaveFiles, content: bytes, info: bytes) -> CheckpointInfo:
-    """Creates the manifest once every rank has written. `content` and `info` come from the coordinator, which sends
-    `info` to all.
+    """Commits a save whose files every rank has reported: the coordinator creates the manifest of the bytes `content`
+    and sends `info` to all ranks, each of which returns it with its own seconds. Ignores both on the other ranks.
     """
     ranks, about, timer = call
     target, is_coordinator = files.target, ranks.rank == COORDINATOR
@@ -138,10 +138,11 @@ def commit_together(call: SaveCall, files: SaveFiles, content: bytes, info: byte
 
 
 def broadcast_or_discard(ranks: Ranks, files: SaveFiles, payload: bytes) -> bytes:
-    """Returns the coordinator's payload, and discards this rank's files if another rank failed.
+    """Returns the coordinator's payload. If the coordinator sends that a rank failed instead, discards this rank's
+    files and raises RankFailedError.
 
-    Hazard: discards them only if the coordinator says so. A slow coordinator may still commit what this rank has
-    reported, also if another rank was interrupted after it reported.
+    Hazard: any other error must leave the files. A slow coordinator may still commit what this rank has reported, also
+    if another rank was interrupted after it reported.
     """
     try:
         return ranks.broadcast(payload)
@@ -151,8 +152,8 @@ def broadcast_or_discard(ranks: Ranks, files: SaveFiles, payload: bytes) -> byte
 
 
 def _create_manifest(call: SaveCall, files: SaveFiles, content: bytes, undo: ExitStack) -> Sequence[str]:
-    """Creates the manifest; returns the names of the files of the checkpoint that it replaces. `undo` discards the data
-    of this save if it is certain that nothing was committed.
+    """Creates the manifest; returns the names of the files of the checkpoint that it replaces. Does not delete those.
+    If it raises and is certain that nothing was committed, it has made `undo` discard the data of this save.
     """
     store, folder = files.target.store, files.target.folder
     with ExitStack() as refused:
@@ -182,8 +183,8 @@ def _create_manifest(call: SaveCall, files: SaveFiles, content: bytes, undo: Exi
 
 
 def _check_owner_again(files: SaveFiles, content: bytes) -> None:
-    """Raises CheckpointSaveError (superseded) if the root was lost between the first check and the commit. The new
-    owner may have cleared data that it took for that of an abandoned save: then the manifest goes as well.
+    """Raises CheckpointSaveError (superseded) if another owner took the root between the first check and the commit.
+    If that owner has deleted data of this save as garbage, first deletes the manifest of this save as well.
     """
     target, manifest = files.target, open_manifest(content)
     try:
@@ -239,8 +240,8 @@ def check_is_shared(call: SaveCall, files: SaveFiles, content: bytes) -> None:
 
 
 def _read_last_byte(target: SaveTarget, file: DataFile) -> None:
-    """Reads the last byte of a file. Tries again for a while: some file systems show a file to other hosts a moment
-    after it was closed.
+    """Reads the last byte of a file. Tries for 2 s before it raises: some file systems show a file to other hosts a
+    moment after it was closed.
     """
     for pause_s in (*_VISIBILITY_PAUSES_S, None):
         try:

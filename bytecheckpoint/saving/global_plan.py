@@ -44,7 +44,7 @@ _SEND_ALL = PlanReply(send_all=True)
 
 
 class ReplicaCopies(NamedTuple):
-    """The place of a rank, and the number of copies that memory stages of replicas."""
+    """The place of a rank, and the number of copies of replicated bytes that the memory tier stages."""
 
     place: RankPlace
     copies: int
@@ -112,7 +112,9 @@ def make_local_plan(
     frozen: Collection[str] = (),
     replicas: ReplicaCopies | None = None,
 ) -> LocalSavePlan:
-    """Returns the plan of the entries that this rank holds, with the one of an earlier save if it is in the cache."""
+    """Returns the local plan of the entries that this rank holds. Its `cached` is the plan of an earlier save with the
+    same fingerprint, or None.
+    """
     shards = ShardBlocks(entry.shards for entry in contents)
     if options.codec != "none":
         shards = ShardBlocks([[part for shard in shards for part in cut_to_files(shard, options)]])
@@ -174,8 +176,8 @@ def exchange_plans(ranks: Ranks, local_plan: LocalSavePlan) -> AgreedPlan:
 def _cached_message(
     local_plan: LocalSavePlan, cached: RankPlan, sent_whole: Mapping[str, bytes], *, has_digests: bool
 ) -> LocalPlanMessage:
-    """Returns the message of a rank with a cached plan. With `has_digests`, long values that ranks have in common are
-    digests, except those of `sent_whole` that have changed.
+    """Returns the message of a rank with a cached plan. With `has_digests`, it has the digests of long plain values
+    that ranks have in common, but sends a value whole if `sent_whole` has another digest for its FQN.
     """
     plain, digested_plain = digested(local_plan.plain, sent_whole) if has_digests else ({**local_plan.plain}, [])
     return LocalPlanMessage(

@@ -43,19 +43,21 @@ class SaveHandle:
         return facts_html(repr(self), facts)
 
     def staged(self) -> None:
-        """Blocks until the training state may change again. Raises the error of the save if it failed before that."""
+        """Blocks until the training state may change again. Raises the error of the save if it has failed by now,
+        while staging or later.
+        """
         self._progress.wait_until_staged()
         if self._progress.error is not None:
             self.result()
 
     def progress(self) -> Progress:
-        """Returns how far this rank is: phase, bytes done, bytes in all and rate. Does not block."""
+        """Returns how far this rank is: the phase, and its bytes done, bytes in all and rate. Does not block."""
         return self._progress.meter.now()
 
     def local(self, timeout: float | None = None) -> LocalInfo:
         """Blocks until every rank's data is durable in the local stage, so that `bcp.recover` could commit it after a
-        crash. If the disk of a rank is full, the data of that rank is durable at the path instead. `timeout` is in
-        seconds.
+        crash. If the disk of a rank is full, the data of that rank is durable at the path instead; if rank 0's disk has
+        no room for the manifest, blocks until the save is committed. `timeout` is in seconds.
 
         Raises the error with which the save failed before, TimeoutError if it is not that far, and
         CheckpointMismatchError (conflict) if the save has no local stage.
@@ -80,8 +82,9 @@ class SaveHandle:
         """Blocks until the save survives the death of its processes (`process`), of a host (`host`), or is committed
         (`storage`). `process` on any rank means that the save is whole in memory on all hosts. `timeout` is in seconds.
 
-        Raises the error with which the save failed before, TimeoutError if it is not that far, and
-        CheckpointMismatchError (conflict) if the save does not go there; ValueError for another level.
+        Raises the error with which the save failed before, or for which it misses this level and goes on to the next;
+        TimeoutError if it is not that far, CheckpointMismatchError (conflict) if the save never reaches this level, and
+        ValueError for another level.
         """
         if level not in HELD_LEVELS:
             raise ValueError(f"held takes one of {', '.join(map(repr, HELD_LEVELS))}, not {level!r}")
@@ -124,7 +127,9 @@ class SaveHandle:
         return error
 
     def add_done_callback(self, fn: Callable[[SaveHandle], object]) -> None:
-        """Calls `fn(handle)` once the save has ended, at once if it has; from the thread that ends it."""
+        """Calls `fn(handle)` when the save ends, from the thread that ends it; at once, from the calling thread, if it
+        has ended. An Exception of `fn` is logged, not raised.
+        """
         self._progress.outcome.add_done_callback(lambda _: fn(self))
 
 
@@ -190,12 +195,14 @@ class SaveProgress:
             self.held[level].set_exception(CheckpointMismatchError(why, kind="conflict", path=self.path))
 
     def share(self, snapshot: Snapshot) -> None:
-        """Makes each thread that waits for staging stage a part of this snapshot."""
+        """Lets threads in `wait_until_staged` help: each copies a part of this snapshot."""
         self._shared = snapshot
 
     def wait_until_staged(self, *, helps: bool = True) -> None:
-        """Waits until the training state may change. With `helps`, the calling thread stages a part, because background
-        threads have a low priority. A thread that has nothing to do with training only waits.
+        """Waits until the training state may change, and does not raise the error of the save. With `helps`, the
+        calling thread stages a part, because background threads have a low priority; then this raises
+        CheckpointSaveError on a thread that a save waits for. Threads that do not train pass `helps=False`, and only
+        wait.
         """
         if self._is_staged.is_set():
             return
@@ -214,7 +221,9 @@ class SaveProgress:
         self._is_staged.wait()
 
     def stage(self, snapshot: Snapshot) -> None:
-        """Stages the snapshot; the training state may change then. The writer raises any error on all ranks."""
+        """Stages the snapshot; the training state may change then. Keeps an error for the writer, which raises it on
+        all ranks. Raises an interrupt such as Ctrl-C, or the refusal to wait in a signal handler, here as well.
+        """
         try:
             snapshot.stage()
         except BaseException as error:

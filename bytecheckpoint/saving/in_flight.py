@@ -84,7 +84,7 @@ class SavesInFlight:
     @contextmanager
     def slot(self, *, awaits_upload: bool) -> Iterator[StagingSlot]:
         """Waits for the save that is staging or writing, and with `awaits_upload` for one that uploads; other saves
-        wait until the slot is closed. Raises the error of an earlier save if the caller has not seen it.
+        wait until the slot has ended. Raises the error of an earlier save if the caller has not seen it.
         """
         awaited_threads().raise_if_awaited()
         while True:
@@ -179,7 +179,7 @@ class SavesInFlight:
         """Stages a save, and finishes it on a thread that takes over the slot. Returns when the state may change; for a
         lazy snapshot at once, because steps of optimizers wait for it.
 
-        Returns False if there can be no more threads: then `finish` writes the state itself.
+        Returns False if there can be no more threads: then the caller must run `finish`, which writes live memory.
         """
         snapshot = prepared.snapshot
         if prepared.is_lazy:
@@ -201,7 +201,7 @@ class SavesInFlight:
         return False
 
     def _stage_and_finish(self, prepared: PreparedSave, finish: Callable[[], CheckpointInfo]) -> CheckpointInfo:
-        """Stages on another thread, begun here because beginning it may block the caller, and finishes the save."""
+        """Stages on another thread (begun here: beginning it may block), or here without one, and finishes the save."""
         try:
             if not self.begin_thread("bcp-stage", prepared.stage):
                 prepared.agree()
@@ -215,7 +215,7 @@ class SavesInFlight:
     ) -> None:
         """Finishes a save on this thread. Its error goes to the handle; with `raises` this raises it as well.
 
-        It always raises an interrupt such as Ctrl-C, and any error while the interpreter exits, when no call may ask.
+        Always raises an interrupt such as Ctrl-C; while the interpreter exits, any error, as no later call may ask.
         """
         if not raises:
             self._watch(progress)
@@ -252,7 +252,7 @@ class SavesInFlight:
                 self._step_hook = register_optimizer_step_pre_hook(self._wait_before_step)
 
     def wait_until_numbered(self) -> None:
-        """Waits until all ranks know, of every save in flight, which of their calls it is."""
+        """Waits until all ranks have numbered every save in flight. Raises where a save waits for this thread."""
         for progress in self._all:
             if not progress.is_numbered.is_set():
                 awaited_threads().raise_if_awaited()
@@ -288,7 +288,7 @@ class SavesInFlight:
             progress.outcome.exception()
 
     def _report_at_exit(self) -> None:
-        """Prints saves cut short and errors that no caller has seen; ends the process with an exit code for them."""
+        """Prints saves cut short and errors that no caller has seen; if there are any, exits at once with code 1."""
         # The interpreter waits for saves, unless Ctrl-C or an exception of a signal handler cuts that short.
         under_way = [progress.path for progress in self._all if not progress.outcome.done()]
         errors = [(progress.path, progress.take_unseen_error()) for progress in self._all]
@@ -368,7 +368,7 @@ def process_state() -> ProcessState:
 
 
 def wait_until_numbered() -> None:
-    """Waits until another call may begin: ranks count their calls, and must count them in the same order."""
+    """Waits until another call may begin, numbered alike on all ranks. Raises where a save waits for this thread."""
     for state in _STATE.values():
         state.saves.wait_until_numbered()
 
@@ -380,7 +380,7 @@ def wait_until_staged() -> None:
 
 
 def note_load() -> None:
-    """Notes that training goes on from what was loaded."""
+    """Notes that training goes on from a loaded checkpoint: the next memory save begins a new generation."""
     for state in _STATE.values():
         for memory in state.memories.values():
             memory.note_load()

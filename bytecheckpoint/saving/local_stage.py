@@ -54,7 +54,7 @@ class LocalStage:
 
     @property
     def folder(self) -> str | None:
-        """Path of this rank's folder in the stage."""
+        """Path of this rank's folder in the stage; None before `begin`, or if the disk was too full for a folder."""
         return self._folder.path if self._folder else None
 
     @property
@@ -73,7 +73,9 @@ class LocalStage:
             self._warn(journal.path)
 
     def write(self, image: FileImage, store: Store, path: str, on_checksum: Callable[[float], None]) -> DataFile:
-        """Writes an image durably to the disk, or to `path` in the store if the disk has no room for it."""
+        """Writes an image durably to the disk, or to `path` in the store if the disk has no room for it. Raises
+        CheckpointSaveError (no_space) if the disk fills up after the first block was taken from the snapshot.
+        """
         was_entered = False
 
         def content(block: Block) -> AbstractContextManager[memoryview]:
@@ -156,12 +158,12 @@ class LocalStage:
             self._folder.remove()
 
     def close(self) -> None:
-        """Unlocks the folder; recovery takes what is still in it."""
+        """Unlocks the folder, so that recovery may take over the files that are still in it."""
         if self._folder is not None:
             self._folder.close()
 
     def remove_superseded(self) -> None:
-        """Deletes the folders of dead processes whose saves are older than this one, which was committed."""
+        """Deletes the folders that `remove_superseded` finds, after this save was committed. Ignores errors."""
         if self._journal is not None:
             with suppress(CheckpointError, OSError):
                 remove_superseded(self.root, self._journal)
@@ -176,7 +178,7 @@ def upload_files(
     writer_threads: int,
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Copies files from a local stage to a folder of the store, one after the other, through its own buffers."""
+    """Copies files from a local stage to a folder of the store, one after the other, through buffers of this call."""
     num_blocks = -(-max((file.byte_length for file in files), default=0) // BLOCK_BYTES)
     scratch = BufferPool(BLOCK_BYTES, min(num_blocks, max(_BLOCKS_IN_FLIGHT, writer_threads)))
     for file in files:
@@ -185,13 +187,15 @@ def upload_files(
 
 
 def remove_superseded(root: str, committed: Journal) -> None:
-    """Deletes the folders of abandoned saves to the same root from a local stage, of this step or earlier."""
+    """Deletes from a local stage the folders that dead processes left of saves to the path of the committed one, or of
+    its step or an earlier one under the same root; and folders without a journal, which belong to no save.
+    """
     names = [found.name for found in stage_folder.scan(root) if not found.is_alive and _is_older(found, committed)]
     stage_folder.remove_all(root, names)
 
 
 def _is_older(found: stage_folder.FoundStage, committed: Journal) -> bool:
-    """Returns True if the save of a staged folder is superseded by the committed one."""
+    """Returns True if the committed save supersedes that of a staged folder, or the folder belongs to no save."""
     journal = found.journal
     if journal is None:
         return True  # a removal or a creation was interrupted

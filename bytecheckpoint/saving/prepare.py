@@ -49,7 +49,7 @@ _MAX_COPY_THREADS = 4
 
 def kind_of_snapshot(options: SaveOptions, *, async_save: bool) -> SnapshotKind:
     """Returns the kind that the options select. `auto` is `copy`, because a lazy snapshot is safe only if nothing but
-    steps of torch optimizers changes the state. What memory is to hold is copied in any case.
+    steps of torch optimizers changes the state. A synchronous save takes `none`, but `copy` with a memory tier.
     """
     if not async_save:
         return "none" if options.memory is None else "copy"
@@ -66,7 +66,9 @@ def take_snapshot(
     staging_bytes: int | None,
     memory: MemoryPart | None = None,
 ) -> Snapshot:
-    """Returns the snapshot of these files, with `memory` in a slot; after its `stage()` the state may change."""
+    """Returns the snapshot of these files, in a slot of `memory` if that is given. The state may change after its
+    `stage()`; with the kind `none`, only after everything is written.
+    """
     if kind == "none":
         return LiveState(files, buffers.scratch, ready)
     num_bytes = staged_bytes([file.planned for file in files])
@@ -114,7 +116,9 @@ class KeptBetweenSaves(NamedTuple):
     """None if the save takes no files of earlier ones."""
 
     def frozen(self, entries: Sequence[Entry]) -> Collection[str]:
-        """Returns the FQNs of tensors that get files of their own, because later saves may take these again."""
+        """Returns the FQNs of tensors that get files of their own, so that later saves may reuse those files; empty if
+        the save takes no files of earlier ones.
+        """
         return () if self.reuse is None else self.reuse.frozen(frozen_fqns(entries))
 
 
@@ -165,7 +169,7 @@ class PreparedSave:
 
     @property
     def snapshot(self) -> Snapshot:
-        """The snapshot. Before the ranks have agreed, there is one only if they may agree in the background."""
+        """The snapshot. Raises RuntimeError if it waits for the agreement of the ranks: see `take_snapshot`."""
         if self._snapshot is None:
             raise RuntimeError("there is no snapshot before the ranks have agreed")
         return self._snapshot
@@ -256,7 +260,9 @@ class PreparedSave:
         self.snapshot.fail(CheckpointSaveError(message, kind="rank_failed"))
 
     def write_live(self) -> None:
-        """Makes the save write the state itself, or stage it now for memory: there is no thread to write it later."""
+        """Makes the save write live memory without a snapshot, as no thread can write later. A save with a memory tier
+        agrees with all ranks and stages now instead.
+        """
         if self.memory is None:
             self._kind, self._snapshot = "none", None
             return
@@ -265,7 +271,9 @@ class PreparedSave:
         self.stage()
 
     def close(self) -> None:
-        """Drops the state: the error of a failed save keeps the frames of its functions."""
+        """Drops the references to the training state, because the error of a failed save keeps frames that refer to
+        this object.
+        """
         self._local_plan = self._local_plan._replace(shards=ShardBlocks([]))
 
 

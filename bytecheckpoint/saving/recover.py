@@ -4,6 +4,7 @@ part is there. planner/recovery_plan.py decides what becomes of each save.
 
 from __future__ import annotations
 
+# ruff: noqa: PTH118 - paths are text here, as in the stage itself
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -56,9 +57,10 @@ def recover(
     upload failed. All ranks call it, before they load the checkpoint to resume from.
 
     A save is uploaded and committed if every part is on a disk that one of the ranks sees, or at the path already; the
-    number of ranks and their hosts may have changed. A save that ended before every rank's data was durable is removed.
-    A save with parts that are missing here, or damaged by the disk, is kept, and the report says which. A save of a
-    living process is left alone.
+    number of ranks and their hosts may have changed. A save is removed if it ended before every rank's data was
+    durable, or if a later save or checkpoint takes its place. A save that cannot be finished now, for example because
+    parts are missing here or damaged by the disk, is kept, and its outcome says why. A save of a living process is left
+    alone.
 
     Args:
         path: What was given to `save`.
@@ -178,7 +180,9 @@ def _part(stage: str, found: FoundStage, folder: str) -> StagedPart:
 
 
 def _needed(stage: str, found: FoundStage) -> tuple[dict[str, int] | None, str]:
-    """Returns the lengths of all data files by name; or None, with the reason if a manifest is here but unreadable."""
+    """Returns the lengths of all data files by name, from the manifest in the folder. Returns None instead if there is
+    no manifest or the process is alive, and None with the reason if the manifest cannot be read.
+    """
     if found.is_alive or not found.has_manifest:
         return None, ""
     try:
@@ -224,7 +228,7 @@ def _take_over(stage: str, task: RecoveryTask, *, writer_threads: int) -> Staged
     folder = stage_folder.take_over(stage, task.name, writer_threads=writer_threads)
     if folder is None:
         raise CheckpointSaveError(
-            f"{os.path.join(stage, task.name)} has been taken by another process since it was found, or removed; "  # noqa: PTH118
+            f"{os.path.join(stage, task.name)} has been taken by another process since it was found, or removed; "
             "nothing was committed: recover saves from one job at a time, then call it again",
             kind="storage",
         )
@@ -234,8 +238,8 @@ def _take_over(stage: str, task: RecoveryTask, *, writer_threads: int) -> Staged
 def _upload_all(
     ranks: Ranks, store: Store, folders: Sequence[tuple[RecoveryTask, StagedFolder]], options: SaveOptions
 ) -> Mapping[str, str]:
-    """Uploads the files of all tasks. Returns, when all ranks have, the saves that a disk has damaged, each with the
-    damage.
+    """Uploads the files of this rank's tasks. Returns, once all ranks have uploaded theirs, the damage of each save
+    whose files a disk of any rank has damaged, by save id.
     """
     damage = {}
     for task, folder in folders:
@@ -260,7 +264,7 @@ def _upload_all(
 
 
 def _with_damage(verdict: RecoveryVerdict, damage: Mapping[str, str]) -> RecoveryVerdict:
-    """Returns the verdict, or `kept` if its save is damaged, or the save that was to be finished instead."""
+    """Returns the verdict; changed to `kept` if its save is damaged, or if the later save that supersedes it is."""
     if verdict.save_id in damage:
         return msgspec.structs.replace(verdict, outcome="kept", what=damage[verdict.save_id])
     if verdict.superseded_by not in damage:

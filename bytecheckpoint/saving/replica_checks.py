@@ -192,7 +192,7 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def warn_of_differing(fqns: Sequence[str]) -> None:
-    """Warns, once for each plan, of small tensors whose replicas differ."""
+    """Warns of small tensors whose replicas differ, if there are any. Called once for each new plan."""
     if fqns:
         warnings.warn(
             f"{len(fqns)} tensors that ranks hold as replicas have different values: {and_more(fqns, _NUM_SHOWN)}. The "

@@ -1,5 +1,5 @@
-"""The report of each rank after it has written: sent to the coordinator, which builds the manifest from the reports of
-all, and written as telemetry, which loading never reads.
+"""The report of each rank after it has written, from which the coordinator builds the manifest; and its timings, which
+the coordinator writes as telemetry. Loading never reads telemetry.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def reported_files(report: bytes) -> list[DataFile]:
 
 
 def _locations(agreed: AgreedPlan, written: Sequence[WrittenFile]) -> Iterator[tuple[PlacedChunk, int, ChunkLocation]]:
-    """Yields each chunk, the number of its file, and its location from the start that is reported for the file."""
+    """Yields each chunk, the number of its file, and its location, which counts from the file's byte in `starts`."""
     for number, (planned, file) in enumerate(zip(agreed.rank_plan.files, written, strict=True)):
         as_planned = (ChunkLocation(chunk.data_offset, chunk.byte_length, "none") for chunk in planned.chunks)
         for chunk, location in zip(planned.chunks, file.locations or as_planned, strict=True):
@@ -271,8 +271,8 @@ def telemetry_record(call: SaveCall, save_id: str, files: Sequence[DataFile]) ->
 
 
 def write_telemetry(call: SaveCall, target: SaveTarget, save_id: str, records: Sequence[bytes]) -> None:
-    """Writes the records of all ranks on the coordinator, one object for each block of ranks. An error is logged and
-    does not fail the save.
+    """Writes the records of all ranks on the coordinator, one object for each block of ranks. No error fails the save;
+    one of the store is logged.
     """
     if call.ranks.rank != COORDINATOR:
         return

@@ -97,7 +97,8 @@ class SaveTarget(NamedTuple):
 
     def refuse_existing(self, ranks: Ranks) -> None:
         """Raises CheckpointExistsError, before anything is written, if a committed checkpoint must not be replaced or
-        must not have another one beside it, and StorageError (unsupported) if the store cannot replace it.
+        must not have another one beside it, and StorageError (unsupported) if the store cannot replace it. Only the
+        coordinator looks; does nothing on the other ranks.
         """
         if ranks.rank == COORDINATOR:
             store, folder = self.store, self.folder

@@ -32,10 +32,11 @@ from bytecheckpoint.storage.store import SupportsDuplicate
 
 
 def find_reusable(ranks: Ranks, target: SaveTarget, history: RootHistory | None) -> FileReuse | None:
-    """Returns the files of the newest checkpoint under the root that this rank may take; None if it is to write all.
+    """Returns the files of the newest checkpoint under the root that this rank may take; an empty FileReuse if there is
+    no such checkpoint. Returns None without `history`, or if the store cannot duplicate files.
 
-    All ranks call this together: the coordinator says which checkpoint that is, and sends its files to ranks that have
-    not saved it themselves.
+    All ranks call this together: the coordinator says which checkpoint that is, and sends the records of its files to
+    ranks that have not saved it themselves.
     """
     store = target.store
     if history is None or not isinstance(store, SupportsDuplicate):
@@ -52,8 +53,8 @@ def find_reusable(ranks: Ranks, target: SaveTarget, history: RootHistory | None)
 
 
 def _reusable_of(target: SaveTarget, folder: str | None, known_ids: Sequence[str]) -> list[ReusableFiles | None]:
-    """Returns, for each rank, its reusable files of the newest checkpoint; None for a rank that knows them already, by
-    the save id. `folder` is None if the coordinator does not know that checkpoint.
+    """Returns, for each rank, its reusable files of the newest checkpoint; None for a rank that knows them already, as
+    its id in `known_ids` says. `folder` is None if the coordinator does not know that checkpoint.
     """
     if folder is not None and len(set(known_ids)) == 1:
         return [None] * len(known_ids)

@@ -1,5 +1,6 @@
-"""Data files with compressed chunks: several threads make frames of a snapshot's bytes, then comes the header with
-their lengths. The plan decides what is compressed, storage/compression.py how.
+"""Data files with compressed chunks: several threads make frames of a snapshot's bytes. The header has the lengths of
+the frames, so it is made last, and stands first in the file. The plan decides what is compressed,
+storage/compression.py how.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The slots of this process for copies of what ranks of other hosts staged, or for parity of it. As among the slots
-of a rank, one slot is whole at any moment, and all slots outlive the process.
+"""The slots of this process for copies of what ranks of other hosts staged, or for parity of it. As with the slots of a
+rank, those of the newest save that is needed stay whole while the next save takes others, and all outlive the process.
 """
 
 # ruff: noqa: PTH102, PTH118, PTH123 - the calls of `os` by name, as in posix_files.py
@@ -119,7 +119,7 @@ class CopySlots:
             ) from error
 
     def _needed(self) -> Collection[str]:
-        """Returns the saves whose copies must stay."""
+        """Returns the ids of the saves whose copies must stay."""
         name = os.path.join(self._folder, _NEEDED)
         with suppress(FileNotFoundError, msgspec.MsgspecError), open(name, "rb") as file:
             return msgspec.json.decode(file.read(), type=list[str])
@@ -137,7 +137,7 @@ class CopySlots:
 
 
 def scan_copies(job: JobFolder, kind: CopyKind) -> list[FoundSlot]:
-    """Returns the copies that a host holds, as slots of the ranks whose images they are, or its parity."""
+    """Returns the slots of one kind that this host holds for others: copies of the images of ranks, or parity."""
     return list(slot_file.scan(_folder_of(job, kind)))
 
 

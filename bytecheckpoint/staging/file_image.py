@@ -270,7 +270,7 @@ class LiveFile:
 
 
 def _in_copies(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields a tensor in parts of COPY_BYTES, because torch copies a whole part at once."""
+    """Yields a tensor in parts of at most COPY_BYTES, because torch copies all of a tensor at once."""
     for region in split_rows(whole(tensor.shape), max(1, COPY_BYTES // tensor.element_size())):
         yield narrowed(tensor, region)
 

@@ -38,7 +38,9 @@ class StagingMemory:
         self._num_small_takes = 0
 
     def take(self, num_bytes: int) -> memoryview:
-        """Returns paged-in memory of this length that starts at a page. Memory taken earlier is overwritten."""
+        """Returns paged-in memory of this length that starts at a page. It may be the same as memory taken earlier,
+        which must not be in use any more.
+        """
         held_bytes = 0 if self._mapping is None else len(self._mapping)
         self._num_small_takes = self._num_small_takes + 1 if num_bytes < held_bytes // 2 else 0
         if num_bytes > held_bytes or self._num_small_takes >= _MAX_SMALL_TAKES:

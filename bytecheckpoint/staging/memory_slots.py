@@ -111,12 +111,13 @@ class JobMemory:
         self._filling.fill(save_id, step, rank, self._lengths, files=self._files)
 
     def doubt(self, save_id: str) -> None:
-        """Keeps the slots of this save as well: other ranks may have seen it complete, and this one will not know."""
+        """Keeps the slots of this save as well: other ranks may learn that it is complete while this rank does not."""
         self._settled = {*self._needed(), save_id}
 
     def settle(self, save_id: str, *, is_protected: bool = False) -> None:
         """Keeps the slots of this save, which is complete on all hosts, or from which all ranks have resumed. Unless it
-        is protected against the loss of a host, also keeps the slots of the newest save that is.
+        is protected against the loss of a host, also keeps the slots of the newest save that is. Unlinks other slots of
+        this process beyond two in all, or three where it keeps those of two saves.
         """
         protected = "" if is_protected else version_files.protected_save(self.job)
         self._settled = {save_id, protected} - {""}
@@ -151,11 +152,11 @@ class JobMemory:
         self.newest = VersionRecord("", max(seen.generation, generation), 0, max(seen.number, number), "")
 
     def note_complete(self, record: VersionRecord) -> None:
-        """Notes the newest version that is complete: the branch goes on."""
+        """Notes the newest complete version, whose generation later saves keep until the next load."""
         self.newest, self.opens_generation = record, False
 
     def note_load(self) -> None:
-        """Notes that training goes on from what was loaded: a new branch."""
+        """Notes that training goes on from a loaded checkpoint: the next save begins a new generation."""
         self.opens_generation = True
 
     def warn_once(self, message: str, *, is_reporter: bool) -> None:
@@ -186,7 +187,7 @@ class JobMemory:
             self._resumed = self.job.join(saves=False)
 
     def others(self) -> list[LivingProcess]:
-        """Returns the other processes on this host that save for the job."""
+        """Returns the other processes on this host that save for the job. Registers this one, as `process` does."""
         own = self.process.name
         return [process for process in self.job.living() if process.has_saved and process.name != own]
 

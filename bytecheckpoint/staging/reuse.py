@@ -51,7 +51,9 @@ class RootHistory:
         """FQNs that were the same in the first two saves with one plan; None before."""
 
     def frozen(self, marked: Collection[str]) -> frozenset[str]:
-        """Returns the FQNs that get files of their own: those `marked`, and those found unchanged."""
+        """Returns the FQNs that get files of their own: those `marked` and those found unchanged, without those that
+        have ever differed between two saves in a row.
+        """
         return (frozenset(marked) | (self._unchanged or frozenset())) - self._changed
 
     def add(
@@ -130,8 +132,9 @@ class FileReuse:
     def take(self, image: FileImage, path: str, digest: bytes) -> DataFile | None:
         """Makes the object `path` out of an equal file of the newest checkpoint, and returns its entry in the manifest.
 
-        Returns None if there is no such file any more, or the store cannot do this: then the file is to be written.
-        Raises any other StorageError, and CheckpointExistsError if `path` is taken.
+        Returns None if that checkpoint has no equal file: then the file is to be written. Also returns None, now and in
+        all later calls, if the equal file is gone or the store cannot duplicate it. Raises any other StorageError, and
+        CheckpointExistsError if `path` is taken.
         """
         found = self._found.get((sum(image.extent_lengths), digest))
         if found is None or list(found.extent_lengths) != list(image.extent_lengths):

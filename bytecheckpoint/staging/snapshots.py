@@ -40,8 +40,8 @@ class Snapshot(Protocol):
         """Waits until writing may begin without slowing down staging, for which training may be waiting."""
 
     def content(self, block: Block) -> AbstractContextManager[memoryview]:
-        """Yields the bytes of a planned block, as the state was. Entered in file order, from any thread, one block at a
-        time.
+        """Yields the bytes of a planned block, as the state was when the save began. Blocks are entered one by one, in
+        file order, from any thread; several may be open at once.
         """
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class LiveState:
 
 
 def staged_bytes(planned: Sequence[PlannedFile]) -> int:
-    """Returns the staging memory for all of these files."""
+    """Returns the number of bytes of staging memory that a copy of all of these files takes."""
     return sum(_whole_pages(file.byte_length) for file in planned)
 
 
@@ -194,7 +194,9 @@ class ProposedState:
         self._is_agreed = threading.Event()
 
     def agree(self, other: Snapshot | None) -> None:
-        """Ends the wait for the plan: the proposed snapshot is right, or this other one, which may use its memory."""
+        """Ends the wait for the plan. With None, the proposed snapshot is right; else `other` is staged in its place,
+        which may use the memory of the proposed one.
+        """
         with self._lock:
             self._right = other or self.proposed
             error = self._error

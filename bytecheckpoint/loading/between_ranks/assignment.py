@@ -1,5 +1,5 @@
-"""Messages in which ranks tell the coordinator which bytes they want, and it assigns a reader rank to each. Knows no
-sockets and no memory.
+"""Messages in which ranks tell the coordinator which extents they want, and it assigns a reader rank to each extent.
+Knows no sockets and no memory.
 """
 
 from __future__ import annotations

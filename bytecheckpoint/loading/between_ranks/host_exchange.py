@@ -1,6 +1,6 @@
-"""Units that the ranks of one host take out of one another's memory. A unit is there once, as it lies in its file, in
-the memory of the rank that has read it or has it from another host; each rank copies from there what it wants. Which
-units, and how they get there, is not known here.
+"""Units that the ranks of one host take out of one another's memory. The host has a unit once, as it lies in its file,
+in the memory of the rank that has read it or received it from another host; each rank copies from there what it wants.
+Which units, and how they get there, is not known here.
 
 No circle of ranks can wait for one another: a rank takes what is announced without the help of others.
 """
@@ -43,7 +43,7 @@ class WaitLimits(NamedTuple):
 
 
 class HostExchange:
-    """The part of one rank in what its host passes on within its memory. `serve` runs on NUM_THREADS threads."""
+    """One rank's part in passing on units through the memory of its host. `serve` runs on NUM_THREADS threads."""
 
     def __init__(
         self,

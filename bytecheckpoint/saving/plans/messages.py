@@ -1,5 +1,5 @@
 """The messages of planning: a local plan on its way to the coordinator, and one rank's part of the global plan on its
-way back. They know no tensor.
+way back. They describe tensors and hold none.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LocalPlanMessage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PlanReply(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's part of the global plan."""
+    """The coordinator's reply to one rank: its part of the global plan, or a request to send more."""
 
     save_id: str = ""
     plan_id: str = ""
@@ -78,7 +78,9 @@ class PlanReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 def mirroring_of(messages: Sequence[LocalPlanMessage], copies: int, max_file_bytes: int) -> Mirroring | None:
-    """Returns how replicas are staged in `copies` failure domains; None if a save has no use for that."""
+    """Returns the input for the plan of replicas in `copies` failure domains; None if `copies` is less than 2 or a rank
+    sent no place.
+    """
     places = [message.place for message in messages if message.place is not None]
     if copies < 2 or len(places) < len(messages):
         return None
