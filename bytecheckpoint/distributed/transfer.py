@@ -140,7 +140,9 @@ class _Transfer:
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Interrupts all connections of this rank if the block fails."""
+        """If the block fails, notes its error and interrupts the connections of this rank, except those that are still
+        being opened.
+        """
         try:
             yield
         except BaseException as error:
