@@ -62,7 +62,9 @@ def link_manifest(
 
 
 def with_samples(store: Store, folder: str, manifest: Manifest, *, threads: int) -> Manifest:
-    """Returns the link with samples of the files, in this folder, that have no checksums."""
+    """Returns the manifest with samples of those files that have neither checksums nor samples. The files are in this
+    folder of the store.
+    """
     files = list(manifest.files)
 
     def take(number: int) -> None:

@@ -189,7 +189,7 @@ class ReadAhead:
             self._windows[number] = self._pool.submit(self._read, number)
 
     def close(self) -> None:
-        """Returns all memory, once nothing reads any more."""
+        """Gives back all memory, after a wait for the read that is under way. Further windows are not read."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         for loan in self._loans.values():
             loan.close()

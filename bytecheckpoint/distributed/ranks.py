@@ -47,8 +47,7 @@ class Ranks(Protocol):
 
     @property
     def rendezvous_host(self) -> str | None:
-        """The host of the group's store, as all ranks reach it; None if the store is not a TCPStore, or there is none.
-        """
+        """The host of the group's store, as all ranks reach it; None if there is no store, or it is not a TCPStore."""
 
     def enter(self) -> None:
         """Waits until the number of this call is known; before that, the process may make no other call on this group.

@@ -111,8 +111,7 @@ class Listener:
             connected.close()
 
     def _serve(self, connected: socket.socket, awaited: dict[int, int], admit: Admit, timeout_s: float) -> None:
-        """Admits the connection of an awaited peer, then runs what `admit` has returned; closes any other connection.
-        """
+        """Admits the connection of an awaited peer, then runs what `admit` returned; closes any other connection."""
         rank, request = -1, memoryview(b"")
         connected.settimeout(timeout_s)
         with suppress(OSError):

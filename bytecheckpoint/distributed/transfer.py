@@ -61,8 +61,9 @@ def transfer(
 ) -> None:
     """Fetches all pieces, and serves the pieces of the `offered` files that the ranks in `takers` fetch from this rank.
 
-    Raises CheckpointError (rank_missing) for a rank that is gone or stuck, CheckpointCorruptError (checksum) for bytes
-    that were damaged on the way, and whatever `take` raises.
+    Raises CheckpointError (rank_missing) for a rank that is gone or stuck (not for a taker that is stuck once it has
+    been sent everything), CheckpointCorruptError (checksum) for bytes that were damaged on the way, and whatever `take`
+    raises.
     """
     if takers or fetches:
         _Transfer(ranks, offered, timeout_s).run(listener, takers, fetches)
