@@ -343,7 +343,7 @@ def _commit(plan: _Plan, files: Sequence[DataFile], *, overwrite: bool) -> None:
 
 @contextmanager
 def _discarded_on_refusal(plan: _Plan, files: Sequence[DataFile]) -> Iterator[None]:
-    """Removes the files if the store refused the file that makes the target exist; keeps them if that may exist."""
+    """Removes the files if the store refused the file that makes the target exist; keeps them if that one may exist."""
     try:
         yield
     except (StorageError, CheckpointSaveError, CheckpointExistsError) as error:

@@ -26,8 +26,8 @@ from bytecheckpoint.storage.store import Store
 def link_manifest(
     view: MappedView, request: SelectionRequest, *, source: str, target: str
 ) -> tuple[Manifest, Selection]:
-    """Returns the manifest to write in the folder `target`, for files below the folder `source`; both are paths or URLs
-    as stores show them.
+    """Returns the manifest to write in the folder `target`, for files below the folder `source`, and the selection that
+    it holds. Both folders are paths or URLs as stores show them.
 
     Raises CheckpointMismatchError (conflict) if the request needs more than a manifest.
     """

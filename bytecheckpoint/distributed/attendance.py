@@ -77,7 +77,7 @@ class Attendance:
         return absent or [leader for leader in silent if not call.is_set(block_key(number, leader))]
 
     def missing_error(self, ranks: Sequence[int], hint: str = "") -> CheckpointError:
-        """Returns the error about ranks that did not come in time."""
+        """Returns the error (rank_missing) about these ranks of the group, which did not come in time."""
         global_ranks = tuple(self._global_ranks[rank] for rank in ranks)
         unreachable = self._watch.unreachable() if self._watch is not None else {}
         if away := [rank for rank in ranks if rank in unreachable]:
@@ -91,7 +91,7 @@ class Attendance:
         )
 
     def ended_error(self, ranks: Sequence[int]) -> CheckpointError:
-        """Returns the error about ranks whose processes have ended."""
+        """Returns the error (rank_missing) about these ranks of the group, whose processes have ended."""
         global_ranks = tuple(self._global_ranks[rank] for rank in ranks)
         processes = [self._watch.describe(rank) for rank in ranks] if self._watch is not None else []
         return CheckpointError(

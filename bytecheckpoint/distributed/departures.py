@@ -32,7 +32,7 @@ _POLL_S = 0.02
 
 
 class Departures:
-    """The ranks of a call that have left it, in the store."""
+    """Counts, in the store, the ranks that have left a call."""
 
     def __init__(self, call: CallStore, num_ranks: int, block_ranks: int) -> None:
         self._call = call

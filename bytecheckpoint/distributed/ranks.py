@@ -246,7 +246,7 @@ def _was_abandoned(store: Store, call: int) -> bool:
 
 
 def group_store(group: dist.ProcessGroup) -> Store:
-    """Returns the store under a process group, to which torch has no public way. The collectives are for training."""
+    """Returns the store under a process group, which torch gives no public access to."""
     store: Store = dist.distributed_c10d._get_process_group_store(group)
     return store
 
@@ -296,8 +296,8 @@ _REFUSALS = {*_SHARED_KINDS, "unsupported_value", "path_escape", "pickle_refused
 
 
 def _located(error: CheckpointError, ranks: Ranks, about: Subject) -> CheckpointError:
-    """Returns the error with the checkpoint added, and with this rank if the error names none and is not about all of
-    them. A plain CheckpointError becomes a CheckpointSaveError in a save.
+    """Returns the error with the checkpoint added, and with this rank if the error names none and is not about all
+    ranks. A plain CheckpointError becomes a CheckpointSaveError in a save.
     """
     cls = CheckpointSaveError if about.is_save and type(error) is CheckpointError else type(error)
     message, named_ranks = error.message, error.ranks

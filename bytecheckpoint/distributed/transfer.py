@@ -83,7 +83,7 @@ class _Transfer:
         self._futures: list[Future[None]] = []
 
     def run(self, listener: Listener, takers: Sequence[int], fetches: Sequence[Fetching]) -> None:
-        """Serves the takers and carries out the fetches. Raises the first error of any thread."""
+        """Serves the takers and carries out the fetches. Raises the first error of any thread but PeerLeftError."""
         num_threads = len(takers) + len(fetches) + 2 * MAX_UNAUTHENTICATED
         # Threads of its own: so many and no more, and with a lower priority, which a shared thread would keep.
         self._pool = ThreadPoolExecutor(num_threads, "bcp-copies", initializer=lower_priority)

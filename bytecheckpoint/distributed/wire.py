@@ -42,7 +42,9 @@ class WireHeader(NamedTuple):
 
 
 def encode_request(request: UnitRequests) -> bytes:
-    """Returns request and digest as bytes: a damaged request would bring intact bytes that were not asked for."""
+    """Returns request and digest as bytes. Without the digest, a damaged request would bring intact bytes that were not
+    asked for.
+    """
     content = msgspec.msgpack.encode(list(request.items()))
     return xxhash.xxh3_64_digest(content) + content
 

@@ -183,7 +183,7 @@ def manifest_bytes(found: FoundCheckpoint) -> bytes:
 
 
 def manifest_of(found: FoundCheckpoint) -> Manifest:
-    """Returns the manifest of a checkpoint, checked."""
+    """Returns the manifest of a checkpoint, all of it checked. Raises the errors of `manifest_bytes`."""
     return layout.parse_manifest(manifest_bytes(found), path=found.manifest_path, check_all=True)
 
 

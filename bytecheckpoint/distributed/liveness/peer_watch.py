@@ -1,5 +1,5 @@
-"""Watches the processes of other ranks: on this host by process id and start time, on others by an open socket. So one
-that has ended is known at once, and one that is slow, stopped or holds the GIL is not taken for dead.
+"""Watches the processes of other ranks: on this host by process id and start time, on others by an open socket. So a
+process that has ended is known at once, and one that is slow, stopped or holds the GIL is not taken for dead.
 """
 
 from __future__ import annotations

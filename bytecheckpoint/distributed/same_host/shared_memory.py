@@ -58,7 +58,7 @@ class OwnMemory:
     """The memory of this rank, and the queue of messages to it."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Raises OSError if there is no memory, or AttributeError on systems that have none of this kind."""
+        """Raises OSError if there is too little memory, or AttributeError on systems that have none of this kind."""
         self._memory = os.memfd_create("bytecheckpoint")
         self._read_end, self._write_end = -1, -1
         try:

@@ -269,7 +269,9 @@ def refuse_other_counts(num_layers: Mapping[str, int], file: RankFile) -> None:
 
 
 def _is_gated(name: str, view: StoredView, stage: _Stage) -> bool | None:
-    """Returns True if this first layer of an MLP is twice as wide as the second takes; None if that is unknown."""
+    """Returns True if this first layer of an MLP has twice as many rows as the second has columns, False if it has as
+    many, and None if neither holds or is known.
+    """
     second = re.sub(r"dense_h_to_4h\.(weight|bias)", "dense_4h_to_h.weight", name)
     second = re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", second)
     _, other = stage[second][0] if second in stage else (None, None)

@@ -159,7 +159,7 @@ class SavedFile(NamedTuple):
         self.builder.add_tensor(fqn, view.dtype, view.shape, self.chunks(view, fqn))
 
     def plain(self, value: Any, fqn: str) -> Any:
-        """Returns a value of the file as plain data, with TensorRefs for its tensors, which the builder gets."""
+        """Adds the tensors of a value of the file to the builder; returns the value as plain data with TensorRefs."""
         return plain_tree(value, fqn, path=self.path, on_tensor=self.add_tensor)
 
     def take_apart(self, value: Any) -> None:

@@ -132,7 +132,9 @@ class ShardedReader:
         self._regions: dict[int, frozenset[Region]] = {}
 
     def read(self, value: Instance) -> ShardedTensor:
-        """Returns the tensor. Raises UnsafeCheckpointError, and for other values errors that `translated` replaces."""
+        """Returns the tensor. Raises UnsafeCheckpointError (limits_exceeded) for too many parts in all, and for a
+        malformed value errors that `translated` replaces.
+        """
         found = self._known.get(id(value))
         if found is None:
             is_dtensor = _name(value) != _SHARDED_TENSOR
