@@ -130,7 +130,8 @@ def convert(
     """Writes the target. `progress` gets the number of bytes that this rank will write, and returns a context that
     counts them.
 
-    Raises the errors of a load and of a save; the target is not there then, or as it was before.
+    Raises the errors of a load and of a save. The target is not there then, or as it was before, unless the file that
+    makes it exist was written already, or may have been.
     """
     about = Subject(showable_url(request.target), None, is_save=True)
     if request.is_link:
@@ -257,7 +258,7 @@ def _agreed(
 
 
 def _check_space(plan: _Plan) -> None:
-    """Raises CheckpointSaveError (no_space) where the target's file system has too little room, before the start."""
+    """Raises CheckpointSaveError (no_space) if the target's file system, when it is local, has too little room."""
     store = plan.place.store
     free_bytes = store.free_bytes if isinstance(store, LocalStore) else None
     needed_bytes = sum(file.byte_length for file in plan.target.files)
@@ -284,9 +285,9 @@ class _FileWriter:
         self._lock = threading.Lock()
 
     def write(self, file: TargetFile, *, is_replaced: bool) -> DataFile:
-        """Writes one file, durably. With `is_replaced`, it replaces an older one if its target has no other file: of
-        several, only the last one replaces, which `_commit` writes. Otherwise raises CheckpointExistsError for a name
-        that is taken. Raises the errors of a load and of a write.
+        """Writes one file, durably. With `is_replaced`, a file that is the whole target replaces an older one of its
+        name. In every other case raises CheckpointExistsError for a name that is taken: of several files, only the last
+        may replace one, and `_commit` writes it. Raises the errors of a load and of a write.
         """
         store = self._plan.place.store
         stream = Stream(file.runs)
@@ -342,7 +343,7 @@ def _commit(plan: _Plan, files: Sequence[DataFile], *, overwrite: bool) -> None:
 
 @contextmanager
 def _discarded_on_refusal(plan: _Plan, files: Sequence[DataFile]) -> Iterator[None]:
-    """Removes the files if the store refused the file that makes the target exist; keeps them if it may have it."""
+    """Removes the files if the store refused the file that makes the target exist; keeps them if that one may exist."""
     try:
         yield
     except (StorageError, CheckpointSaveError, CheckpointExistsError) as error:
@@ -365,7 +366,7 @@ def _in_order(plan: _Plan, reports: Sequence[bytes]) -> list[DataFile]:
 
 
 def _discard(plan: _Plan, written: Sequence[DataFile]) -> None:
-    """Removes the files of a target that will not exist.
+    """Removes the written files of a target that will not exist, but never the one that makes it exist.
 
     Hazard: no other file may be removed, whatever its name: another process may be writing to the same place.
     """

@@ -69,7 +69,9 @@ def plan_dcp(manifest: Manifest, selection: Selection, plain: PlainData, *, num_
 def planned_by_torch(
     state: Mapping[Any, Any], wanted: Sequence[WantedTensor]
 ) -> tuple[Metadata, dict[str, MetadataIndex], dict[str, Any]]:
-    """Returns what torch would write for a state: its metadata, then by FQN the index of each part, and the part."""
+    """Returns what torch would write for a state: its metadata, and by FQN the index and the value of each entry. The
+    value of a tensor is its TensorStub.
+    """
     stubs: dict[int, TensorStub] = {}
 
     def with_meta_tensors(value: Any) -> Any:

@@ -26,8 +26,8 @@ from bytecheckpoint.storage.store import Store
 def link_manifest(
     view: MappedView, request: SelectionRequest, *, source: str, target: str
 ) -> tuple[Manifest, Selection]:
-    """Returns the manifest to write in the folder `target`, for files below the folder `source`; both are paths or URLs
-    as stores show them.
+    """Returns the manifest to write in the folder `target`, for files below the folder `source`, and the selection that
+    it holds. Both folders are paths or URLs as stores show them.
 
     Raises CheckpointMismatchError (conflict) if the request needs more than a manifest.
     """
@@ -62,7 +62,9 @@ def link_manifest(
 
 
 def with_samples(store: Store, folder: str, manifest: Manifest, *, threads: int) -> Manifest:
-    """Returns the link with samples of the files, in this folder, that have no checksums."""
+    """Returns the manifest with samples of those files that have neither checksums nor samples. The files are in this
+    folder of the store.
+    """
     files = list(manifest.files)
 
     def take(number: int) -> None:

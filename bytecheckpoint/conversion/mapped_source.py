@@ -35,7 +35,9 @@ class MappedView(NamedTuple):
     """Framework of the source and of the target."""
 
     def made_of_stored(self, wanted: Sequence[WantedTensor]) -> list[WantedTensor]:
-        """Returns tensors that each consist of one tensor of the view, as pieces of tensors of the checkpoint."""
+        """Returns `wanted`, whose pieces are whole tensors of the view, with these replaced by the pieces of stored
+        tensors that they are made of.
+        """
         if self.pieces is None:
             return list(wanted)
         found = [

@@ -36,7 +36,7 @@ class TensorSpan(NamedTuple):
 
 
 def tensor_span(number: int, tensor: WantedTensor) -> TensorSpan:
-    """Returns all of the tensor of this number."""
+    """Returns the span of all elements of this tensor, which has this number."""
     item_bytes = itemsize(tensor.dtype)
     return TensorSpan(number, 0, item_bytes, prod(tensor.shape) * item_bytes)
 
@@ -73,7 +73,9 @@ class Stream:
         return [Block(at, min(BLOCK_BYTES, self.byte_length - at)) for at in range(0, self.byte_length, BLOCK_BYTES)]
 
     def fill(self, byte_offset: int, memory: memoryview, elements: Elements) -> None:
-        """Fills the memory with the bytes of the file from `byte_offset` on. The memory is aligned as in the file."""
+        """Fills the memory with the bytes of the file from `byte_offset` on. The memory must be aligned as the file is:
+        what begins at an aligned offset of the file is at an aligned address.
+        """
         parts = list(self._parts(byte_offset, memory))
         elements.read(
             [
@@ -189,7 +191,7 @@ class ReadAhead:
             self._windows[number] = self._pool.submit(self._read, number)
 
     def close(self) -> None:
-        """Returns all memory, once nothing reads any more."""
+        """Gives back all memory, after a wait for the read that is under way. Further windows are not read."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         for loan in self._loans.values():
             loan.close()

@@ -1,5 +1,5 @@
 """Finds out which ranks take part in a call: whose messages have come, whose processes have ended, and which ranks make
-another call. Makes the errors about them. Of a message it reads only the name of the call.
+another call. Makes the errors about such ranks. Of a message it reads only the name of the call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Attendance:
             self._watch.introduce()
 
     def meet(self, number: int) -> None:
-        """Begins to watch other ranks with the first message of a call: by then they have introduced themselves."""
+        """Begins to watch other ranks at the first message of a call (`number` 0): their presences are in the store by
+        then. Later messages change nothing.
+        """
         if self._watch is not None and number == 0:
             self._watch.meet()
 
@@ -44,7 +46,9 @@ class Attendance:
         return self._watch.ended(ranks) if self._watch is not None else []
 
     def look_for_senders(self, call: CallStore, number: int) -> bool:
-        """Returns True if ranks have ended without the message that this one waits for; notes them in `ended`."""
+        """Returns True if ranks have ended without sending this rank the message with this number; puts them into
+        `ended`.
+        """
         keys = {
             rank: block_key(number, rank) if rank in self._blocks.leaders else up_key(number, rank)
             for rank in self.ended_among(self._blocks.senders(self._blocks.rank))
@@ -53,15 +57,17 @@ class Attendance:
         return bool(self.ended)
 
     def has_coordinator_ended(self) -> bool:
-        """Returns True if the coordinator's process has ended. Always False on ranks that do not watch it: leaders and
-        the ranks of its block do.
+        """Returns True if the coordinator's process has ended. Only leaders and the ranks of the coordinator's own
+        block watch it; on all others this is always False.
         """
         if self._blocks.is_leader or self._blocks.leader == COORDINATOR:
             return bool(self.ended_among([COORDINATOR]))
         return False
 
     def find_absent(self, call: CallStore, number: int) -> list[int]:
-        """Returns the ranks that have sent no message; if all have, the leaders that have not passed theirs on."""
+        """Returns the ranks that have sent no message with this number; if all have, the leaders that have not
+        forwarded the messages of their blocks.
+        """
         blocks = self._blocks
         silent = [leader for leader in blocks.leaders[1:] if not call.is_set(block_key(number, leader))]
         suspects = [rank for leader in [COORDINATOR, *silent] for rank in (leader, *blocks.members(leader))]
@@ -71,7 +77,7 @@ class Attendance:
         return absent or [leader for leader in silent if not call.is_set(block_key(number, leader))]
 
     def missing_error(self, ranks: Sequence[int], hint: str = "") -> CheckpointError:
-        """Returns the error about ranks that did not come in time."""
+        """Returns the error (rank_missing) about these ranks of the group, which did not come in time."""
         global_ranks = tuple(self._global_ranks[rank] for rank in ranks)
         unreachable = self._watch.unreachable() if self._watch is not None else {}
         if away := [rank for rank in ranks if rank in unreachable]:
@@ -85,7 +91,7 @@ class Attendance:
         )
 
     def ended_error(self, ranks: Sequence[int]) -> CheckpointError:
-        """Returns the error about ranks whose processes have ended."""
+        """Returns the error (rank_missing) about these ranks of the group, whose processes have ended."""
         global_ranks = tuple(self._global_ranks[rank] for rank in ranks)
         processes = [self._watch.describe(rank) for rank in ranks] if self._watch is not None else []
         return CheckpointError(
@@ -103,8 +109,8 @@ def named_call(call: str, payload: bytes) -> bytes:
 
 
 def check_calls(call: str, messages: Sequence[bytes], global_ranks: Sequence[int]) -> list[bytes]:
-    """Returns the first messages of all ranks without the names of their calls. Raises CheckpointMismatchError
-    (conflict) if these differ from that of the coordinator.
+    """Returns the payloads of the first messages of all ranks, without the names of their calls. Raises
+    CheckpointMismatchError (conflict) if a rank has made another call than `call`, that of the coordinator.
     """
     parts = [message.partition(_END_OF_CALL) for message in messages]
     for rank, (other, _, _) in enumerate(parts):

@@ -91,9 +91,9 @@ class Connection:
             raise self._gone(error) from error
 
     def send_units(self, num_units: int, activity: Activity, is_over: threading.Event, *, heartbeat_s: float) -> None:
-        """Sends `num_units` units, then waits until the peer has them, up to a quarter of the timeout. If `is_over` is
-        set before, sends DISCONNECT. If there was progress, a heartbeat follows after `heartbeat_s` in which nothing
-        else was sent.
+        """Sends the next `num_units` of `units` as they come, then waits up to a quarter of the timeout for the peer to
+        acknowledge them; returns also if it does not. If `is_over` is set before that wait, sends DISCONNECT instead.
+        When nothing was sent for `heartbeat_s`, but `activity` shows progress, a heartbeat is sent.
 
         Raises as `send` does.
         """
@@ -121,8 +121,8 @@ class Connection:
                 self.check_peer(self.timeout_s / 4)
 
     def check_peer(self, wait_s: float = 0.0) -> None:
-        """Waits until the peer has acknowledged all that was sent, or has sent nothing for `wait_s`. Raises the errors
-        of `send` if the peer has disconnected or is gone.
+        """Returns once the peer has acknowledged all that was sent, or after `wait_s` without an answer. Raises the
+        errors of `send` if the peer has disconnected or is gone.
         """
         if not wait([self._socket], wait_s):
             return
@@ -160,7 +160,9 @@ class Connection:
         return WireHeader(*HEADER.unpack(content))
 
     def disconnect(self) -> None:
-        """Tells the reader rank that this one ends the exchange, and ends all waits."""
+        """Ends all waits, as `interrupt` does. On the peer's end, tells the reader rank before that this rank ends the
+        exchange.
+        """
         with suppress(OSError):
             if self.is_established:  # else the message would wait, or be taken for a part of the request
                 self._socket.send(_LEAVING)
@@ -179,13 +181,15 @@ class Connection:
 
 
 def interrupt(waiting: socket.socket) -> None:
-    """Ends all waits of other threads for this socket, also that for a connection."""
+    """Ends all waits of other threads on this socket, also one in `accept`."""
     with suppress(OSError):
         waiting.shutdown(socket.SHUT_RDWR)
 
 
 def fill(buffer: memoryview | bytearray, connected: socket.socket) -> memoryview:
-    """Receives as many bytes as fit. Raises OSError: TimeoutError if nothing comes for as long as the socket waits."""
+    """Receives until the buffer is full; returns it as a memoryview. Raises OSError: TimeoutError if nothing comes
+    within the timeout of the socket, ConnectionResetError if the other end closes the connection before.
+    """
     filled = left = memoryview(buffer)
     while left:
         count = connected.recv_into(left)

@@ -32,7 +32,7 @@ _POLL_S = 0.02
 
 
 class Departures:
-    """The ranks of a call that have left it, in the store."""
+    """Counts, in the store, the ranks that have left a call."""
 
     def __init__(self, call: CallStore, num_ranks: int, block_ranks: int) -> None:
         self._call = call
@@ -75,8 +75,8 @@ class Departures:
         has_failed: bool,
         look: Callable[[], object] | None = None,
     ) -> None:
-        """Waits, as the coordinator, until all but the missing ranks have left. Removes these `keys` and those of
-        the call, or lets the last rank do so if some have not left by then.
+        """Waits, as the coordinator and for at most `limit_s`, until all but the missing ranks have left. If all ranks
+        have, removes these `keys` and those of the call, else lets the last rank that leaves do so.
         """
         if missing:
             self._wait_for_others(limit_s, missing)
@@ -90,7 +90,9 @@ class Departures:
         self.end_first(keys)
 
     def end_first(self, keys: Sequence[str] = ()) -> None:
-        """Leaves as the coordinator without a wait; the last message stays, for ranks that are late."""
+        """Counts the coordinator as gone before ranks that are late. These can still read the last message; the last of
+        them removes `keys` and those of the call. If all have left in the meantime, this rank does so.
+        """
         self._hand_over(keys)
         if self._call.store.add(_NUM_BLOCKS, 1) > len(self._leaders):
             self._call.wait(_ALL_LEFT, _ALL_LEFT_S)  # which the last rank sets, or is about to
@@ -129,7 +131,7 @@ class Departures:
         return [*map(_mask_key, self._leaders), _NUM_BLOCKS, _ALL_LEFT]
 
     def _remove_all(self) -> None:
-        """Removes all keys of a call that a rank has left early, or in which a rank has failed."""
+        """Removes all that is left of a call: the errors, the keys that ranks have handed over, and the counters."""
         for number in range(1, self._call.store.add(NUM_FAILURES, 0) + 1):
             key = failure_key(number)
             self._call.remove(*keys_of(key, get_message(self._call.store, key)))

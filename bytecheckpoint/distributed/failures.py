@@ -23,7 +23,8 @@ class _Failure(msgspec.Struct, frozen=True):
 def merge_errors(errors: Sequence[CheckpointError]) -> CheckpointError:
     """Returns one error for several ranks that failed: the error of the first, with all ranks named.
 
-    Errors about missing ranks count only if there are no others: a rank that failed may be the missing one.
+    Errors about missing ranks are left out, because a rank that failed may be the missing one. If there are no others,
+    the first of them is returned alone.
     """
     errors = [error for error in errors if error.kind != "rank_missing"] or errors[:1]
     ranks = tuple(sorted({rank for error in errors for rank in error.ranks}))
@@ -33,13 +34,13 @@ def merge_errors(errors: Sequence[CheckpointError]) -> CheckpointError:
 
 
 def encode_failure(error: CheckpointError) -> bytes:
-    """Returns the error as a message."""
+    """Returns the error as bytes, without the first byte of a message, which `decode_failure` skips."""
     failure = _Failure(type(error).__name__, str(error), error.kind, error.path, error.step, error.ranks)
     return msgspec.msgpack.encode(failure)
 
 
 def decode_failure(message: bytes) -> CheckpointError:
-    """Returns the error that follows the first byte of a message."""
+    """Returns the error that a message holds after its first byte."""
     failure = msgspec.msgpack.decode(message[1:], type=_Failure)
     cls = ERROR_CLASSES[failure.cls]
     return cls(failure.message, kind=failure.kind, path=failure.path, step=failure.step, ranks=failure.ranks)

@@ -48,7 +48,7 @@ _SMALL_BYTES = 1 << 10
 
 
 class RankFailedError(Exception):
-    """Another rank failed. Carries the error that all are to raise; it is final on ranks other than the coordinator."""
+    """Another rank failed. Carries the error for all ranks to raise; the coordinator must first pass it to `fail`."""
 
     def __init__(self, error: CheckpointError) -> None:
         super().__init__(str(error))
@@ -65,14 +65,14 @@ class GroupRanks:
     """The ranks of a process group. Messages go up (rank to coordinator) and down, each under a numbered key.
 
     Groups of more than `block_ranks` are divided into blocks of so many consecutive ranks, mostly those of a host. The
-    first rank of each, its leader, puts the messages of its block together, so that no rank handles one of every other.
+    first rank of each, its leader, joins the messages of its block, so that no rank reads a message of every other one.
 
-    Nobody polls for a message. Those that go up are counted in the store, and the last of them rings a bell: it sets
-    the key for which the reader waits. Failures ring it too.
+    No rank polls for a message, unless the store cannot block. Messages that go up are counted in the store, and the
+    last of them rings a bell: it sets the key for which the reader waits. Failures ring it too.
 
     Each rank counts itself as gone when it has read the last message, of success or failure. The coordinator, whose
-    process may hold the store, stays until all are gone, and removes the keys of the call. If some are late, the last
-    rank to go removes them.
+    process may hold the store, stays until all are gone, for 5 s at most, and removes the keys of the call. If some
+    ranks are late, the last one to go removes them.
     """
 
     def __init__(
@@ -219,7 +219,9 @@ class GroupRanks:
         return messages
 
     def _await_arrivals(self, number: int, limit_s: float) -> bool:
-        """Returns True when the bell of this reader rings: all messages are there, or a rank has failed or ended."""
+        """Returns True when the bell of this reader rings: all messages are there, or a rank has failed or ended.
+        Returns True at once if no rank sends to this one, and False after `limit_s`.
+        """
         if not self._blocks.senders(self.rank):
             return True
         has_rung = self._call_store.wait(
@@ -230,7 +232,7 @@ class GroupRanks:
         return has_rung
 
     def _ring_if_sender_ended(self, number: int) -> None:
-        """Rings the bell of this rank itself if a process has ended without sending its message."""
+        """Rings this rank's own bell if the process of a sender has ended without sending its message."""
         if self._attendance.look_for_senders(self._call_store, number):
             self._put(bell_key(number, self.rank), b"")
 
@@ -244,8 +246,8 @@ class GroupRanks:
             raise self._attendance.ended_error(ended)
 
     def _forward_block(self, number: int, payload: bytes) -> None:
-        """Forwards the messages of the block, as its leader. Does nothing if a member is missing or a rank has failed:
-        the coordinator sees that for itself, and sends one verdict to all.
+        """Forwards the messages of the block, as its leader. Raises `ended_error` if a member has ended. Forwards
+        nothing if one is missing or a rank has failed: the coordinator sees that itself, and sends one verdict to all.
         """
         self._put(up_key(number, self.rank), b"")  # so that this rank does not count as missing if a member is
         # The coordinator may begin to wait later.
@@ -296,7 +298,7 @@ class GroupRanks:
         return error
 
     def _report_failure(self, error: CheckpointError) -> CheckpointError:
-        """Reports an error to the coordinator; returns the error that it has chosen for all ranks to raise."""
+        """Reports an error to the coordinator; returns the coordinator's choice of the error for all ranks to raise."""
         self._has_failed = True
         number = self._store.add(NUM_FAILURES, 1)
         put_message(self._store, failure_key(number), _FAILURE + encode_failure(error))
@@ -312,14 +314,12 @@ class GroupRanks:
         return error
 
     def _ring(self, reader: int) -> None:
-        """Rings the bell of a reader that waits for this message of this rank, or still for the last one."""
+        """Rings both bells at which a reader may wait: that of the last messages and that of the next ones."""
         for number in {max(self._num_up - 1, 0), self._num_up}:
             self._put(bell_key(number, reader), b"")
 
     def _leave(self, *, all_failed: bool = False) -> None:
-        """Removes the keys of this rank that no rank reads any more, and counts this rank, which is not the
-        coordinator, as gone.
-        """
+        """Counts this rank, not the coordinator, as gone. Removes its keys; hands over those that may still be read."""
         # A leader may be about to read them.
         is_unsafe = self._has_failed or (all_failed and self._blocks.are_several)
         num_read = 0 if is_unsafe else self._num_read
@@ -343,7 +343,7 @@ class GroupRanks:
         )
 
     def _last_arrivals(self) -> list[str]:
-        """Returns the counters for this reader of messages whose last one may never come."""
+        """Returns the keys that count messages for this reader; they may stay if the last message never comes."""
         return [arrivals_key(number, self.rank) for number in (max(self._num_up - 1, 0), self._num_up)]
 
     def _send_down(self, message: bytes) -> None:

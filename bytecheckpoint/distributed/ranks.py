@@ -35,7 +35,9 @@ _CATCH_UP_S = 2.0
 
 
 class Ranks(Protocol):
-    """The view that one rank has of all that take part in a call."""
+    """The view that one rank has of all that take part in a call. Exchanges of messages raise RankFailedError if
+    another rank has failed, and CheckpointError (rank_missing) if one is lost or the store is.
+    """
 
     rank: int
     """Within the group."""
@@ -45,10 +47,12 @@ class Ranks(Protocol):
 
     @property
     def rendezvous_host(self) -> str | None:
-        """The host of the group's store, as all ranks reach it; None if the store is not a TCPStore."""
+        """The host of the group's store, as all ranks reach it; None if there is no store, or it is not a TCPStore."""
 
     def enter(self) -> None:
-        """Waits until the number of this call is known; before that, the process may make no other call."""
+        """Waits until the number of this call is known; before that, the process may make no other call on this group.
+        Raises CheckpointError (rank_missing) if the store is lost.
+        """
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Returns every rank's payload by rank on the coordinator, and an empty list elsewhere."""
@@ -60,18 +64,22 @@ class Ranks(Protocol):
         """Returns the coordinator's payload for this rank; the `payloads` of others are ignored."""
 
     def reduce_scatter(self, payload: bytes, reduce: Callable[[list[bytes]], Sequence[bytes]]) -> bytes:
-        """Gathers every rank's payload on the coordinator, whose `reduce` makes the reply to each rank of them; the
-        `reduce` of others is ignored. Does what `gather` and `scatter` do, and is cheaper.
+        """Gathers every rank's payload on the coordinator, whose `reduce` returns one reply for each rank; returns the
+        reply for this rank. The `reduce` of others is ignored. Cheaper than `gather` and then `scatter`.
         """
 
     def barrier(self) -> None:
         """Waits until every rank has called this."""
 
     def fail(self, error: CheckpointError) -> CheckpointError:
-        """Sends the error to the other ranks, and returns the error that every rank is to raise."""
+        """Sends the error to the other ranks, and returns the error that every rank is to raise: that of another rank
+        if that counts more, or this one.
+        """
 
     def close(self) -> None:
-        """Ends the call. The coordinator waits until all ranks have read the last message."""
+        """Ends the call. The coordinator waits, for 5 s at most, until all ranks have read the last message. Raises no
+        error about ranks or a store that are lost.
+        """
 
 
 class SoleRank:
@@ -110,11 +118,12 @@ class SoleRank:
 def join_ranks(
     process_group: dist.ProcessGroup | None, timeout_s: float, *, about: Subject, enters_later: bool = False
 ) -> Ranks:
-    """Returns the ranks of the given group, of the default one, or this process alone if there is none.
+    """Returns the ranks of the given group or, without one, of the default group; a SoleRank if there is no default
+    group either, or the group has one rank.
 
-    Must be called by every rank of the group, in the same order as other calls, before anything that can fail. The
-    store is asked for the number of this call while the caller goes on, with `enters_later` only by `enter` or with
-    the first message. Raises CheckpointMismatchError (conflict) on a process that is not in the group.
+    Must be called by every rank of the group, in the same order as other calls, before anything that can fail. A thread
+    asks the store for the number of this call meanwhile; with `enters_later`, only once `enter` is called or the first
+    message sent. Raises CheckpointMismatchError (conflict) on a process that is not in the group.
     """
     if process_group is None and not (dist.is_available() and dist.is_initialized()):
         if about.is_save:
@@ -159,7 +168,9 @@ class GroupPeers(NamedTuple):
 
 @cache
 def group_peers() -> Callable[[dist.ProcessGroup], GroupPeers]:
-    """Returns the function that finds what this process keeps for a process group, for as long as the group lives."""
+    """Returns the function that gives the GroupPeers of a process group: makes them at the first call, and keeps them
+    for as long as the group lives.
+    """
     kept: WeakKeyDictionary[dist.ProcessGroup, GroupPeers] = WeakKeyDictionary()
 
     def forget() -> None:  # a connection has one process at its end
@@ -235,17 +246,18 @@ def _was_abandoned(store: Store, call: int) -> bool:
 
 
 def group_store(group: dist.ProcessGroup) -> Store:
-    """Returns the store under a process group, to which torch has no public way. The collectives are for training."""
+    """Returns the store under a process group, which torch gives no public access to."""
     store: Store = dist.distributed_c10d._get_process_group_store(group)
     return store
 
 
 @contextmanager
 def together(ranks: Ranks, what: str, *, about: Subject) -> Iterator[None]:
-    """Runs a phase on every rank: if it fails on one, every rank raises that error, with the rank named.
+    """Surrounds a phase that every rank runs: if it fails on one, every rank raises that error when it next receives a
+    message in such a block. The rank is named, unless the error is about all of them.
 
-    An Exception that is no CheckpointError becomes one of kind `rank_failed`, chained to its cause. Others, such as
-    KeyboardInterrupt, pass, and are not sent to other ranks.
+    An Exception that is no CheckpointError becomes one of kind `rank_failed`, chained to its cause. What is no
+    Exception, such as KeyboardInterrupt, passes unchanged, and is not sent to other ranks.
     """
     try:
         yield
@@ -284,7 +296,9 @@ _REFUSALS = {*_SHARED_KINDS, "unsupported_value", "path_escape", "pickle_refused
 
 
 def _located(error: CheckpointError, ranks: Ranks, about: Subject) -> CheckpointError:
-    """Returns the same error with the rank and the checkpoint added."""
+    """Returns the error with the checkpoint added, and with this rank if the error names none and is not about all
+    ranks. A plain CheckpointError becomes a CheckpointSaveError in a save.
+    """
     cls = CheckpointSaveError if about.is_save and type(error) is CheckpointError else type(error)
     message, named_ranks = error.message, error.ranks
     is_shared = ranks.rank == COORDINATOR and error.kind in _SHARED_KINDS

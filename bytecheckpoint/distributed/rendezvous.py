@@ -50,7 +50,9 @@ class Listener:
     """The socket to which peers connect. Each connection takes a thread."""
 
     def __init__(self, *, towards: str | None) -> None:
-        """`towards` is a host that all ranks reach: the network that leads there is the one to listen on."""
+        """`towards` is a host that all ranks reach, or None: `address` offers first this host's addresses on the
+        network that leads there. The socket listens on all networks.
+        """
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         self._socket = socket.create_server(("", 0), family=family, backlog=256, dualstack_ipv6=dual)
@@ -70,12 +72,13 @@ class Listener:
         timeout_s: float,
         is_over: threading.Event,
     ) -> None:
-        """Waits until all peers are connected and admitted. `peers` has their ranks within the group and their global
-        ranks. `admit` is called by one thread at a time. `start` starts threads: it must be able to start one for each
-        peer and `2 * MAX_UNAUTHENTICATED` more, or a peer that waits for a thread could be closed as unauthenticated.
+        """Waits until all peers are connected and admitted; can be called once. `peers` maps their ranks within the
+        group to their global ranks. `admit` is called by one thread at a time. `start` starts threads: it must be able
+        to start one for each peer and `2 * MAX_UNAUTHENTICATED` more, or a peer that waits for a thread could be closed
+        as unauthenticated.
 
-        Raises CheckpointError (rank_missing) if some have not come in time, and PeerLeftError soon after `is_over` is
-        set: peers that connect in between are admitted, and can be sent DISCONNECT.
+        Raises CheckpointError (rank_missing) if some have not come in time, PeerLeftError if some have not come GRACE_S
+        after `is_over` is set (those that come before are admitted, and can be sent DISCONNECT), or OSError.
         """
         awaited, deadline = dict(peers), time.monotonic() + timeout_s
         try:
@@ -101,12 +104,14 @@ class Listener:
                 interrupt(waiting)
 
     def close(self) -> None:
-        """Closes the socket, and the connections for which no thread could be started. The others must have ended."""
+        """Closes the socket, and the connections for which no thread could be started. Call it when the threads of all
+        other connections have ended.
+        """
         for connected in (self._socket, *self._pending):
             connected.close()
 
     def _serve(self, connected: socket.socket, awaited: dict[int, int], admit: Admit, timeout_s: float) -> None:
-        """Admits the connection of an awaited peer and starts the job that follows; closes any other connection."""
+        """Admits the connection of an awaited peer, then runs what `admit` returned; closes any other connection."""
         rank, request = -1, memoryview(b"")
         connected.settimeout(timeout_s)
         with suppress(OSError):
@@ -141,8 +146,9 @@ def connect(
     on_open: Callable[[Connection], None],
     is_over: threading.Event,
 ) -> Connection:
-    """Returns a connection to the reader rank with this global rank, which has the request then. `on_open` is called
-    with each connection before it is tried. Another thread ends the wait: it sets `is_over` and disconnects them.
+    """Returns a connection to the reader rank with this global rank, over which `request` has been sent. `own_rank` is
+    within the group. `on_open` is called with each connection before it is tried: to end the wait, another thread sets
+    `is_over` and disconnects these connections.
 
     Raises CheckpointError (rank_missing) if the reader rank cannot be reached, and PeerLeftError if `is_over` is set.
     """

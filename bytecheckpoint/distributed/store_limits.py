@@ -13,10 +13,11 @@ T = TypeVar("T")
 
 
 def run_with_timeout(limit_s: float, do: Callable[[], T]) -> T:
-    """Runs `do` on a thread that is left behind if it takes too long. Raises TimeoutError.
+    """Runs `do` on a thread, and returns or raises what it does. After `limit_s` raises TimeoutError, and leaves the
+    thread behind. If there can be no more threads, the caller runs `do`, without a limit.
 
     A TCPStore's client waits for answers without any limit: it would hang for ever if the process that holds the store
-    is stopped or its host unreachable. It runs without a limit only if the process can have no more threads.
+    is stopped or its host unreachable.
     """
     return run_on_thread(do).result(limit_s)
 

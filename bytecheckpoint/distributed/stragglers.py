@@ -1,4 +1,4 @@
-"""Adds to the error about a straggler how long its bytes take at the coordinator's own rate: so a reader can tell slow
+"""Adds to the error about a straggler how long its bytes take at the coordinator's own rate: so the user can tell slow
 storage from a stuck rank.
 """
 
@@ -17,10 +17,11 @@ from bytecheckpoint.planner.save_plan import SavePlan
 def report_straggler_rate(
     ranks: Ranks, plan: SavePlan | None, write_s: float, *, did: str = "wrote", is_all: bool = True
 ) -> Iterator[None]:
-    """Surrounds the coordinator's wait for the other ranks, and adds its own rate to the error about a missing one.
+    """Surrounds the coordinator's wait for the other ranks, and adds the coordinator's own rate to the error about a
+    missing one. The error passes unchanged if there is no rate: without a `plan`, or if the coordinator has no bytes in
+    it, or moved fewer (`is_all` is False).
 
-    The coordinator moved its bytes of the plan in `write_s`; `is_all` is False if they were fewer than planned: these
-    give no rate.
+    The coordinator moved its bytes of the plan in `write_s`. `did` is the verb for that in the error.
     """
     started = time.monotonic()
     try:

@@ -61,8 +61,9 @@ def transfer(
 ) -> None:
     """Fetches all pieces, and serves the pieces of the `offered` files that the ranks in `takers` fetch from this rank.
 
-    Raises CheckpointError (rank_missing) for a rank that is gone or stuck, CheckpointCorruptError (checksum) for bytes
-    that were damaged on the way, and whatever `take` raises.
+    Raises CheckpointError (rank_missing) for a rank that is gone or stuck (not for a taker that is stuck once it has
+    been sent everything), CheckpointCorruptError (checksum) for bytes that were damaged on the way, and whatever `take`
+    raises.
     """
     if takers or fetches:
         _Transfer(ranks, offered, timeout_s).run(listener, takers, fetches)
@@ -82,7 +83,7 @@ class _Transfer:
         self._futures: list[Future[None]] = []
 
     def run(self, listener: Listener, takers: Sequence[int], fetches: Sequence[Fetching]) -> None:
-        """Serves the takers and carries out the fetches. Raises the first error of any thread."""
+        """Serves the takers and carries out the fetches. Raises the first error of any thread but PeerLeftError."""
         num_threads = len(takers) + len(fetches) + 2 * MAX_UNAUTHENTICATED
         # Threads of its own: so many and no more, and with a lower priority, which a shared thread would keep.
         self._pool = ThreadPoolExecutor(num_threads, "bcp-copies", initializer=lower_priority)
@@ -140,7 +141,9 @@ class _Transfer:
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Interrupts all connections of this rank if the block fails."""
+        """If the block fails, notes its error and interrupts the connections of this rank, except those that are still
+        being opened.
+        """
         try:
             yield
         except BaseException as error:

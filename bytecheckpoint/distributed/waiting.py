@@ -1,5 +1,6 @@
 """The store of one call, and waits for one of its keys. A wait blocks in the server of the store, on a connection of
-its own: so it costs nothing, ends at once, and holds up no other use of the store. The keys are not known here.
+its own: so it costs nothing, ends at once, and holds up no other use of the store. Where that cannot be, it polls. The
+keys are not known here.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _POLL_S_A_RANK = 0.0004
 
 
 class WaitingClients:
-    """The connections on which this process waits for keys in the store of a process group. They are used again."""
+    """The connections on which this process waits for keys in the store of a process group. Later waits reuse them."""
 
     def __init__(self, store: Store, num_ranks: int) -> None:
         self.store = store
@@ -57,7 +58,7 @@ class WaitingClients:
         return arrived
 
     def end(self) -> None:
-        """Blocks until all waits have ended that time out within `_EXIT_S` from now."""
+        """Blocks until the waits whose limit ends within `_EXIT_S` from now have ended. Longer waits go on."""
         now = time.monotonic()
         soon = {arrived: until - now for arrived, until in [*self._under_way.items()] if until - now < _EXIT_S}
         if soon:
@@ -102,8 +103,9 @@ class CallStore:
             self.store.delete_key(key)
 
     def wait(self, key: str, limit_s: float, *, look: Callable[[], object] | None = None, is_own: bool = False) -> bool:
-        """Returns True once the key is there, or False after the limit. `look` is called now and then; it may set the
-        key itself. `is_own`: nobody else waits for this key, so that setting it ends a wait.
+        """Returns True once the key is there, or False after the limit. `look` is called every LOOK_S; it may set the
+        key itself, or raise. `is_own` says that nobody else waits for this key: after the limit it is then set and
+        removed, which ends the wait in the server.
         """
         if self.is_set(key):
             return True

@@ -42,7 +42,9 @@ class WireHeader(NamedTuple):
 
 
 def encode_request(request: UnitRequests) -> bytes:
-    """Returns request and digest as bytes: a damaged request would bring intact bytes that were not asked for."""
+    """Returns request and digest as bytes. Without the digest, a damaged request would bring intact bytes that were not
+    asked for.
+    """
     content = msgspec.msgpack.encode(list(request.items()))
     return xxhash.xxh3_64_digest(content) + content
 
@@ -71,7 +73,9 @@ def seal(header: WireHeader, buffers: Sequence[memoryview]) -> WireHeader:
 
 
 def check_digest(header: WireHeader, buffers: Sequence[memoryview], *, reader: int, wanted_by: str) -> None:
-    """Raises CheckpointCorruptError (checksum) if the pieces differ from those that the reader rank sent."""
+    """Raises CheckpointCorruptError (checksum) if the header, which must have a digest, or the pieces differ from those
+    that the reader rank sent. `wanted_by` names in the error what the bytes are for.
+    """
     found = seal(header, buffers).digest
     if found != header.digest:
         raise damaged(
@@ -93,9 +97,9 @@ class OutgoingUnit:
         verify: bool,
         done: Callable[[], None],
     ) -> None:
-        """Sends the pieces from where they are if they are single rows, else from a copy, for which it waits until
-        `budget` has the bytes. When all peers have the unit, it gives them back and calls `done`; until then the
-        pieces must not change.
+        """Makes the `buffers` to send: the pieces where they are if they are single rows, else a copy, for which this
+        waits until `budget` has the bytes. `done` is called when all peers have been sent the unit, and the bytes are
+        given back to the budget; until then the pieces must not change.
         """
         num_bytes = sum(view.size for view in views)
         is_copied = any(view.ndim > 1 for view in views)
@@ -109,7 +113,7 @@ class OutgoingUnit:
         self._peers_left = [*range(num_peers)]
 
     def sent(self) -> None:
-        """Notes that one more peer has the unit."""
+        """Notes that one more peer has been sent the unit."""
         if self._peers_left.pop() == 0:  # one thread alone gets the 0
             self._budget.give(self._num_copied)
             self._done()

@@ -1,4 +1,6 @@
-"""Detects the foreign format of a folder by names, of a file by its first bytes, and has its reader read it."""
+"""Detects the foreign format of a folder by the names in it, of a file by its first bytes, and has the reader of that
+format read it.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ class ForeignPlace(NamedTuple):
 
 
 def find_folder(store: Store, folder: str, listing: Mapping[str, int | None]) -> ForeignPlace | None:
-    """Returns the checkpoint that a folder with this listing is, if any."""
+    """Returns the foreign checkpoint that the folder with this listing is, or None."""
     source = SourceFolder(store, folder, listing)
     found = next((name for name, (is_folder, *_) in _READERS.items() if is_folder(source)), None)
     return None if found is None else ForeignPlace(folder, "", found)
@@ -111,7 +113,8 @@ def read_manifest(store: Store, place: ForeignPlace) -> Manifest:
     """Returns the manifest of a foreign checkpoint: of its files, only what describes tensors is read.
 
     Raises CheckpointNotFoundError (missing_file, not_committed), CheckpointMismatchError (conflict),
-    CheckpointCorruptError, UnsafeCheckpointError or StorageError.
+    CheckpointCorruptError, UnsafeCheckpointError or StorageError. A damaged checkpoint may also raise ValueError,
+    OverflowError or MemoryError, which `manifest_bytes` turns into CheckpointCorruptError.
     """
     source = SourceFolder(store, place.folder, store.list(place.folder))
     if place.file:

@@ -90,7 +90,7 @@ def conflicting(path: str, what: str, advice: str) -> CheckpointMismatchError:
 
 
 def missing_file(path: str, what: str, lost: str = "the files of all ranks") -> CheckpointNotFoundError:
-    """Returns the error for a checkpoint that has lost files."""
+    """Returns the error for a checkpoint that has lost files; `lost` names what to restore."""
     text = f"{path} {what}; nothing was loaded: restore {lost}, or take another checkpoint"
     return CheckpointNotFoundError(text, kind="missing_file", path=path)
 

@@ -55,7 +55,7 @@ class Opening(NamedTuple):
 
 
 def open_above(path: str, levels: int, opening: Opening) -> Store:
-    """Opens the store `levels` above a path, where `find_checkpoint` has found the checkpoint."""
+    """Opens the store `levels` folders above a path: with `FoundCheckpoint.levels`, the store of that checkpoint."""
     path = from_root(path)
     for _ in range(levels):
         path = split_path(path)[0]
@@ -81,7 +81,9 @@ def find_checkpoint(path: str, step: int | Literal["latest"] | None, opening: Op
 
 
 def open_folder(path: str, opening: Opening) -> tuple[Store, str]:
-    """Returns the folder at a path: a store, and the folder inside it."""
+    """Returns a store for the folder at a path, and the folder's path inside that store: "" unless the folder is a
+    snapshot of the Hugging Face cache.
+    """
     path = from_root(path)
     found = _in_hub(FoundCheckpoint(opening.store(path), 0, "", None), path, opening)
     return found.store, found.folder
@@ -90,7 +92,9 @@ def open_folder(path: str, opening: Opening) -> tuple[Store, str]:
 def _find_foreign(
     path: str, store: Store, step: int | Literal["latest"] | None, opening: Opening
 ) -> FoundCheckpoint | None:
-    """Returns the checkpoint of a foreign format at the path; None without any."""
+    """Returns the checkpoint of a foreign format at the path; None if there is none. Raises what `find_file` does for a
+    file of no known format.
+    """
     # A checkpoint of this library does not wait for the readers of all other formats.
     from bytecheckpoint.formats.detect import find_file, find_folder, find_step  # noqa: PLC0415
 
@@ -121,8 +125,8 @@ def _find_foreign(
 
 
 def _in_hub(found: FoundCheckpoint, path: str, opening: Opening) -> FoundCheckpoint:
-    """Returns a checkpoint in a snapshot of the Hugging Face cache as a part of its model's folder, into which its
-    links lead; any other checkpoint as it is.
+    """Returns the same checkpoint; if its folder is a snapshot of the Hugging Face cache, with the folder of the model
+    as root of the store, because the files of a snapshot are links to elsewhere in that folder.
     """
     above, revision = split_path(path)
     model, snapshots = split_path(above)
@@ -137,7 +141,9 @@ def _in_hub(found: FoundCheckpoint, path: str, opening: Opening) -> FoundCheckpo
 
 
 def from_root(path: str) -> str:
-    """Returns the path made absolute, so that folders above it have names. URLs and the empty path stay as they are."""
+    """Returns the path with `~` expanded and made absolute, so that folders above it have names. URLs and the empty
+    path stay as they are.
+    """
     path = expand_home(path)
     return os.path.abspath(path) if is_plain_path(path) else path  # noqa: PTH100 - as LocalStore does it: links stay
 
@@ -157,7 +163,7 @@ def manifest_bytes(found: FoundCheckpoint) -> bytes:
     """Returns the encoded manifest of a checkpoint, for one rank to send to all. That of a foreign checkpoint was
     checked, all of it; that of a checkpoint of this library was not.
 
-    Raises the errors of `layout.read_manifest_bytes` and `detect.read_manifest`.
+    Raises the errors of `layout.read_manifest_bytes`, or the CheckpointErrors of `detect.read_manifest`.
     """
     if found.foreign is None:
         return layout.read_manifest_bytes(found.store, found.folder)
@@ -177,7 +183,7 @@ def manifest_bytes(found: FoundCheckpoint) -> bytes:
 
 
 def manifest_of(found: FoundCheckpoint) -> Manifest:
-    """Returns the manifest of a checkpoint, checked."""
+    """Returns the manifest of a checkpoint, all of it checked. Raises the errors of `manifest_bytes`."""
     return layout.parse_manifest(manifest_bytes(found), path=found.manifest_path, check_all=True)
 
 

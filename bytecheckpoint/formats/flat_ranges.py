@@ -23,7 +23,7 @@ class FlatBuffer(NamedTuple):
 
 
 class FlatRun(NamedTuple):
-    """Elements `start` to `start + length` of a flat tensor, and the bytes of the first one."""
+    """Elements `start` to `start + length` of a flat tensor, and where in a file the first one lies."""
 
     start: int
     length: int
@@ -32,10 +32,10 @@ class FlatRun(NamedTuple):
 
 
 def runs_of(start: int, length: int, buffers: Sequence[FlatBuffer], at: int, *, item_bytes: int) -> Iterator[FlatRun]:
-    """Yields elements `start` to `start + length` of a tensor that begins at element `at` of these buffers, taken as
-    one.
+    """Yields the runs of elements `start` to `start + length` of a tensor. Element `start` of the tensor is element
+    `at` of these buffers, which are counted through as one.
 
-    Raises ValueError if the buffers end before the last of these elements.
+    Raises ValueError, after the last run, if the buffers end before the last of these elements.
     """
     end = at + length
     first = 0
@@ -69,8 +69,8 @@ class FlatTensor(NamedTuple):
 
 
 def lay_out(shapes: Sequence[Sequence[int]], paddings: Sequence[int] | None) -> tuple[list[FlatTensor], int]:
-    """Places tensors one after the other, each followed by its elements of padding; returns them and the end of the
-    last.
+    """Places tensors one after the other, each followed by its padding, in elements (none if `paddings` is None).
+    Returns the tensors, and the number of elements with all padding.
     """
     lengths = [prod(shape) + padding for shape, padding in zip(shapes, paddings or [0] * len(shapes), strict=True)]
     ends = list(accumulate(lengths, initial=0))
@@ -78,7 +78,9 @@ def lay_out(shapes: Sequence[Sequence[int]], paddings: Sequence[int] | None) -> 
 
 
 def partition_length(num_items: int, num_ranks: int, alignment: int) -> int:
-    """Returns the number of elements that each rank has of flat memory, padded to make it a multiple of `alignment`."""
+    """Returns the number of elements that each rank has of flat memory, which is padded so that this number is a
+    multiple of `alignment`.
+    """
     total = -(-num_items // (alignment * num_ranks)) * alignment * num_ranks
     return total // num_ranks
 
@@ -105,5 +107,5 @@ def divided_runs(
 
 
 def divided_share(shape: Sequence[int], num_ranks: int) -> int:
-    """Returns the number of elements that each rank has of a tensor of this shape."""
+    """Returns the number of elements that each rank has of a tensor of this shape, with padding on the last ranks."""
     return -(-prod(shape) // num_ranks)

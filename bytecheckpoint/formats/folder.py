@@ -43,7 +43,9 @@ class SourceFolder:
         return self.listing.get(name, 0) is None
 
     def list(self, inside: str) -> Mapping[str, int | None]:
-        """Returns what `listing` has for a folder inside this one. It is requested from the store once."""
+        """Returns the listing, in the form of `listing`, of a folder inside this one. The store is asked once for each
+        folder.
+        """
         if inside not in self._listings:
             self._listings[inside] = self._store.list(join_name(self.name, inside))
         return self._listings[inside]
@@ -62,7 +64,9 @@ class SourceFolder:
         return FileReader(self._store, join_name(self.name, name), num_bytes)
 
     def open(self, name: str, find_global: FindGlobal = find_value) -> SavedFile:
-        """Opens a file of torch.save. Raises as `reader` does, CheckpointCorruptError or UnsafeCheckpointError."""
+        """Opens a file of torch.save, which becomes one of the builder's files. Raises as `reader` does,
+        CheckpointCorruptError or UnsafeCheckpointError.
+        """
         return open_saved(self.reader(name), name, builder=self.builder, find_global=find_global)
 
     def open_dict(self, name: str, find_global: FindGlobal) -> SavedFile:

@@ -63,14 +63,15 @@ class ManifestBuilder:
     """Reason -> names of files and of values that are left out."""
 
     def add_file(self, name: str, byte_length: int) -> int:
-        """Returns the file's number."""
+        """Adds a file and returns its number."""
         self.files.append(DataFile(name, byte_length))
         return len(self.files) - 1
 
     def add_tensor(
         self, fqn: str, dtype: str, shape: Sequence[int], chunks: Sequence[Chunk], *, num_parts: int = 1
     ) -> None:
-        """Adds a tensor, which lies in the files as `num_parts` tensors of their own.
+        """Adds a tensor, of which the files have `num_parts` parts under names of their own: only chunks beyond this
+        number count towards MAX_PIECES.
 
         Raises CheckpointMismatchError (conflict) for a name that is taken, UnsafeCheckpointError (limits_exceeded) for
         too many pieces.
@@ -82,12 +83,15 @@ class ManifestBuilder:
         self.tensors[fqn] = tensor_record(dtype, tuple(shape), chunks)
 
     def add_alias(self, fqn: str, stored_fqn: str) -> None:
-        """Adds another name of a tensor that was added. Raises CheckpointMismatchError (conflict) if it is taken."""
+        """Adds `fqn` as another name of the tensor `stored_fqn`. Raises CheckpointMismatchError (conflict) if `fqn` is
+        taken.
+        """
         self._refuse_taken(fqn)
         self.aliases[fqn] = stored_fqn
 
     def take_in(self, other: ManifestBuilder, entry: str) -> None:
-        """Adds the tensors of another checkpoint as an entry of this one.
+        """Adds the files, tensors and aliases of another checkpoint as an entry of this one: `entry` precedes the names
+        of tensors and aliases. The other's plain data is not added.
 
         Raises CheckpointMismatchError (conflict) for a name that is taken.
         """
@@ -101,11 +105,11 @@ class ManifestBuilder:
         self.trees[entry] = {fqn: TensorRef(join_fqn(entry, fqn)) for fqn in [*other.tensors, *other.aliases]}
 
     def set_step(self, step: Any) -> None:
-        """Sets the step from a value in a file, which may be anything."""
+        """Sets the step to a value from a file; to None if the value is anything but an int of at least 0."""
         self.step = step if type(step) is int and step >= 0 else None
 
     def leave_out(self, name: str, why: str) -> None:
-        """Names a file, or a value in one, that the manifest will not have."""
+        """Notes that the manifest will not have this file, or this value of a file, and why."""
         names = self.left_out.setdefault(why, {})
         names[name] = None
 
@@ -115,11 +119,11 @@ class ManifestBuilder:
 
     def take_apart(self, value: Any, *, on_tensor: OnTensor | None = None) -> None:
         """Adds the plain data of a whole state, with TensorRefs in place of its tensors. Each tensor is given to
-        `on_tensor`, or refused without it, unless it is a TensorRef already: that tensor was added before, and is
-        renamed after its place in the state. Each optimizer of a list, and each scheduler of Lightning's, is an entry
-        of its own: `optimizer_states.0`.
+        `on_tensor`; without `on_tensor`, a tensor raises CheckpointCorruptError (bad_manifest). A TensorRef in the
+        state stands for a tensor that was added before: that is renamed after its place in the state. Each optimizer of
+        a list, and each scheduler of Lightning's, is an entry of its own: `optimizer_states.0`.
 
-        A value that is not a dict gets the name `value`; an optimizer alone has no name.
+        A value that is not a dict becomes the entry `value`; a state that is one optimizer becomes the entry "".
         """
         renamed: dict[str, str] = {}
         walk = _PlainWalk(self.path, on_tensor or self._refuse_tensor, renamed)
@@ -286,7 +290,7 @@ def holds_tensor(value: Any) -> bool:
 
 
 def leaves_of(value: Any, fqn: str, *, path: str, items_of: ItemsOf) -> dict[str, Any]:
-    """Returns the leaves of nested containers by name.
+    """Returns the leaves of nested containers by FQN.
 
     Raises UnsafeCheckpointError (limits_exceeded) for a value that is nested too deep or holds too many values, and
     CheckpointMismatchError (conflict) for two leaves of one name.

@@ -81,7 +81,9 @@ def _refuse_incomplete(files: Sequence[str], path: str) -> None:
 
 
 def read_indexed(source: SourceFolder, name: str) -> None:
-    """Reads the checkpoint of an index: each tensor from the file that the index names for it."""
+    """Reads the checkpoint of an index: each tensor from the file that the index names for it, and the tensors in these
+    files that the index does not name.
+    """
     weights = read_index(source, name)
     headers = _read_headers(source, sorted(set(weights.values())))
     missing = sorted(fqn for fqn, file in weights.items() if fqn not in headers.parts.get(file, {}))
@@ -100,14 +102,16 @@ def read_files(source: SourceFolder, names: Sequence[str]) -> None:
 
 
 def files_of_index(source: SourceFolder, name: str) -> frozenset[str]:
-    """Returns the safetensors files that an index names; none if it is damaged or missing."""
+    """Returns the safetensors files that an index names; an empty set if it is damaged, unsafe or missing."""
     with suppress(CheckpointCorruptError, CheckpointNotFoundError, UnsafeCheckpointError):
         return frozenset(file for file in read_index(source, name).values() if file.endswith(SUFFIX))
     return frozenset()
 
 
 def read_index(source: SourceFolder, name: str) -> dict[str, str]:
-    """Returns tensor name -> file name, as an index says. Raises as `SourceFolder.open` does."""
+    """Returns tensor name -> file name, as an index says. Raises CheckpointNotFoundError (missing_file),
+    CheckpointCorruptError or UnsafeCheckpointError.
+    """
     content = source.reader(name)
     if content.byte_length > _MAX_INDEX_BYTES:
         raise too_much(content.path, f"it has {content.byte_length} bytes, at most {_MAX_INDEX_BYTES} are read")

@@ -1,5 +1,6 @@
 """Idle connections between ranks on different hosts. Each shows that the process at its other end is there: the kernel
-closes it when that ends, and answers keepalives while it is stopped. Nothing is sent but a hello.
+closes the connection when that process ends, and answers keepalives while the process is stopped. Only a hello is sent,
+and a byte by a process that closes the link and goes on.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class HostLinks:
     """The links of one rank to ranks on other hosts. One thread at a time uses them; connecting runs on another."""
 
     def __init__(self, rank: int, towards: str | None) -> None:
-        """`towards` is a host that all ranks reach."""
+        """`towards` is a host that all ranks reach; None if no such host is known."""
         self._rank, self._towards = rank, towards
         self.address: LinkAddress | None = None
         self._listening: socket.socket | None = None
@@ -72,11 +73,13 @@ class HostLinks:
         return not any(rank in known for known in (self._open, self._ended, self._connecting))
 
     def connect(self, rank: int, address: LinkAddress) -> None:
-        """Opens a link on a thread; without one, the end of that rank is noticed only at the time limit of a call."""
+        """Opens a link on a thread. Raises nothing if that fails: without a link, the end of that rank is noticed only
+        at the time limit of a call.
+        """
         self._begin(rank, lambda: self._connect(rank, address))
 
     def _begin(self, rank: int, connect: Callable[[], None]) -> None:
-        """Calls `connect` on a thread, unless a link to this rank is being opened."""
+        """Calls `connect` on a thread, unless a link to this rank is being opened or there can be no more threads."""
         if rank in self._connecting:
             return
         self._connecting.add(rank)
@@ -176,7 +179,9 @@ class HostLinks:
                 self._admit(link)
 
     def _admit(self, link: socket.socket) -> None:
-        """Accepts a new link if it shows the token. Raises BlockingIOError if its hello has not arrived yet."""
+        """Accepts a new link if it shows the token, else closes it. Raises BlockingIOError if its hello has not arrived
+        yet.
+        """
         try:
             hello = link.recv(_HELLO.size)
         except BlockingIOError:
@@ -203,7 +208,9 @@ def _with_keepalive(link: socket.socket) -> socket.socket:
 
 
 def own_hosts(towards: str | None) -> list[str]:
-    """Returns this host's addresses on the networks that lead to the host `towards`, and its name."""
+    """Returns this host's addresses on the networks that lead to the host `towards`, then this host's name. Without
+    `towards`, returns this host's name, then 127.0.0.1.
+    """
     if towards is None:
         return [socket.gethostname(), "127.0.0.1"]
     hosts = []

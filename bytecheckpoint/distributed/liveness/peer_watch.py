@@ -1,5 +1,5 @@
-"""Watches the processes of other ranks: on this host by process id and start time, on others by an open socket. So one
-that has ended is known at once, and one that is slow, stopped or holds the GIL is not taken for dead.
+"""Watches the processes of other ranks: on this host by process id and start time, on others by an open socket. So a
+process that has ended is known at once, and one that is slow, stopped or holds the GIL is not taken for dead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger("bytecheckpoint")
 
 
 class Presence(msgspec.Struct, frozen=True, array_like=True):
-    """The process of a rank."""
+    """Identifies the process of a rank."""
 
     kernel: str
     """Names the kernel and its space of process ids; empty where that is unknown."""
@@ -142,8 +142,8 @@ class PeerWatch:
             self._links.connect(above, address)
 
     def ended(self, ranks: Iterable[int]) -> list[int]:
-        """Returns the members of `ranks` whose processes ended at least `_LAST_MESSAGES_S` ago, so that their last
-        messages have arrived.
+        """Returns the members of `ranks` whose processes an earlier call, more than `_LAST_MESSAGES_S` ago, found to
+        have ended: so their last messages have arrived.
         """
         with self._lock:
             self._find(ranks)

@@ -1,5 +1,5 @@
-"""The ranks of one host that have one another's memory open, for one load. Those that cannot have it, because they are
-in other containers, may not look at one another, or lack memory, count as hosts of their own, and nothing fails.
+"""The ranks of one host that have one another's memory open, for one load. Ranks that cannot open it (they are in other
+containers, lack the permission or lack memory) each count as a host of their own, and no error is raised.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class HostRanks:
 
     @property
     def host(self) -> int:
-        """The lowest rank that shares memory with this rank, the same for all of them; -1 if this rank shares none."""
+        """The lowest of this rank and of the ranks whose memory it has open; -1 if it has none open."""
         return min(self.rank, *self.others) if self.others else -1
 
     @property
     def max_parts(self) -> int:
-        """Number of parts of the memory that may be announced at a time, so that no queue is ever full of them."""
+        """Number of parts of its memory that this rank may have announced at a time, so that no queue ever fills up."""
         return max(1, QUEUE_MESSAGES // (8 * (1 + len(self.others))))
 
     def open(self, offers: Mapping[int, MemoryOffer]) -> None:
-        """Opens the memory of all other ranks of the host. Raises OSError if the memory of any cannot be opened."""
+        """Opens the memory of all other ranks in `offers`. Raises OSError, with none open, if one cannot be opened."""
         try:
             for rank, offer in offers.items():
                 if rank != self.rank:
@@ -88,7 +88,9 @@ class HostRanks:
         return self._processes.ended() & {*self.others}
 
     def leave(self, *, is_silent: bool) -> None:
-        """Tells the other ranks, once, that this rank leaves before its part is done."""
+        """Tells the other ranks, once, that this rank leaves before its part is done; `is_silent` if they will not
+        learn the reason from the coordinator.
+        """
         if not self._has_left:
             self._has_left = True
             for rank in self.others:
@@ -103,8 +105,8 @@ class HostRanks:
 
 @contextmanager
 def meet_on_host(ranks: Ranks, num_bytes: int) -> Iterator[HostRanks]:
-    """Gives the ranks of this host, with `num_bytes` of memory each. All ranks must call this. A rank that leaves the
-    context with an error tells the others.
+    """Yields the ranks of this host that share memory, of which this rank offers `num_bytes`; this rank alone if it
+    cannot share. All ranks must call this. A rank that leaves the context with an error tells the others.
     """
     host_ranks = _with_memory(ranks.rank, num_bytes)
     try:

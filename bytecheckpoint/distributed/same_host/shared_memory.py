@@ -58,7 +58,7 @@ class OwnMemory:
     """The memory of this rank, and the queue of messages to it."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Raises OSError if there is no memory, or AttributeError on systems that have none of this kind."""
+        """Raises OSError if there is too little memory, or AttributeError on systems that have none of this kind."""
         self._memory = os.memfd_create("bytecheckpoint")
         self._read_end, self._write_end = -1, -1
         try:
@@ -78,8 +78,8 @@ class OwnMemory:
         return MemoryOffer(presence, self._memory, self._write_end, self.content.nbytes, self._token)
 
     def append(self, content: bytes) -> int:
-        """Puts bytes behind the memory, for `PeerMemory.read`; returns where they are. Raises OSError if there is no
-        memory. For one thread.
+        """Appends bytes to the file that holds the memory; returns their start in it, for `PeerMemory.read`. Raises
+        OSError if there is no room. Only one thread may use it.
         """
         start = self._end
         while content:
@@ -99,8 +99,8 @@ class OwnMemory:
         return None
 
     def wake(self, message: Message) -> None:
-        """Puts a message into this rank's own queue, to wake a thread; drops it if the queue is full, since then none
-        waits.
+        """Puts a message into this rank's own queue, to wake a thread; drops it if the queue is full, since then no
+        thread waits.
         """
         with suppress(BlockingIOError):
             os.write(self._write_end, _MESSAGE.pack(*message))
@@ -130,7 +130,9 @@ class PeerMemory:
             raise
 
     def send(self, message: Message) -> bool:
-        """Sends a message; returns False if the queue is full. A message to a closed queue is dropped."""
+        """Sends a message; returns False, with nothing sent, if the queue is full. If the other rank has closed the
+        queue, drops the message and returns True.
+        """
         with suppress(BrokenPipeError):
             try:
                 os.write(self._queue, _MESSAGE.pack(*message))
@@ -139,8 +141,8 @@ class PeerMemory:
         return True
 
     def read(self, start: int, byte_length: int) -> bytes:
-        """Returns bytes that the other rank has appended, at `start` of its file. Raises FileNotFoundError if the file
-        ends before.
+        """Returns `byte_length` bytes at `start`, which the other rank's `append` has returned. Raises
+        FileNotFoundError if the other rank has appended less.
         """
         found = bytearray()
         while len(found) < byte_length:

@@ -89,7 +89,7 @@ class ZeroBuilder:
         self._builder.add_tensor(fqn, dtype, shape, chunks, num_parts=len(chunks))
 
     def leave_out(self, name: str, value: Any, why: str) -> None:
-        """Names a value that is not read, if it holds a tensor."""
+        """Notes a value as left out, if it holds a tensor."""
         if holds_tensor(value):
             self._builder.leave_out(name, why)
 
@@ -172,7 +172,7 @@ def _read_divided(files: _ZeroFiles, zero: ZeroBuilder) -> None:
 
 
 def _add_groups(files: _ZeroFiles, zero: ZeroBuilder) -> None:
-    """Adds the user's groups, each of which is several buffers here; one group of all where they are not known."""
+    """Adds the user's groups, each of which is several buffers here; if unknown, one group of all parameters."""
     groups = files.states[0]["optimizer_state_dict"]["param_groups"]
     known = [list(shapes) for shapes in files.shapes]
     if sorted(index for group in groups for index in group["params"]) != list(range(len(known))):
@@ -187,7 +187,7 @@ def _is_flat(value: Any, lengths: set[int]) -> bool:
 
 
 def _state_of_group(base: Any, index: int) -> dict[str, Any]:
-    """Returns the state of the wrapped optimizer for a group; elastic checkpoints have a list of such states."""
+    """Returns the state of the wrapped optimizer for a group, or {}; elastic checkpoints have a list of such states."""
     states: dict[int, dict[str, Any]] = base["state"] if isinstance(base, dict) else dict(enumerate(base))
     return states.get(index, {})
 

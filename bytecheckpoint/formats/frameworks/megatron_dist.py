@@ -2,8 +2,8 @@
 schedules and random state), which releases put in different places and which have Megatron's names here; and the
 optimizer state of releases up to 0.14.
 
-There a tensor of shape (X, Y) that is cut into a grid of F = (X/x, Y/y) parts of shape (x, y) is stored with the shape
-(X/x, Y/y, x * y), its last axis cut where the ranks' ranges end. The true shape stands in the metadata, under
+In that optimizer state a tensor of shape (X, Y), cut into a grid of (X/x, Y/y) parts of shape (x, y), is stored with
+the shape (X/x, Y/y, x * y), its last axis cut where the ranks' ranges end. The true shape stands in the metadata, under
 `mcore_data`.
 """
 
@@ -53,7 +53,9 @@ def refuse_other_backends(backend: str | None, path: str, *, has_metadata: bool)
 
 
 def with_common_state(root: dict[Any, Any], source: SourceFolder) -> dict[Any, Any]:
-    """Returns the state as Megatron has it: in files an object is a list of one, and common state lies apart."""
+    """Returns the state as Megatron has it: in files an object is a list of one, and common state lies apart. Sets the
+    builder's step from the common state.
+    """
     state = {
         key: value[0] if _SHARDED_OBJECT.search(str(key)) and type(value) is list and len(value) == 1 else value
         for key, value in root.items()
@@ -91,7 +93,7 @@ def unstacked_shape(
 
 
 def unstacked(chunk: Chunk, stored: Sequence[int], shape: Sequence[int], item_bytes: int) -> Iterator[Chunk]:
-    """Yields the chunk's bytes as chunks of the true tensor: of each part in it, the ranges that it holds."""
+    """Yields the chunk's bytes as chunks of the true tensor: of each part in it, the chunk holds the same range."""
     part = tuple(map(int.__floordiv__, shape, stored))
     *counts, length = chunk.region.lengths
     *firsts, start = chunk.region.offsets

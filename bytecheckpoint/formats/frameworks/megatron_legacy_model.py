@@ -226,7 +226,9 @@ def _items_of(name: str, value: Any) -> Iterable[tuple[Any, Any]] | None:
 
 
 def _numbers(pattern: re.Pattern[str], names: Iterable[str], kind: str) -> dict[str, set[int]]:
-    """Returns the numbers of layers or experts in names, by what the template `kind` makes of the rest of the name."""
+    """Returns the numbers of layers or experts in names that match. The keys are what `Match.expand` makes of the
+    template `kind`, such as the name without its number.
+    """
     by_kind: dict[str, set[int]] = {}
     for match in filter(None, map(pattern.match, names)):
         by_kind.setdefault(match.expand(kind), set()).add(int(match[2]))
@@ -234,9 +236,10 @@ def _numbers(pattern: re.Pattern[str], names: Iterable[str], kind: str) -> dict[
 
 
 def num_local_experts(names: Iterable[str], file: RankFile, num_ranks: int) -> int:
-    """Returns the number of experts of a rank: all modules have as many, and the arguments have the total of all ranks.
+    """Returns the number of experts that each expert-parallel rank has; 0 if the names are of none.
 
-    Raises CheckpointCorruptError (bad_manifest).
+    Raises CheckpointCorruptError (bad_manifest) if modules have different numbers of experts, or all `num_ranks` ranks
+    together another number than the arguments say.
     """
     by_module = _numbers(_EXPERT, names, r"\1*\3")
     num_experts = max(map(len, by_module.values()), default=0)
@@ -266,7 +269,9 @@ def refuse_other_counts(num_layers: Mapping[str, int], file: RankFile) -> None:
 
 
 def _is_gated(name: str, view: StoredView, stage: _Stage) -> bool | None:
-    """Returns True if this first layer of an MLP is twice as wide as the second takes; None if that is unknown."""
+    """Returns True if this first layer of an MLP has twice as many rows as the second has columns, False if it has as
+    many, and None if neither holds or is known.
+    """
     second = re.sub(r"dense_h_to_4h\.(weight|bias)", "dense_4h_to_h.weight", name)
     second = re.sub(r"linear_fc1\.(weight|bias)", "linear_fc2.weight", second)
     _, other = stage[second][0] if second in stage else (None, None)
@@ -277,9 +282,9 @@ def _is_gated(name: str, view: StoredView, stage: _Stage) -> bool | None:
 
 
 def _whole_of(fqn: str, parts: Sequence[StoredCopy], *, is_gated: bool | None) -> tuple[tuple[int, ...], list[Chunk]]:
-    """Returns the shape and the chunks of a tensor whose parts are those of all ranks, in their order. `is_gated`: a
-    first linear layer of an MLP is two, of which each rank has a part of the one, followed by its part of the other;
-    None if that is not known.
+    """Returns the shape and the chunks of a tensor, given the parts of all ranks in the order of ranks. `is_gated` says
+    that the first linear layer of an MLP is two layers stacked: each rank has its part of the one, followed by its part
+    of the other. None if that is not known.
 
     Raises CheckpointCorruptError (bad_manifest, unsupported_version).
     """
@@ -305,7 +310,9 @@ def _rule_of(fqn: str) -> str | None:
 
 
 def _refuse_odd_parts(fqn: str, parts: Sequence[StoredCopy], rule: str) -> None:
-    """Raises CheckpointCorruptError unless all parts have one dtype and shape: Megatron cuts evenly."""
+    """Raises CheckpointCorruptError unless all parts have one dtype and shape, because Megatron cuts evenly, and a
+    shape to which the rule applies.
+    """
     first, first_view = parts[0]
     for saved, view in parts:
         if (view.dtype, view.shape) != (first_view.dtype, first_view.shape):

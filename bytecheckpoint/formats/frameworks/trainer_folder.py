@@ -1,8 +1,8 @@
 """Folders of the Trainer of Hugging Face's transformers and of Accelerate, without FSDP: a model, and files of
 torch.save beside it for its optimizer, its scheduler and its gradient scaler.
 
-The model has no name there, so its tensors have the names of the model's own; what lies beside it has that of its file.
-Accelerate numbers what there is more than one of: `model_1`, `optimizer_1`.
+The model has no name there, so its tensors keep the names that they have in the model, without a prefix; each file
+beside the model becomes an entry named after the file. Accelerate numbers further ones: `model_1`, `optimizer_1`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def read_torch_model(source: SourceFolder) -> None:
 
 
 def add_beside(source: SourceFolder) -> None:
-    """Adds the files beside the model of a folder; the model was read before.
+    """Adds the optimizers, schedulers, gradient scalers and further models beside the model of a folder, and sets the
+    step by the folder's name. The model must have been read before.
 
     Raises CheckpointMismatchError (conflict), CheckpointCorruptError or UnsafeCheckpointError.
     """
@@ -66,7 +67,9 @@ def add_beside(source: SourceFolder) -> None:
 
 
 def _add_state(source: SourceFolder, name: str, entry: str) -> None:
-    """Adds an entry, or leaves it out if it is refused: the model can be loaded all the same."""
+    """Adds an entry, or leaves it out if its file is refused or of a form that is not read: the model can still be
+    loaded. Raises CheckpointCorruptError if the file is damaged.
+    """
     try:
         saved = source.open(name)
     except UnsafeCheckpointError as error:

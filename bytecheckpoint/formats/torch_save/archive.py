@@ -54,8 +54,8 @@ def directory_offset(file: FileReader) -> int | None:
 class ZipArchive:
     """The members of an archive that is bytes `start` to `end` of a file.
 
-    Everything raises CheckpointCorruptError (truncated, bad_manifest, unsupported_version) or UnsafeCheckpointError
-    (limits_exceeded, path_escape).
+    The constructor and all methods raise CheckpointCorruptError (truncated, bad_manifest, unsupported_version) or
+    UnsafeCheckpointError (limits_exceeded, path_escape); KeyError for a member that is not in `members`.
     """
 
     def __init__(self, file: FileReader, start: int, end: int) -> None:

@@ -30,14 +30,15 @@ class Comparer:
         self._bytes_left = _MAX_ALL_BYTES
 
     def same_value(self, one: tuple[SavedFile, Any], other: tuple[SavedFile, Any], fqn: str) -> bool | None:
-        """Compares two tensors, or two values of plain data. Returns and raises what `same` does."""
+        """Compares two tensors as `same` does, or two values of plain data. A tensor and plain data always differ."""
         are_tensors = [isinstance(value, StoredView) for _, value in (one, other)]
         if all(are_tensors):
             return self.same(one, other, fqn)
         return not any(are_tensors) and _encoded(*one, fqn) == _encoded(*other, fqn)
 
     def same(self, one: StoredCopy, other: StoredCopy, fqn: str) -> bool | None:
-        """Returns True if two tensors have the same elements, else False; None if comparing would read too many bytes.
+        """Returns True if two tensors have the same dtype, shape and elements, else False; None if comparing would read
+        too many bytes or pieces.
 
         Raises CheckpointCorruptError (bad_manifest, truncated) for a tensor that is not in its file.
         """

@@ -65,7 +65,7 @@ class TorchArchive:
         return None if member is None else member.checksum
 
     def read(self, byte_offset: int, byte_length: int) -> bytes:
-        """Returns these bytes of its file."""
+        """Returns bytes of the file, `byte_offset` counted from the start of the file and not of the archive."""
         return self._file.read(byte_offset, byte_length)
 
     def storage(self, ref: StorageRef) -> tuple[int, int]:
@@ -100,7 +100,11 @@ def unpickle(content: bytes, path: str, find_global: FindGlobal) -> Any:
 
 
 def chunks_of(view: StoredView, fqn: str, *, file: int, byte_offset: int, byte_length: int, path: str) -> list[Chunk]:
-    """Returns the chunks of a tensor whose storage lies at these bytes of its file."""
+    """Returns the chunks of a tensor whose storage lies at these bytes of its file; none if it has no elements.
+
+    Raises CheckpointCorruptError: bad_manifest if it reaches out of its storage, unsupported_version if its strides
+    make too many chunks.
+    """
     item_bytes = itemsize(view.dtype)
     if 0 in view.shape:
         return []
@@ -123,7 +127,9 @@ def moved(chunks: Iterable[Chunk], offsets: Sequence[int]) -> list[Chunk]:
 
 
 class SavedFile(NamedTuple):
-    """A file of torch.save that is a part of a checkpoint. Its tensors are added to the builder."""
+    """A file of torch.save that is a part of a checkpoint. `add_tensor`, `plain` and `take_apart` add its tensors to
+    the builder.
+    """
 
     archive: TorchArchive
     file: int
@@ -153,11 +159,13 @@ class SavedFile(NamedTuple):
         self.builder.add_tensor(fqn, view.dtype, view.shape, self.chunks(view, fqn))
 
     def plain(self, value: Any, fqn: str) -> Any:
-        """Returns a value of the file as plain data, with TensorRefs for its tensors, which the builder gets."""
+        """Adds the tensors of a value of the file to the builder; returns the value as plain data with TensorRefs."""
         return plain_tree(value, fqn, path=self.path, on_tensor=self.add_tensor)
 
     def take_apart(self, value: Any) -> None:
-        """Adds a whole state. The same tensor under several names is one with aliases."""
+        """Adds a whole state to the builder. A tensor that has several names is added once; the other names are
+        aliases.
+        """
         known: dict[str, str] = {}
 
         def add(fqn: str, view: StoredView) -> None:
@@ -173,7 +181,9 @@ class SavedFile(NamedTuple):
 
 
 def open_saved(file: FileReader, name: str, *, builder: ManifestBuilder, find_global: FindGlobal) -> SavedFile:
-    """Opens a file at or below the folder of a checkpoint. Raises CheckpointCorruptError or UnsafeCheckpointError."""
+    """Opens a file in or below the folder of a checkpoint, and adds it to the builder's files. Raises
+    CheckpointCorruptError or UnsafeCheckpointError.
+    """
     if file.read(0, min(file.byte_length, len(LEGACY_MAGIC))) == LEGACY_MAGIC:
         advice = "load it with torch.load where it comes from, and save it with torch.save of torch 1.6 or later"
         what = "it was written by torch before 1.6, or with _use_new_zipfile_serialization=False"
@@ -184,7 +194,9 @@ def open_saved(file: FileReader, name: str, *, builder: ManifestBuilder, find_gl
 
 
 def translated(path: str, writer: str, function: Callable[..., _Found], *args: Any) -> _Found:
-    """Returns the result of a function. Its errors about values of unexpected types become an error about the file."""
+    """Returns the result of a function. Errors such as LookupError and TypeError, which files of another form cause,
+    become CheckpointCorruptError (bad_manifest); a CheckpointError passes.
+    """
     try:
         return function(*args)
     except CheckpointError:

@@ -91,7 +91,9 @@ def _groups(names: set[str], path: str) -> list[_Group]:
 
 
 def _read_group(opened: list[SavedFile], below: str, builder: ManifestBuilder) -> tuple[dict[Any, Any], bool]:
-    """Returns the content of the files, whose tensors are added, and True if any of these is sharded."""
+    """Returns the content of the files, and True if any of their tensors is sharded. Without sharded tensors the
+    content has an entry for each rank. Adds the tensors to the builder.
+    """
     reader = ShardedReader(builder.path)
     leaves = [_leaves(saved, below, reader) for saved in opened]
     sharded = [fqn for fqn, leaf in leaves[0].items() if isinstance(leaf, ShardedTensor)]

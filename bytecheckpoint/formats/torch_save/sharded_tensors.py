@@ -132,7 +132,9 @@ class ShardedReader:
         self._regions: dict[int, frozenset[Region]] = {}
 
     def read(self, value: Instance) -> ShardedTensor:
-        """Returns the tensor. Raises UnsafeCheckpointError, and for other values errors that `translated` replaces."""
+        """Returns the tensor. Raises UnsafeCheckpointError (limits_exceeded) for too many parts in all, and for a
+        malformed value errors that `translated` replaces.
+        """
         found = self._known.get(id(value))
         if found is None:
             is_dtensor = _name(value) != _SHARDED_TENSOR
@@ -162,7 +164,9 @@ class ShardedReader:
 
 
 def refuse_others(value: Any) -> None:
-    """Raises UnsafeCheckpointError (pickle_refused) for classes of torch.distributed, and their objects but tensors."""
+    """Raises UnsafeCheckpointError (pickle_refused) for a class of torch.distributed, and for an object of one that is
+    not a sharded tensor.
+    """
     if isinstance(value, _TorchClass):
         raise refused(value.name)
     if isinstance(value, Instance) and not is_sharded(value) and value.kind.startswith(_TORCH):
@@ -230,7 +234,9 @@ def _flat(size: Any) -> Iterator[int]:
 
 
 def _everywhere(region: Region, axes: Sequence[_Axis]) -> Iterator[Region]:
-    """Yields the parts of a region that have elements, of all ranks: along axes that do not cut, all have the same."""
+    """Yields the parts of a region that ranks have, each once, and none without elements: along an axis that does not
+    cut, all ranks have the same part.
+    """
     if not region.numel:
         return
     if not axes:

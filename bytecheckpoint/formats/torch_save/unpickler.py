@@ -31,7 +31,7 @@ looks for escapes in the names of globals.
 
 
 class PickleError(ValueError):
-    """Bytes that are not a pickle, or not one that this machine reads. It never leaves the readers."""
+    """Bytes that are not a pickle, or not one that the stack machine reads. Readers turn it into a CheckpointError."""
 
 
 class Callee(Protocol):
@@ -50,7 +50,7 @@ FindPersistent = Callable[[Any], Any]
 def read_pickle(content: bytes, *, find_global: FindGlobal, find_persistent: FindPersistent) -> Any:
     """Returns the value in a pickle. Objects that calls make may have a method `take_state(state)`, for `__setstate__`.
 
-    Raises PickleError, and the errors of the two functions.
+    Raises PickleError, and any CheckpointError of the two functions.
     """
     if len(content) > MAX_PICKLE_BYTES:
         raise PickleError(f"it has {len(content)} bytes, at most {MAX_PICKLE_BYTES} are read")
@@ -259,8 +259,8 @@ def check_key(value: Any) -> Any:
 
 
 def is_crafted(key: Any) -> bool:
-    """Returns True for a key whose hash can be made to collide: numbers and tuples can be made that all have the
-    same, and each is compared with all others then. The hash of a text is salted, that of an object its address.
+    """Returns True for a key of a type whose hashes can be made to collide, such as a tuple, a float or an int beyond
+    64 bits: each such key may be compared with all others. The hash of a text is salted, that of an object its address.
     """
     if type(key) is int:
         return key not in INT64
@@ -271,7 +271,7 @@ def is_crafted(key: Any) -> bool:
 
 
 def check_keys(keys: Collection[Any]) -> None:
-    """Raises PickleError if a dict of these keys could take forever to make."""
+    """Raises PickleError if a dict of these keys could take very long to make."""
     num_crafted = sum(map(is_crafted, keys))
     if num_crafted > _MAX_CRAFTED_KEYS:
         raise PickleError(f"it has {num_crafted} keys that are large numbers or tuples, at most {_MAX_CRAFTED_KEYS}")

@@ -57,7 +57,7 @@ class StoredView:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the record itself, not of the tensor."""
+        """Estimate of the size of this record, not of the tensor: the number of its lengths and strides."""
         return len(self.shape) + len(self.strides)
 
 
@@ -81,7 +81,7 @@ class Instance:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Its attributes, those in slots as well; none if its state is something else."""
+        """Its attributes, or those in slots if it has no others; empty if its state is something else, or both."""
         state = self.state
         if type(state) is tuple and len(state) == 2 and isinstance(state[1], dict) and not state[0]:
             state = state[1]
@@ -168,12 +168,12 @@ def refused(name: str) -> UnsafeCheckpointError:
 
 
 def full_names(table: Mapping[str, str]) -> list[str]:
-    """Returns the full names in a table of modules, each with names in it."""
+    """Returns the full names in a table from modules to the names in each, which spaces separate."""
     return [f"{module}.{name}" for module, names in table.items() for name in names.split()]
 
 
 def instances(table: Mapping[str, str]) -> dict[str, Any]:
-    """Returns stand-ins for classes, by their full names."""
+    """Returns stand-ins for the classes in a table as of `full_names`, by their full names: calls give an Instance."""
     return {name: Call(partial(Instance, name)) for name in full_names(table)}
 
 
