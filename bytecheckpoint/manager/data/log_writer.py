@@ -61,7 +61,9 @@ class LogWriter:
         return branch_folder(self._generation.number, self._branch)
 
     def add(self, record: LogRecord) -> None:
-        """Hands over a record. Never blocks."""
+        """Hands over a record; ignores one of a step that a commit covers. Of more than `_MAX_WAITING` records that
+        wait to be written, drops the oldest. Never blocks.
+        """
         with self._lock:
             if self._is_superseded or record.step <= self._committed:
                 return
