@@ -33,7 +33,8 @@ class ShuffleBuffer:
             seed: another order for another seed.
 
         Raises:
-            ValueError: the source cannot be read, or is `Streams`: wrap the source of each stream.
+            ValueError: `size` is below 1, or the source cannot be read, or is `Streams`: wrap the source of each
+                stream instead.
         """
         refuse_streams("ShuffleBuffer", source)
         check_source("the source of a ShuffleBuffer", source)
@@ -65,7 +66,7 @@ class ShuffleBuffer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where this state was taken."""
+        """Goes on where this state was taken. Raises CheckpointMismatchError (conflict) if it is of another source."""
         self._source_position = position_of("in a ShuffleBuffer", state["source"], source_name(self.wrapped_source))
         self._cursor.lose_place()
         self._epoch, self._num_draws = state["epoch"], state["draws"]
