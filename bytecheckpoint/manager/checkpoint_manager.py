@@ -269,7 +269,7 @@ class CheckpointManager:
             self._goodput.end_call(began)
 
     def should_stop(self) -> bool:
-        """Returns True on all ranks once they agreed to stop and the step passed to `save` after that is durable."""
+        """Returns True on all ranks once they agreed to stop and the newest step passed to `save` since is durable."""
         self._refuse_closed()
         if not self._stop.pass_boundary():
             return False
@@ -294,8 +294,8 @@ class CheckpointManager:
         return next(abandoned_steps.newest_steps(self._store, self._saves.new_branch), None)
 
     def best(self, metric: str | None = None) -> CheckpointInfo | None:
-        """Returns the checkpoint with the best value of a metric, by default that of the only `Best` policy; None if no
-        checkpoint has it. Steps that training left count too. Without a policy, lower is better. NaN is worst.
+        """Returns the checkpoint with the best value of a metric, of all steps, abandoned or not; None if none has it.
+        Without `metric`, takes that of the only `Best` policy, else raises ValueError. Without a policy, low is best.
         """
         policy = keep_policies.best_of(self._keep, metric)
         return step_records.find_checkpoint(self._store, partial(keep_policies.kept_by, policy, now=0.0))

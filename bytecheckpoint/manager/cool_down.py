@@ -44,8 +44,8 @@ def copy_step(
     Raises CheckpointCorruptError (checksum, truncated) and CheckpointNotFoundError (missing_file) for a damaged source;
     CheckpointNotFoundError (not_committed) for one that was deleted meanwhile; CheckpointExistsError if another
     checkpoint is in the target's folder; CheckpointSaveError for a checkpoint without checksums or with files
-    elsewhere, or a copied file of a wrong length; and what the two stores raise. After an error no copy is committed,
-    and files that were copied stay for the next attempt.
+    elsewhere, or a copied file of a wrong length; and what the two stores raise. The copy of a damaged source is not
+    committed. Files that were copied stay for the next attempt.
     """
     content = layout.read_manifest_bytes(source, source_folder)
     path = join_name(str(source), source_folder)

@@ -102,7 +102,8 @@ class Generation(NamedTuple):
 
 def claim(store: Store, *, time: float) -> Generation:
     """Claims the next generation of a root. Raises StorageError if the claim cannot be written,
-    CheckpointSaveError (superseded) if other managers claim each number first."""
+    CheckpointSaveError (superseded) if other managers claim each number first.
+    """
     prefix = uuid.uuid4().hex[:8]
     content = msgspec.json.encode(Claim(prefix, socket.gethostname(), os.getpid(), time))
     for _ in range(_ATTEMPTS):
