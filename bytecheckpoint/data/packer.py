@@ -1,4 +1,4 @@
-"""Packs documents into rows of one length, with the tokens that are left in a buffer that is saved."""
+"""Packs documents into rows of one length. Tokens that fill no row yet wait in a buffer, which is saved too."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ _ATOMS = frozenset({int, float, str, bytes, bool, type(None)})
 
 
 class ShuffleBuffer:
-    """The samples of one source in a random order: each is drawn from a buffer of `size`, which the next one refills.
+    """The samples of one source in a random order: each is drawn from a buffer of `size` samples, and the next one of
+    the source takes its place.
 
     The buffer is drained at the end of an epoch. The order follows from seed and epoch. State is the buffer's content,
     the number of draws, and the state of the source; a load reads no sample twice and loses none.

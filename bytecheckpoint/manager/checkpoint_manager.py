@@ -301,11 +301,11 @@ class CheckpointManager:
         return step_records.find_checkpoint(self._store, partial(keep_policies.kept_by, policy, now=0.0))
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to a checkpoint after its save. All ranks call it together, and those of rank 0 count."""
+        """Adds metrics to a committed checkpoint. All ranks call it together, and those of rank 0 count."""
         self._mark("reporting metrics of", step, partial(StepMarks.report, metrics=metrics))
 
     def pin(self, step: int) -> None:
-        """Keeps a checkpoint until it is unpinned. All ranks call this together."""
+        """Keeps a committed checkpoint until it is unpinned. All ranks call this together."""
         self._mark("pinning", step, StepMarks.pin)
 
     def unpin(self, step: int) -> None:
@@ -313,7 +313,7 @@ class CheckpointManager:
         self._mark("unpinning", step, StepMarks.unpin)
 
     def lease(self, step: int, seconds: float) -> None:
-        """Keeps a checkpoint for a number of seconds from now. All ranks call this together."""
+        """Keeps a committed checkpoint for a number of seconds from now. All ranks call this together."""
         self._mark("leasing", step, partial(StepMarks.lease, seconds=seconds))
 
     def _mark(self, doing: str, step: int, mark: Callable[[StepMarks, int], None]) -> None:

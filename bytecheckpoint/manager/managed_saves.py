@@ -191,7 +191,8 @@ class ManagedSaves:
     ) -> Mapping[str, Any] | None:
         """Returns the metadata with the metrics of rank 0, which are put into `checked`; no others count.
 
-        It is called in a phase whose errors all ranks raise, so an error of the preparation is raised here too.
+        It is called in a phase whose errors all ranks raise, so an error of the preparation is raised here too. Raises
+        CheckpointMismatchError (conflict) if `metadata` has metrics.
         """
         self.prepared.raise_failure(step)
         if metadata and "metrics" in metadata:

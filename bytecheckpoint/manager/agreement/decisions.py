@@ -61,7 +61,7 @@ class Decisions:
 
 
 class StorageClock:
-    """The clock of a storage, by which hosts agree whose own clocks differ. It never runs backwards or stands still,
+    """The clock of a storage: one time for hosts whose own clocks differ. It never runs backwards or stands still,
     even if the clock of this host is set to another time.
     """
 

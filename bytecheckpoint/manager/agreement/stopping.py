@@ -234,7 +234,7 @@ class GroupStop:
         return True
 
     def _report(self) -> None:
-        """Reports once how many boundaries this rank has passed. From then on it passes none without the verdict."""
+        """Reports once how many boundaries this rank has passed. From then on it waits for the verdict first."""
         if self._is_report_written:
             return
         self.reason = bytes(self._store.get(_REQUEST)).decode()

@@ -73,7 +73,7 @@ class LogWriter:
         self._work.ask()
 
     def drop_through(self, step: int) -> None:
-        """Deletes, in the background, what a committed step makes needless. Never blocks."""
+        """Deletes, in the background, the positions up to a step that was committed. Never blocks."""
         with self._lock:
             self._committed = step
             self._waiting = deque(item for item in self._waiting if item[1].step > step)
