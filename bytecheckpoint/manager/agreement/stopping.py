@@ -234,7 +234,7 @@ class GroupStop:
         return True
 
     def _report(self) -> None:
-        """Reports once how many boundaries this rank has passed. From then on it waits for the verdict first."""
+        """Reports once how many boundaries this rank has passed. Its next one then waits for the verdict."""
         if self._is_report_written:
             return
         self.reason = bytes(self._store.get(_REQUEST)).decode()
