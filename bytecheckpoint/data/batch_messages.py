@@ -31,7 +31,7 @@ class CountedBatch:
 
 @dataclass(frozen=True)
 class CountingCollate:
-    """The loader's `collate_fn`, which runs beside the dataset right after a batch was read, and adds what was read."""
+    """The loader's `collate_fn`, called in the process that reads, right after a batch was read; adds what was read."""
 
     collate: Callable[[Any], Any]
     streams: Streams

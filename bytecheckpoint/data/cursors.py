@@ -102,7 +102,7 @@ def megatron_cursor(args: Any) -> CursorLoader | None:
 def mosaic_cursor(loader: Any) -> CursorLoader | None:
     """Returns the elastic loader of Mosaic's StreamingDataLoader over a StreamingDataset; None for any other loader.
 
-    It counts the samples that it gave out, at the same rate on all ranks.
+    The loader counts the samples that it gave out. All ranks are taken to have given out equally many.
     """
     if not _is_of(loader, "streaming.", "StreamingDataLoader") or not _is_of(
         loader.dataset, "streaming.", "StreamingDataset"
@@ -176,7 +176,7 @@ def _topology(loader: Any) -> dict[str, int]:
 
 
 def _is_resharded(loader: Any, saved: Mapping[str, Any]) -> bool:
-    """Returns True if litData goes on at the position in the epoch of all ranks, and not at each rank's own."""
+    """Returns True if litData goes on at the number of samples that all ranks took together, not at each rank's own."""
     is_same = all(saved[name] == number for name, number in _topology(loader).items())
     return not is_same or saved.get("resume_mode") == "elastic"
 

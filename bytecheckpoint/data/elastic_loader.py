@@ -15,15 +15,15 @@ class ElasticLoader(Protocol):
 
     A loader with one position for all ranks has no streams, and keeps that position in its shared state.
 
-    Optional methods: `all_stream_ids()`, the ids that all ranks own together, which shows at a save that one has no
+    Optional methods: `all_stream_ids()`, the ids that all ranks own together, by which a save finds a stream without an
     owner; `assign(ids, size)`, see `assign_streams`; `refuse_inexact()`, which returns why the state is not exact, or
     None; `check_streams(streams, shared)`, which raises the CheckpointMismatchError that `load_streams` would, before a
     load changes anything (tensors that lie in data files are not there yet: references stand for them);
     `joining_state(id, others)`, the state in which a stream that the checkpoint lacks joins others with these states;
     `start_states()`, the states by id in which this rank's streams begin, for a load that restarts the loader;
-    `stream_position(id)`, a few values of the stream's state that, put into an earlier state of the same stream, make
-    it the one now, which a manager's log of positions takes; `prepare_state()`, called in the step before a save, so
-    that state that is slow to gather is there by then.
+    `stream_position(id)`, a few values of the stream's state, which a manager's data log stores: an earlier state of
+    the same stream in which these values are replaced is the state of now; `prepare_state()`, called in the step before
+    a save, so that state that is slow to gather is there by then.
     """
 
     def stream_ids(self) -> Sequence[str]:
@@ -42,7 +42,8 @@ class ElasticLoader(Protocol):
 
 
 def assign_streams(loader: object, ids: Sequence[str], size: int) -> list[list[str]]:
-    """Returns the ids that each of `size` ranks owns: by the loader's own `assign(ids, size)`, else every `size`-th.
+    """Returns the ids that each of `size` ranks owns: by the loader's own `assign(ids, size)`; without
+    it, rank r gets each `size`-th of the sorted ids, from number r on.
 
     Raises ValueError if the loader's own method leaves out an id, gives it to two ranks, or makes another number of
     parts.

@@ -26,7 +26,7 @@ class EnergonLoader:
         self._state: Any = None
 
     def _rank_state(self) -> Any:
-        """Returns the state of all workers of this rank, for which they are asked once after each sample."""
+        """Returns the state of all workers of this rank. Asks them again only if a sample was read since."""
         loader = self._loader
         position = (loader._next_worker_id, loader._global_sample_idx, *loader._worker_sample_counters)
         if position != self._read_at:
@@ -79,8 +79,8 @@ class EnergonLoader:
         return [ordered[rank * share : (rank + 1) * share] for rank in range(size)]
 
     def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Raises CheckpointMismatchError (conflict) if the loader has another number of workers, is being read, or if a
-        state names a class that the installed Energon lacks.
+        """Raises CheckpointMismatchError (conflict) if the number of streams is not that of this loader's workers, if
+        the loader is being read, or if a state names a class that the installed Energon lacks.
         """
         self._checked(streams, shared)
 
@@ -104,8 +104,8 @@ class EnergonLoader:
         return [from_tree(streams[stream_id]["worker"]) for stream_id in ordered]
 
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Restores this rank's workers. If their number differs, the first worker gives the next sample. Raises the
-        errors of `check_streams`.
+        """Restores this rank's workers; does nothing if none had a state. If ranks had another number of workers at the
+        save, the first worker gives the next sample. Raises the errors of `check_streams`.
         """
         loader, states = self._loader, self._checked(streams, shared)
         if all(state is None for state in states):

@@ -1,4 +1,4 @@
-"""Packs documents into rows of one length, with the tokens that are left in a buffer that is saved."""
+"""Packs documents into rows of one length. Tokens that fill no row yet wait in a buffer, which is saved too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Packer:
             key: where samples are dicts, the key of a document's tokens.
 
         Raises:
-            ValueError: the source cannot be read, or is `Streams`: wrap the source of each stream.
+            ValueError: `length` is below 1, or the source cannot be read, or is `Streams`: wrap the source of each
+                stream instead.
         """
         refuse_streams("Packer", source)
         check_source("the source of a Packer", source)
@@ -73,7 +74,8 @@ class Packer:
         """Goes on where this state was taken.
 
         Raises:
-            ValueError: the state is of rows of another length, which positions count.
+            ValueError: the state is of rows of another length, and positions count rows.
+            CheckpointMismatchError: the state does not fit the source.
         """
         if state["length"] != self._length:
             raise ValueError(

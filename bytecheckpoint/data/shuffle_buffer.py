@@ -17,7 +17,8 @@ _ATOMS = frozenset({int, float, str, bytes, bool, type(None)})
 
 
 class ShuffleBuffer:
-    """The samples of one source in a random order: each is drawn from a buffer of `size`, which the next one refills.
+    """The samples of one source in a random order: each is drawn from a buffer of `size` samples, and the next one of
+    the source takes its place.
 
     The buffer is drained at the end of an epoch. The order follows from seed and epoch. State is the buffer's content,
     the number of draws, and the state of the source; a load reads no sample twice and loses none.
@@ -33,7 +34,8 @@ class ShuffleBuffer:
             seed: another order for another seed.
 
         Raises:
-            ValueError: the source cannot be read, or is `Streams`: wrap the source of each stream.
+            ValueError: `size` is below 1, or the source cannot be read, or is `Streams`: wrap the source of each
+                stream instead.
         """
         refuse_streams("ShuffleBuffer", source)
         check_source("the source of a ShuffleBuffer", source)
@@ -65,7 +67,7 @@ class ShuffleBuffer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where this state was taken."""
+        """Goes on where this state was taken. Raises CheckpointMismatchError (conflict) if it is of another source."""
         self._source_position = position_of("in a ShuffleBuffer", state["source"], source_name(self.wrapped_source))
         self._cursor.lose_place()
         self._epoch, self._num_draws = state["epoch"], state["draws"]

@@ -29,7 +29,10 @@ class SourceCursor(Protocol):
     """A reader of one source that knows its place, and goes to others."""
 
     def read(self, at: StreamPosition) -> Any | Literal[PassEnd.END]:
-        """Returns the sample that follows `at`, or END at the end of the epoch."""
+        """Returns the sample that follows `at`, or END at the end of the epoch.
+
+        Raises CheckpointMismatchError (conflict) if the epoch has fewer samples than come before `at`.
+        """
 
     def is_at_end(self) -> bool:
         """Returns True if the source says that no sample of this epoch follows; False also if it cannot say."""
@@ -46,7 +49,7 @@ def read_next(
 ) -> tuple[Any | Literal[PassEnd.END], StreamPosition]:
     """Returns the sample that follows `at`, or END, and the place after it.
 
-    A source that knows that its last sample was read is at the next epoch.
+    If the cursor can tell that the sample is the last of its epoch, the place after it is the start of the next epoch.
     """
     sample = cursor.read(at)
     if sample is END:
@@ -225,7 +228,9 @@ class IterableCursor:
             raise _too_short(self._source, at, None)
 
     def _open(self, at: StreamPosition) -> None:
-        """Puts the source at the snapshot before `at`, or without one at the start of an epoch."""
+        """Puts the source at the snapshot of `at`. Without one: at the start of the epoch of `at`, or of epoch 0 for a
+        source that carries over.
+        """
         self._iterator = self._place = None
         start = at.snapshot
         if start is None:

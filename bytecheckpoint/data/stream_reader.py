@@ -85,7 +85,9 @@ class StreamReader:
         snapshot_every: int,
         num_requests: Callable[[], int],
     ) -> None:
-        """`positions` is brought up to date with each sample. With `epoch` None the reader reads all epochs on."""
+        """`positions` is brought up to date with each sample. With `epoch` None the reader reads all epochs on.
+        `num_requests` returns how often a snapshot of all sources was requested.
+        """
         self._ids, self._positions, self._sources, self._cursors = ids, positions, sources, cursors
         self._is_endless = epoch is None
         self._epoch = pass_epoch(positions[each] for each in ids) if epoch is None else epoch
@@ -123,7 +125,7 @@ class StreamReader:
         raise StopIteration
 
     def take_changes(self) -> list[Change]:
-        """Returns the places of the streams that moved since the last call."""
+        """Returns the places of the streams that moved since the last call; takes the snapshots that are requested."""
         if self._num_requests() != self._num_answered:
             self._num_answered = self._num_requests()
             self.capture_all()
@@ -140,7 +142,7 @@ class StreamReader:
                 self._move(stream_id, replace(position, snapshot=snapshot))
 
     def discount_dropped(self) -> None:
-        """Takes samples that were read since the last `take_changes` out of the counts; places stay."""
+        """Sets the counts of samples back to those at the last `take_changes`; epochs and positions stay."""
         for stream_id, before in self._before.items():
             self._positions[stream_id] = replace(self._positions[stream_id], samples=before.samples)
 

@@ -60,10 +60,10 @@ class Streams(IterableDataset[Any]):
             rank: this process's data-parallel rank. Tensor, pipeline and context parallel replicas pass the same.
             size: the number of data-parallel ranks.
             with_ids: yield `(id, sample)` instead of the sample.
-            endless: go on with the next epoch instead of ending the pass, so that all ranks have batches equally long.
-            snapshot_every: samples of a stream between two calls of a source's `state_dict()`, where workers read
-                ahead. A load reads up to this many samples of a stream again and drops them. It also sets what a
-                stateful source costs; sequences and plain iterables have no snapshots.
+            endless: go on with the next epoch instead of ending the pass, so that no rank runs out of batches first.
+            snapshot_every: samples of a stream between two calls of a source's `state_dict()`; for a ShuffleBuffer at
+                least its size. Where workers read ahead, a load reads up to this many samples of a stream again and
+                drops them. Sequences and plain iterables have no snapshots.
             read_ahead: batches that the training loop has taken from the loader, and not trained on, when it
                 saves. Lightning takes 1; other loops 0, and what accelerate's loaders take is known.
 
@@ -138,14 +138,14 @@ class Streams(IterableDataset[Any]):
         return {"kind": "streams"}
 
     def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Raises CheckpointMismatchError (conflict) for states that are not those of such streams."""
+        """Raises CheckpointMismatchError (conflict) for an unknown id or a state that does not fit the source."""
         self._checked(streams, shared)
 
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
         """Takes over these streams at their positions, and gives up all others.
 
         Raises:
-            CheckpointMismatchError: the states are not those of such streams. Nothing was changed then.
+            CheckpointMismatchError: as `check_streams` raises it. Nothing was changed then.
         """
         self._taken = self._checked(streams, shared)
         self._reader, self._prepared = None, set()
@@ -258,7 +258,7 @@ class Streams(IterableDataset[Any]):
                 self._taken[stream_id] = position.next_epoch(carries_over=carries_over(self._sources[stream_id]))
 
     def _is_mid_pass(self) -> bool:
-        """Returns True if a stream has moved since the pass began: it may be at the next epoch already."""
+        """Returns True if a stream has moved since the epoch began, maybe to the next epoch; False if endless."""
         start = (pass_epoch(self._taken.values()), 0)
         # An endless pass ends only where no stream has samples: another one would end as well.
         return not self._endless and any(each.place > start for each in self._taken.values())

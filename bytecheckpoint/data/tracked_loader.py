@@ -92,7 +92,7 @@ class TrackedLoader:
         return self._streams.shared_state()
 
     def check_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
-        """Raises CheckpointMismatchError (conflict) for states that are not those of such streams."""
+        """Raises CheckpointMismatchError (conflict) as `Streams.check_streams` does."""
         self._streams.check_streams(streams, shared)
 
     def load_streams(self, streams: Mapping[str, Any], shared: Any) -> None:
@@ -115,11 +115,13 @@ class TrackedLoader:
         return self._refusal or self._streams.refuse_inexact()
 
     def prepare_state(self) -> None:
-        """Lets workers take snapshots with their next batches."""
+        """Lets sources take a snapshot now, and workers with their next batch."""
         self._streams.prepare_state()
 
     def follow(self, wrapper: Any) -> None:
-        """Counts what `wrapper` gives to the trainer, where it reads the loader ahead as accelerate's loaders do."""
+        """Changes the class of `wrapper`, a loader of accelerate's that reads this one ahead, so that what it gives to
+        the trainer is counted. A DataLoaderDispatcher is not changed: `refuse_inexact` then says why it is inexact.
+        """
         cls = type(wrapper)
         if cls.__name__ == "DataLoaderDispatcher":
             self._refusal = (

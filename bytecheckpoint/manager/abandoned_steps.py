@@ -27,7 +27,7 @@ def present_abandoned(store: Store) -> dict[int, str]:
 
 def steps_left_behind(store: Store, step: int) -> dict[int, str]:
     """Returns by step the save ids of all steps that are abandoned if training goes on from `step`: the later ones, and
-    those that were abandoned before.
+    those that were abandoned before and still exist. `step` itself is never among them.
     """
     later = itertools.takewhile(lambda newer: newer > step, layout.newest_steps(store))
     abandoned = present_abandoned(store) | save_ids_of(store, list(later))
@@ -48,8 +48,9 @@ def _save_id_or_damaged(store: Store, step: int) -> str:
 
 
 def newest_steps(store: Store, abandoned: Mapping[int, str] | None = None) -> Iterator[int]:
-    """Yields the committed steps that are not abandoned, newest first. Costs one listing, and a look at each step that
-    is yielded or passed over. `abandoned` has save ids by step; None reads them with `read_abandoned`.
+    """Yields the committed steps that are not abandoned, newest first. Costs one listing of the root, a look for the
+    manifest of each step, and a read of the manifest only for steps in `abandoned`. That has save ids by step; None
+    reads them with `read_abandoned`.
     """
     abandoned_ids = read_abandoned(store) if abandoned is None else abandoned
     for step in layout.newest_steps(store):
@@ -58,6 +59,6 @@ def newest_steps(store: Store, abandoned: Mapping[int, str] | None = None) -> It
 
 
 def write_abandoned(store: Store, abandoned: Mapping[int, str]) -> None:
-    """Writes the abandoned steps, save ids by step, in place of those that `read_abandoned` returned until now."""
+    """Writes the abandoned steps, save ids by step, and replaces all that were written before."""
     content = msgspec.json.encode(Branch({str(step): save_id for step, save_id in abandoned.items()}))
     store.write(BRANCH_NAME, one_block(content), replace=True)

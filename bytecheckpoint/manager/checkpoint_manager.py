@@ -57,7 +57,7 @@ _KEEP_ALL = keep_policies.All()
 
 
 class CheckpointManager:
-    """The checkpoints of one training run, below one root. All ranks make the same calls in the same order."""
+    """The checkpoints of a training run below one root. All ranks make the same calls in order, except where noted."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class CheckpointManager:
         memory: Memory | None = None,
         memory_every: int | SavePolicy = 1,
     ) -> None:
-        """Claims the root, unless `options.read_only`: from now on saves of an earlier manager are refused. `memory`
-        holds saves in memory as well, and steps that `memory_every` asks for in memory alone.
+        """Claims the root, unless `options.read_only`: from now on saves of an earlier manager are refused. With
+        `memory`, memory holds each save as well, and between saves the steps that `memory_every` asks for.
 
         Raises TypeError for what is no policy or no ManagerOptions, and what opening the root raises.
         """
@@ -114,7 +114,7 @@ class CheckpointManager:
         self._stop = join_stop(self._requests, process_group, token=opened.token, timeout_s=timeout_s)
 
     def _open(self) -> OpenedRoot:
-        """Opens the root, on rank 0, without a look at each step."""
+        """Opens the root, on rank 0, without reading every step."""
         if self._options.read_only:
             return self._look(None, 0)
         clock = StorageClock(offset_of(self._store))
@@ -133,7 +133,7 @@ class CheckpointManager:
         return opened
 
     def _look(self, clock: StorageClock | None, generation: int) -> OpenedRoot:
-        """Returns the root as it is found, and sets the clock past the commit of the newest step."""
+        """Returns the root as it is found. Moves the clock, unless None, past the commit of the newest step."""
         newest, save_s = next(layout.newest_steps(self._store), None), 0.0
         if newest is not None and clock is not None and (found := step_records.read_step(self._store, newest)):
             clock.keep_after(found.info.time)
@@ -151,11 +151,11 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
         **as_load: Any,
     ) -> LoadReport | None:
-        """Loads the newest complete checkpoint of the root, or a given step. Returns None if nothing was loaded.
+        """Loads the newest step that training has not left, or a given step. Returns None if nothing was loaded.
 
-        `initial` is a path that is loaded only while the root has no checkpoint, with these `storage_options`, by
-        default those of the manager. Other arguments are those of `load`. Rank 0 chooses the step. `next_step` is then
-        the restored step + 1, or 0. Raises what `load` raises; CheckpointNotFoundError if a given step is not there.
+        `initial` is a path that is loaded only if the root has no checkpoint, with these `storage_options`, by default
+        those of the manager. Other arguments are those of `load`. Sets `next_step` to the restored step + 1;
+        `initial` leaves it. Raises what `load` raises; CheckpointNotFoundError if a given step is absent or all fail.
         """
         self._refuse_closed()
         check_load_arguments(as_load, initial=initial, storage_options=storage_options)
@@ -216,7 +216,7 @@ class CheckpointManager:
         return None
 
     def _continue_from(self, report: LoadReport, step: int, passed_over: Collection[int]) -> None:
-        """Makes the restored step the newest one: later ones belong to a branch that training leaves."""
+        """Makes the restored step the newest one: later steps become abandoned."""
         warn_of_ignored(report, rank=self._rank)
         find_abandoned = partial(abandoned_steps.steps_left_behind, self._store, step)
         abandoned = self._decisions.decide_together("leaving later steps", find_abandoned, dict[int, str])
@@ -228,7 +228,7 @@ class CheckpointManager:
         self._saves.new_branch = abandoned
 
     def due(self, step: int) -> bool:
-        """Returns True if `save` of this step would save. All ranks call it together."""
+        """Returns True if `save` of this step, without `force`, would save to storage. All ranks call it together."""
         self._refuse_closed()
         step, is_stopping = given_step(step), self._stop.pass_boundary()
         return not self._options.read_only and self._due.is_due(step, is_forced=False, is_stopping=is_stopping)
@@ -269,7 +269,7 @@ class CheckpointManager:
             self._goodput.end_call(began)
 
     def should_stop(self) -> bool:
-        """Returns True on all ranks once a stop was requested and the newest step passed to `save` is durable."""
+        """Returns True on all ranks once they agreed to stop and the newest step passed to `save` since is durable."""
         self._refuse_closed()
         if not self._stop.pass_boundary():
             return False
@@ -279,7 +279,7 @@ class CheckpointManager:
         )
 
     def request_stop(self, reason: str, deadline_s: float | None = None) -> None:
-        """Requests that all ranks stop at one step: now, or so that the last save is durable before `deadline_s`
+        """Requests that all ranks stop at the same step: now, or so that the last save is durable before `deadline_s`
         seconds from now have passed. One rank may call it.
         """
         check_deadline(deadline_s)
@@ -294,18 +294,18 @@ class CheckpointManager:
         return next(abandoned_steps.newest_steps(self._store, self._saves.new_branch), None)
 
     def best(self, metric: str | None = None) -> CheckpointInfo | None:
-        """Returns the checkpoint with the best value of a metric, by default that of the only `Best` policy; None if no
-        checkpoint has it. Without a policy for the metric, lower is better. NaN is the worst.
+        """Returns the checkpoint with the best value of a metric, of all steps, abandoned or not; None if none has it.
+        Without `metric`, takes that of the only `Best` policy, else raises ValueError. Without a policy, low is best.
         """
         policy = keep_policies.best_of(self._keep, metric)
         return step_records.find_checkpoint(self._store, partial(keep_policies.kept_by, policy, now=0.0))
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds metrics to a checkpoint after its save. All ranks call it together, and those of rank 0 count."""
+        """Adds metrics to a committed checkpoint. All ranks call it together, and those of rank 0 count."""
         self._mark("reporting metrics of", step, partial(StepMarks.report, metrics=metrics))
 
     def pin(self, step: int) -> None:
-        """Keeps a checkpoint until it is unpinned. All ranks call this together."""
+        """Keeps a committed checkpoint until it is unpinned. All ranks call this together."""
         self._mark("pinning", step, StepMarks.pin)
 
     def unpin(self, step: int) -> None:
@@ -313,11 +313,11 @@ class CheckpointManager:
         self._mark("unpinning", step, StepMarks.unpin)
 
     def lease(self, step: int, seconds: float) -> None:
-        """Keeps a checkpoint for a number of seconds from now. All ranks call this together."""
+        """Keeps a committed checkpoint for a number of seconds from now. All ranks call this together."""
         self._mark("leasing", step, partial(StepMarks.lease, seconds=seconds))
 
     def _mark(self, doing: str, step: int, mark: Callable[[StepMarks, int], None]) -> None:
-        """Has rank 0 write beside a step, after the save of the step if that is in flight."""
+        """Has rank 0 write beside a step; waits first if the step is still being saved."""
         self._refuse_closed()
         if self._options.read_only:
             refuse_read_only(self._root)
@@ -334,8 +334,8 @@ class CheckpointManager:
         """Logs how far the trainer is in its data after this step, in the background and with no message between ranks.
 
         For a loader process that dies while the trainer lives on, and for audits; never for weights that go back to a
-        checkpoint, because data goes back with them: `restore` removes what was logged, and a commit does with what it
-        covers. `state` has the DataLoaderStates; None takes those of the last state that was logged or restored.
+        checkpoint, because data goes back with them: `restore` removes all that was logged, and a commit the steps
+        up to its own. `state` has the DataLoaderStates; None takes those of the last state logged or restored.
 
         Raises CheckpointSaveError (unsupported_value) for a state that is no small position: see docs/data.md.
         """
@@ -350,8 +350,8 @@ class CheckpointManager:
 
     def restore_data(self, state: Mapping[str, Any] | None = None, *, step: int | None = None) -> int | None:
         """Loads the data loaders of the state alone, for loaders that were made anew while the weights stay. They go on
-        after `step`, by default the newest that is logged or committed, whose number is returned; None at the start of
-        the data. All ranks call it together.
+        after `step`, by default the newest that is logged or committed. Returns that step; None, with the loaders left
+        as they are, if there is no such step. All ranks call it together.
 
         Raises what `load` raises; CheckpointNotFoundError if `step` is neither logged nor committed.
         """
@@ -363,8 +363,8 @@ class CheckpointManager:
         return self._goodput.stats()
 
     def wait(self) -> None:
-        """Waits until saves, the log of data, and on rank 0 copies and due deletions, have ended. Raises the error of a
-        save that the handle has not raised, and on rank 0 the error of a copy that fails.
+        """Waits until saves, the log of data, and on rank 0 copies and due deletions, have ended. Raises, or logs as
+        `on_failed_save` says, a save's error that its handle has not raised. On rank 0, raises the error of a copy.
         """
         self._saves.settle(is_end=True)
         self._data.wait()
@@ -372,8 +372,8 @@ class CheckpointManager:
             self._owned.background.wait(self._options.save.timeout_s)
 
     def close(self) -> None:
-        """Waits and raises as `wait` does, and puts signal handlers back. May be called again. Background work that
-        hangs is left `SaveOptions.timeout_s` after its last progress, with a warning; deletions and copies share it.
+        """Waits and raises as `wait` does, and puts signal handlers back. May be called again. Background work
+        (deletions, copies) without progress for `SaveOptions.timeout_s` is left unfinished, with a warning.
         """
         if self._is_closed:
             return

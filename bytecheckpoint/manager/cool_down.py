@@ -37,14 +37,15 @@ def copy_step(
     """Copies a committed checkpoint and its metrics into a folder of another store; returns False if the checkpoint was
     there already, and then copies only telemetry and metrics that are new.
 
-    Every byte is compared with the manifest's checksums on the way. Memory is a few blocks of 16 MiB, or of the longest
-    checksummed extent. `may_replace` are the save ids of checkpoints that the copy may replace: of steps that training
-    left behind. `on_file` is called after each file.
+    Every byte of a data file that is copied is compared with the manifest's checksums. Memory is a few blocks of
+    16 MiB, or of the longest checksummed extent. `may_replace` are the save ids of checkpoints that the copy may
+    replace. `on_file` is called after each data file that is copied.
 
-    Raises CheckpointCorruptError (checksum, truncated) and CheckpointNotFoundError (missing_file) for a source that is
-    damaged, whose copy is not committed; CheckpointNotFoundError (not_committed) for one that was deleted meanwhile;
-    CheckpointExistsError if another checkpoint is in the target's folder; CheckpointSaveError for a checkpoint without
-    checksums or with files elsewhere; and what the two stores raise. Files that were copied stay for the next attempt.
+    Raises CheckpointCorruptError (checksum, truncated) and CheckpointNotFoundError (missing_file) for a damaged source;
+    CheckpointNotFoundError (not_committed) for one that was deleted meanwhile; CheckpointExistsError if another
+    checkpoint is in the target's folder; CheckpointSaveError for a checkpoint without checksums or with files
+    elsewhere, or a copied file of a wrong length; and what the two stores raise. The copy of a damaged source is not
+    committed. Files that were copied stay for the next attempt.
     """
     content = layout.read_manifest_bytes(source, source_folder)
     path = join_name(str(source), source_folder)
@@ -66,8 +67,8 @@ def copy_step(
 
 
 def clear_cut_off(target: Store, target_folder: str, save_id: str) -> None:
-    """Deletes the temporary files that killed copies of this checkpoint have left. Only the
-    owner of the target may call it, because it ends a copy that another process is making. Raises StorageError.
+    """Deletes the temporary files that killed copies of this checkpoint have left. Only the owner of the target may
+    call this: a copy that another process is making loses its temporary files too. Raises StorageError.
     """
     if not isinstance(target, HasInventory):
         return
@@ -111,8 +112,8 @@ def _copy_files(
 
 
 def _copy_side_objects(source: Store, source_folder: str, target: Store, target_folder: str, save_id: str) -> None:
-    """Copies telemetry and metrics, those that were reported since an earlier copy included. They have no checksums, so
-    a damaged one is no reason to keep the checkpoint from its copy.
+    """Copies telemetry and metrics, those that were reported since an earlier copy included. They have no checksums: a
+    damaged one is copied as it is.
     """
     for parent in (layout.TELEMETRY_FOLDER, METRICS_FOLDER):
         existing = target.list(join_name(target_folder, parent))

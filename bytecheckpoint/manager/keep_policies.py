@@ -46,8 +46,9 @@ class KeepPolicy(Protocol):
     """Decides which of the committed checkpoints of a root stay. A policy that needs no time may take `saved` alone."""
 
     def keeps(self, saved: Sequence[StepInfo], now: float, /) -> Sequence[bool]:
-        """Returns True or False for each of the committed steps, which come oldest first. `now` is the time by the
-        clock of the storage, in seconds since 1970.
+        """Returns True or False for each of the committed steps. They come in the order of the steps, but those of a
+        branch that training left come before all others. `now` is the time by the clock of the storage, in seconds
+        since 1970.
         """
 
 

@@ -132,8 +132,8 @@ class ManagedSaves:
         """State that was gathered ahead of the next save."""
 
     def begin_at(self, step: int | None, abandoned: Collection[int]) -> None:
-        """Notes the step that training goes on from (None for a fresh start), and the steps of branches that training
-        left.
+        """Notes the restored step, or before a restore the newest committed one (None if there is none), and the steps
+        of branches that training left.
         """
         self.has_steps, self.abandoned = step is not None, set(abandoned)
         self.newest_seen = -1 if step is None else step
@@ -191,7 +191,8 @@ class ManagedSaves:
     ) -> Mapping[str, Any] | None:
         """Returns the metadata with the metrics of rank 0, which are put into `checked`; no others count.
 
-        It is called in a phase whose errors all ranks raise, so an error of the preparation is raised here too.
+        It is called in a phase whose errors all ranks raise, so an error of the preparation is raised here too. Raises
+        CheckpointMismatchError (conflict) if `metadata` has metrics.
         """
         self.prepared.raise_failure(step)
         if metadata and "metrics" in metadata:
@@ -257,7 +258,7 @@ class ManagedSaves:
             return ""
 
     def _refuse_protected(self, owned: OwnedRoot, step: int) -> None:
-        """Raises CheckpointExistsError if the checkpoint of a step is pinned or leased."""
+        """Raises CheckpointExistsError if a step is pinned, other than ahead of its own save, or leased."""
         store, folder = self._run.store, layout.step_folder(step)
         if not layout.has_manifest(store.list(folder)):
             return
@@ -312,8 +313,9 @@ class ManagedSaves:
             self._owned.background.add(Commit(step_info, on_save))
 
     def settle(self, *, is_end: bool = False) -> None:
-        """Waits for the save in flight. Its error is raised or logged, as `on_failed_save` says. With `is_end`, an
-        error that the handle has raised is not raised again; without, all ranks raise it, because all go on together.
+        """Waits for the saves in flight, that to memory alone included. Their errors are raised or logged, as
+        `on_failed_save` says. With `is_end`, an error that the handle has raised is not raised again; without, all
+        ranks raise it, because all go on together.
         """
         self.settle_memory()
         if self.begun is None:

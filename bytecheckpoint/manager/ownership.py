@@ -86,7 +86,7 @@ class Generation(NamedTuple):
         return found is not None and found.save_id_prefix == self.save_id_prefix
 
     def clear_earlier(self, *, before_folder: Callable[[], object] = bool) -> None:
-        """Deletes what saves of earlier generations left uncommitted, then the objects of these generations.
+        """Deletes what saves of earlier generations left uncommitted, then the claims of these generations.
         `before_folder` is called before each folder of a step is looked through.
 
         Raises StorageError; what is left is cleared when this is called again, or by the next manager.
@@ -101,7 +101,9 @@ class Generation(NamedTuple):
 
 
 def claim(store: Store, *, time: float) -> Generation:
-    """Claims the next generation of a root. Raises StorageError or CheckpointSaveError if it cannot be written."""
+    """Claims the next generation of a root. Raises StorageError if the claim cannot be written,
+    CheckpointSaveError (superseded) if other managers claim each number first.
+    """
     prefix = uuid.uuid4().hex[:8]
     content = msgspec.json.encode(Claim(prefix, socket.gethostname(), os.getpid(), time))
     for _ in range(_ATTEMPTS):
@@ -160,7 +162,7 @@ def _step_folders(store: Store) -> Iterator[str]:
 
 
 def _clear(store: Store, folder: str, prefixes: tuple[str, ...]) -> None:
-    """Deletes what saves with these prefixes left in the folder of a step."""
+    """Deletes what saves whose ids have these prefixes left uncommitted in the folder of a step."""
     for leftover in garbage.find_leftovers(store, folder).found:
         if leftover.save_id.startswith(prefixes):
             garbage.remove(store, leftover)
@@ -168,8 +170,8 @@ def _clear(store: Store, folder: str, prefixes: tuple[str, ...]) -> None:
 
 
 def _withdraw_manifest(store: Store, leftover: garbage.GarbageObject) -> None:
-    """Deletes the manifest of a save that committed while its data was being deleted: it would not load. Its own
-    process reports that save as superseded.
+    """Deletes the manifest of a save that committed while its data was being deleted, if files are missing now: the
+    checkpoint would not load. The process of that save reports it as superseded.
     """
     name = join_name(leftover.folder, layout.MANIFEST_NAME)
     if leftover.save_id and layout.committed_save_id(store, leftover.folder) == leftover.save_id:

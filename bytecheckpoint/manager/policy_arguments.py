@@ -56,7 +56,7 @@ def check_integer(policy: object, field: str, value: object, *, minimum: int) ->
 
 
 def plain_number(value: object) -> float | None:
-    """Returns a number, also one of numpy, as a plain int or float; None for any other value, and for NaN."""
+    """Returns a number, also one of numpy, as a plain int or float; None for a bool, NaN and any other value."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
         return None
     return index(value) if isinstance(value, SupportsIndex) else float(value)

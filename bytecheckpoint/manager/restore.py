@@ -50,8 +50,9 @@ def choose_step(
     """Returns the step to restore. `candidates` are the steps that are not abandoned, newest first; `failed` are those
     that did not load in this call of `restore`, each with the reason.
 
-    Raises CheckpointNotFoundError if a given step is not there, or if every candidate was passed over, and
-    CheckpointMismatchError (conflict) for a `step` that is none, and where all checkpoints of the store are abandoned.
+    The choice has no step if the store has no checkpoint. Raises CheckpointNotFoundError if a given step is not there,
+    or if every candidate failed or was passed over; CheckpointMismatchError (conflict) if `step` is no step number, or
+    if there are checkpoints but no candidates: all are abandoned, or the root itself is a checkpoint.
     """
     if not is_latest(step):
         given = given_step(step, takes='restore takes "latest" or the number of a step')
@@ -94,7 +95,7 @@ def check_load_arguments(as_load: Mapping[str, object], *, initial: object, stor
 
 
 def is_latest(step: object) -> bool:
-    """Returns True for "latest", False for the number of a step."""
+    """Returns True for "latest", False for anything else."""
     return isinstance(step, str) and step == "latest"
 
 
@@ -155,8 +156,8 @@ def end_attempts(store: Store, step: int | None) -> None:
 
 
 def try_to_end_attempts(store: Store, step: int) -> None:
-    """Forgets the restores of a step. Where the store refuses to delete their notes, it writes notes of their end;
-    if that fails as well it is logged, and the next commit forgets them.
+    """Forgets the restores of a step. Where the store does not permit to delete their notes, writes notes of their
+    end. An error is logged, not raised, and the first commit of a manager forgets the restores.
     """
     try:
         try:

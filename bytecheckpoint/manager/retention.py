@@ -108,7 +108,7 @@ def _warn_of_damaged(step: int, error: CheckpointError) -> None:
 
 
 class DeletionPace:
-    """Limits the rate of deletions, which are made one after the other, and lets them pause."""
+    """Limits the number of objects that are deleted per second, and lets them pause. For one deletion at a time."""
 
     def __init__(self, before_request: Callable[[], object] = bool) -> None:
         """`before_request` is called before each request of a deletion, and may wait."""
@@ -157,7 +157,7 @@ def delete_one(
 ) -> str:
     """Deletes the checkpoint with this save id: its journal is written, then the manifest goes, then all else that its
     save and this library wrote, last the journal. Returns the reason if it stays, else an empty text; `force` deletes
-    in spite of a pin and leases.
+    in spite of a pin and leases. If there is no manifest, finishes all deletions that have begun in the store.
 
     Raises what the store raises, and for a manifest that cannot be read CheckpointCorruptError or
     UnsafeCheckpointError.
@@ -202,11 +202,11 @@ def protection_of(store: Store, folder: str, *, now: float) -> str:
 
 
 def finish_deletions(store: Store, *, now: float, pace: DeletionPace | None = None) -> int:
-    """Finishes the deletions that other processes have begun; returns how many.
+    """Finishes the deletions that have begun and were interrupted; returns how many checkpoints it deleted.
 
-    A checkpoint whose manifest is still there stays whole: its journal is withdrawn, and the policy decides again. One
-    that was pinned or leased before its manifest went gets it back. One whose manifest cannot be read stays with its
-    journal, and is named in a warning. Raises what the store raises.
+    A checkpoint whose manifest is still there stays: its journal is deleted, and the policy decides again. One that is
+    pinned or leased, and whole but for its manifest, gets the manifest back. One whose manifest cannot be read stays
+    with its journal, and is named in a warning. Raises what the store raises.
     """
     num_finished = 0
     pace = pace or DeletionPace()
@@ -228,8 +228,8 @@ def finish_deletions(store: Store, *, now: float, pace: DeletionPace | None = No
 
 
 def _bring_back(store: Store, journal: DeletionJournal, *, now: float) -> bool:
-    """Commits a protected checkpoint again if it is whole; returns False if it is to go. One that is not whole had no
-    protection when its deletion went on, and whoever protects it later is told that it is gone.
+    """Commits a pinned or leased checkpoint again if all its files are there; else returns False: it is to be deleted.
+    If files are missing, it was not pinned or leased when they were deleted; a later pin or lease raises an error.
     """
     if not journal.manifest or not (why := protection_of(store, journal.folder, now=now)):
         return False
@@ -268,7 +268,7 @@ def _read_journal(store: Store, name: str) -> DeletionJournal | None:
 
 
 def _delete_all(store: Store, folder: str, names: Sequence[str], pace: DeletionPace) -> None:
-    """Deletes objects, many with one request where the store takes requests, and a bounded number in a second: a store
+    """Deletes objects, many with one request if the store is remote and can, and a bounded number per second: a store
     that limits requests must not slow down a save. Before each request, `pace` may wait for a save in flight.
     """
     paths = [join_name(folder, name) for name in names]

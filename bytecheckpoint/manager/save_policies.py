@@ -55,8 +55,8 @@ class SavePolicy(Protocol):
     """Decides if the step at which training is now is to be saved."""
 
     def due(self, now: StepInfo, saved: Sequence[StepInfo], /) -> bool:
-        """Returns True if this step is to be saved. `saved` are the saved steps, oldest first, the one in flight
-        included with `committed=False`.
+        """Returns True if this step is to be saved. `saved` are the saved steps in order, those that training left
+        before all others; last comes the one whose save is in flight, with `committed=False`.
         """
 
 
@@ -152,8 +152,8 @@ def parts_of(policy: SavePolicy) -> Iterator[SavePolicy]:
 
 
 def deadlines_of(policy: SavePolicy) -> list[Deadline]:
-    """Returns the deadlines that stop training by themselves: a policy that is one, or joins one by `|`. With `&` the
-    other side decides as well.
+    """Returns the deadlines that request a stop: the policy itself if it is one, or those that it joins by `|`. One
+    that is joined by `&` requests no stop.
     """
     if isinstance(policy, AnyDue):
         return [deadline for part in policy.policies for deadline in deadlines_of(part)]
@@ -162,7 +162,7 @@ def deadlines_of(policy: SavePolicy) -> list[Deadline]:
 
 def needed_to_stop_s(now: StepInfo, saved: Sequence[StepInfo]) -> float:
     """Returns the seconds that one more step and its save are expected to take: the total of the last save and the
-    longest step so far.
+    longest step so far, each 0 if it is not known.
     """
     totals = (info.seconds["total"] for info in reversed(saved) if "total" in info.seconds)
     return next(totals, 0.0) + now.seconds.get("step", 0.0)
@@ -284,8 +284,9 @@ class Overhead(_JoinableSavePolicy):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CostBudget(_JoinableSavePolicy):
-    """Due as often as is worth it: training waits for saves at most `budget` of the time; and with `mtbf_s`, the mean
-    time between failures in seconds, no more often than where waiting and lost work together are least.
+    """Due as often as training waits for saves at most the share `budget` of the time; and with `mtbf_s`, the mean time
+    between failures in seconds, no more often than by Young's formula, which makes the sum of waiting and lost work
+    least. The first save is due at once, and none while one is in flight.
     """
 
     budget: float = 0.01
@@ -328,8 +329,8 @@ class Deadline(_JoinableSavePolicy):
     """Stops training early enough before a given time: when the time that remains is no more than the total of the last
     save, the longest step so far and `margin_s` seconds.
 
-    The manager watches the clock of rank 0's host and requests the stop, which all ranks receive at one step. Joined by
-    `&` it requests none, and only says when a save is due.
+    The manager watches the clock of rank 0's host and requests the stop, which all ranks receive at the same step. A
+    Deadline that is joined by `&` requests no stop, and only says when a save is due.
     """
 
     at: float | datetime | str
@@ -374,7 +375,7 @@ class Deadline(_JoinableSavePolicy):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class When(_JoinableSavePolicy):
-    """Due when a function returns True, which rank 0 calls at each `save`."""
+    """Due when a function returns True. Rank 0 calls the function, at most once for each `save` and each `due`."""
 
     fn: Callable[[StepInfo, Sequence[StepInfo]], Any]
     """Called as `fn(now, saved)`."""

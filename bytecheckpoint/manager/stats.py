@@ -37,12 +37,12 @@ class ManagerStats:
 
     @property
     def lost_fraction(self) -> float:
-        """Share of the time that saves took from training."""
+        """Share of `elapsed_s` for which calls of `save` held training up, from 0.0 to 1.0."""
         return self.lost_s / self.elapsed_s if self.elapsed_s else 0.0
 
 
 class Goodput:
-    """The counters behind ManagerStats. Methods may be called from any thread."""
+    """The counters behind ManagerStats. `begin_call` and `end_call` are for one thread, the others for any thread."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()

@@ -118,7 +118,7 @@ def write_record(store: Store, folder: str, info: StepInfo) -> None:
 def report(store: Store, folder: str, metrics: Metrics, *, time: float) -> None:
     """Adds metrics to a committed checkpoint. The newest report of a metric counts.
 
-    Raises CheckpointNotFoundError (not_committed).
+    Raises CheckpointNotFoundError (not_committed), and ValueError as `check_metrics` does.
     """
     save_id = _committed_save_id(store, folder)
     record = SaveRecord(save_id=save_id, time=time, metrics=_as_json(check_metrics(metrics)))
@@ -188,7 +188,8 @@ def read_steps(store: Store) -> list[StepInfo]:
 
 def find_step(store: Store, choose: Callable[[Sequence[StepInfo]], Sequence[bool]]) -> StepInfo | None:
     """Returns the first of the steps, in the order of `read_steps`, for which `choose` returns True; None if there is
-    none. Looks at its manifest: if its record is that of a checkpoint which was replaced, all manifests are read.
+    none. If the checkpoint of that step was replaced after its record was written, calls `choose` again with steps
+    that are read from all manifests.
     """
     found = _first_chosen(list_steps(store), choose)
     if found is not None and layout.committed_save_id(store, layout.step_folder(found.step)) != found.save_id:
@@ -246,8 +247,8 @@ def list_steps(
     """Returns the committed steps in the order of `read_steps`, with leases. A step whose manifest was deleted
     meanwhile, or is damaged, is left out; `on_damaged` is called for a damaged one, on any thread.
 
-    Without `reads_manifests` the record of a step is taken for its manifest, which saves reading that: damage is not
-    seen then, nor that a program without a manager has replaced the checkpoint.
+    Without `reads_manifests`, the record of a step is read in place of its manifest: damage is not seen then, nor that
+    a program without a manager has replaced the checkpoint.
     """
     reading = _Reading(store, reads_manifests, on_damaged)
     abandoned = read_abandoned(store)
@@ -257,7 +258,7 @@ def list_steps(
 
 
 def read_step(store: Store, step: int, *, reads_manifest: bool = False) -> StoredStep | None:
-    """Returns a committed step, never marked as abandoned; None if it was deleted, or is damaged, with a warning."""
+    """Returns a committed step, not marked as abandoned; None if it was deleted or (with a warning) is damaged."""
     return _read_step(_Reading(store, reads_manifest, _warn_of_damaged), step, "")
 
 

@@ -72,7 +72,10 @@ class Mapped(NamedTuple):
 
 
 def in_a_state(mapped: Mapped) -> Mapped:
-    """Returns the checkpoint with the model below its name in a state. Raises CheckpointMismatchError (conflict)."""
+    """Returns the checkpoint with the tensors of the model below its name in a state, such as `model.`.
+
+    Raises CheckpointMismatchError (conflict) if another tensor has such a name.
+    """
     new = {fqn: f"{entry}.{fqn}" for fqn, entry in mapped.entries.items()}
     new_fqns = set(new.values())
     clash = next((fqn for fqn in (*mapped.in_model, *mapped.unmapped, *mapped.others) if fqn in new_fqns), None)
@@ -110,7 +113,7 @@ _Group = tuple[int, int, _Numbers]
 def apply_map(name_map: MapFile, contents: MapInput, request: MapRequest) -> Mapped:
     """Returns the tensors and aliases of a checkpoint as they are on the other side of the map.
 
-    Raises CheckpointMismatchError: conflict, missing_key, unexpected_key, shape or dtype if the map does not fit the
+    Raises CheckpointMismatchError (conflict, missing_key, unexpected_key, shape) if the map does not fit the
     checkpoint; and UnsafeCheckpointError (limits_exceeded) if the result has too many pieces.
     """
     side = _source_side(name_map, contents.described) if request.source_side is None else request.source_side
@@ -201,7 +204,7 @@ class _Application:
         )
 
     def _is_of_model(self, name: str) -> bool:
-        """Returns True if a name is below the entry of a model that the map knows, or begins as the map's names do; but
+        """Returns True if a name begins with a prefix of tensors that the map knows, or as the map's own names do; but
         not for tensors of single ranks, which are named by their content.
         """
         if "@" in name.rpartition(".")[2]:
@@ -336,7 +339,9 @@ class _Application:
         return WantedTensor(name, dtype, shape, [CopySource(whole(shape), fqn, whole(shape))])
 
     def _without_repetitions(self, all_tensors: Sequence[WantedTensor]) -> tuple[list[WantedTensor], dict[str, str]]:
-        """Returns the tensors; as aliases, all that are made of aliases and of the same pieces as another."""
+        """Returns the tensors, and the aliases of some: a tensor that is made of an alias, and of the same pieces as
+        one before it, becomes an alias of that one. Raises CheckpointMismatchError (conflict) if two have one name.
+        """
         tensors: list[WantedTensor] = []
         aliases: dict[str, str] = {}
         names: set[str] = set()

@@ -1,5 +1,6 @@
 """Experts of Mixture-of-Experts models: the files of Hugging Face hold one tensor for each matrix of each expert,
-transformers 5 holds one tensor for all experts of a layer. It knows names and shapes only.
+transformers 5 holds two stacks for each layer, of all its experts: gate and up, and down. This module knows names and
+shapes only.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ def has_separate_experts(manifest: Manifest) -> bool:
 
 
 def with_fused_experts(manifest: Manifest) -> Manifest | None:
-    """Returns the same checkpoint with one tensor for all experts of a layer, in the same files.
+    """Returns the same checkpoint with stacks of all experts of a layer, as in transformers 5, in the same files.
 
-    Returns None if no layer has experts that can be one tensor. Raises the errors of `relink`.
+    Experts that cannot be stacked stay single. Returns None if none can be. Raises the errors of `relink`.
     """
     layers = [name for name in manifest.tensors if ".weight" in name and "experts." in name]
     described = dict(zip(layers, manifest.describe_each(layers), strict=True))
@@ -110,8 +111,8 @@ def _layers(described: _Described) -> Iterator[_Layer]:
 def _stacks(
     names: ExpertNames, matrices: Mapping[str, Mapping[int, str]], described: _Described
 ) -> dict[str, list[list[str]]] | None:
-    """Returns the stored tensors of each stack, by the name of the stack in memory, then by expert: those that follow
-    one another in the part of an expert. Returns None if they cannot be stacked.
+    """Returns, by the name of each stack in memory, a list by expert: the stored tensors that the part of this expert
+    consists of, in order. Returns None if they cannot be stacked.
     """
     if names.up not in matrices or names.down not in matrices:
         return None
@@ -163,7 +164,7 @@ def with_separate_experts(tensors: Sequence[WantedTensor], names: ExpertNames) -
     """Returns the tensors of a target with one tensor for each matrix of each expert, named as in files.
 
     A tensor that is not a stack of experts in the layout of transformers 5 (number of experts, rows, columns; gate
-    before up; no bias beside them) stays as it is.
+    before up; no bias beside them) stays as it is. Tensors beside a stack, such as a router, are named as in files too.
     """
     by_name = {tensor.fqn: tensor for tensor in tensors}
     stack_names: dict[str, set[str]] = {}

@@ -102,7 +102,7 @@ def mapped_manifest(manifest: Manifest, folder: CheckpointFolder, wanted: NameMa
 
 
 def as_state(mapped: Mapped, objects: Mapping[str, bytes]) -> Mapped:
-    """Returns `mapped`, with the model below the name of an entry if the checkpoint has more than the model."""
+    """Returns `in_a_state(mapped)` if the checkpoint has more than the tensors of the model, else `mapped`."""
     has_more = bool(objects) or len(mapped.in_model) < len(mapped.tensors) + len(mapped.aliases)
     return in_a_state(mapped) if has_more else mapped
 

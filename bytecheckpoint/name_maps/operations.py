@@ -31,7 +31,7 @@ class LayerTensor(NamedTuple):
     """The shape without that dimension."""
 
     def piece(self, target: Region, source: Region) -> CopySource:
-        """Returns the piece of a target that a region of this tensor is."""
+        """Returns the piece that fills the region `target` of another tensor with the region `source` of this one."""
         return CopySource(target, self.fqn, source if self.layer is None else in_stack(source, self.layer))
 
 
@@ -55,7 +55,10 @@ def unchanged(tensor: LayerTensor) -> TargetTensor:
 
 
 def padded(padding: Padding, tensor: LayerTensor, side: str, options: Options) -> TargetTensor:
-    """Returns a tensor of this side with as many rows as the other has: without padding, or with rows of zeros."""
+    """Returns a tensor, which is of `side`, with as many rows as on the other: without padding, or with rows of zeros.
+
+    Raises ValueError if its rows do not fit.
+    """
     all_of_it = whole(tensor.shape)
     num_rows = _num_rows(tensor)
     num_real = padding.without.value(options.value)  # rows beyond these mean nothing on either side

@@ -16,7 +16,7 @@ _YES, _NO = "yes", "no"
 
 
 class PlainValues:
-    """Values of a checkpoint's plain data, by FQN."""
+    """Values of a checkpoint's plain data and configuration, by FQN: bools, integers and texts."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
         self._by_last: dict[str, list[tuple[str, object]]] = {}
@@ -114,7 +114,9 @@ class Options:
         )
 
     def variant(self, side: int) -> int:
-        """Returns the number of the variant of this side's names that is written."""
+        """Returns the number of the variant of this side's names that is written. Raises CheckpointMismatchError
+        (conflict) if the user asks for one that the side does not have.
+        """
         names = self._map.variants[side]
         chosen = self._given.get(VARIANT, names[0] if names else None)
         if chosen is None:
@@ -127,7 +129,7 @@ class Options:
 
     def stacked(self, side: int) -> str:
         """Returns the field for which tensors of this side are written as one; "" if there is none, or the user wants
-        none.
+        none. Raises CheckpointMismatchError (conflict) if the user asks for it and there is none.
         """
         chosen = self._given.get(STACKED, _YES if self._map.stacked[side] else _NO)
         if chosen not in {_YES, _NO}:
@@ -158,7 +160,9 @@ def refusal(
 
 
 def parse_options(texts: Iterable[str]) -> dict[str, int | str]:
-    """Parses options of a command: `heads=32`. Raises ValueError for text without a name or without a value."""
+    """Parses options of a command: `heads=32`. Raises ValueError for text without a name or a value, and for
+    a name that is given twice.
+    """
     options: dict[str, int | str] = {}
     for text in texts:
         name, separator, value = text.partition("=")

@@ -103,6 +103,6 @@ def shape_of_name(name_parts: Sequence[str]) -> tuple[str, ...]:
 
 
 def is_number(text: str) -> bool:
-    """Returns True for a number as names have it: without leading zeros."""
+    """Returns True for a number as names have it: at most 9 digits, without leading zeros."""
     is_short = text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
     return is_short and (text == "0" or not text.startswith("0"))

@@ -51,8 +51,8 @@ class Option(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"s
 
 
 class Interleave(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor on one side is several on the other: along dimension 0 it consists of groups, each of which has so
-    many rows of each part, in order.
+    """One tensor on one side is several on the other: along dimension 0 it consists of groups, and each group has
+    some rows of the first part, then of the second, and so on.
     """
 
     groups: SizeExpression = SizeExpression(1)
@@ -80,7 +80,7 @@ class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"
 
 
 class Around(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The templates, one a side, around the name of a parameter: of itself, or of a thing like its optimizer state."""
+    """The templates, one for each side, of names that contain a parameter's: of itself, or of its optimizer state."""
 
     first: NameTemplate = NameTemplate("{name}")
     second: NameTemplate = NameTemplate("{name}")

@@ -53,7 +53,7 @@ class Background:
     """The background work of a manager: a thread for its root and, with a second root, a thread that copies to it."""
 
     def __init__(self, generation: Generation, keep: KeepPolicy, clock: StorageClock, *, reads_steps: bool) -> None:
-        """With `reads_steps` the steps of the root are read at once, because a policy will ask for them."""
+        """With `reads_steps` the thread reads the steps of the root when it begins: a policy will ask for them."""
         self._generation = generation
         self._store = generation.store
         self._keep = keep
@@ -83,7 +83,7 @@ class Background:
         """Steps whose damage is logged."""
 
     def begin(self) -> None:
-        """Finishes what earlier managers had begun, from now on and in the background."""
+        """Starts the thread, which first finishes the deletions that earlier managers had begun."""
         self._work.ask()
 
     def cool_down(self, target: Store, keep: KeepPolicy, *, overwrites: bool) -> None:
@@ -104,7 +104,7 @@ class Background:
         self._second.work.ask()
 
     def hold_restored(self, step: int, passed_over: Collection[int]) -> None:
-        """Keeps the step that was restored, and newer ones that were passed over: they may be good."""
+        """Keeps the restored step, and the steps that were passed over, which may be good, until the next restore."""
         self._held = {**dict.fromkeys(passed_over, "passed over by restore"), step: "restored"}
 
     def _delete_after_copy(self) -> None:
@@ -165,7 +165,7 @@ class Background:
         return error
 
     def close(self, hanging_s: float) -> None:
-        """Does what `wait` does, and ends the threads. A copy that hangs is named in a warning."""
+        """Does what `wait` does, and ends the threads. A copy that hangs is only logged, and raises nothing."""
         copy_failure = self._finish(hanging_s)
         self._work.close()
         if self._second is not None:

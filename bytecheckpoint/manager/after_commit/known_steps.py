@@ -21,7 +21,7 @@ _LOOKED_AT = 16
 
 
 class StepChange(NamedTuple):
-    """A change of a committed step that this process made."""
+    """A change that this process made to a committed step."""
 
     step: int
     metrics: Mapping[str, float] = {}

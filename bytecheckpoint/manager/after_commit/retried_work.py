@@ -19,8 +19,8 @@ class RetriedWork:
     """The thread, which starts when there is something to do. Methods may be called from any thread."""
 
     def __init__(self, name: str, do: Callable[[], object], *, what: str) -> None:
-        """`do` does all there is to do; what it raises is logged once as a failure of `what`, and it is called again.
-        The thread is called `name`.
+        """`do` does all the work there is. If it raises, it is called again after a pause; the first of several errors
+        in a row is logged as a failure of `what`. `name` is the name of the thread.
         """
         self._name = name
         self._do = do
@@ -49,9 +49,9 @@ class RetriedWork:
         self._progress_at = time.monotonic()
 
     def wait(self, *, began: float, failing_s: float, hanging_s: float) -> Exception | None:
-        """Waits until all is done, and returns None. Returns the error of an attempt that ended `failing_s` after
-        `began`, or TimeoutError `hanging_s` after the last progress, or after `began` if that is later. Times are of
-        `time.monotonic`.
+        """Waits until all is done, and returns None. Returns the error of an attempt that failed `failing_s` or more
+        after `began`; returns TimeoutError if there was no progress for `hanging_s`, counted from `began` at the
+        earliest. Raises neither. `began` is a time of `time.monotonic`; the others are seconds.
         """
         with self._changed:
             self._is_hurried = True  # the next attempt is made now, not after a long pause

@@ -42,7 +42,7 @@ class OngoingSaves:
 
     @property
     def is_quiet(self) -> bool:
-        """True if no save is in flight, and none was a moment ago."""
+        """True if no save is in flight, and none has ended in the last `_QUIET_S` seconds."""
         return not self._num and time.monotonic() - self._ended_at >= _QUIET_S
 
     def wait_for_end(self, timeout_s: float) -> None:

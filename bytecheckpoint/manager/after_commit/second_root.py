@@ -1,6 +1,7 @@
 """The second root of a manager: which steps are copied there, and which copies stay. One copy is made by cool_down.py.
 
-A step that waits for its copy is not deleted from the first root. What a policy does not want there is not copied.
+A step that waits for its copy is not deleted from the first root. A step that the policy of the second root does
+not keep is not copied.
 """
 
 from __future__ import annotations
@@ -93,13 +94,13 @@ class SecondRoot:
         return held if in_copy is None else {**held, in_copy: "is copied"}
 
     def renew(self, step: int) -> None:
-        """Copies what was written beside a step since its copy."""
+        """Asks the thread to copy the metrics that were reported for a step since its copy."""
         with self._lock:
             self._renewed.add(step)
         self.work.ask()
 
     def _missing(self, source_steps: Sequence[StoredStep], copies: Mapping[int, StoredStep]) -> list[StepInfo]:
-        """Returns the steps that the policy wants in the second root and that are not there yet, oldest first."""
+        """Returns the steps that the policy wants in the second root and that are not there, or have new metrics."""
         wanted = self._wanted(source_steps, copies)
         infos = [step.info for step in source_steps if step.info.step in wanted]
         return [info for info in infos if not self._is_copied(info, copies.get(info.step))]
@@ -114,7 +115,9 @@ class SecondRoot:
         return {decision.step for decision in decisions if decision.is_kept}
 
     def _catch_up(self) -> None:
-        """Makes the copies that are missing, then deletes the copies that are not to stay. Raises the first failure."""
+        """Makes the copies that are missing, then deletes the copies that are not to stay. Raises the first failure of
+        a copy after all else is done.
+        """
         if self._is_superseded():
             return
         self._own_target()
@@ -135,7 +138,7 @@ class SecondRoot:
         self._pauses.catch_up()
 
     def _unless_refused(self, delete: Callable[[], object]) -> None:
-        """Deletes, unless the second root only takes objects, as backups do: such a refusal must not hold up copies."""
+        """Calls `delete`. Logs once, and ignores, that the second root permits no deletion, as a backup may."""
         try:
             delete()
         except StorageError as error:
@@ -163,7 +166,7 @@ class SecondRoot:
         return False
 
     def _own_target(self) -> None:
-        """Claims the second root, where no other run must delete, or checks the claim.
+        """Claims the second root, so that no other run deletes there, or checks the claim.
 
         Raises StorageError if it is the first root; CheckpointSaveError (superseded) if another manager claimed it.
         """
@@ -201,7 +204,7 @@ class SecondRoot:
         return copies
 
     def _copy(self, info: StepInfo, copies: dict[int, StoredStep]) -> None:
-        """Copies a step to the second root, and adds it to `copies`."""
+        """Copies a step to the second root, and adds it to `copies`. Forgets a step that another program deleted."""
         folder = layout.step_folder(info.step)
         may_replace = self._replaceable(copies.get(info.step))
         self._let_saves_go_first()
@@ -241,7 +244,7 @@ class SecondRoot:
         return [] if protection_of(self._target, folder, now=self._clock.now()) else [save_id]
 
     def _delete_copies(self, copies: dict[int, StoredStep]) -> None:
-        """Deletes the copies that neither the policy nor a lease keeps, and removes them from `copies`."""
+        """Deletes the copies, but the newest, that neither the policy, a pin nor a lease keeps, also from `copies`."""
         now = self._clock.now()
         stays = self._wanted(self._steps.all(), copies) | held_by_leases([*copies.values()], now=now).keys()
         for step in ordered([*copies.values()])[:-1]:  # the newest copy always stays

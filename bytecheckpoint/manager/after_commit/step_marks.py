@@ -41,8 +41,8 @@ def end_pin_ahead(store: Store, step: int, *, is_committed: bool) -> None:
 
 
 def end_pins_ahead(store: Store) -> None:
-    """Calls `end_pin_ahead` for all steps that earlier managers had pinned ahead. A store that refuses is named in a
-    warning.
+    """Calls `end_pin_ahead` for all steps that earlier managers had pinned ahead. At a StorageError it logs
+    a warning, and leaves the remaining pins.
     """
     numbers = (name.removesuffix(".json") for name in store.list(PINS_AHEAD_FOLDER))
     try:

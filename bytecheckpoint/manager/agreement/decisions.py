@@ -38,8 +38,8 @@ class Decisions:
         return answer
 
     def agree(self, doing: str, act: Callable[[], T], kind: type[T]) -> T:
-        """Calls `act` on every rank, and returns on all of them what it returns on rank 0; an error of one is raised by
-        all. All ranks call it together.
+        """Calls `act` on every rank, and returns on all of them what it returns on rank 0; an error of one rank is
+        raised on all. All ranks call it together.
         """
         wait_until_numbered()
         ranks = join_ranks(self._group, self._timeout_s, about=self._about)
@@ -61,15 +61,17 @@ class Decisions:
 
 
 class StorageClock:
-    """The clock of a storage, by which hosts agree whose own clocks differ. It never runs backwards or stands still,
-    also where the clock of this host is set meanwhile.
+    """The clock of a storage: one time for hosts whose own clocks differ. It never runs backwards or stands still,
+    even if the clock of this host is set to another time.
     """
 
     def __init__(self, offset_s: float) -> None:
         self._offset_s = time.time() + offset_s - time.monotonic()
 
     def keep_after(self, time_s: float) -> None:
-        """Notes a time that has passed already. A time in the future, of a clock that was wrong, counts as now."""
+        """Moves the clock forward to a time that has passed already, if it is behind, so that `now` is never earlier. A
+        time in the future, of a clock that was wrong, is taken for the present as well.
+        """
         self._offset_s = max(self._offset_s, time_s - time.monotonic())
 
     def now(self) -> float:

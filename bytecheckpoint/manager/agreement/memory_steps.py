@@ -79,7 +79,7 @@ class MemorySteps:
         return bool(self._policy.due(now, self._held))
 
     def save(self, step: int, state: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> SaveHandle | None:
-        """Begins to hold a step. Returns None if that failed at once and `on_failed_save` lets training go on."""
+        """Begins to save a step to memory. Returns None if that failed at once and `on_failed_save` is "warn"."""
         self._saves.settle()
         options = self._options.save
         if step in self._saves.abandoned:

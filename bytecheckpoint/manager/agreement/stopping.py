@@ -45,11 +45,13 @@ _REQUEST, _VERDICT = "request", "verdict"
 
 
 class StopRequests:
-    """Requests to stop that this process has received. Signal handlers set a flag and nothing else."""
+    """Requests to stop that this process has received. A signal handler sets a flag. It calls the handler before it
+    only if that is one of another manager, or if it may not set the flag: in a forked process, or after `close`.
+    """
 
     def __init__(self, signals: Sequence[str], *, deadlines: Sequence[float], needed_s: Callable[[], float]) -> None:
         """Each of the `deadlines` is the time, by `time.time`, at which the last save has to be durable; `needed_s`
-        returns the seconds that one more step and its save take.
+        returns the seconds that one more step and its save take. Off the main thread, warns that it handles no signal.
         """
         self._pid = os.getpid()
         self._reason = ""
@@ -96,8 +98,8 @@ class StopRequests:
         return self._reason
 
     def close(self) -> None:
-        """Puts the old signal handlers back. A handler that was installed since stays, and may still call ours, which
-        from now on does what the old one did.
+        """Puts the old signal handlers back, if called on the main thread. A handler that was installed since stays,
+        and may still call the one of this object, which from now on does what the old one did.
         """
         self._is_closed = True
         for name in self._old_handlers:
@@ -165,7 +167,8 @@ class GroupStop:
     def pass_boundary(self) -> bool:
         """Returns True if training is to stop, from the same boundary on for all ranks.
 
-        Raises CheckpointError (rank_missing), which names the ranks, if a stop was requested and some do not report.
+        Raises CheckpointError (rank_missing), which names the ranks, if a stop was requested and some do not report
+        within `timeout_s`, for which this call may wait.
         """
         with self._changed:
             if self._has_reported and self._verdict is None:
@@ -231,7 +234,7 @@ class GroupStop:
         return True
 
     def _report(self) -> None:
-        """Reports once how many boundaries this rank has passed. From then on it passes none without the verdict."""
+        """Reports once how many boundaries this rank has passed. Its next one then waits for the verdict."""
         if self._is_report_written:
             return
         self.reason = bytes(self._store.get(_REQUEST)).decode()
@@ -242,7 +245,7 @@ class GroupStop:
         self._is_report_written = True
 
     def close(self) -> None:
-        """Ends the watcher. A rank that closes passes no more boundaries, and must not be waited for by the others."""
+        """Ends the watcher, and reports how many boundaries this rank has passed: no other rank waits for it."""
         self._is_closed.set()
         self._watcher.join(_JOIN_S)
         if self._watcher.is_alive():
@@ -291,7 +294,7 @@ def _passed_key(rank: int) -> str:
 
 
 def check_deadline(deadline_s: float | None) -> None:
-    """Raises ValueError unless it is None or a number of seconds; numpy's are accepted."""
+    """Raises ValueError unless it is None or a finite number of seconds, at least 0; numpy's are accepted."""
     seconds = plain_number(deadline_s)
     if deadline_s is not None and (seconds is None or not math.isfinite(seconds) or seconds < 0):
         raise ValueError(f"deadline_s takes a number of seconds from now, or None, not {deadline_s!r}")

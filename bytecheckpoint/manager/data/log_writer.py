@@ -61,7 +61,9 @@ class LogWriter:
         return branch_folder(self._generation.number, self._branch)
 
     def add(self, record: LogRecord) -> None:
-        """Hands over a record. Never blocks."""
+        """Hands over a record; ignores one of a step that a commit covers. Of more than `_MAX_WAITING` records that
+        wait to be written, drops the oldest. Never blocks.
+        """
         with self._lock:
             if self._is_superseded or record.step <= self._committed:
                 return
@@ -71,7 +73,7 @@ class LogWriter:
         self._work.ask()
 
     def drop_through(self, step: int) -> None:
-        """Deletes, in the background, what a committed step makes needless. Never blocks."""
+        """Deletes, in the background, the positions up to a step that was committed. Never blocks."""
         with self._lock:
             self._committed = step
             self._waiting = deque(item for item in self._waiting if item[1].step > step)

@@ -97,7 +97,7 @@ class ManagedData:
 
     def restore(self, state: Mapping[str, Any] | None, step: int | None) -> int | None:
         """Brings the loaders, and nothing else, to a logged step, or to the step of a checkpoint. Returns that step;
-        None if they are at the start of their data.
+        None if there is no such step, and then leaves the loaders as they are.
         """
         if self._log is None and step is None:
             raise CheckpointMismatchError(
@@ -150,7 +150,7 @@ class ManagedData:
 
     def leave_branch(self, state: Mapping[str, Any]) -> None:
         """Forgets all positions that were logged, and what was prepared: weights go back, and data with them. Raises on
-        all ranks if positions cannot be deleted.
+        all ranks if those of rank 0 cannot be deleted.
         """
         self._saves.prepared.forget()
         self._loaders = data_loaders_in(state)
