@@ -239,7 +239,7 @@ class SaveFuture(Future[CheckpointInfo]):
         return self._handle.result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Blocks until the save has ended, and returns its error or None. Raises TimeoutError after `timeout` seconds."""
+        """Blocks until the save has ended, and returns its error or None; TimeoutError as `result` raises it."""
         return self._handle.exception(timeout)
 
 
