@@ -36,7 +36,8 @@ def choose(folders: NumberedFolders, step: int, config: Any, *, assets: str | No
 
     `config` has torchtitan's options, `assets` is the folder with the weights of Hugging Face.
     Raises CheckpointNotFoundError for a step that is not there, and CheckpointMismatchError (conflict) where training
-    cannot go on from the checkpoints there: it never begins anew beside checkpoints. Also raises the errors of
+    cannot go on from the checkpoints there: it never starts from scratch in a folder with committed checkpoints, nor
+    with those of torchtitan's own manager. Also raises the errors of
     `bytecheckpoint.open` for a damaged checkpoint, if its step was given or there is no other, and ValueError for
     `initial_load_in_hf` without a folder to load from.
     """
