@@ -57,9 +57,9 @@ class BcpBridgeManager:
     def save(self, ctx: Any, callback_manager: Any | None = None) -> None:
         """Saves at `iter_<step>`, with all ranks together; in the background if the configuration has `async_save`.
 
-        Then keeps the newest `most_recent_k` checkpoints, or one that is not persistent. `callback_manager` has no
-        effect. Raises CheckpointMismatchError (conflict) for a non-persistent checkpoint whose type is not `global`,
-        and the errors of `bytecheckpoint.save`.
+        Once it is committed, deletes all but the newest `most_recent_k` checkpoints up to this step; of non-persistent
+        ones, all but this one. `callback_manager` has no effect. Raises CheckpointMismatchError (conflict) for a
+        non-persistent checkpoint whose type is not `global`, and the errors of `bytecheckpoint.save`.
         """
         del callback_manager
         config, train_state = self.config, ctx.state.train_state

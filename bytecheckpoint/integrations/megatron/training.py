@@ -180,11 +180,11 @@ def load_checkpoint(  # noqa: PLR0917 - Megatron's signature
         opt_param_scheduler: Megatron's scheduler, or None.
         load_arg: The argument of Megatron that has the folder.
         strict: Raise for keys that are missing on either side.
-        checkpointing_context: Only passed on to Megatron's own function, as are `others`.
+        checkpointing_context: Only used by Megatron's own function.
         options: See LoadOptions.
         storage_options: For the fsspec backend.
         others: Megatron's other arguments. Some that are not supported are refused; the rest, such as process groups,
-            have no effect.
+            are only used by Megatron's own function.
 
     Returns:
         The iteration to go on from, 0 for a release and with `--finetune`, and the number of floating-point operations

@@ -39,7 +39,7 @@ def save_weights(
     URL. Replaces a folder that is there.
 
     The weights are first saved as a checkpoint at `<path>.weights`, which is deleted once the folder is written; after
-    an error it stays. Raises the errors of a save and of a load.
+    an error it may stay. Raises the errors of a save and of a load.
     """
     between = f"{path}.weights"
     overwriting = SaveOptions(overwrite=True, timeout_s=options.timeout_s, writer_threads=options.writer_threads)
