@@ -1,4 +1,6 @@
-"""Checks of the guarantees that this library needs from a store, made with objects of their own."""
+"""Checks of the guarantees that this library needs from a store. The checks write objects of their own, and touch no
+checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class _SigtermBackend:
 
 
 class _WorkerSignal:
-    """The handler of SIGTERM in a worker. Without a stop it does what Ray's does."""
+    """The handler of SIGTERM in a worker. While there is no WorkerStop, it does what Ray's handler does."""
 
     def __init__(self) -> None:
         self.stop: WorkerStop | None = None

@@ -38,7 +38,7 @@ class PreparedLoader:
         self._taken: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
 
     def stream_ids(self) -> Sequence[str]:
-        """Returns the id of this rank's state; none in a load, so that any number of ranks fits."""
+        """Returns the id of this rank's state; an empty list in a load, so that any number of ranks fits."""
         return [] if self._loads else [_id_of(self._accelerator.process_index)]
 
     def stream_state(self, _stream_id: str) -> Mapping[str, Any]:

@@ -70,9 +70,9 @@ def save_state(
 
     Args:
         accelerator: The Accelerator that has prepared and registered it all.
-        path: As for `bytecheckpoint.save`. None takes `checkpoints/checkpoint_<iteration>` of the project, raises the
-            iteration by one, and keeps `total_limit` checkpoints there: older ones are deleted in the background once
-            this one is committed, with the files of accelerate in their folders. Files of others stay.
+        path: As for `bytecheckpoint.save`. None takes `checkpoints/checkpoint_<iteration>` of the project, adds one to
+            the iteration, and keeps `total_limit` checkpoints there: older ones are deleted in the background once this
+            one is committed, with the files of accelerate in their folders. Files of others stay.
         async_save: Return as soon as the state may change, and write in the background.
         arguments: The other arguments of `bytecheckpoint.save`: `step`, `metadata`, `options`, `storage_options`, ...
 

@@ -140,8 +140,8 @@ def _opens(path: str, storage_options: Mapping[str, Any] | None) -> bool:
 
 
 def drop_gone_paths(trainer: Trainer, callbacks: dict[str, Any], loaded: str, lasting: list[str]) -> None:
-    """Removes paths that do not open any more from the states of callbacks, and adds the path of a last checkpoint that
-    was saved as a copy of another one.
+    """Removes paths that are not in `lasting` from the states of callbacks, in place. If `loaded` is the last checkpoint
+    of a callback, sets its `last_model_path`, which a copy of another checkpoint does not have.
     """
     for callback in _model_checkpoints(trainer):
         state = callbacks.get(callback.state_key)

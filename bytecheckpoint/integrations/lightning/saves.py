@@ -54,8 +54,9 @@ class SaveInFlight:
         self._handle = handle
 
     def copy(self, source: str, target: str, storage_options: Mapping[str, Any] | None) -> None:
-        """Makes rank 0 copy the checkpoint to another path: in the background once the save in flight is committed, or
-        before this returns if no save is in flight. All ranks call this.
+        """Makes rank 0 copy the checkpoint to another path, in the background once the save in flight is committed. If
+        no save is in flight, copies before it returns, and raises an error of the copy on rank 0 alone. All ranks call
+        this.
         """
         self._copied_to = target
         if rank_in(None) == 0:

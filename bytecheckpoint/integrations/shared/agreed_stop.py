@@ -47,7 +47,7 @@ class AgreedStop:
         return self._agreement.reason
 
     def request(self, reason: str) -> None:
-        """Requests a stop of all ranks. One rank may call it, from any thread."""
+        """Requests a stop of all ranks. A call on any one rank, from any thread, is enough."""
         self._requests.request(reason, deadline_s=None)
 
     def end_step(self) -> bool:

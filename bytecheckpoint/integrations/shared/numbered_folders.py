@@ -157,7 +157,7 @@ class NumberedFolders:
 
     def read(self, number: int) -> NumberedFolder | None:
         """Returns the checkpoint with this number; None if no checkpoint of the run is committed in its folder. Raises
-        the errors of `bytecheckpoint.open` for a damaged one.
+        the errors of `bytecheckpoint.open` for a damaged one, and for one that is deleted meanwhile.
         """
         path = self.path_of(number)
         if not layout.has_manifest(self.names_in(path)):

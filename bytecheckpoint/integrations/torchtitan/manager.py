@@ -292,7 +292,7 @@ def _data_state(dataloader: Any, elastic: Elastic | None) -> DataLoaderState | N
 
 
 def _glob_of(name: str, *, others: Collection[str]) -> str:
-    """Returns a glob for one of torchtitan's states that takes none of the others."""
+    """Returns a glob that matches the names of one of torchtitan's states, and those of none of the others."""
     is_start = any(other.startswith(name) for other in others)
     return f"extra_state.{glob.escape(name)}{'.*' if is_start else '*'}"
 

@@ -160,6 +160,6 @@ def write_text(target: Path, content: str) -> None:
 
 
 def _remove_beside(path: str) -> None:
-    """Removes what the mixin has put beside a checkpoint that is gone."""
+    """Removes the files of the mixin from the folder of a checkpoint that is gone."""
     for name in (TRAINER_STATE, CONFIG):
         Path(path, name).unlink(missing_ok=True)

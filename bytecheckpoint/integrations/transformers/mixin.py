@@ -60,7 +60,9 @@ def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
 
 class BcpTrainerMixin(Trainer):
-    """A Trainer whose checkpoints are this library's. Mix it into any subclass of the Trainer, before that."""
+    """Makes a Trainer save and load with this library: `class Mine(BcpTrainerMixin, Theirs)`, where `Theirs` is the
+    Trainer or any subclass of it.
+    """
 
     bcp_async_save: bool = True
     """Training goes on while a checkpoint is written."""
@@ -119,7 +121,8 @@ class BcpTrainerMixin(Trainer):
         return output
 
     def bcp_request_stop(self, reason: str) -> None:
-        """Requests that training saves and ends after the step that all ranks agree on. One rank may call it.
+        """Requests that training saves and ends after the step that all ranks agree on. A call on any one rank, from
+        any thread, is enough.
 
         Raises RuntimeError outside of `train`.
         """

@@ -1,5 +1,5 @@
-"""The saves of a Trainer's run, one after the other by all ranks together, and what follows a commit: the files beside
-it, and the deletion of old checkpoints, in the background of rank 0.
+"""The saves of a Trainer's run, one after the other by all ranks together, and what rank 0 does for each: it adds files
+to the folder, and after the commit it deletes old checkpoints in the background.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger("bytecheckpoint")
 
 
 class BesideFiles(NamedTuple):
-    """Texts that rank 0 writes beside a checkpoint."""
+    """Contents of the files that rank 0 adds to the folder of a checkpoint."""
 
     trainer_state: str
     config: str
@@ -73,13 +73,15 @@ class TrainerSaves:
         return self._decisions.decide_together(f"looking at {path}", lambda: is_committed(path), bool)
 
     def settle(self) -> None:
-        """Waits until the save in flight is committed, and raises its error."""
+        """Waits until the save in flight has ended, and raises its error if it failed."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.result()
 
     def finish(self) -> None:
-        """Waits for the save in flight and all deletions that are due, and raises the error of the save."""
+        """Waits for the save in flight and, on rank 0, all deletions that are due. Raises the error of the save if it
+        failed.
+        """
         try:
             self.settle()
         finally:

@@ -114,8 +114,9 @@ class RoleSaves:
             self._folders.wait(self._options.timeout_s)
 
     def settle(self) -> None:
-        """Waits until the save in flight is committed, then writes the tracker file if the step is whole; raises the
-        error of the save. Does not wait for deletions: only rank 0 deletes, and the other ranks would wait for it.
+        """Waits until the save in flight is committed, and raises its error if it failed. Then, on rank 0 and after an
+        `async_save`, writes the tracker file if the step is whole. Does not wait for deletions: only rank 0 deletes,
+        and the other ranks would wait for it.
         """
         handle, self._handle = self._handle, None
         if handle is not None:
@@ -203,7 +204,7 @@ def _beyond(folders: NumberedFolders, num_kept: int) -> list[NumberedFolder]:
 
 def is_whole(step: Path, *, since: float) -> bool:
     """Returns True if all roles of a step are committed, and the driver has written the state of its loader, all of it
-    since this time: an earlier run, whose steps are replaced, may have left the same.
+    after `since`, in seconds since 1970: older files are of an earlier run, whose steps this run replaces.
     """
     roles = [path for path in step.iterdir() if path.is_dir() and path.name != _QUEUE] if step.is_dir() else []
     try:
