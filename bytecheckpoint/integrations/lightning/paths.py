@@ -140,8 +140,8 @@ def _opens(path: str, storage_options: Mapping[str, Any] | None) -> bool:
 
 
 def drop_gone_paths(trainer: Trainer, callbacks: dict[str, Any], loaded: str, lasting: list[str]) -> None:
-    """Removes paths that are not in `lasting` from the states of callbacks, in place. If `loaded` is the last checkpoint
-    of a callback, sets its `last_model_path`, which a copy of another checkpoint does not have.
+    """Removes paths that are not in `lasting` from the states of callbacks, in place. If `loaded` is a callback's last
+    checkpoint, sets its `last_model_path`, which the state in a copy of another checkpoint does not name.
     """
     for callback in _model_checkpoints(trainer):
         state = callbacks.get(callback.state_key)
