@@ -44,7 +44,9 @@ class FilesystemFeatures:
 
 
 def probe_filesystem(folder: str) -> FilesystemFeatures:
-    """Tries every feature with files of its own in an existing folder. Raises OSError."""
+    """Tries every feature in an existing folder, with files `probe` and `probe-link` that it overwrites and then
+    deletes. Raises OSError if it cannot write there.
+    """
     status = os.statvfs(folder)
     path = os.path.join(folder, "probe")
     try:

@@ -23,8 +23,9 @@ def progress_bar() -> Callable[[Progress], None]:
 
         options = bcp.SaveOptions(on_progress=bcp.progress_bar())
 
-    It draws on standard error, on rank 0 only, and only if that is a terminal. The bar of a save or load goes away with
-    its end. One function serves any number of them, one after the other or at the same time.
+    It draws on standard error, on rank 0 only, and only if standard error is a terminal. The bar of a save or load
+    disappears when that ends. One function serves any number of saves and loads, also at the same time if they have
+    different paths.
     """
     return _Bars().show
 

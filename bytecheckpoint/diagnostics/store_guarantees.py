@@ -1,4 +1,6 @@
-"""Checks of the guarantees that this library needs from a store, made with objects of their own."""
+"""Checks of the guarantees that this library needs from a store. The checks write objects of their own, and touch no
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ class GuaranteeCheck(NamedTuple):
 
 
 class ProbeStore:
-    """A folder of another store, which `clear` leaves empty."""
+    """A folder of another store. Notes the names that are written, so that `clear` can delete them."""
 
     def __init__(self, store: Store, folder: str) -> None:
         self.store = store
@@ -69,7 +71,9 @@ class ProbeStore:
         self._names.discard(name)
 
     def clear(self) -> None:
-        """Deletes everything written. Raises the first error of `delete`, after all were tried."""
+        """Deletes everything that was written through this object, and aborts all unfinished uploads in the folder.
+        Raises the first error of `delete`, after all were tried.
+        """
         errors = []
         for name in sorted(self._names):
             try:
@@ -100,7 +104,9 @@ def get(store: Store, name: str, byte_offset: int, byte_length: int) -> bytes:
 
 
 def check_guarantees(store: ProbeStore) -> Iterator[GuaranteeCheck]:
-    """Yields the verdicts. Raises the store's error if not even a small object can be written and read."""
+    """Yields the verdicts; a check in which the store raises an error counts as not kept. Raises the store's error if
+    not even a small object can be written and read. Leaves objects, which `store.clear` deletes.
+    """
     content = _pattern(100_003)
     put(store, "small", content)
     is_same = get(store, "small", 0, len(content)) == content

@@ -86,7 +86,7 @@ def measure_writes(open_store: Callable[[int], ProbeStore], *, seconds: float, m
 
 def measure_reads(store: ProbeStore, *, seconds: float, max_bytes: int) -> Iterator[Speed]:
     """Yields the speed of reading ranges of one object, for each length of a range and each number of threads. Each
-    measurement takes about `seconds`.
+    measurement takes about `seconds`. Writes the object first, and deletes it after the last measurement.
     """
     part_lengths = _up_to(READ_PART_BYTES, max_bytes)
     num_bytes = max(part_lengths[-1], min(max_bytes, 64 * _MiB))

@@ -1,6 +1,7 @@
-"""Telemetry of a save, one record a rank, read from beside the data, and its phases over all ranks, to find what made
-it slow. An object holds the records of a block of ranks, as lists, or of one rank, as earlier versions wrote them. An
-object that is not as docs/format.md describes is reported and left out: a checkpoint is as good without it.
+"""Telemetry of a save, one record for each rank, read from the checkpoint's folder, and the phases over all ranks, to
+find what made the save slow. An object holds a list with the records of a block of ranks, or the record of one rank, as
+earlier versions wrote it. Objects and records that are not as docs/format.md describes are reported and left out: they
+do not damage the checkpoint.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class RankRecord(msgspec.Struct, frozen=True):
 
 
 class Unreadable(NamedTuple):
-    """A file that is not telemetry."""
+    """A telemetry file that cannot be read, or one record in it that is not valid."""
 
     name: str
     """Path inside the checkpoint's folder."""
@@ -79,7 +80,9 @@ class SaveRecords(NamedTuple):
 
 
 def read_save_records(store: Store, checkpoint_folder: str, save_id: str) -> SaveRecords:
-    """Reads the telemetry beside a checkpoint. Raises StorageError if the store cannot be listed."""
+    """Reads the telemetry of this save from the checkpoint's folder; no records if it has left none. Raises
+    StorageError if the store cannot be listed.
+    """
     folder = join_name(checkpoint_folder, layout.TELEMETRY_FOLDER)
     try:
         sizes = store.list(folder)
@@ -178,7 +181,7 @@ class RankRow(NamedTuple):
 
 
 def phases_of(ranks: Sequence[RankRecord]) -> list[Phase]:
-    """Returns the phases that have spans, in the order of a save."""
+    """Returns the phases that have spans, in the order of a save, then those with unknown names; at most 16."""
     names = dict.fromkeys(span.phase for record in ranks for span in record.spans)
     known = [name for name in _ORDER if name in names]
     others = [name for name in names if name not in _ORDER]
@@ -192,17 +195,19 @@ def _phase(name: str, ranks: Sequence[RankRecord]) -> Phase:
 
 
 def first_call(ranks: Sequence[RankRecord]) -> float:
-    """Returns the time of the first rank's call, in seconds since 1970."""
+    """Returns the time of the earliest call of any rank, in seconds since 1970."""
     return min(record.started_at for record in ranks)
 
 
 def end_of(record: RankRecord, ranks: Sequence[RankRecord]) -> float:
-    """Returns the time at which a rank ended, in seconds since the first call."""
+    """Returns the time at which a rank ended, in seconds since the earliest call of any rank."""
     return record.started_at - first_call(ranks) + record.end
 
 
 def slowest_ranks(ranks: Sequence[RankRecord], phases: Sequence[Phase], count: int) -> list[SlowRank]:
-    """Returns the ranks that ended last, the last one first, each with the phase that took its time."""
+    """Returns the `count` ranks that ended last, the last one first, each with the phase in which it lost the most time
+    against the median.
+    """
     first = first_call(ranks)
     starts = [record.started_at - first for record in ranks]
     candidates = [(_START, starts), *((phase.name, phase.by_rank) for phase in phases)]
@@ -218,8 +223,8 @@ def slowest_ranks(ranks: Sequence[RankRecord], phases: Sequence[Phase], count: i
 
 
 def rank_rows(ranks: Sequence[RankRecord], phases: Sequence[Phase], max_rows: int) -> list[RankRow]:
-    """Divides the ranks among at most `max_rows` rows (0 for a row each). Neighbours share a row, which shows the
-    slowest of them.
+    """Divides the ranks among at most `max_rows` rows (0 for a row each). Neighbours share a row, which has the longest
+    time of any of them in each phase, and the host of the one that ended last.
     """
     per_row = -(-len(ranks) // max_rows) if max_rows else 1
     rows = []

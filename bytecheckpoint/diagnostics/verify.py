@@ -83,8 +83,9 @@ def verify_checkpoint(
         rng: Chooses the extents.
         on_progress: Gets the number of bytes that were read since it was last called, one call at a time.
 
-    Raises StorageError if the store cannot be listed, and CheckpointNotFoundError (replaced) if files are missing
-    because the checkpoint was replaced or deleted meanwhile; any other failure to read a file is damage.
+    Raises StorageError if the store cannot be listed, CheckpointNotFoundError (replaced) if files are missing because
+    the checkpoint was replaced or deleted meanwhile, and the errors of `Store.read_into` where it compares the samples
+    of a link. Any other failure to read a file is damage.
     """
     files = manifest.files
     sizes = find_files(store, folder, files)
@@ -129,7 +130,7 @@ def verify_checkpoint(
 
 
 def _count_sound(manifest: Manifest, hit: AbstractSet[str], doubtful_files: AbstractSet[int]) -> int:
-    """Counts the tensors that are not hit and have no byte in a doubtful file."""
+    """Counts the tensors that no damage names and that have no byte in a doubtful file."""
     others = (fqn for fqn in manifest.tensors if fqn not in hit)
     if not doubtful_files:
         return len(manifest.tensors) - len(hit)
@@ -139,7 +140,7 @@ def _count_sound(manifest: Manifest, hit: AbstractSet[str], doubtful_files: Abst
 def _sample_faults(
     store: Store, names: Sequence[str], files: Sequence[DataFile], sizes: Sequence[int | None], *, threads: int
 ) -> list[ScanFault]:
-    """Returns faults for files that a link points to and that were rewritten with the same size."""
+    """Returns faults for files of a link that were rewritten, with the same size, since the link was made."""
     intact = [number for number, (file, size) in enumerate(zip(files, sizes, strict=True)) if size == file.byte_length]
     found = sample_faults(
         store, [names[number] for number in intact], [files[number] for number in intact], threads=threads
@@ -195,7 +196,9 @@ class _FileContents:
         return Damage(fault.kind, name, fault.byte_offset, fault.byte_length, unique, fault.what)
 
     def _first_unread_byte(self, fault: ScanFault) -> int:
-        """Returns the start of the extent in which a file is cut off: its checksum covers bytes that are gone."""
+        """Returns the offset of the fault. If the file is cut off inside an extent, returns the start of this extent,
+        because its checksum covers bytes that are gone.
+        """
         position = 0
         for length in self._manifest.files[fault.file].extent_lengths if fault.kind == "truncated" else ():
             if position + length > fault.byte_offset:
@@ -207,7 +210,9 @@ class _FileContents:
 def _with_damaged_header(
     files: Sequence[DataFile], sizes: Sequence[int | None], faults: Iterable[ScanFault]
 ) -> set[int]:
-    """Returns the files whose header is not read, because its bytes are known to be damaged."""
+    """Returns the indices of the files whose header is not read, because the file is missing or the bytes of its header
+    are known to be damaged.
+    """
     first_extents = {index: file.extent_lengths[0] for index, file in enumerate(files) if file.extent_lengths}
     missing = {index for index, size in enumerate(sizes) if size is None}
     return missing | {fault.file for fault in faults if fault.byte_offset < first_extents.get(fault.file, 1)}

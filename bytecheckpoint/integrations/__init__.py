@@ -1,3 +1,3 @@
-"""The library behind the calls of training frameworks, a module or a package for each, which alone imports its
-framework; `shared/` has what several of them use.
+"""Adapters through which training frameworks save and load with this library. Each framework has one module or package,
+and only that one imports the framework; `shared/` holds code that several of them use.
 """

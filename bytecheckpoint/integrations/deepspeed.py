@@ -1,6 +1,6 @@
 """The calls of DeepSpeed's engines, `engine.save_checkpoint` and `engine.load_checkpoint`, as functions that take the
-engine first. Tags, the file `latest` and client state are as DeepSpeed has them; what is in memory is saved as it lies
-there, so any number of ranks and any stage of ZeRO resume from it.
+engine first. Tags, the file `latest` and client state work as in DeepSpeed. Each rank saves the shards that it holds in
+memory, as global tensors, so any number of ranks and any stage of ZeRO resume from them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def save_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
     options: SaveOptions | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveHandle:
-    """Saves an engine, with all ranks together, at `save_dir/tag`; a checkpoint of this tag is replaced in one step.
+    """Saves an engine, with all ranks together, at `save_dir/tag`; replaces a checkpoint of this tag atomically.
 
     Args:
         engine: Of `deepspeed.initialize`.
@@ -75,7 +75,7 @@ def save_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
             `load_module_strict=False` then.
         data: The state of the loader.
         async_save: Return as soon as training may go on, and write in the background.
-        options: See SaveOptions; a checkpoint of this tag is overwritten whatever they say.
+        options: See SaveOptions; their `overwrite` has no effect, since a checkpoint of this tag is always replaced.
         storage_options: For the fsspec backend; never stored.
 
     Returns:
@@ -125,7 +125,8 @@ def load_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
     """Fills an engine, in place and with all ranks together, from what `save_checkpoint` or DeepSpeed has saved.
 
     Any number of ranks, any stage of ZeRO and any precision load what any other saved. Generators of random numbers are
-    set too; `engine.bcp_load_report.restore_rng()` sets them once more, when the loader has given its first batch.
+    set too, unless `load_module_only`; call `engine.bcp_load_report.restore_rng()` after the first batch of the loader,
+    which may have drawn from them, to set them again.
 
     Args:
         engine: Of `deepspeed.initialize`.
@@ -134,18 +135,19 @@ def load_checkpoint(  # noqa: PLR0917 - DeepSpeed's signature
         load_module_strict: Raise for keys that are missing on either side; otherwise load what fits.
         load_optimizer_states: Load the optimizer, not only counters and the scheduler.
         load_lr_scheduler_states: Load the scheduler.
-        load_module_only: Load weights alone.
+        load_module_only: Load weights alone; the client state is returned all the same.
         custom_load_fn: Not supported: use `bytecheckpoint.load` with `key_map`.
         data: The state of the loader, as it was saved.
         options: See LoadOptions.
         storage_options: For the fsspec backend.
 
     Returns:
-        The path and the client state; (None, None) without `tag` where there is no `latest`, with a warning.
+        The path and the client state, empty if none was saved; (None, None) without `tag` where there is no `latest`,
+        with a warning.
 
     Raises:
-        CheckpointNotFoundError: No committed checkpoint has this tag.
-        CheckpointMismatchError: It does not fit, or `custom_load_fn` was given; the engine is unchanged.
+        CheckpointNotFoundError: No committed checkpoint has this tag, or `latest` is empty.
+        CheckpointMismatchError: The checkpoint does not fit, or `custom_load_fn` was given; the engine is unchanged.
         CheckpointError: As `bytecheckpoint.load` raises it.
     """
     if custom_load_fn is not None:

@@ -57,8 +57,9 @@ class BcpBridgeManager:
     def save(self, ctx: Any, callback_manager: Any | None = None) -> None:
         """Saves at `iter_<step>`, with all ranks together; in the background if the configuration has `async_save`.
 
-        `callback_manager` is not needed. Raises CheckpointMismatchError (conflict) for checkpoints that are not
-        persistent and not global, and the errors of `bytecheckpoint.save`.
+        Once it is committed, deletes all but the newest `most_recent_k` checkpoints up to this step; of non-persistent
+        ones, all but this one. `callback_manager` has no effect. Raises CheckpointMismatchError (conflict) for a
+        non-persistent checkpoint whose type is not `global`, and the errors of `bytecheckpoint.save`.
         """
         del callback_manager
         config, train_state = self.config, ctx.state.train_state
@@ -96,10 +97,11 @@ class BcpBridgeManager:
             folders.retire_after(handle, step, lambda: _before(folders, step, num_kept))
 
     def load(self, ctx: Any) -> tuple[int, float]:
-        """Fills model, optimizer, scheduler and the state of training. Returns the step and the number of operations.
+        """Fills model, optimizer, scheduler and the state of training. Returns the step, 0 for a new run from loaded
+        weights, and the number of floating-point operations so far.
 
-        What Megatron-Bridge itself has saved, its own manager loads. What `bytecheckpoint.integrations.megatron` has
-        saved is loaded too. Raises the errors of `bytecheckpoint.load`.
+        Megatron-Bridge's own manager is called for a checkpoint that it has saved, and if there is none at all. A
+        checkpoint of `bytecheckpoint.integrations.megatron` is loaded too. Raises the errors of `bytecheckpoint.load`.
         """
         config, train_state = self.config, ctx.state.train_state
         folder = self._folder("")
@@ -132,8 +134,9 @@ class BcpBridgeManager:
         return train_state.step, train_state.floating_point_operations_so_far
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:  # noqa: FBT001, FBT002 - Bridge's signature
-        """Waits for saves in the background if `blocking` or `terminate`. The error of one is raised by the next save,
-        or ends the process. Waits for deletions too if `terminate`.
+        """Waits for saves in the background if `blocking` or `terminate`, and for deletions too if `terminate`. Does
+        not raise the error of a save: the next save does, or else it is printed when the process ends, with exit code
+        1.
         """
         del state
         if blocking or terminate:

@@ -35,8 +35,9 @@ _SCHEME = re.compile(r"\A[a-z0-9+]+://")
 def report(metrics: dict[str, Any], handle: SaveHandle | None = None, **report_arguments: Any) -> None:
     """Reports metrics, and with a handle the checkpoint that it saves, as `ray.train.report` does.
 
-    Returns at once. Ray receives the checkpoint when it is committed on all ranks, in the order of the reports; a save
-    that fails fails the run there, as `FailureConfig` says. All workers report equally often; rank 0's metrics count.
+    Does not wait for the save. Ray receives the checkpoint when it is committed on all ranks, in the order of the
+    reports. If the save fails, Ray treats it as a failure of the run, as `FailureConfig` says. All workers report
+    equally often; Ray keeps the metrics of rank 0.
 
     Args:
         metrics: As for `ray.train.report`.
@@ -86,8 +87,9 @@ def checkpoint_path(checkpoint: ray.train.Checkpoint) -> str:
 
 
 class WorkerStop(AgreedStop):
-    """The stop of all workers after the same step, when one has received SIGTERM. All make it together, in the function
-    that they train in, and all close it: `with WorkerStop() as stop:`.
+    """Stops all workers after the same step, when one has received SIGTERM. All workers construct this object together,
+    in the function that they train in, and all close it: `with WorkerStop() as stop:`. Without SigtermTorchConfig, the
+    constructor warns that SIGTERM ends the worker at once.
     """
 
     def __init__(self, *, timeout_s: float = SaveOptions().timeout_s) -> None:
@@ -114,7 +116,7 @@ class SigtermTorchConfig(TorchConfig):
 
     @property
     def backend_cls(self) -> type[Any]:
-        """Returns Ray's backend, which handles the signal as well."""
+        """Returns a subclass of Ray's backend that also installs the handler of SIGTERM in the workers."""
         return type("SigtermTorchBackend", (_SigtermBackend, super().backend_cls), {})
 
 
@@ -127,7 +129,7 @@ class _SigtermBackend:
 
 
 class _WorkerSignal:
-    """The handler of SIGTERM in a worker. Without a stop it does what Ray's does."""
+    """The handler of SIGTERM in a worker. While there is no WorkerStop, it does what Ray's handler does."""
 
     def __init__(self) -> None:
         self.stop: WorkerStop | None = None

@@ -13,7 +13,7 @@ from bytecheckpoint.adapters.rank_values.rng_state import RngState
 
 
 def order_of(loader: Any) -> dict[str, Any]:
-    """Returns the random states from which the order of a pass that begins now follows."""
+    """Returns the random states, and the seed of a seedable sampler, that decide the order of a pass begun now."""
     sampler, generator = sampler_of(loader), generator_of(loader)
     return {
         "rng": RngState().state_dict(),
@@ -76,7 +76,7 @@ def holds_dataset(state: Any) -> bool:
 
 
 def global_batch(loader: Any, num_ranks: int) -> int | None:
-    """Returns the samples of one batch of all ranks; None if that is not known."""
+    """Returns the number of samples in one batch of all ranks together; None if it is not known."""
     is_iterable = isinstance(loader.dataset, IterableDataset)
     dealers = [loader, loader.dataset] if is_iterable else [loader, *_batch_samplers(loader)]
     size = getattr(loader.dataset, "batch_size", None) if is_iterable else getattr(dealers[-1], "batch_size", None)
@@ -89,8 +89,8 @@ def global_batch(loader: Any, num_ranks: int) -> int | None:
 
 
 def batches_now(loader: Any, shared: Mapping[str, Any], num_ranks: int) -> tuple[int, int]:
-    """Returns how many batches of each rank hold the samples that were taken, rounded down, and how many samples come
-    again because of that; 0 and 0 if the size of a batch is not known.
+    """Converts the saved position to this number of ranks. Returns how many batches each rank has to skip, rounded
+    down, and how many samples are read again because of the rounding; 0 and 0 if the size of a batch is not known.
     """
     if shared["num_ranks"] == num_ranks or not shared["batches"]:
         return int(shared["batches"]), 0

@@ -1,8 +1,9 @@
 """Accelerate's data loaders as a checkpoint sees them: what the trainer took of a pass, the order of that pass, and the
-random numbers that return once the first batch after a load is there.
+random state that is set once the first batch after a load is there.
 
-Importing this wraps `__iter__` of accelerate's loader classes, for the whole process: nothing else tells when a pass
-begins, and its order follows from the generators of that moment. Batches and draws stay what they are.
+Importing this wraps `__iter__` of accelerate's loader classes, and `__init__` of their base, for the whole process:
+nothing else tells when a pass begins, and the generators of that moment decide its order. Batches and random numbers
+stay the same.
 """
 
 from __future__ import annotations
@@ -84,10 +85,11 @@ RESUMES: MutableMapping[Any, ResumedPass] = weakref.WeakKeyDictionary()
 
 
 class _SamplingNoted:
-    """Stands in for a sampler while a pass begins, at the moment when the order is drawn from the generators of the
-    process. Notes their states, or, for a resumed pass, sets them as they were.
+    """Replaces the sampler of a loader while a pass begins. The first iteration over a sampler draws the order of the
+    pass; at that moment this notes the states of the generators or, for a resumed pass, sets them to those noted.
 
-    The beginning of the pass would be too late: torchdata's loader makes its first iterator earlier, which draws too.
+    The states at the call of the loader's `__iter__` may be others: torchdata's loader makes its first iterator, and
+    draws, before that.
     """
 
     def __init__(self, loader: Any, order: dict[str, Any], *, replays: bool) -> None:
@@ -119,8 +121,8 @@ class _SamplingNoted:
         yield from itertools.chain(first, samples)
 
     def _replayed(self) -> Any:
-        """Returns the sampler that the pass had. Accelerate sets a seedable one after the workers of torchdata's loader
-        have begun the first pass with another.
+        """Returns a sampler that draws like that of the saved pass: a RandomSampler in place of a seedable one, because
+        accelerate sets the seedable one when workers of torchdata's loader have already begun the first pass.
         """
         sampler = self._sampler
         if not isinstance(sampler, SeedableRandomSampler):
@@ -211,7 +213,9 @@ def _begin_resumed(loader: Any, resume: ResumedPass) -> Callable[[], None]:
         loader.skip_batches = resume.num_to_skip
 
     def on_first_batch() -> None:
-        """Ends the skipping, which is for one pass, and puts the random state back that the saved order replaced."""
+        """Ends the skipping, which is for one pass. Then sets the random state to the loaded one if there is a
+        `restore_rng`, else to the state that the saved order had replaced.
+        """
         if is_own and resume.num_to_skip:
             loader.skip_batches = 0
         if resume.restore_rng is not None:

@@ -27,8 +27,8 @@ logger = logging.getLogger("bytecheckpoint")
 
 
 class PreparedLoader:
-    """The elastic loader of a loader that `Accelerator.prepare` returned: one position for all ranks, and for each rank
-    what only as many ranks can go on with.
+    """The elastic loader of a loader that `Accelerator.prepare` returned. Its state is one position, shared by all
+    ranks, and a state of each rank, which is used only by a load on the same number of ranks.
     """
 
     def __init__(self, accelerator: Any, loader: Any, *, is_current: bool, loads: bool) -> None:
@@ -38,7 +38,7 @@ class PreparedLoader:
         self._taken: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None
 
     def stream_ids(self) -> Sequence[str]:
-        """Returns the id of this rank's state; none in a load, so that any number of ranks fits."""
+        """Returns the id of this rank's state; an empty list in a load, so that any number of ranks fits."""
         return [] if self._loads else [_id_of(self._accelerator.process_index)]
 
     def stream_state(self, _stream_id: str) -> Mapping[str, Any]:
@@ -53,7 +53,9 @@ class PreparedLoader:
         return {"order": order, "loader": state if is_needed else None, "is_new": has_first_iterator(loader)}
 
     def shared_state(self) -> Mapping[str, Any]:
-        """Returns the position: the epoch, and the batches of each rank in it."""
+        """Returns the position: the epoch, the number of batches that each rank took in it, and the batch size and
+        number of ranks by which a load on another number of ranks converts it.
+        """
         if self._resume is not None:
             return self._resume.shared
         begun, epoch, num_taken = self._pass, int(getattr(self._loader, "iteration", 0)), 0
@@ -78,8 +80,8 @@ class PreparedLoader:
         self._taken = streams, shared
 
     def go_on(self, name: str, restore_rng: Callable[[], object] | None) -> None:
-        """Brings the loader to the position that was loaded. What has to wait for its next pass is done in that pass:
-        `restore_rng` is called too, once the first batch is there.
+        """Brings the loader to the position that was loaded; does nothing if `include` or `exclude` left it out. Some
+        of this is done when the next pass begins; `restore_rng` is called when that pass has given its first batch.
         """
         if self._taken is None:  # left out by `include` or `exclude`
             return
@@ -141,7 +143,7 @@ def data_state(accelerator: Any, current: Any, *, loads: bool) -> list[DataLoade
 
 def current_loader(accelerator: Any) -> Any:
     """Returns the loader that the trainer reads, or None: of the loaders in a pass, the one that gave the last batch. A
-    pass that was left early counts if there is no other, unless it was an evaluation.
+    pass that the trainer left early counts only if there is no other and some model is in training mode.
     """
     cores = [(PASSES.get(core_of(loader)), loader) for loader in accelerator._dataloaders]
     begun = [(each, loader) for each, loader in cores if each is not None and each.num_taken and not each.has_ended()]

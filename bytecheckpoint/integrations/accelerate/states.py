@@ -70,15 +70,15 @@ def save_state(
 
     Args:
         accelerator: The Accelerator that has prepared and registered it all.
-        path: As for `bytecheckpoint.save`. None takes `checkpoints/checkpoint_<iteration>` of the project, and keeps
-            `total_limit` checkpoints there: older ones are deleted in the background once this one is committed, with
-            the files of accelerate beside them. Files of others stay.
+        path: As for `bytecheckpoint.save`. None takes `checkpoints/checkpoint_<iteration>` of the project, adds one to
+            the iteration, and keeps `total_limit` checkpoints there: older ones are deleted in the background once this
+            one is committed, with the files of accelerate in their folders. Files of others stay.
         async_save: Return as soon as the state may change, and write in the background.
         arguments: The other arguments of `bytecheckpoint.save`: `step`, `metadata`, `options`, `storage_options`, ...
 
     Raises:
-        ValueError: There is no path, and the project has no automatic names; or the backend has an integration of its
-            own.
+        ValueError: There is no path, and the project has no automatic names or `step` was given; or accelerate runs
+            DeepSpeed, Megatron-LM or XLA.
         CheckpointError: A hook raised on some rank: all ranks raise this; or as `bytecheckpoint.save` raises it. The
             handle raises the errors of the background.
     """
@@ -119,16 +119,19 @@ def load_state(accelerator: Any, path: str | os.PathLike[str] | None = None, **a
     """Loads what `save_state` saved, on any number of ranks, after `prepare` and before the first batch.
 
     Loaders go on in the middle of their pass if they are stateful; of others a warning says how many batches to skip.
-    If the save was made in a loop over a loader, random numbers return when its next pass has given its first batch.
+    The random state is set at once. If the save was made in a loop over a loader, it is set again when the next pass
+    over that loader has given its first batch.
 
     Args:
         accelerator: As for `save_state`.
-        path: As for `bytecheckpoint.load`. None takes the checkpoint of the project that was committed last; the next
-            one is named after it, and after damaged ones that follow it.
+        path: As for `bytecheckpoint.load`. None takes the checkpoint of the project that was committed last. With
+            automatic names, the project's next save takes the number after that of the loaded folder; with None, the
+            first such number that no damaged checkpoint has.
         arguments: The other arguments of `bytecheckpoint.load`: `strict`, `include`, `exclude`, `options`, ...
 
     Raises:
-        ValueError: As for `save_state`.
+        ValueError: As for `save_state`, except for `step`.
+        CheckpointMismatchError: accelerate itself has written the folder (`conflict`).
         CheckpointError: As `bytecheckpoint.load` raises it.
     """
     _refuse_backend(accelerator)
@@ -274,7 +277,7 @@ def _folders_in(root: str, arguments: Mapping[str, Any]) -> NumberedFolders:
 
 
 def _folders_of(accelerator: Any, root: str, arguments: Mapping[str, Any]) -> NumberedFolders:
-    """Returns the folders of the Accelerator's project: one object for all saves of this process."""
+    """Returns the folders of the Accelerator's project, on rank 0: the same object for all its saves to this root."""
     known = _FOLDERS.get(accelerator)
     if known is None or known.root != expand_home(root):
         known = _folders_in(root, arguments)
@@ -284,8 +287,10 @@ def _folders_of(accelerator: Any, root: str, arguments: Mapping[str, Any]) -> Nu
 
 
 def _newest(root: str, arguments: Mapping[str, Any]) -> tuple[str, int]:
-    """Returns the checkpoint that was committed last, whose number is not the highest if training has gone back, and
-    the number of the next one. Damaged checkpoints are skipped if there is another, and keep their numbers.
+    """Returns the path of the checkpoint that was committed last, whose number is not the highest if training has gone
+    back, and the number of the next save: the next higher one that no damaged checkpoint has.
+
+    Raises CheckpointNotFoundError if none is committed, and the error of a damaged checkpoint if all are damaged.
     """
 
     def find() -> tuple[str, int]:
@@ -312,7 +317,7 @@ def _nothing_in(root: str) -> CheckpointNotFoundError:
 
 
 def _remove_files_of_accelerate(path: str) -> None:
-    """Removes the files that accelerate itself writes, beside a checkpoint that is gone."""
+    """Removes the files that accelerate itself has written into the folder of a checkpoint that is gone."""
     with suppress(FileNotFoundError):  # stores may remove the folder with the last file
         for each in list(Path(path).iterdir()):
             if _FILE_OF_ACCELERATE.fullmatch(each.name) and not each.is_dir():

@@ -62,20 +62,20 @@ def save(
 
     Args:
         state_dict: Modules, optimizers, other values with state_dict() and load_state_dict(), tensors and plain data.
-        checkpoint_id: A folder or any fsspec URL; a checkpoint that is there is replaced in one step.
+        checkpoint_id: A folder or any fsspec URL; a checkpoint that is there is replaced atomically.
         storage_writer: None or a BcpStorageWriter, whose path and options count where the arguments give none.
         planner: None or a DefaultSavePlanner, whose options change nothing here.
-        process_group: The ranks that take part; the default group if None.
+        process_group: The ranks that take part; if None, the group of the writer, or the default group.
         no_dist: Save in this process alone.
         use_collectives: Without effect: no collective is used in any case.
         options: See SaveOptions. Its `overwrite` has no effect: a checkpoint that is there is replaced, unless the
             writer was made with the keyword `overwrite=False`.
         storage_options: For the fsspec backend; never stored.
-        on_conflict: `per_rank` saves plain data and tensors of at most 64 KiB that differ between ranks for each rank,
-            with a warning; `error` refuses them.
+        on_conflict: Says what happens to plain data, and to unsharded tensors of at most 64 KiB, that differ between
+            ranks: `per_rank` saves the value of each rank, with a warning; `error` refuses them.
 
     Returns:
-        The checkpoint under DCP's names, each tensor as one chunk, and as rank 0 sees it.
+        The checkpoint under DCP's names, each tensor as one chunk, without values that only other ranks than 0 saved.
 
     Raises:
         CheckpointMismatchError: A writer or planner of another class, or no place to save to (`conflict`); and the
@@ -112,17 +112,17 @@ def async_save(
     storage_options: Mapping[str, Any] | None = None,
     on_conflict: OnConflict = "per_rank",
 ) -> Future[CheckpointInfo] | AsyncSaveResponse:
-    """Begins a save, and returns when the state may change again, unless an `async_stager` stages on; the background
-    writes.
+    """Begins a save that writes in the background, and returns when the state may change again; earlier if an
+    `async_stager` says that staging may go on after this call.
 
-    Arguments and errors are those of `save`, but for these.
+    The other arguments and the errors are those of `save`.
 
     Args:
         async_checkpointer_type: Without effect: the background is threads of this process at low priority.
-        async_stager: None or one of torch's. It is not called, because staging memory is pinned and kept in any case.
-            A DefaultStager with `use_async_staging` says that the caller waits for `staging_completion` before it
-            changes the state: staging then goes on after this call, as with SaveOptions(snapshot="lazy"). Steps of
-            torch optimizers wait by themselves.
+        async_stager: None, or torch's BlockingAsyncStager or DefaultStager. It is not called: this library stages by
+            itself, into pinned memory that it keeps. A DefaultStager with `use_async_staging` says that the caller
+            waits for `staging_completion` before it changes the state: staging then goes on after this call, as with
+            SaveOptions(snapshot="lazy"). Steps of torch optimizers wait by themselves.
 
     Returns:
         A future of the CheckpointInfo; where staging goes on, an AsyncSaveResponse of it and of a future that ends
@@ -233,11 +233,13 @@ class SaveFuture(Future[CheckpointInfo]):
             self.set_result(progress.outcome.result())
 
     def result(self, timeout: float | None = None) -> CheckpointInfo:
-        """Blocks until the checkpoint is committed; `timeout` is in seconds. Raises the error of the save."""
+        """Blocks until the checkpoint is committed. Raises the error of the save, or TimeoutError after `timeout`
+        seconds.
+        """
         return self._handle.result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Blocks until the save has ended, and returns its error or None."""
+        """Blocks until the save has ended, and returns its error or None; TimeoutError as `result` raises it."""
         return self._handle.exception(timeout)
 
 
@@ -259,9 +261,9 @@ class StagedFuture(Future[None]):
             self.set_result(None)
 
     def result(self, timeout: float | None = None) -> None:
-        """Blocks until the state may change, and helps with staging if there is no `timeout`, which is in seconds.
+        """Blocks until the state may change. Without a `timeout`, the calling thread stages a part itself.
 
-        Raises the error of the save if it failed before.
+        Raises the error of the save if it failed before, or TimeoutError after `timeout` seconds.
         """
         if timeout is None:
             self._handle.staged()
@@ -320,8 +322,8 @@ def _begin(
 
 
 def _save_options(writer: object, options: SaveOptions | None) -> SaveOptions:
-    """Returns the options of the call, or those of the writer if the call has none, with the keywords of the writer
-    set.
+    """Returns the options of the call, or those of the writer if the call has none, changed as the keywords of the
+    writer say. Without a keyword `overwrite`, that option is True.
     """
     if not isinstance(writer, BcpStorageWriter):
         return replace(options or SaveOptions(), overwrite=True)
@@ -332,7 +334,9 @@ def _save_options(writer: object, options: SaveOptions | None) -> SaveOptions:
 def _ranks_of(
     process_group: dist.ProcessGroup | None, plug_in: object, *, no_dist: bool
 ) -> Iterator[dist.ProcessGroup | None]:
-    """Yields the group of the ranks that take part, None for the default group."""
+    """Yields the group of the ranks that take part, None for the default group. With `no_dist` this is a new group of
+    this process alone, which is destroyed at the end.
+    """
     alone = alone_group() if no_dist else None
     of_writer = plug_in.process_group if isinstance(plug_in, BcpStorageWriter) else None
     try:

@@ -39,9 +39,8 @@ def mark_differing(
 ) -> dict[str, Any]:
     """Returns the state with each value that differs between ranks in a RankLocal; all ranks call it together.
 
-    Compares plain data and whole tensors of at most 64 KiB, and warns of those that differ, on one rank.
-
-    Raises CheckpointMismatchError (conflict) with on_conflict="error".
+    Compares plain data of any size, and unsharded tensors of at most 64 KiB. If some differ, rank 0 of the group
+    warns; with on_conflict="error", all ranks raise CheckpointMismatchError (conflict) instead.
     """
     about = Subject(path, None, is_save=True)
     wait_until_numbered()
@@ -119,7 +118,7 @@ def _names_that_differ(payloads: Sequence[bytes]) -> bytes:
 
 
 def _parts(value: Any, fqn: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yields the values that have a name each: those in dicts, and in lists that hold tensors."""
+    """Yields the leaves of a value, each with its FQN. Takes dicts apart, and lists only if they hold tensors."""
     items = _items(value, fqn)
     if items is None:
         yield fqn, value

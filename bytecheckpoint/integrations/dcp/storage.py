@@ -1,5 +1,6 @@
-"""Storage plug-ins for programs that call torch.distributed.checkpoint itself, and a checkpoint as its Metadata. DCP
-plans first, and stages in its own way: `bytecheckpoint.integrations.dcp` does without both.
+"""Storage plug-ins for programs that call torch.distributed.checkpoint itself, and the Metadata of DCP that describes a
+checkpoint. With a plug-in, DCP still makes its plan and its staging copy; the calls of
+`bytecheckpoint.integrations.dcp` need neither.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def flattened(manifest: Manifest, path: str, *, rank: int) -> FlatCheckpoint:
 
 
 def _take_of_rank(nested: dict[Any, Any], fqn: str, rank: int) -> None:
-    """Puts one rank's value in the place of the values of all ranks; removes these if that rank saved none."""
+    """Replaces, in place, the dict that holds a value for each rank by the value of this rank; removes it if this rank
+    saved none.
+    """
     entry, _, rest = fqn.partition(".")
     inside = nested.get(entry) if rest else None
     container, key = (inside, rest) if isinstance(inside, dict) and rest in inside else (nested, fqn)
@@ -78,7 +81,7 @@ def _take_of_rank(nested: dict[Any, Any], fqn: str, rank: int) -> None:
 
 
 def refuse_other(kind: type, given: object, advice: str) -> None:
-    """Raises CheckpointMismatchError (conflict) for an argument of another class, subclasses included."""
+    """Raises CheckpointMismatchError (conflict) unless the class of the argument is `kind` itself: not a subclass."""
     if type(given) is not kind:
         name = f"{type(given).__module__}.{type(given).__qualname__}"
         raise CheckpointMismatchError(
@@ -112,10 +115,11 @@ class BcpStorageWriter(StorageWriter):
         **of_file_system_writer: Any,
     ) -> None:
         """`process_group` is the one that dcp.save is called with, which DCP does not tell its writers. Keywords of
-        FileSystemWriter are taken: `overwrite=False` keeps a checkpoint that is there, whatever `options.overwrite`
-        says, and `thread_count` is SaveOptions.writer_threads.
+        FileSystemWriter are accepted: with `overwrite=False` a save refuses to replace a checkpoint, without it every
+        save replaces one, whatever `options.overwrite` says; `thread_count` sets SaveOptions.writer_threads.
 
-        Raises CheckpointMismatchError (conflict) for `single_file_per_rank=False` and `_extensions`.
+        Raises CheckpointMismatchError (conflict) for `single_file_per_rank=False` and `_extensions`, and TypeError for
+        an unknown keyword.
         """
         self.path = path
         self.keywords = of_file_system_writer
@@ -129,8 +133,8 @@ class BcpStorageWriter(StorageWriter):
         self.path = self.path if checkpoint_id is None else checkpoint_id
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: FBT001 - torch's signature
-        """Notes whether ranks save together. `is_coordinator` is ignored: the save itself decides which rank
-        coordinates.
+        """Notes whether DCP uses collectives: without them, its plans do not tell how many ranks save.
+        `is_coordinator` is ignored: the save itself decides which rank coordinates.
         """
         del is_coordinator
         self._uses_collectives = kwargs.get("use_collectives", True)
@@ -227,8 +231,8 @@ def begin_save(
 class BcpStorageReader(StorageReader):
     """The `storage_reader` of dcp.load: a checkpoint of this library, or of any format that its `load` reads.
 
-    Each rank reads its part alone, for any planner that takes plain data as DefaultLoadPlanner does;
-    `bytecheckpoint.integrations.dcp.load` shares the reads out.
+    Each rank reads for itself all that it needs; `bytecheckpoint.integrations.dcp.load` divides the reads between the
+    ranks. If the state has plain data, `load_bytes` of the planner must be that of DefaultLoadPlanner.
     """
 
     def __init__(
@@ -275,7 +279,7 @@ class BcpStorageReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fills the tensors that the planner resolves, in as few reads as a load, and hands over plain data.
+        """Fills the tensors that the planner resolves, with reads merged as in a load, and gives it plain data.
 
         Raises the errors of a load, and CheckpointMismatchError (conflict) for a planner that wants plain data pickled.
         """
@@ -323,7 +327,9 @@ def _ends(region: Region) -> list[int]:
 
 
 def _hand_over(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
-    """Does what DefaultLoadPlanner does with a pickle of the value, without the pickle."""
+    """Does what DefaultLoadPlanner does with a pickle of the value, without the pickle. Raises CheckpointMismatchError
+    (conflict) for a planner with another `load_bytes`.
+    """
     if not isinstance(planner, DefaultLoadPlanner) or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
         name = f"{type(planner).__module__}.{type(planner).__qualname__}"
         raise CheckpointMismatchError(

@@ -24,7 +24,8 @@ _REFUSED = {
 
 
 def with_writers_keywords(options: SaveOptions, given: Mapping[str, Any]) -> SaveOptions:
-    """Returns the options with what keywords of FileSystemWriter say; without the keyword, `overwrite` becomes True.
+    """Returns the options, changed as these keywords of FileSystemWriter say. Without a keyword `overwrite`, that
+    option becomes True.
 
     Raises CheckpointMismatchError (conflict) for what is not supported, and TypeError for other names.
     """
@@ -52,7 +53,7 @@ def check_keywords(kind: str, given: Mapping[str, Any], taken: set[str]) -> None
 def stages_later(stager: AsyncStager | None) -> bool:
     """Returns True if the state must not change yet when `async_save` returns, False if it may.
 
-    Raises CheckpointMismatchError (conflict) for a stager whose class does not say that.
+    Raises CheckpointMismatchError (conflict) for a stager that is neither BlockingAsyncStager nor DefaultStager.
     """
     if stager is None or type(stager) is BlockingAsyncStager:
         return False

@@ -27,7 +27,7 @@ class BcpFabricMixin(Strategy):
     Args:
         async_save: Write in the background. The strategy waits before its next save and load, and the program before
             its end.
-        options: See SaveOptions. A checkpoint that is at the path already is replaced, whatever they say.
+        options: See SaveOptions. Their `overwrite` has no effect: a checkpoint that is at the path is always replaced.
         storage_options: For the fsspec backend.
     """
 
@@ -55,8 +55,9 @@ class BcpFabricMixin(Strategy):
     ) -> None:
         """Saves a state, with all ranks together: what `bytecheckpoint.save` takes, under the same names.
 
-        `filter` has functions of name and value, by names of modules in the state. Raises CheckpointMismatchError
-        (conflict) for a filter of anything else, or of an FSDP module, and the errors of `bytecheckpoint.save`.
+        `filter` maps the name of a module in the state to a function of the name and value of each of its tensors; a
+        tensor is saved if that returns True. Raises CheckpointMismatchError (conflict) for a filter of anything else,
+        or of an FSDP1 module, and the errors of `bytecheckpoint.save`.
         """
         self._bcp_saves.settle(timeout_s=self.bcp_options.timeout_s)
         whole = {name: _filtered(name, value, (filter or {}).get(name)) for name, value in state.items()}
@@ -77,10 +78,11 @@ class BcpFabricMixin(Strategy):
         strict: bool = True,  # noqa: FBT001, FBT002 - Fabric's signature
         weights_only: bool | None = None,  # noqa: FBT001
     ) -> dict[str, Any]:
-        """Fills a state, with all ranks together, and returns plain data of the checkpoint that it does not name;
-        without a state, all of the checkpoint.
+        """Fills a state, with all ranks together, and returns the plain data of the checkpoint under names that the
+        state does not have. Without a state, returns the whole checkpoint.
 
-        Lightning's own files are read too. `weights_only` has no effect: nothing is unpickled. Raises the errors of
+        Lightning's own files are read too. `weights_only` has no effect: nothing is unpickled. Raises
+        CheckpointMismatchError (conflict) if `state` is a module or an optimizer instead of a dict, and the errors of
         `bytecheckpoint.load`.
         """
         del weights_only

@@ -20,7 +20,7 @@ logger = logging.getLogger("bytecheckpoint")
 
 
 class LoadLater(NamedTuple):
-    """A checkpoint whose loaders wait for the loaders of this run."""
+    """A checkpoint with states of loaders, to load once this run has its loaders."""
 
     path: str
     num_loaders: int
@@ -40,12 +40,15 @@ class TrainLoaders:
     def load_later(
         self, found: ChosenCheckpoint, storage_options: Mapping[str, Any] | None, *, timeout_s: float
     ) -> None:
-        """Loads the state of the data loaders later, once Lightning has made the loaders of the run."""
+        """Notes the checkpoint, so that `add` loads the state of each loader once Lightning has made it. Loads nothing
+        now.
+        """
         num_loaders = int(found.metadata.get("num_loaders", 0))
         self._waiting = LoadLater(found.path, num_loaders, storage_options, timeout_s) if num_loaders else None
 
     def add(self, loader: object, *, round_of: object, rank: int, size: int) -> None:
-        """Takes a train loader, and loads its state if one waits for it. Loaders without a state are left to Lightning.
+        """Adds a train loader, and loads its state from the checkpoint of `load_later`, if any. Ignores a loader that
+        has no state. All ranks call it.
 
         `round_of` is the object that Lightning makes anew whenever it sets up all of its train loaders.
         """
@@ -72,7 +75,9 @@ class TrainLoaders:
             self._waiting = None
 
     def entries(self, fetcher: Any) -> dict[str, Any]:
-        """Returns the entries of a state to save, with what Lightning's `fetcher` has given to training."""
+        """Returns the entries of a state to save: none, `data`, or one below `data` for each loader. At the end of an
+        epoch, counts the batches that Lightning's `fetcher` had read ahead as trained.
+        """
         if fetcher is not None and fetcher.done:  # all that was read ahead is trained on: the next epoch comes
             for state in self.states:
                 if isinstance(state.streams, TrackedLoader):
@@ -82,8 +87,8 @@ class TrainLoaders:
         return {"data": {str(number): state for number, state in enumerate(self.states)}} if self.states else {}
 
     def check_read_ahead(self, fetcher: Any) -> None:
-        """Raises CheckpointMismatchError (conflict) if Lightning takes another number of batches ahead of the step than
-        the streams count on; warns of loaders of the checkpoint for which there is none.
+        """Raises CheckpointMismatchError (conflict) if Lightning reads another number of batches ahead of the step than
+        the `read_ahead` of the streams; warns if the checkpoint has more loaders than this run.
         """
         if self._waiting is not None:
             num_found, self._waiting = len(self.states), None

@@ -38,5 +38,7 @@ def _part_of(module: nn.Module, names: Mapping[str, Any]) -> nn.Module:
 
 
 def is_same(value: Any, shown: Mapping[str, Any]) -> bool:
-    """Returns True if `value` is the state_dict that a hook was shown, put into another place by the hook."""
+    """Returns True if `value` has the same tensors under the same names as `shown`: a hook has stored the state_dict
+    that it was shown under another key of the checkpoint.
+    """
     return isinstance(value, dict) and value.keys() == shown.keys() and all(value[key] is shown[key] for key in shown)

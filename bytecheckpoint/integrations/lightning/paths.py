@@ -1,5 +1,6 @@
 """Paths of checkpoints as Lightning's callbacks hold them: the checkpoint that a path stands for, and the paths in a
-callback's state that still open. Asked on rank 0, which tells the others.
+callback's state that can still be opened. Functions that look at the storage are called on rank 0, and their results
+sent to the other ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def find_checkpoint(path: str, storage_options: Mapping[str, Any] | None, *, is_
     """Returns the checkpoint at a path. Where Lightning has chosen the path and nothing was committed there, the
     committed one beside it with the highest global step is taken, with a warning; a damaged one is passed over.
 
-    Raises CheckpointNotFoundError if nothing is committed there, or beside it.
+    Raises CheckpointNotFoundError if nothing is committed there, or beside it, and what `bytecheckpoint.open` raises
+    for a damaged checkpoint at the path itself.
     """
     if is_committed(path, storage_options):
         return _opened(path, storage_options)
@@ -101,8 +103,9 @@ def _newest_beside(path: str, storage_options: Mapping[str, Any] | None) -> str 
 def chosen_by_lightning(trainer: Trainer) -> bool:
     """Returns True if the user gave no path of a checkpoint, but `ckpt_path="last"` or `"hpc"`, or none at all.
 
-    The Trainer does not keep what it was given, and strategies only get what it made of that: so this looks at the
-    call. Where that is in another process, the answer is False, and a path that was never committed raises.
+    The Trainer does not keep its `ckpt_path` argument, and strategies only get the path that it made of it: so this
+    reads the argument from the call stack. If the call is in another process, this returns False, and the load of a
+    path that was never committed raises.
     """
     if trainer._checkpoint_connector._user_managed:  # by `trainer.ckpt_path = ...`
         return False
@@ -118,8 +121,8 @@ def chosen_by_lightning(trainer: Trainer) -> bool:
 def lasting_paths(
     trainer: Trainer, callbacks: Mapping[str, Any], path: str, storage_options: Mapping[str, Any] | None
 ) -> list[str]:
-    """Returns the paths in the states of callbacks that can be opened now, and the path that was loaded. Called on rank
-    0.
+    """Returns those paths that can be opened now, sorted, of the paths in the states of callbacks and the path that was
+    loaded. Called on rank 0.
     """
     held = {path}
     for callback in _model_checkpoints(trainer):
@@ -137,8 +140,8 @@ def _opens(path: str, storage_options: Mapping[str, Any] | None) -> bool:
 
 
 def drop_gone_paths(trainer: Trainer, callbacks: dict[str, Any], loaded: str, lasting: list[str]) -> None:
-    """Removes paths that do not open any more from the states of callbacks, and adds the path of a last checkpoint that
-    was saved as a copy of another one.
+    """Removes paths that are not in `lasting` from the states of callbacks, in place. If `loaded` is a callback's last
+    checkpoint, sets its `last_model_path`, which the state in a copy of another checkpoint does not name.
     """
     for callback in _model_checkpoints(trainer):
         state = callbacks.get(callback.state_key)

@@ -54,13 +54,18 @@ class SaveInFlight:
         self._handle = handle
 
     def copy(self, source: str, target: str, storage_options: Mapping[str, Any] | None) -> None:
-        """Makes rank 0 copy the checkpoint in flight to another path, once it is committed. All ranks call this."""
+        """Makes rank 0 copy the checkpoint to another path, in the background once the save in flight is committed. If
+        no save is in flight, copies before it returns, and raises an error of the copy on rank 0 alone. All ranks call
+        this.
+        """
         self._copied_to = target
         if rank_in(None) == 0:
             self._after_commit(lambda: copy_checkpoint(source, target, storage_options))
 
     def remove(self, path: str, storage_options: Mapping[str, Any] | None) -> None:
-        """Removes a checkpoint once the save in flight is committed, and not at all if that fails. Rank 0 calls it."""
+        """Removes a checkpoint once the save in flight is committed, and not at all if that save fails; at once if no
+        save is in flight. Rank 0 calls it. A removal that fails is only logged.
+        """
 
         def remove() -> None:
             try:

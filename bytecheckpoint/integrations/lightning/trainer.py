@@ -52,14 +52,14 @@ class BcpStrategyMixin(Strategy):
     """Makes a strategy of Lightning's Trainer save and load with this library: `class Mine(BcpStrategyMixin, Theirs)`.
 
     Args:
-        async_save: Write in the background. The strategy waits before its next save, load and teardown.
-        options: See SaveOptions. A checkpoint that is at the path already is replaced, whatever they say.
-        storage_options: For the fsspec backend; those of a call of `Trainer.save_checkpoint` count more.
+        async_save: Write in the background during training. The strategy waits before its next save, load or teardown.
+        options: See SaveOptions. Their `overwrite` has no effect: a checkpoint that is at the path is always replaced.
+        storage_options: For the fsspec backend; those of a call of `Trainer.save_checkpoint` take precedence.
         elastic: For train loaders that are not exact on another number of ranks: see DataLoaderState.
         signals: Names of signals after which all ranks stop at the end of the same batch with Lightning's
             SIGTERMException; () leaves them to Lightning.
-        exception_timeout_s: Seconds in which, after an exception, all ranks have to begin a save and an earlier one has
-            to end, or none is saved; the save itself may take longer.
+        exception_timeout_s: After an exception, a checkpoint is saved only if all ranks begin the save within this many
+            seconds, and an earlier save then ends within as many; the save itself may take longer.
     """
 
     def __init__(
@@ -90,9 +90,7 @@ class BcpStrategyMixin(Strategy):
     # What `Trainer.save_checkpoint` asks for.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the live tensors, for hooks to look at and to choose from; none of an FSDP model, which would have to
-        gather them.
-        """
+        """Returns the live tensors, for hooks to look at and choose from; an empty dict under FSDP1: no gather."""
         is_gathered = isinstance(self.model, FullyShardedDataParallel)
         self._bcp_shown = {} if is_gathered else dict(self._bcp_module().state_dict())
         return dict(self._bcp_shown)
@@ -103,7 +101,9 @@ class BcpStrategyMixin(Strategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Saves the module, optimizers, loaders and random state of all ranks, and what rank 0 has in `checkpoint`."""
+        """Saves the module, optimizers, loaders and random state of all ranks, and what rank 0 has in `checkpoint`.
+        After an exception in training that leaves a save impossible, raises it again, with a note that says why.
+        """
         given = os.fspath(filepath)
         original = sys.exception() if self._bcp_trainer().state.status == TrainerStatus.INTERRUPTED else None
         if original is None:
@@ -192,7 +192,7 @@ class BcpStrategyMixin(Strategy):
         return self._bcp_is_foreign and bool(super().lightning_restore_optimizer)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:  # noqa: FBT001 - Lightning's signature
-        """Loads into the live module and optimizers, and returns what Lightning restores by itself.
+        """Loads into the live module and, in `fit`, the optimizers; returns what Lightning restores by itself.
 
         Raises CheckpointMismatchError (missing_key) for a checkpoint of weights alone that training is to go on from.
         """
@@ -259,17 +259,17 @@ class BcpStrategyMixin(Strategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - Lightning's signature
-        """Does nothing: the module is loaded, unless the file was Lightning's own."""
+        """Loads a file of Lightning's own; else does nothing, because `load_checkpoint` has loaded the module."""
         if self._bcp_is_foreign:
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Does nothing: the optimizers are loaded, unless the file was Lightning's own."""
+        """Loads a file of Lightning's own; else does nothing, because `load_checkpoint` has loaded the optimizers."""
         if self._bcp_is_foreign:
             super().load_optimizer_state_dict(checkpoint)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint, on rank 0, once the save in flight is committed. It may be gone already."""
+        """Removes a checkpoint, if any, on rank 0, once the save in flight is committed; never if that save fails."""
         if not self.is_global_zero:
             return
         path = os.fspath(filepath)
@@ -327,7 +327,7 @@ class BcpStrategyMixin(Strategy):
             self._bcp_stop = None
 
     def teardown(self) -> None:
-        """Waits for the save in flight. Raises its error, unless another exception ends training."""
+        """Waits for the save in flight. Raises its error, or adds it as a note to an exception that ends training."""
         self._bcp_end_stop()
         try:
             self._bcp_saves.settle(timeout_s=self.bcp_options.timeout_s)

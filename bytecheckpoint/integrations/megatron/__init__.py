@@ -1,6 +1,6 @@
 """`save_checkpoint` and `load_checkpoint` of Megatron-LM's training loop, and `install`, which puts them in the place
-of its own. Names, intervals, retention and arguments are Megatron's; model and optimizer are saved as they lie in
-memory, without a gather, for any number of ranks along any dimension.
+of its own. Names, intervals, retention and arguments are Megatron's; model and optimizer are saved in the shards that
+they have in memory, without a gather, and load on any number of ranks along any dimension.
 """
 
 from __future__ import annotations

@@ -49,8 +49,9 @@ class FoundIteration(msgspec.Struct):
 
 
 def find(args: Namespace, root: str | None, reach: TrackedFolder) -> FoundIteration:
-    """Chooses the checkpoint, on rank 0. `reach` says how folders are reached. Without any checkpoint, returns an empty
-    path with a warning, or raises CheckpointNotFoundError, as Megatron's arguments say.
+    """Chooses the checkpoint, on rank 0. All folders are opened as `reach` says, whose own root is not used. Without
+    any checkpoint, returns an empty path with a warning, or raises CheckpointNotFoundError, as Megatron's arguments
+    say.
 
     Opens the one that it chooses: raises CheckpointNotFoundError too if that is not committed, or if a tracker file
     names no iteration, and the errors of `bytecheckpoint.open` for a damaged one.
@@ -118,14 +119,16 @@ def _described(folder: TrackedFolder, name: str) -> FoundIteration:
 
 
 class ReplacedCheckpoints:
-    """The checkpoints of one folder that are to go once another is the newest. Rank 0 has it, for the whole run."""
+    """The checkpoints of one folder that are to be deleted once another one is the newest. Only rank 0 has this object,
+    for the whole run.
+    """
 
     def __init__(self, folder: TrackedFolder) -> None:
         self.folders = numbered_folders(folder)
         self._replaced: set[int] = set()
 
     def note(self, text: str | None) -> None:
-        """Notes the content that the tracker file had before a save."""
+        """Notes the iteration that the tracker file named before a save. Ignores None, and a release."""
         if text and text.isdecimal():
             self._replaced.add(int(text))
 
@@ -143,12 +146,14 @@ class ReplacedCheckpoints:
         return going
 
     def close(self, _: SaveHandle, *, timeout_s: float) -> None:
-        """Waits for the deletions."""
+        """Waits for the deletions and ends their thread. Serves as a callback for the end of a save."""
         self.folders.close(timeout_s)
 
 
 def numbered_folders(folder: TrackedFolder) -> NumberedFolders:
-    """Returns the checkpoints of a folder by number, for their deletion."""
+    """Returns the checkpoints of a folder by number, for their deletion. Finishes, in the background, deletions that
+    killed processes have begun.
+    """
     folders = NumberedFolders(folder.root, _PREFIX, width=_WIDTH, storage_options=folder.storage_options)
     folders.finish_begun()
     return folders
@@ -160,7 +165,9 @@ def name_of(iteration: int) -> str:
 
 
 def _iteration_in(text: str) -> int:
-    """Returns the iteration that a tracker file names; 0 for a release. Raises CheckpointNotFoundError for others."""
+    """Returns the iteration in the text of a tracker file; 0 for a release. Raises CheckpointNotFoundError for any
+    other text.
+    """
     if text == RELEASE:
         return 0
     if not text.isdecimal():

@@ -43,7 +43,9 @@ def without_classes(value: Any) -> Any:
 
 
 def with_classes(value: Any, module: Any) -> Any:
-    """Returns what `without_classes` was given, with enums and named tuples of this module."""
+    """Undoes `without_classes`: returns the tree with its enums and named tuples, whose classes are taken from
+    `module`.
+    """
     if isinstance(value, Mapping) and value.keys() == {_CLASS, _ITEMS}:
         return getattr(module, value[_CLASS])(*[with_classes(each, module) for each in value[_ITEMS]])
     if isinstance(value, Mapping):

@@ -86,7 +86,8 @@ def save_checkpoint(  # noqa: PLR0917 - Megatron's signature
     """Saves what training goes on from, with all ranks together, at `iter_<iteration>` in the folder of `--save`.
 
     With `--async-save` it returns as soon as training may go on. The tracker file is written when the checkpoint is
-    committed; `--save-retain-interval` then deletes the one before.
+    committed. With `--save-retain-interval`, the checkpoint before is then deleted, unless its iteration is a multiple
+    of the interval.
 
     Args:
         iteration: Of the step that ended.
@@ -94,14 +95,15 @@ def save_checkpoint(  # noqa: PLR0917 - Megatron's signature
         optimizer: Of `get_megatron_optimizer`, or None.
         opt_param_scheduler: Megatron's scheduler, or None.
         num_floating_point_operations_so_far: As Megatron counts them.
-        checkpointing_context: That of the run, which keeps what deletes old checkpoints in the background. Without one,
-            a save ends after the deletion.
+        checkpointing_context: That of the run, in which the object that deletes old checkpoints in the background is
+            kept between saves. Without one, the thread that ends the save waits for the deletions.
         non_persistent_ckpt: Save to the folder of checkpoints of which only the newest is kept.
         train_data_iterator: That of training, for the rerun state, and for loaders that save themselves.
-        release: Save as the model that is released, without an iteration.
-        options: See SaveOptions; a checkpoint of this iteration is overwritten whatever they say.
+        release: Save at `release` in place of `iter_<iteration>`.
+        options: See SaveOptions; their `overwrite` has no effect, since a checkpoint of this name is always replaced.
         storage_options: For the fsspec backend; never stored.
-        others: Megatron's other arguments. Groups are not needed.
+        others: Megatron's other arguments. Some that are not supported are refused; the rest, such as process groups,
+            have no effect.
 
     Raises:
         CheckpointMismatchError: An argument of Megatron asks for what is not supported (`conflict`).
@@ -178,18 +180,21 @@ def load_checkpoint(  # noqa: PLR0917 - Megatron's signature
         opt_param_scheduler: Megatron's scheduler, or None.
         load_arg: The argument of Megatron that has the folder.
         strict: Raise for keys that are missing on either side.
-        checkpointing_context: Not needed.
+        checkpointing_context: Only used by Megatron's own function.
         options: See LoadOptions.
         storage_options: For the fsspec backend.
-        others: Megatron's other arguments. Groups are not needed.
+        others: Megatron's other arguments. Some that are not supported are refused; the rest, such as process groups,
+            are only used by Megatron's own function.
 
     Returns:
-        The iteration, and the number of floating-point operations so far; (0, 0) where there is nothing to load.
+        The iteration to go on from, 0 for a release and with `--finetune`, and the number of floating-point operations
+        of the checkpoint; (0, 0) where there is nothing to load.
 
     Raises:
         CheckpointNotFoundError: The tracker file or `--ckpt-step` names what is not committed, or nothing is there and
-            `--exit-on-missing-checkpoint` was given.
-        CheckpointMismatchError: It does not fit; model and optimizer are unchanged.
+            `--exit-on-missing-checkpoint` or `--pretrained-checkpoint` was given.
+        CheckpointMismatchError: The checkpoint does not fit, or an argument of Megatron asks for what is not supported;
+            model and optimizer are unchanged.
         CheckpointError: As `bytecheckpoint.load` raises it.
         AssertionError: The arguments are those of another model.
     """
@@ -260,8 +265,8 @@ def is_optimizer(optimizer: Any) -> bool:
 
 
 def random_numbers(*, by_data_rank: bool) -> RngState:
-    """Returns the generators, to save or to load. Those outside of Megatron's tracker are alike in all ranks of a
-    pipeline stage, unless the run says otherwise, as by `--data-parallel-random-init`.
+    """Returns the generators, to save or to load. Those outside of Megatron's tracker are the same in all ranks of a
+    pipeline stage or, with `by_data_rank`, in all ranks of a stage that have the same data-parallel rank.
     """
     at = {"pp": parallel_state.get_pipeline_model_parallel_rank()}
     if by_data_rank:
@@ -270,7 +275,9 @@ def random_numbers(*, by_data_rank: bool) -> RngState:
 
 
 def _has_places_of(args: Namespace, saved: dict[str, Any]) -> bool:
-    """Returns True if the world and each of its parallel dimensions have the sizes of the run that saved."""
+    """Returns True if the sizes of the world and of tensor, pipeline and data parallelism are those of the run that
+    saved.
+    """
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
     return saved.get("world_size") == dist.get_world_size() and all(
         saved.get(name) == getattr(args, name, None) for name in sizes
@@ -278,7 +285,9 @@ def _has_places_of(args: Namespace, saved: dict[str, Any]) -> bool:
 
 
 def _take_arguments(args: Namespace, saved: dict[str, Any]) -> None:
-    """Compares the model's arguments with those of the checkpoint, and takes the positions of training."""
+    """Copies the positions of training from the checkpoint to `args`. Before, compares the arguments of the model with
+    those of the checkpoint, unless Megatron-Bridge saved it, and raises AssertionError if they differ.
+    """
     if not saved.keys() >= _OF_BRIDGE:  # which has no arguments of Megatron
         checkpointing.check_checkpoint_args(Namespace(**saved))
     for name in _COUNTS:
@@ -287,7 +296,9 @@ def _take_arguments(args: Namespace, saved: dict[str, Any]) -> None:
 
 
 def _override_rates(args: Namespace, optimizer: Any, scheduler: Any) -> None:
-    """Puts the run's own bounds of learning rates in the place of the loaded ones."""
+    """Puts the run's own bounds of learning rates in the place of the loaded ones, and lets the scheduler compute the
+    rates anew for the samples that were consumed.
+    """
     for group in optimizer.param_groups if is_optimizer(optimizer) and scheduler is not None else []:
         prefix = "decoupled_" if group.get("is_decoupled_lr", False) else ""
         bounds = {"max_lr": f"{prefix}lr", "min_lr": f"{prefix}min_lr"}

@@ -1,5 +1,5 @@
 """The part of a model that its adapters train: a module with the live parameters of the adapters alone, under their own
-names. Knows PEFT's names and nothing of PEFT.
+names. Recognises adapters by the attributes that PEFT sets on a model, and never imports PEFT.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ def _adapter_names(model: nn.Module) -> Collection[str]:
 
 
 def adapters_of(model: nn.Module) -> nn.Module:
-    """Returns a module that holds what training changes in a model with adapters: all trainable parameters, those of
-    adapters that are not active, and running statistics. They are the live ones, under the names of the model.
+    """Returns a module that holds what training changes in a model with adapters: all trainable parameters, the
+    parameters and persistent buffers of all adapters, also of inactive ones, and the running statistics of batch norms.
+    The tensors are the model's own, not copies, and have the names that they have in the model.
 
     Raises CheckpointMismatchError (conflict) under FSDP1, whose flat parameters mix adapters with what is frozen.
     """
@@ -52,7 +53,9 @@ def adapters_of(model: nn.Module) -> nn.Module:
 
 
 def _owner_of(part: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Returns the module that holds the tensor of this name, made with those above it if need be, and its last name."""
+    """Returns the module inside `part` that is to hold the tensor `name`, and the last part of the name. Adds this
+    module and its parents to `part` where they are missing.
+    """
     *above, last = name.split(".")
     owner = part
     for each in above:

@@ -1,5 +1,5 @@
-"""Stops of a training loop: signals and requests of any rank, agreed on by all at the end of a step. The manager's own
-agreement, for runs without a manager.
+"""Stops of a training loop: signals and requests of any rank, agreed on by all at the end of a step. The agreement is
+that of `CheckpointManager`, for runs that have no such manager.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ _TIMEOUT_S = SaveOptions().timeout_s
 
 
 class AgreedStop:
-    """A stop that all ranks make after the same step. All ranks make it together, in their main threads, and all close
-    it: `with AgreedStop(folder) as stop:`.
+    """Stops training after the same step on all ranks. All ranks construct this object together, in their main threads,
+    and all close it: `with AgreedStop(folder) as stop:`.
     """
 
     def __init__(
         self, root: str | os.PathLike[str], *, signals: Sequence[str] = ("SIGTERM",), timeout_s: float = _TIMEOUT_S
     ) -> None:
-        """Handles the signals until `close`. `root` is the run as errors name it; ranks wait `timeout_s` for others."""
+        """Handles the signals until `close`. `root` only names the run in errors; a rank waits at most `timeout_s` for
+        the other ranks.
+        """
         decisions = Decisions(None, os.fspath(root), timeout_s=timeout_s)
         token = decisions.decide_together(
             f"beginning to train in {os.fspath(root)}", partial(secrets.token_hex, 8), str
@@ -39,11 +41,13 @@ class AgreedStop:
 
     @property
     def reason(self) -> str:
-        """The reason of the stop, such as `SIGTERM`; empty before there is one."""
+        """The reason of the stop, such as `SIGTERM`. Empty until this rank knows of a request, which may be some steps
+        before `end_step` returns True.
+        """
         return self._agreement.reason
 
     def request(self, reason: str) -> None:
-        """Requests a stop of all ranks. One rank may call it, from any thread."""
+        """Requests a stop of all ranks. A call on any one rank, from any thread, is enough."""
         self._requests.request(reason, deadline_s=None)
 
     def end_step(self) -> bool:

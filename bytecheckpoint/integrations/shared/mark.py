@@ -22,5 +22,5 @@ Name = Literal[
 
 
 def marked(name: Name, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns metadata of a checkpoint with the mark of this integration added."""
+    """Returns a copy of the metadata with the mark of this integration added."""
     return {**(metadata or {}), INTEGRATION: name}

@@ -35,10 +35,11 @@ def save_weights(
     options: SaveOptions,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a folder of safetensors files with these names, local or of a store, in place of any folder there.
+    """Writes the tensors, under the names in `weights`, to a folder of safetensors files at `path`, a local path or a
+    URL. Replaces a folder that is there.
 
-    The weights pass through a checkpoint beside the folder, which is deleted once the folder is written. Raises the
-    errors of a save and of a load.
+    The weights are first saved as a checkpoint at `<path>.weights`, which is deleted once the folder is written; after
+    an error it may stay. Raises the errors of a save and of a load.
     """
     between = f"{path}.weights"
     overwriting = SaveOptions(overwrite=True, timeout_s=options.timeout_s, writer_threads=options.writer_threads)
@@ -65,8 +66,9 @@ def save_weights(
 def load_weights(
     path: str, weights: Any, *, options: LoadOptions, storage_options: Mapping[str, Any] | None = None
 ) -> None:
-    """Fills modules, or tensors by their names, in place, and converts their dtypes. What else the checkpoint holds is
-    named in the log. Raises the errors of a load.
+    """Fills modules, or tensors by their names, in place, and converts stored values to the dtypes of these. Rank 0
+    logs a warning that names what else the checkpoint holds. Raises the errors of a load, also where a tensor is
+    missing from the checkpoint.
     """
     report = phases.run_load(
         path,

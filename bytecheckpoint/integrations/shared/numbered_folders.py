@@ -93,9 +93,9 @@ class NumberedFolders:
     ) -> None:
         """A checkpoint is at `root/<prefix><number>/<below>`, its number with at least `width` digits.
 
-        `remove_beside` is called with the path of a checkpoint that is deleted, before its empty folders are removed.
-        With `own_key`, records are in the metadata under that key, and checkpoints without a record do not belong to
-        the run; without `own_key`, they count as older than those that have one.
+        `remove_beside` is called with the local path of a checkpoint after it is deleted, before its empty folders are
+        removed; it is not called for URLs. With `own_key`, records are in the metadata under that key, and checkpoints
+        without a record do not belong to the run; without `own_key`, they count as older than those that have one.
         """
         self.root = expand_home(os.fspath(root))
         self._prefix, self._below, self._width, self._own_key = prefix, below, width, own_key
@@ -134,15 +134,15 @@ class NumberedFolders:
         return sorted(int(digits) for digits in found if digits == f"{int(digits):0{self._width}}")
 
     def names_in(self, path: str) -> Mapping[str, int | None]:
-        """Returns the names in one of the folders: files with their lengths in bytes, folders with None."""
+        """Returns the names in the folder at `path`: files with their lengths in bytes, folders with None."""
         return open_store(path, storage_options=self._storage_options, writer_threads=1).list("")
 
     def committed(self, *, to_load: bool = False) -> list[NumberedFolder]:
-        """Returns the committed checkpoints in the order in which they may be deleted: first those that training has
-        left, then the others by age. Damaged ones are left out with a warning, so they neither count nor are deleted;
-        so are links to another checkpoint.
+        """Returns the committed checkpoints in the order in which they may be deleted: first those that training left
+        behind when it went back to an earlier checkpoint, then the others, oldest save first. Leaves out damaged ones,
+        with a warning, and links to another checkpoint: neither count, and neither are deleted.
 
-        With `to_load`, raises the error of a damaged checkpoint if there are only such.
+        With `to_load`, raises the error of the damaged checkpoint with the highest number if all are damaged.
         """
         found = []
         for number in self.numbers():
@@ -157,7 +157,7 @@ class NumberedFolders:
 
     def read(self, number: int) -> NumberedFolder | None:
         """Returns the checkpoint with this number; None if no checkpoint of the run is committed in its folder. Raises
-        the errors of `bytecheckpoint.open` for a damaged one.
+        the errors of `bytecheckpoint.open` for a damaged one, and for one that is deleted meanwhile.
         """
         path = self.path_of(number)
         if not layout.has_manifest(self.names_in(path)):
@@ -174,7 +174,7 @@ class NumberedFolders:
 
     def find(self, number: int) -> NumberedFolder | None:
         """Returns the checkpoint with this number; None if no checkpoint of the run is committed in its folder, and for
-        a damaged one, which is logged as a warning.
+        a damaged one, which is logged as a warning and noted in `damaged`.
         """
         try:
             folder = self.read(number)
@@ -190,7 +190,7 @@ class NumberedFolders:
 
     def begin(self, *, resumed: str = "") -> None:
         """Reads the records of the committed checkpoints, and calls `finish_begun`. `resumed` is the save id of the
-        checkpoint that training goes on from: those that were committed after it are the first to be deleted.
+        checkpoint that training goes on from: those that were saved after it are the first to be deleted.
         """
         sequences = {folder.save_id: folder.record.sequence for folder in self.committed()}
         self._next_sequence = max(sequences.values(), default=_NEVER_SAVED) + 1
@@ -207,7 +207,8 @@ class NumberedFolders:
         """Returns the record for the next save, which is at this number. Until the save that is passed to
         `retire_after` has ended, no checkpoint at this number is deleted.
 
-        Raises StorageError (unavailable) where a deletion of what was there before hangs.
+        Waits for a deletion that is under way at this number; raises StorageError (unavailable) if it takes over a
+        minute.
         """
         with self._changed:
             self._saving.add(number)
@@ -258,19 +259,23 @@ class NumberedFolders:
         self._ask()
 
     def retire_again(self) -> None:
-        """Asks the newest `choose` again, in the background, since something that it depends on has changed."""
+        """Calls the latest `choose` again, in the background, and deletes what it returns: for callers that have
+        changed what it depends on. Does nothing before the first `choose`.
+        """
         if self._choose is not None:
             self._ask()
 
     def close(self, hanging_s: float) -> None:
-        """Does what `wait` does, and ends the thread. Called at the exit of the process if it was not called before."""
+        """Does what `wait` does, and ends the thread of the deletions. Called at the exit of the process unless the
+        caller did so before.
+        """
         atexit.unregister(self.close)
         self.wait(hanging_s)
         self._work.close()
 
     def wait(self, hanging_s: float) -> None:
-        """Waits until saves have ended and their deletions too. Warns if deletions fail, or hang for `hanging_s` or for
-        a minute.
+        """Waits for the end of the saves, at most `hanging_s` seconds, and then of the deletions. Gives up, with a
+        warning, if deletions make no progress for `hanging_s`, at most a minute, or still fail after half a minute.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._num_awaited, hanging_s)
@@ -304,8 +309,9 @@ class NumberedFolders:
 
     @contextmanager
     def _deletion_of(self, number: int) -> Iterator[Store | None]:
-        """Yields a store in the folder that is to be deleted, None if it is being saved. Once the checkpoint is gone,
-        removes what the framework has written beside it. A deletion that raises is finished by the next attempt.
+        """Yields a store in the folder that is to be deleted; None if a save to this folder is under way. If the
+        checkpoint is gone afterwards, removes from a local folder what the framework has written beside it. A deletion
+        that raises is finished by the next attempt.
         """
         with self._changed:
             self._deleting = None if number in self._saving else number

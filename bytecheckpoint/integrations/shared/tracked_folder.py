@@ -1,6 +1,7 @@
 """A folder of checkpoints under names of a framework, with a file that says which is the newest: `latest` of DeepSpeed,
 `latest_checkpointed_iteration.txt` of Megatron-LM. The file is written when the manifest exists, and before any rank
-learns that its save is committed: so it never names an incomplete checkpoint, nor is behind a save that has ended.
+learns that its save is committed: so it never names an incomplete checkpoint, nor one older than a save that a rank
+knows to have succeeded, unless that save was told to leave the file as it is.
 """
 
 from __future__ import annotations
@@ -62,10 +63,12 @@ class TrackedFolder(NamedTuple):
         options: SaveOptions,
         on_tracked: Callable[[str | None], object],
     ) -> SaveHandle:
-        """Saves one checkpoint, and replaces one of this name in one step. The file then holds `tracked_as`, or is left
-        as it is if that is None; `on_tracked` is called on rank 0 with what it held before.
+        """Saves one checkpoint, and replaces one of this name atomically. At the commit, rank 0 writes `tracked_as`
+        into the tracker file, then calls `on_tracked` with the file's content before, None if there was no file. With
+        `tracked_as` None it does neither.
 
-        Raises the errors of `bytecheckpoint.save`, and StorageError for a file that cannot be written.
+        Raises the errors of `bytecheckpoint.save`, and StorageError if the tracker file cannot be written: the
+        checkpoint is then committed all the same.
         """
         check = _nothing if tracked_as is None else partial(self._track, name, tracked_as, on_tracked)
         return phases.run_save(
@@ -83,15 +86,17 @@ class TrackedFolder(NamedTuple):
         )
 
     def decide_together(self, decide: Callable[[], T], kind: type[T]) -> T:
-        """Returns on every rank what `decide` returns on rank 0, whose error all raise. All ranks call it together. It
-        first waits until the saves of this process have ended.
+        """Calls `decide` on rank 0 and returns its result on every rank; if it fails, all ranks raise its error. All
+        ranks call this together. It first waits until the saves of this process have ended.
         """
         process_state().saves.wait_until_ended()
         decisions = Decisions(self.process_group, self.shown(), timeout_s=self.timeout_s)
         return decisions.decide_together(f"looking for a checkpoint in {self.shown()}", decide, kind)
 
     def read(self) -> str | None:
-        """Returns what the file holds; None if there is none. Raises CheckpointNotFoundError for an empty one."""
+        """Returns the content of the tracker file; None if there is no such file. Raises CheckpointNotFoundError if it
+        is empty.
+        """
         text = self._content(self._store())
         if text == "":
             raise CheckpointNotFoundError(

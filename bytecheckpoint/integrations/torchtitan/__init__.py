@@ -2,7 +2,8 @@
 
     config.checkpoint = BcpCheckpointManager.Config(enable=True, interval=500)
 
-Modules and optimizers are saved as they live: each rank writes its own part, and any number of ranks loads it.
+Modules and optimizers are saved in the shards that they have in memory: each rank writes its own part, and any number
+of ranks loads it.
 """
 
 from __future__ import annotations

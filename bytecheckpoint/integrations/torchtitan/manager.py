@@ -48,8 +48,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
     """The `checkpointer` of torchtitan's Trainer.
 
     A save runs beside the next forward and backward pass; the Trainer waits for its staging before each step of the
-    optimizers. A SIGTERM on any rank saves after the current step, on all ranks, and ends the process with exit code
-    143.
+    optimizers. After a SIGTERM to any rank, all ranks save at the end of the same step, and end with exit code 143.
 
     torchtitan's Trainer passes the arguments; see Config for `config`.
 
@@ -168,7 +167,9 @@ class BcpCheckpointManager(BaseCheckpointManager):
             handle.result()
 
     def _save_model(self, step: int) -> None:
-        """Saves the weights alone in the dtype of the export, which may be that of Hugging Face's formats."""
+        """Saves the weights alone, converted to `export_dtype`: with `last_save_in_hf` as a folder of Hugging Face's
+        format, else as a checkpoint. Returns when they are saved.
+        """
         dtype = TORCH_DTYPE_MAP[self.config.export_dtype]
         weights = {name: _in_dtype(tensor, dtype) for name, tensor in self._weights().items()}
         if self.config.last_save_in_hf:
@@ -191,7 +192,7 @@ class BcpCheckpointManager(BaseCheckpointManager):
         return {name: value for part in self._model_parts for name, value in part.state_dict().items()}
 
     def _end_run(self, step: int) -> None:
-        """Waits until the step is durable, and ends the process with the exit code that the signal would have given."""
+        """Waits until the step is durable, and raises SystemExit with the exit code that the signal would give."""
         self.maybe_wait_for_saving()
         logger.warning("%s: step %d is saved in %s, and the run ends", self._stop.reason, step, self.folder)
         number = signal.Signals[self._stop.reason]
@@ -291,7 +292,7 @@ def _data_state(dataloader: Any, elastic: Elastic | None) -> DataLoaderState | N
 
 
 def _glob_of(name: str, *, others: Collection[str]) -> str:
-    """Returns a glob for one of torchtitan's states that takes none of the others."""
+    """Returns a glob that matches the names of one of torchtitan's states, and those of none of the others."""
     is_start = any(other.startswith(name) for other in others)
     return f"extra_state.{glob.escape(name)}{'.*' if is_start else '*'}"
 
@@ -302,7 +303,9 @@ def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _restore_at_first_forward(model_parts: Sequence[nn.Module], restore: Any) -> None:
-    """Sets random numbers once more after the first batch: loaders draw from them when they are first read."""
+    """Calls `restore` once, at the first forward pass of any part. By then the loader has given its first batch, for
+    which it has drawn from the generators.
+    """
 
     def hook(*_: Any) -> None:
         for handle in handles:

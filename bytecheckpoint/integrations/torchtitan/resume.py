@@ -31,14 +31,14 @@ def choose(folders: NumberedFolders, step: int, config: Any, *, assets: str | No
     """Returns the checkpoint of a step; for -1 the one that was committed last, or in an empty folder the initial one.
     For -1, checkpoints that are damaged or hold weights alone are skipped if there is another.
 
-    Do not call it only to look: unless `config.load_only`, it calls `folders.begin` for a checkpoint of the folders,
-    which decides what is deleted first, and finishes deletions that were begun.
+    If it returns a checkpoint of `folders`, and unless `config.load_only`, it also calls `folders.begin`, which decides
+    what is deleted first, and finishes deletions that were begun.
 
     `config` has torchtitan's options, `assets` is the folder with the weights of Hugging Face.
     Raises CheckpointNotFoundError for a step that is not there, and CheckpointMismatchError (conflict) where training
-    cannot go on from the checkpoints there: it never begins anew beside checkpoints. Also raises the errors of
-    `bytecheckpoint.open` for a damaged checkpoint, if its step was given or there is no other, and ValueError for
-    `initial_load_in_hf` without a folder to load from.
+    cannot go on from the checkpoints there: it never starts from scratch in a folder with committed checkpoints, nor
+    with those of torchtitan's own manager. Also raises the errors of `bytecheckpoint.open` for a damaged checkpoint, if
+    its step was given or there is no other, and ValueError for `initial_load_in_hf` without a folder to load from.
     """
     if step != -1:
         named, found = folders.read(step), folders.committed()

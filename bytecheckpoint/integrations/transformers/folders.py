@@ -1,5 +1,5 @@
-"""The `checkpoint-N` folders of Hugging Face's Trainer, on the rank that looks after them: the record of the mixin in
-each, and which one a run goes on from. A manifest makes one committed, as everywhere.
+"""The `checkpoint-N` folders of Hugging Face's Trainer, as rank 0 sees them: the record of the mixin in each, and which
+one a run goes on from. A folder is committed once it has a manifest.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def is_committed(path: str | os.PathLike[str]) -> bool:
 
 
 def find_record(path: str | os.PathLike[str]) -> Resume:
-    """Returns the path, with the record of the checkpoint that is committed there, if any. Raises the errors of
-    `read_record`.
+    """Returns the path, with the record of the checkpoint that is committed there but without its Trainer state; with
+    None as the record if none is committed. Raises the errors of `read_record`.
     """
     record = read_record(path).without_state() if is_committed(path) else None
     return Resume(os.fspath(path), record)
@@ -120,7 +120,8 @@ def find_newest(run_dir: str) -> Resume:
 def find_given(path: str) -> Resume:
     """Returns the checkpoint at a path, without a record if no save of this library has begun in the folder.
 
-    Raises CheckpointNotFoundError (not_committed, not_found) if none is complete there: no other path is tried.
+    Raises CheckpointNotFoundError if the folder is not there (not_found), or has a save of this library that did not
+    finish (not_committed), and the errors of `read_record`. Tries no other path.
     """
     if is_committed(path):
         return Resume(path, read_record(path))
@@ -152,13 +153,13 @@ def put_trainer_state(path: str, record: TrainerRecord) -> None:
 
 
 def write_text(target: Path, content: str) -> None:
-    """Writes a file in one step."""
+    """Writes a file atomically, in place of any file there."""
     unfinished = target.with_name(f".{target.name}.tmp")
     unfinished.write_text(content)
     unfinished.replace(target)
 
 
 def _remove_beside(path: str) -> None:
-    """Removes what the mixin has put beside a checkpoint that is gone."""
+    """Removes the files of the mixin from the folder of a checkpoint that is gone."""
     for name in (TRAINER_STATE, CONFIG):
         Path(path, name).unlink(missing_ok=True)

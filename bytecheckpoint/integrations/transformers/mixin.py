@@ -48,10 +48,10 @@ logger = logging.getLogger("bytecheckpoint")
 
 
 def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """Returns the checkpoint of a run that was committed last, for `resume_from_checkpoint`; None if there is none. A
-    warning then names what is there instead: unfinished ones, or those that the Trainer itself wrote.
+    """Returns the path of the checkpoint of a run that was committed last, for `resume_from_checkpoint`; None if there
+    is none. A warning then names unfinished checkpoints and those that the Trainer itself wrote, if there are any.
 
-    Raises what `bytecheckpoint.open` raises for a damaged one.
+    Raises what `bytecheckpoint.open` raises if all committed checkpoints are damaged; otherwise skips damaged ones.
     """
     found = find_newest(os.fspath(output_dir))
     if found.others:
@@ -60,7 +60,9 @@ def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
 
 class BcpTrainerMixin(Trainer):
-    """A Trainer whose checkpoints are this library's. Mix it into any subclass of the Trainer, before that."""
+    """Makes a Trainer save and load with this library: `class Mine(BcpTrainerMixin, Theirs)`, where `Theirs` is the
+    Trainer or any subclass of it.
+    """
 
     bcp_async_save: bool = True
     """Training goes on while a checkpoint is written."""
@@ -119,7 +121,8 @@ class BcpTrainerMixin(Trainer):
         return output
 
     def bcp_request_stop(self, reason: str) -> None:
-        """Requests that training saves and ends after the step that all ranks agree on. One rank may call it.
+        """Requests that training saves and ends after the step that all ranks agree on. A call on any one rank, from
+        any thread, is enough.
 
         Raises RuntimeError outside of `train`.
         """
@@ -128,8 +131,9 @@ class BcpTrainerMixin(Trainer):
         self._bcp_stop.request(reason)
 
     def _bcp_end_earlier(self) -> None:
-        """Waits for a save that an exception in an earlier `train` has left in flight. Its commit changes what there is
-        to go on from, and the deletions that follow it must not take what this run goes on from.
+        """Waits for the save and the deletions that an exception in an earlier `train` has left in flight, and logs an
+        error of that save. The commit may add the checkpoint that this run resumes from, and a deletion after the
+        choice could remove it.
         """
         saves, self._bcp_saves = self._bcp_saves, None
         if saves is not None:
@@ -141,8 +145,8 @@ class BcpTrainerMixin(Trainer):
                 saves.close()
 
     def _bcp_find(self, wanted: str | bool | None) -> Resume:  # noqa: FBT001  as for train
-        """Returns on all ranks the checkpoint that rank 0 finds; empty for a fresh start. Raises ValueError for True if
-        none is committed.
+        """Returns on all ranks the checkpoint that rank 0 finds, and makes sure that it has its `trainer_state.json`;
+        an empty Resume for a fresh start. Raises ValueError for True if none is committed.
         """
 
         def find() -> Resume:
@@ -261,7 +265,9 @@ class BcpTrainerMixin(Trainer):
         return state
 
     def _bcp_note_best(self, saves: TrainerSaves, run_dir: str) -> None:
-        """Names the best checkpoint in the Trainer's state: this one, or an earlier one that was evaluated since."""
+        """Sets `best_model_checkpoint` of the Trainer's state to the folder of the best step, if that is the step of
+        this save, or an earlier step whose checkpoint is committed or was the last to be saved.
+        """
         step = self.state.best_global_step
         if not step:
             return
@@ -286,7 +292,9 @@ class BcpTrainerMixin(Trainer):
     # ---- Loading
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Loads the model, except in `train`: there it is loaded later, together with the optimizer."""
+        """Loads the model, except where `train` resumes from a checkpoint of the mixin: there the model is loaded
+        later, together with the optimizer.
+        """
         if self._bcp_stop is not None and self._bcp_resume.record is not None:
             return
         if not self._bcp_load_model(resume_from_checkpoint, model):
@@ -306,7 +314,9 @@ class BcpTrainerMixin(Trainer):
         return True
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads all that is in the checkpoint: here model, optimizer and scheduler exist in every setting."""
+        """Loads all that a checkpoint of the mixin has, the model too: model, optimizer and scheduler all exist by now
+        in every setting. Without such a checkpoint, does what the Trainer does.
+        """
         record = self._bcp_resume.record
         if checkpoint is None or record is None:
             super()._load_optimizer_and_scheduler(checkpoint)

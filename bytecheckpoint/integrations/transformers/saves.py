@@ -1,5 +1,5 @@
-"""The saves of a Trainer's run, one after the other by all ranks together, and what follows a commit: the files beside
-it, and the deletion of old checkpoints, in the background of rank 0.
+"""The saves of a Trainer's run, one after the other by all ranks together, and what rank 0 does for each: it adds files
+to the folder, and after the commit it deletes old checkpoints in the background.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger("bytecheckpoint")
 
 
 class BesideFiles(NamedTuple):
-    """Texts that rank 0 writes beside a checkpoint."""
+    """Contents of the files that rank 0 adds to the folder of a checkpoint."""
 
     trainer_state: str
     config: str
@@ -54,8 +54,8 @@ class TrainerSaves:
     """The saves into the folders of one run. All ranks make the same calls in the same order."""
 
     def __init__(self, run_dir: str, *, resumed: str, timeout_s: float) -> None:
-        """`resumed` is the checkpoint that training goes on from; those that were committed after it are the first to
-        be deleted. Empty for a fresh start.
+        """`resumed` is the path of the checkpoint that training goes on from, empty for a fresh start. Checkpoints that
+        were saved after that one are the first to be deleted.
         """
         self.newest_path = ""
         """The folder that was saved last, committed or not."""
@@ -65,19 +65,23 @@ class TrainerSaves:
         self._folders = on_rank_0(self._decisions, partial(_begun, run_dir, resumed))
 
     def is_committed(self, path: str) -> bool:
-        """Returns True on all ranks if rank 0 finds a committed checkpoint at the path, or the newest save is there."""
+        """Returns True on all ranks if rank 0 finds a committed checkpoint at the path, or if the newest save is there,
+        even if it is not committed yet.
+        """
         if path == self.newest_path:
             return True
         return self._decisions.decide_together(f"looking at {path}", lambda: is_committed(path), bool)
 
     def settle(self) -> None:
-        """Waits until the save in flight is committed, and raises its error."""
+        """Waits until the save in flight has ended, and raises its error if it failed."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.result()
 
     def finish(self) -> None:
-        """Waits for the save in flight and all deletions that are due, and raises the error of the save."""
+        """Waits for the save in flight and, on rank 0, all deletions that are due. Raises the error of the save if it
+        failed.
+        """
         try:
             self.settle()
         finally:
@@ -85,7 +89,7 @@ class TrainerSaves:
                 self._folders.wait(self._timeout_s)
 
     def close(self) -> None:
-        """Ends the deletions, after `finish`."""
+        """Ends the thread that deletes; call `finish` before."""
         if self._folders is not None:
             self._folders.close(self._timeout_s)
 
@@ -100,10 +104,10 @@ class TrainerSaves:
         async_save: bool,
         options: SaveOptions,
     ) -> None:
-        """Saves the state into a folder, after `settle`. A checkpoint that is there is replaced in one step.
+        """Saves the state into a folder; call `settle` before. Replaces a checkpoint that is there atomically.
 
-        `files` is called on rank 0. After the commit the oldest checkpoints beyond the limit are deleted.
-        Raises what `bytecheckpoint.save` raises.
+        `files` is called on rank 0, before the save begins. After the commit the oldest checkpoints beyond the limit
+        are deleted in the background. Raises what `bytecheckpoint.save` raises.
         """
         self.newest_path = path
         number, records = int(Path(path).name.rpartition("-")[2]), list[TrainerRecord]()
@@ -146,8 +150,8 @@ class TrainerSaves:
         return others[: max(num_too_many, 0)]
 
     def keep_only(self, path: str) -> None:
-        """Deletes every checkpoint of the run but this one, after `finish`; none if this one is not of the run, as
-        where its folder was copied with the Trainer's state that names it.
+        """Deletes every checkpoint of the run except the one at `path`; call `finish` before. Deletes none, with a
+        warning, if that one is not committed in this run, as where the Trainer's state names a folder of another run.
         """
         if self._folders is not None:
             self._folders.retire(partial(self._all_but, path))

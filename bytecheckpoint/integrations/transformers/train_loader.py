@@ -1,5 +1,5 @@
-"""The train loader of a user, whose position is saved, in the Trainer: its state, and its first pass after a load, from
-which the Trainer is not to skip batches.
+"""Train loaders that save their own position, inside the Trainer: the state of such a loader, and its first pass after
+a load, which already begins at that position, so that the Trainer must skip no batches of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _NO_BATCH = object()
 
 
 def train_loader_state(loader: Any, *, rank: int, size: int, elastic: Elastic | None) -> DataLoaderState | None:
-    """Returns the state of a loader that has one of its own; None for others, in which the Trainer skips batches.
+    """Returns the state of a loader that has a state of its own; None for any other loader, of which the Trainer skips
+    batches after a load.
 
     Raises like `DataLoaderState`.
     """
@@ -33,9 +34,9 @@ def train_loader_state(loader: Any, *, rank: int, size: int, elastic: Elastic | 
 
 
 class RestOfPass(IterableDataset[Any]):
-    """The rest of the pass over a loader that is in its place already, from which the Trainer would skip batches. It is
-    the dataset of an object that accelerate's `skip_first_batches` takes for a loader, and yields as many empty batches
-    as are to be skipped, then those of the loader.
+    """The rest of the pass over a loader that already stands at the saved position, although the Trainer will skip
+    batches. Yields as many None as the Trainer skips, then the batches of the loader. It is the dataset of an object
+    that accelerate's `skip_first_batches` accepts as a loader.
     """
 
     def __init__(self, state: DataLoaderState, *, num_to_skip: int) -> None:
@@ -65,7 +66,9 @@ class RestOfPass(IterableDataset[Any]):
         yield from itertools.chain(first, rest)
 
     def draw_as_begun(self) -> None:
-        """Draws the random numbers that the begin of a pass draws, where nothing was left of the one that was saved."""
+        """Draws the random numbers that a loader draws when it begins a pass, if the saved pass had no batches left and
+        this object therefore began the next one.
+        """
         if self._has_begun_next:
             samples: Any = [0]
             iter(DataLoader(samples, generator=self._state.loader.generator))

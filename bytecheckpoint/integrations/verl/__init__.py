@@ -1,6 +1,7 @@
 """Checkpoint managers for the FSDP and Megatron workers of verl, in the place of its own.
 
-Modules and optimizers are saved as they live: each rank writes its own part, and any number of ranks loads it.
+Modules and optimizers are saved in the shards that they have in memory: each rank writes its own part, and any number
+of ranks loads it.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ _LOOK_S = 0.1
 
 
 class WaitForLastSave(CheckpointCallback):
-    """The callback that `trainer.checkpoint_callback_class` names. A subclass may set `timeout_s`, and has to call
-    `__init__` and `on_save` if it has its own.
+    """The callback to name in `trainer.checkpoint_callback_class`. A subclass may set `timeout_s`; if it overrides
+    `__init__` or `on_save`, it has to call the method of this class.
     """
 
     timeout_s = SaveOptions().timeout_s
@@ -39,9 +39,10 @@ class WaitForLastSave(CheckpointCallback):
         async_save: bool = False,  # noqa: FBT001, FBT002 - verl's signature
         **_: Any,
     ) -> None:
-        """Returns, after the last save of the job, when all roles are committed and the tracker file names the step.
+        """After the last save of the job, if it is in the background, waits until all roles are committed and the
+        tracker file names the step. After any other save, returns at once.
 
-        Raises CheckpointSaveError (rank_missing) if that does not happen in time.
+        Raises CheckpointSaveError (rank_missing) if the wait takes longer than `timeout_s`.
         """
         if not async_save or self._is_another_to_come(trainer, global_step):
             return
@@ -60,8 +61,8 @@ class WaitForLastSave(CheckpointCallback):
             time.sleep(_LOOK_S)
 
     def _is_another_to_come(self, trainer: Any, global_step: int) -> bool:
-        """Returns True if the driver saves a later step: it does at multiples of `save_freq`, and at the last of
-        `total_training_steps`, which epochs may end before.
+        """Returns True if the driver will save a later step. It saves at multiples of `save_freq`, and at step
+        `total_training_steps`, which it does not reach if the epochs have fewer steps.
         """
         of_job, last = self.config.trainer, trainer.total_training_steps
         end = min(last, trainer.steps_per_epoch * of_job.total_epochs)

@@ -32,8 +32,9 @@ _LORA_ONLY = "lora_only"
 class BcpFSDPCheckpointManager(RoleManager, FSDPCheckpointManager):
     """The checkpoint manager of verl's FSDP workers, FSDP1 or FSDP2, on any number of ranks.
 
-    Saves return when the checkpoint is committed, and with `checkpoint.async_save` when the model may be changed and
-    moved. `save_contents`, `load_contents`, `save_lora_only` and `max_ckpt_to_keep` count as ever.
+    Saves return when the checkpoint is committed, or, with `checkpoint.async_save`, already when the model may be
+    changed and moved. `save_contents`, `load_contents`, `save_lora_only` and `max_ckpt_to_keep` work as in verl's own
+    manager.
     """
 
     def save_checkpoint(
@@ -46,10 +47,11 @@ class BcpFSDPCheckpointManager(RoleManager, FSDPCheckpointManager):
         """Saves what `save_contents` names, with all ranks together.
 
         Args:
-            local_path: The folder of the role, `global_step_100/actor`.
+            local_path: The folder of the role, `global_step_100/actor`. With None, nothing is saved.
             hdfs_path: Without effect, as for verl's own manager.
             global_step: The step.
-            max_ckpt_to_keep: Number of committed checkpoints of this role to keep; None for all.
+            max_ckpt_to_keep: Number of committed checkpoints of this role to keep; None or 0 for all. The one that the
+                tracker file names stays in any case.
 
         Raises:
             CheckpointMismatchError: `hf_model` with adapters (`conflict`).
@@ -109,14 +111,16 @@ class BcpFSDPCheckpointManager(RoleManager, FSDPCheckpointManager):
         return state
 
     def _name_parameters(self) -> None:
-        """Names the parameters of the optimizer, which are else named after the modules in the state."""
+        """Adds the names of the parameters to the groups of the optimizer. Needed if the whole model is not in the
+        state, because a save otherwise takes the names from the model there.
+        """
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for group in self.optimizer.param_groups:
             group.setdefault("param_names", [names[id(parameter)] for parameter in group["params"]])
 
     @contextmanager
     def _saving_nothing(self) -> Iterator[None]:
-        """Lets verl write the files of tokenizer and configuration alone."""
+        """Within this context, verl's own `save_checkpoint` writes only the files of tokenizer and configuration."""
         contents, self.checkpoint_save_contents = self.checkpoint_save_contents, []
         try:
             yield

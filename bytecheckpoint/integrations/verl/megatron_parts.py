@@ -20,9 +20,9 @@ except ImportError as error:
 class BcpMegatronCheckpointManager(RoleManager, MegatronCheckpointManager):
     """The checkpoint manager of verl's Megatron workers, for any number of ranks along any dimension.
 
-    The distributed optimizer is saved in its shards: nothing is gathered on a data-parallel rank. Weights come
-    with it, and with adapters the whole model. `hf_model` is written by the bridge, as ever, and read by it where
-    neither `model` nor `optimizer` is loaded.
+    The distributed optimizer is saved in its shards: nothing is gathered on a data-parallel rank. With the optimizer,
+    the weights are always saved and loaded too; a model with adapters is saved whole. verl's bridge writes `hf_model`,
+    and reads it if neither `model` nor `optimizer` is to be loaded.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -41,7 +41,9 @@ class BcpMegatronCheckpointManager(RoleManager, MegatronCheckpointManager):
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Saves as BcpFSDPCheckpointManager does."""
+        """Saves what `save_contents` names, as BcpFSDPCheckpointManager does, except that `local_path` must not be None
+        and that `hf_model` is also written for a model with adapters.
+        """
         del hdfs_path  # for copies, which are not made here
         self._saves.settle()
         self.previous_global_step = global_step

@@ -26,13 +26,14 @@ class RoleManager:
         hdfs_path: str | None = None,
         del_local_after_load: bool = False,  # noqa: FBT001, FBT002 - verl's signature
     ) -> None:
-        """Loads what `load_contents` names, with all ranks together; see `save_checkpoint` for the arguments.
+        """Loads what `load_contents` names, with all ranks together, from the folder that `save_checkpoint` was given;
+        does nothing for None. The other arguments have no effect.
 
         A checkpoint of adapters alone fills the adapters and leaves the base model as it is.
 
         Raises:
             CheckpointNotFoundError: There is no committed checkpoint (`not_committed`, `not_found`).
-            CheckpointMismatchError: verl itself has written it (`conflict`).
+            CheckpointMismatchError: verl itself has written the checkpoint (`conflict`), or it does not fit.
             CheckpointError: As `bytecheckpoint.load` raises it.
         """
         if local_path is None:
@@ -42,9 +43,11 @@ class RoleManager:
         self._saves.load(local_path, self._state_to_load(local_path))
 
     def wait(self) -> None:
-        """Waits until the save in the background is committed; raises its error if it failed."""
+        """Waits until the save in the background is committed, and on rank 0 until old checkpoints are deleted. Raises
+        the error of the save if it failed.
+        """
         self._saves.wait()
 
     def _state_to_load(self, local_path: str) -> dict[str, Any]:
-        """Returns the state that a committed checkpoint is to fill."""
+        """Returns the state that a committed checkpoint is to fill. The Megatron manager loads `hf_model` here."""
         raise NotImplementedError

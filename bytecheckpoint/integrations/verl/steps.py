@@ -73,10 +73,11 @@ class RoleSaves:
         async_save: bool,
         metadata: Mapping[str, Any],
     ) -> None:
-        """Saves the state, and returns when it may change and be moved. A checkpoint that is there is replaced.
+        """Saves the state, in place of any checkpoint that is there, after the save before has ended.
 
-        With `async_save`, in the layout of a job with roles, the background writes, and the tracker file names the step
-        once all its roles and the driver's loader are there. Otherwise it returns when the checkpoint is committed.
+        With `async_save` and a path `global_step_<n>/<role>`, returns when the state may change and be moved, and
+        writes in the background; the tracker file is written once all roles of the step and the driver's loader are
+        saved. Otherwise returns when the checkpoint is committed, and leaves the tracker file to verl.
         Raises the errors of `bytecheckpoint.save`, also that of the save before.
         """
         self.settle()
@@ -113,8 +114,9 @@ class RoleSaves:
             self._folders.wait(self._options.timeout_s)
 
     def settle(self) -> None:
-        """Waits until the save in flight is committed, then writes the tracker file if the step is whole; raises the
-        error of the save. Does not wait for deletions: only rank 0 deletes, and the other ranks would wait for it.
+        """Waits until the save in flight is committed, and raises its error if it failed. Then, on rank 0 and after an
+        `async_save`, writes the tracker file if the step is whole. Does not wait for deletions: only rank 0 deletes,
+        and the other ranks would wait for it.
         """
         handle, self._handle = self._handle, None
         if handle is not None:
@@ -124,7 +126,9 @@ class RoleSaves:
             self._write_tracker(step)
 
     def load(self, local_path: str, state: Mapping[str, Any]) -> None:
-        """Fills the state, which may be empty. Raises the errors of `bytecheckpoint.load`."""
+        """Fills the state, which may be empty, after a save in flight has ended. Raises the error of that save, and the
+        errors of `bytecheckpoint.load`.
+        """
         self.settle()
         if state:
             api.load(local_path, state, step=None, options=self._load_options)
@@ -200,7 +204,7 @@ def _beyond(folders: NumberedFolders, num_kept: int) -> list[NumberedFolder]:
 
 def is_whole(step: Path, *, since: float) -> bool:
     """Returns True if all roles of a step are committed, and the driver has written the state of its loader, all of it
-    since this time: an earlier run, whose steps are replaced, may have left the same.
+    after `since`, in seconds since 1970: older files are of an earlier run, whose steps this run replaces.
     """
     roles = [path for path in step.iterdir() if path.is_dir() and path.name != _QUEUE] if step.is_dir() else []
     try:
@@ -211,7 +215,7 @@ def is_whole(step: Path, *, since: float) -> bool:
 
 
 def tracked_step(tracker: Path) -> int | None:
-    """Returns the step that the tracker file names; None if it names none."""
+    """Returns the step that the tracker file names; None if there is no such file, or no number in it."""
     try:
         return int(tracker.read_text())
     except (FileNotFoundError, ValueError):
@@ -219,7 +223,7 @@ def tracked_step(tracker: Path) -> int | None:
 
 
 def write_tracker(tracker: Path, step: int) -> None:
-    """Writes the number of a step into the tracker file, in one step."""
+    """Writes the number of a step into the tracker file, atomically."""
     unfinished = tracker.with_name(f".{tracker.name}.{threading.get_native_id()}")
     unfinished.write_text(str(step))
     unfinished.replace(tracker)
@@ -233,8 +237,8 @@ def metadata_of(local_path: str) -> Mapping[str, Any]:
 
 
 def check_committed(local_path: str) -> None:
-    """Raises CheckpointNotFoundError (not_committed, not_found) where there is no committed checkpoint: verl must not
-    begin anew; and CheckpointMismatchError (conflict) for a checkpoint of verl itself.
+    """Raises CheckpointNotFoundError (not_committed, not_found) if there is no committed checkpoint, so that verl does
+    not train from scratch, and CheckpointMismatchError (conflict) for a checkpoint of verl itself.
     """
     place = Path(local_path)
     if (place / MANIFEST_NAME).exists():
@@ -258,7 +262,9 @@ def check_committed(local_path: str) -> None:
 
 
 def _remove_files_of_verl(path: str) -> None:
-    """Removes what verl has put beside a checkpoint that is gone, with the state of the loader after the last role."""
+    """Removes what verl has put into the folder of a checkpoint that is gone. If that was the last role of its step,
+    also removes the state of the loader and what the driver had in progress.
+    """
     place = Path(path)
     for name in _FOLDERS_OF_VERL:
         shutil.rmtree(place / name, ignore_errors=True)
