@@ -218,8 +218,7 @@ def in_natural_order(names: Collection[str]) -> list[str]:
 
 
 def first_in_natural_order(names: Collection[str], count: int) -> list[str]:
-    """Returns the first `count` of `in_natural_order`. Parts of names are sorted only where the first names have them.
-    """
+    """Returns the first `count` of `in_natural_order`. Sorts only the parts of names that the first ones have."""
     found: list[str] = []
     pending = [(names, 0)]
     while pending and len(found) < count:
