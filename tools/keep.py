@@ -146,7 +146,7 @@ def _policy(
 
 
 def _steps(store: Store, best: Sequence[keep_policies.Best]) -> tuple[list[StoredStep], list[str]]:
-    """Returns the committed steps, and the folders of those with a damaged manifest; at least one of either.
+    """Returns the committed steps whose manifest can be read, and the folders of the others; at least one of either.
 
     Raises CheckpointNotFoundError, and CheckpointMismatchError (conflict) for a root that is one checkpoint, and for a
     metric that no step has: it may be misspelt, and the best ones would be deleted.

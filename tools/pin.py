@@ -61,8 +61,8 @@ class NamedCheckpoint(NamedTuple):
 def rm(*, checkpoint: str, force: bool, access: AccessOptions, as_json: bool) -> int:
     """Delete CHECKPOINT without a question. Its manifest goes first: no reader finds a part of it.
 
-    A pinned or leased one, and the newest step of a root, is refused without --force. Files in its folder
-    that this library has not written stay.
+    A pinned or leased one, and the newest step of a root, is refused without --force. Only files of
+    the save of CHECKPOINT and records about it are deleted: all other files in its folder stay.
     """
     found = _find(checkpoint, access)
     if not force and found.step is not None and _is_newest(found.store, found.step):

@@ -20,7 +20,7 @@ from .value_difference import Tolerance, ValueDifference, can_compare
 
 
 class TensorDifference(NamedTuple):
-    """A tensor that both checkpoints have and that differs, be it within the tolerance."""
+    """A tensor that both checkpoints have and that differs, even if only within the tolerance."""
 
     fqn: str
     dtypes: tuple[str, str]

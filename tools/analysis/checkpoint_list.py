@@ -1,5 +1,5 @@
-"""Lists the checkpoints of a path, its folders and the folders of runs in it. It lists three levels and reads
-manifests: the path, its folders, and the folders in folders that are not checkpoints.
+"""Lists the checkpoints of a path, on three levels: the path, the folders in it, and the folders in those of them that
+are no checkpoints. Reads manifests, and the small objects beside them.
 """
 
 from __future__ import annotations

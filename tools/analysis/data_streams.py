@@ -76,7 +76,7 @@ class DataDifference(NamedTuple):
 
 
 def data_records(manifest: Manifest) -> list[DataRecord]:
-    """Returns a record of each data loader's state that is complete, sorted by FQN. Raises the errors of decoding plain
+    """Returns a record of each complete state of a data loader, sorted by FQN. Raises the errors of decoding plain
     data.
     """
     from bytecheckpoint.adapters.data.stream_wire import StreamTable, decode_stored, has_mark, is_whole  # noqa: PLC0415

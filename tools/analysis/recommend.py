@@ -37,7 +37,7 @@ class CompressionSpeed(NamedTuple):
 
 
 class Recommendation(NamedTuple):
-    """A value for one option, and why; None if nothing was measured for it."""
+    """A value for one option, and why. The value is None if nothing was measured for the option."""
 
     option: str
     value: int | str | bool | None

@@ -196,8 +196,8 @@ class ManifestSummary:
 
 
 class NaturalOrder:
-    """Sorts names so that numbers in them count as numbers. Names of modules share most of their parts, so the parts
-    are sorted first, and a name's key has a character for each of its parts.
+    """Sort keys of names, by which numbers in names count as numbers. Names of modules share most of their parts, so
+    the parts are sorted first, and a name's key has a character for each of its parts.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -207,7 +207,7 @@ class NaturalOrder:
         self._places = dict(zip(parts, map(chr, places) if self._is_text else places, strict=True))
 
     def key(self, name: str) -> str | list[int]:
-        """Returns the sort key of one of the names."""
+        """Returns the sort key of one of the names that were given."""
         places: Any = [self._places[part] for part in name.split(".")]
         return "".join(places) if self._is_text else places
 

@@ -36,7 +36,7 @@ class StoredPath(click.ParamType[str]):
 
 
 class TensorName(click.ParamType[str]):
-    """A name, completed to those of the tensors of the checkpoint that an earlier argument names."""
+    """A name, completed from those of the tensors in the checkpoint that an earlier argument gives."""
 
     name = "fqn"
 

@@ -59,7 +59,7 @@ class CommitWatch:
     def look(self) -> Iterator[NewCheckpoint]:
         """Yields the checkpoints that were committed since the last look, in the order of their commits, except those
         that are gone by now. Of the checkpoints seen before, a look compares the last 8 and 8 others: the replacement
-        of any other comes with a later look, or never if no look or `begin` had read that one's manifest before.
+        of any other comes with a later look, or is missed if the manifest of the replaced one was never read.
 
         Raises the errors of the store; checkpoints that were not yielded by then come with a later look.
         """

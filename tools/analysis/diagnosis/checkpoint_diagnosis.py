@@ -60,8 +60,8 @@ class CheckpointDiagnosis:
 
 
 def diagnose(path: str, storage_options: Mapping[str, Any]) -> CheckpointDiagnosis:
-    """Returns what the path is; an error because of which nothing of it loads is a part of the result. Raises
-    StorageError, and CheckpointNotFoundError if there is nothing at all.
+    """Returns what the path is; if nothing of it loads, the reason is the `error` of the result. Raises StorageError,
+    and CheckpointNotFoundError if there is nothing at all.
     """
     opening = Opening(storage_options)
     try:
@@ -123,7 +123,7 @@ def _checkpoint(
 
 
 def _top_values(manifest: Manifest) -> dict[str, Any]:
-    """Returns the plain values at the top level, which may have the step and the number of ranks."""
+    """Returns the plain values at the top level, among which may be the step and the number of ranks."""
     from bytecheckpoint.adapters.plain.plain_data import decode_plain  # noqa: PLC0415 - it needs torch
 
     return {fqn: decode_plain(data) for fqn, data in manifest.objects.items() if "." not in fqn}

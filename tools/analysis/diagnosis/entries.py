@@ -160,8 +160,8 @@ def is_scheduler(value: Mapping[Any, Any]) -> bool:
 
 
 def is_model_state(tree: Any) -> bool:
-    """Returns True for a dict that has at least one tensor, and nothing but tensors, in dicts or not, and the extra
-    state of modules.
+    """Returns True for a dict, of dicts or not, with at least one tensor, and nothing but tensors and the extra state
+    of modules.
     """
     if not isinstance(tree, dict):
         return False

@@ -67,7 +67,7 @@ def integration_of(manifest: Manifest) -> Integration | None:
 
 
 def step_in_name(manifest: Manifest, path: str) -> int | None:
-    """Returns the number at the end of the path, if a known integration saved the checkpoint; None if there is none."""
+    """Returns the number at the end of a path; None if there is none, or no known integration saved the checkpoint."""
     found = re.search(r"[-_][0-9]+\Z", path.rstrip("/"))
     return int(found[0][1:]) if found is not None and integration_of(manifest) is not None else None
 

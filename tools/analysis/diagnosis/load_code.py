@@ -27,7 +27,7 @@ _ONLY_READ: frozenset[Kind] = frozenset({"tensors", "values", "values of ranks"}
 
 
 class LoadCode(NamedTuple):
-    """Lines of Python, or of a command's options, that can be used as they stand once what they need is there."""
+    """Lines of Python, or of a command's options, that can be used as they stand once the names in `needs` exist."""
 
     does: str
     """What they do, such as `load the model alone`."""

@@ -116,8 +116,7 @@ def looks_like(names: Iterable[str]) -> str | None:
 
 
 def step_of(manifest: Manifest, values: Mapping[str, Any]) -> int | None:
-    """Returns the step of the manifest, else one in the metadata, else in a value at the top level; None without any.
-    """
+    """Returns the step of the manifest, else one in the metadata, else in a value at the top level; None if unknown."""
     of_save = {} if manifest.foreign_format else manifest.metadata
     candidates = [each for each in (of_save, of_save.get("megatron"), values) if isinstance(each, Mapping)]
     found = (each[key] for each in candidates for key in _STEP_KEYS if type(each.get(key)) is int)

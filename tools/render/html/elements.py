@@ -53,7 +53,7 @@ def table(
 
 
 def anchor_of(fqn: str) -> str:
-    """Returns the fragment of a page that shows a tensor; plain names stay as they are."""
+    """Returns the identifier of a tensor in a page: `tensor-` and the name, special characters as %-escapes."""
     return f"tensor-{quote(printable(fqn), safe='')}"
 
 
