@@ -32,7 +32,9 @@ AnyStep = int | Literal["latest"] | None
 
 
 class Opened(NamedTuple):
-    """A committed checkpoint whose manifest was read."""
+    """A checkpoint, of any format, whose manifest was read. As `find_files` returns it, `store` and `folder` are those
+    of its data files.
+    """
 
     store: Store
     folder: str
@@ -101,7 +103,9 @@ class StepParam(click.ParamType[AnyStep]):
 
 
 def with_output_options(command: _Command) -> Callable[..., Any]:
-    """Adds `--json` and the options of storages, which every command takes; passes the latter as part of `access`."""
+    """Adds `--json` and the options of storages, which every command takes. The command gets `as_json`, and `access`
+    with the options of storages, and its `--step` and `--follow-links` if it has these.
+    """
 
     @wraps(command)
     def run(*, storage_options: Mapping[str, Any], **arguments: Any) -> Any:
@@ -130,7 +134,9 @@ def with_output_options(command: _Command) -> Callable[..., Any]:
 
 
 def _with_s3_options(options: Mapping[str, Any], given: Mapping[str, str | None]) -> dict[str, Any]:
-    """Returns the storage options with those of S3 that have an option of their own."""
+    """Returns the storage options and `--endpoint-url` and `--profile`, where given. Raises click.UsageError if one of
+    these two is also among the storage options.
+    """
     named = {name: value for name, value in given.items() if value is not None}
     twice = sorted(named.keys() & options.keys())
     if twice:
@@ -154,7 +160,7 @@ def _parse_storage_options(ctx: click.Context, param: click.Parameter, texts: Se
 
 
 def with_step_option(under: str = "a root") -> Callable[[_Command], _Command]:
-    """Adds `--step`, for commands that open one checkpoint `under` a root."""
+    """Adds `--step`, for commands that open one checkpoint of a root; `under` names the root in the help."""
     return click.option(
         "--step",
         type=StepParam(),
@@ -187,7 +193,7 @@ def with_limit_option(num_rows: int, about: str) -> Callable[[_Command], _Comman
 
 
 def finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
-    """Checks an option that takes a number: click lets NaN through every range."""
+    """Returns the number. Raises click.BadParameter for infinity, and for NaN, which click lets through every range."""
     if value is not None and not isfinite(value):
         raise click.BadParameter(f"{value} is no finite number", ctx=ctx, param=param)
     return value
@@ -205,7 +211,7 @@ _SIZE = re.compile(r"\A([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)\Z")
 
 
 class ByteSize(click.ParamType[int]):
-    """A number of bytes, with or without a unit: 1 GB is 1000 MB, 1 GiB is 1024 MiB."""
+    """A number of bytes, `minimum` or more, with or without a unit: 1 GB is 1000 MB, 1 GiB is 1024 MiB."""
 
     name = "size"
 
@@ -247,7 +253,7 @@ class Age(click.ParamType[float]):
 
 
 class LocalFile(click.Path):
-    """A file to write: a missing folder is wrong usage, before anything is read for it."""
+    """A file to write. If its folder is missing, that is a usage error, before the command reads anything."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False)

@@ -58,10 +58,12 @@ class PrintedPart(NamedTuple):
 @with_link_option
 @with_output_options
 def cat(*, ckpt: str, name: str, limit: int, access: AccessOptions, as_json: bool) -> int:
-    """Print the values of one tensor of the checkpoint CKPT, of a part of it, or a plain value and all below it.
+    """Print the values of one tensor of the checkpoint CKPT, of a part of it, a plain value, or all plain values below
+    a name.
 
-    SLICE is as in Python: integers, slices with a step of 1 or more, and '...', divided by commas. Only the bytes that
-    the part needs are read, and verified. Quote it, so that the shell leaves the brackets alone.
+    SLICE is as in Python: integers, slices with a step of 1 or more, and '...', separated by commas. Only the extents
+    of files that hold the part are read, and verified if they have checksums. Quote SLICE, so that the shell leaves
+    the brackets alone.
     """
     opened = access.find_files(access.open_manifest(ckpt))
     objects = plain_objects(opened)
@@ -90,7 +92,7 @@ def cat(*, ckpt: str, name: str, limit: int, access: AccessOptions, as_json: boo
 
 
 def _below(opened: Opened, objects: Sequence[PlainSummary], name: str) -> list[PlainSummary]:
-    """Returns the plain values below a name, as of a scheduler, if no tensor lies there."""
+    """Returns the plain values below a name, as of a scheduler; none if a tensor has this name or lies below it."""
     manifest, start = opened.manifest, f"{name}."
     has_tensors = any(fqn == name or fqn.startswith(start) for fqn in chain(manifest.tensors, manifest.aliases))
     return [] if has_tensors else [item for item in objects if item.fqn.startswith(start)]
@@ -98,7 +100,8 @@ def _below(opened: Opened, objects: Sequence[PlainSummary], name: str) -> list[P
 
 def _read(opened: Opened, name: str, options: LoadOptions, *, others: Iterable[str]) -> PrintedPart:
     """Reads a part of a tensor. Raises click.UsageError for an index that the tensor does not have, and
-    CheckpointNotFoundError with near names, also of plain values (`others`).
+    CheckpointNotFoundError with near names, also of plain values (`others`). Raises CheckpointMismatchError (conflict)
+    for a dtype whose elements are not single numbers.
     """
     from bytecheckpoint.checkpoint import Checkpoint  # noqa: PLC0415 - torch takes seconds to import
     from bytecheckpoint.loading.read import Source  # noqa: PLC0415

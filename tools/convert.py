@@ -109,7 +109,7 @@ def convert(
     if flatten_optimizer and to != "dcp":
         raise click.UsageError(f"--flatten-optimizer is for --to dcp, not --to {to}")
     of_source, of_target = access.for_paths(src, dst)
-    from bytecheckpoint.conversion.convert import ConvertLimits, ConvertRequest  # noqa: PLC0415 - needs torch, as the rest of it does
+    from bytecheckpoint.conversion.convert import ConvertLimits, ConvertRequest  # noqa: PLC0415 - these need torch
     from bytecheckpoint.loading.open_checkpoint import LoadTarget  # noqa: PLC0415
     from bytecheckpoint.loading.select import SelectionRequest  # noqa: PLC0415
 
@@ -176,7 +176,7 @@ def _run(request: ConvertRequest, *, as_json: bool) -> int:
 
 
 def _look_for_unfollowed_link(request: ConvertRequest, error: CheckpointError) -> None:
-    """Raises UnfollowedLinkError if that is why the source could not be read."""
+    """Raises UnfollowedLinkError if `error` says that the source is a link that was not to be followed."""
     source = request.source
     if error.kind == "path_escape" and not (request.follow_links or request.is_link):
         step = "latest" if source.step is None else source.step

@@ -96,10 +96,12 @@ def diff(
     """Compare the checkpoints A and B, whatever their layouts: names, shapes, dtypes, values and plain data.
 
     Without --atol and --rtol every bit counts: 0.0 and -0.0 differ, and a NaN is the same as one with the same bits.
-    With one of them numbers are compared: NaN is the same as NaN, an infinity as one of its sign. Steps and metadata
-    are not compared, nor which ranks saved the streams of a data loader. Exit code 1 if something differs.
+    With either, or for tensors of two dtypes, numbers are compared: NaN is the same as NaN, an infinity as one of its
+    sign. Steps and metadata are not compared, nor which ranks saved the streams of a data loader. Exit code 1 if
+    something differs.
 
-    For each data loader in both it says how many samples lie between A and B, from the counts of its streams.
+    For each data loader in both, print how many samples lie between A and B, from the counts of the loader's
+    streams.
 
     With --to, --rename or --map, A is taken as `bcp convert` would write it: so an export is compared with its source.
     """

@@ -42,7 +42,7 @@ Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Findings about one storage."""
+    """Findings about one storage; `folder` is None unless it is a local folder, `local` without a local stage."""
 
     url: str
     checks: Sequence[GuaranteeCheck]
@@ -186,7 +186,7 @@ def _examine(url: str, stage: str | None, options: Mapping[str, Any], *, seconds
 
 @contextmanager
 def _probing(url: str, folder: str, options: Mapping[str, Any]) -> Iterator[ProbeStore]:
-    """Yields a store for objects in a folder, and removes the objects in the end."""
+    """Yields a store for objects in a folder; on exit, removes the objects and the folders that were made for them."""
     store = ProbeStore(open_store(url, storage_options=options, writer_threads=1), folder)
     with _no_new_folders(store.store):
         try:
@@ -197,7 +197,9 @@ def _probing(url: str, folder: str, options: Mapping[str, Any]) -> Iterator[Prob
 
 @contextmanager
 def _no_new_folders(store: Store) -> Iterator[None]:
-    """Removes the folders that had to be made for the probes: the root of the store, and folders above it."""
+    """On exit, removes the local folders that did not exist on entry and are empty: the root of the store, and folders
+    above it.
+    """
     missing = [path for path in (Path(str(store)), *Path(str(store)).parents) if not path.exists()]
     try:
         yield

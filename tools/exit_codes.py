@@ -33,7 +33,7 @@ class UnfollowedLinkError(UnsafeCheckpointError):
 
 
 def code_of(error: CheckpointError) -> int:
-    """Returns the exit code of a command that ends with this error."""
+    """Returns the exit code of a command that ends with this error; CORRUPT for one that has no code of its own."""
     match error:
         case CheckpointNotFoundError():
             return NOT_FOUND
@@ -47,6 +47,8 @@ def code_of(error: CheckpointError) -> int:
 
 
 def code_of_findings(kinds: Iterable[str]) -> int:
-    """Returns the exit code of a command that found faults of these kinds: STORAGE if the store alone is at fault."""
+    """Returns the exit code of a command that found faults of these kinds: FINE for none, STORAGE if the store alone is
+    at fault, else CORRUPT.
+    """
     found = set(kinds)
     return FINE if not found else STORAGE if found <= {"permission", "unavailable", "unsupported"} else CORRUPT

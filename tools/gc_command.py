@@ -1,4 +1,4 @@
-"""`bcp gc`: lists and removes what abandoned saves have left."""
+"""`bcp gc`: lists what abandoned saves have left, and removes it with --delete."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def gc(
     remove what abandoned saves left.
 
     A save is taken for dead when nothing that it wrote has changed for --older-than. Committed checkpoints are never
-    touched, nor is anything that no save of this library has written. With --memory, what an ended job holds in memory
-    is removed, committed or not: bring it to storage first with `bcp memory flush`.
+    touched, nor is anything that no save of this library has written. With --memory, what ended jobs hold in memory is
+    listed, and with --delete removed, committed or not: bring it to storage first with `bcp memory flush`.
     """
     if in_memory:
         location = None
@@ -138,9 +138,10 @@ def gc(
 def collect_memory(
     roots: Sequence[str], location: str | None, min_age_s: float, *, is_real: bool, as_json: bool
 ) -> int:
-    """Prints the memory of jobs; with `is_real`, removes the memory of jobs that ended at least `min_age_s` ago.
+    """Prints the memory of jobs; with `is_real`, removes that of jobs without a living process whose memory has not
+    changed for `min_age_s`.
 
-    Returns the exit code.
+    Returns the exit code: STORAGE if a process has taken one of these jobs meanwhile.
     """
     jobs = ended_jobs(roots, location)
     dead = [job for job in jobs if not job.num_living and age_s(job) >= min_age_s]
@@ -177,8 +178,8 @@ def _row(store: Store, item: GarbageObject, now_s: float, min_age_s: float, save
 
 
 def _rows_of_stage(store: Store, stage: str, min_age_s: float, save_ids: Iterable[str]) -> list[GarbageRow]:
-    """Lists the files that saves to this root have left in the local stage. The stage knows for certain whether the
-    process of a save lives.
+    """Lists the files that saves to this root have left in the local stage. A row is dead if the process of
+    its save has ended, which the stage knows for certain, and the save is named or began at least `min_age_s` ago.
     """
     root = str(store)
     below = join_name(root, "x")[:-1]
@@ -210,7 +211,7 @@ def _rows_of_stage(store: Store, stage: str, min_age_s: float, save_ids: Iterabl
 
 
 def _remove(store: Store, stage: str | None, dead: Sequence[GarbageRow]) -> list[str]:
-    """Removes every item, even if another item fails; returns the failures."""
+    """Removes every item, even if another item fails; returns messages about those that stay."""
     failures = []
     for item in dead:
         try:

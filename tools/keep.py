@@ -71,7 +71,9 @@ class KeptRow:
 
 
 class Deletions(NamedTuple):
-    """Result of deleting checkpoints."""
+    """Result of deleting checkpoints: all rows, also the kept ones, and the number of deletions that another process
+    had begun and this one has finished.
+    """
 
     rows: list[KeptRow]
     num_finished: int = 0
@@ -144,10 +146,10 @@ def _policy(
 
 
 def _steps(store: Store, best: Sequence[keep_policies.Best]) -> tuple[list[StoredStep], list[str]]:
-    """Returns the committed steps, and the folders of those with a damaged manifest; at least one of either.
+    """Returns the committed steps whose manifest can be read, and the folders of the others; at least one of either.
 
-    Raises CheckpointNotFoundError, and CheckpointMismatchError (conflict) for a metric that no step has: it may be
-    misspelt, and the best ones would be deleted.
+    Raises CheckpointNotFoundError, and CheckpointMismatchError (conflict) for a root that is one checkpoint, and for a
+    metric that no step has: it may be misspelt, and the best ones would be deleted.
     """
     damaged: list[int] = []
     stored = step_records.list_steps(store, reads_manifests=True, on_damaged=lambda step, _: damaged.append(step))
@@ -186,7 +188,9 @@ def _row(store: Store, item: StoredStep, decision: retention.StepDecision) -> Ke
 
 
 def _delete(store: Store, rows: Sequence[KeptRow], *, now: float) -> Deletions:
-    """Deletes every checkpoint that is not kept, even if another deletion fails."""
+    """Finishes the deletions that other processes began, then deletes every checkpoint that is not kept, even if
+    another deletion fails. One that was pinned or leased since, or is damaged, stays. Raises click.Abort for Ctrl-C.
+    """
     done, failures, num_finished = list(rows), list[str](), 0
     try:
         num_finished = retention.finish_deletions(store, now=now)

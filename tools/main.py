@@ -1,4 +1,4 @@
-"""The program `bcp`: its commands. Any error of one becomes one line and an exit code."""
+"""The program `bcp`: its commands. A CheckpointError or a usage error of one becomes one line and an exit code."""
 
 from __future__ import annotations
 

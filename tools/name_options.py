@@ -106,8 +106,8 @@ _OPTIONS = (
 
 
 def with_name_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds these options to a command that also has `--to`; passes all of them, with `--to`, as `names`, and as
-    `is_renamed` True if `--to`, `--rename` or `--map` was given.
+    """Adds these options to a command that also has `--to`; passes all of them, with `--to`, as `names`, and
+    `is_renamed`, True if `--to`, `--rename` or `--map` was given.
     """
 
     @wraps(command)

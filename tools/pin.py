@@ -40,7 +40,7 @@ Example:
 
 
 class NamedCheckpoint(NamedTuple):
-    """A committed checkpoint of this library, as one of these commands was given it."""
+    """The committed checkpoint of this library that a command was given."""
 
     store: Store
     """Its root: for the folder of a step, the folder above it."""
@@ -49,7 +49,7 @@ class NamedCheckpoint(NamedTuple):
 
     @property
     def step(self) -> int | None:
-        """The step that it is in its root; None for a checkpoint that stands alone."""
+        """Step that the checkpoint is in its root; None for one that stands alone."""
         return layout.parse_step(self.folder)
 
 
@@ -61,8 +61,8 @@ class NamedCheckpoint(NamedTuple):
 def rm(*, checkpoint: str, force: bool, access: AccessOptions, as_json: bool) -> int:
     """Delete CHECKPOINT without a question. Its manifest goes first: no reader finds a part of it.
 
-    A pinned or leased one, and the newest step of a root, is refused without --force. What its save has not written
-    stays.
+    A pinned or leased one, and the newest step of a root, is refused without --force. Only files of
+    the save of CHECKPOINT and records about it are deleted: all other files in its folder stay.
     """
     found = _find(checkpoint, access)
     if not force and found.step is not None and _is_newest(found.store, found.step):
@@ -128,7 +128,9 @@ def _open(path: str, access: AccessOptions) -> Store:
 
 
 def _is_newest(store: Store, step: int) -> bool:
-    """Returns True for the step with which a restart would go on: the highest that was not abandoned."""
+    """Returns True for the step with which a restart would go on: the highest that was not abandoned, or the highest if
+    all were.
+    """
     committed = layout.committed_steps(store)
     abandoned = abandoned_steps.present_abandoned(store)
     newest = [other for other in committed if other not in abandoned] or committed
@@ -136,7 +138,9 @@ def _is_newest(store: Store, step: int) -> bool:
 
 
 def _now(found: NamedCheckpoint) -> float:
-    """Returns the time by the clock of the storage, by which leases end; without a lease, that of this host."""
+    """Returns the time by the clock of the storage, by which leases end; without a lease, or if the storage tells no
+    time, that of this host.
+    """
     is_leased = step_records.leased_until(found.store, found.folder) > 0
     return (clock_of(found.store) if is_leased else None) or time.time()
 

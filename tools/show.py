@@ -127,8 +127,8 @@ def show(
 ) -> int:
     """Show the contents of the checkpoint CKPT: a summary, then its tensors.
 
-    Only the manifest is read, unless --stats asks for values, --objects for tensors of single ranks, or --html for the
-    telemetry of the save.
+    Only the manifest is read, unless --stats or --histograms asks for values, --objects for tensors of single ranks, or
+    --html for the telemetry of the save.
     """
     if with_histograms and html_path is None:
         raise click.UsageError("--histograms are drawn in the report of --html FILE")

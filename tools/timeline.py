@@ -74,7 +74,8 @@ def timeline(
     """Show the save of the checkpoint CKPT: the phases of each rank, and the ranks that the others waited for.
 
     The source is small files beside the data, which a checkpoint may lack: exit code 3 if there are none, 1 if one
-    cannot be decoded. Starts of ranks on several machines are as exact as their clocks.
+    cannot be decoded, 4 if the storage refuses to read one. Starts of ranks on several machines are as exact as their
+    clocks.
     """
     opened = access.open_manifest(ckpt)
     records = read_save_records(opened.store, opened.folder, opened.manifest.save_id)

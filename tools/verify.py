@@ -159,7 +159,7 @@ def _print(opened: Opened, result: Verification, *, sample_percent: float, secon
 
 
 def _others(result: Verification, num_tensors: int) -> str:
-    """Formats what is known of the tensors that no damage names."""
+    """Returns a sentence about the tensors that no damage names; empty if nothing is known of them."""
     num_others = num_tensors - result.num_hit
     if result.num_sound is None:
         return ""

@@ -20,7 +20,7 @@ from .value_difference import Tolerance, ValueDifference, can_compare
 
 
 class TensorDifference(NamedTuple):
-    """A tensor that both checkpoints have, and that is not the same."""
+    """A tensor that both checkpoints have and that differs, even if only within the tolerance."""
 
     fqn: str
     dtypes: tuple[str, str]
@@ -32,12 +32,12 @@ class TensorDifference(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Number of elements of the first tensor."""
+        """Number of elements of the tensor in the first checkpoint."""
         return prod(self.shapes[0])
 
     @property
     def first_index(self) -> list[int] | None:
-        """Index of the first element that differs."""
+        """Index of the first element that differs; None if none does, or if the values were not compared."""
         first = self.values.first if self.values else None
         return [int(at) for at in np.unravel_index(first.position, self.shapes[0])] if first else None
 
@@ -87,7 +87,8 @@ def compare_checkpoints(
     is_wanted: Callable[[str], bool],
     threads: int,
 ) -> CheckpointDiff:
-    """Returns all differences under the wanted names. Without a tolerance every bit counts.
+    """Returns all differences under the wanted names, of tensors also those within the tolerance. Without a tolerance
+    every bit counts, but tensors of two dtypes are compared by value.
 
     Raises the errors of a load.
     """
@@ -115,7 +116,7 @@ def compare_checkpoints(
 
 
 def _is_near(tensor: TensorDifference) -> bool:
-    """Returns True if values differ, all of them within the tolerance."""
+    """Returns True if numbers differ; of a tensor without problems, all of them within the tolerance."""
     return tensor.values is not None and bool(tensor.values.max_abs)
 
 
@@ -153,7 +154,7 @@ def _object_differences(a: NamedValues, b: NamedValues, tolerance: Tolerance | N
 
 
 def _shown(side: NamedValues, place: ValueKey) -> tuple[Any, str]:
-    """Returns a value as JSON can hold it, and as text."""
+    """Returns a value as JSON can hold it, and as text; None and `-` for a side without it."""
     if place not in side.values:
         return None, "-"
     value = side.values[place]

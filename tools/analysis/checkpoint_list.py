@@ -1,5 +1,5 @@
-"""Lists the checkpoints of a path, its folders and the folders of runs in it. It lists three levels and reads
-manifests: the path, its folders, and the folders in folders that are not checkpoints.
+"""Lists the checkpoints of a path, on three levels: the path, the folders in it, and the folders in those of them that
+are no checkpoints. Reads manifests, and the small objects beside them.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _checkpoint_in(store: Store, folder: str, entries: Mapping[str, int | None])
 
 
 def _checkpoint_in_file(store: Store, folder: str, name: str, num_bytes: int) -> ListedCheckpoint | None:
-    """Reads a file that is a checkpoint of another format; None for any other file."""
+    """Returns the checkpoint of another format that a file is; None for any other file."""
     try:
         place = find_file(store, folder, name, num_bytes)
     except (CheckpointNotFoundError, CheckpointCorruptError):  # of no format that is known, or empty
@@ -182,7 +182,7 @@ def read_checkpoint(
     found: FoundCheckpoint, step: int | None, entries: Mapping[str, int | None] | None = None
 ) -> ListedCheckpoint | None:
     """Describes a checkpoint by its manifest, and by the small objects beside it where its folder has such entries;
-    None if it was deleted since it was found.
+    None if it was deleted since it was found. The error of a damaged or refused manifest becomes its `problem`.
     """
     entries = entries or {}
     is_pinned = found.foreign is None and PIN_NAME in entries

@@ -76,7 +76,9 @@ class DataDifference(NamedTuple):
 
 
 def data_records(manifest: Manifest) -> list[DataRecord]:
-    """Returns a record of each data loader's state, sorted by FQN. Raises the errors of decoding plain data."""
+    """Returns a record of each complete state of a data loader, sorted by FQN. Raises the errors of decoding plain
+    data.
+    """
     from bytecheckpoint.adapters.data.stream_wire import StreamTable, decode_stored, has_mark, is_whole  # noqa: PLC0415
 
     trees = {fqn: decode_stored(data) for fqn, data in manifest.objects.items() if has_mark(data)}
@@ -143,7 +145,9 @@ def _sum(values: Sequence[int | None]) -> int | None:
 
 
 def data_differences(a: Manifest, b: Manifest) -> list[DataDifference]:
-    """Returns how far each data loader in both checkpoints has moved. Raises the errors of decoding plain data."""
+    """Returns how far each data loader in both checkpoints has moved from `a` to `b`. Raises the errors of decoding
+    plain data.
+    """
     records = {record.fqn: record for record in data_records(a)}
     return [_difference(records[other.fqn], other) for other in data_records(b) if other.fqn in records]
 

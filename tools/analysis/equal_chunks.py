@@ -34,7 +34,7 @@ class ChunkColumns:
         self._coordinate_starts = np.cumsum([0, *(2 * columns.num_dims * columns.num_chunks).tolist()]).tolist()
 
     def chunk_numbers(self, fqn: str) -> range:
-        """Returns the numbers of the chunks of a tensor."""
+        """Returns the numbers of the chunks of a tensor, counted over all chunks of the checkpoint."""
         index = self._indices[fqn]
         return range(self._starts[index], self._starts[index + 1])
 
@@ -51,16 +51,18 @@ class ChunkColumns:
 
 
 def are_cut_alike(a: ChunkColumns, fqn_a: str, b: ChunkColumns, fqn_b: str) -> bool:
-    """Returns True if two tensors of one shape have chunks of the same regions."""
+    """Returns True if two tensors of one shape have chunks of the same regions, in the same order."""
     return len(a.chunk_numbers(fqn_a)) == len(b.chunk_numbers(fqn_b)) and np.array_equal(
         a.coordinates(fqn_a), b.coordinates(fqn_b)
     )
 
 
 def known_equal(a: ChunkColumns, b: ChunkColumns, chunks_a: np.ndarray, chunks_b: np.ndarray) -> np.ndarray:
-    """Returns, for pairs of chunks with one region and dtype, True where the manifests show that they hold the same.
+    """Returns, for pairs of chunks with one region and dtype, True where the manifests show that they hold the same,
+    and False where they do not show it.
 
-    They do where both lie at the same place in runs of extents that have the same lengths and checksums.
+    They show it where both have one codec and length, and lie at the same place in runs of extents that have the same
+    lengths and checksums.
     """
     files_a, files_b = a.files[chunks_a], b.files[chunks_b]
     equal: np.ndarray = (a.codecs[chunks_a] == b.codecs[chunks_b]) & (
@@ -79,7 +81,9 @@ def known_equal(a: ChunkColumns, b: ChunkColumns, chunks_a: np.ndarray, chunks_b
 def _equal_in(
     files: tuple[DataFile, DataFile], starts: tuple[np.ndarray, np.ndarray], byte_lengths: np.ndarray
 ) -> np.ndarray:
-    """Returns True for each equal pair of chunks, all of which lie in one file on each side."""
+    """Returns True for each pair of chunks at the same place in equal extents. All pairs lie in one file on each side;
+    no pair is equal if one of the files has no extents.
+    """
     equal = np.zeros(len(byte_lengths), bool)
     if not (files[0].extent_lengths and files[1].extent_lengths):
         return equal
@@ -104,7 +108,9 @@ def _equal_in(
 def _extents_around(
     lengths: np.ndarray, starts: np.ndarray, byte_lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns for each chunk its first extent, the one after its last, and its start within the first."""
+    """Returns for each chunk the index of its first extent, the index after that of its last, and its start within the
+    first, in bytes.
+    """
     bounds = np.concatenate([[0], np.cumsum(lengths.astype(np.int64))])
     first = np.searchsorted(bounds, starts, side="right") - 1
     stop = np.maximum(np.searchsorted(bounds, starts + byte_lengths, side="left"), first)

@@ -31,7 +31,7 @@ class ExportView(NamedTuple):
 
 
 def export_of(opened: Opened, names: NameOptions, *, exclude: Sequence[str], beside: Opened) -> ExportView:
-    """Returns the checkpoint that `bcp convert --to` would write of this one with these options, in place of `beside`.
+    """Returns a checkpoint as `bcp convert --to` would write it with these options at the path of `beside`.
 
     Raises what the conversion raises; CheckpointMismatchError (conflict) also for a map that makes tensors of which the
     checkpoint does not hold every element, as the zeros of a padded vocabulary.

@@ -40,8 +40,8 @@ class NamedValues(NamedTuple):
 def named_values(manifest: Manifest, is_wanted: Callable[[str], bool]) -> NamedValues:
     """Returns the contents whose names are wanted.
 
-    Tensors stored under a name made of their content get the names of the state. Which ranks saved the streams of a
-    data loader is left out, as it is of tensors. Raises what decoding plain data raises.
+    Tensors stored under a name made of their content get the names of the state. The ranks that saved the streams
+    of a data loader are left out, as are those that saved tensors. Raises what decoding plain data raises.
     """
     tensors = {fqn: fqn for fqn in manifest.tensors} | dict(manifest.aliases)
     values: dict[ValueKey, Any] = {}
@@ -71,8 +71,8 @@ def _leaves(manifest: Manifest) -> Iterator[tuple[ValueKey, Any]]:
 
 
 def is_same(a: Any, b: Any, tolerance: Tolerance | None) -> bool:
-    """Returns True if two plain values are the same: of one type, with the same bits, or, if they are floats, or lists,
-    arrays and tensors of floats, the same within a tolerance.
+    """Returns True if two plain values are the same: of one type, with the same bits, or, with a
+    tolerance, floats and arrays and tensors of floats within it, also in lists and dicts.
     """
     if type(a) is not type(b):
         return False
@@ -102,7 +102,7 @@ def _scalar(value: float) -> TensorElements:
 
 
 def _elements(value: Any) -> TensorElements | None:
-    """Returns the elements of a tensor or array of floating point numbers; None for all that has no tolerance."""
+    """Returns the elements of a tensor or array of floating point numbers; None for any other value."""
     if isinstance(value, torch.Tensor):
         is_float = value.is_floating_point()
         content = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if is_float else b""

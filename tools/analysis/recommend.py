@@ -27,7 +27,7 @@ _SAMPLE_FRAMES = 16
 
 
 class CompressionSpeed(NamedTuple):
-    """Compression of values like bfloat16 weights, by all threads of a save."""
+    """Speed of compressing values like bfloat16 weights, all threads together."""
 
     bytes_per_s: float
     """Raw bytes a second."""
@@ -37,7 +37,7 @@ class CompressionSpeed(NamedTuple):
 
 
 class Recommendation(NamedTuple):
-    """A value for one option, and why."""
+    """A value for one option, and why. The value is None if nothing was measured for the option."""
 
     option: str
     value: int | str | bool | None
@@ -69,7 +69,9 @@ def recommend(
     compression: CompressionSpeed,
     local: Sequence[Speed] | None,
 ) -> list[Recommendation]:
-    """Recommends a value for each option. `local` are the writes to a disk that could be the local stage."""
+    """Recommends values for five options. `local` are the writes to a disk that could be the local stage, None if they
+    were not measured; the value of `local_stage` says if the disk is worth it.
+    """
     best_write = _fewest_threads(_of_library_parts(writes))
     best_read = _fewest_threads(reads)
     return [
@@ -92,7 +94,7 @@ def recommend(
 
 
 def _of_library_parts(writes: Sequence[Speed]) -> Sequence[Speed]:
-    """Returns writes with blocks as long as those of saves, or the longest that were measured."""
+    """Returns the writes with blocks as long as those of saves, or else the longest measured; all if there are none."""
     longest = max(write.part_bytes for write in writes)
     return [write for write in writes if write.part_bytes == min(BLOCK_BYTES, longest)] or writes
 

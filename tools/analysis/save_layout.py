@@ -48,7 +48,9 @@ def chunks_by_file(manifest: Manifest) -> list[int]:
 
 
 def cut_names(manifest: Manifest) -> list[str]:
-    """Returns how each tensor is cut: `whole`, parts along each dimension (`4 x 1`), or `irregular`."""
+    """Returns how each stored tensor is cut, in the order of the manifest: `whole`, the number of parts along each
+    dimension (`4 x 1`), or `irregular`.
+    """
     columns = manifest.table.columns
     names = np.full(len(manifest.tensors), "irregular", object)
     names[columns.num_chunks <= 1] = "whole"

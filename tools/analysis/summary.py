@@ -1,5 +1,5 @@
-"""Summarizes a manifest as the records that `bcp show` prints: totals, tensors, files, plain objects. It reads no data
-file; only plain objects need torch to be decoded.
+"""Summarizes a manifest as the records that `bcp show` prints: totals, tensors, files, plain objects. It reads no
+data file, except for tensors in the values of single ranks; only plain objects need torch to be decoded.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TensorEntry(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the data files: 0 for an alias."""
+        """Bytes of the elements, before compression; 0 for an alias."""
         return 0 if self.alias_of else self.num_elements * itemsize(self.dtype)
 
     @property
@@ -92,7 +92,7 @@ class ManifestSummary:
         return list(map(self._entry, in_natural_order(self._names)))
 
     def first_tensors(self, count: int) -> list[TensorEntry]:
-        """Returns the first of `tensors` without sorting the others."""
+        """Returns the first `count` of `tensors` without sorting the others."""
         return list(map(self._entry, first_in_natural_order(self._names, count)))
 
     @property
@@ -178,9 +178,10 @@ class ManifestSummary:
         }
 
     def select(self, patterns: Sequence[str], *, path: str) -> list[TensorEntry]:
-        """Returns the tensors with one of these FQNs, or matching one of these globs; all if there is no pattern.
+        """Returns the tensors with one of these FQNs, or matching one of these globs, in natural order; all if there is
+        no pattern. A pattern that is an FQN is not taken as a glob.
 
-        Raises CheckpointNotFoundError (not_found) for a pattern without any.
+        Raises CheckpointNotFoundError (not_found) for a pattern that no tensor matches.
         """
         if not patterns:
             return self.tensors
@@ -195,8 +196,8 @@ class ManifestSummary:
 
 
 class NaturalOrder:
-    """Sorts names so that numbers in them count as numbers. Names of modules share most of their parts, so the parts
-    are sorted first, and a name's key has a character for each of its parts.
+    """Sort keys of names, by which numbers in names count as numbers. Names of modules share most of their parts, so
+    the parts are sorted first, and a name's key has a character for each of its parts.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -206,7 +207,7 @@ class NaturalOrder:
         self._places = dict(zip(parts, map(chr, places) if self._is_text else places, strict=True))
 
     def key(self, name: str) -> str | list[int]:
-        """Returns the sort key of one of the names."""
+        """Returns the sort key of one of the names that were given."""
         places: Any = [self._places[part] for part in name.split(".")]
         return "".join(places) if self._is_text else places
 
@@ -217,7 +218,7 @@ def in_natural_order(names: Collection[str]) -> list[str]:
 
 
 def first_in_natural_order(names: Collection[str], count: int) -> list[str]:
-    """Returns the first of `in_natural_order`. Parts of names are sorted only where the first names have them."""
+    """Returns the first `count` of `in_natural_order`. Sorts only the parts of names that the first ones have."""
     found: list[str] = []
     pending = [(names, 0)]
     while pending and len(found) < count:
@@ -282,7 +283,9 @@ def file_rows(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def plain_objects(opened: Opened) -> list[PlainSummary]:
-    """Returns all plain values; values of single ranks come with their rank."""
+    """Returns all plain values in natural order; values of single ranks come with their rank. Tensors in values of
+    single ranks are read from the data files, others are left out. Raises the errors of a load.
+    """
     # Decoding them needs torch, and no other command does.
     from bytecheckpoint.adapters.plain.plain_data import decode_plain  # noqa: PLC0415
     from bytecheckpoint.adapters.plain.plain_tree import leaves  # noqa: PLC0415

@@ -55,7 +55,9 @@ class _ComparedRegion(NamedTuple):
 
 
 class TensorDiff:
-    """Comparison of two opened checkpoints. Making it reads nothing; `num_bytes` is the number of bytes to read."""
+    """Comparison of two opened checkpoints. Making it reads nothing. `num_bytes` is the number of bytes to compare, of
+    both checkpoints, before compression.
+    """
 
     def __init__(self, a: Opened, b: Opened, pairs: Iterable[TensorPair], *, tolerance: Tolerance | None) -> None:
         self._sources = [

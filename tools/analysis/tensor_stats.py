@@ -45,7 +45,7 @@ class TensorStats:
 
     @property
     def std(self) -> float | None:
-        """Standard deviation of the whole tensor as a population."""
+        """Standard deviation of the finite values, taken as a population; None without any."""
         return math.sqrt(max(self._squares, 0.0) / self._count) if self._count else None
 
     def as_json(self) -> dict[str, float | int | None]:
@@ -109,8 +109,8 @@ def tensor_stats(opened: Opened, fqns: Sequence[str], *, on_progress: Callable[[
 def histograms_of(
     opened: Opened, stats: Mapping[str, TensorStats], *, on_progress: Callable[[int], None]
 ) -> dict[str, Histogram]:
-    """Reads these tensors once more, and returns histograms of their values; without tensors that have no finite real
-    value, or too large a span. Raises like `tensor_stats`.
+    """Reads these tensors once more, and returns histograms of their values. Tensors without a finite real value, or
+    whose values span more than a float64 can hold, are left out. Raises like `tensor_stats`.
     """
     found = {fqn: Histogram(of_fqn) for fqn, of_fqn in stats.items() if of_fqn.min is not None}
     found = {fqn: histogram for fqn, histogram in found.items() if math.isfinite(histogram.high - histogram.low)}
@@ -121,7 +121,7 @@ def histograms_of(
 def _read_values(
     opened: Opened, accumulators: Mapping[str, TensorStats | Histogram], on_progress: Callable[[int], None]
 ) -> None:
-    """Adds all values of each of these tensors."""
+    """Adds all values of each of these tensors to its accumulator."""
     manifest, options = opened.manifest, LoadOptions()
     wanted = list(accumulators)
     # Before anything is planned: a manifest may claim a tensor of any size.

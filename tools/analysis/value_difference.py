@@ -58,7 +58,7 @@ class ValueDifference:
     first: FirstDifference | None = None
 
     def add(self, other: ValueDifference) -> None:
-        """Adds the difference of other elements of the same tensors, with positions in the same tensor."""
+        """Adds the difference of other elements of the same tensors. Positions of both count from one start."""
         self.num_differing += other.num_differing
         self.num_not_finite += other.num_not_finite
         self.max_abs = larger(self.max_abs, other.max_abs)
@@ -79,7 +79,8 @@ def can_compare(dtype_a: str, dtype_b: str) -> bool:
 
 def find_difference(a: TensorElements, b: TensorElements, tolerance: Tolerance | None) -> ValueDifference:
     """Compares elements of two dtypes for which `can_compare` holds. Without a tolerance, elements of one dtype are
-    compared bit by bit, elements of two dtypes by value.
+    compared bit by bit, elements of two dtypes by value. Elements that are not single numbers are always compared bit
+    by bit.
     """
     difference = ValueDifference()
     if a.dtype == b.dtype and same_bytes(a.content, b.content):

@@ -1,5 +1,5 @@
-"""Types of arguments that complete themselves: paths, steps and names of tensors. A path or a name is taken as it is:
-what is wrong with it the command says, in words that fit.
+"""Types of arguments that complete themselves: paths, steps and names of tensors. A path or a name is not checked
+here: the command that takes it reports what is wrong with it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StoredPath(click.ParamType[str]):
 
 
 class TensorName(click.ParamType[str]):
-    """A name of a tensor of the checkpoint that an earlier argument names."""
+    """A name, completed from those of the tensors in the checkpoint that an earlier argument gives."""
 
     name = "fqn"
 
@@ -68,7 +68,7 @@ def _manifest_of(ctx: click.Context) -> Manifest | None:
 
 def steps_below(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
     """Returns the words for `--step` that begin with `incomplete`: the committed steps of the root in the command line,
-    the newest first, then `latest` and `none`. Empty if there is no local root.
+    the newest first, then `latest` and `none`. Empty if there is no local root, or it cannot be listed.
     """
     from bytecheckpoint.storage import layout  # noqa: PLC0415 - as above
     from bytecheckpoint.storage.open_store import open_store  # noqa: PLC0415
@@ -85,7 +85,9 @@ def steps_below(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
 
 
 def next_parts(names: Iterable[str], incomplete: str) -> Sequence[str]:
-    """Returns the names that begin with a text; where there are many, only their parts up to the next dot."""
+    """Returns the names that begin with `incomplete`. Of more than 40, returns only the distinct parts up to the next
+    dot, or up to a later one if all are the same up to there.
+    """
     found = [name for name in names if name.startswith(incomplete)]
     if len(found) <= _MAX_WHOLE:
         return found

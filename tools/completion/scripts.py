@@ -1,7 +1,7 @@
 """Scripts that a shell reads once: they ask the program itself, by its hidden first argument, what could come next.
 
 Its answer is a line that says how to complete, `words`, `files` or `nothing`, and then a candidate a line. One that
-ends with a dot or a bracket is a part of a name, which goes on without a space.
+ends with a dot, `[` or `=` is a part of a word, which goes on without a space.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Commands about many checkpoints: `bcp ls` lists them, `bcp du` adds up bytes, `bcp watch` waits for new ones."""
+"""Commands about many checkpoints: `bcp ls`, `bcp du`, `bcp watch`, `bcp report` and `bcp memory`."""

@@ -1,5 +1,5 @@
-"""Finds checkpoints under a root as they commit: new ones, and those that were replaced in place. A look costs as much
-in a run of ten thousand steps as in one of ten.
+"""Finds checkpoints under a root as they commit: new ones, and those that were replaced in place. A look makes as
+many requests in a run of ten thousand steps as in one of ten, but for the pages of the root's listing.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class CommitWatch:
             self._seen[folder] = self._end_of_manifest(folder)
 
     def look(self) -> Iterator[NewCheckpoint]:
-        """Yields the checkpoints that were committed since the last look, in the order of time, except those that are
-        gone by now.
+        """Yields the checkpoints that were committed since the last look, in the order of their commits, except those
+        that are gone by now. Of the checkpoints seen before, a look compares the last 8 and 8 others: the replacement
+        of any other comes with a later look, or is missed if the manifest of the replaced one was never read.
 
         Raises the errors of the store; checkpoints that were not yielded by then come with a later look.
         """
@@ -85,7 +86,7 @@ class CommitWatch:
         return folders[-_LOOKED_AT:] + old[first : first + _LOOKED_AT]
 
     def _end_of_manifest(self, folder: str) -> bytes:
-        """Returns the checksum that a manifest ends with; empty if there is none."""
+        """Returns the checksum that the manifest in a folder ends with; empty if the folder has no manifest."""
         num_bytes = self._store.list(folder).get(layout.MANIFEST_NAME)
         if num_bytes is None:
             return _GONE
@@ -107,12 +108,14 @@ class CommitWatch:
         return sorted(found, key=lambda item: item.created_at.timestamp() if item.created_at else 0.0)
 
     def _new_folders(self) -> list[str]:
-        """Returns the folders of committed checkpoints that were not seen. Folders that were seen are not listed."""
+        """Returns the folders of committed checkpoints that were not seen. No request is made for a seen folder,
+        except the root.
+        """
         return [folder for folder in self._committed_folders() if folder not in self._seen]
 
     def _committed_folders(self) -> Iterator[str]:
-        """Yields the folders with a manifest that were not seen: the root, folders in it, and folders in those of them
-        that hold neither a manifest nor data files.
+        """Yields the folders with a manifest: the root, even if seen; unseen folders in it; and unseen folders in those
+        of them that hold neither a manifest nor data files.
         """
         for folder, entries in self._listings([""]):
             if layout.has_manifest(entries):

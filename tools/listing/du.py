@@ -67,10 +67,10 @@ def du(*, path: str, limit: int, access: AccessOptions, as_json: bool) -> int:
     """Add up the bytes of the checkpoints under PATH, or of the one that PATH is: by checkpoint, by top-level entry of
     the state, and those that are shared.
 
-    data: files that the checkpoint reads. other: its manifest, telemetry and marks, and what abandoned saves have left
-    there. shared: files that a link reads and another checkpoint stores; they are counted there. tied: what further
-    names of tied tensors would take. Only manifests are read, and folders listed. Exit code 1 if a manifest is
-    damaged.
+    data: files in its own folder that the checkpoint reads. other: its manifest, telemetry and marks, and what
+    abandoned saves have left there; all files if the manifest is damaged. shared: files that a link reads and another
+    checkpoint stores; they are counted there. tied: what further names of tied tensors would take. Only manifests are
+    read, and folders listed. Exit code 1 if a manifest is damaged, or a file of another format is refused.
     """
     store = open_store(path, storage_options=access.storage_options, writer_threads=1)
     spaces: list[CheckpointSpace] = []

@@ -56,9 +56,9 @@ def ls(
     """List the checkpoints under ROOT, or the one that ROOT is: step, size, age, tensors, number of ranks,
     metrics, pins.
 
-    ROOT may also be a folder of runs: folders that are not checkpoints are listed, and no deeper. Folders of saves that
-    did not finish, or are still being written, are listed as not committed. Only manifests are read, and
-    the small objects beside them. Exit code 1 if a manifest is damaged.
+    ROOT may also be a folder of runs: checkpoints in folders of ROOT that are no checkpoints themselves are listed too,
+    and none deeper. Folders of saves that did not finish, or are still being written, are listed as not committed. Only
+    manifests are read, and the small objects beside them. Exit code 1 if a manifest is damaged.
     """
     if reverse and not sort:
         raise click.UsageError("--reverse is for --sort NAME")
@@ -90,7 +90,7 @@ def ls(
 
 
 def _mixed_root_warning(found: Sequence[ListedCheckpoint]) -> str | None:
-    """Returns the warning for a root, or a run, that is a checkpoint and has steps below it; None if there is none."""
+    """Returns a warning about the first root or run that is a checkpoint and has steps below it; None without any."""
     own = [item for item in found if item.committed and item.format == OWN_FORMAT]
     steps_below: dict[str, list[int | None]] = {}
     for item in own:

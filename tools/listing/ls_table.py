@@ -129,7 +129,7 @@ def _metric_column(name: str, column: Column) -> ListColumn:
 
 
 class ListTable(NamedTuple):
-    """The columns of one table, and the metrics for which there was no room."""
+    """The columns of one table, and the metrics, with and without a column; no metrics if columns were asked for."""
 
     columns: list[ListColumn]
     metrics: MetricColumns

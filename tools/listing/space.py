@@ -24,7 +24,7 @@ _FOLDERS = (layout.DATA_FOLDER, layout.TELEMETRY_FOLDER, METRICS_FOLDER, LEASES_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntrySpace:
-    """A top-level entry of one checkpoint's state."""
+    """A top-level entry of the state, of one checkpoint or summed over several."""
 
     name: str
     num_bytes: int
@@ -60,7 +60,8 @@ class CheckpointSpace:
 def spaces_of(store: Store, listed: Sequence[ListedCheckpoint]) -> list[CheckpointSpace]:
     """Returns the space of each of the checkpoints that `list_checkpoints` has found in the store.
 
-    Raises StorageError for a store that cannot be listed, and CheckpointError for one that was deleted meanwhile.
+    Raises StorageError for a store that cannot be listed, and CheckpointError for a checkpoint that was deleted
+    meanwhile.
     """
     return map_jobs(lambda item: space_of(_found(store, item), item), listed, num_threads=_LOOKS_IN_FLIGHT)
 
@@ -101,8 +102,8 @@ def _found(store: Store, item: ListedCheckpoint) -> FoundCheckpoint:
 
 
 def _bytes_below(store: Store, folder: str) -> int:
-    """Returns the bytes that the save of a checkpoint and its manager have put into its folder. Other folders in it are
-    not counted, because they may hold further checkpoints.
+    """Returns the bytes of the files in a checkpoint's folder, and in the folders that saves and the manager make
+    there. Other folders in it are not counted, because they may hold further checkpoints.
     """
     entries = store.list(folder)
     listings = (store.list(join_name(folder, name)) for name in _FOLDERS if name in entries and entries[name] is None)

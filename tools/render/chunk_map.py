@@ -39,12 +39,14 @@ class ChunkMap(NamedTuple):
 
 
 def letter_of(position: int) -> str:
-    """Returns the letter of a file by its position among the files of a tensor; they repeat after NUM_LETTERS."""
+    """Returns the letter of a file by its position among the files of a tensor; letters repeat after NUM_LETTERS."""
     return _LETTERS[position % NUM_LETTERS]
 
 
 def map_chunks(record: TensorRecord, *, max_rows: int, max_columns: int) -> ChunkMap | None:
-    """Draws a tensor in at most so many fields. None for a tensor without dimensions or elements, or of one chunk."""
+    """Returns a map of at most `max_rows` times `max_columns` fields; None for a tensor without dimensions or elements,
+    or with fewer than two chunks.
+    """
     if not record.shape or 0 in record.shape or record.num_chunks < 2:
         return None
     boxes = np.array(record.coordinates, np.int64).reshape(record.num_chunks, 2, len(record.shape))
@@ -65,7 +67,7 @@ def map_chunks(record: TensorRecord, *, max_rows: int, max_columns: int) -> Chun
 
 
 def _pick_axes(offsets: np.ndarray) -> Axes:
-    """Returns the two dimensions with the most cuts, in their order; the first ones on a tie."""
+    """Returns the two dimensions with the most cuts, the lower one as `down`; the lowest ones on a tie."""
     num_dims = offsets.shape[1]
     if num_dims == 1:
         return Axes(None, 0)
@@ -76,7 +78,7 @@ def _pick_axes(offsets: np.ndarray) -> Axes:
 
 def _fields(boxes: np.ndarray, length: int, num_fields: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns for each box its first field and the one after its last, along a dimension of `length` elements: the
-    fields whose middle it holds. The middle of field f is element (2f + 1) * length // (2 * num_fields).
+    fields whose middle the box holds. The middle of field f is element (2f + 1) * length // (2 * num_fields).
     """
     starts, ends = boxes[:, 0], boxes[:, 0] + boxes[:, 1]
     # In float64, because the product of two lengths may not fit an int64; a field more or less does not matter there.
@@ -93,5 +95,5 @@ def axes_text(axes: Axes) -> str:
 
 
 def lines_of(drawn: ChunkMap) -> list[str]:
-    """Returns a line of text for each row of the map, in which each field is the letter of its file."""
+    """Returns a line of text for each row of the map: a letter of a file for each field, `.` where no chunk lies."""
     return ["".join(_HOLE if file < 0 else letter_of(file) for file in row) for row in drawn.fields.tolist()]

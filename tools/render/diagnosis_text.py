@@ -60,7 +60,7 @@ def print_diagnosis(diagnosis: CheckpointDiagnosis) -> None:
 
 
 def _print_code(screen: Screen, codes: Sequence[LoadCode]) -> None:
-    """Prints each code, and what it imports where nothing before has."""
+    """Prints each code, after its imports unless earlier code has shown all of them."""
     imported: set[str] = set()
     for code in codes:
         *most, last = code.needs or [""]

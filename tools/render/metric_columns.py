@@ -26,7 +26,9 @@ class MetricColumns(NamedTuple):
 
     @classmethod
     def of(cls, metrics: Sequence[Mapping[str, float]], *, first: Sequence[str] = ()) -> Self:
-        """Chooses columns for checkpoints with these metrics. Those of `first` leave a narrow window last."""
+        """Chooses at most 6 columns for checkpoints with these metrics, or all of `first` if these are more. Those of
+        `first` leave a narrow window last.
+        """
         others = {name for item in metrics for name in item} - set(first)
         names = [*dict.fromkeys(first), *sorted(others)]
         num_shown = max(_MAX_COLUMNS, len(set(first)))

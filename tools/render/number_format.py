@@ -33,7 +33,7 @@ def left_out_text(item: LeftOut) -> str:
 
 
 def short_count(number: int) -> str:
-    """Returns `7.20 B` for a number of parameters from a million on, else the number itself."""
+    """Returns `7.20 B`: millions (M), billions (B) or trillions (T); for a number below a million all its digits."""
     for limit, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")):
         if number >= limit:
             return f"{number / limit:.2f} {unit}"

@@ -114,7 +114,7 @@ def summary_rows(opened: Opened, summary: ManifestSummary) -> list[tuple[str, st
 
 
 def _written_by(manifest: Manifest) -> list[tuple[str, str]]:
-    """Returns the row that compares the bytes of the ranks."""
+    """Returns a list with the row that compares the bytes of the ranks; an empty list if they are not known."""
     writers = writers_of(manifest)
     if writers is None:
         return []
@@ -133,7 +133,9 @@ def _compressed(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def tables_of_totals(summary: ManifestSummary) -> list[tuple[TableShape, Sequence[Any]]]:
-    """Returns the tables that sum tensors up, with their items: by entry, by dtype, by the way they are cut."""
+    """Returns the tables that sum tensors up, by entry, by dtype and by the way in which tensors are cut, with their
+    items; none without items.
+    """
 
     def shape(titles: Sequence[str], count_of: str) -> TableShape:
         columns = [
@@ -184,7 +186,9 @@ def stats_cells(stats: TensorStats | None) -> list[str]:
 
 
 def tree_rows(node: ModuleNode, lead: str = "", below: str = "") -> list[list[str]]:
-    """Returns the rows of a node and all below it; `lead` and `below` are drawn before them."""
+    """Returns the rows of a node and all below it. `lead` is put before the name of the node, `below` before the names
+    of the nodes below it.
+    """
     tensor = node.tensor
     is_tied = tensor is not None and tensor.alias_of is not None
     rows = [

@@ -205,7 +205,7 @@ def to_json(value: Any) -> Any:
 
 
 def without(record: Any, *names: str) -> dict[str, Any]:
-    """Returns a record as JSON, without these fields."""
+    """Returns a record as JSON, without the fields that have these names there: `refused` for `is_refused`."""
     return {name: value for name, value in to_json(record).items() if name not in names}
 
 
@@ -250,7 +250,9 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _share(room: int, lengths: Sequence[int]) -> list[int]:
-    """Divides cells among texts of these lengths: shorter ones first get all that they need."""
+    """Divides cells among texts of these lengths. Texts shorter than an equal share get all that they need, the others
+    share the rest and get at least 8 each.
+    """
     shares = [0] * len(lengths)
     rising = sorted(range(len(lengths)), key=lambda n: lengths[n])
     for position, number in enumerate(rising):

@@ -1,5 +1,5 @@
 """Shows the course of a save, for `bcp timeline`: as text, and in the Trace Event Format, which Perfetto
-(ui.perfetto.dev) and chrome://tracing open: a process a rank, and in it as many rows as phases overlap.
+(ui.perfetto.dev) and chrome://tracing open: each rank is a process in it, with as many rows as phases overlap.
 
 The format: "Trace Event Format", Google, https://chromium.googlesource.com/catapult.
 """
@@ -155,7 +155,7 @@ def _cell(seconds: float, longest: float) -> StyledCell:
 
 
 def chrome_trace(ranks: Sequence[RankRecord], *, path: str) -> dict[str, Any]:
-    """Returns the trace of these ranks as JSON. Time 0 is the call of the first of them."""
+    """Returns the trace of these ranks as JSON. Time 0 is the earliest call of a rank."""
     first = first_call(ranks) if ranks else 0.0
     events = [event for record in ranks for event in _events(record, record.started_at - first)]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"checkpoint": path}}
@@ -179,7 +179,9 @@ def _events(record: RankRecord, offset_s: float) -> Iterator[dict[str, Any]]:
 
 
 def in_lanes(spans: Sequence[PhaseSpan]) -> list[tuple[int, PhaseSpan]]:
-    """Returns the spans by start, each after its lane: the number of the first row that is free at its start."""
+    """Returns each span with its lane, in the order of their starts. A lane is the number of the first row that is free
+    when the span starts.
+    """
     ends: list[float] = []
     placed = []
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):

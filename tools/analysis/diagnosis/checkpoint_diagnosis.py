@@ -60,7 +60,9 @@ class CheckpointDiagnosis:
 
 
 def diagnose(path: str, storage_options: Mapping[str, Any]) -> CheckpointDiagnosis:
-    """Returns what the path is. Raises StorageError, and CheckpointNotFoundError if there is nothing at all."""
+    """Returns what the path is; if nothing of it loads, the reason is the `error` of the result. Raises StorageError,
+    and CheckpointNotFoundError if there is nothing at all.
+    """
     opening = Opening(storage_options)
     try:
         found = find_checkpoint(path, "latest", opening)
@@ -121,7 +123,7 @@ def _checkpoint(
 
 
 def _top_values(manifest: Manifest) -> dict[str, Any]:
-    """Returns the plain values at the top level, which may have the step and the number of ranks."""
+    """Returns the plain values at the top level, among which may be the step and the number of ranks."""
     from bytecheckpoint.adapters.plain.plain_data import decode_plain  # noqa: PLC0415 - it needs torch
 
     return {fqn: decode_plain(data) for fqn, data in manifest.objects.items() if "." not in fqn}
@@ -134,7 +136,7 @@ def _convert(path: str, manifest: Manifest) -> str:
 
 def _other_steps(found: FoundCheckpoint) -> list[Neighbour]:
     """Returns the other steps of the root, the newest first, those that did not finish included; none for a checkpoint
-    of another format, or that is not a step.
+    of another format, or one that was not found as a step below the path.
     """
     if found.foreign or layout.parse_step(found.folder) is None:
         return []

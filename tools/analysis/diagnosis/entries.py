@@ -1,5 +1,5 @@
-"""Tells by its keys what an entry of a checkpoint is, and which live object a load fills from it: a model, its
-optimizer, its scheduler.
+"""Tells what an entry of a checkpoint is, by the keys in the entry, and which live object a load fills from it: a
+model, an optimizer, a scheduler.
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ def _optimizer(part: Part, tree: Mapping[str, Any]) -> Part:
 
 
 def _object(part: Part, tree: Mapping[str, Any], *, is_own: bool) -> Part:
-    """Returns the part for a dict of several things, the state of one object."""
+    """Returns the part for a dict of several things: the state of one object, or mere tensors if it is of another
+    format (`is_own` is False) and has neither a model nor an optimizer in it.
+    """
     models = [str(key) for key, item in tree.items() if is_model_state(item) and _has_model_names(str(key), item)]
     part = replace(part, holds=f"a state of {and_more([str(key) for key in tree], 4)}")
     if not is_own and not models and not any(map(is_optimizer, tree.values())):
@@ -158,7 +160,9 @@ def is_scheduler(value: Mapping[Any, Any]) -> bool:
 
 
 def is_model_state(tree: Any) -> bool:
-    """Returns True for a dict that has nothing but tensors, in dicts or not, and the extra state of modules."""
+    """Returns True for a dict, of dicts or not, with at least one tensor, and nothing but tensors and the extra state
+    of modules.
+    """
     if not isinstance(tree, dict):
         return False
     items = [item for key, item in tree.items() if not is_extra_state(str(key))]

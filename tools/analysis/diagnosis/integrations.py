@@ -67,13 +67,15 @@ def integration_of(manifest: Manifest) -> Integration | None:
 
 
 def step_in_name(manifest: Manifest, path: str) -> int | None:
-    """Returns the number at the end of the name that a framework gave to a checkpoint; None if there is none."""
+    """Returns the number at the end of a path; None if there is none, or no known integration saved the checkpoint."""
     found = re.search(r"[-_][0-9]+\Z", path.rstrip("/"))
     return int(found[0][1:]) if found is not None and integration_of(manifest) is not None else None
 
 
 def resume_code(manifest: Manifest, path: str, step: int | None) -> list[LoadCode]:
-    """Returns the line with which a run in its framework goes on; an empty list if there is none."""
+    """Returns the line with which a run in its framework goes on; an empty list if there is none, for weights alone,
+    and if the line needs the step and it is None.
+    """
     found = integration_of(manifest)
     if found is None or manifest.metadata.get("weights_only") or (step is None and "{step}" in found.line):
         return []

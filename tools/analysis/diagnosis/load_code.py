@@ -27,7 +27,7 @@ _ONLY_READ: frozenset[Kind] = frozenset({"tensors", "values", "values of ranks"}
 
 
 class LoadCode(NamedTuple):
-    """Lines of Python that can be run as they stand."""
+    """Lines of Python, or of a command's options, that can be used as they stand once the names in `needs` exist."""
 
     does: str
     """What they do, such as `load the model alone`."""
@@ -85,7 +85,9 @@ def _purpose(item: _StateEntry) -> str:
 
 
 def _items(parts: Sequence[Part]) -> list[_StateEntry]:
-    """Returns the parts under their keys in a state, each with a live object of a name of its own."""
+    """Returns the parts under their keys in a state, each with a live object of a name of its own; a copy of a model
+    shares the name of the model.
+    """
     num_of_kind = Counter(part.kind for part in parts if not part.is_copy)
     num_in_list = Counter(_list_of(part.name) for part in parts)
     items: list[_StateEntry] = []

@@ -116,7 +116,7 @@ def looks_like(names: Iterable[str]) -> str | None:
 
 
 def step_of(manifest: Manifest, values: Mapping[str, Any]) -> int | None:
-    """Returns the step that a checkpoint has in its metadata, or in a value at its top level; None if neither has."""
+    """Returns the step of the manifest, else one in the metadata, else in a value at the top level; None if unknown."""
     of_save = {} if manifest.foreign_format else manifest.metadata
     candidates = [each for each in (of_save, of_save.get("megatron"), values) if isinstance(each, Mapping)]
     found = (each[key] for each in candidates for key in _STEP_KEYS if type(each.get(key)) is int)
@@ -124,8 +124,8 @@ def step_of(manifest: Manifest, values: Mapping[str, Any]) -> int | None:
 
 
 def world_size_of(manifest: Manifest, values: Mapping[str, Any]) -> int | None:
-    """Returns the number of ranks that saved a checkpoint, by its values or by the names of its files; None if neither
-    says it.
+    """Returns the number of ranks that saved a checkpoint, by its provenance, its values or else the names of its
+    files; None if none of them tells it.
     """
     args = values.get("args")
     candidates = [manifest.provenance.get("world_size"), *(values.get(key) for key in _SIZE_KEYS)]

@@ -78,7 +78,9 @@ def _with_tensors(part: Part, tensors: Sequence[TensorEntry]) -> Part:
 
 
 def _bare_parts(tensors: Sequence[TensorEntry], manifest: Manifest, trees: Mapping[str, Any]) -> list[Part]:
-    """Returns the parts that consist of tensors outside of trees: models, with a name or without."""
+    """Returns the parts that consist of tensors outside of trees: models, with a name or without, then single tensors
+    and optimizer state of Megatron.
+    """
     groups: dict[str, list[TensorEntry]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.fqn.partition(".")[0], []).append(tensor)
@@ -141,7 +143,9 @@ def _is_state(fqn: str) -> bool:
 
 
 def _is_lone(tensor: TensorEntry, trees: Mapping[str, Any]) -> bool:
-    """Returns True for a tensor that is no part of a model: the state of a generator, or any if an entry is a model."""
+    """Returns True for a tensor that is no part of a model: the state of a generator; any tensor, if an entry of plain
+    data is a model.
+    """
     return _is_generator(tensor) or any(is_model_state(tree) for tree in trees.values())
 
 
@@ -169,7 +173,7 @@ def _unknown_optimizer(fqn: str) -> Part:
 
 def _are_named(groups: Mapping[str, Sequence[TensorEntry]], trees: Mapping[str, Any]) -> bool:
     """Returns True if the first parts of these names name models, not modules of one model. Names of parameters in an
-    optimizer decide; without them, the words do.
+    optimizer decide; without these, words such as `model`, or that there is only one module.
     """
     names = {tensor.fqn for members in groups.values() for tensor in members}
     for tree in trees.values():

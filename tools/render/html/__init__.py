@@ -1,1 +1,1 @@
-"""Pages and pictures that need nothing but themselves."""
+"""Self-contained pages and pictures: they load no other file."""

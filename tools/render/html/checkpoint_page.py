@@ -1,5 +1,5 @@
-"""Makes the report of `bcp show --html`: one page that needs nothing but itself. It stays small
-at a million chunks, because pictures and tables show a bounded part and say what is left out.
+"""Makes the report of `bcp show --html`: one self-contained page. It stays small at a million chunks, because
+pictures and tables show a bounded part and say what is left out.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def _sections(opened: Opened, summary: ManifestSummary, shown: ReportContents) -
 
 
 def _pictures(opened: Opened, summary: ManifestSummary, shown: ReportContents) -> Iterator[str]:
-    """Yields pictures of the selected tensors, or of the largest one of each way in which tensors are cut."""
+    """Yields pictures of at most 12 tensors of several chunks: the selected ones, or else the largest one of each
+    number of chunks and of dimensions.
+    """
     stored = {tensor.stored_fqn: tensor for tensor in shown.tensors if summary.num_chunks_of(tensor) > 1}
     chosen = list(stored.values()) if shown.is_selected else _largest_by_count(summary, list(stored.values()))
     for tensor in chosen[:_MAX_PICTURES]:
@@ -104,7 +106,7 @@ def _heading(fqn: str) -> str:
 
 
 def _tree(rows: Sequence[Sequence[str]]) -> str:
-    """Returns the tree of modules, which keeps its order."""
+    """Returns the tree of modules as a table that cannot be sorted, of at most 400 rows."""
     return table(TREE_TABLE.columns, rows[:_MAX_ROWS]) + note_of_rest(len(rows), _MAX_ROWS)
 
 

@@ -17,7 +17,9 @@ def text(value: object) -> str:
 
 
 def tag(name: str, attributes: Attributes, *content: str) -> str:
-    """Returns an element around others; floats in attributes have two decimals."""
+    """Returns an element around its content, which must be escaped already. Attributes are escaped; floats in them get
+    at most two decimals.
+    """
     given = "".join(f' {key}="{_attribute(value)}"' for key, value in attributes.items())
     return f"<{name}{given}>{''.join(content)}</{name}>" if content else f"<{name}{given}/>"
 
@@ -51,7 +53,7 @@ def table(
 
 
 def anchor_of(fqn: str) -> str:
-    """Returns the fragment of a page that shows a tensor; plain names stay as they are."""
+    """Returns the identifier of a tensor in a page: `tensor-` and the name, special characters as %-escapes."""
     return f"tensor-{quote(printable(fqn), safe='')}"
 
 

@@ -38,7 +38,7 @@ def rect(box: Box, fill: str, lines: Sequence[str], kind: str = "") -> str:
 
 
 def label(x: float, y: float, shown: str, kind: str = "") -> str:
-    """Returns a line of text; "" for none."""
+    """Returns an SVG element with a line of text; "" for an empty line."""
     return tag("text", {"x": x, "y": y, **({"class": kind} if kind else {})}, text(shown)) if shown else ""
 
 
@@ -61,7 +61,7 @@ def _tile(tile: TreemapTile, total: int) -> str:
 
 
 def bar(totals: Sequence[TensorTotals]) -> str:
-    """Draws shares of a whole beside one another."""
+    """Draws one bar, divided among these totals by their bytes."""
     total_bytes = sum(total.num_bytes for total in totals)
     x = 0.0
     parts = []
@@ -75,7 +75,9 @@ def bar(totals: Sequence[TensorTotals]) -> str:
 
 
 def chunk_picture(manifest: Manifest, record: TensorRecord) -> tuple[str, ChunkMap] | None:
-    """Draws the chunks of a tensor in the colours of their files; None if there is nothing to see."""
+    """Returns a picture of the chunks of a tensor in the colours of their files, and its map; None where `map_chunks`
+    returns None.
+    """
     drawn = map_chunks(record, max_rows=_MAX_ROWS, max_columns=_MAX_COLUMNS)
     if drawn is None:
         return None
@@ -124,6 +126,6 @@ def _fields(manifest: Manifest, drawn: ChunkMap, height: float) -> list[str]:
 
 
 def _runs(items: Sequence[object]) -> list[tuple[int, int]]:
-    """Returns start and end of runs of equal neighbours."""
+    """Returns the first index of each run of equal neighbours, and the one after its last."""
     starts = [index for index, item in enumerate(items) if not index or item != items[index - 1]]
     return list(zip(starts, [*starts[1:], len(items)], strict=True))

@@ -34,8 +34,8 @@ class _Scale(NamedTuple):
 
 
 def line_chart(title: str, curves: Sequence[Curve], format_value: Callable[[float], str], *, base: int) -> str:
-    """Returns a picture, each curve in a colour of its own; "" without a finite value. Of many points, some
-    are drawn.
+    """Returns a picture, each curve in a colour of its own; "" without a finite value. At most 20 curves are drawn, and
+    of each at most 400 points. `base` is that of `round_ticks`, for the values.
     """
     thinned = ((number, curve._replace(points=_thinned(curve.points))) for number, curve in enumerate(curves))
     drawn = [(number, curve) for number, curve in thinned if curve.points][:_MAX_CURVES]
@@ -56,7 +56,7 @@ def line_chart(title: str, curves: Sequence[Curve], format_value: Callable[[floa
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Returns the finite points, or `_MAX_POINTS` of them that include the last."""
+    """Returns the finite points, or at most `_MAX_POINTS` of them, the last one included."""
     finite = [point for point in points if math.isfinite(point[1])]
     stride = -(-len(finite) // _MAX_POINTS)
     return finite[::-1][:: stride or 1][::-1]

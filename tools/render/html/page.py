@@ -1,4 +1,4 @@
-"""Pages that need nothing but themselves: their style, and one script that searches and sorts tables. The browser runs
+"""Self-contained pages: their style, and one script that searches and sorts tables. The browser runs
 no other script, by the hash in the policy of the page, and asks no network. Without scripts all tables are there.
 """
 

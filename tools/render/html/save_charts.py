@@ -26,7 +26,7 @@ _MAX_TICKS = 8
 
 
 def gantt(ranks: Sequence[RankRecord], phases: Sequence[Phase]) -> str:
-    """Draws ranks down, time across. Neighbours share a row if there are many, which shows the slowest of them."""
+    """Draws ranks down, time across. Of more than 64 ranks, neighbours share a row, which shows the slowest of them."""
     rows = rank_rows(ranks, phases, _MAX_ROWS)
     row_height = 18.0 if len(rows) <= 32 else 10.0
     height = _TOP + row_height * len(rows) + _AXIS_HEIGHT
@@ -54,7 +54,9 @@ def _ticks(last: float, scale: float, height: float) -> list[str]:
 
 
 def _bars(row: RankRow, colors: dict[str, str], box: Box) -> list[str]:
-    """Draws the spans of a row; the box is as wide as a second."""
+    """Draws the longest 200 spans of the slowest rank of a row. The box begins at the call of that rank, and its width
+    is that of one second.
+    """
     longest = sorted(row.slowest.spans, key=lambda span: span.start - span.end)[:_MAX_SPANS]
     placed = in_lanes(longest)
     num_lanes = 1 + max((lane for lane, _ in placed), default=0)
@@ -75,7 +77,7 @@ def _bars(row: RankRow, colors: dict[str, str], box: Box) -> list[str]:
 
 
 def heat_map(ranks: Sequence[RankRecord], phases: Sequence[Phase]) -> str:
-    """Draws phases down, ranks across, the darker the longer; neighbours share a column if there are many."""
+    """Draws phases down, ranks across, the darker the longer. Of more than 256 ranks, neighbours share a column."""
     columns = rank_rows(ranks, phases, _MAX_COLUMNS)
     width = (WIDTH - _LEFT) / len(columns)
     height = _CELL_HEIGHT * len(phases) + _AXIS_HEIGHT

@@ -29,7 +29,7 @@ class Box(NamedTuple):
 
 
 class TreemapTile(NamedTuple):
-    """A node and its rectangle; the tiles inside it come after it."""
+    """A node and its rectangle. In a list of tiles, those inside it come after it."""
 
     box: Box
     name: str
@@ -66,7 +66,9 @@ def _add(tiles: list[TreemapTile], node: ModuleNode, box: Box, *, path: str, dep
 
 
 def _placed(nodes: Sequence[ModuleNode], box: Box) -> list[tuple[ModuleNode, Box]]:
-    """Returns the nodes with a size, the largest first, each with its part of the rectangle."""
+    """Returns the nodes with bytes, the largest first, each with its part of the rectangle. All after the 40 largest
+    are one node, the last.
+    """
     ordered = sorted((node for node in nodes if node.num_bytes), key=lambda node: -node.num_bytes)
     smallest = ordered[_MAX_CHILDREN:]
     if smallest:
@@ -96,7 +98,9 @@ def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
 
 
 def _end_of_row(sizes: Sequence[float], first: int, side: float, area_per_size: float) -> int:
-    """Returns the end of the row along a side whose most elongated rectangle is the nearest to a square."""
+    """Returns the index after the last size of a row that begins at `first` and lies along a side: sizes are added as
+    long as the most elongated rectangle of the row does not get further from a square.
+    """
     last, worst = first, inf
     while last < len(sizes):
         row = sizes[first : last + 1]
