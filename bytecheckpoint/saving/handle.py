@@ -99,7 +99,7 @@ class SaveHandle:
         if refusal is not None:
             raise CheckpointMismatchError(refusal, kind="conflict", path=self._progress.path)
         if error is not None:
-            self._progress.mark_seen()
+            self._progress.mark_error_seen(error)
             raise error
         return future.result()
 
@@ -157,6 +157,8 @@ class SaveProgress:
         """Snapshot that the background stages, and that other threads may help to stage."""
         self.was_seen = False
         """True if the caller has the outcome."""
+        self._seen_error: BaseException | None = None
+        """Error that the caller has got before the save had ended."""
         self._on_seen: Callable[[], object] = lambda: None
 
     def when_seen(self, do: Callable[[], object]) -> None:
@@ -167,6 +169,14 @@ class SaveProgress:
         """Records that the caller has the outcome."""
         self.was_seen = True
         self._on_seen()
+
+    def mark_error_seen(self, error: BaseException) -> None:
+        """Records that the caller has this error. It may be that of a level which the save has missed: then the outcome
+        is seen only if the save ends with the same error.
+        """
+        self._seen_error = error
+        if error is self.error:
+            self.mark_seen()
 
     def take_unseen_error(self) -> BaseException | None:
         """Returns the error of a failed save if the caller does not have it yet; from now on it does."""
@@ -247,6 +257,7 @@ class SaveProgress:
             self.meter.begin("done")
         except BaseException as error:  # noqa: BLE001  a lost error would be a lost checkpoint
             self.error = error
+            self.was_seen = self.was_seen or error is self._seen_error
             self.meter.begin("failed")
             _clear_frames(error)
         del finish  # the error keeps this frame, which is running and was not cleared

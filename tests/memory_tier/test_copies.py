@@ -9,6 +9,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults.seams import SAVE_PHASES, before, raising
 
 import bytecheckpoint as bcp
 from bytecheckpoint.distributed import transfer
@@ -245,6 +247,45 @@ def test_a_host_without_room_for_copies_costs_no_checkpoint(workers: WorkerPool,
         assert f"step_{step:08} goes on to storage without copies in memory: " in warning
         assert "the next save places its copies anew" in warning
     assert (len(of_coordinator), of_other) == (2, [])
+
+
+def save_without_room_or_disk(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
+    """The copies of a save fail, and so does its commit, later. Returns what `held` and the next save raise."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        given = options(folder, rank, 1, max_bytes=8 * (NUM_ELEMENTS + 2000) + (1 << 20))
+        with before(SAVE_PHASES["reporting"], raising(OSError(5, "the disk fell off"))):
+            handle = bcp.save(folder / "ckpt", state_of(rank, 0), step=0, async_save=True, options=given)
+            with pytest.raises(bcp.CheckpointSaveError) as of_copies:
+                handle.held("host")
+            wait([handle._progress.outcome])
+        with pytest.raises(bcp.CheckpointSaveError) as of_next:
+            bcp.save(folder / "ckpt", state_of(rank, 1), step=1, options=given)
+    return of_copies.value.kind, of_next.value.message
+
+
+def test_an_error_of_copies_does_not_hide_that_the_save_failed_later(workers: WorkerPool, tmp_path: Path) -> None:
+    for kind, message in workers.run(save_without_room_or_disk, tmp_path, world_size=2):
+        assert kind == "no_space"
+        assert "this one was not begun" in message
+        assert "the disk fell off" in message
+
+
+def save_to_full_memory(rank: int, world_size: int, folder: Path) -> str:
+    """The save to memory fails because its copies fail, which `held` has raised: the next save is begun."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        given = options(folder, rank, 1, max_bytes=8 * (NUM_ELEMENTS + 2000) + (1 << 20))
+        handle = bcp.save(folder / "ckpt", state_of(rank, 0), step=0, async_save=True, options=given, to="memory")
+        with pytest.raises(bcp.CheckpointSaveError):
+            handle.held("host")
+        wait([handle._progress.outcome])
+        assert handle._progress.error is not None
+        return bcp.save(folder / "ckpt", state_of(rank, 1), step=1, options=bcp.SaveOptions()).result().tier
+
+
+def test_an_error_of_copies_with_which_the_save_ends_is_raised_once(workers: WorkerPool, tmp_path: Path) -> None:
+    assert workers.run(save_to_full_memory, tmp_path, world_size=2) == ["storage"] * 2
 
 
 def save_and_die(rank: int, world_size: int, folder: Path) -> tuple[str, str, tuple[int, ...], str]:
