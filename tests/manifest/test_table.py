@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
@@ -18,6 +19,7 @@ from bytecheckpoint.manifest import (
     Chunk,
     DataFile,
     Manifest,
+    TensorRecord,
     decode_manifest,
     encode_manifest,
     open_manifest,
@@ -204,6 +206,61 @@ def test_many_chunks_are_checked_in_batches(monkeypatch: pytest.MonkeyPatch) -> 
     for bad in ([*offsets[:-1], offsets[-1] + 1], [*offsets[:6], *offsets[:2], *offsets[8:]]):
         with pytest.raises(CheckpointCorruptError):
             decode_manifest(tampered(manifest, chunk_byte_offsets=bytes(bad)))
+
+
+@st.composite
+def saves_by_many(draw: st.DrawFn) -> dict[str, TensorRecord]:
+    """uint16 tensors of 64 chunks or more, each in the file of another rank, mostly in one order in all files, mostly
+    without shared bytes.
+    """
+    num_files = draw(st.integers(64, 70))
+    lengths = draw(st.lists(st.integers(1, 3), min_size=2, max_size=5))
+    ends, places = [0] * num_files, {}
+    for number in draw(st.permutations(range(len(lengths)))):
+        files = draw(st.just(list(range(num_files))) | st.permutations(range(num_files)))
+        if draw(st.integers(0, 4)) == 0:
+            files[draw(st.integers(0, num_files - 1))] = draw(st.integers(0, num_files - 1))
+        offsets = [ends[file] for file in files]
+        for file, offset in zip(files, offsets, strict=True):
+            ends[file] = max(ends[file], offset + 2 * lengths[number])
+        places[number] = list(zip(files, offsets, strict=True))
+    if draw(st.booleans()):
+        number, chunk = draw(st.integers(0, len(lengths) - 1)), draw(st.integers(0, num_files - 1))
+        file, offset = places[number][chunk]
+        places[number][chunk] = file, max(0, offset - draw(st.integers(1, 12)))
+    records = {}
+    for number, length in enumerate(lengths):
+        regions = grid_regions((length * num_files,), (length,))
+        chunks = [Chunk(region, *place, 2 * length) for region, place in zip(regions, places[number], strict=True)]
+        records[f"t{number}"] = tensor_record("uint16", (length * num_files,), chunks)
+    return records
+
+
+@given(records=saves_by_many())
+def test_bytes_that_chunks_of_many_ranks_share_are_found_in_any_order(records: dict[str, TensorRecord]) -> None:
+    spans = sorted(
+        (chunk.file, chunk.byte_offset, chunk.byte_offset + chunk.byte_length)
+        for record in records.values()
+        for chunk in record.chunks
+    )
+    is_shared = any(first[0] == second[0] and second[1] < first[2] for first, second in pairwise(spans))
+    files = [DataFile(f"f{number}", 1 << 10) for number in range(70)]
+    data = encode_manifest(Manifest(save_id="x", files=files, tensors=records))
+    with pytest.raises(CheckpointCorruptError, match="share bytes") if is_shared else nullcontext():
+        decode_manifest(data)
+
+
+def test_tensors_that_lie_in_one_order_in_the_files_of_many_ranks_are_not_sorted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    records = {}
+    for place, fqn in ((2, "b"), (4, "c"), (0, "a")):
+        chunks = [Chunk(region, file, place, 2) for file, region in enumerate(grid_regions((64,), (1,)))]
+        records[fqn] = tensor_record("uint16", (64,), chunks)
+    files = [DataFile(f"f{number}", 6) for number in range(64)]
+    data = encode_manifest(Manifest(save_id="x", files=files, tensors=records))
+    monkeypatch.setattr(table, "find_shared_bytes", None)
+    assert len(decode_manifest(data).tensors) == 3
 
 
 def test_a_tensor_without_elements_has_no_chunk_to_offer() -> None:
