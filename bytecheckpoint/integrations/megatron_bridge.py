@@ -163,7 +163,7 @@ def _random_numbers(ctx: Any) -> RngState:
 
 def _reached(found: FoundIteration, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the state of training with the values of the checkpoint; what the checkpoint lacks is as in `state`.
-    Where Megatron-LM's loop has saved it, its arguments have the counts under the same names.
+    Where Megatron-LM's loop has saved it, its arguments have the numbers of samples under the same names.
     """
     counts = {"step": found.iteration, "floating_point_operations_so_far": found.num_floating_point_operations_so_far}
     saved = counts | found.args

@@ -38,7 +38,8 @@ def facts_of(fqn: str, tensor: torch.Tensor, context: Any, shown: torch.Tensor) 
 
     In a context, a marker replaces the shape of the tensor, because each shard has another: where it is a torch.Size,
     or a list or tuple under the key `shape` or `size`. Any other list stays as it is, also if it equals the shape.
-    Raises CheckpointSaveError (unsupported_value) for a context that is more than plain data.
+    Raises CheckpointSaveError (unsupported_value) for a context of more than plain data, enum members, dataclasses and
+    devices.
     """
     name = _name_of(type(tensor))
 
