@@ -110,7 +110,8 @@ def find_file(store: Store, folder: str, name: str, num_bytes: int) -> ForeignPl
 
 
 def read_manifest(store: Store, place: ForeignPlace) -> Manifest:
-    """Returns the manifest of a foreign checkpoint: of its files, only what describes tensors is read.
+    """Returns the manifest of a foreign checkpoint. Reads plain data and what describes tensors; elements of tensors
+    only to compare copies.
 
     Raises CheckpointNotFoundError (missing_file, not_committed), CheckpointMismatchError (conflict),
     CheckpointCorruptError, UnsafeCheckpointError or StorageError. A damaged checkpoint may also raise ValueError,

@@ -51,7 +51,10 @@ class _ObjectRenaming:
         self.left_out: dict[str, str] = {}
 
     def rename(self, tree: Any, fqn: str) -> Any:
-        """Returns a tree with the new names; the same object if nothing in it changes, _LEFT_OUT if nothing remains."""
+        """Returns the tree at an FQN, with the new names in optimizers, and without what the map drops and references
+        to tensors that have other names now. Looks into dicts only. Returns the same object if nothing changes,
+        _LEFT_OUT if nothing remains.
+        """
         if isinstance(tree, TensorRef):
             return _LEFT_OUT if tree.fqn in self._renamed else tree
         if any(fnmatchcase(fqn, glob) for glob in self._mapped.drop):

@@ -21,7 +21,7 @@ bytes should not make a file of their own.
 
 
 class Mirroring(NamedTuple):
-    """The places of all ranks, and the number of copies to stage."""
+    """The places of all ranks, and how many domains are to hold each byte: what mirrors are planned for."""
 
     places: Sequence[RankPlace]
     """By rank."""
