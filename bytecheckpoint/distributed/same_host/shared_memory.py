@@ -31,7 +31,7 @@ QUEUE_MESSAGES = (64 << 10) // _MESSAGE.size
 
 
 class Message(NamedTuple):
-    """A message from one rank of the host to another one."""
+    """A message to a rank of the host, from another one or from itself."""
 
     kind: int
     sender: int

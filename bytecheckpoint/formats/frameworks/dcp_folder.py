@@ -114,6 +114,7 @@ class _DcpFolder:
         self.builder.add_tensor(self._below + fqn, dtype, stored_shape, chunks, num_parts=len(tensor.chunks))
 
     def _refuse_too_many(self, fqn: str, num_chunks: int, tensor: DcpTensor) -> None:
+        # Strides divide parts, and so do Megatron's cuts. As many chunks as there are stored parts are never too many.
         if num_chunks > max(strided_views.MAX_CHUNKS, len(tensor.chunks)):
             what = f"{fqn!r:.200} lies in {num_chunks} pieces, because its parts are strided"
             raise not_readable(self.builder.path, what, "save contiguous tensors")

@@ -132,8 +132,8 @@ class ShardedReader:
         self._regions: dict[int, frozenset[Region]] = {}
 
     def read(self, value: Instance) -> ShardedTensor:
-        """Returns the tensor. Raises UnsafeCheckpointError (limits_exceeded) for too many parts in all, and for a
-        malformed value errors that `translated` replaces.
+        """Returns the tensor. Raises UnsafeCheckpointError (limits_exceeded) if all calls of this reader together
+        return too many parts, and for a malformed value errors that `translated` replaces.
         """
         found = self._known.get(id(value))
         if found is None:

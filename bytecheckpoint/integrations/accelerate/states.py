@@ -277,7 +277,9 @@ def _folders_in(root: str, arguments: Mapping[str, Any]) -> NumberedFolders:
 
 
 def _folders_of(accelerator: Any, root: str, arguments: Mapping[str, Any]) -> NumberedFolders:
-    """Returns the folders of the Accelerator's project, on rank 0: the same object for all its saves to this root."""
+    """Returns the folders of the Accelerator's project, on rank 0: the same object as long as its saves go to one root,
+    a new one after each change of the root.
+    """
     known = _FOLDERS.get(accelerator)
     if known is None or known.root != expand_home(root):
         known = _folders_in(root, arguments)

@@ -99,7 +99,7 @@ class HeldStore:
         return stored.store.list(join_name(stored.folder, parent)).get(last)
 
     def read_whole(self, name: str, *, max_bytes: int) -> bytes:
-        """Implements `SupportsReadWhole`."""
+        """Implements `SupportsReadWhole`, but returns the manifest even if it is longer than `max_bytes`."""
         if name == MANIFEST_NAME:
             return self._manifest
         if name not in self._places:
