@@ -11,7 +11,7 @@ from fake_telemetry import SAVE_ID, checkpoint_with_telemetry, ordinary, record
 
 import bytecheckpoint as bcp
 from bytecheckpoint.diagnostics.telemetry import PhaseSpan, RankRecord
-from bytecheckpoint.tools.render.timeline_text import chrome_trace, in_lanes
+from bytecheckpoint.tools.render.timeline_text import chrome_trace, in_lanes, seconds_text
 
 
 @pytest.fixture
@@ -199,3 +199,8 @@ def test_records_know_when_they_end() -> None:
     fields["spans"] = [PhaseSpan(**span) for span in fields["spans"]]
     assert RankRecord(**fields).end == pytest.approx(1.2)
     assert RankRecord(**{**fields, "spans": []}).end == 0.0
+
+
+def test_a_time_just_below_a_unit_is_told_in_that_unit() -> None:
+    times = (0.9994, 0.9996, 0.0009994, 0.0009996, 1.0, 0.0, 0.0123)
+    assert list(map(seconds_text, times)) == ["999 ms", "1.00 s", "999 µs", "1 ms", "1.00 s", "0 ms", "12.3 ms"]

@@ -86,7 +86,10 @@ def seconds_text(seconds: float) -> str:
         return f"{seconds:,.0f} s"
     if seconds >= 1:
         return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or not seconds else f"{seconds * 1e6:.3g} µs"
+    # What three digits round up to the next unit is told in that unit: 1e+03 ms is hard to read.
+    if seconds >= 0.9995:
+        return "1.00 s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 or not seconds else f"{seconds * 1e6:.3g} µs"
 
 
 PHASE_TABLE = TableShape(

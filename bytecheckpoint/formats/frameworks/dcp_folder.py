@@ -107,17 +107,20 @@ class _DcpFolder:
         parts = (self._chunks(fqn, dtype, tensor.shape, region=region, item=item) for region, item in tensor.chunks)
         chunks = [chunk for part in parts for chunk in part]
         if shape is not None:
-            self._refuse_too_many(fqn, sum(prod(chunk.region.lengths[:-1]) for chunk in chunks), tensor)
+            num_rows = sum(prod(chunk.region.lengths[:-1]) for chunk in chunks)
+            self._refuse_too_many(fqn, num_rows, tensor, is_stacked=True)
             chunks = [part for chunk in chunks for part in unstacked(chunk, tensor.shape, shape, itemsize(dtype))]
-        self._refuse_too_many(fqn, len(chunks), tensor)
+        self._refuse_too_many(fqn, len(chunks), tensor, is_stacked=shape is not None)
         stored_shape = tensor.shape if shape is None else shape
         self.builder.add_tensor(self._below + fqn, dtype, stored_shape, chunks, num_parts=len(tensor.chunks))
 
-    def _refuse_too_many(self, fqn: str, num_chunks: int, tensor: DcpTensor) -> None:
-        # Strides divide parts, and so do Megatron's cuts. As many chunks as there are stored parts are never too many.
+    def _refuse_too_many(self, fqn: str, num_chunks: int, tensor: DcpTensor, *, is_stacked: bool) -> None:
+        """Raises CheckpointMismatchError (not_readable) for a tensor in more chunks than a manifest should have."""
+        # As many chunks as there are stored parts are never too many.
         if num_chunks > max(strided_views.MAX_CHUNKS, len(tensor.chunks)):
-            what = f"{fqn!r:.200} lies in {num_chunks} pieces, because its parts are strided"
-            raise not_readable(self.builder.path, what, "save contiguous tensors")
+            why = "Megatron has stored it in flat parts" if is_stacked else "its parts are strided"
+            advice = "save it on ranks that cut it into fewer parts" if is_stacked else "save contiguous tensors"
+            raise not_readable(self.builder.path, f"{fqn!r:.200} lies in {num_chunks} pieces, because {why}", advice)
 
     def _chunks(self, fqn: str, dtype: str, shape: tuple[int, ...], *, region: Region, item: Item) -> list[Chunk]:
         if len(region.offsets) != len(shape) or len(region.lengths) != len(shape):
