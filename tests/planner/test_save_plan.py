@@ -175,6 +175,14 @@ def test_scalars_and_empty_tensors_are_written_once() -> None:
     assert sum(map(len, found.writes)) == 3
 
 
+def test_an_offset_below_zero_is_shown_as_it_was_offered() -> None:
+    offered = [item("t", (8,), Region((-1,), (4,))), item("u", (8,))]
+    (table,) = unpack_items([pack_items(offered)] * 3)
+    assert table.boxes(0)[1].tolist() == [[-1], [4]]
+    with pytest.raises(CheckpointMismatchError, match=r"\[-1:3\]"):
+        plan([offered] * 3)
+
+
 def test_the_plan_is_the_same_each_time_and_whatever_the_order_of_offers() -> None:
     items = [[item(f"t{index}", (500 + index, 700)) for index in range(20)]] * 3
     turned = [list(reversed(of_rank)) for of_rank in items]
