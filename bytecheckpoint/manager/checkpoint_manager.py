@@ -321,9 +321,7 @@ class CheckpointManager:
         self._refuse_closed()
         if self._options.read_only:
             refuse_read_only(self._root)
-        begun = self._saves.begun
-        if begun is not None and begun.step == step:
-            begun.handle.result()
+        self._saves.wait_until_noted(step)
         self._decisions.decide_together(f"{doing} step {step}", partial(self._write_mark, step, mark), NoneType)
 
     def _write_mark(self, step: int, mark: Callable[[StepMarks, int], None]) -> None:

@@ -312,6 +312,14 @@ class ManagedSaves:
             )
             self._owned.background.add(Commit(step_info, on_save))
 
+    def wait_until_noted(self, step: int) -> None:
+        """Waits for the save of this step if it is in flight, until the background knows its commit: a mark that is
+        noted before that is forgotten when the commit is. Raises the error of the save.
+        """
+        if self.begun is not None and self.begun.step == step:
+            self.begun.handle.result()
+            self.begun.is_noted.wait(_NOTED_S)
+
     def settle(self, *, is_end: bool = False) -> None:
         """Waits for the saves in flight, that to memory alone included. Their errors are raised or logged, as
         `on_failed_save` says. With `is_end`, an error that the handle has raised is not raised again; without, all

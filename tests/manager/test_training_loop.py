@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,26 @@ def test_nan_is_the_worst_metric_and_a_report_counts(tmp_path: Path) -> None:
         assert best is not None
         assert best.step == 3
     assert bcp.steps(tmp_path) == [1, 3]
+
+
+def test_a_report_that_comes_before_the_commit_is_noted_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = keep_policies.Best(1, "loss")
+    with manager_at(tmp_path, save=save_policies.EverySteps(1), keep=keep) as manager:
+        manager.save(1, state_at(1), metrics={"loss": 0.5})
+        manager.wait()
+        is_waited_for, count = threading.Event(), manager._goodput.committed
+        monkeypatch.setattr(manager._goodput, "committed", lambda info: (is_waited_for.wait(60), count(info))[1])
+        manager.save(2, state_at(2))
+        assert manager._saves.begun is not None
+        wait = manager._saves.begun.is_noted.wait
+        monkeypatch.setattr(
+            manager._saves.begun.is_noted, "wait", lambda seconds: (is_waited_for.set(), wait(seconds))[1]
+        )
+        manager.report(2, {"loss": 0.1})
+        is_waited_for.set()
+        manager.wait()
+        manager.save(3, state_at(3))
+    assert bcp.steps(tmp_path) == [2, 3]
 
 
 def test_pinned_and_leased_steps_stay(tmp_path: Path) -> None:
