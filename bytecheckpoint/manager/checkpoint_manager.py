@@ -218,7 +218,7 @@ class CheckpointManager:
     def _continue_from(self, report: LoadReport, step: int, passed_over: Collection[int]) -> None:
         """Makes the restored step the newest one: later steps become abandoned."""
         warn_of_ignored(report, rank=self._rank)
-        find_abandoned = partial(abandoned_steps.steps_left_behind, self._store, step)
+        find_abandoned = partial(abandoned_steps.steps_left_behind, self._store, step, report.save_id)
         abandoned = self._decisions.decide_together("leaving later steps", find_abandoned, dict[int, str])
         self._saves.begin_at(step, abandoned)
         self._saves.durable_step, self.next_step = step, step + 1

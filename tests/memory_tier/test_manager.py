@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
+from bytecheckpoint.errors import StorageError
 from bytecheckpoint.manager.save_policies import EverySteps
 from bytecheckpoint.manager.step_info import StepInfo
+from bytecheckpoint.saving import commit
 from bytecheckpoint.saving.in_flight import process_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:the memory root")
@@ -64,6 +67,38 @@ def test_steps_that_training_left_are_not_restored_when_memory_is_lost(
         report = manager.restore(state)
     assert report is not None
     assert report.step == 20
+    assert bool((state["x"] == 120).all())
+
+
+def save_in_memory_alone(manager: bcp.CheckpointManager, step: int, state: dict[str, Any]) -> None:
+    """A save to storage that memory holds and whose commit fails, as if the process had been killed there."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise StorageError("the storage is away", kind="unavailable")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StorageError, match="is away"):
+        patch.setattr(commit.layout, "commit", fail)
+        handle = manager.save(step, state)
+        assert handle is not None
+        handle.result()
+    with suppress(StorageError):
+        manager.close()
+
+
+def test_a_step_that_only_the_branch_left_behind_has_in_storage_is_not_taken_for_the_resumed_one(tmp_path: Path) -> None:
+    with manager_of(tmp_path) as manager:
+        for step in (10, 20):
+            manager.save(step, state_of(step))
+    manager = manager_of(tmp_path)
+    manager.restore(state_of(-1), step=10)
+    save_in_memory_alone(manager, 20, state_of(120))
+    with manager_of(tmp_path) as manager:
+        report = manager.restore(state_of(-1))
+        assert report is not None
+        assert (report.step, manager.latest()) == (20, 10)
+        manager.save(20, state_of(120), force=True)
+    state = state_of(-1)
+    bcp.load(tmp_path / "run", state, step=20)
     assert bool((state["x"] == 120).all())
 
 
