@@ -262,7 +262,8 @@ class CheckpointManager:
             if not self._due.is_due(step, is_forced=force, is_stopping=is_stopping):
                 if self._due.is_known_due(step + 1):
                     self._saves.prepared.prepare(step + 1, state)
-                return self._memory.save(step, state, metadata) if self._memory.is_due(step) else None
+                is_due = step != self._due.newest and self._memory.is_due(step)
+                return self._memory.save(step, state, metadata) if is_due else None
             self._saves.settle()
             return self._saves.begin(step, state, metrics, metadata=metadata, pin=pin, is_stopping=is_stopping)
         finally:

@@ -102,6 +102,17 @@ def test_a_step_that_only_the_branch_left_behind_has_in_storage_is_not_taken_for
     assert bool((state["x"] == 120).all())
 
 
+def test_a_step_that_went_to_storage_is_passed_to_save_again_without_an_error(tmp_path: Path) -> None:
+    with manager_of(tmp_path) as manager:
+        manager.save(10, state_of(10))
+        assert manager.save(10, state_of(10)) is None  # an evaluation asks if training stops
+        manager.wait()
+        assert manager.save(10, state_of(10)) is None
+    with manager_of(tmp_path) as manager:
+        manager.restore(state_of(-1), step=10)
+        assert manager.save(10, state_of(10)) is None
+
+
 def test_without_memory_nothing_is_held(tmp_path: Path) -> None:
     with bcp.CheckpointManager(tmp_path / "run", save=EverySteps(10)) as manager:
         assert manager.save(3, state_of(3)) is None

@@ -39,7 +39,7 @@ class DueSteps:
         """Returns True if this step is to be saved now; for the step of the newest save, or else the restored one, only
         if `is_forced`. All ranks call it together.
         """
-        if is_forced or step == self._newest:
+        if is_forced or step == self.newest:
             return is_forced
         if is_stopping:
             return True
@@ -49,10 +49,11 @@ class DueSteps:
 
     def is_known_due(self, step: int) -> bool:
         """Returns True if it is known now that a later step is due: by a policy that depends on the step alone."""
-        return save_policies.is_step_only(self._policy) and step != self._newest and self._is_due_by_step(step)
+        return save_policies.is_step_only(self._policy) and step != self.newest and self._is_due_by_step(step)
 
     @property
-    def _newest(self) -> int | None:
+    def newest(self) -> int | None:
+        """The step of the newest save to storage, or else the restored one, which is not to be saved again."""
         return self._saves.begun.step if self._saves.begun is not None else self._saves.durable_step
 
     def _is_due_by_step(self, step: int) -> bool:
