@@ -166,6 +166,7 @@ class CheckpointManager:
             if report is None:
                 return self._start_fresh(state, initial, storage_options, **as_load)
             self._continue_from(report, report.step or 0, {})
+            self._saves.note_resumed(report.step or 0, report.save_id)
             self._data.leave_branch(state)
             return report
         passed_over: dict[int, str] = {}
@@ -276,7 +277,7 @@ class CheckpointManager:
             return False
         self._saves.settle()
         return self._options.read_only or (
-            self._saves.durable_step is not None and self._saves.durable_step == self._last_step
+            self._saves.stored_step is not None and self._saves.stored_step == self._last_step
         )
 
     def request_stop(self, reason: str, deadline_s: float | None = None) -> None:

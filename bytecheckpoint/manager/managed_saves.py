@@ -117,6 +117,8 @@ class ManagedSaves:
         self.begun: BegunSave | None = None
         self.durable_step: int | None = None
         """Step that was restored, or the newest whose save is known to be committed."""
+        self.memory_step: int | None = None
+        """Step that was restored, if memory alone holds it."""
         self.abandoned: set[int] = set()
         """Steps of branches that training left."""
         self.new_branch: dict[int, str] | None = None
@@ -137,6 +139,18 @@ class ManagedSaves:
         """
         self.has_steps, self.abandoned = step is not None, set(abandoned)
         self.newest_seen = -1 if step is None else step
+
+    @property
+    def stored_step(self) -> int | None:
+        """The `durable_step`, or None if memory alone holds it: what dies with a host is not durable."""
+        return None if self.durable_step == self.memory_step else self.durable_step
+
+    def note_resumed(self, step: int, save_id: str) -> None:
+        """Notes that this save was restored from memory or storage. All ranks call it together."""
+        is_stored = self._decisions.decide_together(
+            f"looking for step {step} in storage", lambda: self._save_id_at(step) == save_id, bool
+        )
+        self.memory_step = None if is_stored else step
 
     def begin(
         self,
@@ -335,6 +349,7 @@ class ManagedSaves:
         self.begun = None
         if error is None:
             self.durable_step, self.has_steps, self._num_failed_in_a_row = step, True, 0
+            self.memory_step = None
             self.abandoned.discard(step)
         elif was_seen:
             self._num_failed_in_a_row += 1

@@ -54,7 +54,7 @@ class DueSteps:
     @property
     def newest(self) -> int | None:
         """The step of the newest save to storage, or else the restored one, which is not to be saved again."""
-        return self._saves.begun.step if self._saves.begun is not None else self._saves.durable_step
+        return self._saves.begun.step if self._saves.begun is not None else self._saves.stored_step
 
     def _is_due_by_step(self, step: int) -> bool:
         saved = _SOME_STEP if self._saves.has_steps or self._saves.begun is not None else ()
