@@ -48,7 +48,7 @@ from bytecheckpoint.options import Memory
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.credentials import showable_url
-from bytecheckpoint.storage.open_store import open_store
+from bytecheckpoint.storage.open_store import fix_place, open_store
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -80,7 +80,7 @@ class CheckpointManager:
         """
         check_policies(save=save, keep=keep)
         self._options = with_memory(check_options(options), memory)
-        self._root, self._role = layout.root_of(root, role), role
+        self._root, self._role = fix_place(layout.root_of(root, role)), role
         self._policy, self._keep = save, keep
         self._goodput = Goodput()
         self._store = open_store(self._root, storage_options=storage_options, writer_threads=1)

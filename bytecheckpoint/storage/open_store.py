@@ -67,6 +67,13 @@ def expand_home(path: str) -> str:
     return os.path.expanduser(path) if path.startswith("~") and is_plain_path(path) else path  # noqa: PTH111 - text
 
 
+def fix_place(path: str) -> str:
+    """Returns the absolute path of a local one, which stays the same place when the working directory changes; a URL
+    of another store stays unchanged.
+    """
+    return os.path.abspath(_LOCAL_URL.sub("", expand_home(path))) if is_local(path) else path  # noqa: PTH100 - text
+
+
 def is_local(path: str) -> bool:
     """Returns True for a path, or a file:// or local:// URL: these take no storage options."""
     return bool(_LOCAL_URL.match(path)) or is_plain_path(path)

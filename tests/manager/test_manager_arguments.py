@@ -251,3 +251,15 @@ def test_an_argument_of_load_that_the_manager_has_is_refused_with_its_place(
         report = manager.restore(state_at(0))
         assert report is not None
         assert not report.passed_over
+
+
+def test_the_root_stays_where_it_was_when_the_process_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with bcp.CheckpointManager("run", save=bcp.save_policies.EverySteps(1)) as manager:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        manager.save(1, {"x": torch.ones(3)})
+        manager.wait()
+        assert manager.latest() == 1
+        assert manager.restore({"x": torch.zeros(3)}) is not None
+    assert list((tmp_path / "elsewhere").iterdir()) == []
