@@ -143,7 +143,9 @@ class SaveOptions:
         _check_at_least("SaveOptions", "max_file_bytes", self.max_file_bytes, _MiB)
         _check_at_least("SaveOptions", "writer_threads", self.writer_threads, 1)
         object.__setattr__(self, "codec", _checked_codec("SaveOptions.codec", self.codec))
-        object.__setattr__(self, "local_stage", _checked_folder("SaveOptions.local_stage", self.local_stage))
+        stage = _checked_folder("SaveOptions.local_stage", self.local_stage)
+        # Absolute, so that recovery looks there also when the working directory has changed.
+        object.__setattr__(self, "local_stage", stage and os.path.abspath(stage))  # noqa: PTH100 - it is kept as a str
         _check_bool("SaveOptions", "reuse", self.reuse)
         if self.reuse and self.staging_bytes is not None:
             raise ValueError("SaveOptions.reuse=True compares whole files, and takes no staging_bytes: leave one out")

@@ -155,6 +155,18 @@ def test_a_stage_is_kept_as_text(tmp_path: Path) -> None:
     assert bcp.SaveOptions(local_stage=tmp_path) == bcp.SaveOptions(local_stage=str(tmp_path))
 
 
+def test_a_save_is_found_in_a_relative_stage_after_the_process_has_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = bcp.SaveOptions(local_stage="stage")
+    with before(UPLOADING, raising(bcp.StorageError("gone", kind="unavailable"))), pytest.raises(bcp.StorageError):
+        bcp.save(tmp_path / "run", state_of(0, 1.0), step=1, options=options)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert outcomes(bcp.recover(tmp_path / "run", options=options)) == [(1, "committed")]
+
+
 # What the disk has no room for goes to the path.
 
 
