@@ -232,15 +232,16 @@ class ManagedSaves:
 
     def _before_commit(self, owned: OwnedRoot, step: int, *, pin: bool) -> None:
         owned.generation.check(outcome="Nothing of this save was committed. ")
+        # Before the pin, so that the next manager knows which checkpoint was pinned ahead of its replacement.
+        if self.new_branch is not None:
+            abandoned_steps.write_abandoned(self._run.store, self.new_branch)
+            self.new_branch = None
         if pin:
             self._pinned_ahead.add(step)
             pin_ahead(self._run.store, step, time=owned.clock.now())
         elif step in self._pinned_ahead:  # pinned for a save that failed
-            end_pin_ahead(self._run.store, step, is_committed=bool(self._save_id_at(step)))
+            end_pin_ahead(self._run.store, step, is_committed=False)
             self._pinned_ahead.discard(step)
-        if self.new_branch is not None:
-            abandoned_steps.write_abandoned(self._run.store, self.new_branch)
-            self.new_branch = None
 
     def _may_replace(self, owned: OwnedRoot, step: int) -> bool:
         """Returns True if the existing checkpoint of a step may be replaced: `overwrite` is set, or training has left

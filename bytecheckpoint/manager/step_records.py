@@ -33,6 +33,8 @@ from bytecheckpoint.storage.store import Store, one_block, read_whole
 logger = logging.getLogger("bytecheckpoint")
 
 BRANCH_NAME = "manager/branch.json"
+PINS_AHEAD_FOLDER = "manager/pins_ahead"
+"""Notes of pins that were written for commits to come."""
 
 _VERSION = 1
 _MAX_BYTES = 1 << 20
@@ -135,6 +137,14 @@ def pin(store: Store, folder: str, *, time: float) -> None:
     _committed_save_id(store, folder)
     write_pin(store, folder, time=time)
     _withdraw_if_deleted(store, folder, join_name(folder, PIN_NAME))
+    step = layout.parse_step(folder)
+    if step is not None and (note := note_of_pin(step)).rpartition("/")[2] in store.list(PINS_AHEAD_FOLDER):
+        store.delete(note)  # from now on the pin is that of the checkpoint which stands there
+
+
+def note_of_pin(step: int) -> str:
+    """Returns the name of the note that a step is pinned ahead of its commit."""
+    return f"{PINS_AHEAD_FOLDER}/{step:08d}.json"
 
 
 def write_pin(store: Store, folder: str, *, time: float) -> None:

@@ -176,6 +176,46 @@ def test_a_pinned_save_that_failed_can_be_tried_again(tmp_path: Path, monkeypatc
     assert value_of(tmp_path, 3) == 31
 
 
+def fail_pinned(monkeypatch: pytest.MonkeyPatch, manager: bcp.CheckpointManager, step: int) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise CheckpointSaveError("the disk is on fire", kind="storage")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit.layout, "commit", refuse)
+        with pytest.raises(CheckpointSaveError, match="on fire"):
+            manager.save(step, state_at(30), pin=True)
+
+
+def test_a_pin_of_a_save_that_failed_is_not_that_of_the_checkpoint_which_it_was_to_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_three(tmp_path)
+    pin = tmp_path / step_folder(3) / "pin.json"
+    manager = manager_at(tmp_path)
+    manager.restore(state_at(0), step=2)
+    fail_pinned(monkeypatch, manager, 3)
+    manager.close()
+    assert pin.exists()
+    with manager_at(tmp_path) as manager:
+        assert not pin.exists()
+        manager.restore(state_at(0), step=2)
+        fail_pinned(monkeypatch, manager, 3)
+        manager.save(3, state_at(31))
+    assert value_of(tmp_path, 3) == 31
+    assert not pin.exists()
+
+
+def test_a_pin_of_the_checkpoint_that_was_to_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_three(tmp_path)
+    manager = manager_at(tmp_path)
+    manager.restore(state_at(0), step=2)
+    fail_pinned(monkeypatch, manager, 3)
+    manager.pin(3)
+    manager.close()
+    manager_at(tmp_path).close()
+    assert (tmp_path / step_folder(3) / "pin.json").exists()
+
+
 def commit_late(monkeypatch: pytest.MonkeyPatch, manager: bcp.CheckpointManager, step: int, then: Any) -> str:
     """Saves a step of a manager that loses its root between its last look and its commit; returns the error."""
     real = layout.commit

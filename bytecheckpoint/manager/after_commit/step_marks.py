@@ -12,6 +12,7 @@ from typing import NamedTuple, SupportsFloat
 
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointMismatchError, StorageError
 from bytecheckpoint.manager import step_records
+from bytecheckpoint.manager.abandoned_steps import present_abandoned
 from bytecheckpoint.manager.after_commit.background import Background
 from bytecheckpoint.manager.after_commit.known_steps import StepChange
 from bytecheckpoint.manager.agreement.decisions import StorageClock
@@ -21,15 +22,12 @@ from bytecheckpoint.storage.store import Store, one_block
 logger = logging.getLogger("bytecheckpoint")
 
 
-PINS_AHEAD_FOLDER = "manager/pins_ahead"
-
-
 def pin_ahead(store: Store, step: int, *, time: float) -> None:
     """Pins the checkpoint that is about to be committed: a process that ends right after the commit loses no pin. A
     note of the pin lets the next manager take it away if the process ends before the commit.
     """
     with suppress(CheckpointExistsError):  # the note of an attempt that failed
-        store.write(_note_of(step), one_block(b"\n"), replace=False)
+        store.write(step_records.note_of_pin(step), one_block(b"\n"), replace=False)
     step_records.write_pin(store, step_folder(step), time=time)
 
 
@@ -37,23 +35,23 @@ def end_pin_ahead(store: Store, step: int, *, is_committed: bool) -> None:
     """Forgets that a step was pinned ahead, and takes the pin away unless the step is committed."""
     if not is_committed:
         step_records.unpin(store, step_folder(step))
-    store.delete(_note_of(step))
+    store.delete(step_records.note_of_pin(step))
 
 
 def end_pins_ahead(store: Store) -> None:
-    """Calls `end_pin_ahead` for all steps that earlier managers had pinned ahead. At a StorageError it logs
-    a warning, and leaves the remaining pins.
+    """Calls `end_pin_ahead` for all steps that earlier managers had pinned ahead; a checkpoint that training has left,
+    and that was to be replaced, was not pinned itself. At a StorageError it logs a warning, and leaves the remaining
+    pins.
     """
-    numbers = (name.removesuffix(".json") for name in store.list(PINS_AHEAD_FOLDER))
+    numbers = (name.removesuffix(".json") for name in store.list(step_records.PINS_AHEAD_FOLDER))
+    steps = [int(number) for number in numbers if number.isdecimal()]
     try:
-        for step in [int(number) for number in numbers if number.isdecimal()]:
-            end_pin_ahead(store, step, is_committed=has_manifest(store.list(step_folder(step))))
+        abandoned = present_abandoned(store) if steps else {}
+        for step in steps:
+            is_committed = step not in abandoned and has_manifest(store.list(step_folder(step)))
+            end_pin_ahead(store, step, is_committed=is_committed)
     except StorageError as error:
         logger.warning("pins of steps that were never committed stay in %s: %s", store, error)
-
-
-def _note_of(step: int) -> str:
-    return f"{PINS_AHEAD_FOLDER}/{step:08d}.json"
 
 
 class StepMarks(NamedTuple):
