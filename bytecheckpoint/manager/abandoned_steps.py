@@ -25,14 +25,15 @@ def present_abandoned(store: Store) -> dict[int, str]:
     return {step: save_id for step, save_id in abandoned.items() if found.get(step) == save_id}
 
 
-def steps_left_behind(store: Store, step: int, save_id: str) -> dict[int, str]:
-    """Returns by step the save ids of all steps that are abandoned if training goes on from this save of `step`: the
-    later ones, and those that were abandoned before and still exist. Another save of `step` is among them, where memory
-    alone holds this one.
+def steps_left_behind(store: Store, step: int, *, held: str = "") -> dict[int, str]:
+    """Returns by step the save ids of all steps that are abandoned if training goes on from `step`: the later ones, and
+    those that were abandoned before and still exist. `step` itself is among them only if training goes on from the save
+    with the id `held`, which memory may hold alone, and storage has another one.
     """
-    later = itertools.takewhile(lambda newer: newer >= step, layout.newest_steps(store))
-    abandoned = present_abandoned(store) | save_ids_of(store, list(later))
-    return {number: found_id for number, found_id in abandoned.items() if (number, found_id) != (step, save_id)}
+    later = list(itertools.takewhile(lambda newer: newer > step, layout.newest_steps(store)))
+    abandoned = present_abandoned(store) | save_ids_of(store, [*later, step] if held else later)
+    own_id = held or abandoned.get(step)
+    return {number: save_id for number, save_id in abandoned.items() if (number, save_id) != (step, own_id)}
 
 
 def save_ids_of(store: Store, steps: Sequence[int]) -> dict[int, str]:

@@ -219,7 +219,8 @@ class CheckpointManager:
     def _continue_from(self, report: LoadReport, step: int, passed_over: Collection[int]) -> None:
         """Makes the restored step the newest one: later steps become abandoned."""
         warn_of_ignored(report, rank=self._rank)
-        find_abandoned = partial(abandoned_steps.steps_left_behind, self._store, step, report.save_id)
+        held = report.save_id if self._memory.is_on else ""
+        find_abandoned = partial(abandoned_steps.steps_left_behind, self._store, step, held=held)
         abandoned = self._decisions.decide_together("leaving later steps", find_abandoned, dict[int, str])
         self._saves.begin_at(step, abandoned)
         self._saves.durable_step, self.next_step = step, step + 1
@@ -276,9 +277,8 @@ class CheckpointManager:
         if not self._stop.pass_boundary():
             return False
         self._saves.settle()
-        return self._options.read_only or (
-            self._saves.stored_step is not None and self._saves.stored_step == self._last_step
-        )
+        stored = self._saves.stored_step
+        return self._options.read_only or (stored is not None and stored == self._last_step)
 
     def request_stop(self, reason: str, deadline_s: float | None = None) -> None:
         """Requests that all ranks stop at the same step: now, or so that the last save is durable before `deadline_s`
