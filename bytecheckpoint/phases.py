@@ -55,7 +55,7 @@ from bytecheckpoint.saving.in_flight import (
 from bytecheckpoint.saving.prepare import PreparedSave, SnapshotKind, kind_of_snapshot
 from bytecheckpoint.saving.target import SaveCall, SaveOwner, SaveTarget, check_metadata, open_target
 from bytecheckpoint.saving.upload import write_upload_and_commit
-from bytecheckpoint.staging.memory_slots import MemoryPart
+from bytecheckpoint.staging.memory_slots import MemoryPart, generation_of
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.layout import check_step, root_of
 
@@ -225,7 +225,7 @@ def run_load(
         finish_all(entries, stored, source.changes.overwriting)
         ranks.barrier()
     ranks.close()
-    note_load()
+    note_load(generation_of(source.manifest) or 0)
     report = _report(source, fitted, match, traffic, time.monotonic() - started)
     if ranks.rank == COORDINATOR:
         warn_of_unused(findings, report.path)

@@ -111,6 +111,7 @@ def memory_of(process: ProcessState, memory: Memory, store: Store) -> JobMemory:
                 stacklevel=2,
             )
         process.memories[job.path] = JobMemory(job)
+        process.memories[job.path].note_load(process.loaded_generation)
     return process.memories[job.path]
 
 

@@ -77,9 +77,8 @@ class SavesInFlight:
         """Guards `_step_hook`."""
         self._watched: dict[int, SaveProgress] = {}
         """Saves by id, in their order, that are under way or have failed with an error that the caller has not seen.
-        No others, because a kept error that was raised holds the caller's frames, and the state in them. Each is added
-        and removed in one step, because signal handlers and background threads change this too.
-        """
+        No others: a kept error that was raised holds the caller's frames, and the state in them. Each is added and
+        removed in one step, because signal handlers and background threads change this too."""
 
     @contextmanager
     def slot(self, *, awaits_upload: bool) -> Iterator[StagingSlot]:
@@ -327,6 +326,7 @@ class ProcessState:
         self._writable: set[str] = set()
         """Stores that were found to be writable."""
         self.memories: dict[str, JobMemory] = {}
+        self.loaded_generation = 0  # the highest of the checkpoints that this process has loaded
         self._memory_of_parent: list[object] = []
 
     def kept(self, target: SaveTarget) -> KeptBetweenSaves:
@@ -354,7 +354,7 @@ class ProcessState:
 
 
 _STATE: dict[str, ProcessState] = {}
-"""Empty until the first save. A dict, because `setdefault` is one step for all threads."""
+"""Empty before the first save. A dict, because `setdefault` is one step for all threads."""
 
 
 def process_state() -> ProcessState:
@@ -379,11 +379,12 @@ def wait_until_staged() -> None:
         state.saves.wait_until_staged()
 
 
-def note_load() -> None:
-    """Notes that training goes on from a loaded checkpoint: the next memory save begins a new generation."""
-    for state in _STATE.values():
+def note_load(generation: int) -> None:
+    """Notes a load of a checkpoint of this generation, or 0: the next memory save begins a higher generation."""
+    for state in [process_state()] if generation else _STATE.values():
+        state.loaded_generation = max(state.loaded_generation, generation)
         for memory in state.memories.values():
-            memory.note_load()
+            memory.note_load(generation)
 
 
 @contextmanager

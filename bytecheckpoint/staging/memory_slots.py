@@ -155,8 +155,11 @@ class JobMemory:
         """Notes the newest complete version, whose generation later saves keep until the next load."""
         self.newest, self.opens_generation = record, False
 
-    def note_load(self) -> None:
-        """Notes that training goes on from a loaded checkpoint: the next save begins a new generation."""
+    def note_load(self, generation: int = 0) -> None:
+        """Notes that training goes on from a loaded checkpoint of this generation: the next save begins a higher one,
+        also where this host has lost its memory and the newest step at the path is of a branch that training left.
+        """
+        self.note_seen(generation, 0)
         self.opens_generation = True
 
     def warn_once(self, message: str, *, is_reporter: bool) -> None:

@@ -76,6 +76,27 @@ def test_a_branch_that_was_left_is_not_resumed_from_storage_however_many_steps_i
     check(state, 15)
 
 
+@pytest.mark.parametrize("again", [bcp.resume, bcp.load])
+def test_what_memory_holds_since_a_loss_of_memory_is_newer_than_the_checkpoint_that_training_went_on_from(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, again: Callable[..., Any]
+) -> None:
+    for step in (10, 90):  # the second one is of a branch that training leaves: its generation stays the first
+        bcp.save(root, state_of(step), step=step, options=options(tmp_path))
+    for _ in range(3):
+        bcp.load(root, empty(), step=10)
+        bcp.save(root, state_of(15), step=15, options=options(tmp_path, overwrite=True))
+    shutil.rmtree(tmp_path / "memory")
+    monkeypatch.setattr(process_state(), "memories", {})
+    monkeypatch.setattr(process_state(), "loaded_generation", 0)
+    again(root, empty(), **({"step": 15} if again is bcp.load else {"options": options(tmp_path)}))
+    bcp.save(root, state_of(16), step=16, options=options(tmp_path), to="memory")
+    state = empty()
+    report = bcp.resume(root, state, options=options(tmp_path))
+    assert report is not None
+    assert report.step == 16
+    check(state, 16)
+
+
 def test_nothing_is_none_and_leaves_the_state(tmp_path: Path, root: Path) -> None:
     state = empty()
     assert bcp.resume(root, state, options=options(tmp_path)) is None
