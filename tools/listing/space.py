@@ -51,6 +51,8 @@ class CheckpointSpace:
     """Empty if the manifest cannot be read."""
     problem: str | None
     """Error of reading the manifest."""
+    is_refused: bool
+    """True if the problem is no damage, as in `ListedCheckpoint`."""
 
     @property
     def stored_num_bytes(self) -> int:
@@ -88,6 +90,7 @@ def space_of(found: FoundCheckpoint, item: ListedCheckpoint) -> CheckpointSpace:
         other_num_bytes=other_bytes,
         entries=entries,
         problem=item.problem,
+        is_refused=item.is_refused,
     )
 
 
