@@ -19,8 +19,8 @@ from bytecheckpoint.storage.store import Store
 from ..analysis.checkpoint_list import ListedCheckpoint, read_checkpoint
 
 _LOOKED_AT = 8
-"""Checkpoints that each look compares with what they were: the last ones of `CommitWatch._seen`, and as many of the
-others, in turn.
+"""Number of the last checkpoints of `CommitWatch._seen` that each look compares with what they were, and of the others
+that it compares in turn.
 """
 _LOOKS_IN_FLIGHT = 8
 _DIGEST_BYTES = 8
