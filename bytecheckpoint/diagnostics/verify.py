@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.loading.links import sample_faults
+from bytecheckpoint.loading.links import take_sample
 from bytecheckpoint.loading.replacement import refuse_replaced
-from bytecheckpoint.manifest import Chunk, DataFile, Manifest
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, Sample
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.checksum_scan import ScanFault, ScanRange, find_files, ranges_of, scan, size_faults
 from bytecheckpoint.storage.layout import DATA_FOLDER
@@ -84,8 +84,7 @@ def verify_checkpoint(
         on_progress: Gets the number of bytes that were read since it was last called, one call at a time.
 
     Raises StorageError if the store cannot be listed, CheckpointNotFoundError (replaced) if files are missing because
-    the checkpoint was replaced or deleted meanwhile, and the errors of `Store.read_into` where it compares the samples
-    of a link. Any other failure to read a file is damage.
+    the checkpoint was replaced or deleted meanwhile. Any other failure to read a file is damage.
     """
     files = manifest.files
     sizes = find_files(store, folder, files)
@@ -140,21 +139,30 @@ def _count_sound(manifest: Manifest, hit: AbstractSet[str], doubtful_files: Abst
 def _sample_faults(
     store: Store, names: Sequence[str], files: Sequence[DataFile], sizes: Sequence[int | None], *, threads: int
 ) -> list[ScanFault]:
-    """Returns faults for files of a link that were rewritten, with the same size, since the link was made."""
-    intact = [number for number, (file, size) in enumerate(zip(files, sizes, strict=True)) if size == file.byte_length]
-    found = sample_faults(
-        store, [names[number] for number in intact], [files[number] for number in intact], threads=threads
-    )
-    return [
-        ScanFault(
-            "checksum",
-            intact[number],
-            sample.byte_offset,
-            sample.byte_length,
-            f"checksum {sample.digest:016x} when the link was made, {digest:016x} now",
-        )
-        for number, sample, digest in found
+    """Returns faults for files of a link that were rewritten, with the same size, since the link was made, or that
+    cannot be read: samples of such a file that are not begun by then are skipped.
+    """
+    unreadable: set[int] = set()
+
+    def compare(job: tuple[int, Sample]) -> ScanFault | None:
+        number, (byte_offset, byte_length, digest) = job
+        if number in unreadable:
+            return None
+        try:
+            found = take_sample(store, names[number], byte_offset, byte_length).digest
+        except CheckpointError as error:
+            unreadable.add(number)
+            return ScanFault(error.kind, number, byte_offset, byte_length, error.message)
+        what = f"checksum {digest:016x} when the link was made, {found:016x} now"
+        return None if found == digest else ScanFault("checksum", number, byte_offset, byte_length, what)
+
+    jobs = [
+        (number, sample)
+        for number, (file, size) in enumerate(zip(files, sizes, strict=True))
+        if size == file.byte_length
+        for sample in file.samples
     ]
+    return [fault for fault in map_jobs(compare, jobs, num_threads=threads) if fault is not None]
 
 
 def bytes_to_read(manifest: Manifest, sample_percent: float) -> int:
