@@ -172,7 +172,7 @@ def store_of(root: str, name: str) -> LocalStore:
 
 
 def take_over(root: str, name: str, *, writer_threads: int) -> StagedFolder | None:
-    """Locks and returns the folder of a dead process; None if the folder is gone, or its lock is not free just now.
+    """Locks and returns the folder of a dead process; None if the folder is gone, or another process holds its lock.
     Raises PermissionError if the folder is another user's, and StorageError if its file system cannot lock.
     """
     path = os.path.join(root, name)
