@@ -13,15 +13,16 @@ from bytecheckpoint.planner.write_items import ItemRegion, WriteItem
 from bytecheckpoint.region import Region
 
 EXTENT_BYTES = 1 << 20
-"""Limit of an extent: a partial read may have to read as much beyond what it wants, at each end."""
+"""Limit of an extent: a partial read may have to read as much beyond what it wants, at each end. As with every limit
+here, a part may be up to 15 bytes longer."""
 _MAX_EXTENTS = 1 << 21
 """Approximate limit for the extents of a checkpoint: their checksums take 16 MB of its manifest, which all ranks get
 from the coordinator. Beyond 2 TiB extents are longer than EXTENT_BYTES."""
 _LONGEST_EXTENT_BYTES = 4 << 20
 """Limit of an extent of any checkpoint: each thread that reads needs memory for one."""
 LARGE_CHUNK_BYTES = 16 << 20
-"""Chunks from here on are large: extents are at most a sixteenth of the chunk, because parts that loads want are
-large."""
+"""Chunks from here on are large: in a checkpoint of up to 2 TiB their extents are at most a sixteenth of the chunk,
+because parts that loads want are large."""
 LARGE_CHUNK_EXTENT_BYTES = 256 << 10
 """Limit of an extent in a large chunk of a checkpoint that is not large itself. Checking so short extents takes a tenth
 longer than extents of 1 MiB; at 64 KiB it would be 45%."""
