@@ -38,7 +38,9 @@ class Damage(NamedTuple):
     """A part of a checkpoint that is not as it was written."""
 
     kind: str
-    """Kind of the error that a load would raise."""
+    """Kind of the error that a load would raise for it. A header that contradicts the manifest is of the kind
+    bad_manifest, though a load reads no header.
+    """
     file: str | None
     """Name inside the checkpoint's folder; None if the manifest contradicts itself."""
     byte_offset: int
@@ -54,11 +56,13 @@ class Verification:
     """Result of checking a checkpoint."""
 
     damage: Sequence[Damage]
-    """Sorted by file and byte offset."""
+    """Damage of no file first, then in the order of the manifest's files and by byte offset."""
     num_bytes_checked: int
     """Bytes compared with a checksum."""
     unchecked_files: Sequence[str]
-    """Data files without checksums in the manifest: only their presence and size is known."""
+    """Data files that are there, but without checksums in the manifest: only their size was checked, and samples of
+    linked files.
+    """
     num_hit: int
     """Tensors that the damage names; a tied one counts once."""
     num_sound: int | None
@@ -94,7 +98,8 @@ def verify_checkpoint(
     def on_done(piece: ScanRange, found: Sequence[ScanFault]) -> None:
         nonlocal num_bytes_checked
         faults.extend(found)
-        num_bytes_checked += piece.byte_length
+        is_compared = all(fault.kind == "checksum" for fault in found)  # else it could not be read
+        num_bytes_checked += piece.byte_length if is_compared else 0
         on_progress(piece.byte_length)
 
     pieces = (
