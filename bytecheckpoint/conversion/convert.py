@@ -95,7 +95,8 @@ class Converted:
     """Path or URL of the target."""
     num_files: int
     num_bytes: int
-    """Bytes written by all ranks together."""
+    """Bytes of the files, all ranks together, without the index, metadata or manifest that is written last. Of a link:
+    bytes of the manifest."""
     num_tensors: int
     aliases: Mapping[str, str]
     left_out: Sequence[LeftOut]

@@ -44,7 +44,7 @@ _CLOSE_S = 5.0
 _STORE_GRACE_S = 4.0
 """Time that an operation of the store may take beyond its longest wait; entering the call may take 2 s of it."""
 _SMALL_BYTES = 1 << 10
-"""Longest message to the coordinator that may stay in the store until the call is over."""
+"""Longest message to the coordinator or to a leader that may stay in the store until the call is over."""
 
 
 class RankFailedError(Exception):

@@ -32,9 +32,10 @@ all ranks get from the coordinator. Beyond 256 GiB extents are longer."""
 MIN_EXTENT_BYTES = 128 << 10
 """Extents no longer than this are not cut: a range request reads as much while it begins, and manifests stay short."""
 OWN_EXTENT_BYTES = 256 << 10
-"""Chunks from here on have extents of their own."""
+"""Chunks from here on have extents of their own, in a checkpoint of up to 2 TiB."""
 _PARTS_OF_CHUNK = 16
-"""Extents per chunk. Reading any part reads at most two extents too many; an aligned half, quarter or eighth none."""
+"""About so many extents has a chunk that is not large, or fewer if they would be short, or too many for a file. Reading
+any part reads at most two extents too many; with so many extents, an aligned half, quarter or eighth reads none."""
 _EXTENTS_OF_FILE = 768
 """Extents of a file above which chunks that are not large are cut less often: manifests of many files are mostly
 checksums, and stay short."""
@@ -56,7 +57,7 @@ class PlacedChunk(NamedTuple):
     """In bytes from the start of the data section."""
     byte_length: int
     group: int
-    """Chunks of different groups share no extent. 0: only this rank holds the chunk, or it is large."""
+    """Chunks of different groups share no extent. 0: only this rank holds the chunk, or it is not small."""
 
 
 def lay_out_files(

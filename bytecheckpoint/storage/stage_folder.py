@@ -60,8 +60,8 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None
     overwrite: bool
     replaces: list[str] = []
-    """Save ids of the checkpoints that were there, or being saved there, when the save began; set by the
-    coordinator.
+    """Save ids of the checkpoints that were there, or being saved there, when the save began. Set by
+    the coordinator of a save with `overwrite`, else empty.
     """
     host: str = msgspec.field(default_factory=socket.gethostname)
     started_at: float = msgspec.field(default_factory=time.time)
