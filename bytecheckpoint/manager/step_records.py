@@ -90,7 +90,7 @@ def check_metrics(metrics: Mapping[Any, Any] | None) -> dict[str, float]:
             if not isinstance(name, str) or not name or isinstance(value, str | bytes):
                 raise TypeError
             checked[name] = float(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # torch raises RuntimeError
             raise ValueError(
                 f"metrics are numbers by name, such as {{'val_loss': 0.25}}, not {name!r}: {value!r:.100}; nothing was "
                 "saved"
