@@ -67,6 +67,23 @@ def test_steps_that_training_left_are_not_restored_when_memory_is_lost(
     assert bool((state["x"] == 120).all())
 
 
+def test_steps_in_memory_that_training_left_are_not_restored_before_the_next_save(tmp_path: Path) -> None:
+    state = state_of(-1)
+
+    def restored(manager: bcp.CheckpointManager) -> int | None:
+        report = manager.restore(state)
+        return None if report is None else report.step
+
+    with manager_of(tmp_path) as manager:
+        for step in (10, 20, 21):
+            manager.save(step, state_of(step))
+        assert restored(manager) == restored(manager) == 21
+        manager.restore(state, step=10)
+        assert (manager.latest(), restored(manager), restored(manager)) == (10, 10, 10)
+        manager.save(11, state_of(111))
+        assert (restored(manager), restored(manager), state["x"][0].item()) == (11, 11, 111.0)
+
+
 def test_without_memory_nothing_is_held(tmp_path: Path) -> None:
     with bcp.CheckpointManager(tmp_path / "run", save=EverySteps(10)) as manager:
         assert manager.save(3, state_of(3)) is None

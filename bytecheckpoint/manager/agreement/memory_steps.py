@@ -18,6 +18,7 @@ from bytecheckpoint.manager import abandoned_steps, save_policies
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.manager.managed_saves import ManagedRun, ManagedSaves
 from bytecheckpoint.manager.options import ManagerOptions
+from bytecheckpoint.manager.restore import is_latest
 from bytecheckpoint.manager.save_policies import EverySteps, SavePolicy
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.options import Memory
@@ -114,18 +115,26 @@ class MemorySteps:
             self._fail(error)
         elif error is not None:
             raise error
+        elif handle is not None:
+            self._saves.has_left_memory = False
 
     def _fail(self, error: CheckpointError) -> None:
         if self._options.on_failed_save == "raise":
             raise error
         logger.error("memory does not hold step %s: %s", error.step, error.message)
 
+    def resumes(self, step: object) -> bool:
+        """Returns True if a restore of `step` is to look at memory: that of the newest step does, except where memory
+        may hold later steps that training has left.
+        """
+        return self.is_on and is_latest(step) and not self._saves.has_left_memory
+
     def resume(self, state: Mapping[str, Any], **as_load: Any) -> LoadReport | None:
         """Loads the newest version that memory or storage hold of the branch that training is on; returns None if there
         is none.
         """
         load_options = as_load.pop("options")
-        read_abandoned = partial(abandoned_steps.present_abandoned, self._run.store)
+        read_abandoned = partial(abandoned_steps.present_abandoned, self._run.store, self._saves.new_branch)
         return phases.run_resume(
             self._run.root,
             state,
