@@ -85,6 +85,7 @@ def test_a_killed_deletion_is_finished_by_the_next_run(tmp_path: Path, monkeypat
     folders = NumberedFolders(tmp_path, "step-", storage_options=None)
     folders.begin()
     save(folders, 1)
+    folders.wait(60)  # the thread that `begin` has asked must not meet the kill
 
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
