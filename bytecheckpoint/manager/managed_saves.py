@@ -81,7 +81,7 @@ class BegunSave(NamedTuple):
 
     step: int
     time: float
-    """Time of the call, by the clock of the storage on rank 0."""
+    """Time of the call, by the clock of the storage; 0.0 on ranks other than rank 0."""
     handle: SaveHandle
     is_noted: threading.Event
     """Set when the end of the save is counted, and the work that follows a commit is handed to the background."""
@@ -118,11 +118,11 @@ class ManagedSaves:
         self.durable_step: int | None = None
         """Step that was restored, or the newest whose save is known to be committed."""
         self.abandoned: set[int] = set()
-        """Steps of branches that training left."""
+        """Steps of branches that training left, without those that this manager has saved anew."""
         self.new_branch: dict[int, str] | None = None
-        """Save ids by step of all steps that are abandoned since the last restore. The next commit writes them to the
-        store: then rank 0 has None here and reads them there, and other ranks keep them until the next restore. None
-        too before the first restore, and if the manager only reads: the store says what training has left."""
+        """By step, the save ids of all steps that the last restore has made or left abandoned. The next commit writes
+        them to the store: rank 0 then has None here, and the others keep them, which stay true until the next restore.
+        None too before the first restore, and if the manager only reads: the store says what training has left."""
         self.has_left_memory = False
         """True from a restore that did not look at memory until a save succeeds: memory may hold later steps, which
         training has left."""

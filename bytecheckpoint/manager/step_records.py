@@ -73,7 +73,8 @@ class StoredStep(NamedTuple):
 
     info: StepInfo
     has_record: bool
-    """False if the process ended between the commit and the record: the manifest was read instead."""
+    """False if no record was read: the process ended between the commit and the record, had no manager, or is this one,
+    which has just committed."""
     leased_until: float
     """End of the longest lease, past or not; 0.0 without one."""
     is_abandoned: bool

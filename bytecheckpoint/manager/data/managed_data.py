@@ -34,11 +34,11 @@ class _DataChoice(msgspec.Struct, frozen=True):
     """The choice of rank 0: a checkpoint, and the log on top of it."""
 
     step: int | None
-    """Step after which the loaders go on; None for their start."""
+    """Step after which the loaders go on; None if there is none, and they stay as they are."""
     base: int | None
     """Step of the checkpoint; None if there is none before the logged step."""
     loaders: dict[str, bytes] = {}
-    """Positions of all ranks by the loader's FQN; empty if the checkpoint has them all."""
+    """Positions of all ranks by the loader's FQN; empty if the checkpoint alone is loaded."""
 
 
 class ManagedData:
