@@ -81,7 +81,7 @@ class BegunSave(NamedTuple):
 
     step: int
     time: float
-    """Time of the call, by the clock of the storage on rank 0."""
+    """Time of the call, by the clock of the storage; 0.0 on ranks other than rank 0."""
     handle: SaveHandle
     is_noted: threading.Event
     """Set when the end of the save is counted, and the work that follows a commit is handed to the background."""
@@ -118,9 +118,14 @@ class ManagedSaves:
         self.durable_step: int | None = None
         """Step that was restored, or the newest whose save is known to be committed."""
         self.abandoned: set[int] = set()
-        """Steps of branches that training left."""
+        """Steps of branches that training left, without those that this manager has saved anew."""
         self.new_branch: dict[int, str] | None = None
-        """Save ids of all abandoned steps, on rank 0, as the next commit makes them known; else None."""
+        """By step, the save ids of all steps that the last restore has made or left abandoned. The next commit writes
+        them to the store: rank 0 then has None here, and the others keep them, which stay true until the next restore.
+        None too before the first restore, and if the manager only reads: the store says what training has left."""
+        self.has_left_memory = False
+        """True from a restore that did not look at memory until a save succeeds: memory may hold later steps, which
+        training has left."""
         self.newest_seen = -1
         """Step that was restored, or the newest one when the root was claimed; -1 for an empty root. A later step that
         an earlier manager has committed, and that is not abandoned, was committed after the claim."""
@@ -137,6 +142,14 @@ class ManagedSaves:
         """
         self.has_steps, self.abandoned = step is not None, set(abandoned)
         self.newest_seen = -1 if step is None else step
+
+    def go_on_from(self, step: int, abandoned: Mapping[int, str], *, was_resumed: bool) -> None:
+        """Notes the restored step, and by step the save ids of the steps that are abandoned from now on. `was_resumed`
+        is True if the restore has looked at memory.
+        """
+        self.begin_at(step, abandoned)
+        self.durable_step, self.has_left_memory = step, not was_resumed
+        self.new_branch = None if self._options.read_only else dict(abandoned)
 
     def begin(
         self,
@@ -328,6 +341,7 @@ class ManagedSaves:
         if error is None:
             self.durable_step, self.has_steps, self._num_failed_in_a_row = step, True, 0
             self.abandoned.discard(step)
+            self.has_left_memory = False
         elif was_seen:
             self._num_failed_in_a_row += 1
         elif isinstance(error, CheckpointError):
