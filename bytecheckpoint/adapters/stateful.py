@@ -25,7 +25,7 @@ from bytecheckpoint.adapters.native.subclass_match import refusals
 from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
 from bytecheckpoint.adapters.optimizers.stored_optimizer import are_groups, is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_tree import leaves
-from bytecheckpoint.adapters.tree_loader import TreeTarget, contents_of, is_sharded, missing_in
+from bytecheckpoint.adapters.tree_loader import ABSENT, TreeTarget, contents_of, is_sharded, missing_in
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
 
@@ -145,7 +145,8 @@ class StatefulEntry:
     def finish(self, checkpoint: CheckpointView) -> None:
         if self._found is not None:
             state = self._target.filled(self._found, self._current, checkpoint)
-            self._value.load_state_dict(state)
+            if state is not ABSENT:  # a None may be what was saved
+                self._value.load_state_dict(state)
 
 
 def _can_fill(own: Any, value: Any) -> bool:

@@ -38,7 +38,7 @@ from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shard_columns import ShardBlocks, WholeTensors
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards, refuse_lazy
 from bytecheckpoint.adapters.tied import split_tied, with_flat_ties
-from bytecheckpoint.adapters.tree_loader import TreeTarget, keep_for_rank
+from bytecheckpoint.adapters.tree_loader import ABSENT, TreeTarget, keep_for_rank
 from bytecheckpoint.manifest.plain_wire import join_fqn
 
 
@@ -164,7 +164,7 @@ class ModuleEntry:
         for copy in (copy for part in self._parts if part.flat is not None for copy in part.flat.copies):
             name = held.stored_name(join_fqn(self.fqn, copy.name), checkpoint)
             copies += copy.part.shards(name, copy.memory)
-        claims = held.names() | set(held.facts)
+        claims, skipped = held.names() | set(held.facts), set[str]()
         for fqn in held.extra:
             found = checkpoint.entry_tree(fqn)
             if found is None:
@@ -173,10 +173,11 @@ class ModuleEntry:
                 of_tree = self._extra.expect(found, {}, checkpoint)
                 shards += of_tree.shards
                 claims |= of_tree.claims
+                skipped |= of_tree.skipped
                 problems += of_tree.problems
                 missing = [leaf for leaf in leaves(found.tree, "").values() if isinstance(leaf, RankMissing)]
                 problems += [rank_missing(fqn, missing[0].num_saved)] if missing else []
-        return Expectation(shards, claims, problems, copies)
+        return Expectation(shards, claims, problems, copies, skipped=skipped)
 
     def prepare(self, checkpoint: CheckpointView, refused: Collection[str]) -> None:
         held = self._read()
@@ -213,7 +214,11 @@ class ModuleEntry:
                 if fqn in self._detached:
                     new_values[name] = self._detached[fqn]
                 elif found is not None and found.is_taken:
-                    new_values[name] = self._extra.filled(found, leaves(value, fqn), checkpoint)
+                    filled = self._extra.filled(found, leaves(value, fqn), checkpoint)
+                    if filled is not ABSENT:
+                        new_values[name] = filled
+                    elif not is_extra_state(name):
+                        own[name] = value
                 elif is_data(name, value) and not is_extra_state(name):
                     own[name] = value
             for name in filter(is_extra_state, list(new_values)):
