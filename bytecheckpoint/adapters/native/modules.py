@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bytecheckpoint.adapters.checkpoint_view import CheckpointView
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTree
 from bytecheckpoint.adapters.expectation import EntryContents, Expectation, RankMissing, Scope, not_stored, rank_missing
 from bytecheckpoint.adapters.frameworks import deepspeed
 from bytecheckpoint.adapters.frameworks.flat_parameters import (
@@ -213,12 +213,8 @@ class ModuleEntry:
                 found = checkpoint.entry_tree(fqn) if is_data(name, value) else None
                 if fqn in self._detached:
                     new_values[name] = self._detached[fqn]
-                elif found is not None and found.is_taken:
-                    filled = self._extra.filled(found, leaves(value, fqn), checkpoint)
-                    if filled is not ABSENT:
-                        new_values[name] = filled
-                    elif not is_extra_state(name):
-                        own[name] = value
+                elif (filled := self._filled(found, fqn, value, checkpoint)) is not ABSENT:
+                    new_values[name] = filled
                 elif is_data(name, value) and not is_extra_state(name):
                     own[name] = value
             for name in filter(is_extra_state, list(new_values)):
@@ -228,6 +224,12 @@ class ModuleEntry:
                 part.tree.module.load_state_dict(own | new_values, strict=False)
             if part.flat is not None:
                 part.flat.finish()
+
+    def _filled(self, found: StoredTree | None, fqn: str, value: Any, checkpoint: CheckpointView) -> Any:
+        """Returns the data that takes the place of a value; ABSENT if none is loaded."""
+        if found is None or not found.is_taken:
+            return ABSENT
+        return self._extra.filled(found, leaves(value, fqn), checkpoint)
 
     def _held(self) -> _ModuleTensors:
         """Returns what `_read` finds, or found when parameters were named just before."""
