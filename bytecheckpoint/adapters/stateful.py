@@ -78,7 +78,8 @@ class StatefulEntry:
         found = checkpoint.object_tree(self.fqn)
         self._found = None
         if found is not None and not found.fqn:  # all of a checkpoint, which may be the state of this object
-            own = {name.removeprefix(f"{self.fqn}.").partition(".")[0] for name in self._current}
+            shown_names = self._current.keys() - {self.fqn}  # an empty state is one leaf, under the object's own name
+            own = {name.removeprefix(f"{self.fqn}.").partition(".")[0] for name in shown_names}
             found = found if own and own <= found.tree.keys() else None
         kind = type(self._value).__name__
         if found is None:

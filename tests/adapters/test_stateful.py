@@ -127,6 +127,21 @@ def test_a_holder_of_which_nothing_can_be_built_is_left_alone(tmp_path: Path, ca
         bcp.load(tmp_path / "alone", {"x": make({})}, exclude=f"{fqn}.b")
 
 
+@pytest.mark.parametrize("saved", [{"w": torch.ones(2)}, {"w": torch.ones(2), "a": 1}], ids=["all", "a part"])
+def test_a_fresh_object_of_which_a_part_is_excluded_does_not_take_other_entries(
+    tmp_path: Path, saved: dict[str, Any]
+) -> None:
+    bcp.save(tmp_path, {"x": Counter(**saved), "y": torch.ones(1)})
+    target = Counter()
+    if "a" in saved:
+        assert bcp.load(tmp_path, {"x": target}, exclude="x.w").skipped == ["x.w"]
+        assert target.state == {"a": 1}
+        return
+    with pytest.raises(bcp.CheckpointMismatchError, match="include and exclude leave out all of the state"):
+        bcp.load(tmp_path, {"x": target}, exclude="x.w")
+    assert target.num_loads == 0
+
+
 def test_an_object_whose_state_is_none_is_given_none(tmp_path: Path) -> None:
     saved, target = Counter(), Counter(a=1)
     saved.state = None  # type: ignore[assignment]
