@@ -29,9 +29,9 @@ _SHOWN_BYTES = 50_000
 class CheckpointError(Exception):
     """The root of the tree. A message says what happened, what is still safe and what to do.
 
-    Raised itself only by loads and by calls of a CheckpointManager, with the kinds `rank_failed` (a rank raised
-    something that is no CheckpointError), `rank_missing` (a rank did not answer in time) and `unsupported_value` (in
-    the capture of a CUDA graph).
+    Raised itself only by loads, by calls of a CheckpointManager and by integrations, with the kinds `rank_failed` (a
+    rank raised something that is no CheckpointError), `rank_missing` (a rank did not answer in time) and
+    `unsupported_value` (in the capture of a CUDA graph).
     """
 
     def __init__(

@@ -58,7 +58,9 @@ class SavedByRank(NamedTuple):
     data: Mapping[int, bytes]
     """Encoded trees by rank."""
     num_ranks: int
-    """Number of ranks of the save."""
+    """Number of ranks of the save; for a checkpoint that was converted or linked, or that does not say, the highest
+    rank in `data` plus one, which may be less.
+    """
 
     def tree(self, rank: int) -> Any:
         """Returns a new tree of what this rank saved. Raises KeyError if it is not in `data`."""

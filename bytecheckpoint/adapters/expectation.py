@@ -40,7 +40,9 @@ class Expectation(NamedTuple):
 
     shards: list[LocalShard]
     claims: set[str]
-    """State FQNs that the entry can fill, besides the FQNs of its shards."""
+    """State FQNs that the entry has a place for, even if a problem keeps it from being filled; without those of its
+    shards.
+    """
     problems: list[Problem]
     copies: Sequence[LocalShard] = ()
     """Shards in lower precision of tensors that are also loaded in full precision: converted whatever `cast` says."""

@@ -67,7 +67,7 @@ def missing_in(values: Mapping[str, Any]) -> list[Problem]:
 
 
 ABSENT = object()
-"""Marks a value that the tree must not have."""
+"""Stands for a value that a tree must not have, and for a tree of which nothing is left."""
 
 
 def _without_absent(tree: Any) -> Any:

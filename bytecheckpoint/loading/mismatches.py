@@ -42,7 +42,7 @@ class _RankFindings(msgspec.Struct, frozen=True, array_like=True):
     has_places: bool
     """True if its state is empty, or has a place that something could fill."""
     is_all_skipped: bool
-    """True if include and exclude leave out everything that the state wants."""
+    """True if include and exclude leave out something of its state, and no tensor is filled."""
     other_name: str
     """The name of the state that the names of the checkpoint may belong below; "" if there is none."""
     has_experts: bool
