@@ -47,7 +47,7 @@ class StoredTree(NamedTuple):
     """FQN in the checkpoint."""
     tree: Any
     is_taken: bool
-    """True if include and exclude let at least one of its leaves through."""
+    """True if include and exclude let at least one of its leaves through; always True for a part, from `subtree`."""
 
 
 class SavedByRank(NamedTuple):
