@@ -5,10 +5,11 @@ react to what happened without reading messages; it knows nothing of how the fai
     ├── CheckpointNotFoundError   (FileNotFoundError)   not_found, not_committed, missing_file,
     │                                                   replaced
     ├── CheckpointExistsError     (FileExistsError)     exists
-    ├── CheckpointCorruptError    (ValueError)          checksum, truncated, bad_manifest, unsupported_version
+    ├── CheckpointCorruptError    (ValueError)          checksum, truncated, bad_manifest, unsupported_version,
+    │                                                   missing_file
     ├── CheckpointMismatchError   (ValueError)          missing_key, unexpected_key, shape, dtype, coverage, conflict
-    ├── CheckpointSaveError       (RuntimeError)        no_space, storage, writer_died, rank_failed, rank_missing,
-    │                                                   unsupported_value, superseded, not_finite
+    ├── CheckpointSaveError       (RuntimeError)        no_space, storage, rank_failed, rank_missing, unsupported_value,
+    │                                                   superseded, not_finite
     ├── StorageError              (OSError)             permission, unavailable, unsupported
     └── UnsafeCheckpointError     (ValueError)          pickle_refused, path_escape, limits_exceeded
 """
@@ -28,9 +29,9 @@ _SHOWN_BYTES = 50_000
 class CheckpointError(Exception):
     """The root of the tree. A message says what happened, what is still safe and what to do.
 
-    Raised itself only by loads and by calls of a CheckpointManager, with the kinds `rank_failed` (a rank raised
-    something that is no CheckpointError), `rank_missing` (a rank did not answer in time) and `unsupported_value` (in
-    the capture of a CUDA graph).
+    Raised itself only by loads, by calls of a CheckpointManager and by integrations, with the kinds `rank_failed` (a
+    rank raised something that is no CheckpointError), `rank_missing` (a rank did not answer in time) and
+    `unsupported_value` (in the capture of a CUDA graph).
     """
 
     def __init__(
@@ -79,8 +80,8 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 
 class CheckpointCorruptError(CheckpointError, ValueError):
-    """Bytes differ from those that were written, or cannot be understood. `bcp.resume` raises it also with the kind
-    `missing_file`: no save has all of its files.
+    """Bytes differ from those that were written, or cannot be understood. Only `bcp.resume` raises it with the kind
+    `missing_file`: memory and storage hold saves, and all files of none of them.
     """
 
 

@@ -32,7 +32,7 @@ class CheckpointInfo:
     """Bytes of all its data files, headers included."""
     num_tensors: int
     world_size: int | None
-    """Number of ranks that saved it; None if it does not say."""
+    """Number of ranks that saved it, or that converted or linked it; None if it does not say."""
     created_at: datetime | None
     """Time of the commit, by the clock of the committing rank."""
     metadata: Mapping[str, Any]

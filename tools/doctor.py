@@ -42,12 +42,12 @@ Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Findings about one storage; `folder` is None unless it is a local folder, `local` without a local stage."""
+    """Findings about one storage; `local` is None without a local stage."""
 
     url: str
     checks: Sequence[GuaranteeCheck]
     folder: FilesystemFeatures | None
-    """None for a URL."""
+    """Features of its file system; None for a store that is no local folder. A file:// URL leads to one."""
     latency: Latency
     writes: Sequence[Speed]
     reads: Sequence[Speed]

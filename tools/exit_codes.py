@@ -16,7 +16,8 @@ from bytecheckpoint.errors import StorageError as StoreRefusedError
 
 FINE = 0
 CORRUPT = 1
-"""A checkpoint is corrupt, or two differ."""
+"""A checkpoint is corrupt or refused, two differ, or a storage breaks a promise; also for errors without a code of
+their own."""
 USAGE = 2
 NOT_FOUND = 3
 STORAGE = 4

@@ -40,13 +40,13 @@ class GarbageRow:
     """Leftovers of one save in one place."""
 
     path: str
-    """Path of the folder: below the root, or in the local stage."""
+    """Path of the folder: the root, one below it, or one in the local stage."""
     save_id: str
     num_files: int
     num_uploads: int = 0
     num_bytes: int
     changed_at: datetime | None
-    """Time of the last change of any of it, or in a local stage of the begin of the save; None if it is not known."""
+    """Time of the last change of any of it; in a local stage, the time when the save began. None if it is not known."""
     is_local: bool = False
     is_dead: bool
     why: str

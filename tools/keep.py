@@ -65,19 +65,17 @@ class KeptRow:
     is_abandoned: bool
     is_kept: bool
     why: str
-    """Everything that keeps it, or that nothing does."""
+    """All reasons that keep it, with commas; `no policy keeps it` if there are none."""
     is_deleted: bool = False
     info: StepInfo
 
 
 class Deletions(NamedTuple):
-    """Result of deleting checkpoints: all rows, also the kept ones, and the number of deletions that another process
-    had begun and this one has finished.
-    """
+    """Result of deleting checkpoints: all rows, also the kept ones, and messages about failures."""
 
     rows: list[KeptRow]
     num_finished: int = 0
-    """Deletions that another process had begun."""
+    """Number of the deletions that another process had begun and this one has finished."""
     failures: Sequence[str] = ()
 
     @property

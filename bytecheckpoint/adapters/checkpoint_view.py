@@ -47,7 +47,7 @@ class StoredTree(NamedTuple):
     """FQN in the checkpoint."""
     tree: Any
     is_taken: bool
-    """True if include and exclude let at least one of its leaves through."""
+    """True if include and exclude let at least one of its leaves through; always True for a part, from `subtree`."""
 
 
 class SavedByRank(NamedTuple):
@@ -58,7 +58,9 @@ class SavedByRank(NamedTuple):
     data: Mapping[int, bytes]
     """Encoded trees by rank."""
     num_ranks: int
-    """Number of ranks of the save."""
+    """Number of ranks of the save; for a checkpoint that was converted or linked, or that does not say, the highest
+    rank in `data` plus one, which may be less.
+    """
 
     def tree(self, rank: int) -> Any:
         """Returns a new tree of what this rank saved. Raises KeyError if it is not in `data`."""

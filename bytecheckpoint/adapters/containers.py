@@ -26,7 +26,7 @@ from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.shard_columns import WholeTensors
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShards, dtype_name
 from bytecheckpoint.adapters.torch_types import loaded_dtensor
-from bytecheckpoint.adapters.tree_loader import TreeTarget, contents_of, missing_in
+from bytecheckpoint.adapters.tree_loader import ABSENT, TreeTarget, contents_of, missing_in
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
 
 
@@ -38,6 +38,7 @@ class PlainEntry:
         self._value = value
         self._assign = assign
         self._adopted = TreeTarget()
+        self._skipped: set[str] = set()
         self._is_filled_in_place = False
         """True if all of it is tensors that are filled where they are."""
         self._may_differ = fqn.partition(".")[0] == PER_RANK_NAME
@@ -76,7 +77,7 @@ class PlainEntry:
         refused = refusals(values if facts else {}, checkpoint)
         # One look-up tells whether a leaf is a plain tensor here and in the checkpoint: nearly all of a state is.
         simple = {} if facts or not checkpoint.takes_all else checkpoint.plain
-        expectation = Expectation(shards.found, set(facts), refused.problems)
+        expectation = Expectation(shards.found, set(facts), refused.problems, skipped=self._skipped)
         tensors: list[tuple[str, torch.Tensor]] = []
         if simple and not others and {TensorRef}.issuperset(map(type, map(simple.get, values))):
             shards.add_all(values.items())
@@ -108,6 +109,7 @@ class PlainEntry:
             expectation.shards.extend(of_tree.shards)
             expectation.problems.extend(missing_in(names) + of_tree.problems)
             expectation.claims.update(names)
+            self._skipped.update(of_tree.skipped)
         elif missing is not None:
             expectation.problems.append(rank_missing(fqn, missing[1].num_saved))
             expectation.claims.add(missing[0])
@@ -138,7 +140,7 @@ class PlainEntry:
                 filled = self._adopted.filled(adopted, {}, checkpoint)
                 if isinstance(filled, torch.Tensor):  # a subclass stood there
                     new[fqn] = filled
-                elif filled is not None:
+                elif filled is not ABSENT:
                     value.update(_taken(filled, adopted.fqn, checkpoint, left_out))
             elif fqn in checkpoint.tensors or _problems(fqn, value, checkpoint):
                 continue

@@ -25,7 +25,7 @@ from bytecheckpoint.adapters.native.subclass_match import refusals
 from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
 from bytecheckpoint.adapters.optimizers.stored_optimizer import are_groups, is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_tree import leaves
-from bytecheckpoint.adapters.tree_loader import TreeTarget, contents_of, is_sharded, missing_in
+from bytecheckpoint.adapters.tree_loader import ABSENT, TreeTarget, contents_of, is_sharded, missing_in
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
 
@@ -78,7 +78,8 @@ class StatefulEntry:
         found = checkpoint.object_tree(self.fqn)
         self._found = None
         if found is not None and not found.fqn:  # all of a checkpoint, which may be the state of this object
-            own = {name.removeprefix(f"{self.fqn}.").partition(".")[0] for name in self._current}
+            shown_names = self._current.keys() - {self.fqn}  # an empty state is one leaf, under the object's own name
+            own = {name.removeprefix(f"{self.fqn}.").partition(".")[0] for name in shown_names}
             found = found if own and own <= found.tree.keys() else None
         kind = type(self._value).__name__
         if found is None:
@@ -145,7 +146,8 @@ class StatefulEntry:
     def finish(self, checkpoint: CheckpointView) -> None:
         if self._found is not None:
             state = self._target.filled(self._found, self._current, checkpoint)
-            self._value.load_state_dict(state)
+            if state is not ABSENT:  # a None may be what was saved
+                self._value.load_state_dict(state)
 
 
 def _can_fill(own: Any, value: Any) -> bool:

@@ -66,30 +66,30 @@ def missing_in(values: Mapping[str, Any]) -> list[Problem]:
     return [rank_missing(fqn, value.num_saved) for fqn, value in missing.items()]
 
 
-_ABSENT = object()
-"""Marks a value that the tree must not have."""
+ABSENT = object()
+"""Stands for a value that a tree must not have, and for a tree of which nothing is left."""
 
 
 def _without_absent(tree: Any) -> Any:
-    """Returns the tree without _ABSENT and containers of nothing else; _ABSENT if nothing is left. An _ABSENT that
+    """Returns the tree without ABSENT and containers of nothing else; ABSENT if nothing is left. An ABSENT that
     other items of its list or tuple follow becomes None. Changes the tree's dicts and lists.
     """
     if isinstance(tree, dict) and tree:
         for key, item in list(tree.items()):
             tree[key] = _without_absent(item)
-            if tree[key] is _ABSENT:
+            if tree[key] is ABSENT:
                 del tree[key]
-        return tree if len(tree) else _ABSENT
+        return tree if len(tree) else ABSENT
     if type(tree) not in (list, tuple) or not tree:
         return tree
     items = [_without_absent(item) for item in tree]
-    while items and items[-1] is _ABSENT:
+    while items and items[-1] is ABSENT:
         items.pop()
-    items = [None if item is _ABSENT else item for item in items]
+    items = [None if item is ABSENT else item for item in items]
     if type(tree) is list:
         tree[:] = items
-        return tree or _ABSENT
-    return tuple(items) or _ABSENT
+        return tree or ABSENT
+    return tuple(items) or ABSENT
 
 
 class TreeTarget:
@@ -108,7 +108,10 @@ class TreeTarget:
         """Returns the targets of all that the tree has, and a problem for each subclass in it that cannot be built."""
         values = leaves(saved.tree, saved.fqn)
         problems = list(self._unbuildable(values, checkpoint).values())
-        return Expectation(self._shards(saved, current, checkpoint), set(map(checkpoint.rename, values)), problems)
+        unbuilt = self.left_out(saved, checkpoint)
+        skipped = {checkpoint.rename(name) for name in values if enclosing(name, unbuilt)} if unbuilt else set()
+        shards, claims = self._shards(saved, current, checkpoint), set(map(checkpoint.rename, values))
+        return Expectation(shards, claims, problems, skipped=skipped)
 
     def _shards(self, saved: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> list[LocalShard]:
         """Returns the targets of the tensors of the tree; new ones are on the meta device before `prepare`."""
@@ -127,24 +130,24 @@ class TreeTarget:
                 self._new[name] = torch.empty_like(placeholder(stored), device=device)
 
     def filled(self, saved: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Any:
-        """Returns the tree with tensors in place of references; None if nothing is left. Parts that include and exclude
-        leave out are as in `current`, and absent if `current` lacks them. Changes `saved.tree`.
+        """Returns the tree with tensors in place of references; ABSENT if nothing is left. Parts that include and
+        exclude leave out are as in `current`, and absent if `current` lacks them. Changes `saved.tree`.
         """
         values = leaves(saved.tree, saved.fqn)
         unbuildable = self._unbuildable(values, checkpoint).keys()
         unbuilt = self.left_out(saved, checkpoint)
-        new: dict[str, Any] = {name: self.own.get(state_fqn(name, checkpoint), _ABSENT) for name in unbuilt}
+        new: dict[str, Any] = {name: self.own.get(state_fqn(name, checkpoint), ABSENT) for name in unbuilt}
         for name, value in values.items():
             state_name = checkpoint.rename(name)
             if isinstance(value, TensorRef) and state_name in self._new:
                 new[name] = self._new[state_name]
             elif isinstance(value, TensorRef | RankMissing) or not checkpoint.takes(name):
-                new[name] = current.get(state_name, _ABSENT)
+                new[name] = current.get(state_name, ABSENT)
         filled = with_leaves(saved.tree, saved.fqn, new)
-        if any(value is _ABSENT for value in new.values()):
+        if any(value is ABSENT for value in new.values()):
             filled = _without_absent(filled)
-        if filled is _ABSENT or not any(map(is_facts, values)):
-            return None if filled is _ABSENT else filled
+        if filled is ABSENT or not any(map(is_facts, values)):
+            return filled
         return restored(filled, saved.fqn, self.live, unbuildable=unbuildable)
 
     def left_out(self, saved: StoredTree, checkpoint: CheckpointView) -> set[str]:

@@ -4,10 +4,9 @@ what makes it exist.
 
 from __future__ import annotations
 
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,11 +22,12 @@ from bytecheckpoint.conversion.existing_target import (
     open_target,
     refuse_own_files,
 )
+from bytecheckpoint.conversion.file_writer import FileWriter
 from bytecheckpoint.conversion.huggingface import plan_hf
 from bytecheckpoint.conversion.link import check_reachable, link_manifest, with_samples, write_link
 from bytecheckpoint.conversion.mapped_source import mapped_view, names_for_experts
 from bytecheckpoint.conversion.native import plan_own
-from bytecheckpoint.conversion.stream import ReadAhead, Stream, TargetFile, TargetPlan, budget_of
+from bytecheckpoint.conversion.stream import TargetPlan, budget_of
 from bytecheckpoint.conversion.torch_save import plan_torch
 from bytecheckpoint.distributed.ranks import COORDINATOR, RankFailedError, Ranks, Subject, together
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointSaveError, StorageError
@@ -38,24 +38,25 @@ from bytecheckpoint.loading.plain_trees import PlainData
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.select import LeftOut, Selection, SelectionRequest, select
 from bytecheckpoint.manifest import DataFile
-from bytecheckpoint.manifest.ranges import Block, cut_blocks
 from bytecheckpoint.name_maps.fused_experts import EXPERT_NAMES, FUSED, with_separate_experts
 from bytecheckpoint.name_maps.load import CheckpointFolder
 from bytecheckpoint.options import LoadOptions, NameMap
 from bytecheckpoint.planner.copy_plan import check_wanted
-from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.storage import deletion, layout
 from bytecheckpoint.storage.backends.local_store import LocalStore
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.garbage import sweep
-from bytecheckpoint.storage.object_io import BLOCK_BYTES, FileImage, write_image
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import one_block
 
 MIN_MEMORY_BYTES = 64 << 20
 _READER_THREADS = 8
 
+_IS_THERE = "The target is there, whole"
+_MAY_BE_THERE = "Whether the target exists, `bcp show` tells"
+
 OnProgress = Callable[[int], None]
+Progress = Callable[[int], AbstractContextManager[OnProgress]]
 
 
 class ConvertLimits(NamedTuple):
@@ -94,7 +95,8 @@ class Converted:
     """Path or URL of the target."""
     num_files: int
     num_bytes: int
-    """Bytes written by all ranks together."""
+    """Bytes of the files, all ranks together, without the index, metadata or manifest that is written last. Of a link:
+    bytes of the manifest."""
     num_tensors: int
     aliases: Mapping[str, str]
     left_out: Sequence[LeftOut]
@@ -125,13 +127,13 @@ def convert(
     request: ConvertRequest,
     ranks: Ranks,
     *,
-    progress: Callable[[int], AbstractContextManager[OnProgress]],
+    progress: Progress,
 ) -> Converted:
-    """Writes the target. `progress` gets the number of bytes that this rank will write, and returns a context that
-    counts them.
+    """Writes the target. `progress` gets the number of bytes that this rank will write, if it writes files, and returns
+    a context that counts them.
 
     Raises the errors of a load and of a save. The target is not there then, or as it was before, unless the file that
-    makes it exist was written already, or may have been.
+    makes it exist was written already, or may have been. That is done when all ranks have written theirs.
     """
     about = Subject(showable_url(request.target), None, is_save=True)
     if request.is_link:
@@ -143,26 +145,25 @@ def convert(
         if ranks.rank == COORDINATOR:
             _check_space(plan)
     written: list[DataFile] = []
+    write = partial(_write, request, plan, elements, progress=progress)
     with together(ranks, f"writing {plan.place.path}", about=about), ExitStack() as undo:
         undo.callback(_discard, plan, written)
-        own_files = [plan.target.files[number] for number in plan.target.by_rank[ranks.rank]]
-        lengths = [file.byte_length for file in own_files]
-        memory_bytes = request.limits.memory_bytes
-        with progress(sum(lengths)) as on_progress:
-            longest = max(lengths, default=0)
-            writer = _FileWriter(plan, elements, longest, memory_bytes=memory_bytes, on_progress=on_progress)
-            for file in own_files:
-                written.append(writer.write(file, is_replaced=request.overwrite))  # noqa: PERF401 - undone if one fails
+        if plan.target.last is not None:
+            write(plan.target.by_rank[ranks.rank], written)
         if ranks.rank != COORDINATOR:
             undo.pop_all()  # from here on the coordinator may commit the target, whatever becomes of this rank
         reports = ranks.gather(msgspec.msgpack.encode(written))
-        if ranks.rank == COORDINATOR:
+        if ranks.rank == COORDINATOR and plan.target.last is not None:
             written[:] = _in_order(plan, reports)
         _confirm_all_written(ranks, plan, written)
         undo.pop_all()
-    with together(ranks, f"committing {plan.place.path}", about=about):
-        if ranks.rank == COORDINATOR:
+    if ranks.rank == COORDINATOR:
+        with together(ranks, f"committing {plan.place.path}", about=about):
+            if plan.target.last is None:
+                write(range(len(plan.target.files)), written)
             _commit(plan, written, overwrite=request.overwrite)
+    after = about._replace(left_behind=_IS_THERE if ranks.rank == COORDINATOR else _MAY_BE_THERE)
+    with together(ranks, f"committing {plan.place.path}", about=after):
         ranks.broadcast(b"")
     ranks.close()
     return _converted(plan)
@@ -271,41 +272,33 @@ def _check_space(plan: _Plan) -> None:
         )
 
 
-class _FileWriter:
-    """Writes the files of one rank, from windows that are read ahead."""
-
-    def __init__(
-        self, plan: _Plan, elements: Elements, longest_bytes: int, *, memory_bytes: int, on_progress: OnProgress
-    ) -> None:
-        self._plan = plan
-        self._elements = elements
-        self._budget = budget_of(memory_bytes, longest_bytes)
-        self._scratch = BufferPool(self._budget.window_bytes, self._budget.num_windows)
-        self._on_progress = on_progress
-        self._lock = threading.Lock()
-
-    def write(self, file: TargetFile, *, is_replaced: bool) -> DataFile:
-        """Writes one file, durably. With `is_replaced`, a file that is the whole target replaces an older one of its
-        name. In every other case raises CheckpointExistsError for a name that is taken: of several files, only the last
-        may replace one, and `_commit` writes it. Raises the errors of a load and of a write.
-        """
-        store = self._plan.place.store
-        stream = Stream(file.runs)
-        with closing(ReadAhead(stream, self._elements, self._scratch, self._budget)) as ahead:
-            extents = file.extent_lengths
-            planned = cut_blocks(extents, max_bytes=BLOCK_BYTES) if extents else stream.blocks
-            blocks = [block._replace(content=partial(self._content, ahead, block)) for block in planned]
-            if extents:
-                return write_image(store, file.name, FileImage(file.name, extents, blocks), lambda _: None)
-            store.write(file.name, blocks, replace=is_replaced and file.name == self._plan.target.last_name)
-            return DataFile(file.name, stream.byte_length)
-
-    @contextmanager
-    def _content(self, ahead: ReadAhead, block: Block) -> Iterator[memoryview]:
-        with ahead.content(block) as content:
-            yield content
-        with self._lock:
-            self._on_progress(block.byte_length)
+def _write(
+    request: ConvertRequest,
+    plan: _Plan,
+    elements: Elements,
+    numbers: Sequence[int],
+    written: list[DataFile],
+    *,
+    progress: Progress,
+) -> None:
+    """Writes the files of these numbers, and adds each to `written` once it is there. A file that is the whole target
+    may replace one; of several files, only the last may, which `_commit` writes.
+    """
+    files = [plan.target.files[number] for number in numbers]
+    if not files:
+        return
+    lengths = [file.byte_length for file in files]
+    replace = request.overwrite and plan.target.last is None
+    with progress(sum(lengths)) as on_progress:
+        writer = FileWriter(
+            plan.place.store,
+            elements,
+            max(lengths),
+            memory_bytes=request.limits.memory_bytes,
+            on_progress=on_progress,
+        )
+        for file in files:
+            written.append(writer.write(file, replace=replace))  # noqa: PERF401 - undone if one fails
 
 
 def _confirm_all_written(ranks: Ranks, plan: _Plan, written: Sequence[DataFile]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from bytecheckpoint.errors import CheckpointMismatchError
 
 _SIZES = ("world_size", "num_workers", "batch_size")
-"""Keys of litData's state."""
+"""Keys of the state of litData's dataset."""
 _GRAIN_POSITION = "global_next_index"
 """Key of Grain's state."""
 _MEGATRON_COUNTS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")

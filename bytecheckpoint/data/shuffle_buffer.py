@@ -43,7 +43,8 @@ class ShuffleBuffer:
             raise ValueError(f"a ShuffleBuffer has room for {size} samples; it needs 1 or more")
         self.wrapped_source = source
         self.snapshot_interval = size
-        """Least number of samples between two snapshots, since each holds the whole buffer."""
+        """Least number of samples between two snapshots in the course of an epoch, since each holds the whole buffer.
+        Its end and a save take others."""
         self._size, self._seed = size, seed
         self._cursor = cursor_of(source)
         self._source_position = StreamPosition()

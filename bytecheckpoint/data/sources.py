@@ -197,9 +197,10 @@ class IterableCursor:
         self._source = source
         self._iterator: Iterator[Any] | None = None
         self._place: tuple[int, int] | None = None
-        """None before the first sample and after an error: then the source is put in place anew."""
+        """Epoch and position of the source. None before the first sample, after an error and after `lose_place`: then
+        the source is put in place anew."""
         self._initial: Any = None
-        """The state of a stateful source before anything was read."""
+        """The state of a stateful source before anything was read; None until it is first put in place."""
         self._is_touched = False
         self._has_yielded = False
 

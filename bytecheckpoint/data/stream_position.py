@@ -30,7 +30,8 @@ class StreamPosition:
     """A place between two samples of a stream."""
 
     epoch: int = 0
-    """Passes that are complete. A stream whose last sample was taken is at position 0 of the next epoch."""
+    """Passes that are complete. A stream whose last sample was taken is at position 0 of the next epoch, as soon as its
+    end is known: for an iterable, once one more sample was asked for."""
     position: int = 0
     """Samples of this epoch that come before."""
     samples: int = 0
@@ -39,7 +40,8 @@ class StreamPosition:
     """The number of the loader's last batch that held a sample of this stream, from 1; 0 before the first. With several
     workers it tells whose batch comes next."""
     snapshot: SourceSnapshot | None = None
-    """The newest snapshot that is not past this position; None where the source is read from the start of the epoch."""
+    """The newest snapshot that is not past this position. With None the source is read from the start of the epoch, or
+    of epoch 0 if it carries something over into later epochs."""
 
     @property
     def place(self) -> tuple[int, int]:

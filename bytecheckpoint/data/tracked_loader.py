@@ -57,7 +57,8 @@ class TrackedLoader:
         self._loader = weakref.ref(loader)  # the loader holds this, and its workers end with its last reference
         self._streams = streams
         self._waiting: deque[Sequence[Change] | int] = deque()
-        """Changes of batches that a wrapper has taken and the trainer has not; an epoch where the pass over it ends."""
+        """Changes of batches that a wrapper or the training loop holds and has not trained on; an epoch where the pass
+        over it ends."""
         self._is_followed = False
         self._refusal: str | None = None
         self._num_passes = 0

@@ -29,8 +29,9 @@ class Latency(NamedTuple):
     """Medians, in seconds."""
 
     read_s: float
-    """Read of 4 KiB; the write is as long."""
+    """Read of 4 KiB."""
     write_s: float
+    """Write of 4 KiB."""
     list_s: float
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.loading.links import sample_faults
+from bytecheckpoint.loading.links import take_sample
 from bytecheckpoint.loading.replacement import refuse_replaced
-from bytecheckpoint.manifest import Chunk, DataFile, Manifest
+from bytecheckpoint.manifest import Chunk, DataFile, Manifest, Sample
 from bytecheckpoint.runtime.threads import map_jobs
 from bytecheckpoint.storage.checksum_scan import ScanFault, ScanRange, find_files, ranges_of, scan, size_faults
 from bytecheckpoint.storage.layout import DATA_FOLDER
@@ -38,7 +38,9 @@ class Damage(NamedTuple):
     """A part of a checkpoint that is not as it was written."""
 
     kind: str
-    """Kind of the error that a load would raise."""
+    """Kind of the error that a load would raise for it. A header that contradicts the manifest is of the kind
+    bad_manifest, though a load reads no header.
+    """
     file: str | None
     """Name inside the checkpoint's folder; None if the manifest contradicts itself."""
     byte_offset: int
@@ -54,11 +56,13 @@ class Verification:
     """Result of checking a checkpoint."""
 
     damage: Sequence[Damage]
-    """Sorted by file and byte offset."""
+    """Damage of no file first, then in the order of the manifest's files and by byte offset."""
     num_bytes_checked: int
     """Bytes compared with a checksum."""
     unchecked_files: Sequence[str]
-    """Data files without checksums in the manifest: only their presence and size is known."""
+    """Data files that are there, but without checksums in the manifest: only their size was checked, and samples of
+    linked files.
+    """
     num_hit: int
     """Tensors that the damage names; a tied one counts once."""
     num_sound: int | None
@@ -84,8 +88,7 @@ def verify_checkpoint(
         on_progress: Gets the number of bytes that were read since it was last called, one call at a time.
 
     Raises StorageError if the store cannot be listed, CheckpointNotFoundError (replaced) if files are missing because
-    the checkpoint was replaced or deleted meanwhile, and the errors of `Store.read_into` where it compares the samples
-    of a link. Any other failure to read a file is damage.
+    the checkpoint was replaced or deleted meanwhile. Any other failure to read a file is damage.
     """
     files = manifest.files
     sizes = find_files(store, folder, files)
@@ -95,7 +98,8 @@ def verify_checkpoint(
     def on_done(piece: ScanRange, found: Sequence[ScanFault]) -> None:
         nonlocal num_bytes_checked
         faults.extend(found)
-        num_bytes_checked += piece.byte_length
+        is_compared = all(fault.kind == "checksum" for fault in found)  # else it could not be read
+        num_bytes_checked += piece.byte_length if is_compared else 0
         on_progress(piece.byte_length)
 
     pieces = (
@@ -140,21 +144,30 @@ def _count_sound(manifest: Manifest, hit: AbstractSet[str], doubtful_files: Abst
 def _sample_faults(
     store: Store, names: Sequence[str], files: Sequence[DataFile], sizes: Sequence[int | None], *, threads: int
 ) -> list[ScanFault]:
-    """Returns faults for files of a link that were rewritten, with the same size, since the link was made."""
-    intact = [number for number, (file, size) in enumerate(zip(files, sizes, strict=True)) if size == file.byte_length]
-    found = sample_faults(
-        store, [names[number] for number in intact], [files[number] for number in intact], threads=threads
-    )
-    return [
-        ScanFault(
-            "checksum",
-            intact[number],
-            sample.byte_offset,
-            sample.byte_length,
-            f"checksum {sample.digest:016x} when the link was made, {digest:016x} now",
-        )
-        for number, sample, digest in found
+    """Returns faults for files of a link that were rewritten, with the same size, since the link was made, or that
+    cannot be read: samples of such a file that are not begun by then are skipped.
+    """
+    unreadable: set[int] = set()
+
+    def compare(job: tuple[int, Sample]) -> ScanFault | None:
+        number, (byte_offset, byte_length, digest) = job
+        if number in unreadable:
+            return None
+        try:
+            found = take_sample(store, names[number], byte_offset, byte_length).digest
+        except CheckpointError as error:
+            unreadable.add(number)
+            return ScanFault(error.kind, number, byte_offset, byte_length, error.message)
+        what = f"checksum {digest:016x} when the link was made, {found:016x} now"
+        return None if found == digest else ScanFault("checksum", number, byte_offset, byte_length, what)
+
+    jobs = [
+        (number, sample)
+        for number, (file, size) in enumerate(zip(files, sizes, strict=True))
+        if size == file.byte_length
+        for sample in file.samples
     ]
+    return [fault for fault in map_jobs(compare, jobs, num_threads=threads) if fault is not None]
 
 
 def bytes_to_read(manifest: Manifest, sample_percent: float) -> int:

@@ -67,7 +67,7 @@ class Connection:
         self.global_rank = global_rank
         self.timeout_s = timeout_s
         self.is_established = False
-        """True once the reader rank has the request of this one."""
+        """True once this end has sent its request; stays False at the end of the reader rank."""
         self.units: queue.SimpleQueue[OutgoingUnit] = queue.SimpleQueue()
         """Units for `send_units`. Any thread may put some in."""
         self._sent_at = time.monotonic()

@@ -15,9 +15,9 @@ from bytecheckpoint.distributed.waiting import CallStore
 ABANDONED = "abandoned"
 """The key of a call that ended because a rank did not come, so that this rank can tell when it comes later."""
 HAS_FAILURE = "failed"
-"""The key that is set once any rank has failed."""
+"""The key that is set once a rank other than the coordinator has failed."""
 NUM_FAILURES = "failures"
-"""The key that counts the ranks that have failed."""
+"""The key that counts the ranks other than the coordinator that have failed."""
 MAX_BLOCK_RANKS = 64
 """The ranks of a block that have left are the bits of one number of the store."""
 

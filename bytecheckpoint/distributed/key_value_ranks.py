@@ -37,14 +37,14 @@ from bytecheckpoint.errors import CheckpointError
 T = TypeVar("T")
 
 MAX_GRACE_S = 5.0
-"""Time that a rank waits for the coordinator longer than the coordinator for it, so that the verdict arrives; at most
-the timeout itself."""
+"""Time that a rank goes on waiting for the coordinator after the timeout, so that the coordinator, whose wait ends with
+the timeout, can send the verdict; no longer than the timeout itself."""
 _CLOSE_S = 5.0
 """Time that the coordinator waits for others to read its last message; at most the timeout."""
 _STORE_GRACE_S = 4.0
 """Time that an operation of the store may take beyond its longest wait; entering the call may take 2 s of it."""
 _SMALL_BYTES = 1 << 10
-"""Longest message to the coordinator that may stay in the store until the call is over."""
+"""Longest message to the coordinator or to a leader that may stay in the store until the call is over."""
 
 
 class RankFailedError(Exception):

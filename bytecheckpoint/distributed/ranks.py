@@ -287,8 +287,8 @@ _SHARED_KINDS = {
     *("conflict", "coverage", "missing_key", "unexpected_key", "shape", "dtype"),
     *("exists", "not_found", "not_committed", "replaced", "superseded", "rank_missing"),
 }
-"""Errors that the coordinator finds in the messages of all ranks, or in what is the same for all: its own rank is not
-named."""
+"""Kinds of errors that the coordinator finds in the messages of all ranks, or in what is the same for all: its own
+rank is not named."""
 
 
 _REFUSALS = {*_SHARED_KINDS, "unsupported_value", "path_escape", "pickle_refused"} - {"rank_missing"}

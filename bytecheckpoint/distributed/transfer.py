@@ -37,6 +37,7 @@ class Fetching(NamedTuple):
     """The pieces that this rank fetches from another one."""
 
     rank: int
+    """Rank of the other one within the group."""
     address: Address
     pieces: Sequence[SentPiece]
     memory: Callable[[SentPiece], memoryview]
@@ -62,8 +63,8 @@ def transfer(
     """Fetches all pieces, and serves the pieces of the `offered` files that the ranks in `takers` fetch from this rank.
 
     Raises CheckpointError (rank_missing) for a rank that is gone or stuck (not for a taker that is stuck once it has
-    been sent everything), CheckpointCorruptError (checksum) for bytes that were damaged on the way, and whatever `take`
-    raises.
+    been sent everything: it misses the next message of the ranks), CheckpointCorruptError (checksum) for bytes that
+    were damaged on the way, and whatever `take` raises.
     """
     if takers or fetches:
         _Transfer(ranks, offered, timeout_s).run(listener, takers, fetches)

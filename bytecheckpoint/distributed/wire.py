@@ -29,12 +29,12 @@ UnitRequests = Mapping[tuple[int, int], tuple[ByteRange, ...]]
 
 
 class WireHeader(NamedTuple):
-    """Precedes the pieces of a unit."""
+    """Precedes the pieces of a unit, or in `transfer` one piece."""
 
     file: int
-    """Number of the file in the manifest."""
+    """Number of the file in the manifest; in `transfer` among the files that the sender offers."""
     byte_offset: int
-    """Of the unit."""
+    """Of the unit, or of that piece."""
     byte_length: int
     """Of all pieces together."""
     digest: int = 0

@@ -8,7 +8,7 @@ torch.save, whose directory has a checksum of each tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import xxhash
@@ -62,16 +62,6 @@ def opening_at(path: str, opening: Opening, *, follow_links: bool) -> Opening:
     return opening._replace(storage_options=None) if follow_links and is_local(path) else opening
 
 
-class SampleFault(NamedTuple):
-    """A sample that differs from when the link was made."""
-
-    file: int
-    """Index into the files that were given."""
-    sample: Sample
-    found: int
-    """The checksum now."""
-
-
 def sample_ranges(byte_length: int, directory_offset: int | None) -> list[tuple[int, int]]:
     """Returns offset and length of the samples of a file, in bytes. The directory of an archive is sampled whole, up to
     MAX_SAMPLE_BYTES.
@@ -94,27 +84,20 @@ def take_sample(store: Store, name: str, byte_offset: int, byte_length: int) -> 
     return Sample(byte_offset, byte_length, xxhash.xxh3_64_intdigest(content))
 
 
-def sample_faults(store: Store, names: Sequence[str], files: Sequence[DataFile], *, threads: int) -> list[SampleFault]:
-    """Returns the samples of these files, with these names in the store, that differ. Raises the errors of
-    `Store.read_into`.
-    """
-
-    def compare(job: tuple[int, Sample]) -> SampleFault | None:
-        number, sample = job
-        found = take_sample(store, names[number], sample.byte_offset, sample.byte_length)
-        return None if found == sample else SampleFault(number, sample, found.digest)
-
-    jobs = [(number, sample) for number, file in enumerate(files) for sample in file.samples]
-    return [fault for fault in map_jobs(compare, jobs, num_threads=threads) if fault is not None]
-
-
 def check_samples(store: Store, folder: str, files: Iterable[DataFile], *, threads: int) -> None:
-    """Raises CheckpointCorruptError (checksum) if one of these files was written again after the link was made. A file
-    without samples is not checked.
+    """Raises CheckpointCorruptError (checksum) if one of these files was written again after the link was made, and the
+    errors of `Store.read_into`. A file without samples is not checked.
     """
     sampled = [file for file in files if file.samples]
-    names = [join_name(folder, file.name) for file in sampled]
-    changed = sorted({fault.file for fault in sample_faults(store, names, sampled, threads=threads)})
+    jobs = [(number, sample) for number, file in enumerate(sampled) for sample in file.samples]
+
+    def is_changed(job: tuple[int, Sample]) -> bool:
+        number, sample = job
+        name = join_name(folder, sampled[number].name)
+        return take_sample(store, name, sample.byte_offset, sample.byte_length) != sample
+
+    differ = map_jobs(is_changed, jobs, num_threads=threads)
+    changed = sorted({number for (number, _), differs in zip(jobs, differ, strict=True) if differs})
     if not changed:
         return
     path = join_name(str(store), folder)

@@ -35,7 +35,8 @@ class Match(NamedTuple):
     cast: set[str]
     """State FQNs that are loaded into another dtype."""
     skipped: set[str]
-    """State FQNs that include or exclude keep from being loaded."""
+    """State FQNs that include or exclude keep from being loaded: by their own name, or by that of another part of the
+    same tensor subclass."""
     padding: list[torch.Tensor]
     """Memory of loaded tensors beyond the elements that the checkpoint has."""
 
@@ -70,6 +71,7 @@ def match_state(entries: Collection[Entry], stored: CheckpointView, *, cast: boo
         padding += expectation.padding
         match.problems.extend(problem for problem in expectation.problems if not stored.skips(problem.fqn))
         match.claims.update(expectation.claims)
+        match.skipped.update(expectation.skipped)
         blocks.append(_match_shards(match, TargetShards(expectation.shards), stored, cast=cast))
         # A copy is not filled without its original: it would differ, and the next optimizer step would overwrite it.
         copies = _not_refused(match, expectation.copies)

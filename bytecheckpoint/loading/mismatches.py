@@ -42,7 +42,7 @@ class _RankFindings(msgspec.Struct, frozen=True, array_like=True):
     has_places: bool
     """True if its state is empty, or has a place that something could fill."""
     is_all_skipped: bool
-    """True if include and exclude leave out everything that the state wants."""
+    """True if include and exclude leave out something of its state, and no tensor is filled."""
     other_name: str
     """The name of the state that the names of the checkpoint may belong below; "" if there is none."""
     has_experts: bool
@@ -86,6 +86,7 @@ def merge_findings(
     Keys are unexpected if the checkpoint has them under a top-level name of the state and no rank takes them.
     """
     fqns, top_level = stored.common_names, set(map(str, state_names))
+    plain = stored.plain.keys() - match.skipped if match.skipped else stored.plain
     own = _RankFindings(
         problems=match.problems,
         top_level=sorted(top_level),
@@ -93,7 +94,7 @@ def merge_findings(
         unexpected=[fqn for fqn in stored.own_names if fqn not in match.claims and is_at_or_below(fqn, top_level)],
         fqns_digest=xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(fqns)),
         unused=stored.unused_rules,
-        fills=bool(match.shards) or not match.claims.isdisjoint(stored.plain),
+        fills=bool(match.shards) or not match.claims.isdisjoint(plain),
         has_places=bool(match.claims or match.skipped or match.problems or not top_level),
         is_all_skipped=bool(match.skipped) and not match.shards,
         other_name=other_name,

@@ -218,17 +218,17 @@ class Source:
         reader = find_direct_reader() if is_wanted else None
         if reader is None or not isinstance(store, SupportsFilePath):
             return fetches
-        reads: dict[int, list[DirectRead]] = {}
+        reads: dict[tuple[int, torch.device], list[DirectRead]] = {}
         other_fetches: list[Fetch] = []
         for fetch in fetches:
             target = device_memory_of(fetch.parts[0], targets) if fetch.is_direct else None
             if target is None:
                 other_fetches.append(fetch)
             else:
-                reads.setdefault(fetch.file, []).append(DirectRead(fetch.byte_offset, target))
+                reads.setdefault((fetch.file, target.device), []).append(DirectRead(fetch.byte_offset, target))
         lanes.wait_for_callers()
         with detect_replacement(store, self.folder, self.manifest):
-            for file, of_file in reads.items():
+            for (file, _), of_file in reads.items():
                 with self.changes.overwriting():
                     reader.read(store.file_path(join_name(self.folder, self.manifest.files[file].name)), of_file)
                 if self.meter is not None:

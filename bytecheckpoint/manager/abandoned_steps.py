@@ -18,11 +18,13 @@ _DAMAGED = "damaged"
 """Stands for the save id of a checkpoint whose manifest is damaged."""
 
 
-def present_abandoned(store: Store) -> dict[int, str]:
-    """Returns the save ids of the abandoned steps by step, without steps that were deleted or replaced since."""
-    abandoned = read_abandoned(store)
-    found = save_ids_of(store, list(abandoned))
-    return {step: save_id for step, save_id in abandoned.items() if found.get(step) == save_id}
+def present_abandoned(store: Store, abandoned: Mapping[int, str] | None = None) -> dict[int, str]:
+    """Returns the save ids of the abandoned steps by step, without steps that were deleted or replaced since.
+    `abandoned` is as for `newest_steps`.
+    """
+    abandoned_ids = read_abandoned(store) if abandoned is None else abandoned
+    found = save_ids_of(store, list(abandoned_ids))
+    return {step: save_id for step, save_id in abandoned_ids.items() if found.get(step) == save_id}
 
 
 def steps_left_behind(store: Store, step: int, *, held: str = "") -> dict[int, str]:

@@ -37,7 +37,6 @@ from bytecheckpoint.manager.restore import (
     check_load_arguments,
     choose_step,
     given_step,
-    is_latest,
     raise_unless_older_may_load,
     try_to_end_attempts,
     warn_of_ignored,
@@ -161,11 +160,11 @@ class CheckpointManager:
         check_load_arguments(as_load, initial=initial, storage_options=storage_options)
         as_load = {"options": self._options.load, "strict": strict, **as_load}
         self._saves.settle()  # a save in flight would commit a step of the branch that training leaves
-        if self._memory.is_on and is_latest(step):
+        if self._memory.resumes(step):
             report = self._memory.resume(state, **as_load)
             if report is None:
                 return self._start_fresh(state, initial, storage_options, **as_load)
-            self._continue_from(report, report.step or 0, {})
+            self._continue_from(report, report.step or 0, {}, was_resumed=True)
             self._saves.note_resumed(report.step or 0, report.save_id)
             self._data.leave_branch(state)
             return report
@@ -186,7 +185,7 @@ class CheckpointManager:
                 passed_over[choice.step] = error.message
                 logger.error("step %d does not load, so the one before: %s", choice.step, error.message)  # noqa: TRY400
             else:
-                self._continue_from(report, choice.step, passed_over)
+                self._continue_from(report, choice.step, passed_over, was_resumed=False)
                 self._data.leave_branch(state)
                 return replace(report, passed_over=passed_over)
             finally:
@@ -194,7 +193,8 @@ class CheckpointManager:
                     try_to_end_attempts(self._store, choice.step)
 
     def _choose(self, step: int | Literal["latest"], failed: Mapping[int, str]) -> RestoreChoice:
-        choice = choose_step(self._store, step, abandoned_steps.newest_steps(self._store), failed=failed)
+        candidates = abandoned_steps.newest_steps(self._store, self._saves.new_branch)
+        choice = choose_step(self._store, step, candidates, failed=failed)
         for number, why in choice.passed_over.items():
             logger.error("step %d is passed over: %s", number, why)
         if choice.step is not None and self._owned is not None:
@@ -216,18 +216,17 @@ class CheckpointManager:
             logger.info("%s has no checkpoint: training starts at step 0", self._root)
         return None
 
-    def _continue_from(self, report: LoadReport, step: int, passed_over: Collection[int]) -> None:
+    def _continue_from(self, report: LoadReport, step: int, passed_over: Collection[int], *, was_resumed: bool) -> None:
         """Makes the restored step the newest one: later steps become abandoned."""
         warn_of_ignored(report, rank=self._rank)
         held = report.save_id if self._memory.is_on else ""
         find_abandoned = partial(abandoned_steps.steps_left_behind, self._store, step, held=held)
         abandoned = self._decisions.decide_together("leaving later steps", find_abandoned, dict[int, str])
-        self._saves.begin_at(step, abandoned)
-        self._saves.durable_step, self.next_step = step, step + 1
+        self._saves.go_on_from(step, abandoned, was_resumed=was_resumed)
+        self.next_step = step + 1
         if self._owned is not None:
             self._owned.background.hold_restored(step, passed_over)
             self._owned.background.steps.set_abandoned(abandoned)
-        self._saves.new_branch = abandoned
 
     def due(self, step: int) -> bool:
         """Returns True if `save` of this step, without `force`, would save to storage. All ranks call it together."""

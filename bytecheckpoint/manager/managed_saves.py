@@ -81,7 +81,7 @@ class BegunSave(NamedTuple):
 
     step: int
     time: float
-    """Time of the call, by the clock of the storage on rank 0."""
+    """Time of the call, by the clock of the storage; 0.0 on ranks other than rank 0."""
     handle: SaveHandle
     is_noted: threading.Event
     """Set when the end of the save is counted, and the work that follows a commit is handed to the background."""
@@ -120,9 +120,14 @@ class ManagedSaves:
         self.memory_step: int | None = None
         """Step that was restored, if memory alone holds it."""
         self.abandoned: set[int] = set()
-        """Steps of branches that training left."""
+        """Steps of branches that training left, without those that this manager has saved anew."""
         self.new_branch: dict[int, str] | None = None
-        """Save ids of all abandoned steps, on rank 0, as the next commit makes them known; else None."""
+        """By step, the save ids of all steps that the last restore has made or left abandoned. The next commit writes
+        them to the store: rank 0 then has None here, and the others keep them, which stay true until the next restore.
+        None too before the first restore, and if the manager only reads: the store says what training has left."""
+        self.has_left_memory = False
+        """True from a restore that did not look at memory until a save succeeds: memory may hold later steps, which
+        training has left."""
         self.newest_seen = -1
         """Step that was restored, or the newest one when the root was claimed; -1 for an empty root. A later step that
         an earlier manager has committed, and that is not abandoned, was committed after the claim."""
@@ -151,6 +156,14 @@ class ManagedSaves:
             f"looking for step {step} in storage", lambda: self._save_id_at(step) == save_id, bool
         )
         self.memory_step = None if is_stored else step
+
+    def go_on_from(self, step: int, abandoned: Mapping[int, str], *, was_resumed: bool) -> None:
+        """Notes the restored step, and by step the save ids of the steps that are abandoned from now on. `was_resumed`
+        is True if the restore has looked at memory.
+        """
+        self.begin_at(step, abandoned)
+        self.durable_step, self.memory_step, self.has_left_memory = step, None, not was_resumed
+        self.new_branch = None if self._options.read_only else dict(abandoned)
 
     def begin(
         self,
@@ -352,6 +365,7 @@ class ManagedSaves:
             self.durable_step, self.has_steps, self._num_failed_in_a_row = step, True, 0
             self.memory_step = None
             self.abandoned.discard(step)
+            self.has_left_memory = False
         elif was_seen:
             self._num_failed_in_a_row += 1
         elif isinstance(error, CheckpointError):

@@ -37,18 +37,22 @@ class ManagerOptions:
     cool_down_options: Mapping[str, Any] | None = None
     """Storage options of the second root, as `storage_options` of the manager are those of its root."""
     on_failed_save: Literal["raise", "warn"] = "raise"
-    """`raise` raises the error of a failed save at the next due `save`, `wait` or `close`. `warn` logs it and goes on,
-    until `max_failed_saves` have failed in a row."""
+    """`raise` raises the error of a failed save in the call itself, or in the next one that waits for the save: a due
+    `save`, `restore`, `restore_data`, `should_stop` at a stop, `wait` or `close`. `warn` logs it and goes on, until
+    `max_failed_saves` to storage have failed in a row. Saves to storage raise all the same for wrong arguments, a
+    checkpoint that is there already, and a root that another manager owns."""
     max_failed_saves: int = 3
-    """With `on_failed_save="warn"`, failed saves in a row of which the last one raises."""
+    """With `on_failed_save="warn"`, failed saves to storage in a row of which the last one raises."""
     walk_back: bool = False
-    """Let `restore` take the newest earlier checkpoint that loads if the newest one is damaged or misses files."""
+    """Let `restore` take the newest earlier checkpoint that loads if the newest one is damaged or misses files. It
+    always does where it looks at memory."""
     signals: Sequence[str] = ("SIGTERM",)
     """Names of the signals that request a stop. Stored as a tuple."""
     read_only: bool = False
     """Claim nothing and write nothing: `save` returns None, and calls that would write raise StorageError."""
     on_save: Callable[[Any], object] | None = None
-    """Called on rank 0 with the ManagerStats after each commit, on a thread of its own. Its errors are logged."""
+    """Called on rank 0 with the ManagerStats after each commit, in the background. Until it returns, records,
+    copies and deletions that follow wait, as do `wait` and `close`. Its errors are logged."""
 
     def __post_init__(self) -> None:
         for name in ("async_save", "walk_back", "read_only"):

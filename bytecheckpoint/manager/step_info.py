@@ -13,13 +13,14 @@ class StepInfo:
     step: int
     time: float
     """Seconds since 1970 by the clock of the storage: of the commit; for a save in flight, of the call of `save`; for
-    the step at which training is, now. 0.0 for that one while a policy that depends on the step alone is asked."""
+    the step at which training is, now. 0.0 for that one while a policy that depends on the step alone is asked. For
+    `memory_every` by the clock of rank 0's host, and for a step that memory holds of the call of `save`."""
     metrics: Mapping[str, float]
     """Metrics by name, those that were reported after the save included. NaN is a value."""
     seconds: Mapping[str, float]
     """For a committed step, seconds of its save: `stall`, for which training waited, and `total`, from the call to the
     commit; empty if the save left no record. For the step at which training is: `step`, the longest step so far, and
-    `since_start`, since the manager was made."""
+    `since_start`, since the manager was made. For `memory_every` only `stall` and `since_start`."""
     pinned: bool
     """True if the step is pinned: it is kept until it is unpinned."""
     committed: bool

@@ -75,7 +75,8 @@ class StoredStep(NamedTuple):
 
     info: StepInfo
     has_record: bool
-    """False if the process ended between the commit and the record: the manifest was read instead."""
+    """False if no record was read: the process ended between the commit and the record, had no manager, or is this one,
+    which has just committed."""
     leased_until: float
     """End of the longest lease, past or not; 0.0 without one."""
     is_abandoned: bool
@@ -92,7 +93,7 @@ def check_metrics(metrics: Mapping[Any, Any] | None) -> dict[str, float]:
             if not isinstance(name, str) or not name or isinstance(value, str | bytes):
                 raise TypeError
             checked[name] = float(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # torch raises RuntimeError
             raise ValueError(
                 f"metrics are numbers by name, such as {{'val_loss': 0.25}}, not {name!r}: {value!r:.100}; nothing was "
                 "saved"

@@ -29,7 +29,7 @@ class DeviceCopy(NamedTuple):
     skipped_bytes: int
     """Bytes of the tensor before the first one that is copied."""
     into: memoryview
-    """Memory of the length of the copy. A HostMapping is pinned; with other memory the host waits for each copy."""
+    """Memory of the length of the copy. If it is not in a HostMapping, or that cannot be pinned, the host waits."""
 
 
 class DeviceStreams(Protocol):

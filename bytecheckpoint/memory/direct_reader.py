@@ -28,8 +28,8 @@ class DirectReader(Protocol):
     """Reads ranges of files into the memory of devices."""
 
     def read(self, path: str, reads: Sequence[DirectRead]) -> None:
-        """Makes all `reads`, of which there must be at least one, and returns when the bytes are in their targets. The
-        reads are not ordered by a stream: nothing may be using the targets.
+        """Makes all `reads` and returns when the bytes are in their targets. There must be at least one read, and all
+        targets must be on one device. The reads are not ordered by a stream: nothing may be using the targets.
 
         Raises StorageError (unavailable) or CheckpointCorruptError (truncated); no read is under way then.
         """

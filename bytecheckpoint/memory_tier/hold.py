@@ -60,7 +60,7 @@ class RankHolding(msgspec.Struct, frozen=True, array_like=True):
     number: int
     """Highest version number that the rank knows."""
     opens_generation: bool
-    """True for the first memory save after a load."""
+    """True for the first memory save of the process, and for the first one after a load."""
     staged: list[StagedFile]
     """Data files that the rank owns, and those of other ranks that it has staged as well."""
 

@@ -85,7 +85,7 @@ class Protection(NamedTuple):
     refusal: str
     """The reason why the save can have no copies; empty if it can have some."""
     error: CheckpointError | None
-    """The error of making them, the same on all ranks; None if all were made."""
+    """The error of making them, the same on all ranks; None if all were made, or with a refusal."""
 
 
 def protect(ranks: Ranks, slots: JobMemory, record: VersionRecord, memory: Memory, *, timeout_s: float) -> Protection:

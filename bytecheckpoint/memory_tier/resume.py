@@ -121,7 +121,7 @@ class ResumeCall:
         """Damaged holdings of all ranks, before the last try; on the coordinator."""
         self._failed = self._failure = ""
         self._was_rebuilt = False
-        """True if something was rebuilt after the last try."""
+        """True if a rebuild was tried after the last load that failed."""
         self._stored: dict[str, StoredManifest] = {}
         self._held: HeldStore | None = None
         self._rebuilt: dict[str, set[str]] = {}

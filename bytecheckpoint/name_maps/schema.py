@@ -46,7 +46,7 @@ class Option(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"s
 
     about: str = ""
     sources: tuple[str | OptionSource, ...] = ()
-    """The first that exists counts. A text is the FQN of a value."""
+    """The first that exists counts. A text is the FQN of a value, or its end after a dot."""
     default: SizeExpression | None = None
 
 
@@ -85,8 +85,8 @@ class Around(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first: NameTemplate = NameTemplate("{name}")
     second: NameTemplate = NameTemplate("{name}")
     equal_parts: bool = False
-    """True if this is one value for a whole parameter, not a tensor of its shape. Parameters that are merged must have
-    the same value.
+    """True if this is one value for a whole parameter, not a tensor of its shape. Of tensors with such values that are
+    merged, the first counts: the values must be the same, and are not compared.
     """
     entry: str = ""
     """The name that the model gets in a state if the checkpoint has more in it. Only if both templates are `{name}`."""

@@ -13,15 +13,16 @@ from bytecheckpoint.planner.write_items import ItemRegion, WriteItem
 from bytecheckpoint.region import Region
 
 EXTENT_BYTES = 1 << 20
-"""Limit of an extent: a partial read may have to read as much beyond what it wants, at each end."""
+"""Limit of an extent: a partial read may have to read as much beyond what it wants, at each end. As with every limit
+here, a part may be up to 15 bytes longer."""
 _MAX_EXTENTS = 1 << 21
 """Approximate limit for the extents of a checkpoint: their checksums take 16 MB of its manifest, which all ranks get
 from the coordinator. Beyond 2 TiB extents are longer than EXTENT_BYTES."""
 _LONGEST_EXTENT_BYTES = 4 << 20
 """Limit of an extent of any checkpoint: each thread that reads needs memory for one."""
 LARGE_CHUNK_BYTES = 16 << 20
-"""Chunks from here on are large: extents are at most a sixteenth of the chunk, because parts that loads want are
-large."""
+"""Chunks from here on are large: in a checkpoint of up to 2 TiB their extents are at most a sixteenth of the chunk,
+because parts that loads want are large."""
 LARGE_CHUNK_EXTENT_BYTES = 256 << 10
 """Limit of an extent in a large chunk of a checkpoint that is not large itself. Checking so short extents takes a tenth
 longer than extents of 1 MiB; at 64 KiB it would be 45%."""
@@ -31,9 +32,10 @@ all ranks get from the coordinator. Beyond 256 GiB extents are longer."""
 MIN_EXTENT_BYTES = 128 << 10
 """Extents no longer than this are not cut: a range request reads as much while it begins, and manifests stay short."""
 OWN_EXTENT_BYTES = 256 << 10
-"""Chunks from here on have extents of their own."""
+"""Chunks from here on have extents of their own, in a checkpoint of up to 2 TiB."""
 _PARTS_OF_CHUNK = 16
-"""Extents per chunk. Reading any part reads at most two extents too many; an aligned half, quarter or eighth none."""
+"""About so many extents has a chunk that is not large, or fewer if they would be short, or too many for a file. Reading
+any part reads at most two extents too many; with so many extents, an aligned half, quarter or eighth reads none."""
 _EXTENTS_OF_FILE = 768
 """Extents of a file above which chunks that are not large are cut less often: manifests of many files are mostly
 checksums, and stay short."""
@@ -55,7 +57,7 @@ class PlacedChunk(NamedTuple):
     """In bytes from the start of the data section."""
     byte_length: int
     group: int
-    """Chunks of different groups share no extent. 0: only this rank holds the chunk, or it is large."""
+    """Chunks of different groups share no extent. 0: only this rank holds the chunk, or it is not small."""
 
 
 def lay_out_files(

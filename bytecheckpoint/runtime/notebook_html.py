@@ -42,7 +42,9 @@ def value_text(value: object) -> str:
         return value if isinstance(value, str) else value.isoformat(" ", "seconds")
     if isinstance(value, Sequence):
         return _some(map(value_text, value), len(value))
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def shortened(text: str) -> str:

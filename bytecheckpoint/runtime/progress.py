@@ -29,7 +29,7 @@ class Progress:
     """`plan`, `stage`, `write`, `upload` (with a local stage), `commit`; of a load `plan` and `read`. At the end `done`
     or `failed`."""
     bytes_done: int = 0
-    """Bytes that this rank has written, uploaded or read in this phase; before compression."""
+    """Bytes that this rank has written (before compression), uploaded or read (as stored) in this phase."""
     bytes_total: int = 0
     """Bytes of this rank in this phase; 0 in phases that count none. Bytes that other ranks pass on do not count."""
     seconds: float = 0.0

@@ -42,7 +42,9 @@ logger = logging.getLogger("bytecheckpoint")
 
 _MAY_BE_COMMITTED = "All data is written; `bcp ls` tells whether the checkpoint was committed"
 _HELD_UP_S = MIN_AGE_S / 2
-"""Age at which garbage collection may have taken the save for dead and deleted its data."""
+"""Age from which the commit checks that garbage collection has not deleted the data of the save: half of the least age
+at which it takes data for that of a dead save.
+"""
 _LOOKS_IN_FLIGHT = 16
 """Fewer files are looked at on one thread."""
 _VISIBILITY_PAUSES_S = (0.1, 0.4, 1.5)

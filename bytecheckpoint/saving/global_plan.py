@@ -77,7 +77,9 @@ class LocalSavePlan(NamedTuple):
     frozen: Collection[str] = ()
     """FQNs of tensors that get files of their own."""
     replicas: ReplicaCopies | None = None
-    """None if memory stages only one copy of replicas."""
+    """None in a save of one rank, without a memory tier, and if the memory tier holds one copy of each byte and no
+    parity.
+    """
 
     def items(self) -> list[WriteItem]:
         """Returns the shards as records for the planner, in the same order and without digests."""

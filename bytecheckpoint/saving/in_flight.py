@@ -354,7 +354,7 @@ class ProcessState:
 
 
 _STATE: dict[str, ProcessState] = {}
-"""Empty before the first save. A dict, because `setdefault` is one step for all threads."""
+"""Empty until the first call of `process_state`. A dict, because `setdefault` is one step for all threads."""
 
 
 def process_state() -> ProcessState:

@@ -48,7 +48,7 @@ class SlowPhase(NamedTuple):
     slowest: int
     """Position of the slowest rank among the ranks of the save."""
     is_of_one: bool
-    """True if only this one of several ranks has reported its time."""
+    """True if some ranks have no time of the phase, as of one that a single rank does."""
 
 
 class _EarlierSave(NamedTuple):

@@ -15,7 +15,7 @@ from bytecheckpoint.storage.object_io import BLOCK_BYTES
 _SCRATCH_BLOCKS = 3
 """Two are written while a third is filled."""
 _MAX_SMALL_TAKES = 4
-"""Saves in a row that need less than half of the memory, after which it is given back."""
+"""The last of so many saves in a row that need less than half of the memory replaces it by less."""
 
 
 class HostBuffers:

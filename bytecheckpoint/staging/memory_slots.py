@@ -26,7 +26,9 @@ from bytecheckpoint.storage.store import Store
 logger = logging.getLogger("bytecheckpoint")
 
 GENERATION = "memory_generation"
-"""Key in the provenance of a manifest. Its value, the generation, rises with the first memory save after a load."""
+"""Key in the provenance of a manifest. Its value, the generation, rises with the first memory save of a process,
+and with the first one after a load.
+"""
 _SLOTS = 2
 
 
@@ -50,7 +52,9 @@ class JobMemory:
         self.newest = VersionRecord("", 0, 0, 0, "")
         """The newest version that any rank was seen to know."""
         self.opens_generation = True
-        """True if the next save begins a branch: the process is new, or has loaded."""
+        """True if the next memory save begins a new generation: no save of this process is complete in memory yet, or
+        none since its last load.
+        """
         self._present: set[int] | None = None
         """Steps with a folder at the path, as far as the coordinator knows; None before it has looked."""
         with job.locked():

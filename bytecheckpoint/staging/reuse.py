@@ -46,9 +46,13 @@ class RootHistory:
         self._plan_id = ""
         self._written: Sequence[DataFile] = ()
         self._changed: frozenset[str] = frozenset()
-        """FQNs that have differed between two saves in a row. None is ever removed, so that plans do not alternate."""
+        """FQNs that have differed between two saves in a row with one plan. They stay here, so that plans do not
+        alternate.
+        """
         self._unchanged: frozenset[str] | None = None
-        """FQNs that were the same in the first two saves with one plan; None before."""
+        """FQNs that were the same in the first two saves in a row with one plan, or no FQNs if these are too few bytes;
+        None before.
+        """
 
     def frozen(self, marked: Collection[str]) -> frozenset[str]:
         """Returns the FQNs that get files of their own: those `marked` and those found unchanged, without those that

@@ -60,8 +60,8 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None
     overwrite: bool
     replaces: list[str] = []
-    """Save ids of the checkpoints that were there, or being saved there, when the save began; set by the
-    coordinator.
+    """Save ids of the checkpoints that were there, or being saved there, when the save began. Set by
+    the coordinator of a save with `overwrite`, else empty.
     """
     host: str = msgspec.field(default_factory=socket.gethostname)
     started_at: float = msgspec.field(default_factory=time.time)
@@ -172,7 +172,7 @@ def store_of(root: str, name: str) -> LocalStore:
 
 
 def take_over(root: str, name: str, *, writer_threads: int) -> StagedFolder | None:
-    """Locks and returns the folder of a dead process; None if the folder is gone, or its lock is not free just now.
+    """Locks and returns the folder of a dead process; None if the folder is gone, or another process holds its lock.
     Raises PermissionError if the folder is another user's, and StorageError if its file system cannot lock.
     """
     path = os.path.join(root, name)

@@ -186,7 +186,8 @@ class SupportsDuplicate(Store, Protocol):
 
     def duplicate(self, source: str, name: str, *, num_bytes: int) -> None:
         """Makes `name` an object with the bytes of `source`, durably; deleting one leaves the other. The inventory
-        has to show it as written now, however old `source` is: a save whose objects are all old counts as dead.
+        has to show it as written now, however old `source` is: a save whose objects are all old counts as dead. No
+        other writer may use `name` meanwhile: some stores would replace what it creates.
 
         Raises CheckpointNotFoundError (missing_file) if there is no source of `num_bytes`, CheckpointExistsError
         (exists) if the name is taken, and StorageError (unsupported) if this place can neither link nor copy.

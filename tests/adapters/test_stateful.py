@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from training import same_value
 
 import bytecheckpoint as bcp
@@ -81,6 +82,72 @@ def test_what_is_excluded_of_a_value_of_a_rank_stays(tmp_path: Path) -> None:
     target = bcp.RankLocal(None)
     bcp.load(tmp_path, {"x": target}, include="x.list.0")
     assert repr(target.value) == repr({"list": [torch.ones(2)]})
+
+
+class WithExtra(torch.nn.Module):
+    """A module whose only state is its extra state."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.extra = state
+        self.num_loads = 0
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+        self.num_loads += 1
+
+
+HOLDERS: dict[str, tuple[Any, Any, str]] = {
+    "object": (lambda state: Counter(**state), lambda found: found.state, "x.w"),
+    "rank local object": (lambda state: bcp.RankLocal(Counter(**state)), lambda found: found.value.state, "x.w"),
+    "rank local": (bcp.RankLocal, lambda found: found.value, "x.w"),
+    "extra state": (WithExtra, lambda found: found.extra, "x._extra_state.w"),
+    "dict": (dict, dict, "x.w"),
+}
+"""How to make each, how to read its state, and the FQN of its `w`."""
+
+
+@pytest.mark.parametrize("case", HOLDERS)
+def test_a_holder_of_which_nothing_can_be_built_is_left_alone(tmp_path: Path, case: str) -> None:
+    """A tensor subclass of which a part is excluded cannot be built, and the report names all of its parts."""
+    make, read, fqn = HOLDERS[case]
+    saved = {"x": make({"w": TwoTensor(torch.ones(2), torch.zeros(2))})}
+    target = make({})
+    bcp.save(tmp_path / "more", {**saved, "y": torch.ones(1)})
+    report = bcp.load(tmp_path / "more", {"x": target, "y": torch.zeros(1)}, exclude=f"{fqn}.b")
+    assert read(target) == {}
+    holder = target.value if isinstance(target, bcp.RankLocal) else target
+    assert getattr(holder, "num_loads", 0) == 0
+    assert report.skipped == [f"{fqn}.@subclass", f"{fqn}.a", f"{fqn}.b"]
+    bcp.save(tmp_path / "alone", saved)
+    with pytest.raises(bcp.CheckpointMismatchError, match="include and exclude leave out all of the state"):
+        bcp.load(tmp_path / "alone", {"x": make({})}, exclude=f"{fqn}.b")
+
+
+@pytest.mark.parametrize("saved", [{"w": torch.ones(2)}, {"w": torch.ones(2), "a": 1}], ids=["all", "a part"])
+def test_a_fresh_object_of_which_a_part_is_excluded_does_not_take_other_entries(
+    tmp_path: Path, saved: dict[str, Any]
+) -> None:
+    bcp.save(tmp_path, {"x": Counter(**saved), "y": torch.ones(1)})
+    target = Counter()
+    if "a" in saved:
+        assert bcp.load(tmp_path, {"x": target}, exclude="x.w").skipped == ["x.w"]
+        assert target.state == {"a": 1}
+        return
+    with pytest.raises(bcp.CheckpointMismatchError, match="include and exclude leave out all of the state"):
+        bcp.load(tmp_path, {"x": target}, exclude="x.w")
+    assert target.num_loads == 0
+
+
+def test_an_object_whose_state_is_none_is_given_none(tmp_path: Path) -> None:
+    saved, target = Counter(), Counter(a=1)
+    saved.state = None  # type: ignore[assignment]
+    bcp.save(tmp_path, {"x": saved})
+    bcp.load(tmp_path, {"x": target})
+    assert (target.state, target.num_loads) == (None, 1)
 
 
 def test_tensors_that_an_object_shows_are_filled_in_place(tmp_path: Path) -> None:

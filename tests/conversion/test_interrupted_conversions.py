@@ -259,6 +259,56 @@ def test_a_failure_on_one_rank_fails_on_all_and_leaves_nothing(workers: WorkerPo
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and (tmp_path / "run") not in path.parents]
 
 
+def convert_with_a_rank_that_fails_once_it_has_written(rank: int, world_size: int, arguments: list[str]) -> None:
+    from bytecheckpoint.distributed.key_value_ranks import GroupRanks
+
+    def fail(self, payload: bytes) -> list[bytes]:
+        raise MemoryError
+
+    gather = GroupRanks.gather
+    if rank:
+        GroupRanks.gather = fail
+    try:
+        convert_together(rank, world_size, arguments)
+    finally:
+        GroupRanks.gather = gather
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_no_target_is_there_before_every_rank_has_written(workers: WorkerPool, source, tmp_path, to) -> None:
+    arguments = [str(source), str(tmp_path / "target"), to]
+    with pytest.raises(Exception, match="rank 1"):
+        workers.run(convert_with_a_rank_that_fails_once_it_has_written, arguments, world_size=2)
+    assert state_at(tmp_path / "target") is None
+
+
+def convert_with_a_store_that_is_lost_after_the_commit(rank: int, world_size: int, arguments: list[str]) -> None:
+    from bytecheckpoint.conversion import convert
+    from bytecheckpoint.distributed.key_value_ranks import GroupRanks
+
+    def lost(self, payload: bytes) -> bytes:
+        raise bcp.CheckpointError("the store is lost", kind="rank_missing")
+
+    def commit_last(*args: object, **options: object) -> None:
+        commit(*args, **options)
+        GroupRanks.broadcast = lost
+
+    commit, broadcast = convert._commit, GroupRanks.broadcast
+    convert._commit = commit_last
+    try:
+        convert_together(rank, world_size, arguments)
+    finally:
+        convert._commit, GroupRanks.broadcast = commit, broadcast
+
+
+@pytest.mark.parametrize("to", ["bcp", "torch"])
+def test_an_error_after_the_commit_says_that_the_target_is_there(workers: WorkerPool, source, tmp_path, to) -> None:
+    arguments = [str(source), str(tmp_path / "target"), to]
+    with pytest.raises(Exception, match="The target is there, whole"):
+        workers.run(convert_with_a_store_that_is_lost_after_the_commit, arguments, world_size=2)
+    assert_whole(state_at(tmp_path / "target"), STATE)
+
+
 @pytest.mark.parametrize("to", ["hf", "dcp"])
 def test_a_number_that_would_become_infinite_on_one_rank_fails_on_all_and_leaves_nothing(
     workers: WorkerPool, tmp_path, to

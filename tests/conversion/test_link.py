@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 import bytecheckpoint as bcp
 from bytecheckpoint.manifest import DataFile, Manifest, Sample, decode_manifest, encode_manifest
+from bytecheckpoint.storage.backends.local_store import LocalStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -215,6 +216,31 @@ def test_a_file_that_was_written_again_is_not_loaded_through_a_link_to_it(call, 
         assert data[0].name in caught.value.message
     assert call("verify", tmp_path / "run").code == 1
     assert call("convert", tmp_path / "run", tmp_path / "other", "--to", "hf").code == 1
+
+
+def test_a_linked_file_that_cannot_be_read_is_damage_beside_the_rest(call, tmp_path, monkeypatch) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for number, name in enumerate("ab", start=1):
+        save_file({name: torch.ones(100_000)}, run / f"model-{number:05d}-of-00002.safetensors")
+    weight_map = {name: f"model-{number:05d}-of-00002.safetensors" for number, name in enumerate("ab", start=1)}
+    (run / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert call("convert", run, run, "--to", "bcp", "--link").code == 0
+
+    def refuse(self, name, byte_offset, buffer, **options):
+        if name == weight_map["a"]:
+            raise bcp.StorageError("cannot read", kind="unavailable")
+        read_into(self, name, byte_offset, buffer, **options)
+
+    read_into = LocalStore.read_into
+    monkeypatch.setattr(LocalStore, "read_into", refuse)
+    (run / weight_map["b"]).write_bytes(b"short")
+    ended = call("verify", run, "--threads", 1, "--json")
+    assert [(item["file"], item["kind"]) for item in ended.json["damage"]] == [
+        (weight_map["a"], "unavailable"),
+        (weight_map["b"], "truncated"),
+    ]
+    assert ended.json["num_tensors_sound"] == 0
 
 
 def test_one_number_that_changed_in_a_file_of_torch_is_seen(call, tmp_path) -> None:

@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 from foreign_files import Touch, assert_same
+from hand_pickles import BUILD, NEW, encoded, named
+from hand_pickles import write as write_by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_leaves import plain_leaves
@@ -160,6 +162,14 @@ def test_plain_data_comes_back_beside_the_tensors(tmp_path: Path) -> None:
     assert loaded["nested"]["tuple"] == (1, "two", None)
     assert torch.equal(loaded["nested"]["tensor"], torch.ones(2))
     assert loaded["nested"]["list"][1] == {"a": 1}
+
+
+@pytest.mark.parametrize("state", [({"a": 1, "b": 2}, None), ({"a": 1}, {"b": 2}), (None, {"a": 1, "b": 2})])
+def test_attributes_in_slots_and_beside_them_are_read(tmp_path: Path, state: tuple[Any, Any]) -> None:
+    made = named("argparse", "Namespace") + b")" + NEW + encoded(state) + BUILD
+    write_by_hand(tmp_path / "checkpoint.pt", encoded({"args": made}), num_items=1)
+    objects = plain_leaves(bcp.open(tmp_path / "checkpoint.pt"))
+    assert (objects["args.a"], objects["args.b"]) == (1, 2)
 
 
 def test_a_value_that_is_no_dict_has_a_name(tmp_path: Path) -> None:

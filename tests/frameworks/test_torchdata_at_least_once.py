@@ -90,7 +90,7 @@ def test_a_loader_that_was_read_restarts(kind: str, tmp_path: Path) -> None:
     uninterrupted = samples_of(list(loader_of(kind, 0, 2, 4)))
     next(iter(loader))
     state = bcp.DataLoaderState(loader, rank=0, size=2, elastic="restart")
-    with pytest.warns(UserWarning, match="starts anew, from its first sample"):
+    with pytest.warns(UserWarning, match="starts anew, from its first sample of the epoch that it is in"):
         bcp.load(tmp_path, {"data": state})
     assert samples_of(list(loader)) == uninterrupted
 

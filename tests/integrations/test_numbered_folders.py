@@ -85,6 +85,7 @@ def test_a_killed_deletion_is_finished_by_the_next_run(tmp_path: Path, monkeypat
     folders = NumberedFolders(tmp_path, "step-", storage_options=None)
     folders.begin()
     save(folders, 1)
+    folders.wait(60)  # the thread that `begin` has asked must not meet the kill
 
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
@@ -132,6 +133,38 @@ def test_what_is_being_saved_again_is_not_deleted_meanwhile(tmp_path: Path) -> N
     folders.retire(lambda: folders.committed()[:-1])
     folders.close(60)
     assert numbers(folders) == [1, 2]
+
+
+def test_a_save_that_raised_at_once_holds_the_checkpoint_there_only_until_the_next_save(tmp_path: Path) -> None:
+    folders = NumberedFolders(tmp_path, "step-", storage_options=None)
+    folders.begin()
+    for number in (1, 2):
+        save(folders, number)
+    folders.record(1)
+    with pytest.raises(bcp.CheckpointError):
+        bcp.save(folders.path_of(1), {"model": object()})
+    save(folders, 3, num_kept=1)
+    folders.close(60)
+    assert numbers(folders) == [3]
+
+
+def test_a_save_that_raised_at_once_lets_no_deletion_into_one_in_flight_at_its_number(tmp_path: Path) -> None:
+    folders = NumberedFolders(tmp_path, "step-", storage_options=None)
+    folders.begin()
+    for number in (1, 2):
+        save(folders, number)
+    folders.wait(60)  # what `begin` has asked for is done
+    ends: list[Callable[[bcp.SaveHandle], None]] = []
+    folders.record(1)
+    folders.keep_newest(SimpleNamespace(add_done_callback=ends.append), 1, 0)  # type: ignore[arg-type]
+    folders.record(1)  # the save of this one raises
+    handle = save(folders, 3)
+    folders._choose = lambda: folders.committed()[:-1]
+    folders._delete_due()
+    assert numbers(folders) == [1, 3]
+    ends[0](handle)
+    folders._delete_due()
+    assert numbers(folders) == [3]
 
 
 def test_a_deletion_that_hangs_holds_no_save_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,3 +161,24 @@ def test_without_kvikio_a_load_is_as_ever(tmp_path: Path, kvikio: Kvikio, monkey
     found = load(tmp_path, RAW)
     assert all(torch.equal(found[name], value) for name, value in state().items())
     assert kvikio.num_bytes == 0
+
+
+def test_each_call_reads_into_one_device(tmp_path: Path, kvikio: Kvikio, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call makes the device of its first target the current one."""
+    bcp.save(tmp_path, state())
+    calls = []
+
+    def on_two_devices(part: Any, targets: Any) -> torch.Tensor:
+        memory = device_memory_of(part, targets)
+        assert memory is not None
+        return memory.to("meta") if memory.nbytes > 10_000_000 else memory
+
+    class Reader:
+        def read(self, _path: str, reads: Any) -> None:
+            calls.append({read.target.device.type for read in reads})
+
+    device_memory_of = read.device_memory_of
+    monkeypatch.setattr(read, "device_memory_of", on_two_devices)
+    monkeypatch.setattr(read, "find_direct_reader", Reader)
+    load(tmp_path, RAW)
+    assert sorted(map(sorted, calls)) == [["cpu"], ["meta"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,6 +176,16 @@ def test_a_start_without_a_checkpoint_forgets_the_log(tmp_path: Path) -> None:
         assert trainer.take() == uninterrupted(1)[0]
 
 
+def test_the_thread_of_the_log_ends_with_the_manager_also_after_a_restore(tmp_path: Path) -> None:
+    trainer = Trainer()
+    with manager_at(tmp_path) as manager:
+        trainer.step(manager, 0)
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "bcp-data-log")
+        assert manager.restore(trainer.state) is None
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 def test_a_step_that_was_not_logged_is_refused(tmp_path: Path) -> None:
     trainer = Trainer()
     with manager_at(tmp_path) as manager:
@@ -329,6 +340,26 @@ def log_on_one_rank(rank: int, world_size: int, path: str) -> tuple[list[int], i
 
 def test_a_step_that_not_all_ranks_have_logged_does_not_count(workers: WorkerPool, tmp_path: Path) -> None:
     assert workers.run(log_on_one_rank, str(tmp_path), world_size=2) == [([0, 1], 1)] * 2
+
+
+def restore_after_a_log_on_one_rank(rank: int, world_size: int, path: str, logging_rank: int) -> list[int]:
+    trainer = Trainer(rank=rank, size=world_size)
+    options = bcp.ManagerOptions(signals=(), save=bcp.SaveOptions(timeout_s=20))
+    with bcp.CheckpointManager(path, save=EVERY_5, options=options) as manager:
+        trainer.take()
+        if rank == logging_rank:
+            manager.log_data(0, trainer.state)
+        assert manager.restore(trainer.state) is None
+        trainer.step(manager, 0)
+        assert manager.restore_data(trainer.state) == 0
+        return [logged.step for logged in manager.data_log()]
+
+
+@pytest.mark.parametrize("logging_rank", [0, 1])
+def test_a_restore_after_a_log_on_one_rank_waits_for_no_other_and_all_log_on_one_branch(
+    workers: WorkerPool, tmp_path: Path, logging_rank: int
+) -> None:
+    assert workers.run(restore_after_a_log_on_one_rank, str(tmp_path), logging_rank, world_size=2) == [[0], [0]]
 
 
 def test_folders_of_the_log_are_found_newest_first(tmp_path: Path) -> None:

@@ -134,3 +134,11 @@ def test_metrics_are_numbers() -> None:
     for wrong in ({"loss": "low"}, {"loss": None}, {"loss": [1, 2]}, {3: 1.0}):
         with pytest.raises(ValueError, match="metrics are numbers by name"):
             step_records.check_metrics(wrong)
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(2), torch.ones((), device="meta"), 10**400], ids=["two values", "no values", "too large"]
+)
+def test_a_metric_that_has_no_value_as_a_float_is_named(value: object) -> None:
+    with pytest.raises(ValueError, match=r"not 'loss': .*nothing was saved"):
+        step_records.check_metrics({"loss": value})

@@ -256,6 +256,40 @@ def test_an_abandoned_branch_is_passed_over_and_its_steps_are_replaced(tmp_path:
         assert (report.step, state["weight"][0].item()) == (6, 60.0)
 
 
+def test_a_restore_takes_the_step_that_latest_tells_also_before_a_branch_has_a_commit(tmp_path: Path) -> None:
+    train(tmp_path, 9)
+    state = state_at(0)
+
+    def restored(manager: bcp.CheckpointManager) -> int | None:
+        report = manager.restore(state)
+        return None if report is None else report.step
+
+    with manager_at(tmp_path) as manager:
+        manager.restore(state, step=4)
+        assert (manager.latest(), restored(manager), manager.next_step) == (4, 4, 5)
+        assert (manager.latest(), manager.steps()) == (4, [2, 4, 6, 8])
+    with manager_at(tmp_path) as manager:  # nothing was committed on that branch
+        assert (manager.latest(), restored(manager)) == (8, 8)
+        manager.restore(state, step=4)
+        manager.save(6, state_at(60))
+        assert (restored(manager), state["weight"][0].item()) == (6, 60.0)
+
+
+def test_a_manager_that_only_reads_follows_training_to_another_branch(tmp_path: Path) -> None:
+    train(tmp_path, 9)
+    state = state_at(0)
+    with manager_at(tmp_path, options=bcp.ManagerOptions(read_only=True)) as reader:
+        for step in (2, "latest"):
+            reader.restore(state, step=step)
+            assert reader.latest() == 8
+        with manager_at(tmp_path) as manager:
+            manager.restore(state, step=4)
+            manager.save(6, state_at(60))
+        report = reader.restore(state)
+        assert report is not None
+        assert (reader.latest(), report.step) == (6, 6)
+
+
 def crash_in_restore(rank: int, world_size: int, root: str) -> None:
     api.load = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     bcp.CheckpointManager(root, save=save_policies.EverySteps(2)).restore({"weight": torch.zeros(8)})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,14 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.errors import StorageError
-from bytecheckpoint.manager.save_policies import EverySteps
+from bytecheckpoint.errors import CheckpointSaveError, StorageError
+from bytecheckpoint.info import CheckpointInfo
+from bytecheckpoint.manager.save_policies import EverySeconds, EverySteps, When
 from bytecheckpoint.manager.step_info import StepInfo
+from bytecheckpoint.memory_tier import part_of_save
 from bytecheckpoint.saving import commit
 from bytecheckpoint.saving.in_flight import process_state
+from bytecheckpoint.saving.prepare import PreparedSave
 
 pytestmark = pytest.mark.filterwarnings("ignore:the memory root")
 
@@ -140,6 +145,68 @@ def test_a_resumed_step_whose_save_to_storage_failed_is_still_due(tmp_path: Path
         manager.restore(state)
         assert not manager.due(10)
     assert bcp.steps(tmp_path / "run") == [10]
+
+
+def test_steps_in_memory_that_training_left_are_not_restored_before_the_next_save(tmp_path: Path) -> None:
+    state = state_of(-1)
+
+    def restored(manager: bcp.CheckpointManager) -> int | None:
+        report = manager.restore(state)
+        return None if report is None else report.step
+
+    with manager_of(tmp_path) as manager:
+        for step in (10, 20, 21):
+            manager.save(step, state_of(step))
+        assert restored(manager) == restored(manager) == 21
+        manager.restore(state, step=10)
+        assert (manager.latest(), restored(manager), restored(manager)) == (10, 10, 10)
+        manager.save(11, state_of(111))
+        assert (restored(manager), restored(manager), state["x"][0].item()) == (11, 11, 111.0)
+
+
+def test_time_counts_from_the_start_of_the_manager_before_memory_holds_a_step(tmp_path: Path) -> None:
+    with manager_of(tmp_path, memory_every=EverySeconds(1e-9)) as manager:
+        assert manager.save(1, state_of(1)) is not None
+    with manager_of(tmp_path, memory_every=EverySeconds(3600)) as manager:
+        assert manager.save(1, state_of(1)) is None
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_failed_save_to_memory_does_not_count_for_the_policy_and_one_in_flight_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool
+) -> None:
+    real, may_end, asked = part_of_save.hold, threading.Event(), list[list[tuple[int, bool]]]()
+
+    def hold(prepared: PreparedSave, *rest: Any) -> CheckpointInfo:
+        assert may_end.wait(60)
+        if prepared.target.step == 2:
+            raise CheckpointSaveError("no room", kind="no_space")
+        return real(prepared, *rest)
+
+    def is_due(now: StepInfo, saved: Sequence[StepInfo]) -> bool:
+        asked.append([(info.step, info.committed) for info in saved])
+        return now.step in {1, 2}
+
+    monkeypatch.setattr(part_of_save, "hold", hold)
+    options = bcp.ManagerOptions(on_failed_save="warn", async_save=async_save)
+    with manager_of(tmp_path, memory_every=When(is_due), options=options) as manager:
+        may_end.set()
+        first = manager.save(1, state_of(1))
+        assert first is not None
+        first.result()
+        if async_save:
+            may_end.clear()
+        failed = manager.save(2, state_of(2))
+        assert (failed is None) == (not async_save)
+        manager.save(3, state_of(3))
+        may_end.set()
+        if failed is not None:
+            assert failed.exception() is not None
+        manager.save(4, state_of(4))
+        manager.wait()
+        manager.save(5, state_of(5))
+    in_flight = [(2, False)] if async_save else [(1, True)]
+    assert asked == [[], [(1, True)], in_flight, [(1, True)], [(1, True)]]
 
 
 def test_without_memory_nothing_is_held(tmp_path: Path) -> None:

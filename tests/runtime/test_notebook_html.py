@@ -10,6 +10,7 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint.errors import StorageError
+from bytecheckpoint.info import DataReport
 from bytecheckpoint.storage.backends.local_store import LocalStore
 
 ODD = '</td><script>alert(1)</script>&"'
@@ -35,6 +36,16 @@ def test_a_save_and_a_load_show_their_facts_and_nothing_empty(tmp_path: Path) ->
     loaded = dict(cells_of(report._repr_html_())[1:])
     assert loaded["missing"] == "more"
     assert {"unexpected", "mismatched", "random_restores"} & set(loaded) == set()
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_true_and_false_are_no_numbers(tmp_path: Path, restarted: bool) -> None:
+    report = DataReport(num_streams=2000, saved_size=2, size=1, elastic="restart", restarted=restarted)
+    facts = dict(cells_of(report._repr_html_())[1:])
+    assert facts["restarted"] == str(restarted)
+    assert facts["num_streams"] == "2,000"
+    info = bcp.save(tmp_path / "c", {"x": 1}, metadata={"bf16": restarted, "flags": [restarted, 1]}).result()
+    assert dict(cells_of(info._repr_html_())[1:])["metadata"] == f"bf16: {restarted}, flags: {restarted}, 1"
 
 
 def test_a_failed_save_shows_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fractions
+
 import pytest
 import torch
 from checkpoint_files import flip
@@ -80,6 +82,18 @@ def test_a_damaged_manifest_does_not_hide_the_others(call, root) -> None:
         True,
         False,
     ]
+
+
+def test_a_file_that_is_never_loaded_is_no_damage_as_in_the_other_lists(call, root, tmp_path) -> None:
+    torch.save(fractions.Fraction(1, 3), root / "arguments.bin")
+    ended = call("du", root, "--json")
+    assert [item["problem"] is None for item in ended.json["checkpoints"]] == [True, True, False]
+    assert "fractions.Fraction" in call("du", root).out
+    commands = [("du", root), ("ls", root), ("report", root, "--out", tmp_path / "page.html")]
+    assert [call(*command).code for command in commands] == [0, 0, 0]
+    assert [call(command, root / "arguments.bin").code for command in ("du", "ls")] == [0, 0]
+    flip(root / "step_00001000" / "manifest.bcp", 50)
+    assert [call(*command).code for command in commands] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("where", ["file", "folder"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fractions
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -64,6 +65,14 @@ def test_a_damaged_checkpoint_is_named_and_hides_no_other(call, runs) -> None:
     ended = call("report", runs, "--out", out, "--json")
     assert (ended.code, ended.json["num_checkpoints"], ended.json["num_damaged"]) == (1, 6, 1)
     assert "step_00000002 is damaged: " in out.read_text()
+
+
+def test_a_file_that_is_never_loaded_is_refused_and_not_called_damaged(call, runs) -> None:
+    torch.save(fractions.Fraction(1, 3), runs / "arguments.bin")
+    shown = words(page_of(call, runs))
+    assert "arguments.bin is refused: " in shown
+    assert "damaged" not in shown
+    assert call("report", runs, "--out", runs.parent / "page.html", "--json").json["num_damaged"] == 0
 
 
 def test_nothing_there_is_an_error_and_leaves_no_page(call, tmp_path) -> None:

@@ -165,6 +165,32 @@ def test_an_old_step_that_is_replaced_is_found_when_its_turn_comes_and_a_look_re
     assert found == [("step_00000020", True)]
 
 
+def test_an_old_step_that_is_replaced_before_its_first_turn_is_found_too(tmp_path) -> None:
+    for step in range(40):
+        bcp.save(tmp_path, {"x": 1}, step=step)
+    watch = CommitWatch(LocalStore(str(tmp_path), writer_threads=1))
+    watch.begin()
+    replace(tmp_path, step=20)
+    found = [commit for _ in range(4) for commit in commits_of(watch)]
+    assert found == [("step_00000020", True)]
+
+
+def test_an_old_step_that_may_not_be_read_does_not_keep_it_from_beginning(tmp_path, monkeypatch) -> None:
+    for step in range(10):
+        bcp.save(tmp_path, {"x": 1}, step=step)
+    read_into = LocalStore.read_into
+
+    def refuse(store: LocalStore, name: str, *rest: object, **named: object) -> None:
+        if name.startswith("step_00000000/"):
+            raise StorageError("not yours", kind="permission")
+        read_into(store, name, *rest, **named)
+
+    monkeypatch.setattr(LocalStore, "read_into", refuse)
+    watch = CommitWatch(LocalStore(str(tmp_path), writer_threads=1))
+    watch.begin()
+    assert watch.num_seen == 10
+
+
 def test_the_newest_step_is_compared_at_each_look_whatever_the_order_of_a_listing(tmp_path, monkeypatch) -> None:
     for step in range(20):
         bcp.save(tmp_path, {"x": 1}, step=step)

@@ -58,18 +58,19 @@ class CheckpointDiff(NamedTuple):
     """All differences."""
 
     only_in_a: Sequence[str]
-    """Names of tensors."""
+    """Names of the tensors that only A has."""
     only_in_b: Sequence[str]
     num_tensors: int
     """Number of tensors that both have."""
     tensors: Sequence[TensorDifference]
     objects: Sequence[ObjectDifference]
     num_objects: int
-    """Number of plain values that either has."""
+    """Number of plain values; one that both have counts once."""
     num_bytes_read: int
-    """Bytes read of both checkpoints."""
+    """Bytes of the elements that were read, of both checkpoints, before compression."""
     num_bytes_same: int
-    """Bytes of A that were not read, because both manifests have the same checksums for them."""
+    """Bytes of elements of A, before compression, that were not read: both manifests have the same checksums
+    for them."""
     seconds: float
 
     @property

@@ -48,7 +48,7 @@ class ListedCheckpoint:
     step: int | None
     committed: bool
     num_bytes: int
-    """Bytes of the data files: as the manifest says, or without one, as they are."""
+    """Bytes of the data files: as the manifest says, or without one, as they are. 0 if there is a problem."""
     num_tensors: int | None = None
     world_size: int | None = None
     created_at: datetime | None = None
@@ -58,7 +58,7 @@ class ListedCheckpoint:
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_pinned: bool = False
     leased_until: datetime | None = None
-    """End of the longest lease; None if it has ended by the clock of this host."""
+    """End of the longest lease; None without one, or if it has ended by the clock of this host."""
     problem: str | None = None
     """Error of reading the manifest."""
     is_refused: bool = False

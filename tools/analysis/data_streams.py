@@ -37,7 +37,7 @@ class SourceTotal(NamedTuple):
     source: str | None
     num_streams: int
     epochs: tuple[int, int] | None
-    """Least and greatest."""
+    """Least and greatest of those that are known; None without any. The same for `positions`."""
     positions: tuple[int, int] | None
     samples: int | None
     """Sum over its streams; None if one of them does not count."""
@@ -55,7 +55,8 @@ class DataRecord(NamedTuple):
     size: int
     """Number of data-parallel ranks that saved it."""
     samples: int | None
-    """Samples that were taken in all epochs, over all streams, or by the one position for all; None if not counted."""
+    """Samples that were taken in all epochs, over all streams, or by the one position for all; None if that position,
+    or one of the streams, does not count."""
     sources: Sequence[SourceTotal]
     streams: Sequence[StreamRow]
     shared: Any
@@ -68,9 +69,10 @@ class DataDifference(NamedTuple):
     fqn: str
     samples: tuple[int | None, int | None]
     num_samples_between: int | None
-    """Samples counted in the second minus those in the first, over the streams of both; None if not counted."""
+    """Samples counted in the second minus those in the first, over the streams that both have, or by the position for
+    all ranks; None if both have no stream in common, or one of these does not count."""
     num_streams: int
-    """Streams of both."""
+    """Number of streams that both have."""
     num_only_in_a: int
     num_only_in_b: int
 

@@ -24,7 +24,7 @@ class ModuleNode:
     """Tensor whose FQN ends here; of equal siblings, the first one's."""
     children: list[ModuleNode] = field(default_factory=list)
     num_tensors: int = 0
-    """Sum over the node, as the following two: siblings that repeat are counted each time."""
+    """Sum over the node, as the following two: siblings that repeat are counted each time, aliases never."""
     num_elements: int = 0
     num_bytes: int = 0
 
@@ -32,7 +32,7 @@ class ModuleNode:
 class _SignedNode(NamedTuple):
     node: ModuleNode
     signature: int
-    """Equal for nodes whose contents have the same names, dtypes and shapes."""
+    """Equal for nodes with the same names, dtypes, shapes and places of aliases below them."""
 
 
 def build_tree(tensors: Iterable[TensorEntry]) -> list[ModuleNode]:

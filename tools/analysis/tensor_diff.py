@@ -24,7 +24,7 @@ from .equal_chunks import ChunkColumns, are_cut_alike, known_equal
 from .value_difference import TensorElements, Tolerance, ValueDifference, can_compare, find_difference
 
 _TILE_BYTES = 16 << 20
-"""Bytes of a region, of one side."""
+"""Largest number of bytes of a region, and of those that are read together, in the wider of the two dtypes."""
 _TILES_AT_ONCE = 4096
 _OPTIONS = LoadOptions(reader_threads=1, scratch_bytes=16 << 20)
 
@@ -42,7 +42,8 @@ class ComparedTensors(NamedTuple):
     differences: dict[TensorPair, ValueDifference]
     """Differences of all pairs whose values can be compared."""
     num_bytes_same: int
-    """Bytes of the first checkpoint that are not read because both manifests have the same checksums for them."""
+    """Bytes of elements of the first checkpoint, before compression, that are not read: both manifests have the same
+    checksums for them."""
 
 
 class _ComparedRegion(NamedTuple):

@@ -51,10 +51,10 @@ class ValueDifference:
     num_not_finite: int = 0
     """Number of differing pairs with a NaN or an infinity, so that there is no distance."""
     max_abs: float | int | None = None
-    """Largest distance of finite values, within a tolerance too; None without any, or if elements are not
-    numbers."""
+    """Largest distance of finite values, within a tolerance too. None if no distance was taken: slices with equal bytes
+    are passed over, and there is none between NaN, infinities, or elements that are not numbers."""
     max_rel: float | None = None
-    """Largest distance relative to the larger of the two values."""
+    """Largest relative distance: one divided by the larger magnitude of the two values. None as `max_abs`."""
     first: FirstDifference | None = None
 
     def add(self, other: ValueDifference) -> None:

@@ -21,8 +21,8 @@ _MAX_WHOLE = 40
 _PATHS = ("ckpt", "checkpoint", "root", "a", "src", "path")
 """Names of arguments that say which checkpoint the others are about."""
 _SAFE_NAME = re.compile(r"[\w.,:=@%+/\[\]-]+")
-"""Names that a shell takes for one word. bash puts a candidate into the line as it is: one with others of its
-characters would run as code."""
+"""Names that a shell takes for one word. bash puts a candidate into the line as it is: some other characters in it
+would run as code."""
 
 
 class StoredPath(click.ParamType[str]):

@@ -1,16 +1,17 @@
 """Finds checkpoints under a root as they commit: new ones, and those that were replaced in place. A look makes as
-many requests in a run of ten thousand steps as in one of ten, but for the pages of the root's listing.
+many requests in a run of ten thousand steps as in one of ten, but for the pages of the root's listing; only the begin
+asks for every checkpoint.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
 from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint
+from bytecheckpoint.runtime.threads import map_looks
 from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.paths import join_name
 from bytecheckpoint.storage.store import Store
@@ -18,9 +19,10 @@ from bytecheckpoint.storage.store import Store
 from ..analysis.checkpoint_list import ListedCheckpoint, read_checkpoint
 
 _LOOKED_AT = 8
-"""Checkpoints that each look compares with what they were: the last ones of `CommitWatch._seen`, and as many of the
-others, in turn.
+"""Number of the last checkpoints of `CommitWatch._seen` that each look compares with what they were, and of the others
+that it compares in turn.
 """
+_LOOKS_IN_FLIGHT = 8
 _DIGEST_BYTES = 8
 _GONE = b""
 
@@ -39,8 +41,8 @@ class CommitWatch:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._seen: dict[str, bytes | None] = {}
-        """Folders with how their manifest ends, None until that is read: those that `begin` found, by step, and then
-        those without one, such as `best`; after them those that `look` has yielded, in that order.
+        """Folders with how their manifest ends, None until the storage permits to read that: those that `begin` found,
+        by step, and then those without one, such as `best`; after them those that `look` has yielded, in that order.
         """
         self._turn = 0
         """Index of the folder, among all but the last ones, at which the next look goes on."""
@@ -52,14 +54,15 @@ class CommitWatch:
     def begin(self) -> None:
         """Marks the checkpoints that are there now as seen. Raises the errors of the store."""
         # Stores list in any order, and the last ones are compared at each look: those most likely to be replaced.
-        self._seen = dict.fromkeys(sorted(self._new_folders(), key=_step_or_last))
-        for folder in islice(reversed(self._seen), _LOOKED_AT):
-            self._seen[folder] = self._end_of_manifest(folder)
+        folders = sorted(self._new_folders(), key=_step_or_last)
+        # All are read once: one that is replaced before its turn comes would look as if it had always been so.
+        ends = map_looks(self._end_if_permitted, folders, num_threads=_LOOKS_IN_FLIGHT)
+        self._seen = dict(zip(folders, ends, strict=True))
 
     def look(self) -> Iterator[NewCheckpoint]:
         """Yields the checkpoints that were committed since the last look, in the order of their commits, except those
-        that are gone by now. Of the checkpoints seen before, a look compares the last 8 and 8 others: the replacement
-        of any other comes with a later look, or is missed if the manifest of the replaced one was never read.
+        that are gone by now. Of the checkpoints seen before, a look compares the last 8 and 8 others, in turn: the
+        replacement of any other comes with the look at which its turn comes.
 
         Raises the errors of the store; checkpoints that were not yielded by then come with a later look.
         """
@@ -84,6 +87,14 @@ class CommitWatch:
         first = self._turn if self._turn < len(old) else 0
         self._turn = first + _LOOKED_AT
         return folders[-_LOOKED_AT:] + old[first : first + _LOOKED_AT]
+
+    def _end_if_permitted(self, folder: str) -> bytes | None:
+        try:
+            return self._end_of_manifest(folder)
+        except StorageError as error:
+            if error.kind != "permission":
+                raise
+            return None  # a checkpoint of somebody else beside the others
 
     def _end_of_manifest(self, folder: str) -> bytes:
         """Returns the checksum that the manifest in a folder ends with; empty if the folder has no manifest."""

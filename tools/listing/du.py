@@ -16,7 +16,7 @@ from ..analysis.checkpoint_list import list_checkpoints, read_checkpoint
 from ..arguments import AccessOptions, with_limit_option, with_output_options
 from ..completion.param_types import StoredPath
 from ..render.number_format import count_text, size_text
-from ..render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, to_json
+from ..render.terminal import LAST_DROP, Column, Screen, TableShape, print_json, without
 from .space import CheckpointSpace, EntrySpace, space_of, spaces_of, sum_entries
 
 _DEFAULT_ROWS = 40
@@ -70,7 +70,7 @@ def du(*, path: str, limit: int, access: AccessOptions, as_json: bool) -> int:
     data: files in its own folder that the checkpoint reads. other: its manifest, telemetry and marks, and what
     abandoned saves have left there; all files if the manifest is damaged. shared: files that a link reads and another
     checkpoint stores; they are counted there. tied: what further names of tied tensors would take. Only manifests are
-    read, and folders listed. Exit code 1 if a manifest is damaged, or a file of another format is refused.
+    read, and folders listed. Exit code 1 if a manifest is damaged.
     """
     store = open_store(path, storage_options=access.storage_options, writer_threads=1)
     spaces: list[CheckpointSpace] = []
@@ -88,11 +88,12 @@ def du(*, path: str, limit: int, access: AccessOptions, as_json: bool) -> int:
             "other_num_bytes": sum(space.other_num_bytes for space in spaces),
             "shared_num_bytes": sum(space.shared_num_bytes for space in spaces),
         }
-        checkpoints = [{**to_json(space), "folder": space.folder or "."} for space in spaces]
+        checkpoints = [{**without(space, "refused"), "folder": space.folder or "."} for space in spaces]
         print_json({"path": str(store), **totals, "checkpoints": checkpoints, "entries": entries})
     else:
         _print(Screen(), str(store), spaces, entries, limit=limit)
-    return exit_codes.CORRUPT if any(space.problem for space in spaces) else exit_codes.FINE
+    is_damaged = any(space.problem and not space.is_refused for space in spaces)
+    return exit_codes.CORRUPT if is_damaged else exit_codes.FINE
 
 
 def _print(
@@ -117,4 +118,4 @@ def _print(
         screen.section(_ENTRIES, rows, limit=limit, rest=": --limit 0 shows all")
     for space in spaces:
         if space.problem:
-            screen.paragraph(space.problem, style="red")
+            screen.paragraph(space.problem, style="yellow" if space.is_refused else "red")

@@ -95,7 +95,7 @@ _ON_REQUEST = {
 }
 _ALL = {**_BEFORE_METRICS, **_AFTER_METRICS, **_ON_REQUEST}
 COLUMN_NAMES = tuple(_ALL)
-"""Columns that every list has; each metric is one more."""
+"""Names of columns that --columns and --sort take for any list, beside those of its metrics."""
 
 
 def sort_rows(found: Sequence[ListedCheckpoint], name: str, *, is_reversed: bool) -> list[ListedCheckpoint]:

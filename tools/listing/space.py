@@ -42,15 +42,19 @@ class CheckpointSpace:
     step: int | None
     committed: bool
     num_bytes: int
-    """Bytes of the data files that it reads and that lie in its own folder."""
+    """Bytes of the data files that it reads and that lie in its own folder; of all there if it is not committed. 0 if
+    the manifest cannot be read."""
     shared_num_bytes: int
     """Bytes of data files that it reads and that lie elsewhere: a link to another checkpoint."""
     other_num_bytes: int
-    """Bytes of everything else in its folder: manifest, telemetry, marks, leftovers of abandoned saves."""
+    """Bytes of all other files in its folder and in those that saves and the manager make there: manifest, telemetry,
+    marks, leftovers of abandoned saves; data files too if the manifest cannot be read. 0 for another format."""
     entries: Sequence[EntrySpace]
-    """Empty if the manifest cannot be read."""
+    """Empty if it is not committed, or the manifest cannot be read."""
     problem: str | None
     """Error of reading the manifest."""
+    is_refused: bool
+    """True if the problem is no damage, as in `ListedCheckpoint`."""
 
     @property
     def stored_num_bytes(self) -> int:
@@ -88,6 +92,7 @@ def space_of(found: FoundCheckpoint, item: ListedCheckpoint) -> CheckpointSpace:
         other_num_bytes=other_bytes,
         entries=entries,
         problem=item.problem,
+        is_refused=item.is_refused,
     )
 
 

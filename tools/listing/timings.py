@@ -26,9 +26,9 @@ class TimedCheckpoint:
     num_bytes: int
     num_ranks: int | None
     seconds: float | None
-    """Seconds from the first rank's call to the end of the last one; None without telemetry."""
+    """Seconds from the first call of a rank to the end of the last phase of any; None without telemetry."""
     stall_seconds: float | None
-    """Longest time for which the call held a rank."""
+    """Longest time for which the call of an asynchronous save held a rank; None for others, or without telemetry."""
     slowest_phase: str | None
     slowest_phase_seconds: float | None
     slowest_rank: int | None

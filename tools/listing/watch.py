@@ -45,8 +45,8 @@ Example:
 def watch(*, root: str, interval_s: float, once: bool, access: AccessOptions, as_json: bool) -> int:
     """Print each new checkpoint under ROOT as it commits: a line with its step, size and timings.
 
-    One that replaces another at its path is a new one, too. If the storage fails later, a warning says so and the
-    command goes on.
+    One that replaces another at its path is a new one, too: each look compares the newest 8, and 8 others in turn.
+    If the storage fails later, a warning says so and the command goes on.
 
     ROOT may be a root of steps, or a folder of such roots, and need not be there yet. Ends with Ctrl-C and exit code
     130; with --once, prints what is there and ends with exit code 0, 1 if a manifest is damaged, 3 if there is none.

@@ -14,7 +14,7 @@ from .terminal import LAST_DROP, Column, Screen, printable
 _MAX_COLUMNS = 6
 _MAX_TITLE = 24
 _FIRST_DROP = 10
-"""Metrics leave a narrow window after the columns of the command, which have lower numbers."""
+"""Metrics leave a narrow window after those columns of the command that have lower numbers."""
 
 
 class MetricColumns(NamedTuple):

@@ -35,7 +35,7 @@ _NAME = "bold cyan"
 _MAX_VALUE_TEXT = 100
 _MAX_SUMMARY_ROWS = 20
 _STATS_DROP = {"min": 0, "max": 0, "mean": 6, "std": 4, "NaN": 0, "Inf": 5, "zeros": 3}
-"""Statistics, with the order in which they leave a narrow window."""
+"""Statistics, with the order in which they leave a narrow window, as `Column.drop`: 0 stays."""
 _STATS_COLUMNS = [Column(name, is_right=True, drop=drop) for name, drop in _STATS_DROP.items()]
 TREE_TABLE = TableShape(
     [

@@ -14,8 +14,9 @@ class LoadRule(NamedTuple):
     """The treatment of a stored state."""
 
     action: Literal["assign", "prefix", "restart", "refuse"]
-    """assign: deal the streams out to ranks. prefix: go on after the samples that all ranks have passed. restart: leave
-    the loader at its start. refuse: refuse the load.
+    """assign: deal the streams out to ranks. prefix: go on after the samples that all ranks have passed. restart: put
+    the loader back to its start, one with the state of one rank to the start of its epoch, or leave a new one as it is.
+    refuse: refuse the load.
     """
     why: str = ""
     """Reason for the action; empty for assign."""

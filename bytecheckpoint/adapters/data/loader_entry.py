@@ -296,6 +296,8 @@ class DataLoaderEntry:
         if share.own:
             loader.load_streams({each: share.plain[each] for each in share.own}, loader.shared_state())
         if self._state.rank == 0:
-            at = "from its first sample" if share.own else "and must not have been read"
+            # A count of one rank's samples can only go back to 0 within its epoch.
+            of = " of the epoch that it is in" if self._state.keyed_by == "rank" else ""
+            at = f"from its first sample{of}" if share.own else "and must not have been read"
             text = f"{self.fqn}: the data loader starts anew, {at}: {share.why_restarted}"
             warnings.warn(text, stacklevel=2)

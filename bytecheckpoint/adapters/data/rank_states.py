@@ -121,7 +121,7 @@ def _progress_of(state: Any) -> _RankPosition | str:
 
 
 def _state_after(state: Mapping[str, Any], num_batches: int, batch_size: int) -> dict[str, Any]:
-    """Returns a state like the given one, of a rank that has taken `num_batches`."""
+    """Returns a state like the given one, of a rank that has taken `num_batches` of the same epoch."""
     num_samples = num_batches * batch_size
     if "yielded" in state:
         return {**state, "yielded": num_samples}

@@ -79,9 +79,11 @@ class ModuleTree(NamedTuple):
     submodules: Sequence[tuple[str, torch.nn.Module]]
     """The module itself and all below it, each under all of its names, in the order of the state_dict."""
     is_walked_as_usual: bool
-    """Parameters and buffers are found by torch's own methods, which nothing overrides."""
+    """True if parameters and buffers are found by torch's own methods: nothing overrides them, or `walked` made it."""
     is_saved_as_usual: bool
-    """The state_dict is made by torch's own methods, too, and no hook and no extra state adds to it."""
+    """True if the state_dict is made by torch's own methods, too, and no hook and no extra state adds to it; and in a
+    tree from `walked`.
+    """
     resharding: Sequence[Callable[..., Any]]
     """The hooks of fully_shard. Any other hook makes `is_saved_as_usual` False."""
     extra_states: Sequence[tuple[str, torch.nn.Module]] = ()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bytecheckpoint.adapters.checkpoint_view import CheckpointView
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTree
 from bytecheckpoint.adapters.expectation import EntryContents, Expectation, RankMissing, Scope, not_stored, rank_missing
 from bytecheckpoint.adapters.frameworks import deepspeed
 from bytecheckpoint.adapters.frameworks.flat_parameters import (
@@ -38,7 +38,7 @@ from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.adapters.shard_columns import ShardBlocks, WholeTensors
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards, refuse_lazy
 from bytecheckpoint.adapters.tied import split_tied, with_flat_ties
-from bytecheckpoint.adapters.tree_loader import TreeTarget, keep_for_rank
+from bytecheckpoint.adapters.tree_loader import ABSENT, TreeTarget, keep_for_rank
 from bytecheckpoint.manifest.plain_wire import join_fqn
 
 
@@ -164,7 +164,7 @@ class ModuleEntry:
         for copy in (copy for part in self._parts if part.flat is not None for copy in part.flat.copies):
             name = held.stored_name(join_fqn(self.fqn, copy.name), checkpoint)
             copies += copy.part.shards(name, copy.memory)
-        claims = held.names() | set(held.facts)
+        claims, skipped = held.names() | set(held.facts), set[str]()
         for fqn in held.extra:
             found = checkpoint.entry_tree(fqn)
             if found is None:
@@ -173,10 +173,11 @@ class ModuleEntry:
                 of_tree = self._extra.expect(found, {}, checkpoint)
                 shards += of_tree.shards
                 claims |= of_tree.claims
+                skipped |= of_tree.skipped
                 problems += of_tree.problems
                 missing = [leaf for leaf in leaves(found.tree, "").values() if isinstance(leaf, RankMissing)]
                 problems += [rank_missing(fqn, missing[0].num_saved)] if missing else []
-        return Expectation(shards, claims, problems, copies)
+        return Expectation(shards, claims, problems, copies, skipped=skipped)
 
     def prepare(self, checkpoint: CheckpointView, refused: Collection[str]) -> None:
         held = self._read()
@@ -212,8 +213,8 @@ class ModuleEntry:
                 found = checkpoint.entry_tree(fqn) if is_data(name, value) else None
                 if fqn in self._detached:
                     new_values[name] = self._detached[fqn]
-                elif found is not None and found.is_taken:
-                    new_values[name] = self._extra.filled(found, leaves(value, fqn), checkpoint)
+                elif (filled := self._filled(found, fqn, value, checkpoint)) is not ABSENT:
+                    new_values[name] = filled
                 elif is_data(name, value) and not is_extra_state(name):
                     own[name] = value
             for name in filter(is_extra_state, list(new_values)):
@@ -223,6 +224,12 @@ class ModuleEntry:
                 part.tree.module.load_state_dict(own | new_values, strict=False)
             if part.flat is not None:
                 part.flat.finish()
+
+    def _filled(self, found: StoredTree | None, fqn: str, value: Any, checkpoint: CheckpointView) -> Any:
+        """Returns the data that takes the place of a value; ABSENT if none is loaded."""
+        if found is None or not found.is_taken:
+            return ABSENT
+        return self._extra.filled(found, leaves(value, fqn), checkpoint)
 
     def _held(self) -> _ModuleTensors:
         """Returns what `_read` finds, or found when parameters were named just before."""

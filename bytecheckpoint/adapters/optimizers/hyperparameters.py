@@ -82,20 +82,30 @@ def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> Non
     for key, value in values.items():
         own = group.get(key)
         if isinstance(own, torch.Tensor):
-            own.copy_(torch.as_tensor(value))
+            own.copy_(torch.as_tensor(value, dtype=own.dtype))  # else a float becomes a float32 on the way
         else:
             is_number = isinstance(value, torch.Tensor) and isinstance(own, int | float)
             group[key] = value.item() if is_number else copy.deepcopy(value)
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Returns True if two pieces of plain data are equal, to the bit. A number and a tensor are equal if
-    `torch.as_tensor` makes an equal tensor of the number: a float32 one of a float.
+    """Returns True if two pieces of plain data are equal, to the bit. A number and a tensor are equal if the number is
+    the tensor's value in the dtype of the tensor: 0.1 equals a float32 and a float64 tensor of 0.1.
     """
     if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor):
-        return torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+        return _is_made_of(b, a) if isinstance(a, torch.Tensor) else _is_made_of(a, b)
     # As bytes, so that NaN is NaN and arrays are compared whole.
     return encode_plain(a, "", keep_in_tree) == encode_plain(b, "", keep_in_tree)
+
+
+def _is_made_of(value: Any, tensor: torch.Tensor) -> bool:
+    """Returns True if torch makes an equal tensor of this number, or of these lists of numbers."""
+    has_fractions = tensor.is_floating_point() or tensor.is_complex()  # else a cast would cut them off
+    try:
+        made = torch.as_tensor(value, dtype=tensor.dtype if has_fractions else None, device=tensor.device)
+    except (TypeError, ValueError, RuntimeError):  # None, a string, a dict, a number that the dtype cannot hold
+        return False
+    return torch.equal(made, tensor)
 
 
 class OptimizerKind(NamedTuple):

@@ -31,7 +31,7 @@ from bytecheckpoint.adapters.rank_values.generators import (
 from bytecheckpoint.adapters.rank_values.merge_values import MergeRule, MergeTarget, check_mergeable
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.adapters.stateful import is_stateful
-from bytecheckpoint.adapters.tree_loader import TreeTarget, contents_of, is_sharded
+from bytecheckpoint.adapters.tree_loader import ABSENT, TreeTarget, contents_of, is_sharded
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest.plain_wire import unsupported
 
@@ -137,7 +137,8 @@ class RankLocalEntry:
             self._current, self._target.own = leaves(state, self.fqn), subclasses_in(state, self.fqn)
         expectation = self._target.expect(found, {}, checkpoint)
         shards = expectation.shards if self._merged is None else self._merged.shards()
-        return Expectation(shards, claims, self._problems_of_generators(found, checkpoint) + expectation.problems)
+        problems = self._problems_of_generators(found, checkpoint) + expectation.problems
+        return Expectation(shards, claims, problems, skipped=expectation.skipped)
 
     def _chosen(self, stored: StoredTree, checkpoint: CheckpointView) -> StoredTree:
         """Returns the tree that this rank loads, which may be made of those of all ranks.
@@ -183,6 +184,8 @@ class RankLocalEntry:
             return
         found = self._found if self._merged is None else self._found._replace(tree=self._merged.tree())
         state, value = self._target.filled(found, self._current, checkpoint), self._holder.value
+        if state is ABSENT:
+            return
         if is_stateful(value):
             value.load_state_dict(state)
             self.random_restores += [partial(value.load_state_dict, state)] if isinstance(value, RngState) else []

@@ -81,11 +81,13 @@ class Instance:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Its attributes, or those in slots if it has no others; empty if its state is something else, or both."""
-        state = self.state
-        if type(state) is tuple and len(state) == 2 and isinstance(state[1], dict) and not state[0]:
-            state = state[1]
-        return state if isinstance(state, dict) else {}
+        """Its attributes, in slots or not; empty if its state is neither a dict nor a pair of dicts or None."""
+        parts = self.state if type(self.state) is tuple and len(self.state) == 2 else (self.state,)
+        if not all(part is None or isinstance(part, dict) for part in parts):
+            return {}
+        # Most objects have one dict, which is not copied: a small pickle can name the same one a million times.
+        dicts = [part for part in parts if part]
+        return dicts[0] if len(dicts) == 1 else {key: value for part in dicts for key, value in part.items()}
 
 
 class ByteStream:

@@ -52,7 +52,7 @@ class LoaderPass:
     num_taken: int = 0
     """Batches that the trainer took, those that were skipped included."""
     turn: int = 0
-    """Rises with every batch of any loader."""
+    """Number of the last batch of this pass, counted over the batches of all loaders."""
     is_over: bool = False
     is_left: bool = False
     """True if the trainer left the loop before its end."""

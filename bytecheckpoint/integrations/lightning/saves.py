@@ -53,14 +53,23 @@ class SaveInFlight:
         """Notes a save that has begun. Call `settle` before."""
         self._handle = handle
 
-    def copy(self, source: str, target: str, storage_options: Mapping[str, Any] | None) -> None:
-        """Makes rank 0 copy the checkpoint to another path, in the background once the save in flight is committed. If
-        no save is in flight, copies before it returns, and raises an error of the copy on rank 0 alone. All ranks call
-        this.
+    def copy(self, source: str, target: str, storage_options: Mapping[str, Any] | None, *, timeout_s: float) -> None:
+        """Makes rank 0 copy the checkpoint to another path: in the background once the save in flight is committed, or
+        before this returns if no save is in flight. All ranks call this.
+
+        An error of the copy is raised on all ranks: by `settle` if a save is in flight, else by this. `timeout_s` are
+        the seconds that this waits for other ranks.
         """
+
+        def act() -> None:
+            if rank_in(None) == 0:
+                copy_checkpoint(source, target, storage_options)
+
+        if self._handle is None:
+            Decisions(None, target, timeout_s=timeout_s).do(_copying(target), act)
+            return
         self._copied_to = target
-        if rank_in(None) == 0:
-            self._after_commit(lambda: copy_checkpoint(source, target, storage_options))
+        self._submit(self._handle, act)
 
     def remove(self, path: str, storage_options: Mapping[str, Any] | None) -> None:
         """Removes a checkpoint once the save in flight is committed, and not at all if that save fails; at once if no
@@ -100,9 +109,7 @@ class SaveInFlight:
                 done.result()
 
         if copied_to:
-            Decisions(None, copied_to, timeout_s=timeout_s).do(
-                f"copying a checkpoint to {showable_url(copied_to)}", finish
-            )
+            Decisions(None, copied_to, timeout_s=timeout_s).do(_copying(copied_to), finish)
         else:
             finish()
 
@@ -118,6 +125,9 @@ class SaveInFlight:
             if handle is None or not has_failed(handle):
                 act()
             return
+        self._submit(handle, act)
+
+    def _submit(self, handle: SaveHandle, act: Callable[[], None]) -> None:
         if self._worker is None:
             # A thread of its own: what follows one commit comes before what follows the next.
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="bcp-after-commit")
@@ -127,6 +137,10 @@ class SaveInFlight:
                 act()
 
         self._work.append(self._worker.submit(run))
+
+
+def _copying(target: str) -> str:
+    return f"copying a checkpoint to {showable_url(target)}"
 
 
 def copy_checkpoint(source: str, target: str, storage_options: Mapping[str, Any] | None) -> None:

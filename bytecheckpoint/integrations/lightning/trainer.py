@@ -129,9 +129,7 @@ class BcpStrategyMixin(Strategy):
     ) -> None:
         path, source = self._bcp_decide("naming a checkpoint", lambda: self._bcp_place(given), tuple[str, str])
         if source:
-            self._bcp_saves.copy(source, path, storage_options)
-            if not is_async:
-                self._bcp_saves.settle(timeout_s=self.bcp_options.timeout_s)
+            self._bcp_saves.copy(source, path, storage_options, timeout_s=self.bcp_options.timeout_s)
             return
         metadata = {
             GLOBAL_STEP: int(checkpoint["global_step"]),

@@ -108,7 +108,10 @@ class NumberedFolders:
         self.damaged: dict[int, CheckpointError] = {}
         """Errors of damaged checkpoints by number, as `committed` has found them last."""
         self._changed = threading.Condition()
-        self._saving: set[int] = set()
+        self._saving: list[int] = []
+        """Numbers of saves that have not ended; of two saves at one number, each counts."""
+        self._recorded: int | None = None
+        """Number of the last `record`; None once its save was passed to `retire_after`."""
         self._num_saves = self._chosen = 0
         """Saves so far, and the number of the save that last chose what to delete."""
         self._num_awaited = 0
@@ -205,22 +208,26 @@ class NumberedFolders:
 
     def record(self, number: int, *, model_only: bool = False) -> FolderRecord:
         """Returns the record for the next save, which is at this number. Until the save that is passed to
-        `retire_after` has ended, no checkpoint at this number is deleted.
+        `retire_after` has ended, no checkpoint at this number is deleted. If the save raises before it is passed, that
+        ends with the next call of this method.
 
         Waits for a deletion that is under way at this number; raises StorageError (unavailable) if it takes over a
         minute.
         """
         with self._changed:
-            self._saving.add(number)
+            self._saving.append(number)
             # Hazard: a deletion under way could delete the new manifest, taking it for the old one.
             if not self._changed.wait_for(lambda: self._deleting != number, _HANGING_S):
-                self._saving.discard(number)
+                self._saving.remove(number)
                 raise StorageError(
                     f"the deletion of {showable_url(self.path_of(number))}, a checkpoint that training has left, has "
                     f"not ended within {_HANGING_S:g} s; nothing was written, and other checkpoints are as they were: "
                     "look at the storage, and save again",
                     kind="unavailable",
                 )
+            if self._recorded is not None:  # that save has raised: one thread makes the saves of a run
+                self._saving.remove(self._recorded)
+            self._recorded = number
         record = FolderRecord(sequence=self._next_sequence, model_only=model_only)
         self._next_sequence += 1
         return record
@@ -231,8 +238,8 @@ class NumberedFolders:
         """
 
         def after(ended: SaveHandle) -> None:
-            with self._changed:
-                self._saving.discard(number)
+            with self._changed, suppress(ValueError):  # a caller need not have asked for a record
+                self._saving.remove(number)
             if choose is not None and not has_failed(ended):
                 with self._changed:
                     # Hazard: the end of a save may be noted after that of a later one, whose choice counts.
@@ -244,6 +251,7 @@ class NumberedFolders:
                 self._changed.notify_all()
 
         with self._changed:
+            self._recorded = None
             self._num_awaited += 1
             self._num_saves += 1
             place = self._num_saves

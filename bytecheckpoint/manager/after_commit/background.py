@@ -61,7 +61,7 @@ class Background:
         self._reads_steps = reads_steps
         self._commits: deque[Commit] = deque()
         self._is_opened = False
-        """True once the deletions that earlier managers had begun are finished."""
+        """False while a deletion may be half done: one of an earlier manager at first, later one that failed here."""
         self._is_first = True
         """True until the work after the first commit, which also clears what earlier managers left, is done."""
         self._newest: int | None = None
@@ -74,7 +74,7 @@ class Background:
         self.steps = KnownSteps(self._store)
         """Committed steps."""
         self._held: dict[int, str] = {}
-        """Steps that stay as long as this manager is open, each with the reason."""
+        """Steps that stay until the next restore of this manager, each with the reason."""
         self.replaced: set[str] = set()
         """Save ids of checkpoints that saves of this manager replace."""
         self._lease_ends_at = math.inf

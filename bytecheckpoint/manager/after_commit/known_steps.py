@@ -17,7 +17,7 @@ from bytecheckpoint.storage import layout
 from bytecheckpoint.storage.store import Store
 
 _LOOKED_AT = 16
-"""Newest steps that are looked at before each deletion."""
+"""Newest steps that are looked at before each round of deletions."""
 
 
 class StepChange(NamedTuple):

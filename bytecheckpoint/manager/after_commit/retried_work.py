@@ -34,6 +34,11 @@ class RetriedWork:
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
+    @property
+    def has_begun(self) -> bool:
+        """True once the work was asked for."""
+        return self._thread is not None
+
     def ask(self) -> None:
         """Asks for the work to be done once more. Never blocks."""
         with self._changed:

@@ -74,9 +74,9 @@ class SecondRoot:
         """Steps of the second root; None until they are known."""
         self._in_copy: int | None = None
         self._renewed: set[int] = set()
-        """Steps with metrics that were reported since their copies."""
+        """Steps whose metrics were reported since the last round began."""
         self._to_renew: set[int] = set()
-        """Steps of `_renewed` that are to be copied in this round."""
+        """Steps that this round copies for their new metrics; one whose copy fails stays for the next round."""
         self._is_refused = False
         """True if the second root has refused to delete."""
         self.may_delete = False

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from bytecheckpoint.manager import abandoned_steps, save_policies
 from bytecheckpoint.manager.agreement.decisions import Decisions
 from bytecheckpoint.manager.managed_saves import ManagedRun, ManagedSaves
 from bytecheckpoint.manager.options import ManagerOptions
+from bytecheckpoint.manager.restore import is_latest
 from bytecheckpoint.manager.save_policies import EverySteps, SavePolicy
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.options import Memory
@@ -57,8 +58,11 @@ class MemorySteps:
             raise ValueError("memory_every without memory holds nothing: pass memory=bcp.Memory(copies=1) as well")
         self._decisions = decisions
         self._handle: SaveHandle | None = None
+        self._began = time.monotonic()
         self._held: list[StepInfo] = []
-        """The newest step that was saved to memory, for the policy; empty before the first one."""
+        """The newest step that was saved to memory, or whose save to memory is in flight; empty before the first."""
+        self._held_before: list[StepInfo] = []
+        """Takes the place of `_held` if the save in flight fails."""
 
     @property
     def is_on(self) -> bool:
@@ -70,13 +74,26 @@ class MemorySteps:
         if not self.is_on or self._options.read_only:
             return False
         if save_policies.is_step_only(self._policy):
-            return self._ask(step)
-        return self._decisions.decide_together(f"deciding about step {step} in memory", partial(self._ask, step), bool)
+            return self._ask(step, self._held)
+        doing = f"deciding about step {step} in memory"
+        return self._decisions.decide_together(doing, partial(self._decide, step), bool)
 
-    def _ask(self, step: int) -> bool:
-        now_s = time.time()
-        now = StepInfo(step, now_s, {}, {}, pinned=False, committed=False, host_time=now_s)
-        return bool(self._policy.due(now, self._held))
+    def _decide(self, step: int) -> bool:
+        """Asks a policy that does not depend on the step alone, on rank 0: ranks may learn at different times that the
+        save in flight has ended.
+        """
+        handle = self._handle
+        if handle is None:
+            return self._ask(step, self._held)
+        is_done = handle.done()
+        if is_done and handle._progress.error is not None:
+            return self._ask(step, self._held_before)
+        return self._ask(step, [replace(info, committed=is_done) for info in self._held])
+
+    def _ask(self, step: int, held: Sequence[StepInfo]) -> bool:
+        now_s, seconds = time.time(), {"since_start": time.monotonic() - self._began}
+        now = StepInfo(step, now_s, {}, seconds, pinned=False, committed=False, host_time=now_s)
+        return bool(self._policy.due(now, held))
 
     def save(self, step: int, state: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> SaveHandle | None:
         """Begins to save a step to memory. Returns None if that failed at once and `on_failed_save` is "warn"."""
@@ -102,7 +119,9 @@ class MemorySteps:
             )
         except CheckpointError as error:
             self._fail(error)
+            return None
         stall_s = time.monotonic() - began
+        self._held_before = self._held
         self._held = [StepInfo(step, now, {}, {"stall": stall_s}, pinned=False, committed=True)]
         return self._handle
 
@@ -110,22 +129,32 @@ class MemorySteps:
         """Waits for the memory save in flight. Its error is raised or logged, as `on_failed_save` says."""
         handle, self._handle = self._handle, None
         error = handle.exception() if handle is not None else None
+        if error is not None:
+            self._held = self._held_before
         if isinstance(error, CheckpointError):
             self._fail(error)
         elif error is not None:
             raise error
+        elif handle is not None:
+            self._saves.has_left_memory = False
 
     def _fail(self, error: CheckpointError) -> None:
         if self._options.on_failed_save == "raise":
             raise error
         logger.error("memory does not hold step %s: %s", error.step, error.message)
 
+    def resumes(self, step: object) -> bool:
+        """Returns True if a restore of `step` is to look at memory: that of the newest step does, except where memory
+        may hold later steps that training has left.
+        """
+        return self.is_on and is_latest(step) and not self._saves.has_left_memory
+
     def resume(self, state: Mapping[str, Any], **as_load: Any) -> LoadReport | None:
         """Loads the newest version that memory or storage hold of the branch that training is on; returns None if there
         is none.
         """
         load_options = as_load.pop("options")
-        read_abandoned = partial(abandoned_steps.present_abandoned, self._run.store)
+        read_abandoned = partial(abandoned_steps.present_abandoned, self._run.store, self._saves.new_branch)
         return phases.run_resume(
             self._run.root,
             state,

@@ -33,7 +33,7 @@ _POLL_S = 0.25
 _PENDING_POLL_S = 0.02
 """Pause of a watcher between looks while a request waits for its verdict."""
 _MAX_LOOKS_PER_S = 4000
-"""Looks into the store by the watchers of all ranks together."""
+"""Looks into the store by the watchers of all ranks together, while no request waits for its verdict."""
 _LONGEST_PAUSE_S = 60.0
 """Longest pause of a watcher between looks while the store does not answer."""
 _LOST = (

@@ -32,7 +32,7 @@ class LogRecord(msgspec.Struct, frozen=True):
 
     step: int
     base: int | None
-    """Newest step that was known to be durable then; None if there was none."""
+    """Step that was restored, or the newest saved since that was known to be durable then; None if there was none."""
     loaders: dict[str, bytes]
     """Encoded part of this rank, by the loader's FQN."""
     version: int = 1

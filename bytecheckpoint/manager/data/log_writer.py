@@ -112,6 +112,8 @@ class LogWriter:
 
     def wait(self) -> None:
         """Waits until all is done. Warns of a store that fails or hangs."""
+        if not self._work.has_begun:
+            return
         try:
             self.finish()
         except CheckpointError as error:

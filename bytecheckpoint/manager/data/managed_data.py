@@ -34,11 +34,11 @@ class _DataChoice(msgspec.Struct, frozen=True):
     """The choice of rank 0: a checkpoint, and the log on top of it."""
 
     step: int | None
-    """Step after which the loaders go on; None for their start."""
+    """Step after which the loaders go on; None if there is none, and they stay as they are."""
     base: int | None
     """Step of the checkpoint; None if there is none before the logged step."""
     loaders: dict[str, bytes] = {}
-    """Positions of all ranks by the loader's FQN; empty if the checkpoint has them all."""
+    """Positions of all ranks by the loader's FQN; empty if the checkpoint alone is loaded."""
 
 
 class ManagedData:
@@ -55,7 +55,6 @@ class ManagedData:
         self._options = options
         self._loaders: dict[str, DataLoaderState] = {}
         """Loaders of the last state that was passed here, by FQN."""
-        self._has_logged = False
 
     def find(self, state: Mapping[str, Any] | None) -> dict[str, DataLoaderState]:
         """Returns the loaders of a state, or for None of the last state that was passed, by FQN. Raises
@@ -77,7 +76,6 @@ class ManagedData:
             refuse_read_only(self._run.root)
             return
         parts = {fqn: encode_positions(fqn, loader) for fqn, loader in self.find(state).items()}
-        self._has_logged = True
         self._log.add(LogRecord(step, self._saves.durable_step, parts))
 
     def entries(self) -> list[LoggedData]:
@@ -154,21 +152,21 @@ class ManagedData:
         """
         self._saves.prepared.forget()
         self._loaders = data_loaders_in(state)
-        if self._log is None or not self._has_logged:
+        if self._log is None:
             return
+        # Hazard: a rank does not know if others have logged, so all join this also where none has.
         # Without the part of rank 0 none of the steps is complete, also where other ranks delete theirs later.
         self._log.begin_branch()
         self._decisions.decide_together("removing data positions that training leaves", self._log.finish, NoneType)
-        self._has_logged = False
 
     def wait(self) -> None:
         """Waits until all that was handed over is written, or has failed."""
-        if self._log is not None and self._has_logged:
+        if self._log is not None:
             self._log.wait()
 
     def close(self) -> None:
         """Waits, and ends the log."""
-        if self._log is not None and self._has_logged:
+        if self._log is not None:
             self._log.close()
 
 

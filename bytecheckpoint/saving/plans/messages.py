@@ -22,23 +22,23 @@ class LocalPlanMessage(msgspec.Struct, frozen=True, array_like=True):
 
     target: str
     plan_id: str
-    """Id of the plan that this rank has cached for it; empty if it has none."""
+    """Id of the cached plan that the message refers to; empty if the message has the whole local plan."""
     digests: list[int]
     """One digest for each of the compared groups of the cached plan."""
     items: PackedItems | None
-    """None where a plan is cached."""
+    """None if the message refers to a cached plan."""
     aliases: dict[str, str]
-    """Empty where a plan is cached."""
+    """Empty if the message refers to a cached plan."""
     plain: dict[str, tuple[Scope, bytes]]
     stages: dict[str, int] = {}
-    """Pipeline stages by FQN; if a plan is cached, only of the FQNs in `stage_digests`."""
+    """Pipeline stages by FQN; with a cached plan, only of the FQNs in `stage_digests`."""
     stage_digests: PartDigests = {}
     """Digests of the tensors that the coordinator asked for, now or when the plan was made."""
     is_empty: bool = False
     digested_plain: list[str] = []
     """FQNs of plain data that are digests here."""
     place: RankPlace | None = None
-    """Set if memory is to stage replicas in several failure domains."""
+    """Set if memory is to stage replicas in several failure domains, and the message has the whole local plan."""
     frozen: list[int] = []
     """If `place` is set: numbers of the frozen items of this rank. Their files hold frozen items only."""
 

@@ -47,7 +47,9 @@ class RankPlan:
     global_plan: SavePlan | None = None
     """None except on the coordinator."""
     written: WrittenTensors | None = None
-    """Set on the coordinator by the first save that has built its manifest."""
+    """Set on the coordinator by the first save with this plan that builds its manifest and has all chunks where the
+    plan has them; None while compression puts some elsewhere, because these places vary from save to save.
+    """
     known_plain: Mapping[bytes, bytes] = field(default_factory=dict)
     """Plain data of the last save, by digest; empty except on the coordinator."""
     sent_whole: dict[str, bytes] = field(default_factory=dict)

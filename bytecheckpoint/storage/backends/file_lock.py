@@ -8,22 +8,28 @@ import errno
 import fcntl
 import os
 import threading
+import time
+from contextlib import suppress
 
 from bytecheckpoint.errors import StorageError
 
 _HELD_BY_ANOTHER = frozenset({errno.EAGAIN, errno.EACCES})
+_MAX_TRIES = 200
+"""Tries to lock a file that other processes only look at."""
+_LOOK_S = 0.005
+"""Time between two tries: a look takes much less."""
 
 
 class ProcessLock:
     """A lock held until `release`, or until the process ends."""
 
     def __init__(self, path: str) -> None:
-        """Raises OSError if the file cannot be opened, such as FileNotFoundError; BlockingIOError if the lock is held,
-        or another process is in `is_locked` at this moment; StorageError (unsupported) if the file cannot be locked.
+        """Raises OSError if the file cannot be opened, such as FileNotFoundError; BlockingIOError if the lock is held;
+        StorageError (unsupported) if the file cannot be locked. Waits for processes that are in `is_locked`.
         """
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            _lock(self._fd, path, fcntl.LOCK_EX)
+            _take(self._fd, path)
         except BaseException:
             os.close(self._fd)
             raise
@@ -52,12 +58,29 @@ def is_locked(path: str) -> bool:
     """
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        _lock(fd, path, fcntl.LOCK_SH)
+        _look(fd, path)
     except BlockingIOError:
         return True
     finally:
         os.close(fd)
     return False
+
+
+def _take(fd: int, path: str) -> None:
+    """Takes the lock. Raises BlockingIOError if another process holds it."""
+    for _ in range(_MAX_TRIES):
+        with suppress(BlockingIOError):
+            _lock(fd, path, fcntl.LOCK_EX)
+            return
+        _look(fd, path)
+        time.sleep(_LOOK_S)
+    _lock(fd, path, fcntl.LOCK_EX)
+
+
+def _look(fd: int, path: str) -> None:
+    """Raises BlockingIOError if another process holds the lock. Shares it for a moment with all that look."""
+    _lock(fd, path, fcntl.LOCK_SH)
+    fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked just now may not close its copy
 
 
 def _lock(fd: int, path: str, kind: int) -> None:

@@ -45,11 +45,11 @@ class S3Client(NamedTuple):
     extra_parameters: Mapping[str, Any]
     """Parameters added to every request that takes them."""
     num_connections: int | None
-    """`max_concurrency` of the options."""
+    """`max_concurrency` of the options; None if they have none."""
     secrets: frozenset[str]
     """Texts of the credentials, wherever they come from."""
     has_answered: threading.Event
-    """Set once the service has answered any request of this process."""
+    """Set once the service has answered any request of this client."""
 
 
 class _S3:

@@ -61,9 +61,9 @@ _MAX_DELETIONS = 1000
 _MIN_SCANNED = 4
 """Fewer keys are looked up one by one."""
 _SCANNED_AT_ONCE = 2000
-"""Number of folders after which another thread scans."""
+"""Number of keys that one thread scans for."""
 _MIN_IN_FLIGHT = 8
-"""One connection to S3 carries some 80 MB/s."""
+"""Least number of requests in flight: one connection to S3 carries some 80 MB/s."""
 
 
 class S3Store:

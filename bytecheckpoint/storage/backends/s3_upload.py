@@ -41,7 +41,7 @@ _WRITER = "bytecheckpoint-write"
 """Metadata key for the id of the write that made an object: it tells a write whose answer was lost from another's."""
 _CLEAN_UP_S = 10.0
 _NUM_OWNER_CHECKS = 2
-"""Attempts to read which save wrote an object before it counts as another's: a response may break off in its
+"""Attempts to read which write made an object before it counts as another's: a response may break off in its
 headers."""
 
 

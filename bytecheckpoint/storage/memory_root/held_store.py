@@ -84,15 +84,15 @@ class HeldStore:
             raise truncated(f"{self._shown}/{name}", wanted_end=end, found_end=byte_offset + filled)
 
     def byte_length(self, name: str) -> int | None:
-        """Implements `SupportsByteLength`, and adds the name to `wanted`. If there is no `stored`, raises
-        CheckpointNotFoundError (missing_file) instead of returning None.
-        """
+        """Implements `SupportsByteLength`, and adds the name to `wanted`."""
         self.wanted.add(name)
         if name in self._places:
             return self._places[name].byte_length
         if name in self._elsewhere:
             return self._elsewhere[name]
-        stored = self._outside_memory(name)
+        stored = self._stored
+        if stored is None:
+            return None
         if isinstance(stored.store, SupportsByteLength):
             return stored.store.byte_length(join_name(stored.folder, name))
         parent, _, last = name.rpartition("/")

@@ -117,7 +117,8 @@ def test_restart_warns_and_leaves_the_loader_at_its_start(workers: WorkerPool, t
     assert sorted(sample for rest, *_ in loaded for sample in rest) == list(range(NUM_SAMPLES))
     assert all(report.restarted for _, report, _ in loaded)
     assert [len(messages) for *_, messages in loaded] == [1, 0, 0, 0]
-    assert "data: the data loader starts anew, from its first sample: saved by 2" in loaded[0][2][0]
+    place = "from its first sample of the epoch that it is in"
+    assert f"data: the data loader starts anew, {place}: saved by 2" in loaded[0][2][0]
 
 
 @pytest.mark.parametrize(("elastic", "counts"), [("restart", [7, 7]), ("at_least_once", [0, 7])])
@@ -127,6 +128,28 @@ def test_a_sampler_that_was_read_goes_back_to_its_start(
     workers.run(save_samples, str(tmp_path), elastic, counts, world_size=2)
     loaded = workers.run(load_samples, str(tmp_path), elastic, 5, world_size=4)
     assert sorted(sample for rest, *_ in loaded for sample in rest) == list(range(NUM_SAMPLES))
+
+
+def test_a_sampler_in_a_later_epoch_goes_back_to_the_start_of_that_epoch_and_the_warning_says_so(
+    tmp_path: Path,
+) -> None:
+    class InEpoch(CountingSampler):
+        epoch = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "epoch": self.epoch}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            self.epoch = state["epoch"]
+
+    bcp.save(tmp_path, {"data": bcp.DataLoaderState(InEpoch(0, 1), rank=0, size=1, elastic="restart")})
+    sampler = InEpoch(0, 2)
+    sampler.take(3)
+    sampler.epoch = 4
+    with pytest.warns(UserWarning, match="starts anew, from its first sample of the epoch that it is in: saved by 1"):
+        bcp.load(tmp_path, {"data": bcp.DataLoaderState(sampler, rank=0, size=2, elastic="restart")})
+    assert sampler.state_dict() == {"yielded": 0, "epoch": 4}
 
 
 def test_streams_that_were_read_restart_at_their_start(tmp_path: Path) -> None:
@@ -141,7 +164,7 @@ def test_streams_that_were_read_restart_at_their_start(tmp_path: Path) -> None:
 
     bcp.save(tmp_path, {"data": data_of(1)[1]})
     streams, state = data_of(2)
-    with pytest.warns(UserWarning, match="starts anew, from its first sample"):
+    with pytest.warns(UserWarning, match="starts anew, from its first sample: saved by"):
         bcp.load(tmp_path, {"data": state})
     assert list(streams) == ["a0", "c0", "a1", "c1", "a2", "c2"]
 

@@ -462,6 +462,48 @@ def test_hyperparameters_that_are_the_same_are_no_conflict(tmp_path: Path, value
     assert np.array_equal(found, value, equal_nan=True)
 
 
+SAME_OR_NOT: list[tuple[Any, Any, bool]] = [
+    (0.1, torch.tensor(0.1), True),
+    (0.1, torch.tensor(0.1, dtype=torch.float64), True),
+    (0.1, torch.tensor(0.2, dtype=torch.float64), False),
+    (1, torch.tensor(1.0), True),
+    (1.5, torch.tensor(1), False),
+    ((0.9, 0.99), torch.tensor([0.9, 0.99], dtype=torch.float64), True),
+    (None, torch.tensor(0.1), False),
+    ("0.1", torch.tensor(0.1), False),
+    ({}, torch.tensor(0.1), False),
+    (2**70, torch.tensor(0), False),
+]
+
+
+@pytest.mark.parametrize("swaps", [False, True], ids=["tensor last", "tensor first"])
+@pytest.mark.parametrize(("value", "tensor", "is_same"), SAME_OR_NOT, ids=str)
+def test_a_number_and_a_tensor_of_it_are_no_conflict(
+    tmp_path: Path, value: Any, tensor: torch.Tensor, is_same: bool, swaps: bool
+) -> None:
+    model, other = mlp(0), mlp(1)
+    optimizer, restored = grouped(model, [([0, 1], 0.1), ([2, 3, 4, 5], 0.1)]), grouped(other, [(range(6), 0.5)])
+    first, second = optimizer.param_groups
+    first["mine"], second["mine"] = (tensor, value) if swaps else (value, tensor)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    if not is_same:
+        with pytest.raises(bcp.CheckpointMismatchError, match="different values of 'mine'"):
+            bcp.load(tmp_path, {"model": other, "optimizer": restored})
+        return
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    assert restored.param_groups[0]["mine"] is not None
+
+
+def test_a_number_fills_a_tensor_of_double_precision_exactly(tmp_path: Path) -> None:
+    model, other = mlp(0), mlp(1)
+    restored = grouped(other, [(range(6), 0.5)])
+    own = restored.param_groups[0]["lr"] = torch.tensor(0.5, dtype=torch.float64)
+    bcp.save(tmp_path, {"model": model, "optimizer": grouped(model, [(range(6), 0.1)])})
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    assert restored.param_groups[0]["lr"] is own
+    assert own.item() == 0.1
+
+
 def test_an_optimizer_that_has_the_state_of_some_parameters_only_is_refused(tmp_path: Path) -> None:
     model = mlp()
     bcp.save(tmp_path / "fresh", {"model": model, "optimizer": adam_over(model)})

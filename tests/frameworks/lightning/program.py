@@ -1,5 +1,6 @@
 """A run of Lightning's Trainer on several ranks, as tests start it: arguments are one JSON object."""
 
+import errno
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning_runs import Regression, kill, train_loader, trainer_of
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from bytecheckpoint.integrations.lightning import BcpDDPStrategy, BcpFSDPStrategy, BcpModelParallelStrategy
+from bytecheckpoint.integrations.lightning import BcpDDPStrategy, BcpFSDPStrategy, BcpModelParallelStrategy, saves
 
 
 class FSDPOnCPU(BcpFSDPStrategy):
@@ -32,6 +33,10 @@ def fail(_: object) -> None:
     raise ValueError("a bad batch")
 
 
+def refuse_copies(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "the disk is full")
+
+
 ACTS = {"kill": kill, "fail": fail, "signal": lambda _: os.kill(os.getpid(), signal.SIGTERM)}
 
 
@@ -48,12 +53,14 @@ def main(folder: str, strategy: str = "ddp", steps: int = 20, act: Any = None, *
     kind = FullyShardedRegression if strategy == "model_parallel" else Regression
     at = {act["step"]: ACTS[act["what"]]} if act and rank in act["ranks"] else {}
     module = kind(at)
-    saves = ModelCheckpoint(folder, save_last=True, **{"every_n_train_steps": 3, **options.get("saves", {})})
-    trainer = trainer_of(new_strategy(), [saves, Timer()], max_steps=steps, devices=size)
+    if rank in options.get("refuse_copies", []):
+        saves.copy_step = refuse_copies
+    callback = ModelCheckpoint(folder, save_last=True, **{"every_n_train_steps": 3, **options.get("saves", {})})
+    trainer = trainer_of(new_strategy(), [callback, Timer()], max_steps=steps, devices=size)
     try:
         trainer.fit(module, train_loader(rank, size), ckpt_path=options.get("ckpt_path"))
     finally:
-        paths = [saves.best_model_path, saves.last_model_path, *saves.best_k_models]
+        paths = [callback.best_model_path, callback.last_model_path, *callback.best_k_models]
         printed = {"losses": module.losses, "rows": module.rows, "paths": list(filter(None, paths))}
         sys.stdout.write(json.dumps(printed) + "\n")
     if options.get("tests"):

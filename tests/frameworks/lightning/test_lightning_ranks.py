@@ -128,6 +128,18 @@ def test_an_exception_saves_on_all_ranks_or_on_none(tmp_path: Path, everywhere: 
         assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
+def test_a_copy_that_fails_on_rank_0_fails_on_all_ranks(tmp_path: Path) -> None:
+    """The second checkpoint of a step is a copy that rank 0 makes alone."""
+    options = {"folder": str(tmp_path), "refuse_copies": [0]}
+    with RankProcesses(PROGRAM, [json.dumps(options)], world_size=2) as ranks:
+        ended = ranks.wait(300)
+    assert [end.exit_code for end in ended] == [1, 1]
+    for end in ended:
+        assert "CheckpointError: " in end.errors
+        assert "the disk is full" in end.errors
+    assert committed(tmp_path) == {"epoch=0-step=3.ckpt": 3}
+
+
 def test_best_checkpoints_stay_and_others_go(tmp_path: Path) -> None:
     runs = train(tmp_path, saves={"save_top_k": 1, "every_n_train_steps": 4})
     assert committed(tmp_path) == {"epoch=2-step=20.ckpt": 20, "last.ckpt": 20}

@@ -51,7 +51,7 @@ def test_a_checkpoint_stays_when_the_next_one_fails(tmp_path: Path) -> None:
 def test_a_copy_of_a_save_that_fails_is_not_made(tmp_path: Path) -> None:
     source, outcome, saves = saved(tmp_path / "a.ckpt"), Future[Any](), SaveInFlight()
     saves.begin(under_way(outcome))
-    saves.copy(str(source), str(tmp_path / "last.ckpt"), None)
+    saves.copy(str(source), str(tmp_path / "last.ckpt"), None, timeout_s=10)
     outcome.set_exception(bcp.StorageError("no space", kind="unavailable"))
     with pytest.raises(bcp.StorageError, match="no space"):
         saves.settle(timeout_s=10)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 import bytecheckpoint as bcp
+from bytecheckpoint.manifest import DataFile, Manifest
+from bytecheckpoint.storage.layout import check_files
 from bytecheckpoint.storage.memory_root.held_store import HeldStore
 from bytecheckpoint.storage.memory_root.slot_file import FilePlace
 
@@ -19,3 +21,10 @@ def test_a_file_that_is_longer_than_allowed_is_refused_and_not_cut(tmp_path: Pat
     with pytest.raises(bcp.UnsafeCheckpointError, match="has 17 bytes; it may have 16") as raised:
         store.read_whole("data/0", max_bytes=16)
     assert raised.value.kind == "limits_exceeded"
+
+
+def test_all_files_that_memory_misses_are_named() -> None:
+    store = HeldStore({}, b"", shown="memory", elsewhere={"data/1": 8})
+    manifest = Manifest(save_id="x", files=[DataFile(f"data/{number}", 8) for number in range(3)])
+    with pytest.raises(bcp.CheckpointNotFoundError, match=r"misses 2 of 3 data files: data/0, data/2"):
+        check_files(store, "", manifest, range(3))

@@ -39,9 +39,9 @@ class CheckpointDiagnosis:
 
     path: str
     format: str | None = None
-    """None if it is of no format that is known."""
+    """None if no checkpoint was found at the path."""
     origin: Origin | None = None
-    """None if it was not read."""
+    """None if no manifest could be read."""
     step: int | None = None
     world_size: int | None = None
     num_bytes: int = 0

@@ -53,7 +53,7 @@ class Part:
     holds: str
     """Content, in words."""
     into: str | None
-    """Live object that a load fills from it; None for what is only read."""
+    """Live object that a load fills from it; None if there is none."""
     hint: str | None = None
     """Condition of the load, or the reason why there is none."""
     tensors: Sequence[str] = ()
@@ -70,11 +70,11 @@ class Part:
     excluded: str = ""
     """Glob of what a load must leave out."""
     needs_cast: bool = False
-    """True for a model that has a part of its weights in another precision than the rest."""
+    """True for the `model` of DeepSpeed ZeRO whose weights are of several dtypes: a load has to cast."""
     is_generator: bool = False
     """True for a tensor that is the state of torch's CPU generator."""
     is_by_rank: bool = False
-    """True for values that each rank has saved under one name."""
+    """True for values that each rank has saved under one name, except generators that a bcp.RngState loads."""
     is_copy: bool = False
     """True for the weights of another part in another precision."""
     attribute: str = ""

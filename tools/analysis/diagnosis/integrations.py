@@ -22,7 +22,8 @@ class Integration(NamedTuple):
     needs: Sequence[str]
     """Names that must have a value, or `options` for a line of a command's options."""
     line: str
-    """With {path} or {name} of the checkpoint, {root} of the run, {step} as its number."""
+    """With {path} or {name} of the checkpoint, {root} of the run, {step} as its number, or {step_folder}: the path if
+    it is a folder global_step_N, else the root."""
     imports: Sequence[str] = ()
 
 

@@ -32,7 +32,8 @@ class LoadCode(NamedTuple):
     does: str
     """What they do, such as `load the model alone`."""
     needs: Sequence[str]
-    """Names that must have a value: live objects and, for data, numbers of ranks."""
+    """Names that must have a value: live objects and, for data, `dp_rank` and `dp_size`; or only `options`, for a line
+    of a command's options."""
     lines: Sequence[str]
     imports: Sequence[str] = ("import bytecheckpoint as bcp",)
 

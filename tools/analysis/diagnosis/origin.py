@@ -34,7 +34,7 @@ _UNREAD = (
     ("adapter_config.json", "PEFT, without its adapter_model.safetensors"),
     ("config.json", "Hugging Face, without its weights"),
 )
-"""Names in folders that are no checkpoint, and what they are a sign of."""
+"""Globs of names in folders that are no checkpoint, and what such names are a sign of."""
 
 
 class Origin(NamedTuple):
@@ -43,7 +43,7 @@ class Origin(NamedTuple):
     writer: str
     """Name of the program."""
     known_by: str
-    """File or key that only it writes."""
+    """What shows it: a file, a key, or the first bytes of a file."""
 
 
 def find_origin(found: FoundCheckpoint, manifest: Manifest, listing: Listing) -> Origin:

@@ -32,7 +32,7 @@ from .entries import (
 )
 
 _NAMED_BY_READER = frozenset({OWN_FORMAT, "deepspeed", "megatron"})
-"""Formats in which a model always has a name."""
+"""Formats in which models may have names; in all others they have none."""
 _GENERATOR_BYTES = 5056
 """Length of the state of torch's generator on the host."""
 

@@ -77,8 +77,14 @@ def _sections(rows: Sequence[RunRow]) -> Iterator[str]:
         yield section("Over the steps", names_of_runs, *charts, left_out)
     for row in rows:
         if row.item.problem:
-            yield note(f"{row.item.path} is damaged: {row.item.problem}")
+            yield note(f"{row.item.path} is {_state(row.item)}: {row.item.problem}")
     yield section("Checkpoints", listing(_shape(rows, has_runs=len(runs) > 1), rows, limit=_MAX_ROWS))
+
+
+def _state(item: ListedCheckpoint) -> str:
+    if item.problem:
+        return "refused" if item.is_refused else "damaged"
+    return "pinned" if item.is_pinned else "committed"
 
 
 def _by_run(rows: Sequence[RunRow]) -> Mapping[str, Sequence[RunRow]]:
@@ -137,7 +143,7 @@ def _shape(rows: Sequence[RunRow], *, has_runs: bool) -> TableShape:
             f"{timings.slowest_phase}{of_rank}" if timings.slowest_phase else "-",
             *metrics.cells(item.metrics),
             time_text(item.created_at),
-            "damaged" if item.problem else "pinned" if item.is_pinned else "committed",
+            _state(item),
         ]
 
     return TableShape(columns, cells)

@@ -34,11 +34,11 @@ class TreemapTile(NamedTuple):
     box: Box
     name: str
     path: str
-    """FQN of the node."""
+    """Names of the nodes from the top to this one, with dots: an FQN, or `layers.0-31` for several."""
     node: ModuleNode
     depth: int
     family: int
-    """Number of its top-level node."""
+    """Number of the top-level node that it is in, 0 for the largest."""
 
 
 def lay_out(nodes: Sequence[ModuleNode], box: Box) -> list[TreemapTile]:
