@@ -200,3 +200,17 @@ def test_ranks_agree_about_what_matches(
         assert all("exclude 'model.layer2.*' matches nothing" in str(outcome) for outcome in outcomes)
     else:
         assert [outcome.error for outcome in outcomes] == [None, None]
+
+
+@pytest.mark.parametrize("exclude", ["model.*", "model*"])
+def test_the_model_may_be_excluded_with_its_optimizer_in_the_state(saved: Path, exclude: str) -> None:
+    """The optimizer's tensors go with the model. The names of the checkpoint are not put below `model` for them."""
+    model = mlp(1)
+    before = [parameter.clone() for parameter in model.parameters()]
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "epoch": 0}
+    report = bcp.load(saved, state, exclude=exclude)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert state["epoch"] == 3
+    assert not state["optimizer"].state
+    assert not report.missing
+    assert {"model.0.weight", "model.0.bias"} <= set(report.skipped)
