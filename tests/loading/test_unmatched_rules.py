@@ -157,7 +157,19 @@ def test_a_wrong_entry_name_says_which_entries_there_are(saved: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "key_map", ["x", 3, ["ab"], [("a", 1)], {"a": 1}, {1: "a"}, [("(", "a")], [("a", r"\1")]], ids=str
+    "key_map",
+    [
+        "x",
+        3,
+        pytest.param(lambda fqn: None if fqn == "model.0.bias" else fqn, id="function of None"),
+        ["ab"],
+        [("a", 1)],
+        {"a": 1},
+        {1: "a"},
+        [("(", "a")],
+        [("a", r"\1")],
+    ],
+    ids=str,
 )
 def test_what_is_no_key_map_is_a_conflict(saved: Path, key_map: Any) -> None:
     with pytest.raises(bcp.CheckpointMismatchError, match="key_map") as caught:
