@@ -167,18 +167,18 @@ def _entries(stored: CheckpointView) -> set[str]:
 
 def _best_of(ranks: Ranks, candidates: Sequence[tuple[Matched, str]]) -> Matched:
     """Returns the comparison that fits best on all ranks together, the first of equal ones: the one with the most
-    shards minus problems. Each comes with the name below which it puts the names of the checkpoint, or "". One without
-    shards, or with none below its name, comes last even if it has no problems, because `include` may have left out
-    everything.
+    shards minus problems. Each comes with the name below which it puts the names of the checkpoint, or "": one that
+    fills nothing there does not count. One without shards comes last even if it has no problems, because `include` may
+    have left out everything.
     """
+
+    def score(num_shards: int, num_problems: int, num_named: int) -> tuple[bool, bool, int]:
+        return num_named > 0, num_named > 0 and num_shards > 0, num_shards - num_problems
 
     def choose(payloads: Sequence[bytes]) -> Sequence[bytes]:
         of_ranks = [msgspec.msgpack.decode(payload, type=list[tuple[int, int, int]]) for payload in payloads]
         sums = [tuple(map(sum, zip(*counts, strict=True))) for counts in zip(*of_ranks, strict=True)]
-        scores = [
-            (num_named > 0, (num_shards if num_named else 0) - num_problems)
-            for num_shards, num_problems, num_named in sums
-        ]
+        scores = [score(*counts) for counts in sums]
         return [msgspec.msgpack.encode(scores.index(max(scores)))] * len(payloads)
 
     payload = msgspec.msgpack.encode([_counts(*each) for each in candidates])
@@ -186,7 +186,11 @@ def _best_of(ranks: Ranks, candidates: Sequence[tuple[Matched, str]]) -> Matched
 
 
 def _counts(matched: Matched, below: str) -> tuple[int, int, int]:
-    """Returns the numbers of shards, of problems, and of shards at or below a name; with "", of all shards again."""
-    fqns = TargetShards.of(matched.match.shards).fqns
-    num_named = sum(is_at_or_below(fqn, {below}) for fqn in fqns) if below else len(fqns)
-    return len(fqns), len(matched.match.problems), num_named
+    """Returns the numbers of shards, of problems, and of tensors and plain data that are filled at or below a name; 1
+    in place of the last with "".
+    """
+    match, plain = matched.match, matched.stored.plain
+    fqns = TargetShards.of(match.shards).fqns
+    filled = [*fqns, *filter(plain.__contains__, match.claims)] if below else ()
+    num_named = sum(is_at_or_below(fqn, {below}) for fqn in filled) if below else 1
+    return len(fqns), len(match.problems), num_named

@@ -226,3 +226,14 @@ def test_the_model_may_be_excluded_with_its_optimizer_in_the_state(saved: Path, 
     assert not state["optimizer"].state
     assert not report.missing
     assert {"model.0.weight", "model.0.bias"} <= set(report.skipped)
+
+
+def test_an_optimizer_that_does_not_fit_is_not_said_to_be_absent(tmp_path: Path) -> None:
+    """The file has the optimizer in two groups. Its names are not put below `optim`, where nothing would be filled."""
+    model = mlp()
+    optimizer = torch.optim.AdamW([{"params": each.parameters()} for each in model.children()])
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "a.pt")
+    with pytest.raises(bcp.CheckpointMismatchError) as caught:
+        bcp.load(tmp_path / "a.pt", {"optim": torch.optim.AdamW(mlp().named_parameters())})
+    assert "holds no optimizer" not in str(caught.value)
+    assert "optim.model" not in str(caught.value)
