@@ -46,6 +46,8 @@ class Expectation(NamedTuple):
     """Shards in lower precision of tensors that are also loaded in full precision: converted whatever `cast` says."""
     padding: Sequence[LocalShard] = ()
     """Memory of padding, which the checkpoint has no elements for: zeroed when the shards are loaded."""
+    skipped: AbstractSet[str] = frozenset()
+    """Claims that are not filled, because `exclude` leaves out what they belong to and not they themselves."""
 
 
 class RankMissing(NamedTuple):

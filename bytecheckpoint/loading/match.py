@@ -70,6 +70,7 @@ def match_state(entries: Collection[Entry], stored: CheckpointView, *, cast: boo
         padding += expectation.padding
         match.problems.extend(problem for problem in expectation.problems if not stored.skips(problem.fqn))
         match.claims.update(expectation.claims)
+        match.skipped.update(expectation.skipped)
         blocks.append(_match_shards(match, TargetShards(expectation.shards), stored, cast=cast))
         # A copy is not filled without its original: it would differ, and the next optimizer step would overwrite it.
         copies = _not_refused(match, expectation.copies)

@@ -228,6 +228,22 @@ def test_the_model_may_be_excluded_with_its_optimizer_in_the_state(saved: Path, 
     assert {"model.0.weight", "model.0.bias"} <= set(report.skipped)
 
 
+def test_the_optimizer_state_that_goes_with_an_excluded_parameter_is_reported(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    other = mlp(1)
+    adam = torch.optim.AdamW(other.parameters())
+    report = bcp.load(tmp_path, {"model": other, "optimizer": adam}, exclude="model.0.*")
+    names, keys = ("weight", "bias"), ("step", "exp_avg", "exp_avg_sq")
+    of_optimizer = {f"optimizer.state.0.{name}.{key}" for name in names for key in keys}
+    assert set(report.skipped) == {"model.0.weight", "model.0.bias", *of_optimizer}
+    assert not set(adam.state) & set(other[0].parameters())
+
+
 def test_an_optimizer_that_does_not_fit_is_not_said_to_be_absent(tmp_path: Path) -> None:
     """The file has the optimizer in two groups. Its names are not put below `optim`, where nothing would be filled."""
     model = mlp()
