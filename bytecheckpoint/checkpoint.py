@@ -337,7 +337,9 @@ def _covering_range(item: Any, length: int) -> tuple[int, int, Any]:
         if step < 1:
             raise IndexError("a slice of a stored tensor has a step of 1 or more")
         return start, max(stop - start, 0), slice(None, None, step)
-    if isinstance(item, bool) or not hasattr(item, "__index__"):
+    # One element of a mask or a list of positions has __index__ too, but torch would not take it for an integer.
+    is_odd = bool(getattr(item, "shape", ())) or getattr(item, "dtype", None) in {torch.bool, np.dtype(bool)}
+    if isinstance(item, bool) or is_odd or not hasattr(item, "__index__"):
         raise IndexError(f"a stored tensor is indexed with integers, slices and ..., not {type(item).__name__}")
     position = item.__index__()
     if not -length <= position < length:

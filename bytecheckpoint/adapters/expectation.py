@@ -49,7 +49,9 @@ class Expectation(NamedTuple):
     padding: Sequence[LocalShard] = ()
     """Memory of padding, which the checkpoint has no elements for: zeroed when the shards are loaded."""
     skipped: AbstractSet[str] = frozenset()
-    """Those of the claims that are not loaded because include or exclude leave out another part of their subclass."""
+    """Those of the claims that are not filled because include or exclude leave out what they belong to, or another part
+    of the same value.
+    """
 
 
 class RankMissing(NamedTuple):

@@ -60,7 +60,7 @@ class Renamer:
         if key_map is None:
             return lambda fqn: fqn
         if callable(key_map):
-            return key_map
+            return partial(_by_function, key_map)
         if isinstance(key_map, Mapping):
             names = dict(map(_pair, key_map.items()))
             self.unused = dict.fromkeys(names)
@@ -80,6 +80,13 @@ class Renamer:
             if num_found:
                 self.unused.pop(pair, None)
         return fqn
+
+
+def _by_function(key_map: Callable[[str], object], fqn: str) -> str:
+    name = key_map(fqn)
+    if not isinstance(name, str):
+        raise _no_key_map(f"and this function gives {name!r:.200} for {fqn!r}: leave names out with exclude")
+    return name
 
 
 def _rules(key_map: object) -> Iterable[object]:

@@ -70,7 +70,7 @@ def planned_by_torch(
     state: Mapping[Any, Any], wanted: Sequence[WantedTensor]
 ) -> tuple[Metadata, dict[str, MetadataIndex], dict[str, Any]]:
     """Returns what torch would write for a state: its metadata, and by FQN the index and the value of each entry. The
-    value of a tensor is its TensorStub.
+    value of a tensor is its TensorStub, also in a value that torch does not take apart, such as a tuple.
     """
     stubs: dict[int, TensorStub] = {}
 
@@ -84,11 +84,18 @@ def planned_by_torch(
             return {key: with_meta_tensors(item) for key, item in value.items()}
         return type(value)(map(with_meta_tensors, value)) if type(value) in (list, tuple) else value
 
+    def with_stubs(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: with_stubs(item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(map(with_stubs, value))
+        return stubs.get(id(value), value) if isinstance(value, torch.Tensor) else value
+
     planner = DefaultSavePlanner()
     planner.set_up_planner({str(key): with_meta_tensors(value) for key, value in state.items()}, is_coordinator=True)
     (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
     flat = planner.state_dict
-    values = {fqn: stubs.get(id(value), value) for fqn, value in flat.items()}
+    values = {fqn: with_stubs(value) for fqn, value in flat.items()}
     return metadata, {item.index.fqn: item.index for item in plan.items}, values
 
 
@@ -115,6 +122,13 @@ def _lost_containers(state: Mapping[Any, Any], metadata: Metadata) -> list[str]:
 
 
 def _archive(value: Any, wanted: Sequence[WantedTensor], *, first_run: int) -> list[FileRun]:
-    if isinstance(value, TensorStub | torch.Tensor):  # a small tensor in plain data
+    # A small tensor in plain data is one of torch's.
+    if isinstance(value, torch.Tensor) or _holds_stub(value):
         return save_runs(value, wanted, first_run=first_run)
     return [saved_value(value)]
+
+
+def _holds_stub(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_stub, value.values()))
+    return isinstance(value, TensorStub) or (type(value) in (list, tuple) and any(map(_holds_stub, value)))

@@ -17,6 +17,7 @@ from bytecheckpoint.adapters.key_map import KeyMap, Renamer
 from bytecheckpoint.adapters.native.module_parts import EXTRA_STATE
 from bytecheckpoint.adapters.native.modules import ModuleEntry
 from bytecheckpoint.adapters.optimizers.forms import Reshaping, forms_of
+from bytecheckpoint.adapters.target_shards import TargetShards
 from bytecheckpoint.distributed.ranks import Ranks
 from bytecheckpoint.formats.torch_optimizer import as_saved_here
 from bytecheckpoint.loading.match import Match, match_state
@@ -147,10 +148,10 @@ def fit_state(ranks: Ranks, scope: NameScope, wanted: WantedState, plan: Callabl
         return fitted
     other_name, fused = fitted.findings.other_name, with_fused_experts(scope.manifest)
     scopes = [scope] if fused is None else [scope, scope._replace(manifest=fused)]
-    candidates = [as_it_is, *(match_named(each, wanted) for each in scopes[1:])]
+    candidates = [(each, "") for each in [as_it_is, *(match_named(each, wanted) for each in scopes[1:])]]
     if other_name:
         beside = {*names, *_entries(as_it_is.stored)} - {other_name}
-        candidates += [match_named(each, wanted, below=other_name, beside=beside) for each in scopes]
+        candidates += [(match_named(each, wanted, below=other_name, beside=beside), other_name) for each in scopes]
     return agree(_best_of(ranks, candidates))
 
 
@@ -164,17 +165,32 @@ def _entries(stored: CheckpointView) -> set[str]:
     return set() if all(is_at_or_below(fqn, found) for fqn in stored.saved) else set(map(stored.rename, found))
 
 
-def _best_of(ranks: Ranks, candidates: Sequence[Matched]) -> Matched:
+def _best_of(ranks: Ranks, candidates: Sequence[tuple[Matched, str]]) -> Matched:
     """Returns the comparison that fits best on all ranks together, the first of equal ones: the one with the most
-    shards minus problems. One without shards comes last even if it has no problems, because `include` may have left out
-    everything.
+    shards minus problems. Each comes with the name below which it puts the names of the checkpoint, or "": one that
+    fills nothing there does not count. One without shards comes last even if it has no problems, because `include` may
+    have left out everything.
     """
 
+    def score(num_shards: int, num_problems: int, num_named: int) -> tuple[bool, bool, int]:
+        return num_named > 0, num_named > 0 and num_shards > 0, num_shards - num_problems
+
     def choose(payloads: Sequence[bytes]) -> Sequence[bytes]:
-        of_ranks = [msgspec.msgpack.decode(payload, type=list[tuple[int, int]]) for payload in payloads]
+        of_ranks = [msgspec.msgpack.decode(payload, type=list[tuple[int, int, int]]) for payload in payloads]
         sums = [tuple(map(sum, zip(*counts, strict=True))) for counts in zip(*of_ranks, strict=True)]
-        scores = [(num_shards > 0, num_shards - num_problems) for num_shards, num_problems in sums]
+        scores = [score(*counts) for counts in sums]
         return [msgspec.msgpack.encode(scores.index(max(scores)))] * len(payloads)
 
-    payload = msgspec.msgpack.encode([(len(each.match.shards), len(each.match.problems)) for each in candidates])
-    return candidates[msgspec.msgpack.decode(ranks.reduce_scatter(payload, choose), type=int)]
+    payload = msgspec.msgpack.encode([_counts(*each) for each in candidates])
+    return candidates[msgspec.msgpack.decode(ranks.reduce_scatter(payload, choose), type=int)][0]
+
+
+def _counts(matched: Matched, below: str) -> tuple[int, int, int]:
+    """Returns the numbers of shards, of problems, and of tensors and plain data that are filled at or below a name; 1
+    in place of the last with "".
+    """
+    match, plain = matched.match, matched.stored.plain
+    fqns = TargetShards.of(match.shards).fqns
+    filled = [*fqns, *filter(plain.__contains__, match.claims)] if below else ()
+    num_named = sum(is_at_or_below(fqn, {below}) for fqn in filled) if below else 1
+    return len(fqns), len(match.problems), num_named

@@ -150,7 +150,7 @@ class PlainData:
         root: dict[Any, Any] = {}
         for fqn, tree in self._trees().items():
             value = self._with_stubs(tree, fqn, placed)
-            if fqn:
+            if fqn or not self._manifest.foreign_format:  # a key may be "" here; others' formats have that for the root
                 self._place(root, fqn, value)
             else:
                 root = value
@@ -219,8 +219,12 @@ class PlainData:
         inside = root.setdefault(entry, {}) if inner_name and is_entry else None
         if isinstance(inside, dict) and inner_name not in inside:
             inside[inner_name] = value
-        else:
-            root[name] = value
+            return
+        before = root.get(name)
+        root[name] = value
+        # Names with a dot may have come first, and made a dict of this name.
+        for key, item in before.items() if isinstance(before, dict) else ():
+            self._place(root, f"{name}.{key}", item)
 
     @property
     def _is_flat(self) -> bool:

@@ -199,13 +199,20 @@ def _place_box(part: BoxPart, content: memoryview, targets: Targets) -> None:
 
 
 def _check_values_fit(shard: LocalShard, stored: torch.Tensor) -> None:
-    """Raises CheckpointMismatchError (dtype) if the shard has an integer dtype or bool and a stored value would change
-    in it. Floating-point and complex dtypes may round.
+    """Raises CheckpointMismatchError (dtype) if a stored value would change in the shard's dtype, other than by the
+    rounding of a floating-point or complex dtype: an integer out of range, a fraction, an imaginary part.
     """
     dtype = torch_dtype(shard.dtype)
-    if dtype.is_floating_point or dtype.is_complex:
+    if dtype.is_complex or (dtype.is_floating_point and not stored.is_complex()):
         return
-    differs = (stored.to(dtype).to(stored.dtype) != stored).reshape(-1)
+    if dtype.is_floating_point:
+        differs = torch.view_as_real(stored)[..., 1] != 0
+    else:
+        converted = stored.to(dtype)
+        differs = converted.to(stored.dtype) != stored
+        # An unsigned integer and a signed one wrap around into each other, there and back, and so may infinity.
+        differs |= (_are_negative(stored) != _are_negative(converted)) | ~_are_finite(stored)
+    differs = differs.reshape(-1)
     if differs.any():
         value = stored.reshape(-1)[differs][0].item()
         raise CheckpointMismatchError(
@@ -213,3 +220,16 @@ def _check_values_fit(shard: LocalShard, stored: torch.Tensor) -> None:
             "has: load into another dtype",
             kind="dtype",
         )
+
+
+def _are_finite(values: torch.Tensor) -> torch.Tensor:
+    return torch.isfinite(values.float() if values.is_floating_point() else values)
+
+
+def _are_negative(values: torch.Tensor) -> torch.Tensor:
+    """Returns a mask, also for dtypes that torch cannot compare with a number."""
+    if values.is_complex():
+        values = values.real
+    if not values.dtype.is_signed:
+        return torch.zeros(values.shape, dtype=torch.bool)
+    return (values.float() if values.is_floating_point() else values) < 0

@@ -139,6 +139,17 @@ def test_a_folder_of_torchs_own_is_read(tmp_path: Path) -> None:
     assert digest(state) == digest({"a": {"w": filled((3,), 1), "n": 4}})
 
 
+@pytest.mark.parametrize("saves", [dcp.save, drop_in.save], ids=["torch", "drop-in"])
+def test_tensors_in_a_tuple_have_their_values(tmp_path: Path, saves: Any) -> None:
+    """DCP takes no tuple apart, and reads it as one pickle."""
+    saves({"ema": (filled((3,), 1), 0.5), "deep": {"x": [({"y": filled((2,), 2)}, 1)]}}, checkpoint_id=tmp_path)
+    state: dict[str, Any] = {"ema": (torch.zeros(3), 0.0), "deep": {"x": [({"y": torch.zeros(2)}, 0)]}}
+    dcp.load(state, storage_reader=BcpStorageReader(tmp_path))
+    assert torch.equal(state["ema"][0], filled((3,), 1))
+    assert state["ema"][1] == 0.5
+    assert torch.equal(state["deep"]["x"][0][0]["y"], filled((2,), 2))
+
+
 def test_what_is_missing_is_an_error_of_torch(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"a": 1})
     with pytest.raises(dcp.CheckpointException, match="Missing key in checkpoint state_dict: b"):

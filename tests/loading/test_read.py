@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -93,6 +94,27 @@ def test_an_index_need_not_be_a_tuple(opened: bcp.Checkpoint, tensors: dict[str,
 def test_what_is_no_index_is_an_index_error(opened: bcp.Checkpoint, index: Any) -> None:
     with pytest.raises((IndexError, TypeError)):
         opened["s.t2.2"][index]
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        torch.tensor([2]),
+        torch.tensor([True]),
+        torch.tensor(True),
+        np.array([2]),
+        np.array([True]),
+        torch.tensor([0, 1]),
+    ],
+    ids=repr,
+)
+def test_a_list_of_positions_or_a_mask_is_an_index_error_also_with_one_element(
+    opened: bcp.Checkpoint, index: Any
+) -> None:
+    """A tensor gets another dimension by them; taken for an integer, they would read another part."""
+    for each in (index, (slice(None), index)):
+        with pytest.raises(IndexError, match="is indexed with integers, slices"):
+            opened["s.t2.2"][each]
 
 
 def test_a_result_has_memory_of_its_own(opened: bcp.Checkpoint) -> None:

@@ -157,7 +157,19 @@ def test_a_wrong_entry_name_says_which_entries_there_are(saved: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "key_map", ["x", 3, ["ab"], [("a", 1)], {"a": 1}, {1: "a"}, [("(", "a")], [("a", r"\1")]], ids=str
+    "key_map",
+    [
+        "x",
+        3,
+        pytest.param(lambda fqn: None if fqn == "model.0.bias" else fqn, id="function of None"),
+        ["ab"],
+        [("a", 1)],
+        {"a": 1},
+        {1: "a"},
+        [("(", "a")],
+        [("a", r"\1")],
+    ],
+    ids=str,
 )
 def test_what_is_no_key_map_is_a_conflict(saved: Path, key_map: Any) -> None:
     with pytest.raises(bcp.CheckpointMismatchError, match="key_map") as caught:
@@ -200,3 +212,44 @@ def test_ranks_agree_about_what_matches(
         assert all("exclude 'model.layer2.*' matches nothing" in str(outcome) for outcome in outcomes)
     else:
         assert [outcome.error for outcome in outcomes] == [None, None]
+
+
+@pytest.mark.parametrize("exclude", ["model.*", "model*"])
+def test_the_model_may_be_excluded_with_its_optimizer_in_the_state(saved: Path, exclude: str) -> None:
+    """The optimizer's tensors go with the model. The names of the checkpoint are not put below `model` for them."""
+    model = mlp(1)
+    before = [parameter.clone() for parameter in model.parameters()]
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "epoch": 0}
+    report = bcp.load(saved, state, exclude=exclude)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert state["epoch"] == 3
+    assert not state["optimizer"].state
+    assert not report.missing
+    assert {"model.0.weight", "model.0.bias"} <= set(report.skipped)
+
+
+def test_the_optimizer_state_that_goes_with_an_excluded_parameter_is_reported(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    other = mlp(1)
+    adam = torch.optim.AdamW(other.parameters())
+    report = bcp.load(tmp_path, {"model": other, "optimizer": adam}, exclude="model.0.*")
+    names, keys = ("weight", "bias"), ("step", "exp_avg", "exp_avg_sq")
+    of_optimizer = {f"optimizer.state.0.{name}.{key}" for name in names for key in keys}
+    assert set(report.skipped) == {"model.0.weight", "model.0.bias", *of_optimizer}
+    assert not set(adam.state) & set(other[0].parameters())
+
+
+def test_an_optimizer_that_does_not_fit_is_not_said_to_be_absent(tmp_path: Path) -> None:
+    """The file has the optimizer in two groups. Its names are not put below `optim`, where nothing would be filled."""
+    model = mlp()
+    optimizer = torch.optim.AdamW([{"params": each.parameters()} for each in model.children()])
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "a.pt")
+    with pytest.raises(bcp.CheckpointMismatchError) as caught:
+        bcp.load(tmp_path / "a.pt", {"optim": torch.optim.AdamW(mlp().named_parameters())})
+    assert "holds no optimizer" not in str(caught.value)
+    assert "optim.model" not in str(caught.value)

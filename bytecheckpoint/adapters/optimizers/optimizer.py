@@ -162,9 +162,13 @@ class OptimizerEntry:
         if stored is None:
             return self._expect_nothing(checkpoint)
         padding: list[LocalShard] = []
-        expectation = Expectation([], set(stored.shared_claims()), stored.number_problems(), padding=padding)
+        skipped: set[str] = set()
+        claims, problems = set(stored.shared_claims()), stored.number_problems()
+        expectation = Expectation([], claims, problems, padding=padding, skipped=skipped)
         for names in self._optimized.all_names():
-            expectation.claims.update(stored.claims(names))
+            claims.update(stored.claims(names))
+        for names in () if checkpoint.takes_all else filter(stored.is_excluded, self._optimized.all_names()):
+            skipped.update(fqn for fqn in stored.claims(names) if fqn in checkpoint.tensors or fqn in checkpoint.plain)
         clashing = list(chain.from_iterable(self._clashing(stored).values()))
         if clashing:
             kinds = {type(optimizer).__name__ for optimizer in self.optimizers}

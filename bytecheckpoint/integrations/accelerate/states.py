@@ -8,12 +8,15 @@ import os
 import re
 import shutil
 import weakref
-from collections.abc import Mapping, MutableMapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from bytecheckpoint import api
+from bytecheckpoint.adapters.collect import entries_of
+from bytecheckpoint.adapters.native.modules import ModuleEntry
+from bytecheckpoint.adapters.native.parameter_names import MODEL_FQN
 from bytecheckpoint.adapters.rank_values.rng_state import RngState
 from bytecheckpoint.errors import CheckpointMismatchError, CheckpointNotFoundError
 from bytecheckpoint.info import LoadReport
@@ -21,6 +24,7 @@ from bytecheckpoint.integrations.shared.mark import marked
 from bytecheckpoint.integrations.shared.missing_framework import missing_framework
 from bytecheckpoint.integrations.shared.numbered_folders import FolderRecord, NumberedFolders
 from bytecheckpoint.manager.agreement.decisions import Decisions
+from bytecheckpoint.manifest.plain_wire import join_fqn
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.saving.handle import SaveHandle
 from bytecheckpoint.storage.credentials import showable_url
@@ -105,7 +109,8 @@ def save_state(
     models = _saved_models(accelerator, place, _decisions(place, arguments, SaveOptions()))
     state = _state_of(accelerator, models, loads=False)
     arguments["metadata"] = marked("accelerate", arguments.get("metadata"))
-    handle = api.save(place, state, async_save=async_save, **arguments)
+    with _parameters_named(accelerator, models):
+        handle = api.save(place, state, async_save=async_save, **arguments)
     if root:
         folders = _FOLDERS.get(accelerator)  # on rank 0 of the group
         if folders is not None:
@@ -138,7 +143,8 @@ def load_state(accelerator: Any, path: str | os.PathLike[str] | None = None, **a
     place, following = _newest(_project_root(accelerator), arguments) if path is None else (os.fspath(path), None)
     models = _loaded_models(accelerator, place, _decisions(place, arguments, LoadOptions()))
     state = _state_of(accelerator, models, loads=True)
-    report = api.load(place, state, **arguments)
+    with _parameters_named(accelerator, models):
+        report = api.load(place, state, **arguments)
     accelerator.step = state["extra_state"]["step"]
     name = _NAME.search(place.rstrip("/"))
     if name is not None and accelerator.project_configuration.automatic_checkpoint_naming:
@@ -173,6 +179,30 @@ def _state_of(accelerator: Any, models: Mapping[int, Any], *, loads: bool) -> di
         "extra_state": extra,
         "rng": RngState(elastic="keep"),
     }
+
+
+@contextmanager
+def _parameters_named(accelerator: Any, models: Mapping[int, Any]) -> Iterator[None]:
+    """Gives the optimizers, in the block, the names of the parameters of all models that are not in `models`: a hook
+    saves and loads these, so no module of the state names them. The names are those that a module would give.
+    """
+    taken = {
+        _numbered("model", number): each for number, each in enumerate(accelerator._models) if number not in models
+    }
+    names: dict[int, str] = {}
+    for fqn, model in taken.items():
+        for entry in entries_of({fqn: model}, "auto"):
+            for parameter, name in entry.parameters() if isinstance(entry, ModuleEntry) else ():
+                names.setdefault(id(parameter), name if fqn == MODEL_FQN else join_fqn(fqn, name))
+    optimizers = [_unwrapped(each, AcceleratedOptimizer, "optimizer") for each in accelerator._optimizers]
+    groups = [group for each in optimizers for group in each.param_groups if names and "param_names" not in group]
+    for group in groups:
+        group["param_names"] = [names.get(id(parameter)) for parameter in group["params"]]
+    try:
+        yield
+    finally:
+        for group in groups:  # else torch refuses a group without names that the program adds later
+            del group["param_names"]
 
 
 def _numbered(name: str, number: int) -> str:

@@ -6,7 +6,7 @@ checkpoint. With a plug-in, DCP still makes its plan and its staging copy; the c
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch.futures import Future
 
 from bytecheckpoint import api
 from bytecheckpoint.adapters.shards import LocalShard, dtype_name
+from bytecheckpoint.checkpoint import read_whole
 from bytecheckpoint.conversion.dcp import planned_by_torch
 from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.integrations.dcp.conflicts import OnConflict, mark_differing
@@ -33,6 +34,7 @@ from bytecheckpoint.loading.plain_trees import PlainData, TensorStub
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.loading.select import SelectionRequest, select
 from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.manifest.plain_wire import TensorRef
 from bytecheckpoint.options import LoadOptions, SaveOptions
 from bytecheckpoint.region import Region
 from bytecheckpoint.saving.handle import SaveHandle
@@ -46,7 +48,9 @@ class FlatCheckpoint(NamedTuple):
     metadata: Metadata
     """Each tensor as one chunk."""
     values: Mapping[str, Any]
-    """Plain data and small tensors by name."""
+    """Plain data and small tensors by name. In what DCP does not take apart, such as a tuple, a TensorRef stands for
+    each tensor in data files.
+    """
     stored_fqns: Mapping[str, str]
     """Names in the manifest of the tensors in data files, by name."""
 
@@ -59,13 +63,26 @@ def flattened(manifest: Manifest, path: str, *, rank: int) -> FlatCheckpoint:
     for fqn in manifest.rank_objects:
         _take_of_rank(nested, fqn, rank)
     metadata, _, values = planned_by_torch(nested, selection.wanted)
-    stored = {
-        name: selection.wanted[value.number].pieces[0].fqn or ""
-        for name, value in values.items()
-        if isinstance(value, TensorStub)
-    }
+    refs = [TensorRef(tensor.pieces[0].fqn or "") for tensor in selection.wanted]
+    stored = {name: refs[value.number].fqn for name, value in values.items() if isinstance(value, TensorStub)}
     metadata.storage_meta = StorageMeta(checkpoint_id=path, save_id=manifest.save_id)
-    return FlatCheckpoint(metadata, {name: value for name, value in values.items() if name not in stored}, stored)
+    plain = {
+        name: _replaced(value, TensorStub, lambda stub: refs[stub.number])
+        for name, value in values.items()
+        if name not in stored
+    }
+    return FlatCheckpoint(metadata, plain, stored)
+
+
+def _replaced(value: Any, kind: type, replace_one: Callable[[Any], Any]) -> Any:
+    """Returns a copy of the value with something else in place of everything of one kind in it."""
+    if isinstance(value, kind):
+        return replace_one(value)
+    if isinstance(value, dict):
+        return type(value)({key: _replaced(item, kind, replace_one) for key, item in value.items()})
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(item, kind, replace_one) for item in value)
+    return value
 
 
 def _take_of_rank(nested: dict[Any, Any], fqn: str, rank: int) -> None:
@@ -287,9 +304,10 @@ class BcpStorageReader(StorageReader):
         if source is None or found is None:
             raise CheckpointMismatchError("read_data was called before read_metadata", kind="conflict")
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
-        for item in plan.items:
-            if item.type is LoadItemType.BYTE_IO:
-                _hand_over(planner, item, found.values[item.storage_index.fqn])
+        plain = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
+        values = _with_tensors(source, {item.storage_index.fqn: found.values[item.storage_index.fqn] for item in plain})
+        for item in plain:
+            _hand_over(planner, item, values[item.storage_index.fqn])
         _fill(source, found, [(item, planner.resolve_tensor(item).detach()) for item in tensors], planner)
         done: Future[None] = Future()
         done.set_result(None)
@@ -299,6 +317,15 @@ class BcpStorageReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
         """Returns True for any path or URL."""
         return isinstance(checkpoint_id, str | os.PathLike)
+
+
+def _with_tensors(source: Source, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the values with the tensors of data files, read now, in place of their TensorRefs."""
+    wanted: dict[str, None] = {}
+    for value in values.values():
+        _replaced(value, TensorRef, lambda ref: wanted.setdefault(ref.fqn))
+    tensors = read_whole(source, list(wanted)) if wanted else {}
+    return {name: _replaced(value, TensorRef, lambda ref: tensors[ref.fqn]) for name, value in values.items()}
 
 
 def _fill(

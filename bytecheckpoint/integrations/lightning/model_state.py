@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from bytecheckpoint.adapters.native.module_parts import is_extra_state
+from bytecheckpoint.manifest.plain_wire import join_fqn
+
 
 def module_or_part(module: nn.Module, shown: Mapping[str, Any], left: Mapping[str, Any]) -> nn.Module | dict[str, Any]:
     """Returns the module itself if hooks have not changed its state_dict, a module with the remaining parameters and
@@ -19,22 +22,42 @@ def module_or_part(module: nn.Module, shown: Mapping[str, Any], left: Mapping[st
     return module if left.keys() == shown.keys() else _part_of(module, left)
 
 
+class _WithExtraState(nn.Module):
+    """A module with the extra state of another one."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self._value = value
+
+    def get_extra_state(self) -> Any:
+        return self._value
+
+    def set_extra_state(self, state: Any) -> None:
+        raise NotImplementedError("a part of a model is saved, and never loaded")
+
+
 def _part_of(module: nn.Module, names: Mapping[str, Any]) -> nn.Module:
-    """Returns a module that holds these parameters and buffers, under the same names, and nothing else."""
+    """Returns a module that holds these parameters, buffers and extra state, under the same names, and nothing else."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    part = nn.Module()
+    extra = {name.rpartition(".")[0]: value for name, value in names.items() if is_extra_state(name)}
+    part = _made("", extra)
     for name, value in names.items():
         folder, _, last = name.rpartition(".")
-        inner = part
+        inner, path = part, ""
         for step in filter(None, folder.split(".")):
+            path = join_fqn(path, step)
             if step not in inner._modules:
-                inner.add_module(step, nn.Module())
+                inner.add_module(step, _made(path, extra))
             inner = inner.get_submodule(step)
         if name in parameters:
             inner.register_parameter(last, parameters[name])
-        else:
+        elif not is_extra_state(name):
             inner.register_buffer(last, value)
     return part
+
+
+def _made(path: str, extra: Mapping[str, Any]) -> nn.Module:
+    return _WithExtraState(extra[path]) if path in extra else nn.Module()
 
 
 def is_same(value: Any, shown: Mapping[str, Any]) -> bool:

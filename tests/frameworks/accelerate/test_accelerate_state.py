@@ -256,6 +256,49 @@ def test_hooks_of_diffusers_save_and_load_their_models_themselves(tmp_path: Path
     assert torch.equal(two.weight, other_two.weight)
 
 
+@pytest.mark.parametrize("taken", [[0], [1], [0, 1]])
+def test_an_optimizer_of_a_model_that_a_hook_saves_is_saved_and_loaded_by_name(
+    tmp_path: Path, taken: list[int]
+) -> None:
+    def save_weights(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        for number in reversed(taken):
+            torch.save(models[number].state_dict(), Path(folder) / f"unet_{number}.pt")
+            weights.pop(number)
+
+    def load_weights(models: list[nn.Module], folder: str) -> None:
+        for number in reversed(taken):
+            models.pop(number).load_state_dict(torch.load(Path(folder) / f"unet_{number}.pt"))
+
+    def trained(folder: Path | None) -> tuple[list[nn.Module], torch.optim.Optimizer]:
+        of_all = accelerator()
+        of_all.register_save_state_pre_hook(save_weights)
+        of_all.register_load_state_pre_hook(load_weights)
+        one, two = nn.Linear(4, 4), nn.Linear(4, 4)
+        adam = torch.optim.Adam([{"params": one.parameters()}, {"params": two.parameters(), "lr": 0.5}])
+        one, two, adam = of_all.prepare(one, two, adam)
+        if folder is None:
+            two(one(torch.rand(2, 4))).sum().backward()
+            adam.step()
+            save_state(of_all, tmp_path).result()
+        else:
+            load_state(of_all, folder)
+        assert all("param_names" not in group for group in adam.param_groups)
+        return [one, two], adam.optimizer
+
+    models, adam = trained(None)
+    other_models, other_adam = trained(tmp_path)
+    assert all(map(torch.equal, of_all_parameters(models), of_all_parameters(other_models)))
+    for mine, other in zip(of_all_parameters(models), of_all_parameters(other_models), strict=True):
+        assert torch.equal(adam.state[mine]["exp_avg_sq"], other_adam.state[other]["exp_avg_sq"])
+    assert {name.split(".")[0] for name in bcp.open(tmp_path)}.isdisjoint(
+        {("model", "model_1")[each] for each in taken}
+    )
+
+
+def of_all_parameters(models: list[nn.Module]) -> list[nn.Parameter]:
+    return [parameter for model in models for parameter in model.parameters()]
+
+
 def numbers(folder: Path, *, stateful: bool = True) -> tuple[Any, Any]:
     of_all = accelerator(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=stateful))
     return of_all, of_all.prepare(DataLoader(TensorDataset(torch.arange(12)), 2, shuffle=True))

@@ -97,6 +97,30 @@ def test_a_filter_leaves_tensors_out(tmp_path: Path) -> None:
         fabric.save(tmp_path / "y", state, filter={"optimizer": lambda *_: True})
 
 
+class Quantized(nn.Linear):
+    """A layer with extra state, as quantized and float8 layers have."""
+
+    scale: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.scale
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state
+
+
+def test_a_filter_keeps_extra_state(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=OneProcess())
+    model, other = (fabric.setup(nn.Sequential(Quantized(2, 2), nn.Linear(2, 2))) for _ in range(2))
+    model.module[0].scale = {"amax": [3.0], "history": torch.ones(2)}
+    fabric.save(tmp_path / "x", {"model": model}, filter={"model": lambda name, _: not name.startswith("1.")})
+    assert list(_settled(fabric, tmp_path / "x")) == ["model.0.weight", "model.0.bias"]
+    fabric.load(tmp_path / "x", {"model": other}, strict=False)
+    assert other.module[0].scale["amax"] == [3.0]
+    assert torch.equal(other.module[0].scale["history"], torch.ones(2))
+    assert torch.equal(other.module[0].weight, model.module[0].weight)
+
+
 def _settled(fabric: Fabric, path: Path) -> bcp.Checkpoint:
     fabric.strategy._bcp_saves.settle(timeout_s=60)
     return bcp.open(path)

@@ -1,0 +1,66 @@
+"""`cast=True`: values that another dtype cannot hold are an error, and no other value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+
+pytestmark = pytest.mark.filterwarnings("ignore:Casting complex values to real")
+
+UNFIT = [
+    (torch.uint8, [3, 200], torch.int8),
+    (torch.int8, [3, -1], torch.uint8),
+    (torch.uint64, [2**63 + 5], torch.int64),
+    (torch.int64, [-1], torch.uint64),
+    (torch.int32, [-7], torch.uint64),
+    (torch.uint16, [65535], torch.int16),
+    (torch.float16, [float("-inf")], torch.int64),
+    (torch.float8_e5m2, [float("-inf")], torch.int32),
+    (torch.complex64, [1 + 2j], torch.float32),
+    (torch.complex64, [1, complex(0, float("nan"))], torch.bfloat16),
+    (torch.complex64, [1 + 2j], torch.int64),
+]
+
+
+def loaded(path: Path, stored: torch.dtype, values: list[Any], wanted: torch.dtype) -> torch.Tensor:
+    bcp.save(path, {"w": torch.tensor(values, dtype=stored)})
+    state = {"w": torch.zeros(len(values), dtype=wanted)}
+    bcp.load(path, state, cast=True)
+    return state["w"]
+
+
+@pytest.mark.parametrize(("stored", "values", "wanted"), UNFIT, ids=str)
+def test_a_value_that_does_not_fit_is_an_error(
+    tmp_path: Path, stored: torch.dtype, values: list[Any], wanted: torch.dtype
+) -> None:
+    name = str(wanted).removeprefix("torch.")
+    with pytest.raises(
+        bcp.CheckpointMismatchError, match=f"perhaps other values in the checkpoint are no {name}"
+    ) as caught:
+        loaded(tmp_path, stored, values, wanted)
+    assert caught.value.kind == "dtype"
+
+
+@pytest.mark.parametrize(
+    ("stored", "values", "wanted"),
+    [
+        (torch.uint8, [0, 127], torch.int8),
+        (torch.int8, [0, 127], torch.uint8),
+        (torch.uint64, [2**63 - 1], torch.int64),
+        (torch.int64, [-1, 2], torch.int32),
+        (torch.float32, [-3.0, 5.0], torch.int8),
+        (torch.complex64, [1.5, -2], torch.float32),
+        (torch.complex64, [-2], torch.int16),
+        (torch.bool, [True, False], torch.uint32),
+    ],
+    ids=str,
+)
+def test_values_that_fit_are_the_same(
+    tmp_path: Path, stored: torch.dtype, values: list[Any], wanted: torch.dtype
+) -> None:
+    assert loaded(tmp_path, stored, values, wanted).tolist() == values
