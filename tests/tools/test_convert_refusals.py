@@ -218,3 +218,12 @@ def test_what_a_dcp_folder_has_is_not_said_to_be_left_out(call, tmp_path) -> Non
     written = set(dcp.FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata)
     assert {"who.0.rank", "by_number.0.a", "by_number.7.0.3"} <= written
     assert any(name.startswith("rng.0.") for name in written)
+
+
+def test_two_values_of_one_name_in_dcp_are_refused_with_what_to_do(call, tmp_path) -> None:
+    torch.save({**STATE, "by_number": {1: "x", "1": "y"}}, tmp_path / "c.pt")
+    ended = call("convert", tmp_path / "c.pt", tmp_path / "dcp", "--to", "dcp")
+    assert ended.code == 2
+    assert "duplicated flatten key by_number.1; nothing was written: leave them out with exclude" in ended.err
+    assert not (tmp_path / "dcp").exists()
+    assert call("convert", tmp_path / "c.pt", tmp_path / "dcp", "--to", "dcp", "--exclude", "by_number.*").code == 0
