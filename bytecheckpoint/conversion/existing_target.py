@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from bytecheckpoint.conversion.dcp import METADATA_NAME, SUFFIX
@@ -137,6 +138,11 @@ def _real_path(store: Store, name: str) -> str:
 
 
 def _file(place: TargetPlace, listing: Mapping[str, int | None], *, overwrite: bool) -> ExistingTarget:
+    path = Path(place.path) if isinstance(place.store, LocalStore) else None
+    if path is not None and path.exists() and not (path.is_file() or path.is_dir()):
+        # Hazard: a write would put a file in the place of a device, as /dev/null.
+        what = f"{place.path} is there already, and neither a file nor a folder"
+        raise _exists(place, what, "give the name of a file")
     if place.name in listing and listing[place.name] is None:
         raise _exists(place, f"{place.path} is a folder, and a file is to be written there", "give the name of a file")
     if place.name in listing and not overwrite:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -227,3 +228,14 @@ def test_two_values_of_one_name_in_dcp_are_refused_with_what_to_do(call, tmp_pat
     assert "duplicated flatten key by_number.1; nothing was written: leave them out with exclude" in ended.err
     assert not (tmp_path / "dcp").exists()
     assert call("convert", tmp_path / "c.pt", tmp_path / "dcp", "--to", "dcp", "--exclude", "by_number.*").code == 0
+
+
+@pytest.mark.parametrize("options", [(), ("--overwrite",)])
+def test_a_target_that_is_neither_file_nor_folder_is_not_replaced(call, tmp_path, options) -> None:
+    """`bcp convert run /dev/null --to torch --overwrite` of root put a file in the place of the device."""
+    bcp.save(tmp_path / "c", STATE)
+    os.mkfifo(tmp_path / "pipe.pt")
+    ended = call("convert", tmp_path / "c", tmp_path / "pipe.pt", "--to", "torch", *options)
+    assert ended.code == 2
+    assert "pipe.pt is there already, and neither a file nor a folder; nothing was written" in ended.err
+    assert (tmp_path / "pipe.pt").is_fifo()

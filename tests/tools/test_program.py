@@ -144,6 +144,7 @@ def test_a_damaged_manifest_is_exit_code_1(call, root, command, position) -> Non
         ["keep", "a", "--every", "x"],
         ["keep", "a", "--best", "loss:least"],
         ["keep", "a", "--within", "soon"],
+        ["keep", "a", "--within", "9" * 400 + "d"],
         ["ls", "a", "--storage-option", "secret"],
         ["ls", "/a", "--storage-option", "key=value"],
     ],
