@@ -137,14 +137,17 @@ class ManifestBuilder:
                 name = key if type(key) is str else str(key)
                 found = walk.plain(item, name, MAX_DEPTH)
                 if not isinstance(found, TensorRef) or is_extra_state(name):
-                    if name in self.trees:  # as of the keys 1 and "1"
-                        raise two_of(self.path, name, "values")
-                    self.trees[name] = found
+                    self._add_tree(name, found)
             self.trees |= walk.extra
         moved = [(new, self.tensors.pop(old)) for old, new in renamed.items()]
         for new, record in moved:
             self._refuse_taken(new)
             self.tensors[new] = record
+
+    def _add_tree(self, fqn: str, tree: Any) -> None:
+        if fqn in self.trees:  # as of the keys 1 and "1"
+            raise two_of(self.path, fqn, "values")
+        self.trees[fqn] = tree
 
     def _refuse_tensor(self, fqn: str, _view: StoredView) -> None:
         raise damaged(self.path, f"{fqn!r:.200} is a tensor in the wrong place")
