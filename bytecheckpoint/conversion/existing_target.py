@@ -13,7 +13,7 @@ from typing import NamedTuple
 from bytecheckpoint.conversion.dcp import METADATA_NAME, SUFFIX
 from bytecheckpoint.conversion.huggingface import INDEX_NAME, SOLE_NAME
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointNotFoundError
-from bytecheckpoint.formats.detect import find_folder, find_step
+from bytecheckpoint.formats.detect import find_folder, find_step, refuse_file_name
 from bytecheckpoint.formats.find_checkpoint import Opening, from_root, split_path
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.safetensors_files import files_of_index
@@ -55,8 +55,8 @@ class ExistingTarget(NamedTuple):
 
 
 def open_target(path: str, to: TargetFormat, opening: Opening) -> TargetPlace:
-    """Returns the place of a target. Raises the errors of `open_store`, and CheckpointMismatchError (conflict) if the
-    path cannot be the name of a file.
+    """Returns the place of a target. Raises the errors of `open_store`, CheckpointMismatchError (conflict) if the path
+    cannot be the name of a file, and UnsafeCheckpointError (path_escape) for a file name that no store writes.
     """
     parent, name = split_path(from_root(path))
     if to != "torch":
@@ -67,7 +67,9 @@ def open_target(path: str, to: TargetFormat, opening: Opening) -> TargetPlace:
             "as model.pt",
             kind="conflict",
         )
-    return TargetPlace(opening.store(parent), name)
+    place = TargetPlace(opening.store(parent), name)
+    refuse_file_name(place.path, name)
+    return place
 
 
 def find_existing(place: TargetPlace, to: TargetFormat, *, overwrite: bool, beside: bool) -> ExistingTarget:

@@ -239,3 +239,17 @@ def test_a_target_that_is_neither_file_nor_folder_is_not_replaced(call, tmp_path
     assert ended.code == 2
     assert "pipe.pt is there already, and neither a file nor a folder; nothing was written" in ended.err
     assert (tmp_path / "pipe.pt").is_fifo()
+
+
+def test_a_file_with_a_time_in_its_name_is_refused_with_what_to_do(call, tmp_path) -> None:
+    """It was called a name that could lead out of the folder, not to be trusted."""
+    path = tmp_path / "model_10:30:00.pt"
+    torch.save(STATE, path)
+    target = ["convert", tmp_path / "link.pt", tmp_path / "a:b.pt", "--to", "torch"]
+    (tmp_path / "link.pt").symlink_to(path.name)
+    for args in (["show", path], target):
+        ended = call(*args)
+        assert ended.code == 1
+        assert f"{args[-1] if args[0] == 'show' else tmp_path / 'a:b.pt'}: files with ':' or a backslash" in ended.err
+        assert "rename the file" in ended.err
+    assert call("show", tmp_path / "link.pt").code == 0
