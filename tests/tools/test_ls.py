@@ -313,3 +313,7 @@ def test_what_the_store_of_the_root_does_not_read_hides_nothing_else(call, tmp_p
     assert "not looked into: linked" in call("ls", root).out
     assert call("ls", root / "2026-11-29_10:30:00").code == 0
     assert call("report", root, "--out", tmp_path / "page.html").code == 0
+    assert len(call("watch", root, "--once", "--json").json["checkpoints"]) == 2
+    ended = call("du", root, "--json")
+    assert ended.code == 1  # as for any file that is refused
+    assert {item["path"] for item in ended.json["checkpoints"]} == set(listed)
