@@ -249,7 +249,10 @@ class Age(click.ParamType[float]):
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", str(value).strip())
         if found is None:
             self.fail(f"{value!r} is no length of time: give 90m, 24h, 7d, or a number of seconds", param, ctx)
-        return float(found.group(1)) * _SECONDS_OF[found.group(2) or "s"]
+        seconds = float(found.group(1)) * _SECONDS_OF[found.group(2) or "s"]
+        if not isfinite(seconds):
+            self.fail(f"{value!s:.20}... is too long", param, ctx)
+        return seconds
 
 
 class LocalFile(click.Path):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bytecheckpoint.errors import CheckpointNotFoundError
 from bytecheckpoint.options import LoadOptions
 
 from . import exit_codes
@@ -126,6 +127,8 @@ def diff(
         is_wanted=lambda fqn: _is_wanted(fqn, include, exclude),
         threads=threads,
     )
+    if (include or exclude) and not (result.num_tensors or result.num_objects or result.only_in_a or result.only_in_b):
+        raise _nothing_compared(opened_a, opened_b, is_renamed=is_renamed)
     left_out = export.left_out if export else []
     if as_json:
         print_json({**_as_json(opened_a, opened_b, result, tolerance), "data": data, "left_out": left_out})
@@ -139,6 +142,17 @@ def diff(
 def _is_wanted(fqn: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
     is_included = not include or any(fnmatchcase(fqn, glob) for glob in include)
     return is_included and not any(fnmatchcase(fqn, glob) for glob in exclude)
+
+
+def _nothing_compared(a: Opened, b: Opened, *, is_renamed: bool) -> CheckpointNotFoundError:
+    """Makes the error for globs that take no name: that nothing differs would be taken for a comparison."""
+    names = "; they get the names of the export, not those of the source" if is_renamed else ""
+    return CheckpointNotFoundError(
+        f"--include and --exclude take no tensor and no plain value of {a.path} and {b.path}, so nothing was compared: "
+        f"check the globs{names}; `bcp show` lists names",
+        kind="not_found",
+        path=a.path,
+    )
 
 
 def _as_json(a: Opened, b: Opened, result: CheckpointDiff, tolerance: Tolerance | None) -> dict[str, Any]:

@@ -7,12 +7,14 @@ import json
 import os
 import sys
 from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
 import click
 
 from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.storage.backends.posix_errors import describe
 
 from . import exit_codes
 from .completion.scripts import ASK
@@ -90,6 +92,9 @@ class Program(click.Group):
             _complete(arguments[1:])
         as_json = "--json" in arguments
         extra["standalone_mode"] = False
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # the shell has closed it: `>&-`
+                setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115 - until the end
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode gets escapes, no traceback
@@ -105,6 +110,13 @@ class Program(click.Group):
         except CheckpointError as error:
             _report(error.kind, error.message, error.path, as_json=as_json)
             code = exit_codes.code_of(error)
+        except OSError as error:
+            if error.filename is not None:  # not of standard output, which has no name
+                raise
+            _drop_output()
+            what = f"cannot write the output: {describe(error)}; what the command was to do may be done, and its result"
+            _report("storage", f"{what} is not known: free space there, and run it again", None, as_json=False)
+            code = exit_codes.STORAGE
         sys.exit(code if isinstance(code, int) else exit_codes.FINE)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -119,10 +131,14 @@ class Program(click.Group):
         except KeyboardInterrupt:
             raise click.Abort from None
         except BrokenPipeError:
-            # The reader has closed the pipe. The interpreter must not complain when it flushes the rest.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_output()
             return exit_codes.BROKEN_PIPE
         return result
+
+
+def _drop_output() -> None:
+    """Sends the rest of standard output nowhere, so that the interpreter does not fail when it flushes that."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complete(words: Sequence[str]) -> NoReturn:
@@ -135,13 +151,14 @@ def _complete(words: Sequence[str]) -> NoReturn:
 
 
 def _report(kind: str, message: str, path: str | None, *, as_json: bool) -> int:
-    """Prints an error. Returns the exit code for an interruption or a usage error; for a CheckpointError, callers take
-    `exit_codes.code_of`.
+    """Prints an error, if it can. Returns the exit code for an interruption or a usage error; for a CheckpointError,
+    callers take `exit_codes.code_of`.
     """
-    if as_json:
-        click.echo(json.dumps({"error": {"kind": kind, "message": message, "path": path}}))
-    else:
-        click.echo(f"error: {printable(' '.join(message.split()))}", err=True)
+    with suppress(OSError):  # the exit code still tells
+        if as_json:
+            click.echo(json.dumps({"error": {"kind": kind, "message": message, "path": path}}))
+        else:
+            click.echo(f"error: {printable(' '.join(message.split()))}", err=True)
     return exit_codes.INTERRUPTED if kind == "interrupted" else exit_codes.USAGE
 
 

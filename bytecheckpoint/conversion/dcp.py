@@ -17,6 +17,7 @@ from bytecheckpoint.adapters.shards import torch_dtype
 from bytecheckpoint.conversion.stream import FileRun, TargetFile, TargetPlan, run_bytes, spread
 from bytecheckpoint.conversion.torch_save import left_out_metadata, save_runs, saved_value
 from bytecheckpoint.conversion.zip_writer import ALIGNMENT
+from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.loading.plain_trees import PlainData, TensorStub
 from bytecheckpoint.loading.select import LeftOut, Selection
 from bytecheckpoint.manifest import DataFile, Manifest
@@ -71,6 +72,8 @@ def planned_by_torch(
 ) -> tuple[Metadata, dict[str, MetadataIndex], dict[str, Any]]:
     """Returns what torch would write for a state: its metadata, and by FQN the index and the value of each entry. The
     value of a tensor is its TensorStub, also in a value that torch does not take apart, such as a tuple.
+
+    Raises CheckpointMismatchError (conflict) for two entries of one FQN.
     """
     stubs: dict[int, TensorStub] = {}
 
@@ -92,7 +95,15 @@ def planned_by_torch(
         return stubs.get(id(value), value) if isinstance(value, torch.Tensor) else value
 
     planner = DefaultSavePlanner()
-    planner.set_up_planner({str(key): with_meta_tensors(value) for key, value in state.items()}, is_coordinator=True)
+    with_meta = {str(key): with_meta_tensors(value) for key, value in state.items()}
+    try:
+        planner.set_up_planner(with_meta, is_coordinator=True)
+    except ValueError as error:  # as of the keys 1 and "1"
+        raise CheckpointMismatchError(
+            f"torch.distributed.checkpoint would give two values one name: {error}; nothing was written: leave them "
+            "out with exclude, or convert to another format",
+            kind="conflict",
+        ) from error
     (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
     flat = planner.state_dict
     values = {fqn: with_stubs(value) for fqn, value in flat.items()}

@@ -7,12 +7,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from bytecheckpoint.conversion.dcp import METADATA_NAME, SUFFIX
 from bytecheckpoint.conversion.huggingface import INDEX_NAME, SOLE_NAME
 from bytecheckpoint.errors import CheckpointExistsError, CheckpointMismatchError, CheckpointNotFoundError
-from bytecheckpoint.formats.detect import find_folder, find_step
+from bytecheckpoint.formats.detect import find_folder, find_step, refuse_file_name
 from bytecheckpoint.formats.find_checkpoint import Opening, from_root, split_path
 from bytecheckpoint.formats.folder import SourceFolder
 from bytecheckpoint.formats.safetensors_files import files_of_index
@@ -54,8 +55,8 @@ class ExistingTarget(NamedTuple):
 
 
 def open_target(path: str, to: TargetFormat, opening: Opening) -> TargetPlace:
-    """Returns the place of a target. Raises the errors of `open_store`, and CheckpointMismatchError (conflict) if the
-    path cannot be the name of a file.
+    """Returns the place of a target. Raises the errors of `open_store`, CheckpointMismatchError (conflict) if the path
+    cannot be the name of a file, and UnsafeCheckpointError (path_escape) for a file name that no store writes.
     """
     parent, name = split_path(from_root(path))
     if to != "torch":
@@ -66,7 +67,9 @@ def open_target(path: str, to: TargetFormat, opening: Opening) -> TargetPlace:
             "as model.pt",
             kind="conflict",
         )
-    return TargetPlace(opening.store(parent), name)
+    place = TargetPlace(opening.store(parent), name)
+    refuse_file_name(place.path, name)
+    return place
 
 
 def find_existing(place: TargetPlace, to: TargetFormat, *, overwrite: bool, beside: bool) -> ExistingTarget:
@@ -137,6 +140,11 @@ def _real_path(store: Store, name: str) -> str:
 
 
 def _file(place: TargetPlace, listing: Mapping[str, int | None], *, overwrite: bool) -> ExistingTarget:
+    path = Path(place.path) if isinstance(place.store, LocalStore) else None
+    if path is not None and path.exists() and not (path.is_file() or path.is_dir()):
+        # Hazard: a write would put a file in the place of a device, as /dev/null.
+        what = f"{place.path} is there already, and neither a file nor a folder"
+        raise _exists(place, what, "give the name of a file")
     if place.name in listing and listing[place.name] is None:
         raise _exists(place, f"{place.path} is a folder, and a file is to be written there", "give the name of a file")
     if place.name in listing and not overwrite:

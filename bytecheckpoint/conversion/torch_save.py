@@ -32,9 +32,32 @@ _STORAGES = {dtype: f"{name}Storage" for name, dtype in STORAGE_DTYPES.items()}
 
 def plan_torch(manifest: Manifest, selection: Selection, plain: PlainData, *, name: str, num_ranks: int) -> TargetPlan:
     """Plans one archive of the whole state, in the file of this name."""
-    state = without_numpy(plain.nested(), "")
+    nested = plain.nested()
+    state = without_numpy(_with_lists(nested) if manifest.foreign_format == "torch.save" else nested, "")
     file = TargetFile(name, save_runs(state, selection.wanted))
     return TargetPlan([file], spread([file.byte_length], num_ranks), name, None, left_out_metadata(manifest))
+
+
+def _with_lists(state: dict[Any, Any]) -> dict[Any, Any]:
+    """Returns the state with the lists of optimizers and of Lightning's schedulers, which the reader of torch.save
+    has taken apart: `optimizer_states.0`. A list that lacks one before its last stays as it is.
+    """
+    lists: dict[str, dict[str, Any]] = {}
+    for name, value in state.items():
+        key, _, number = str(name).rpartition(".")
+        is_scheduler = key == "lr_schedulers" and "pytorch-lightning_version" in state
+        is_item = isinstance(value, dict) and (is_scheduler or value.keys() >= {"state", "param_groups"})
+        if number.isdecimal() and is_item and key not in state:
+            lists.setdefault(key, {})[number] = value
+    whole = {key for key, items in lists.items() if list(items) == [str(number) for number in range(len(items))]}
+    with_lists: dict[Any, Any] = {}
+    for name, value in state.items():
+        key, _, number = str(name).rpartition(".")
+        if key in whole and number in lists[key]:
+            with_lists[key] = list(lists[key].values())
+        else:
+            with_lists[name] = value
+    return with_lists
 
 
 def left_out_metadata(manifest: Manifest) -> list[LeftOut]:

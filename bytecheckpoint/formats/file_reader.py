@@ -95,12 +95,12 @@ def missing_file(path: str, what: str, lost: str = "the files of all ranks") -> 
     return CheckpointNotFoundError(text, kind="missing_file", path=path)
 
 
-def not_readable(path: str, what: str, advice: str) -> CheckpointCorruptError:
+def not_readable(path: str, what: str, advice: str, *, kind: str = "unsupported_version") -> CheckpointCorruptError:
     """Returns the error for a file that seems sound, but cannot be read in place."""
     return CheckpointCorruptError(
         f"{path}: {what}, which this release cannot read in place; nothing was loaded and nothing is known to be wrong "
         f"with the file: {advice}",
-        kind="unsupported_version",
+        kind=kind,
         path=path,
     )
 

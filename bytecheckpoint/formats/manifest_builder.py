@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
-from bytecheckpoint.formats.file_reader import conflicting, damaged, too_much
+from bytecheckpoint.formats.file_reader import conflicting, damaged, not_readable, too_much
 from bytecheckpoint.formats.plain_values import DtypeName, SizeValue, encode_value
 from bytecheckpoint.formats.torch_optimizer import as_saved_here, without_tensors
 from bytecheckpoint.formats.torch_save.unpickler_globals import (
@@ -18,6 +18,7 @@ from bytecheckpoint.formats.torch_save.unpickler_globals import (
     Instance,
     PickledArray,
     PickledDtype,
+    StorageRef,
     StoredView,
 )
 from bytecheckpoint.manifest import Chunk, DataFile, Manifest, TensorRecord, tensor_record
@@ -136,12 +137,17 @@ class ManifestBuilder:
                 name = key if type(key) is str else str(key)
                 found = walk.plain(item, name, MAX_DEPTH)
                 if not isinstance(found, TensorRef) or is_extra_state(name):
-                    self.trees[name] = found
+                    self._add_tree(name, found)
             self.trees |= walk.extra
         moved = [(new, self.tensors.pop(old)) for old, new in renamed.items()]
         for new, record in moved:
             self._refuse_taken(new)
             self.tensors[new] = record
+
+    def _add_tree(self, fqn: str, tree: Any) -> None:
+        if fqn in self.trees:  # as of the keys 1 and "1"
+            raise two_of(self.path, fqn, "values")
+        self.trees[fqn] = tree
 
     def _refuse_tensor(self, fqn: str, _view: StoredView) -> None:
         raise damaged(self.path, f"{fqn!r:.200} is a tensor in the wrong place")
@@ -170,10 +176,10 @@ def _by_entry(root: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
             yield key, item
 
 
-def two_of(path: str, fqn: str) -> CheckpointMismatchError:
+def two_of(path: str, fqn: str, what: str = "tensors") -> CheckpointMismatchError:
     """Returns the error for two tensors or values that would get the same name."""
     advice = "save them under names that differ, or give the path of one of its files"
-    return conflicting(path, f"holds two tensors that come to the name {fqn!r:.200}", advice)
+    return conflicting(path, f"holds two {what} that come to the name {fqn!r:.200}", advice)
 
 
 def plain_tree(value: Any, fqn: str, *, path: str, on_tensor: OnTensor) -> Any:
@@ -222,6 +228,9 @@ class _PlainWalk:
             return self._sequence(value, fqn, depth)
         if type(value) in _ATOMS or isinstance(value, np.generic | np.ndarray):
             return self._atom(value)
+        if isinstance(value, StorageRef):
+            what = f"of its pickle: it has a storage without a tensor at {fqn!r:.200}"
+            raise not_readable(self._path, what, "save a tensor in its place", kind="bad_manifest")
         raise damaged(self._path, f"its pickle has a {type(value).__name__} at {fqn!r:.200}, where a value should be")
 
     def _atom(self, value: Any) -> Any:
@@ -256,6 +265,8 @@ class _PlainWalk:
             found = self.plain(item, child, depth - 1)
             if self.extra is not None and is_extra_state(child):
                 self.extra[child] = found
+            elif name in kept:  # as of the keys None and "None"
+                raise two_of(self._path, child, "values")
             else:
                 kept[name] = found
         return kept

@@ -273,6 +273,33 @@ def test_a_conjugated_tensor_is_refused(tmp_path: Path) -> None:
     assert "conj" in error.message
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.ones(2, dtype=torch.complex64).conj().imag,
+        np.array(["2026-01-01"], dtype="datetime64[D]"),
+        np.array([1, "a"], dtype=object),
+        np.zeros(2, dtype=[("a", "i4")]),
+        torch.ones(2).untyped_storage(),
+    ],
+    ids=["conj", "neg", "times", "objects", "records", "storage"],
+)
+def test_a_sound_file_with_a_value_that_is_not_taken_is_not_called_damaged(tmp_path: Path, value: object) -> None:
+    error = refused(save({"a": value}, tmp_path))
+    assert error.kind == "bad_manifest"
+    assert "nothing is known to be wrong with the file: save " in error.message
+    assert "damaged" not in error.message
+
+
+@pytest.mark.parametrize("state", [{"a": {None: 1, "None": 2}}, {"a": {True: 1, "True": 2}}, {1: "x", "1": "y"}])
+def test_two_keys_that_come_to_one_name_are_refused(tmp_path: Path, state: dict) -> None:
+    """One of the two values was lost."""
+    error = refused(save(state, tmp_path))
+    assert error.kind == "conflict"
+    assert "two values that come to the name" in error.message
+
+
 def test_the_format_before_torch_1_6_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "old.pt"
     torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)

@@ -413,3 +413,37 @@ def test_which_of_two_models_is_meant_is_asked(call, tmp_path) -> None:
     assert (ended.code, "--include 'model.*'" in ended.err) == (2, True)
     assert call("convert", tmp_path / "a", tmp_path / "b", "--to", "hf", "--include", "ema.*").code == 0
     assert set(model_keys(tmp_path / "b")) == {"weight", "bias"}
+
+
+def assert_same_states(found: list[dict], expected: list[dict]) -> None:
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a["param_groups"] == b["param_groups"]
+        assert a["state"].keys() == b["state"].keys()
+        assert_same(a["state"][0], b["state"][0])
+
+
+def test_lists_of_optimizers_are_lists_again_in_a_file_of_torch(call, tmp_path) -> None:
+    """Lightning looks for `optimizer_states`, and the file had `optimizer_states.0`."""
+    module = torch.nn.Linear(2, 2)
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=lr) for lr in (0.1, 0.2, 0.3)]
+    module(torch.ones(1, 2)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    state = {
+        "state_dict": module.state_dict(),
+        "optimizer_states": [optimizer.state_dict() for optimizer in optimizers],
+        "lr_schedulers": [{"last_epoch": 1}],
+        "pytorch-lightning_version": "2.6.6",
+    }
+    torch.save(state, tmp_path / "a.ckpt")
+    assert call("convert", tmp_path / "a.ckpt", tmp_path / "b.ckpt", "--to", "torch").code == 0
+    found = torch.load(tmp_path / "b.ckpt", weights_only=True)
+    assert (found.keys(), found["lr_schedulers"]) == (state.keys(), state["lr_schedulers"])
+    assert_same_states(found["optimizer_states"], state["optimizer_states"])
+    assert call("diff", tmp_path / "a.ckpt", tmp_path / "b.ckpt", "--to", "torch").code == 0
+    exclude = ["--exclude", "optimizer_states.1*"]
+    assert call("convert", tmp_path / "a.ckpt", tmp_path / "c.ckpt", "--to", "torch", *exclude).code == 0
+    part = torch.load(tmp_path / "c.ckpt", weights_only=True)
+    assert {"optimizer_states.0", "optimizer_states.2"} <= part.keys()
+    assert_same_states([part["optimizer_states.2"]], state["optimizer_states"][2:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -218,3 +219,37 @@ def test_what_a_dcp_folder_has_is_not_said_to_be_left_out(call, tmp_path) -> Non
     written = set(dcp.FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata)
     assert {"who.0.rank", "by_number.0.a", "by_number.7.0.3"} <= written
     assert any(name.startswith("rng.0.") for name in written)
+
+
+def test_two_values_of_one_name_in_dcp_are_refused_with_what_to_do(call, tmp_path) -> None:
+    torch.save({**STATE, "by_number": {1: "x", "1": "y"}}, tmp_path / "c.pt")
+    ended = call("convert", tmp_path / "c.pt", tmp_path / "dcp", "--to", "dcp")
+    assert ended.code == 2
+    assert "duplicated flatten key by_number.1; nothing was written: leave them out with exclude" in ended.err
+    assert not (tmp_path / "dcp").exists()
+    assert call("convert", tmp_path / "c.pt", tmp_path / "dcp", "--to", "dcp", "--exclude", "by_number.*").code == 0
+
+
+@pytest.mark.parametrize("options", [(), ("--overwrite",)])
+def test_a_target_that_is_neither_file_nor_folder_is_not_replaced(call, tmp_path, options) -> None:
+    """`bcp convert run /dev/null --to torch --overwrite` of root put a file in the place of the device."""
+    bcp.save(tmp_path / "c", STATE)
+    os.mkfifo(tmp_path / "pipe.pt")
+    ended = call("convert", tmp_path / "c", tmp_path / "pipe.pt", "--to", "torch", *options)
+    assert ended.code == 2
+    assert "pipe.pt is there already, and neither a file nor a folder; nothing was written" in ended.err
+    assert (tmp_path / "pipe.pt").is_fifo()
+
+
+def test_a_file_with_a_time_in_its_name_is_refused_with_what_to_do(call, tmp_path) -> None:
+    """It was called a name that could lead out of the folder, not to be trusted."""
+    path = tmp_path / "model_10:30:00.pt"
+    torch.save(STATE, path)
+    target = ["convert", tmp_path / "link.pt", tmp_path / "a:b.pt", "--to", "torch"]
+    (tmp_path / "link.pt").symlink_to(path.name)
+    for args in (["show", path], target):
+        ended = call(*args)
+        assert ended.code == 1
+        assert f"{args[-1] if args[0] == 'show' else tmp_path / 'a:b.pt'}: files with ':' or a backslash" in ended.err
+        assert "rename the file" in ended.err
+    assert call("show", tmp_path / "link.pt").code == 0

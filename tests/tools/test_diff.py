@@ -220,6 +220,18 @@ def test_globs_choose_names(call, tmp_path) -> None:
     assert ([t["fqn"] for t in result["tensors"]], result["objects"], result["num_objects"]) == (["model.y"], [], 0)
 
 
+def test_globs_that_take_no_name_do_not_pass_for_the_same(call, tmp_path) -> None:
+    a = save(tmp_path / "a", {"model": {"x": torch.zeros(2)}, "epoch": 1})
+    b = save(tmp_path / "b", {"model": {"x": torch.ones(2)}, "epoch": 2})
+    assert call("convert", a, tmp_path / "hf", "--to", "hf").code == 0
+    of_source = ["--to", "hf", "--include", "model.*"]  # names in the export have no `model.`
+    for other, globs in ((b, ["--include", "modle.*"]), (b, ["--exclude", "*"]), (tmp_path / "hf", of_source)):
+        ended = call("diff", a, other, *globs)
+        assert (ended.code, ended.out) == (3, "")
+        assert "nothing was compared" in ended.err
+    assert call("diff", a, b, "--include", "modle.*", "--json").json["error"]["kind"] == "not_found"
+
+
 def test_tied_tensors_are_compared_under_each_name(call, tmp_path) -> None:
     tied = torch.ones(3)
     module = torch.nn.Module()

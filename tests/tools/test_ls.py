@@ -292,3 +292,28 @@ def test_a_list_of_many_steps_opens_each_manifest_once_and_checks_no_chunk(call,
     monkeypatch.setattr(layout, "decode_manifest", None)
     assert call("ls", tmp_path).code == 0
     assert len(looks) == 1 + 2 * 12
+
+
+def test_what_the_store_of_the_root_does_not_read_hides_nothing_else(call, tmp_path) -> None:
+    """A run named by a time, or a link to another disk, made `bcp ls` of the whole folder fail."""
+    root, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
+    for folder in (root, root / "2026-11-29_10:30:00", root / "exp", elsewhere):
+        bcp.save(folder, {"w": torch.zeros(2)}, step=1)
+    (root / "linked").symlink_to(elsewhere)
+    (root / "exp" / "step_00000002").symlink_to(elsewhere / "step_00000001")
+    torch.save({"w": torch.zeros(2)}, root / "model_10:30.pt")
+    ended = call("ls", root, "--json")
+    assert ended.code == 0
+    result = ended.json
+    listed = {item["path"]: item["problem"] for item in result["checkpoints"]}
+    assert set(listed) == {f"{root}/{name}" for name in ("step_00000001", "exp/step_00000001", "model_10:30.pt")}
+    assert "rename the file" in listed[f"{root}/model_10:30.pt"]
+    names = ("linked", "2026-11-29_10:30:00", "exp/step_00000002")
+    assert set(result["not_listed"]) == {f"{root}/{name}" for name in names}
+    assert "not looked into: linked" in call("ls", root).out
+    assert call("ls", root / "2026-11-29_10:30:00").code == 0
+    assert call("report", root, "--out", tmp_path / "page.html").code == 0
+    assert len(call("watch", root, "--once", "--json").json["checkpoints"]) == 2
+    ended = call("du", root, "--json")
+    assert ended.code == 1  # as for any file that is refused
+    assert {item["path"] for item in ended.json["checkpoints"]} == set(listed)

@@ -144,6 +144,7 @@ def test_a_damaged_manifest_is_exit_code_1(call, root, command, position) -> Non
         ["keep", "a", "--every", "x"],
         ["keep", "a", "--best", "loss:least"],
         ["keep", "a", "--within", "soon"],
+        ["keep", "a", "--within", "9" * 400 + "d"],
         ["ls", "a", "--storage-option", "secret"],
         ["ls", "/a", "--storage-option", "key=value"],
     ],
@@ -215,6 +216,26 @@ def test_the_console_module_ends_quietly_when_its_reader_has_enough(saved_root) 
         err = process.stderr.read()
         code = process.wait(timeout=100)
     assert (code, err) == (141, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="stands in for a full disk")
+@pytest.mark.parametrize("args", [["verify", "--json"], ["ls"], ["--help"]])
+def test_output_that_cannot_be_written_does_not_pass_for_a_damaged_checkpoint(saved_root, args) -> None:
+    """Like `bcp verify x --json > report.json` on a full disk, which ended with a traceback and exit code 1."""
+    command = [sys.executable, "-m", "bytecheckpoint.tools", *args, *([str(saved_root)] if args != ["--help"] else [])]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 4
+    assert ended.stderr.startswith("error: cannot write the output: No space left on device")
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_a_command_runs_where_the_shell_has_closed_a_stream(saved_root, closed) -> None:
+    shell = f'exec "$0" -m bytecheckpoint.tools verify "$1" {closed}'
+    ended = subprocess.run(["sh", "-c", shell, sys.executable, saved_root], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert bool(ended.stdout) == (closed == "2>&-")
 
 
 def test_no_command_but_diff_needs_torch(root, tmp_path) -> None:

@@ -21,6 +21,7 @@ from bytecheckpoint.formats.detect import find_file, find_folder
 from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint, outline_of
 from bytecheckpoint.info import OWN_FORMAT, describe_checkpoint
 from bytecheckpoint.manager import step_records
+from bytecheckpoint.manifest.validation import UNSAFE_NAME
 from bytecheckpoint.runtime.gc_pause import gc_paused
 from bytecheckpoint.runtime.threads import map_jobs, map_looks
 from bytecheckpoint.storage import layout
@@ -76,7 +77,9 @@ class CheckpointList(NamedTuple):
     checkpoints: Sequence[ListedCheckpoint]
     """The root itself, its steps, its other folders and files; then those of each run below it."""
     not_listed: Sequence[str]
-    """Folders of the root that were not listed: there are too many, or the storage does not permit it."""
+    """Folders of the root, and folders and files in its runs, that were not listed: there are too many, the storage
+    does not permit it, or no store of the root reads them, as a link that leads out of the root.
+    """
 
 
 class _ListedFolder(NamedTuple):
@@ -85,7 +88,7 @@ class _ListedFolder(NamedTuple):
     folder: str
     checkpoint: ListedCheckpoint | None
     entries: Mapping[str, int | None] | None
-    """Names and sizes in it; None if the storage does not permit a listing."""
+    """Names and sizes in it; None if the storage does not permit a listing, or the store does not read such a name."""
 
 
 def list_checkpoints(store: Store) -> CheckpointList:
@@ -103,7 +106,9 @@ def _list(store: Store) -> CheckpointList:
     listed_folders = _list_folders(store, _folders(entries))
     runs, skipped = _runs_to_list([listed for listed in listed_folders if not listed.checkpoint])
     run_folders = [join_name(run.folder, name) for run in runs for name in _folders(run.entries or {})]
-    run_checkpoints = [listed.checkpoint for listed in _list_folders(store, run_folders)]
+    in_run_folders = _list_folders(store, run_folders)
+    run_checkpoints = [listed.checkpoint for listed in in_run_folders]
+    skipped += [listed.folder for listed in in_run_folders if listed.entries is None]
     plain_root = [root] if root.checkpoint is None else []
     files = [(listed.folder, *file) for listed in (*plain_root, *runs) for file in _files(listed.entries or {})]
     file_checkpoints = map_jobs(lambda file: _checkpoint_in_file(store, *file), files, num_threads=_LOOKS_IN_FLIGHT)
@@ -141,16 +146,18 @@ def _runs_to_list(listed_folders: Sequence[_ListedFolder]) -> tuple[list[_Listed
 
 
 def _list_folders(store: Store, folders: Sequence[str]) -> list[_ListedFolder]:
-    folder_entries = zip(folders, list_many(store, folders), strict=True)
-    return map_looks(lambda item: _list_folder(store, *item), folder_entries, num_threads=_LOOKS_IN_FLIGHT)
+    readable = [folder for folder in folders if not UNSAFE_NAME.search(folder)]
+    unread = [_ListedFolder(folder, None, None) for folder in folders if UNSAFE_NAME.search(folder)]
+    folder_entries = zip(readable, list_many(store, readable), strict=True)
+    return [*map_looks(lambda item: _list_folder(store, *item), folder_entries, num_threads=_LOOKS_IN_FLIGHT), *unread]
 
 
 def _list_folder(store: Store, folder: str, entries: Mapping[str, int | None] | None) -> _ListedFolder:
     try:
         entries = store.list(folder) if entries is None else entries
         return _ListedFolder(folder, _checkpoint_in(store, folder, entries), entries)
-    except StorageError as error:
-        if error.kind != "permission":
+    except (StorageError, UnsafeCheckpointError) as error:
+        if error.kind not in {"permission", "path_escape"}:
             raise
         return _ListedFolder(folder, None, None)
 
@@ -174,6 +181,19 @@ def _checkpoint_in_file(store: Store, folder: str, name: str, num_bytes: int) ->
         place = find_file(store, folder, name, num_bytes)
     except (CheckpointNotFoundError, CheckpointCorruptError):  # of no format that is known, or empty
         return None
+    except UnsafeCheckpointError as error:  # a name with ':', or a link that leads out of the root
+        path = join_name(str(store), folder, name)
+        item_format = "safetensors" if name.endswith(".safetensors") else "torch.save"
+        return ListedCheckpoint(
+            folder=join_name(folder, name),
+            path=path,
+            step=None,
+            committed=True,
+            num_bytes=num_bytes,
+            format=item_format,
+            problem=f"{path} was not looked into: {error.message.removeprefix(f'{path}: ')}",
+            is_refused=True,
+        )
     item = read_checkpoint(FoundCheckpoint(store, 0, folder, place), None)
     return item and replace(item, folder=join_name(folder, name))
 

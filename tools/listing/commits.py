@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from bytecheckpoint.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
+from bytecheckpoint.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError, UnsafeCheckpointError
 from bytecheckpoint.formats.find_checkpoint import FoundCheckpoint
 from bytecheckpoint.runtime.threads import map_looks
 from bytecheckpoint.storage import layout
@@ -146,10 +146,10 @@ class CommitWatch:
                 entries = dict(self._store.list(folder))
             except CheckpointNotFoundError:  # it is gone by now, or a file
                 continue
-            except StorageError as error:
-                if error.kind != "permission" or not folder:
+            except (StorageError, UnsafeCheckpointError) as error:
+                if error.kind not in {"permission", "path_escape"} or not folder:
                     raise
-                continue  # a folder of somebody else beside the checkpoints, such as lost+found
+                continue  # a folder of somebody else, as lost+found, a link out of the root, or a name with ':'
             yield folder, entries
 
 

@@ -97,7 +97,7 @@ def space_of(found: FoundCheckpoint, item: ListedCheckpoint) -> CheckpointSpace:
 
 
 def _found(store: Store, item: ListedCheckpoint) -> FoundCheckpoint:
-    if item.format == OWN_FORMAT:
+    if item.format == OWN_FORMAT or item.problem:  # of one that cannot be read, nothing but its folder is looked at
         return FoundCheckpoint(store, 0, item.folder, None)
     folder, _, name = item.folder.rpartition("/")
     size = store.list(folder).get(name) if name else None

@@ -12,7 +12,13 @@ from bytecheckpoint.formats.file_reader import FileReader, damaged, not_readable
 from bytecheckpoint.formats.flat_ranges import FlatBuffer
 from bytecheckpoint.formats.manifest_builder import ManifestBuilder, plain_tree
 from bytecheckpoint.formats.torch_save.archive import ZipArchive
-from bytecheckpoint.formats.torch_save.unpickler import MAX_PICKLE_BYTES, FindGlobal, PickleError, read_pickle
+from bytecheckpoint.formats.torch_save.unpickler import (
+    MAX_PICKLE_BYTES,
+    FindGlobal,
+    PickleError,
+    UnheldValueError,
+    read_pickle,
+)
 from bytecheckpoint.formats.torch_save.unpickler_globals import StorageRef, StoredView, find_storage
 from bytecheckpoint.manifest import Chunk
 from bytecheckpoint.region import shifted
@@ -93,6 +99,8 @@ def unpickle(content: bytes, path: str, find_global: FindGlobal) -> Any:
     """
     try:
         return read_pickle(content, find_global=find_global, find_persistent=find_storage)
+    except UnheldValueError as error:
+        raise not_readable(path, f"of its pickle: {error}", error.advice, kind="bad_manifest") from error
     except PickleError as error:
         raise damaged(path, f"of its pickle: {error}") from error
     except UnsafeCheckpointError as error:

@@ -34,6 +34,14 @@ class PickleError(ValueError):
     """Bytes that are not a pickle, or not one that the stack machine reads. Readers turn it into a CheckpointError."""
 
 
+class UnheldValueError(PickleError):
+    """A value that is sound, and that no reader takes; `advice` says what to save in its place."""
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(what)
+        self.advice = advice
+
+
 class Callee(Protocol):
     """Stand-in for a class or function that a pickle names."""
 

@@ -17,10 +17,17 @@ import numpy as np
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
 from bytecheckpoint.errors import UnsafeCheckpointError
 from bytecheckpoint.formats.plain_values import DtypeName, SizeValue
-from bytecheckpoint.formats.torch_save.unpickler import FindGlobal, PickleError, check_key, check_keys
+from bytecheckpoint.formats.torch_save.unpickler import (
+    FindGlobal,
+    PickleError,
+    UnheldValueError,
+    check_key,
+    check_keys,
+)
 from bytecheckpoint.manifest.plain_wire import MAX_DIMS
 
 _NUMPY_DTYPE = re.compile(r"\A[<>|=]?[biufcSU][0-9]{1,9}\Z")
+_NUMPY_ADVICE = "save numbers and texts only, as by .tolist() or .astype(str)"
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _OLD_NAMES = {"builtins.long": "builtins.int", "builtins.xrange": "builtins.range", "builtins.unicode": "builtins.str"}
 """Names of Python 2, which pickles of the protocol of torch.save have."""
@@ -123,13 +130,13 @@ class PickledDtype:
 
     def __init__(self, text: Any, *_: Any) -> None:
         if type(text) is not str or not _NUMPY_DTYPE.match(text):
-            raise PickleError(f"it holds numpy data of the dtype {text!r:.80}, which is not plain data")
+            raise UnheldValueError(f"it holds numpy data of the dtype {text!r:.80}", _NUMPY_ADVICE)
         self.dtype = np.dtype(text)
 
     def take_state(self, state: Any) -> None:
         _, order, subdtype, names, fields, *_rest = state
         if subdtype or names or fields:
-            raise PickleError("it holds a numpy array of records, which is not plain data")
+            raise UnheldValueError("it holds a numpy array of records", _NUMPY_ADVICE)
         if order in {"<", ">"}:
             self.dtype = self.dtype.newbyteorder(order)
 
@@ -225,7 +232,8 @@ def _rebuild_any_tensor(storage: Any, offset: Any, size: Any, strides: Any, *res
 
 def _view(storage: StorageRef, dtype: str, place: tuple[Any, Any, Any], metadata: Sequence[Any]) -> StoredView:
     if metadata and metadata[0]:
-        raise PickleError(f"it has a tensor that is stored as another one ({metadata[0]!r:.80}); resolve it first")
+        what = f"it has a tensor that is stored as another one ({metadata[0]!r:.80})"
+        raise UnheldValueError(what, "save it with .resolve_conj() or .resolve_neg()")
     offset, size, strides = place
     view = StoredView(storage, dtype, _natural(offset), lengths_of(size), lengths_of(strides))
     if len(view.shape) != len(view.strides):
