@@ -84,7 +84,7 @@ def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> Non
         if isinstance(own, torch.Tensor):
             # In its own dtype: of a number torch makes a tensor of the default dtype, which may be bfloat16.
             is_tensor = isinstance(value, torch.Tensor)
-            own.copy_(value if is_tensor else torch.tensor(value, dtype=own.dtype, device="cpu"))
+            own.detach().copy_(value if is_tensor else torch.tensor(value, dtype=own.dtype, device="cpu"))
         else:
             is_number = isinstance(value, torch.Tensor) and isinstance(own, int | float)
             group[key] = value.item() if is_number else copy.deepcopy(value)
