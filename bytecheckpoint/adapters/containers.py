@@ -140,6 +140,8 @@ class PlainEntry:
                 filled = self._adopted.filled(adopted, {}, checkpoint)
                 if isinstance(filled, torch.Tensor):  # a subclass stood there
                     new[fqn] = filled
+                elif isinstance(filled, list):
+                    value[:] = filled
                 elif filled is not ABSENT:
                     value.update(_taken(filled, adopted.fqn, checkpoint, left_out))
             elif fqn in checkpoint.tensors or _problems(fqn, value, checkpoint):
@@ -163,9 +165,13 @@ def _holds_plain_tensors(value: Any) -> bool:
 
 
 def _adopted(value: Any, fqn: str, checkpoint: CheckpointView) -> StoredTree | None:
-    """Returns the stored dict that an empty dict of the state takes over; None for other values."""
-    found = checkpoint.subtree(fqn) if isinstance(value, dict) else None
-    return found if found is not None and isinstance(found.tree, dict) else None
+    """Returns the stored dict that an empty dict of the state takes over, or the list with tensors that an empty list
+    does; None for other values.
+    """
+    kind = dict if isinstance(value, dict) else list
+    is_empty = kind is dict or (type(value) is list and not value and fqn not in checkpoint.plain)
+    found = checkpoint.subtree(fqn) if is_empty else None
+    return found if found is not None and isinstance(found.tree, kind) else None
 
 
 def _problems(fqn: str, value: Any, checkpoint: CheckpointView) -> list[Problem]:

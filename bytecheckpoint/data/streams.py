@@ -104,7 +104,7 @@ class Streams(IterableDataset[Any]):
         self.is_counted = False
         """True while a loader that counts begins a pass. Workers keep what they were started with."""
         # Shared memory, because workers are forked or sent a copy of this object.
-        self._flags = torch.zeros(2, dtype=torch.int64)
+        self._flags = torch.zeros(2, dtype=torch.int64, device="cpu")
         self._flags.share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> Iterator[Any]:

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from bytecheckpoint.adapters.expectation import EntryContents, Scope
-from bytecheckpoint.adapters.plain.merge_plain import merge_plain
+from bytecheckpoint.adapters.plain.merge_plain import merge_plain, refuse_tensors
 from bytecheckpoint.adapters.plain.plain_digests import digested, digests_of, restored
 from bytecheckpoint.adapters.shard_columns import ShardBlocks
 from bytecheckpoint.distributed.ranks import COORDINATOR, Ranks, check_same
@@ -275,6 +275,8 @@ class _GlobalPlanner:
                 global_ranks=global_ranks,
                 mirroring=mirroring_of(messages, self._copies, self._max_file_bytes),
             )
+            writers = {tensor.fqn: int(tensor.ranks[0]) for tensor in self.plan.tensors if len(tensor.ranks)}
+            refuse_tensors(plain, writers, global_ranks)
             replies = new_replies(save_id, self.plan)
         encoded = [msgspec.msgpack.encode(reply) for reply in replies]
         return encoded if len(encoded) == len(payloads) else encoded * len(payloads)

@@ -540,3 +540,28 @@ def test_numpy_texts_and_bytes_keep_the_nuls_at_their_ends(tmp_path: Path) -> No
     assert [(type(value), len(value), value) for value in state["values"]] == [
         (type(value), len(value), value) for value in values
     ]
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_an_empty_list_takes_a_stored_list_with_tensors_over(tmp_path: Path, async_save: bool) -> None:
+    saved = {"losses": [torch.ones(2), {"a": torch.arange(300.0).reshape(3, 100), "b": 5}, (None, torch.zeros(0))]}
+    bcp.save(tmp_path, saved, async_save=async_save).result()
+    losses: list[Any] = []
+    state = {"losses": losses}
+    assert not bcp.load(tmp_path, state).missing
+    assert state["losses"] is losses
+    assert torch.equal(losses[0], saved["losses"][0])
+    assert torch.equal(losses[1]["a"], saved["losses"][1]["a"])
+    assert losses[1]["b"] == 5
+    assert losses[2][0] is None
+    assert losses[2][1].shape == (0,)
+
+
+def test_a_list_of_tensors_that_an_object_cannot_take_is_loaded_as_the_error_says(tmp_path: Path) -> None:
+    bcp.save(tmp_path, {"x": [torch.ones(2), 3]})
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"load it as \{'x': \[\]\}"):
+        bcp.load(tmp_path, {"x": torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.zeros(1)]))})
+    state: dict[str, Any] = {"x": []}
+    bcp.load(tmp_path, state)
+    assert torch.equal(state["x"][0], torch.ones(2))
+    assert state["x"][1] == 3

@@ -285,6 +285,47 @@ def test_tensors_that_state_dict_hooks_make_are_loaded_through_load_state_dict(t
     assert same_module(source, target)
 
 
+class Doubled(nn.Module):
+    """Keeps what it derives from a parameter, and computes it again after load_state_dict()."""
+
+    def __init__(self, extra: int | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.extra = extra
+        self.num_calls = 0
+        self.register_buffer("doubled", 2 * self.weight.detach(), persistent=False)
+        self.register_load_state_dict_post_hook(self._derive)
+
+    @staticmethod
+    def _derive(module: Any, _: Any) -> None:
+        module.doubled = 2 * module.weight.detach()
+        module.num_calls += 1
+
+    def get_extra_state(self) -> int | None:
+        return self.extra
+
+    def set_extra_state(self, state: int | None) -> None:
+        self.extra = state
+
+
+class DoubledWithoutExtra(Doubled):
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
+
+@pytest.mark.parametrize("build", [Doubled, DoubledWithoutExtra])
+@pytest.mark.parametrize("wrap", [nn.Sequential, torch.compile], ids=["plain", "compiled"])
+def test_what_a_module_derives_from_its_parameters_is_computed_again(tmp_path: Path, build: Any, wrap: Any) -> None:
+    source, inner = build(), build()
+    bcp.save(tmp_path, {"model": wrap(source), "n": 3})
+    state = {"model": wrap(inner), "n": 0}
+    bcp.load(tmp_path, state, include="n")
+    assert inner.num_calls == 0
+    bcp.load(tmp_path, state)
+    assert inner.num_calls == 1
+    assert torch.equal(inner.doubled, source.doubled)
+
+
 @pytest.mark.parametrize("build", [lambda: nn.Linear(4, 4), lambda: nn.Conv2d(2, 3, 2)], ids=["linear", "conv"])
 @pytest.mark.parametrize(
     "norm",

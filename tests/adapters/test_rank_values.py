@@ -232,6 +232,18 @@ def test_what_is_excluded_from_a_merge_stays(workers: WorkerPool, tmp_path: Path
     assert holder.value == {"int": 1, "float": 16.5, "large": holder.value["large"]}
 
 
+def load_on_another_device(rank: int, world_size: int, path: str) -> int:
+    metric = Metric(-1)
+    with torch.device("meta"):
+        bcp.load(path, {"metric": bcp.RankLocal(metric, merge="sum")})
+    return int(metric.seen)
+
+
+def test_what_is_merged_is_on_the_host_whatever_the_default_device_is(workers: WorkerPool, tmp_path: Path) -> None:
+    workers.run(save_metric, str(tmp_path), world_size=3)
+    assert workers.run(load_on_another_device, str(tmp_path), world_size=2) == [7, 0]
+
+
 def save_case(rank: int, world_size: int, path: str, case: str) -> None:
     values = {**UNLIKE, **MERGED}[case][1]
     bcp.save(path, {"n": bcp.RankLocal({"a": values[rank]})})

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.rank_values.rng_fold import folded
+from bytecheckpoint.adapters.rank_values.rng_fold import folded, philox_state
 from distributed.workers import WorkerPool
 
 HAS_CUDA = torch.cuda.is_available()
@@ -184,6 +184,14 @@ def test_no_two_of_many_ranks_are_folded_into_the_same_stream() -> None:
     for name in ("python", "numpy", "torch"):
         words = [bytes(state["torch"][24:32].numpy()) if name == "torch" else repr(state[name]) for state in states]
         assert len(set(words)) == 300
+
+
+def test_streams_are_folded_on_the_host_whatever_the_default_device_is() -> None:
+    expected = folded(b"root", "step 1", "rank 5")["torch"]
+    with torch.device("meta"):
+        state, of_device = folded(b"root", "step 1", "rank 5")["torch"], philox_state(2**70 + 3)
+    assert torch.equal(state, expected)
+    assert of_device.tolist() == [3, *[0] * 15]
 
 
 def test_the_words_of_a_folded_state_are_what_torch_draws() -> None:

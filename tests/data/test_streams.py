@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from data.sample_sources import KINDS, EpochOrder, Lines, Records, passes, plain
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -33,6 +34,12 @@ def test_samples_come_from_the_streams_in_turn() -> None:
     streams = Streams(lists(3, 1, 2), rank=0, size=1)
     assert isinstance(streams, ElasticLoader)
     assert list(streams) == [0, 100, 200, 1, 201, 2]
+
+
+def test_streams_are_read_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        streams = Streams(lists(3, 1, 2), rank=0, size=1)
+        assert list(streams) == [0, 100, 200, 1, 201, 2]
 
 
 def test_ranks_own_every_other_stream() -> None:

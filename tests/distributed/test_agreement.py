@@ -132,6 +132,25 @@ def test_a_tensor_here_and_plain_data_there_is_refused(workers: WorkerPool, tmp_
     assert "model.x" in errors[0].message
 
 
+def save_at_the_top(rank: int, world_size: int, path: str, values: list[Any]) -> Seen | None:
+    return seen(lambda: bcp.save(path, {"x": values[rank]}, options=OPTIONS))
+
+
+@pytest.mark.parametrize(
+    ("other", "shown"),
+    [(None, "None"), (1, "1"), ([], "[]"), ({}, "{}"), (bcp.RankLocal(torch.ones(2)), "tensor([1., 1.])")],
+    ids=["None", "int", "list", "dict", "RankLocal"],
+)
+def test_a_tensor_here_and_plain_data_there_is_refused_at_the_top(
+    workers: WorkerPool, tmp_path: Path, other: Any, shown: str
+) -> None:
+    errors = workers.run(save_at_the_top, str(tmp_path), [other, torch.zeros(2)], world_size=2)
+    assert errors[0] == errors[1]
+    assert (errors[0].cls, errors[0].kind, errors[0].ranks) == ("CheckpointMismatchError", "conflict", (0, 1))
+    assert f"x: a tensor on rank 1, {shown} on rank 0" in errors[0].message
+    assert files_under(tmp_path) == []
+
+
 def extra(rank: int) -> dict[str, Any]:
     return {"seed": 100 + rank, "epoch": 3, "state": torch.arange(5) + rank, "nested": {"cursor": [rank, "x"]}}
 

@@ -19,6 +19,7 @@ from bytecheckpoint.adapters.optimizers.hyperparameters import same_value
 from bytecheckpoint.adapters.optimizers.param_state import (
     HOST_SCALARS,
     ParamGroup,
+    as_loaded,
     can_take,
     is_number,
     is_scalar,
@@ -152,7 +153,7 @@ class FlatParamState:
         for names, _, stored_shape in self._loaded_parts(stored):
             for key, (fqn, tensor) in _whole_tensors(names, stored).items():
                 if _is_stored_scalar(tensor, stored_shape, key):
-                    device = scalar_device(self._group.values, self._memory)
+                    device = scalar_device(as_loaded(self._group, names, stored).values, self._memory)
                     self._scalars[fqn] = torch.empty_like(placeholder(tensor), device=device)
                 elif not isinstance(self._state.get(key), torch.Tensor):
                     # Zeros: padding is not stored, and no step of the optimizer may use what was in that memory before.
@@ -165,7 +166,9 @@ class FlatParamState:
         """
         values: dict[str, tuple[str, Any]] = {}
         differing: dict[str, str] = {}
+        group = self._group
         for names, _, stored_shape in self._loaded_parts(stored):
+            group = as_loaded(self._group, names, stored)
             of_parameter: dict[str, tuple[str, Any]] = {
                 key: (fqn, self._scalars[fqn])
                 for key, (fqn, tensor) in _whole_tensors(names, stored).items()
@@ -180,7 +183,7 @@ class FlatParamState:
                     differing[key] = f"{fqn} is {value} in the checkpoint and {first_fqn} is {first}"
         for key, (_, value) in values.items():
             if key not in differing and can_take(self._state.get(key), value):
-                put_scalar(self._group, self._memory, key, value)
+                put_scalar(group, self._memory, key, value)
         return list(differing.values())
 
     def _loaded_parts(self, stored: StoredOptimizer) -> Iterator[tuple[ParameterNames, FlatParamPart, tuple[int, ...]]]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.module import _IncompatibleKeys
 
 from bytecheckpoint.adapters.native.subclass_flatten import is_subclass, with_new_memory
 from bytecheckpoint.adapters.plain.plain_tree import has_attributes
@@ -124,6 +126,18 @@ class ModuleTree(NamedTuple):
             return
         for hook in self.resharding:
             hook(self.module, "", True)
+
+    def load_hooks(self) -> list[Callable[[], None]]:
+        """Returns the calls of what `register_load_state_dict_post_hook` has added, in the order of load_state_dict(),
+        without torch's own hooks, which undo what its load_state_dict() did.
+        """
+        modules = {id(module): module for _, module in self.submodules}.values()
+        return [
+            partial(hook, module, _IncompatibleKeys([], []))
+            for module in reversed(modules)
+            for hook in getattr(module, "_load_state_dict_post_hooks", {}).values()
+            if not str(getattr(hook, "__module__", "")).startswith("torch.")
+        ]
 
     def state_dict(self) -> Mapping[str, Any]:
         """Returns what `state_dict(keep_vars=True)` of the module returns: live values by the module's own names."""

@@ -205,7 +205,8 @@ class ModuleEntry:
     def finish(self, checkpoint: CheckpointView) -> None:
         for part in self._parts:
             if not self._detached and part.plain_tensors() is not None:
-                continue  # all are filled in place
+                self._run_load_hooks(part, checkpoint)  # all are filled in place
+                continue
             new_values: dict[str, Any] = {}
             own: dict[str, Any] = {}
             for name, plain, value in part.state():
@@ -222,6 +223,8 @@ class ModuleEntry:
             if new_values:
                 # A module that takes data of its own back looks for all of it, also for what was not loaded.
                 part.tree.module.load_state_dict(own | new_values, strict=False)
+            elif part.flat is None:
+                self._run_load_hooks(part, checkpoint)
             if part.flat is not None:
                 part.flat.finish()
 
@@ -230,6 +233,13 @@ class ModuleEntry:
         if found is None or not found.is_taken:
             return ABSENT
         return self._extra.filled(found, leaves(value, fqn), checkpoint)
+
+    def _run_load_hooks(self, part: ModulePart, checkpoint: CheckpointView) -> None:
+        """Lets modules compute what they derive from their tensors, as after load_state_dict(), if any are loaded."""
+        hooks = part.tree.load_hooks()
+        if hooks and not self._read().names().isdisjoint(checkpoint.tensors):
+            for hook in hooks:
+                hook()
 
     def _held(self) -> _ModuleTensors:
         """Returns what `_read` finds, or found when parameters were named just before."""

@@ -82,7 +82,9 @@ def set_hyperparameters(group: dict[str, Any], values: Mapping[str, Any]) -> Non
     for key, value in values.items():
         own = group.get(key)
         if isinstance(own, torch.Tensor):
-            own.copy_(torch.as_tensor(value, dtype=own.dtype))  # else a float becomes a float32 on the way
+            # In its own dtype: of a number torch makes a tensor of the default dtype, which may be bfloat16.
+            is_tensor = isinstance(value, torch.Tensor)
+            own.detach().copy_(value if is_tensor else torch.tensor(value, dtype=own.dtype, device="cpu"))
         else:
             is_number = isinstance(value, torch.Tensor) and isinstance(own, int | float)
             group[key] = value.item() if is_number else copy.deepcopy(value)

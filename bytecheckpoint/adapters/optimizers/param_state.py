@@ -26,6 +26,8 @@ from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn, unsupported
 HOST_SCALARS = frozenset({"step", "mu_product"})
 """Keys of state that has no dimensions and is no DTensor, whatever the parameter is."""
 
+_ON_DEVICE = ("capturable", "fused")
+"""Hyperparameters with which torch's optimizers keep scalar state on the device of the parameter."""
 _COUNT_IN_NUMBERS = (torch.optim.SparseAdam, torch.optim.LBFGS)
 
 
@@ -160,7 +162,7 @@ class ParamState:
         parameter, dtype = self._parameter, torch_dtype(stored.dtype)
         has_no_dims = not stored.shape and (parameter.dim() > 0 or key in HOST_SCALARS)
         if device is None and has_no_dims:
-            device = scalar_device(self._group.values, parameter)
+            device = scalar_device(as_loaded(self._group, self._names, self._stored).values, parameter)
         elif device is None and parameter.is_meta:
             device = target_device(parameter)
         if stored.shape == tuple(parameter.shape) and not has_no_dims:
@@ -189,7 +191,7 @@ class ParamState:
             if not subclasses.lacks(key) or not can_take(subclasses.own.get(key), value):
                 continue
             if is_number(value):
-                put_scalar(group, parameter, key, value)
+                put_scalar(as_loaded(group, self._names, self._stored), parameter, key, value)
                 continue
             refs = {leaf: ref for leaf, ref in leaves(value, fqn).items() if isinstance(ref, TensorRef)}
             new = {leaf: self._created[id(parameter), checkpoint.rename(ref.fqn)] for leaf, ref in refs.items()}
@@ -220,10 +222,16 @@ def can_take(own: Any, value: Any) -> bool:
     return not isinstance(own, torch.Tensor) or (is_scalar(value) and own.numel() == 1)
 
 
+def as_loaded(group: ParamGroup, names: ParameterNames, stored: StoredOptimizer) -> ParamGroup:
+    """Returns the group with the flags that the load gives it, which say where the next step expects scalars."""
+    saved = stored.group(names)
+    flags = () if saved is None else (key for key in _ON_DEVICE if key in saved.values and stored.takes(saved, key))
+    return group._replace(values={**group.values, **{key: saved.values[key] for key in flags if saved is not None}})
+
+
 def scalar_device(group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device:
     """Returns the device on which an optimizer with this param_group keeps the scalar state of a parameter."""
-    is_on_device = group.get("capturable") or group.get("fused")
-    return parameter.device if is_on_device else torch.device("cpu")
+    return parameter.device if any(map(group.get, _ON_DEVICE)) else torch.device("cpu")
 
 
 def put_scalar(group: ParamGroup, parameter: torch.Tensor, key: str, value: Any) -> None:

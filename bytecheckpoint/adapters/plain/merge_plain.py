@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from bytecheckpoint.adapters.data.merge_streams import StreamProblem, conflict_of_streams, merge_streams
 from bytecheckpoint.adapters.expectation import Scope
 from bytecheckpoint.adapters.plain.plain_data import decode_plain, encode_plain, keep_in_tree
+from bytecheckpoint.adapters.plain.plain_tree import leaves
 from bytecheckpoint.errors import CheckpointMismatchError, and_more
-from bytecheckpoint.manifest.plain_wire import join_fqn
+from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
 
 _NUM_SHOWN = 10
 
@@ -74,6 +75,31 @@ def _conflict_error(conflicts: Sequence[_Conflict], global_ranks: Sequence[int])
         kind="conflict",
         ranks=tuple(sorted({global_ranks[rank] for conflict in conflicts for rank in conflict.ranks})),
     )
+
+
+def refuse_tensors(
+    plain: Sequence[Mapping[str, tuple[Scope, bytes]]], writers: Mapping[str, int], global_ranks: Sequence[int]
+) -> None:
+    """Raises CheckpointMismatchError (conflict) where a rank has plain data under the FQN of another rank's tensor: a
+    load would find the tensor alone. `writers` has a rank that holds the tensor, by FQN; the others are as above.
+    """
+    lines: list[str] = []
+    ranks: set[int] = set()
+    for rank, of_rank in enumerate(plain):
+        for fqn in of_rank.keys() & writers.keys():
+            value = leaves(decode_plain(of_rank[fqn][1]), fqn).get(fqn, TensorRef(fqn))
+            if not isinstance(value, TensorRef):
+                holders = global_ranks[writers[fqn]], global_ranks[rank]
+                lines.append(f"{fqn}: a tensor on rank {holders[0]}, {_shown(value)} on rank {holders[1]}")
+                ranks.update(holders)
+    if lines:
+        raise CheckpointMismatchError(
+            f"{len(lines)} values are tensors on some ranks and plain data on others; nothing was written. Give every "
+            "rank the same, or wrap what is meant to differ in bcp.RankLocal(value) on every rank:\n  "
+            + and_more(sorted(lines), _NUM_SHOWN, "\n  "),
+            kind="conflict",
+            ranks=tuple(sorted(ranks)),
+        )
 
 
 def _unite(values: Mapping[int, Any], fqn: str, conflicts: list[_Conflict], *, is_whole: bool) -> Any:

@@ -204,7 +204,7 @@ def _zeros(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_zeros, value))
     if isinstance(value, torch.Tensor):
-        return torch.zeros(value.shape, dtype=value.dtype)
+        return torch.zeros(value.shape, dtype=value.dtype, device="cpu")
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "iufc":
         zeros = np.zeros_like(value)
         return zeros if isinstance(value, np.ndarray) else zeros[()]

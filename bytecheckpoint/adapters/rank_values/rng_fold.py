@@ -55,7 +55,7 @@ def folded(root: bytes, moment: str, place: str) -> dict[str, Any]:
 
 def philox_state(key: int) -> torch.Tensor:
     """Returns the start of a stream of a CUDA generator: its seed and offset, 8 bytes each."""
-    return torch.tensor(list((key % 2**64).to_bytes(8, "little") + bytes(8)), dtype=torch.uint8)
+    return torch.tensor(list((key % 2**64).to_bytes(8, "little") + bytes(8)), dtype=torch.uint8, device="cpu")
 
 
 def _torch_state(key: int) -> torch.Tensor:
@@ -65,5 +65,5 @@ def _torch_state(key: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(key % 2**64)
     state = generator.get_state()
     words = np.random.SeedSequence(key).generate_state(_NUM_WORDS, np.uint32).astype("<u8").tobytes()
-    state[_FIRST_WORD : _FIRST_WORD + len(words)] = torch.tensor(list(words), dtype=torch.uint8)
+    state[_FIRST_WORD : _FIRST_WORD + len(words)] = torch.tensor(list(words), dtype=torch.uint8, device="cpu")
     return state

@@ -172,3 +172,54 @@ def test_a_wrapper_in_a_list_is_saved_by_what_it_holds(tmp_path: Path) -> None:
     train(model, [hidden], 1)
     with pytest.raises(bcp.CheckpointSaveError, match=r"Hidden in a list.*name of its own"):
         bcp.save(tmp_path / "new", {"model": model, "optimizer": [hidden, Hidden(mlp())]})
+
+
+class CountsItsSteps(torch.optim.SGD):
+    """Has a count in `.state` beside the state of the parameters, as torch's state_dict() allows."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[call-overload]
+        return super().step(closure)
+
+
+def counting(model: nn.Module) -> Optimizer:
+    return CountsItsSteps(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def test_state_of_no_parameter_is_saved_with_that_of_the_parameters(tmp_path: Path) -> None:
+    model, optimizer = stepped(counting)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    other, restored = stepped(counting, seed=1)
+    restored.state["steps"] = 0  # type: ignore[call-overload]
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    assert restored.state["steps"] == 3  # type: ignore[call-overload]
+    assert same_value(optimizer.state_dict(), restored.state_dict())
+
+
+def test_an_optimizer_without_the_state_of_no_parameter_is_told_to_have_it(tmp_path: Path) -> None:
+    model, optimizer = stepped(counting)
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    other = mlp(1)
+    state = {"model": other, "optimizer": counting(other)}
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"put 'steps' into the `\.state` of this one"):
+        bcp.load(tmp_path, state)
+    state["optimizer"].state["steps"] = None
+    bcp.load(tmp_path, state)
+    assert same_value(optimizer.state_dict(), state["optimizer"].state_dict())
+
+
+def test_what_a_hook_adds_to_the_state_dict_is_saved_and_given_back(tmp_path: Path) -> None:
+    counts: dict[str, int] = {"before": 5, "after": 0}
+
+    def hooked(model: nn.Module, name: str) -> Optimizer:
+        optimizer = adam(model)
+        optimizer.register_state_dict_post_hook(lambda _, state: {**state, "count": counts[name]})
+        optimizer.register_load_state_dict_pre_hook(lambda _, state: counts.update({name: state["count"]}))
+        return optimizer
+
+    model, optimizer = stepped(lambda model: hooked(model, "before"))
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    other, restored = stepped(lambda model: hooked(model, "after"), seed=1)
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    assert counts == {"before": 5, "after": 5}
+    assert same_value(optimizer.state_dict(), restored.state_dict())

@@ -203,6 +203,34 @@ def test_a_tensor_learning_rate_keeps_its_tensor_and_a_number_stays_a_number(tmp
         assert type(with_number.param_groups[0]["lr"]) is float
 
 
+@pytest.mark.parametrize("rate", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_a_learning_rate_that_is_learned_is_filled_in_place(tmp_path: Path, rate: Any) -> None:
+    model = nn.Linear(2, 2)
+    bcp.save(tmp_path, {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=rate)})
+    learned = torch.tensor(0.1, requires_grad=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=learned, differentiable=True)
+    bcp.load(tmp_path, {"model": model, "optimizer": optimizer})
+    assert optimizer.param_groups[0]["lr"] is learned
+    assert learned.requires_grad
+    assert learned.item() == 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_number_becomes_a_tensor_of_the_dtype_that_the_group_has(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Neither of the default dtype, which would round it, nor on the default device, which may have no memory."""
+    model = nn.Linear(2, 2)
+    bcp.save(tmp_path, {"model": model, "optimizer": torch.optim.Adam(model.parameters(), lr=0.3)})
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1, dtype=dtype))
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            bcp.load(tmp_path, {"model": model, "optimizer": optimizer})
+    finally:
+        torch.set_default_dtype(default)
+    assert torch.equal(optimizer.param_groups[0]["lr"], torch.tensor(0.3, dtype=dtype))
+
+
 def test_tied_weights_have_one_state(tmp_path: Path) -> None:
     tokens = torch.arange(6)
 

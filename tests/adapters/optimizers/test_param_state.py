@@ -13,6 +13,8 @@ from megatron_like import ShardedTensor, sharded
 from torch import Tensor, nn
 
 import bytecheckpoint as bcp
+from bytecheckpoint.adapters.frameworks import flat_optimizer_state
+from bytecheckpoint.adapters.optimizers import param_state
 from bytecheckpoint.adapters.optimizers.param_state import scalar_device
 
 Value = int | Tensor
@@ -132,6 +134,29 @@ def test_scalars_are_made_where_the_group_says(is_capturable: bool) -> None:
     parameter = nn.Parameter(torch.empty(3, device="meta"))
     optimizer = torch.optim.AdamW([{"params": [parameter], "capturable": is_capturable}])
     assert scalar_device(optimizer.param_groups[0], parameter).type == ("meta" if is_capturable else "cpu")
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("source", [torch.optim.AdamW, Steps], ids=["tensors", "numbers"])
+def test_scalars_are_made_where_the_loaded_group_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Any, source: Any
+) -> None:
+    """The next step reads the flags of the checkpoint: a fused one cannot take a count that is on the host."""
+    asked: list[bool] = []
+
+    def device(group: Mapping[str, Any], _: Tensor) -> torch.device:
+        asked.append(group["fused"])
+        return torch.device("cpu")
+
+    monkeypatch.setattr(param_state, "scalar_device", device)
+    monkeypatch.setattr(flat_optimizer_state, "scalar_device", device)
+    saved = training(3, source)
+    saved["optimizer"].param_groups[0]["fused"] = True
+    bcp.save(tmp_path, saved)
+    bcp.load(tmp_path, layout(0, torch.optim.AdamW))
+    assert asked
+    assert all(asked)
 
 
 @pytest.mark.usefixtures("group")
