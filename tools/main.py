@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -20,6 +21,8 @@ from . import exit_codes
 from .completion.scripts import ASK
 from .render.terminal import printable
 
+_OUTPUT_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EROFS})
+"""Errors of a write to standard output."""
 _EXAMPLE = """\b
 Example:
   bcp ls s3://bucket/run
@@ -111,7 +114,7 @@ class Program(click.Group):
             _report(error.kind, error.message, error.path, as_json=as_json)
             code = exit_codes.code_of(error)
         except OSError as error:
-            if error.filename is not None:  # not of standard output, which has no name
+            if error.filename is not None or error.errno not in _OUTPUT_FAILURES:  # standard output has no name
                 raise
             _drop_output()
             what = f"cannot write the output: {describe(error)}; what the command was to do may be done, and its result"

@@ -39,13 +39,16 @@ def plan_torch(manifest: Manifest, selection: Selection, plain: PlainData, *, na
 
 
 def _with_lists(state: dict[Any, Any]) -> dict[Any, Any]:
-    """Returns the state with the lists of optimizers and of Lightning's schedulers, which the reader of torch.save
-    has taken apart: `optimizer_states.0`. A list that lacks one before its last stays as it is.
+    """Returns the state of a file of Lightning with its lists of optimizers and schedulers, which the reader of
+    torch.save has taken apart: `optimizer_states.0`. A list that lacks one before its last stays as it is, and so does
+    every other file, which may have such names of its own.
     """
+    if "pytorch-lightning_version" not in state:
+        return state
     lists: dict[str, dict[str, Any]] = {}
     for name, value in state.items():
         key, _, number = str(name).rpartition(".")
-        is_scheduler = key == "lr_schedulers" and "pytorch-lightning_version" in state
+        is_scheduler = key == "lr_schedulers"
         is_item = isinstance(value, dict) and (is_scheduler or value.keys() >= {"state", "param_groups"})
         if number.isdecimal() and is_item and key not in state:
             lists.setdefault(key, {})[number] = value

@@ -143,6 +143,9 @@ class ManifestBuilder:
         for new, record in moved:
             self._refuse_taken(new)
             self.tensors[new] = record
+        for name in self.trees.keys() & self.tensors.keys():
+            if not isinstance(self.trees[name], TensorRef):  # as of the keys 1 and "1"
+                raise two_of(self.path, name, "values")
 
     def _add_tree(self, fqn: str, tree: Any) -> None:
         if fqn in self.trees:  # as of the keys 1 and "1"
@@ -296,6 +299,9 @@ def holds_tensor(value: Any) -> bool:
         seen.add(id(item))
         if isinstance(item, Instance):
             item = item.fields
+            if id(item) in seen:
+                continue
+            seen.add(id(item))
         stack += item.values() if isinstance(item, dict) else item if type(item) in {list, tuple} else ()
     return False
 

@@ -68,9 +68,11 @@ class CommitWatch:
         """
         ends = {folder: self._end_of_manifest(folder) for folder in self._new_folders()}
         for folder in self._folders_to_compare():
-            end, before = self._end_of_manifest(folder), self._seen[folder]
+            end, before = self._end_if_permitted(folder), self._seen[folder]
             if end == _GONE:  # a checkpoint that is committed there later is a new one
                 del self._seen[folder]
+            elif end is None:
+                continue
             elif before is None or before == end:
                 self._seen[folder] = end
             else:
@@ -91,8 +93,8 @@ class CommitWatch:
     def _end_if_permitted(self, folder: str) -> bytes | None:
         try:
             return self._end_of_manifest(folder)
-        except StorageError as error:
-            if error.kind != "permission":
+        except (StorageError, UnsafeCheckpointError) as error:
+            if error.kind not in {"permission", "path_escape"}:
                 raise
             return None  # a checkpoint of somebody else beside the others
 

@@ -28,6 +28,8 @@ from bytecheckpoint.manifest.plain_wire import MAX_DIMS
 
 _NUMPY_DTYPE = re.compile(r"\A[<>|=]?[biufcSU][0-9]{1,9}\Z")
 _NUMPY_ADVICE = "save numbers and texts only, as by .tolist() or .astype(str)"
+_ATTRIBUTE_BYTES = 100
+"""Memory of an attribute that is copied to another dict, roughly."""
 _OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _OLD_NAMES = {"builtins.long": "builtins.int", "builtins.xrange": "builtins.range", "builtins.unicode": "builtins.str"}
 """Names of Python 2, which pickles of the protocol of torch.save have."""
@@ -82,19 +84,21 @@ class Instance:
         self.kind = kind
         self.args = args
         self.state: Any = None
+        self.fields: dict[str, Any] = {}
+        """Its attributes, in slots or not; empty if its state is neither a dict nor a pair of dicts or None."""
+        self.num_bytes = 1
+        """Estimate of the memory that its state takes beyond that of the values in it, which a pickle can name again
+        and again."""
 
     def take_state(self, state: Any) -> None:
         self.state = state
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """Its attributes, in slots or not; empty if its state is neither a dict nor a pair of dicts or None."""
-        parts = self.state if type(self.state) is tuple and len(self.state) == 2 else (self.state,)
+        parts = state if type(state) is tuple and len(state) == 2 else (state,)
         if not all(part is None or isinstance(part, dict) for part in parts):
-            return {}
-        # Most objects have one dict, which is not copied: a small pickle can name the same one a million times.
+            return
+        # Most objects have one dict, which is not copied.
         dicts = [part for part in parts if part]
-        return dicts[0] if len(dicts) == 1 else {key: value for part in dicts for key, value in part.items()}
+        self.fields = dicts[0] if len(dicts) == 1 else {key: value for part in dicts for key, value in part.items()}
+        self.num_bytes = _ATTRIBUTE_BYTES * len(self.fields) if len(dicts) == 2 else 1
 
 
 class ByteStream:
