@@ -31,7 +31,6 @@ from bytecheckpoint.loading.overwrite_state import report_overwrite
 from bytecheckpoint.loading.read import Source
 from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.memory_tier.part_of_save import (
-    generation_without_memory,
     holding_first,
     memory_part,
     replicas_of,
@@ -59,7 +58,6 @@ from bytecheckpoint.saving.upload import write_upload_and_commit
 from bytecheckpoint.staging.memory_slots import MemoryPart, generation_of
 from bytecheckpoint.storage.credentials import showable_url
 from bytecheckpoint.storage.layout import check_step, root_of
-from bytecheckpoint.storage.store import full_location
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -170,9 +168,7 @@ def _plan_locally(
         frozen=kept.frozen(entries),
         replicas=replicas_of(place.memory, options),
     )
-    prepared = PreparedSave(call, target, local_plan, kind=kind, options=options, kept=kept, memory=place.memory)
-    prepared.generation = generation_without_memory(process, target) if place.memory is None else None
-    return prepared
+    return PreparedSave(call, target, local_plan, kind=kind, options=options, kept=kept, memory=place.memory)
 
 
 @retry_replaced
@@ -229,7 +225,7 @@ def run_load(
         finish_all(entries, stored, source.changes.overwriting)
         ranks.barrier()
     ranks.close()
-    note_load(full_location(source.store, ""), generation_of(source.manifest) or 0)
+    note_load(generation_of(source.manifest) or 0)
     report = _report(source, fitted, match, traffic, time.monotonic() - started)
     if ranks.rank == COORDINATOR:
         warn_of_unused(findings, report.path)

@@ -23,7 +23,7 @@ from bytecheckpoint.saving.target import SaveTarget
 from bytecheckpoint.staging.memory_slots import JobMemory, MemoryPart, refuse_without_step
 from bytecheckpoint.storage.memory_root.job_folder import is_in_memory, open_job
 from bytecheckpoint.storage.open_store import open_store
-from bytecheckpoint.storage.store import Store, full_location
+from bytecheckpoint.storage.store import Store
 
 logger = logging.getLogger("bytecheckpoint")
 
@@ -70,14 +70,6 @@ def memory_part(process: ProcessState, target: SaveTarget, options: SaveOptions,
     return MemoryPart(memory_of(process, options.memory, target.store), is_only, options.memory.max_bytes)
 
 
-def generation_without_memory(process: ProcessState, target: SaveTarget) -> int | None:
-    """Returns the generation of a save without a memory tier: the one after that of the checkpoint of this root which
-    training goes on from, so that nothing which memory holds of an earlier one is resumed later; None if that has none.
-    """
-    loaded = process.loaded_generations.get(full_location(target.store, ""), 0)
-    return loaded + 1 if loaded else None
-
-
 def slots_for(
     process: ProcessState, root: str | None, storage_options: Mapping[str, Any] | None, options: SaveOptions
 ) -> MemoryPart | None:
@@ -119,7 +111,7 @@ def memory_of(process: ProcessState, memory: Memory, store: Store) -> JobMemory:
                 stacklevel=2,
             )
         process.memories[job.path] = JobMemory(job)
-        process.memories[job.path].note_load(max(process.loaded_generations.values(), default=0))
+        process.memories[job.path].note_load(process.loaded_generation)
     return process.memories[job.path]
 
 

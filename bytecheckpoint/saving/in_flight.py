@@ -326,7 +326,7 @@ class ProcessState:
         self._writable: set[str] = set()
         """Stores that were found to be writable."""
         self.memories: dict[str, JobMemory] = {}
-        self.loaded_generations: dict[str, int] = {}  # by the location of the root, of what was loaded last
+        self.loaded_generation = 0  # the highest of the checkpoints that this process has loaded
         self._memory_of_parent: list[object] = []
 
     def kept(self, target: SaveTarget) -> KeptBetweenSaves:
@@ -379,10 +379,10 @@ def wait_until_staged() -> None:
         state.saves.wait_until_staged()
 
 
-def note_load(location: str, generation: int) -> None:
-    """Notes a load of a checkpoint of this generation, or 0, from a root: the next save begins a higher generation."""
+def note_load(generation: int) -> None:
+    """Notes a load of a checkpoint of this generation, or 0: the next memory save begins a higher generation."""
     for state in [process_state()] if generation else _STATE.values():
-        state.loaded_generations[location] = generation
+        state.loaded_generation = max(state.loaded_generation, generation)
         for memory in state.memories.values():
             memory.note_load(generation)
 

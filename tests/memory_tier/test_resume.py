@@ -87,7 +87,7 @@ def test_what_memory_holds_since_a_loss_of_memory_is_newer_than_the_checkpoint_t
         bcp.save(root, state_of(15), step=15, options=options(tmp_path, overwrite=True))
     shutil.rmtree(tmp_path / "memory")
     monkeypatch.setattr(process_state(), "memories", {})
-    monkeypatch.setattr(process_state(), "loaded_generations", {})
+    monkeypatch.setattr(process_state(), "loaded_generation", 0)
     again(root, empty(), **({"step": 15} if again is bcp.load else {"options": options(tmp_path)}))
     bcp.save(root, state_of(16), step=16, options=options(tmp_path), to="memory")
     state = empty()
@@ -135,19 +135,6 @@ def test_an_abandoned_branch_is_never_resumed(tmp_path: Path, root: Path) -> Non
     assert report is not None
     assert report.step == 11
     check(state, 11)
-
-
-def test_a_branch_is_not_resumed_that_a_run_without_a_memory_tier_has_left(tmp_path: Path, root: Path) -> None:
-    bcp.save(root, state_of(10), step=10, options=options(tmp_path))
-    bcp.save(root, state_of(100), step=100, options=options(tmp_path), to="memory")
-    bcp.load(root, empty(), step=10)
-    for step in (11, 12):
-        bcp.save(root, state_of(step), step=step)
-    state = empty()
-    report = bcp.resume(root, state, options=options(tmp_path))
-    assert report is not None
-    assert report.step == 12
-    check(state, 12)
 
 
 def damage(tmp_path: Path, save_id: str) -> int:
