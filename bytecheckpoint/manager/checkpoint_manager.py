@@ -307,7 +307,7 @@ class CheckpointManager:
 
     def pin(self, step: int) -> None:
         """Keeps a committed checkpoint until it is unpinned. All ranks call this together."""
-        self._mark("pinning", step, StepMarks.pin)
+        self._mark("pinning", step, self._saves.pin)
 
     def unpin(self, step: int) -> None:
         """Removes the pin of a checkpoint. All ranks call this together."""

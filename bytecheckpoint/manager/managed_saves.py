@@ -27,7 +27,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.info import CheckpointInfo, LoadReport
 from bytecheckpoint.manager import abandoned_steps
 from bytecheckpoint.manager.after_commit.background import Background, Commit
-from bytecheckpoint.manager.after_commit.step_marks import end_pin_ahead, metrics_of_rank_0, pin_ahead
+from bytecheckpoint.manager.after_commit.step_marks import StepMarks, end_pin_ahead, metrics_of_rank_0, pin_ahead
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock
 from bytecheckpoint.manager.data.log_writer import LogWriter
 from bytecheckpoint.manager.data.prepared_state import PreparedState
@@ -277,6 +277,11 @@ class ManagedSaves:
             origin = " of the branch that training left" if is_left else origin
             logger.info("step %d%s is replaced", step, origin)
         return True
+
+    def pin(self, marks: StepMarks, step: int) -> None:
+        """Pins a committed checkpoint, also one that a failed save has pinned for itself."""
+        marks.pin(step)
+        self._pinned_ahead.discard(step)
 
     def _save_id_at(self, step: int) -> str:
         """Returns the save id of the committed checkpoint of a step; empty if there is none, or if it is damaged."""

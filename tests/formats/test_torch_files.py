@@ -292,7 +292,16 @@ def test_a_sound_file_with_a_value_that_is_not_taken_is_not_called_damaged(tmp_p
     assert "damaged" not in error.message
 
 
-@pytest.mark.parametrize("state", [{"a": {None: 1, "None": 2}}, {"a": {True: 1, "True": 2}}, {1: "x", "1": "y"}])
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a": {None: 1, "None": 2}},
+        {"a": {True: 1, "True": 2}},
+        {1: "x", "1": "y"},
+        {1: torch.zeros(2), "1": "y"},
+        {"1": "y", 1: torch.zeros(2)},
+    ],
+)
 def test_two_keys_that_come_to_one_name_are_refused(tmp_path: Path, state: dict) -> None:
     """One of the two values was lost."""
     error = refused(save(state, tmp_path))

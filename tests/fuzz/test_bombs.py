@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from formats.hand_pickles import BUILD, NEW, encoded, named
 from msgspec.msgpack import Ext, encode
 
 from bytecheckpoint.errors import CheckpointCorruptError, CheckpointError, UnsafeCheckpointError
@@ -79,6 +80,16 @@ def test_a_stacked_tensor_of_too_many_pieces_is_refused_before_they_are_made(
         "unsupported_version",
         True,
     )
+
+
+def test_objects_that_share_a_large_dict_and_have_slots_beside_it_are_counted() -> None:
+    """Each has all attributes of both dicts, which are copied: a thousand copies of one dict took a minute."""
+    shared = encoded({str(number): None for number in range(10_000)})
+    kind = named("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    one = b"h\x01)" + NEW + b"(h\x00" + encoded({"relative_path": "x", "offset": 0, "length": 1}) + b"t" + BUILD
+    listed = shared + b"q\x000" + kind + b"q\x010" + b"](" + one * 80 + b"e"
+    error = refused(read_distcp_metadata, b"\x80\x02" + listed + b".")
+    assert "more than 67108864 bytes of values" in error.message
 
 
 def test_a_parameter_of_thousands_of_dimensions_is_refused() -> None:

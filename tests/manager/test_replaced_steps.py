@@ -211,6 +211,8 @@ def test_a_pin_of_the_checkpoint_that_was_to_be_replaced_stays(tmp_path: Path, m
     manager.restore(state_at(0), step=2)
     fail_pinned(monkeypatch, manager, 3)
     manager.pin(3)
+    with pytest.raises(CheckpointExistsError, match="pinned"):
+        manager.save(3, state_at(3))
     manager.close()
     manager_at(tmp_path).close()
     assert (tmp_path / step_folder(3) / "pin.json").exists()

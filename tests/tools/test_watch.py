@@ -189,6 +189,24 @@ def test_an_old_step_that_may_not_be_read_does_not_keep_it_from_beginning(tmp_pa
     watch = CommitWatch(LocalStore(str(tmp_path), writer_threads=1))
     watch.begin()
     assert watch.num_seen == 10
+    for step in (10, 11):  # the newest 8 are compared at each look, and the others in turn
+        bcp.save(tmp_path, {"x": 1}, step=step)
+        assert [item.checkpoint.step for item in watch.look()] == [step]
+
+
+def test_steps_that_may_not_be_read_do_not_hide_new_ones(tmp_path, monkeypatch) -> None:
+    """The newest steps are compared at each look, which failed before it had found anything."""
+    for step in range(3):
+        bcp.save(tmp_path, {"x": 1}, step=step)
+    (tmp_path / "elsewhere").mkdir()
+    manifest = tmp_path / "step_00000001" / "manifest.bcp"
+    outside = tmp_path.with_name(f"{tmp_path.name}-outside")
+    manifest.rename(outside)
+    manifest.symlink_to(outside)
+    watch = CommitWatch(LocalStore(str(tmp_path), writer_threads=1))
+    watch.begin()
+    bcp.save(tmp_path, {"x": 1}, step=3)
+    assert [item.checkpoint.step for item in watch.look()] == [3]
 
 
 def test_the_newest_step_is_compared_at_each_look_whatever_the_order_of_a_listing(tmp_path, monkeypatch) -> None:
