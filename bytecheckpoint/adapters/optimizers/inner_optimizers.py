@@ -20,8 +20,6 @@ _MAX_NESTING = 4
 _OF_TORCH = frozenset({"state", "param_groups", "defaults"})
 """Attributes of every torch optimizer."""
 _STATE, _GROUPS = "state", "param_groups"
-_STATE_DICT_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
-"""Attributes with the hooks that `register_state_dict_pre_hook` and `register_state_dict_post_hook` have added."""
 
 Shapes = Counter[tuple[int, ...]]
 """Shapes of state tensors, and the number of tensors that have each."""
@@ -68,17 +66,9 @@ def _items_of(value: Any, depth: int, matches: Callable[[Any], bool]) -> Iterato
 
 
 def is_usual(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if an optimizer has a `.state` of its own, of parameters alone, and its state_dict() is that of
-    torch's base class, without hooks.
-    """
+    """Returns True if an optimizer has a `.state` of its own, and its state_dict() is that of torch's base class."""
     has_usual_dict = type(optimizer).state_dict is torch.optim.Optimizer.state_dict
-    is_changed = "state_dict" in vars(optimizer) or any(getattr(optimizer, name, None) for name in _STATE_DICT_HOOKS)
-    return has_usual_dict and not is_changed and keeps_state(optimizer) and has_only_parameters(optimizer)
-
-
-def has_only_parameters(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if all keys of `.state` are tensors: a state_dict() also keeps what lies under other keys."""
-    return all(isinstance(key, torch.Tensor) for key in optimizer.state)
+    return has_usual_dict and "state_dict" not in vars(optimizer) and keeps_state(optimizer)
 
 
 def keeps_state(optimizer: torch.optim.Optimizer) -> bool:

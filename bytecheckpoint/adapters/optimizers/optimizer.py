@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bytecheckpoint.adapters.checkpoint_view import CheckpointView, StoredTree, is_at_or_below
+from bytecheckpoint.adapters.checkpoint_view import CheckpointView, is_at_or_below
 from bytecheckpoint.adapters.expectation import EntryContents, Expectation, Problem
 from bytecheckpoint.adapters.frameworks.flat_optimizer_state import FlatParamState, differing_error
 from bytecheckpoint.adapters.frameworks.flat_parameters import FlatOptimizer
@@ -46,7 +46,6 @@ from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer,
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
 from bytecheckpoint.adapters.shard_columns import ShardBlocks, WholeTensors
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards
-from bytecheckpoint.errors import and_more
 from bytecheckpoint.manifest.plain_wire import unsupported
 
 
@@ -193,10 +192,6 @@ class OptimizerEntry:
         if checkpoint.entry_tree(f"{self.fqn}.1") is not None:
             text += ", but several with numbers: give each a name, as in "
             text += f'{{"{self.fqn}": {{"0": first, "1": second}}}}'
-        of_none = _keys_of_no_parameter(checkpoint.entry_tree(self.fqn))
-        if of_none:
-            text += f", but the state_dict() of one with state of no parameter: put {and_more(of_none, 3)} into the "
-            text += "`.state` of this one before the load, with any value"
         return Expectation([], set(), [Problem("missing_key", self.fqn, text)])
 
     def prepare(self, checkpoint: CheckpointView, _refused: Collection[str]) -> None:
@@ -287,10 +282,3 @@ class OptimizerEntry:
                 optimized = flat.get(id(memory), ())
                 if any(of_parameter.part.numel for of_parameter in optimized):
                     yield FlatParamState(self.fqn, group, memory, optimized=optimized, scalars=self._scalars)
-
-
-def _keys_of_no_parameter(found: StoredTree | None) -> list[str]:
-    """Returns the keys, as Python shows them, under which a stored state_dict() has state of no parameter."""
-    tree = found.tree if found is not None and isinstance(found.tree, dict) else {}
-    state = tree.get("state") if "param_groups" in tree else None
-    return [repr(key) for key in state if type(key) is not int] if isinstance(state, dict) else []

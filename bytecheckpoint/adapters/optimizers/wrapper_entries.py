@@ -23,7 +23,6 @@ from bytecheckpoint.adapters.optimizers.hyperparameters import kind_of
 from bytecheckpoint.adapters.optimizers.inner_optimizers import (
     Shapes,
     check_steps_wait,
-    has_only_parameters,
     held_by,
     inner_optimizers,
     is_usual,
@@ -65,7 +64,6 @@ class OptimizerWrapper(NamedTuple):
         own, of_inner = held_by([self.optimizer], without=inner), held_by(inner)
         shown = shown_by(self.optimizer, inner)
         has_names_for_all = not own if inner else keeps_state(self.optimizer)
-        has_names_for_all &= all(map(has_only_parameters, (self.optimizer, *inner)))
         if has_names_for_all and shown.shapes <= (of_inner or own) and not shown.has_own_data:
             return _StateCheck("by parameter", shown.shapes, of_inner or own)
         held = own + of_inner
