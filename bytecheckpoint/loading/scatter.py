@@ -231,5 +231,5 @@ def _are_negative(values: torch.Tensor) -> torch.Tensor:
     if values.is_complex():
         values = values.real
     if not values.dtype.is_signed:
-        return torch.zeros(values.shape, dtype=torch.bool)
+        return torch.zeros(values.shape, dtype=torch.bool, device=values.device)
     return (values.float() if values.is_floating_point() else values) < 0

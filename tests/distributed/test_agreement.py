@@ -138,8 +138,15 @@ def save_at_the_top(rank: int, world_size: int, path: str, values: list[Any]) ->
 
 @pytest.mark.parametrize(
     ("other", "shown"),
-    [(None, "None"), (1, "1"), ([], "[]"), ({}, "{}"), (bcp.RankLocal(torch.ones(2)), "tensor([1., 1.])")],
-    ids=["None", "int", "list", "dict", "RankLocal"],
+    [
+        (None, "None"),
+        (1, "1"),
+        ([], "[]"),
+        ({}, "{}"),
+        (bcp.RankLocal(torch.ones(2)), "tensor([1., 1.])"),
+        (bcp.RankLocal({"a": 1}), "a RankLocal"),
+    ],
+    ids=["None", "int", "list", "dict", "RankLocal", "RankLocal of a dict"],
 )
 def test_a_tensor_here_and_plain_data_there_is_refused_at_the_top(
     workers: WorkerPool, tmp_path: Path, other: Any, shown: str

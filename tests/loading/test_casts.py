@@ -64,3 +64,14 @@ def test_values_that_fit_are_the_same(
     tmp_path: Path, stored: torch.dtype, values: list[Any], wanted: torch.dtype
 ) -> None:
     assert loaded(tmp_path, stored, values, wanted).tolist() == values
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [(torch.uint8, torch.int8), (torch.bool, torch.int64)], ids=str)
+def test_values_are_compared_on_their_own_device_whatever_the_default_device_is(
+    tmp_path: Path, stored: torch.dtype, wanted: torch.dtype
+) -> None:
+    bcp.save(tmp_path, {"w": torch.ones(3, dtype=stored)})
+    state = {"w": torch.zeros(3, dtype=wanted)}
+    with torch.device("meta"):
+        bcp.load(tmp_path, state, cast=True)
+    assert state["w"].tolist() == [1, 1, 1]

@@ -127,17 +127,28 @@ class ModuleTree(NamedTuple):
         for hook in self.resharding:
             hook(self.module, "", True)
 
-    def load_hooks(self) -> list[Callable[[], None]]:
-        """Returns the calls of what `register_load_state_dict_post_hook` has added, in the order of load_state_dict(),
-        without torch's own hooks, which undo what its load_state_dict() did.
+    def load_hooks(self) -> list[tuple[str, Callable[[], None]]]:
+        """Returns the calls of what `register_load_state_dict_post_hook` has added, each after a name of its module, in
+        the order of load_state_dict(): a module after those below it. Leaves out torch's own hooks, which undo what its
+        load_state_dict() did.
         """
-        modules = {id(module): module for _, module in self.submodules}.values()
-        return [
-            partial(hook, module, _IncompatibleKeys([], []))
-            for module in reversed(modules)
-            for hook in getattr(module, "_load_state_dict_post_hooks", {}).values()
-            if not str(getattr(hook, "__module__", "")).startswith("torch.")
-        ]
+        hooks: list[tuple[str, Callable[[], None]]] = []
+        names = {id(module): name for name, module in reversed(self.submodules)}
+
+        def add(module: torch.nn.Module) -> None:
+            if (name := names.pop(id(module), None)) is None:  # seen already
+                return
+            for child in module._modules.values():
+                if child is not None:
+                    add(child)
+            hooks.extend(
+                (name, partial(hook, module, _IncompatibleKeys([], [])))
+                for hook in getattr(module, "_load_state_dict_post_hooks", {}).values()
+                if not str(getattr(hook, "__module__", "")).startswith("torch.")
+            )
+
+        add(self.module)
+        return hooks
 
     def state_dict(self) -> Mapping[str, Any]:
         """Returns what `state_dict(keep_vars=True)` of the module returns: live values by the module's own names."""

@@ -105,9 +105,9 @@ def _is_made_of(value: Any, tensor: torch.Tensor) -> bool:
     has_fractions = tensor.is_floating_point() or tensor.is_complex()  # else a cast would cut them off
     try:
         made = torch.as_tensor(value, dtype=tensor.dtype if has_fractions else None, device=tensor.device)
+        return torch.equal(made, tensor)
     except (TypeError, ValueError, RuntimeError):  # None, a string, a dict, a number that the dtype cannot hold
         return False
-    return torch.equal(made, tensor)
 
 
 class OptimizerKind(NamedTuple):

@@ -41,6 +41,7 @@ from bytecheckpoint.adapters.optimizers.param_state import (
     ParamState,
     collect_state,
     refuse_zero_redundancy,
+    warn_of_unsaved,
 )
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer, is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_data import encode_plain, keep_in_tree
@@ -112,6 +113,8 @@ class OptimizerEntry:
         keys: set[str] = set()
         tree: dict[str, Any] = {"state": {}, "groups": {}}
         whole = self._optimized.whole
+        for optimizer in {id(group.optimizer): group.optimizer for group in self._groups()}.values():
+            warn_of_unsaved(self.fqn, optimizer)
         for group in self._groups() if whole else ():
             state_of = group.optimizer.state
             for parameter in group.parameters:

@@ -6,6 +6,7 @@ optimizers and numbers in others; each is loaded as the other.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeGuard
@@ -21,10 +22,13 @@ from bytecheckpoint.adapters.native.subclass_match import SubclassState
 from bytecheckpoint.adapters.optimizers.stored_optimizer import StoredOptimizer
 from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.shards import PLAIN_TENSORS, LocalShard, LocalShards, torch_dtype
+from bytecheckpoint.errors import and_more
 from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn, unsupported
 
 HOST_SCALARS = frozenset({"step", "mu_product"})
 """Keys of state that has no dimensions and is no DTensor, whatever the parameter is."""
+
+_NUM_SHOWN = 5
 
 _ON_DEVICE = ("capturable", "fused")
 """Hyperparameters with which torch's optimizers keep scalar state on the device of the parameter."""
@@ -51,6 +55,24 @@ def refuse_zero_redundancy(fqn: str, optimizer: torch.optim.Optimizer) -> None:
     if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
         what = f"a {type(optimizer).__name__}, which keeps the state of some parameters on each rank"
         raise unsupported(fqn, what, "shard with fully_shard (FSDP2) and a torch optimizer")
+
+
+def warn_of_unsaved(fqn: str, optimizer: torch.optim.Optimizer) -> None:
+    """Warns of state under keys that are no parameters, and of hooks of state_dict(): neither is saved. torch's own
+    state_dict() has both, without a name that ranks with other parameters could share.
+    """
+    all_keys: list[Any] = list(optimizer.state)
+    keys = [repr(key) for key in all_keys if not isinstance(key, torch.Tensor)]
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", {}).values()
+    added = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("torch.")]
+    if not keys and not added:
+        return
+    what = f"state under {and_more(keys, _NUM_SHOWN)}, which is no parameter" if keys else "a hook of its state_dict()"
+    warnings.warn(
+        f"{fqn}: the {type(optimizer).__name__} has {what}; that is not saved: pass it beside the optimizer, as a "
+        "value of its own",
+        stacklevel=2,
+    )
 
 
 def collect_state(

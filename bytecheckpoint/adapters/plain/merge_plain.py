@@ -87,10 +87,12 @@ def refuse_tensors(
     ranks: set[int] = set()
     for rank, of_rank in enumerate(plain):
         for fqn in of_rank.keys() & writers.keys():
-            value = leaves(decode_plain(of_rank[fqn][1]), fqn).get(fqn, TensorRef(fqn))
-            if not isinstance(value, TensorRef):
+            scope, data = of_rank[fqn]
+            value = leaves(decode_plain(data), fqn).get(fqn, TensorRef(fqn))
+            if scope == "rank" or not isinstance(value, TensorRef):
                 holders = global_ranks[writers[fqn]], global_ranks[rank]
-                lines.append(f"{fqn}: a tensor on rank {holders[0]}, {_shown(value)} on rank {holders[1]}")
+                other = "a RankLocal" if isinstance(value, TensorRef) else _shown(value)
+                lines.append(f"{fqn}: a tensor on rank {holders[0]}, {other} on rank {holders[1]}")
                 ranks.update(holders)
     if lines:
         raise CheckpointMismatchError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,3 +173,17 @@ def test_a_wrapper_in_a_list_is_saved_by_what_it_holds(tmp_path: Path) -> None:
     train(model, [hidden], 1)
     with pytest.raises(bcp.CheckpointSaveError, match=r"Hidden in a list.*name of its own"):
         bcp.save(tmp_path / "new", {"model": model, "optimizer": [hidden, Hidden(mlp())]})
+
+
+def test_state_that_belongs_to_no_parameter_is_warned_of(tmp_path: Path) -> None:
+    model, optimizer = stepped(adam)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bcp.save(tmp_path / "usual", {"model": model, "optimizer": optimizer})
+    optimizer.state["counts"] = {"skipped": 3}
+    with pytest.warns(UserWarning, match="the AdamW has state under 'counts', which is no parameter; that is not saved"):
+        bcp.save(tmp_path / "more", {"model": model, "optimizer": optimizer})
+    del optimizer.state["counts"]
+    optimizer.register_state_dict_post_hook(lambda _, state: state | {"more": 1})
+    with pytest.warns(UserWarning, match=r"the AdamW has a hook of its state_dict\(\); that is not saved"):
+        bcp.save(tmp_path / "hooked", {"model": model, "optimizer": optimizer})
