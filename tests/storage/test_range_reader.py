@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import os
+import random
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from bytecheckpoint.manifest import DataFile
 from bytecheckpoint.manifest.ranges import Fetch
 from bytecheckpoint.runtime.buffers import BufferPool
 from bytecheckpoint.storage import range_reader
+from bytecheckpoint.storage.backends import posix_files
 from bytecheckpoint.storage.backends.local_store import LocalStore
 
 LENGTHS = (10, 1, 30, 7, 52)
@@ -240,3 +244,60 @@ def test_a_request_that_is_under_way_holds_no_scratch_memory() -> None:
         store, "", [file], reads, threads=threads, verify=False, scratch_bytes=25 * (threads + 2), memory=memory
     )
     assert sorted(placed) == [CONTENT[25 * number :][:25] for number in range(threads)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damage_is_found_however_the_bytes_of_extents_come_in_pieces(seed: int) -> None:
+    chosen = random.Random(seed)
+    lengths = [chosen.choice((1, 2, 3, 7, 20, 50, 300)) for _ in range(chosen.randint(1, 8))]
+    content = bytearray(chosen.randbytes(sum(lengths)))
+    ends = [*accumulate(lengths)]
+    digests = [xxhash.xxh3_64_intdigest(content[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+    is_damaged, is_gap = chosen.random() < 0.5, chosen.random() < 0.2
+    if is_damaged:
+        content[chosen.randrange(len(content))] ^= 1
+    cuts = sorted({0, len(content), *(chosen.randint(0, len(content)) for _ in range(chosen.randint(0, 30)))})
+    pieces = [memoryview(content)[start:end] for start, end in pairwise(cuts)]
+    fetch = Fetch(0, 0, len(content), (), is_direct=False, wanted_by=lambda *_: "" if is_gap else "w")
+    check = range_reader._Check(range_reader._digests_of(DataFile("f", len(content), lengths, digests)), "f", fetch)
+    while pieces:
+        count = chosen.randint(1, 6)
+        if count == 1:
+            check.add(pieces[0])
+        else:
+            check.add_all(pieces[:count])
+        del pieces[:count]
+    with pytest.raises(CheckpointCorruptError) if is_damaged and not is_gap else nullcontext():
+        check.raise_damage()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_short_reads_into_many_places_are_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    chosen = random.Random(seed)
+    content = chosen.randbytes(chosen.randint(0, 5000))
+    (tmp_path / "x").write_bytes(content)
+    monkeypatch.setattr(posix_files, "_CACHED_BYTES", chosen.choice((1, 10, 100, 1000)))
+    monkeypatch.setattr(posix_files, "_MAX_BUFFERS", chosen.choice((1, 2, 5)))
+    preadv = os.preadv
+
+    def short(fd: int, buffers: Sequence[memoryview], byte_offset: int) -> int:
+        """Reads less than it could, now and then, as a signal makes it."""
+        if chosen.random() < 0.6:
+            return preadv(fd, buffers, byte_offset)
+        count = chosen.randint(1, len(buffers))
+        *others, last = buffers[:count]
+        return preadv(fd, [*others, last[: chosen.randint(1, len(last))]], byte_offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    start = chosen.randint(0, len(content))
+    buffers = [memoryview(bytearray(chosen.randint(1, 200))) for _ in range(chosen.randint(0, 40))]
+    filled: list[memoryview] = []
+    with (tmp_path / "x").open("rb") as file:
+        found = posix_files.read_pieces(file.fileno(), start, buffers, filled.extend)
+    wanted = sum(map(len, buffers))
+    assert found == min(wanted, len(content) - start)
+    assert b"".join(buffers)[:found] == content[start : start + found]
+    if found == wanted:
+        assert filled == buffers
