@@ -181,7 +181,7 @@ def test_state_that_belongs_to_no_parameter_is_warned_of(tmp_path: Path) -> None
         warnings.simplefilter("error")
         bcp.save(tmp_path / "usual", {"model": model, "optimizer": optimizer})
     optimizer.state["counts"] = {"skipped": 3}
-    with pytest.warns(UserWarning, match="the AdamW has state under 'counts', which is no parameter; that is not saved"):
+    with pytest.warns(UserWarning, match="AdamW has state under 'counts', which is no parameter; that is not saved"):
         bcp.save(tmp_path / "more", {"model": model, "optimizer": optimizer})
     del optimizer.state["counts"]
     optimizer.register_state_dict_post_hook(lambda _, state: state | {"more": 1})
