@@ -112,6 +112,7 @@ def _walk_state(state: Mapping[str, Any]) -> Iterator[_Value]:
 
 
 def _walk_item(container: Any, key: Any, value: Any, content: _Content, fqn: str) -> Iterator[_Value]:
+    # `content` is that of `value`, by `_content_of`: a tuple has the result of a predicate, and its kind.
     check_key(key, fqn or "the state")
     child = join_fqn(fqn, key)
     if content is None:

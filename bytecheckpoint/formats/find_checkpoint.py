@@ -183,7 +183,9 @@ def manifest_bytes(found: FoundCheckpoint) -> bytes:
 
 
 def manifest_of(found: FoundCheckpoint) -> Manifest:
-    """Returns the manifest of a checkpoint, all of it checked. Raises the errors of `manifest_bytes`."""
+    """Returns the manifest of a checkpoint, all of it checked. Raises the errors of `manifest_bytes` and
+    `decode_manifest`.
+    """
     return layout.parse_manifest(manifest_bytes(found), path=found.manifest_path, check_all=True)
 
 

@@ -57,8 +57,8 @@ class BcpBridgeManager:
     def save(self, ctx: Any, callback_manager: Any | None = None) -> None:
         """Saves at `iter_<step>`, with all ranks together; in the background if the configuration has `async_save`.
 
-        Once it is committed, deletes all but the newest `most_recent_k` checkpoints up to this step; of non-persistent
-        ones, all but this one. `callback_manager` has no effect. Raises CheckpointMismatchError (conflict) for a
+        Once it is committed, deletes checkpoints up to this step: all but the newest `most_recent_k`, or all but this
+        one if it is non-persistent. `callback_manager` has no effect. Raises CheckpointMismatchError (conflict) for a
         non-persistent checkpoint whose type is not `global`, and the errors of `bytecheckpoint.save`.
         """
         del callback_manager

@@ -186,8 +186,8 @@ def _best_of(ranks: Ranks, candidates: Sequence[tuple[Matched, str]]) -> Matched
 
 
 def _counts(matched: Matched, below: str) -> tuple[int, int, int]:
-    """Returns the numbers of shards, of problems, and of tensors and plain data that are filled at or below a name; 1
-    in place of the last with "".
+    """Returns three numbers: of shards, of problems, and of the shards and plain data that are filled at or below a
+    name. The last is 1 for the name "".
     """
     match, plain = matched.match, matched.stored.plain
     fqns = TargetShards.of(match.shards).fqns

@@ -81,7 +81,7 @@ class NameIndex:
 
 
 class Translation(NamedTuple):
-    """Translation of names of one side to names of the other."""
+    """Translates names of one side, on request, to names of the other."""
 
     name_map: MapFile
     names: NameIndex

@@ -250,6 +250,9 @@ class BcpStorageReader(StorageReader):
 
     Each rank reads for itself all that it needs; `bytecheckpoint.integrations.dcp.load` divides the reads between the
     ranks. If the state has plain data, `load_bytes` of the planner must be that of DefaultLoadPlanner.
+
+    Of FileSystemReader's keywords, `_extension_registry` is accepted, without effect, if it is None. Another value
+    raises CheckpointMismatchError (conflict), and an unknown keyword TypeError.
     """
 
     def __init__(

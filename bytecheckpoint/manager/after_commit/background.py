@@ -87,8 +87,8 @@ class Background:
         self._work.ask()
 
     def cool_down(self, target: Store, keep: KeepPolicy, *, overwrites: bool) -> None:
-        """Copies the steps to a second root from now on, first those of earlier managers. With `overwrites` a copy
-        replaces any checkpoint in its place that is neither pinned nor leased.
+        """Copies the steps that `keep` keeps to a second root from now on, first those of earlier managers. With
+        `overwrites` a copy replaces any checkpoint in its place that is neither pinned nor leased.
         """
         self._second = SecondRoot(
             target,

@@ -126,7 +126,9 @@ class MemorySteps:
         return self._handle
 
     def settle(self) -> None:
-        """Waits for the memory save in flight. Its error is raised or logged, as `on_failed_save` says."""
+        """Waits for the memory save in flight. If it fails with a CheckpointError, that is raised or logged, as
+        `on_failed_save` says; any other error is raised.
+        """
         handle, self._handle = self._handle, None
         error = handle.exception() if handle is not None else None
         if error is not None:
