@@ -189,6 +189,7 @@ class TrackedLoader:
             loader._initial_iter_for_state_dict = False
 
     def _arrived(self, changes: Sequence[Change] | int) -> None:
+        # Of one batch; or the number of the epoch whose pass has ended.
         self._waiting.append(changes)
         if not self._is_followed:
             self._hand_over(len(self._waiting) - self._streams.read_ahead)

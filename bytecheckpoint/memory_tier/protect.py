@@ -89,8 +89,8 @@ class Protection(NamedTuple):
 
 
 def protect(ranks: Ranks, slots: JobMemory, record: VersionRecord, memory: Memory, *, timeout_s: float) -> Protection:
-    """Copies what every rank has staged to hosts of other failure domains. All ranks call it, after the checkpoint is
-    complete in memory and before another slot is taken.
+    """Copies what every rank has staged to hosts of other failure domains, or with `memory.parity` makes parity of it
+    there. All ranks call it, after the checkpoint is complete in memory and before another slot is taken.
 
     Raises CheckpointError (rank_missing) for a rank that does not answer at all; any other failure is returned.
     """

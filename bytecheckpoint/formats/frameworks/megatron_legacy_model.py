@@ -179,7 +179,9 @@ class Model:
             raise conflicting(self._builder.path, what, _ADVICE)
 
     def _add_plain(self, fqn: str, parts: list[_Part]) -> None:
-        """Adds extra state of modules, which may differ from rank to rank."""
+        """Adds plain data, such as the extra state of modules, of every rank, equal or not: the first rank's as `fqn`,
+        that of each other one below the name of its folder, unless it is None.
+        """
         for file, value in parts:
             is_first = file is parts[0][0]
             name = fqn if is_first else f"{file.folder}.{fqn}"

@@ -119,7 +119,7 @@ class Background:
         self._work.ask()
 
     def note(self, change: StepChange) -> None:
-        """Notes a change that was written beside a step."""
+        """Notes a change that was written beside a step: for retention, and if it has metrics, for the second root."""
         self.steps.change(change)
         if change.metrics and self._second is not None:
             self._second.renew(change.step)

@@ -12,7 +12,7 @@ Attributes = Mapping[str, object]
 
 
 def text(value: object) -> str:
-    """Escapes text between tags."""
+    """Returns a value as escaped text, for use between tags or in an attribute."""
     return escape(printable(str(value)))
 
 
