@@ -179,7 +179,9 @@ class Model:
             raise conflicting(self._builder.path, what, _ADVICE)
 
     def _add_plain(self, fqn: str, parts: list[_Part]) -> None:
-        """Adds extra state of modules, which may differ from rank to rank."""
+        """Adds extra state, or a value that is no tensor: that of the first file under the FQN, those of the others, if
+        not None, under their folders and the FQN, also where all are equal.
+        """
         for file, value in parts:
             is_first = file is parts[0][0]
             name = fqn if is_first else f"{file.folder}.{fqn}"
