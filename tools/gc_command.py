@@ -107,6 +107,9 @@ def gc(
     touched, nor is anything that no save of this library has written. With --memory, what ended jobs hold in memory is
     listed, and with --delete removed, committed or not: bring it to storage first with `bcp memory flush`.
     """
+    if in_memory and (save_ids or stage is not None):
+        # Hazard: ignored, they would leave all ended jobs to be removed, where one save was meant.
+        raise click.UsageError("--memory takes all that ended jobs hold: give it without --save-id and --local-stage")
     if in_memory:
         location = None
         if root is not None:

@@ -316,7 +316,9 @@ class _StreamsPass:
         return found if streams._with_ids else found[1]
 
     def _begin(self) -> tuple[StreamReader, bool]:
-        """Begins to read an epoch. Returns its reader, and True if a part of the epoch was read before."""
+        """Begins to read an epoch, or all epochs from there on if endless. Returns the reader, and what `_is_mid_pass`
+        returned before.
+        """
         is_mid_pass = self._streams._is_mid_pass()
         self._reader = self._streams._begin_pass()
         return self._reader, is_mid_pass

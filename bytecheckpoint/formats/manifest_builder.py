@@ -170,6 +170,7 @@ class ManifestBuilder:
 
 
 def _by_entry(root: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    # Each optimizer of a list, and each scheduler of Lightning's, is an entry of its own.
     for key, item in root.items():
         are_dicts = type(item) is list and bool(item) and all(isinstance(each, dict) for each in item)
         is_lightning = _LIGHTNING in root and key == "lr_schedulers"

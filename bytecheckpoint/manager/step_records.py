@@ -1,7 +1,8 @@
 """Small objects beside a manifest: the record of its save, metrics that were reported later, a pin and leases. They are
 all that a restart, another job or the command line knows about a step. Knows no policy and no torch.
 
-Functions take the folder of a step inside a store. Times are seconds since 1970 by the clock of the storage.
+A `folder` is that of a step inside a store. Times are seconds since 1970 by the clock of the storage; those taken
+from a manifest are by the clock of the host that saved it.
 """
 
 from __future__ import annotations

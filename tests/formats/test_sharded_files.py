@@ -188,6 +188,13 @@ def other_names(folder: Path) -> None:
         torch.save({**state, "more": BUFFER}, folder / "pytorch_model_fsdp_rank2.bin")
 
 
+def plain_on_the_first_rank(folder: Path) -> None:
+    """Taken by the first rank alone, the shards of the others would be left out."""
+    with as_rank(0):
+        state = {name: sharded_tensor(whole, 0) for name, whole in WHOLE.items()}
+        torch.save({**state, "layers.0.bias": None, "buffer": BUFFER}, folder / "pytorch_model_fsdp_rank0.bin")
+
+
 def no_shards(folder: Path) -> None:
     for path in folder.iterdir():
         torch.save({"w": torch.ones(2)}, path)
@@ -211,6 +218,7 @@ DAMAGE = {
     cut: "truncated",
     another_save: "bad_manifest",
     other_names: "unsupported_version",
+    plain_on_the_first_rank: "bad_manifest",
     no_shards: "unsupported_version",
     partial: "bad_manifest",
     hostile: "pickle_refused",

@@ -147,6 +147,8 @@ def test_a_damaged_manifest_is_exit_code_1(call, root, command, position) -> Non
         ["keep", "a", "--within", "9" * 400 + "d"],
         ["ls", "a", "--storage-option", "secret"],
         ["ls", "/a", "--storage-option", "key=value"],
+        ["gc", "--memory", "--save-id", "x", "--delete"],
+        ["gc", "--memory", "--local-stage", "stage"],
     ],
 )
 def test_wrong_usage_is_exit_code_2_and_one_line(call, args) -> None:

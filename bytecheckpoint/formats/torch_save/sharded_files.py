@@ -96,7 +96,9 @@ def _read_group(opened: list[SavedFile], below: str, builder: ManifestBuilder) -
     """
     reader = ShardedReader(builder.path)
     leaves = [_leaves(saved, below, reader) for saved in opened]
-    sharded = [fqn for fqn, leaf in leaves[0].items() if isinstance(leaf, ShardedTensor)]
+    sharded = [
+        *dict.fromkeys(fqn for found in leaves for fqn, leaf in found.items() if isinstance(leaf, ShardedTensor))
+    ]
     if not sharded:
         by_rank = {f"rank_{rank}": saved for rank, saved in enumerate(opened)}
         return {name: saved.plain(saved.value, join_fqn(below, name)) for name, saved in by_rank.items()}, False
@@ -134,13 +136,13 @@ def _add_sharded(
     fqn: str, leaves: list[dict[str, Any]], opened: list[SavedFile], builder: ManifestBuilder, *, comparer: Comparer
 ) -> None:
     """Adds a sharded tensor, made of its regions in the files of all ranks."""
-    first: ShardedTensor = leaves[0][fqn]
+    first = next(found[fqn] for found in leaves if isinstance(found[fqn], ShardedTensor))
     chunks: dict[Region, list[Chunk]] = {}
     copies: dict[Region, tuple[SavedFile, StoredView]] = {}
     for saved, found in zip(opened, leaves, strict=True):
         leaf = found.get(fqn)
         if not isinstance(leaf, ShardedTensor) or (leaf.dtype, leaf.shape) != (first.dtype, first.shape):
-            raise damaged(saved.path, f"{fqn!r:.200} is not the tensor that it is in {opened[0].path}")
+            raise damaged(saved.path, f"{fqn!r:.200} is not the sharded tensor that it is in the file of another rank")
         if any(view.dtype != first.dtype for _, view in leaf.parts):
             raise damaged(saved.path, f"{fqn!r:.200} is not of {first.dtype}, as its description says")
         for region, view in leaf.parts:
