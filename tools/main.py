@@ -21,7 +21,9 @@ from . import exit_codes
 from .completion.scripts import ASK
 from .render.terminal import printable
 
-_OUTPUT_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EROFS})
+_OUTPUT_FAILURES = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EROFS, errno.ESTALE, errno.EAGAIN}
+)
 """Errors of a write to standard output."""
 _EXAMPLE = """\b
 Example:

@@ -143,7 +143,7 @@ class ManifestBuilder:
         for new, record in moved:
             self._refuse_taken(new)
             self.tensors[new] = record
-        for name in self.trees.keys() & self.tensors.keys():
+        for name in self.trees.keys() & (self.tensors.keys() | self.aliases.keys()):
             if not isinstance(self.trees[name], TensorRef):  # as of the keys 1 and "1"
                 raise two_of(self.path, name, "values")
 

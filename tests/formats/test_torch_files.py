@@ -292,6 +292,9 @@ def test_a_sound_file_with_a_value_that_is_not_taken_is_not_called_damaged(tmp_p
     assert "damaged" not in error.message
 
 
+TIED = torch.zeros(2)
+
+
 @pytest.mark.parametrize(
     "state",
     [
@@ -300,6 +303,7 @@ def test_a_sound_file_with_a_value_that_is_not_taken_is_not_called_damaged(tmp_p
         {1: "x", "1": "y"},
         {1: torch.zeros(2), "1": "y"},
         {"1": "y", 1: torch.zeros(2)},
+        {"a": TIED, 1: TIED, "1": "y"},
     ],
 )
 def test_two_keys_that_come_to_one_name_are_refused(tmp_path: Path, state: dict) -> None:

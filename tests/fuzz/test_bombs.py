@@ -92,6 +92,15 @@ def test_objects_that_share_a_large_dict_and_have_slots_beside_it_are_counted() 
     assert "more than 67108864 bytes of values" in error.message
 
 
+def test_objects_that_copy_keys_of_one_hash_are_counted_by_what_it_takes() -> None:
+    keys = b"}(" + b"".join(key + b"N" for key in numbers(4095))
+    kind = named("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    one = b"h\x01)" + NEW + b"(h\x00" + encoded({"relative_path": "x"}) + b"t" + BUILD
+    listed = keys + b"uq\x000" + kind + b"q\x010" + b"](" + one * 9 + b"e"
+    error = refused(read_distcp_metadata, b"\x80\x02" + listed + b".")
+    assert "more than 67108864 bytes of values" in error.message
+
+
 def test_a_parameter_of_thousands_of_dimensions_is_refused() -> None:
     files = next(deepspeed_folders())
     states = {"module": {}, "param_shapes": [{"a": (1,) * 20_000}], "global_steps": 1}

@@ -205,7 +205,15 @@ def test_steps_that_may_not_be_read_do_not_hide_new_ones(tmp_path, monkeypatch) 
     manifest.symlink_to(outside)
     watch = CommitWatch(LocalStore(str(tmp_path), writer_threads=1))
     watch.begin()
-    bcp.save(tmp_path, {"x": 1}, step=3)
+    for step in (3, 4):
+        bcp.save(tmp_path, {"x": 1}, step=step)
+    manifest = tmp_path / "step_00000003" / "manifest.bcp"
+    content = manifest.read_bytes()
+    manifest.unlink()
+    manifest.symlink_to(outside)
+    assert [item.checkpoint.step for item in watch.look()] == [4]
+    manifest.unlink()
+    manifest.write_bytes(content)
     assert [item.checkpoint.step for item in watch.look()] == [3]
 
 

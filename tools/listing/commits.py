@@ -66,7 +66,8 @@ class CommitWatch:
 
         Raises the errors of the store; checkpoints that were not yielded by then come with a later look.
         """
-        ends = {folder: self._end_of_manifest(folder) for folder in self._new_folders()}
+        ends = {folder: self._end_if_permitted(folder) for folder in self._new_folders()}
+        ends = {folder: end for folder, end in ends.items() if end is not None}  # the others: perhaps at a later look
         for folder in self._folders_to_compare():
             end, before = self._end_if_permitted(folder), self._seen[folder]
             if end == _GONE:  # a checkpoint that is committed there later is a new one

@@ -127,22 +127,22 @@ class ModuleTree(NamedTuple):
         for hook in self.resharding:
             hook(self.module, "", True)
 
-    def load_hooks(self) -> list[tuple[str, Callable[[], None]]]:
-        """Returns the calls of what `register_load_state_dict_post_hook` has added, each after a name of its module, in
-        the order of load_state_dict(): a module after those below it. Leaves out torch's own hooks, which undo what its
-        load_state_dict() did.
+    def load_hooks(self) -> list[Callable[[], None]]:
+        """Returns the calls of what `register_load_state_dict_post_hook` has added, in the order of load_state_dict():
+        a module after those below it. Leaves out torch's own hooks, which undo what its load_state_dict() did.
         """
-        hooks: list[tuple[str, Callable[[], None]]] = []
-        names = {id(module): name for name, module in reversed(self.submodules)}
+        hooks: list[Callable[[], None]] = []
+        seen: set[int] = set()
 
         def add(module: torch.nn.Module) -> None:
-            if (name := names.pop(id(module), None)) is None:  # seen already
+            if id(module) in seen:
                 return
+            seen.add(id(module))
             for child in module._modules.values():
                 if child is not None:
                     add(child)
             hooks.extend(
-                (name, partial(hook, module, _IncompatibleKeys([], [])))
+                partial(hook, module, _IncompatibleKeys([], []))
                 for hook in getattr(module, "_load_state_dict_post_hooks", {}).values()
                 if not str(getattr(hook, "__module__", "")).startswith("torch.")
             )

@@ -235,17 +235,10 @@ class ModuleEntry:
         return self._extra.filled(found, leaves(value, fqn), checkpoint)
 
     def _run_load_hooks(self, part: ModulePart, checkpoint: CheckpointView) -> None:
-        """Lets each module of which a tensor is loaded, or below it, compute what it derives from its tensors, as after
-        load_state_dict().
-        """
+        """Lets modules compute what they derive from their tensors, as after load_state_dict(), if any are loaded."""
         hooks = part.tree.load_hooks()
-        loaded: set[str] = set()
-        """The module itself and those below it of which a tensor is loaded, or below them."""
-        for name, plain, _ in part.state() if hooks else ():
-            if join_fqn(self.fqn, plain) in checkpoint.tensors:
-                loaded.update(("", *(name[:end] for end, each in enumerate(name) if each == ".")))
-        for name, hook in hooks:
-            if name in loaded:
+        if hooks and not self._read().names().isdisjoint(checkpoint.tensors):
+            for hook in hooks:
                 hook()
 
     def _held(self) -> _ModuleTensors:

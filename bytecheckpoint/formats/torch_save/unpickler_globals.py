@@ -23,6 +23,7 @@ from bytecheckpoint.formats.torch_save.unpickler import (
     UnheldValueError,
     check_key,
     check_keys,
+    is_crafted,
 )
 from bytecheckpoint.manifest.plain_wire import MAX_DIMS
 
@@ -95,10 +96,12 @@ class Instance:
         parts = state if type(state) is tuple and len(state) == 2 else (state,)
         if not all(part is None or isinstance(part, dict) for part in parts):
             return
-        # Most objects have one dict, which is not copied.
         dicts = [part for part in parts if part]
-        self.fields = dicts[0] if len(dicts) == 1 else {key: value for part in dicts for key, value in part.items()}
-        self.num_bytes = _ATTRIBUTE_BYTES * len(self.fields) if len(dicts) == 2 else 1
+        if len(dicts) == 1:  # nearly always: it is not copied
+            self.fields = dicts[0]
+            return
+        self.fields = {key: value for part in dicts for key, value in part.items()}
+        self.num_bytes = _ATTRIBUTE_BYTES * len(self.fields) + sum(map(is_crafted, self.fields)) ** 2
 
 
 class ByteStream:

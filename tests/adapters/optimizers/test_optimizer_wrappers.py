@@ -184,6 +184,10 @@ def test_state_that_belongs_to_no_parameter_is_warned_of(tmp_path: Path) -> None
     with pytest.warns(UserWarning, match="AdamW has state under 'counts', which is no parameter; that is not saved"):
         bcp.save(tmp_path / "more", {"model": model, "optimizer": optimizer})
     del optimizer.state["counts"]
+    optimizer.state[model] = {"factor": 1}
+    with pytest.warns(UserWarning, match="has state under a Sequential, which is no parameter"):
+        bcp.save(tmp_path / "by_module", {"model": model, "optimizer": optimizer})
+    del optimizer.state[model]
     optimizer.register_state_dict_post_hook(lambda _, state: state | {"more": 1})
     with pytest.warns(UserWarning, match=r"the AdamW has a hook of its state_dict\(\); that is not saved"):
         bcp.save(tmp_path / "hooked", {"model": model, "optimizer": optimizer})
