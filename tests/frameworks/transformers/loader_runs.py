@@ -71,8 +71,7 @@ def only_rank_0(path: object) -> bool:
     raise AssertionError(f"this rank looks at {path} by itself")
 
 
-if __name__ == "__main__":
-    doing, kind, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+def main(doing: str, kind: str, folder: Path) -> None:
     if doing == "killed":
         run(kind, folder, at_step={5: kill_after(folder / "checkpoint-4")}).train()
     resumed = run(kind, folder)
@@ -83,4 +82,9 @@ if __name__ == "__main__":
     seen = seen_by_all(resumed)
     if dist.get_rank() == 0:
         (folder / "seen.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    # Hazard: torch ends now and then with SIGABRT where a DDP model lives until the interpreter is torn down.
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
     dist.destroy_process_group()
