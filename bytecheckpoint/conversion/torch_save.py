@@ -48,8 +48,7 @@ def _with_lists(state: dict[Any, Any]) -> dict[Any, Any]:
     lists: dict[str, dict[str, Any]] = {}
     for name, value in state.items():
         key, _, number = str(name).rpartition(".")
-        is_scheduler = key == "lr_schedulers"
-        is_item = isinstance(value, dict) and (is_scheduler or value.keys() >= {"state", "param_groups"})
+        is_item = isinstance(value, dict) and (key == "lr_schedulers" or value.keys() >= {"state", "param_groups"})
         if number.isdecimal() and is_item and key not in state:
             lists.setdefault(key, {})[number] = value
     whole = {key for key, items in lists.items() if list(items) == [str(number) for number in range(len(items))]}

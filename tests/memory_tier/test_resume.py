@@ -44,6 +44,15 @@ def check(state: dict[str, Any], step: int) -> None:
     torch.testing.assert_close(state["x"], state_of(step)["x"], rtol=0, atol=0)
 
 
+def check_resumed(tmp_path: Path, root: Path, step: int) -> None:
+    """Checks that a resume finds this step, and its values."""
+    state = empty()
+    report = bcp.resume(root, state, options=options(tmp_path))
+    assert report is not None
+    assert report.step == step
+    check(state, step)
+
+
 pytestmark = pytest.mark.filterwarnings("ignore:the memory root")
 
 
@@ -90,11 +99,7 @@ def test_what_memory_holds_since_a_loss_of_memory_is_newer_than_the_checkpoint_t
     monkeypatch.setattr(process_state(), "loaded_generation", 0)
     again(root, empty(), **({"step": 15} if again is bcp.load else {"options": options(tmp_path)}))
     bcp.save(root, state_of(16), step=16, options=options(tmp_path), to="memory")
-    state = empty()
-    report = bcp.resume(root, state, options=options(tmp_path))
-    assert report is not None
-    assert report.step == 16
-    check(state, 16)
+    check_resumed(tmp_path, root, 16)
 
 
 def test_nothing_is_none_and_leaves_the_state(tmp_path: Path, root: Path) -> None:
@@ -130,11 +135,7 @@ def test_an_abandoned_branch_is_never_resumed(tmp_path: Path, root: Path) -> Non
     bcp.save(root, state_of(100), step=100, options=options(tmp_path), to="memory")
     bcp.load(root, empty(), step=10)
     bcp.save(root, state_of(11), step=11, options=options(tmp_path), to="memory")
-    state = empty()
-    report = bcp.resume(root, state, options=options(tmp_path))
-    assert report is not None
-    assert report.step == 11
-    check(state, 11)
+    check_resumed(tmp_path, root, 11)
 
 
 def damage(tmp_path: Path, save_id: str) -> int:
@@ -160,11 +161,7 @@ def test_a_damaged_version_gives_way_to_the_one_before(tmp_path: Path, root: Pat
     for step in (1, 2):
         info = bcp.save(root, state_of(step), step=step, options=options(tmp_path), to="memory").result()
     assert damage(tmp_path, info.save_id) == 1
-    state = empty()
-    report = bcp.resume(root, state, options=options(tmp_path))
-    assert report is not None
-    assert report.step == 1
-    check(state, 1)
+    check_resumed(tmp_path, root, 1)
 
 
 @pytest.mark.parametrize("name", ["0" * 16, "f" * 16])
@@ -176,11 +173,7 @@ def test_the_good_one_of_two_slots_of_a_host_with_the_same_file_is_read(tmp_path
     (place,) = slot.places().values()
     twin = shutil.copy(slot.path, Path(job.slots, name))
     damage_at(place._replace(path=str(twin)))
-    state = empty()
-    report = bcp.resume(root, state, options=options(tmp_path))
-    assert report is not None
-    assert report.step == 2
-    check(state, 2)
+    check_resumed(tmp_path, root, 2)
 
 
 def test_a_damaged_slot_is_read_from_storage_instead(tmp_path: Path, root: Path) -> None:

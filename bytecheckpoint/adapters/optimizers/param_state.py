@@ -66,15 +66,15 @@ def warn_of_unsaved(fqn: str, optimizer: torch.optim.Optimizer) -> None:
     keys = [repr(key) if isinstance(key, str | int) else f"a {type(key).__name__}" for key in others]
     hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", {}).values()
     added = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("torch.")]
-    if not keys and not added:
-        return
-    under = [f"state under {and_more(keys, _NUM_SHOWN)}, which is no parameter"] if keys else []
-    what = " and ".join([*under, *["a hook of its state_dict()"][: len(added)]])
-    warnings.warn(
-        f"{fqn}: the {type(optimizer).__name__} has {what}; that is not saved: pass it beside the optimizer, as a "
-        "value of its own",
-        stacklevel=2,
-    )
+    unsaved = [f"state under {and_more(keys, _NUM_SHOWN)}, which is no parameter"] if keys else []
+    if added:
+        unsaved.append("a hook of its state_dict()")
+    if unsaved:
+        warnings.warn(
+            f"{fqn}: the {type(optimizer).__name__} has {' and '.join(unsaved)}; that is not saved: pass it beside the "
+            "optimizer, as a value of its own",
+            stacklevel=2,
+        )
 
 
 def collect_state(
