@@ -29,7 +29,7 @@ import tempfile
 import threading
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import no_sync
 from python_stand_in import CODE_BYTES, KINDS, STANDARD_FILES
@@ -215,6 +215,14 @@ def run(code: types.CodeType, script: str | None) -> int:
     return (exit_code or 0) & 255
 
 
+def end(exit_code: int) -> NoReturn:
+    """Ends this process with what it printed written, and its interpreter not torn down."""
+    for file in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            file.flush()
+    os._exit(exit_code)
+
+
 def main() -> None:
     _, path, python = sys.argv
     for name in _OF_SERVER:
@@ -233,11 +241,7 @@ def main() -> None:
     if asked is None:
         os._exit(0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    exit_code = run(*become(asked, python))
-    for file in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            file.flush()
-    os._exit(exit_code)  # an interpreter that tears all modules down copies every page
+    end(run(*become(asked, python)))  # an interpreter that tears all modules down copies every page
 
 
 if __name__ == "__main__":

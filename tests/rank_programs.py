@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Self
 
+MAIN = Path(__file__).with_name("rank_main.py")
+
 
 class Ended(NamedTuple):
     """How the process of one rank ended."""
@@ -65,7 +67,7 @@ class RankProcesses:
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
         shared |= {"LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
         shared |= {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", **(environment or {})}
-        command = [python, str(program), *map(str, arguments)]
+        command = [python, str(MAIN), str(program), *map(str, arguments)]
         self.processes = [
             subprocess.Popen(
                 command,

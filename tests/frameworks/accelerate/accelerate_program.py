@@ -176,8 +176,4 @@ def write(line: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        train(parsed(), write)
-    finally:  # else torch may hang when it takes its group down, after an error too
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    train(parsed(), write)

@@ -85,6 +85,5 @@ def main(doing: str, kind: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    # Hazard: torch ends now and then with SIGABRT where a DDP model lives until the interpreter is torn down.
     main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
     dist.destroy_process_group()
