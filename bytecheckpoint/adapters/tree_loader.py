@@ -98,11 +98,13 @@ class TreeTarget:
     def __init__(self) -> None:
         self._new: dict[str, torch.Tensor] = {}
         self.live: dict[str, torch.Tensor] = {}
-        """The object's own tensor subclasses whose inner tensors are among its tensors, by FQN."""
+        """The object's own tensor subclasses whose inner tensors are among its tensors, by state FQN."""
         self.unchanged: dict[str, torch.Tensor] = {}
-        """Live subclasses that stay as they are."""
+        """Live subclasses that stay as they are, by state FQN."""
         self.own: dict[str, torch.Tensor] = {}
-        """Tensor subclasses of an object that gets new ones, by FQN; each stays if the new one is not wholly loaded."""
+        """Tensor subclasses of an object that gets new ones, by state FQN; each stays if the new one is not wholly
+        loaded.
+        """
 
     def expect(self, saved: StoredTree, current: Mapping[str, Any], checkpoint: CheckpointView) -> Expectation:
         """Returns the targets of all that the tree has, and a problem for each subclass in it that cannot be built."""

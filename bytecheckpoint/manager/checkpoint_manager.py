@@ -75,7 +75,8 @@ class CheckpointManager:
         """Claims the root, unless `options.read_only`: from now on saves of an earlier manager are refused. With
         `memory`, memory holds each save as well, and between saves the steps that `memory_every` asks for.
 
-        Raises TypeError for what is no policy or no ManagerOptions, and what opening the root raises.
+        Raises TypeError for what is no policy or no ManagerOptions, ValueError for a `memory_every` below 1, or one
+        other than 1 without memory, and what opening the root raises.
         """
         check_policies(save=save, keep=keep)
         self._options = with_memory(check_options(options), memory)

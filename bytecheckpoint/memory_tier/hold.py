@@ -209,8 +209,8 @@ def _protect(prepared: PreparedSave, part: MemoryPart, held: HeldSave) -> Checkp
 
 
 def _note_protected(slots: JobMemory, held: HeldSave) -> None:
-    """Notes on this host that the save survives the loss of a host, and frees the slots of the earlier save that was
-    kept for that. An OSError is only logged.
+    """Notes on this host that the save survives the loss of a host, or that none can where its copies or parity were
+    refused. Frees the slots of the earlier save that was kept for that loss. An OSError is only logged.
     """
     save_id = held.record.save_id
     try:

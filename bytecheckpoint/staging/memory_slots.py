@@ -119,9 +119,9 @@ class JobMemory:
         self._settled = {*self._needed(), save_id}
 
     def settle(self, save_id: str, *, is_protected: bool = False) -> None:
-        """Keeps the slots of this save, which is complete on all hosts, or from which all ranks have resumed. Unless it
-        is protected against the loss of a host, also keeps the slots of the newest save that is. Unlinks other slots of
-        this process beyond two in all, or three where it keeps those of two saves.
+        """Keeps the slots of this save, which is complete on all hosts, or from which all ranks have resumed; unless
+        `is_protected`, also those of the `protected_save`. `is_protected` is True if this save survives the loss of a
+        host, or none can. Unlinks other slots of this process beyond two in all, or three where it keeps two saves.
         """
         protected = "" if is_protected else version_files.protected_save(self.job)
         self._settled = {save_id, protected} - {""}

@@ -79,7 +79,9 @@ def position_trees(merged: bytes) -> dict[str, Any]:
 
 
 def _checked(encoded: bytes, name: str) -> bytes:
-    """Returns the encoded position. Raises CheckpointSaveError (unsupported_value) if it is too long."""
+    """Returns the encoded position of a stream, or shared state of a loader. Raises CheckpointSaveError
+    (unsupported_value) if it is too long.
+    """
     if len(encoded) > MAX_POSITION_BYTES:
         raise unsupported(
             name,

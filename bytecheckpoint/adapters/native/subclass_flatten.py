@@ -143,7 +143,7 @@ def subclasses_in(value: Any, fqn: str) -> dict[str, torch.Tensor]:
 def restored(
     tree: Any,
     fqn: str,
-    live: Mapping[str, torch.Tensor | None] = MappingProxyType({}),
+    live: Mapping[str, torch.Tensor] = MappingProxyType({}),
     like: torch.Tensor | None = None,
     unbuildable: Collection[str] = (),
 ) -> Any:
@@ -151,7 +151,8 @@ def restored(
     filled.
 
     Dicts and lists are changed in place. A subclass whose parts are DTensors is built as a DTensor with the
-    placements of `like`. The `unbuildable` ones, given by FQN, stay dicts of their parts.
+    placements of `like`. The `unbuildable` ones stay dicts of their parts. `live` and `unbuildable` go by the FQNs that
+    subclasses have in this tree, which begins at `fqn`.
     """
     if fqn in unbuildable:
         return tree

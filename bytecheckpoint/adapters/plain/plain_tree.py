@@ -119,7 +119,9 @@ def descend(tree: Any, path: str) -> Any:
 
 
 def has_attributes(value: object, *names: str) -> bool:
-    """Returns True if an object or its class has all of these. Dicts, lists and tuples are data and never have them."""
+    """Returns True if an object or its class has all of these, without getting their values. Dicts, lists, tuples and
+    instances of their subclasses, such as named tuples, are data and never have them.
+    """
     if isinstance(value, dict | list | tuple):
         return False
     try:

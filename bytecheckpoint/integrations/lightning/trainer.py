@@ -325,7 +325,9 @@ class BcpStrategyMixin(Strategy):
             self._bcp_stop = None
 
     def teardown(self) -> None:
-        """Waits for the save in flight. Raises its error, or adds it as a note to an exception that ends training."""
+        """Waits for the save in flight, its copies and removals, however long they take. Raises the error of the save
+        or of a copy, or adds it as a note to an exception that ends training.
+        """
         self._bcp_end_stop()
         try:
             self._bcp_saves.settle(timeout_s=self.bcp_options.timeout_s)

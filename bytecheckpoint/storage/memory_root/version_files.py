@@ -80,12 +80,14 @@ def mark_complete(job: JobFolder, save_id: str) -> None:
 
 
 def note_protected(job: JobFolder, save_id: str) -> None:
-    """Notes that the version of this save is the newest that survives the loss of a host."""
+    """Notes that the version of this save is the one to keep against the loss of a host: the newest that survives it,
+    or the newest of all where none can.
+    """
     replace_file(os.path.join(job.versions, _PROTECTED), save_id.encode())
 
 
 def protected_save(job: JobFolder) -> str:
-    """Returns the id of the newest save that survives the loss of a host; empty if there is none."""
+    """Returns the id of the save that `note_protected` was given last; empty if there is none."""
     path = os.path.join(job.versions, _PROTECTED)
     with suppress(FileNotFoundError, UnicodeDecodeError), open(path, encoding="ascii") as file:
         return file.read(_ID_LENGTH)
