@@ -228,7 +228,7 @@ class ByteSize(click.ParamType[int]):
 
 
 def parse_bytes(text: str) -> int | None:
-    """Returns the number of bytes that a text means; None if it is not a size."""
+    """Returns the number of bytes that a text means, units as in ByteSize; None if it is not a size."""
     found = _SIZE.match(str(text))
     unit = _UNITS.get(found.group(2).upper()) if found else None
     num_bytes = float(found.group(1)) * unit if found and unit else inf

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -163,7 +163,7 @@ def collect_memory(
     return exit_codes.STORAGE if kept else exit_codes.FINE
 
 
-def _row(store: Store, item: GarbageObject, now_s: float, min_age_s: float, save_ids: Iterable[str]) -> GarbageRow:
+def _row(store: Store, item: GarbageObject, now_s: float, min_age_s: float, save_ids: Collection[str]) -> GarbageRow:
     is_named = item.save_id in save_ids
     is_old = item.is_dead(now_s=now_s, min_age_s=min_age_s)
     why = "named" if is_named else "old" if is_old else "age unknown" if item.newest_s is None else "young"
@@ -180,7 +180,7 @@ def _row(store: Store, item: GarbageObject, now_s: float, min_age_s: float, save
     )
 
 
-def _rows_of_stage(store: Store, stage: str, min_age_s: float, save_ids: Iterable[str]) -> list[GarbageRow]:
+def _rows_of_stage(store: Store, stage: str, min_age_s: float, save_ids: Collection[str]) -> list[GarbageRow]:
     """Lists the files that saves to this root have left in the local stage. A row is dead if the process of
     its save has ended, which the stage knows for certain, and the save is named or began at least `min_age_s` ago.
     """

@@ -326,8 +326,8 @@ class _Exchange:
             connection.send_ack()
 
     def _connect(self, reader: int, request: bytes) -> Connection:
-        """Returns a connection to the reader rank. If this rank has failed meanwhile, sends DISCONNECT to the reader
-        rank and raises PeerLeftError.
+        """Returns a connection to the reader rank, over which `request` has been sent. If this rank has failed
+        meanwhile, tells the reader rank that and raises PeerLeftError.
         """
         try:
             connection = connect(

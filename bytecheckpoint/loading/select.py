@@ -164,7 +164,7 @@ def _refuse_equal(names: Mapping[str, str]) -> None:
 
 
 def optimizers_in(trees: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the optimizers of a checkpoint by FQN."""
+    """Returns the trees of the optimizers in a checkpoint's `trees`, nested ones included, by FQN."""
     found: dict[str, Any] = {}
 
     def look(fqn: str, value: Any) -> None:

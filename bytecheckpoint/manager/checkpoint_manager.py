@@ -315,7 +315,7 @@ class CheckpointManager:
         self._mark("unpinning", step, StepMarks.unpin)
 
     def lease(self, step: int, seconds: float) -> None:
-        """Keeps a committed checkpoint for a number of seconds from now. All ranks call this together."""
+        """Keeps a committed checkpoint for at least a number of seconds from now. All ranks call this together."""
         self._mark("leasing", step, partial(StepMarks.lease, seconds=seconds))
 
     def _mark(self, doing: str, step: int, mark: Callable[[StepMarks, int], None]) -> None:

@@ -273,7 +273,7 @@ def _decode_items(raw: msgspec.Raw, kind: type[_Items], limit: int, what: str) -
     """Decodes a list or dict. `raw` is known to be well-formed msgpack.
 
     Raises UnsafeCheckpointError (limits_exceeded) if it has more than `limit` items, and CheckpointCorruptError
-    (bad_manifest) for a dict that repeats a key.
+    (bad_manifest) for a dict that repeats a key; the errors of msgspec for what is not of this `kind`.
     """
     num_items = count_items(raw, limit, what)
     items = msgspec.msgpack.decode(raw, type=kind)

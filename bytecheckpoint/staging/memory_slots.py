@@ -289,7 +289,9 @@ class JobMemory:
         check_room(self.job.root, new_bytes, held_bytes=bytes_of_all_slots(self.job), max_bytes=max_bytes)
 
     def close(self) -> None:
-        """Releases all slots, with what they hold, to whichever process takes them next."""
+        """Releases all slots, with what they hold, to whichever process takes them next, and ends the registration of
+        this process.
+        """
         for slot in self._slots:
             slot.release()
         self.copies.close()

@@ -124,7 +124,7 @@ class ManifestSummary:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Number of elements of all tensors but optimizer state."""
+        """Number of elements of all tensors but optimizer state; tied tensors count once."""
         optimizers = {
             name
             for name in {fqn.partition(".")[0] for fqn in self._manifest.objects}

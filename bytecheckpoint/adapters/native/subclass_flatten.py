@@ -173,7 +173,8 @@ def restored(
 
 def why_not_built(values: Mapping[str, Any], like: torch.Tensor | None = None) -> dict[str, str]:
     """Tries to build the subclasses whose facts and inner tensors are among these leaves; the tensors are on the meta
-    device. Returns the reason for each outermost one that cannot be built, by the FQN of its facts.
+    device, `like` is as in `restored`. Returns the reason for each outermost one that cannot be built, by the FQN of
+    its facts.
     """
     facts = {outer_fqn(fqn): value for fqn, value in values.items() if is_facts(fqn) and are_facts(value)}
     parts: dict[str, dict[str, Any]] = {fqn: {} for fqn in facts}

@@ -125,8 +125,8 @@ class HostExchange:
         """Takes the units that are announced, and handles the other messages of the host's ranks. Returns once this
         rank has all its units and `end_serving` was called, or this rank's load has failed.
 
-        Raises PeerLeftError if the load of another rank has failed, and CheckpointError (rank_missing) for a rank that
-        is stuck or gone.
+        Raises PeerLeftError if the load of another rank has failed, or this rank's while a message to another waits
+        for room; CheckpointError (rank_missing) for a rank that is stuck or gone.
         """
         while (self._num_left or not self._may_end) and not self._is_over.is_set():
             message = self._host_ranks.receive(_CHECK_S)

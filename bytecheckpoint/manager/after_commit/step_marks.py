@@ -81,7 +81,7 @@ class StepMarks(NamedTuple):
         self.background.note(StepChange(step, pinned=False))
 
     def lease(self, step: int, *, seconds: float) -> None:
-        """Leases the step for a number of seconds from now."""
+        """Leases the step for a number of seconds from now. Of several leases, the longest counts."""
         until = self.clock.now() + _checked_seconds(seconds)
         step_records.lease(self.store, step_folder(step), until=until)
         self.background.note(StepChange(step, leased_until=until))

@@ -202,7 +202,7 @@ def image_starts(lengths: Sequence[int]) -> list[int]:
 
 
 def create(folder: str) -> Slot:
-    """Makes a new slot of 0 bytes, held by this process."""
+    """Makes a new slot of 0 bytes, held by this process. The caller holds the folder's lock."""
     name = secrets.token_hex(8)
     temporary, path = os.path.join(folder, f"{TEMPORARY_PREFIX}{name}"), os.path.join(folder, name)
     os.close(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
