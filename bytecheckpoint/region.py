@@ -294,8 +294,8 @@ def subtract(region: Region, removed: Region) -> list[Region]:
 
 
 def grid_counts(shape: Sequence[int], part: Sequence[int]) -> list[int]:
-    """Returns the number of parts along each dimension of a regular grid: a tensor cut into parts of one shape, smaller
-    at the upper edges, as FSDP, tensor parallelism and meshes of them cut tensors.
+    """Returns the number of parts along each dimension of a regular grid: a tensor cut into parts of the shape `part`,
+    smaller at the upper edges, as FSDP, tensor parallelism and meshes of them cut tensors.
     """
     return [-(-length // of_part) for length, of_part in zip(shape, part, strict=True)]
 

@@ -30,7 +30,7 @@ _HF_SHARD = re.compile(r"\Amodel-(?:[0-9a-f]{8}-)?[0-9]{5}-of-[0-9]{5}\.safetens
 
 
 class TargetPlace(NamedTuple):
-    """The place of a target."""
+    """The place that a conversion writes to."""
 
     store: Store
     name: str

@@ -65,8 +65,8 @@ def measure_writes(open_store: Callable[[int], ProbeStore], *, seconds: float, m
     """Writes one object for each part length and each number of `writer_threads`, the argument of `open_store`; yields
     the speed of each.
 
-    An object is as long as `seconds` allow at the speed of the object before, but has at least a part for each thread,
-    and at most `max_bytes`.
+    An object is as long as `seconds` allow at the speed of the object before, but has at least a part for each thread;
+    it never has more than `max_bytes`, even if these are too few for that.
     """
     content = _page_aligned(os.urandom(min(max_bytes, max(WRITE_PART_BYTES))))
     bytes_per_s = 0.0

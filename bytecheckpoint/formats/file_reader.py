@@ -27,6 +27,7 @@ class FileReader:
         self.store = store
         self.name = name
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
+        """Blocks by number. The one read first is dropped first, even if it was used since."""
         self.byte_length = byte_length
 
     @property

@@ -23,11 +23,11 @@ def as_saved_here(value: Mapping[Any, Any]) -> dict[str, Any] | None:
     dict is no such state_dict.
     """
     if "param_groups" in value and value.keys() <= {"state", "param_groups"}:
-        return _nested(value.get("state", {}), value["param_groups"])
+        return _tree_of_nested(value.get("state", {}), value["param_groups"])
     if set(map(type, value)) != {str} or not any(key.startswith(_GROUPS) for key in value):
         return None
     is_flattened = all(key.startswith((_STATE, _GROUPS)) and key.count(".") > 1 for key in value)
-    return _flattened(value) if is_flattened else None
+    return _tree_of_flattened(value) if is_flattened else None
 
 
 def without_tensors(tree: dict[str, Any]) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def without_tensors(tree: dict[str, Any]) -> dict[str, Any]:
     return {**tree, "state": state}
 
 
-def _nested(state: Any, groups: Any) -> dict[str, Any] | None:
+def _tree_of_nested(state: Any, groups: Any) -> dict[str, Any] | None:
     """Returns the tree of a nested state_dict; None if it is not that of an optimizer."""
     if not isinstance(state, dict) or type(groups) is not list:
         return None
@@ -79,7 +79,7 @@ def _names(groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
     return found if len(set(found)) == len(found) and all(type(name) is str for name in found) else None
 
 
-def _flattened(value: Mapping[str, Any]) -> dict[str, Any]:
+def _tree_of_flattened(value: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tree of a flattened state_dict."""
     tree: dict[str, Any] = {"state": {}, "groups": {}}
     for path, item in value.items():

@@ -185,11 +185,13 @@ class _Upload:
 
     def __init__(self, store: Store, version: HeldVersion, jobs: Sequence[JobFolder]) -> None:
         self.num_files = 0
+        """Files uploaded so far."""
         self._store = store
         self._version = version
         self._folder = version.record.folder
         self._shown = f"memory of {join_name(str(store), self._folder)}"
         self._places: dict[str, list[FilePlace]] = {}
+        """Places of the data files of all saves, by name."""
         for name, place in chain.from_iterable(map(_holders, jobs)):
             self._places.setdefault(name, []).append(place)
         blocks = (block for job in jobs for block in scan_parity(job) if block.save_id == version.record.save_id)
