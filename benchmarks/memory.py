@@ -25,14 +25,12 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-import xxhash
 
 import bytecheckpoint as bcp
-from in_memory.goals import Goal, goals
+from in_memory.goals import Goal, copy_with_digests, goals
 from in_memory.peers import peer_works
 
 _TENSORS = 16
-_EXTENT_BYTES = 256 << 10
 _COPY, _LIMIT, _SAVE = "a bare copy", "a bare copy and its digests", "save to memory"
 _NVRX, _FOLDER = "LocalCheckpointManager.save", "save of this library to a folder in tmpfs"
 _RESUME, _MMAP = "resume from memory, verified", "torch.load(mmap=True) and a copy"
@@ -129,11 +127,7 @@ class Bench:
             self.into[name].copy_(tensor)
 
     def copy_with_digests(self) -> None:
-        self.copy()
-        for tensor in self.into.values():
-            content = memoryview(tensor.numpy()).cast("B")
-            for start in range(0, len(content), _EXTENT_BYTES):
-                xxhash.xxh3_64_intdigest(content[start : start + _EXTENT_BYTES])
+        copy_with_digests(self.state, self.into)
 
     def save_to_memory(self) -> Any:
         return self._save_to_memory(self.options)

@@ -7,11 +7,13 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 
 import bytecheckpoint as bcp
 from bytecheckpoint.memory_tier.parity import xor_into
@@ -23,6 +25,7 @@ from .peers import State, nvrx_manager
 _MEMBERS = 4
 _FLIPS = 20
 _STEPS = 8
+_EXTENT_BYTES = 256 << 10
 _STEP_IN_COPIES = 20
 """Length of a training step, in times that a copy of the state takes."""
 
@@ -68,21 +71,44 @@ def stall_goals(folder: Path, state: State) -> Iterator[Goal]:
         for _ in range(num_products):
             matrix @ matrix
 
+    savers: dict[str, tuple[_Saver | _Copier, str]] = {
+        "a copy with digests by another thread": (_Copier(state), "limit")
+    }
     for snapshot, target in (("lazy", "2 %"), ("copy", "a copy alone is 5 %")):
         options = bcp.SaveOptions(memory=bcp.Memory(copies=1, root=folder / snapshot), snapshot=snapshot)
-        saver = _Saver(folder / f"run-{snapshot}", state, options)
+        savers[f'a save, snapshot="{snapshot}"'] = _Saver(folder / f"run-{snapshot}", state, options), target
+    for saver, _ in savers.values():
         for _ in range(3):
-            saver.begin()
-            saver.handle.held("process")
-        bare_s, added_s = [], []
-        for _ in range(_STEPS):  # by turns, so that both meet the same machine
-            bare_s.append(_of_both_clocks(train))
-            added_s.append(_of_both_clocks(partial(saver.step, train)))
+            saver.step(lambda: None)
+    bare_s: list[tuple[float, float]] = []
+    taken_s: dict[str, list[tuple[float, float]]] = {name: [] for name in savers}
+    for _ in range(_STEPS):  # by turns, so that all meet the same machine
+        bare_s.append(_of_both_clocks(train))
+        for name, (saver, _) in savers.items():
+            taken_s[name].append(_of_both_clocks(partial(saver.step, train)))
+    for name, (_, target) in savers.items():
         thread, wall = (
-            100 * (sum(each[clock] for each in added_s) / sum(each[clock] for each in bare_s) - 1) for clock in (0, 1)
+            100 * (taken / bare - 1) for taken, bare in zip(_sums(taken_s[name]), _sums(bare_s), strict=True)
         )
-        name = f'a save at each step of {_STEP_IN_COPIES} copies\' time, snapshot="{snapshot}": training loses'
-        yield Goal(name, f"{thread:.1f} % of its thread's processor time, {wall:.1f} % of its seconds", target)
+        yield Goal(
+            f"{name}, at each step of {_STEP_IN_COPIES} copies' time: training loses",
+            f"{thread:.1f} % of its thread's processor time, {wall:.1f} % of its seconds",
+            target,
+        )
+
+
+def _sums(of_both_clocks: list[tuple[float, float]]) -> list[float]:
+    return [sum(of_one) for of_one in zip(*of_both_clocks, strict=True)]
+
+
+def copy_with_digests(state: State, into: State) -> None:
+    """Does the least that a verified copy can: each tensor copied, and a digest of each extent of the copy."""
+    for name, tensor in state.items():
+        into[name].copy_(tensor)
+    for tensor in into.values():
+        content = memoryview(tensor.numpy()).cast("B")
+        for start in range(0, len(content), _EXTENT_BYTES):
+            xxhash.xxh3_64_intdigest(content[start : start + _EXTENT_BYTES])
 
 
 def _seconds_of_copy(state: State) -> float:
@@ -109,6 +135,20 @@ class _Saver:
         train()
         self.handle.staged()
         self.handle.held("process")  # for which the next save would wait
+
+
+class _Copier:
+    """Copies each step to memory on a thread of its own, with digests, and does nothing else: the limit of a save."""
+
+    def __init__(self, state: State) -> None:
+        self._state, self._into = state, {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        self._thread = ThreadPoolExecutor(1)
+
+    def step(self, train: Callable[[], None]) -> None:
+        """Does one step of training, beside which the state is copied."""
+        copied = self._thread.submit(copy_with_digests, self._state, self._into)
+        train()
+        copied.result()
 
 
 def _of_both_clocks(work: Callable[[], object]) -> tuple[float, float]:
