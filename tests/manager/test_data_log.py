@@ -280,6 +280,16 @@ def test_a_state_without_loaders_and_one_that_is_no_small_position_are_refused(t
                 manager.log_data(0, {"data": bcp.DataLoaderState(loader, rank=0, size=1)})
 
 
+def test_a_state_without_loaders_that_was_refused_leaves_those_of_the_state_before(tmp_path: Path) -> None:
+    trainer = Trainer()
+    with manager_at(tmp_path) as manager:
+        trainer.step(manager, 5)
+        with pytest.raises(CheckpointMismatchError, match="nothing was changed"):
+            manager.log_data(6, {"weight": trainer.weight})
+        manager.log_data(6)
+        assert manager.restore_data() == 6
+
+
 def test_a_loader_with_small_states_is_logged_whole(tmp_path: Path) -> None:
     loader, other = StreamLoader({"a": 3}, {"consumed": 3}), StreamLoader({"a": 0})
     with manager_at(tmp_path) as manager:

@@ -60,15 +60,15 @@ class ManagedData:
         """Returns the loaders of a state, or for None of the last state that was passed, by FQN. Raises
         CheckpointMismatchError (conflict) if there are none.
         """
-        if state is not None:
-            self._loaders = data_loaders_in(state)
-        if not self._loaders:
+        loaders = data_loaders_in(state) if state is not None else self._loaders
+        if not loaders:
             raise CheckpointMismatchError(
                 f"{'the state has no' if state is not None else 'no state that was passed before has a'} data loader; "
                 'nothing was changed: pass the state that has one, as in {"data": bcp.DataLoaderState(loader, ...)}',
                 kind="conflict",
             )
-        return self._loaders
+        self._loaders = loaders
+        return loaders
 
     def log(self, step: int, state: Mapping[str, Any] | None) -> None:
         """Hands the positions of this rank over to the log."""
