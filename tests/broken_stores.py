@@ -24,6 +24,14 @@ class ReplacingStore(LocalStore):
         super().write(name, blocks, replace=replace or True)
 
 
+class KeepingStore(LocalStore):
+    """Ignores a write that is to replace."""
+
+    def write(self, name, blocks, *, replace):
+        if not replace:
+            super().write(name, blocks, replace=False)
+
+
 class TornStore(LocalStore):
     """Shows what it has so far."""
 

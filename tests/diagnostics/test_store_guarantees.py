@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import pytest
-from broken_stores import ForgetfulStore, GenerousStore, ReplacingStore, TornStore
+from broken_stores import ForgetfulStore, GenerousStore, KeepingStore, ReplacingStore, TornStore
 from faults.seams import files_under
 
 from bytecheckpoint.diagnostics.store_guarantees import ProbeStore, check_guarantees
@@ -16,6 +16,7 @@ from bytecheckpoint.storage.backends.local_store import LocalStore
 BROKEN = {
     ForgetfulStore: {"fresh_listing"},
     ReplacingStore: {"create_only", "create_race"},
+    KeepingStore: {"replace"},
     TornStore: {"large_objects", "whole_or_nothing"},
     GenerousStore: {"exact_ranges"},
     LocalStore: set(),
@@ -31,6 +32,12 @@ def test_a_broken_promise_is_seen(tmp_path, kind) -> None:
     assert bool(broken) == bool(BROKEN[kind])
     store.clear()
     assert files_under(tmp_path) == []
+
+
+def test_a_replace_that_is_ignored_is_called_one(tmp_path) -> None:
+    store = ProbeStore(KeepingStore(str(tmp_path), writer_threads=1), "probe")
+    (check,) = (check for check in check_guarantees(store) if check.name == "replace")
+    assert (check.is_kept, check.what) == (False, "the old bytes are read after they were replaced")
 
 
 def test_clearing_goes_on_where_one_object_stays(tmp_path) -> None:
