@@ -47,6 +47,7 @@ class LocalStage:
         self._folder: StagedFolder | None = None
         """None if the disk is so full that there cannot even be a folder."""
         self._journal: Journal | None = None
+        self._has_warned = False
         self._direct: list[str] = []
         """Names of files for which the disk had no room, at the path already."""
         self._reused: list[str] = []
@@ -70,7 +71,7 @@ class LocalStage:
         except CheckpointSaveError as error:
             if error.kind != "no_space":
                 raise
-            self._warn(journal.path)
+            self._warn()
 
     def write(self, image: FileImage, store: Store, path: str, on_checksum: Callable[[float], None]) -> DataFile:
         """Writes an image durably to the disk, or to `path` in the store if the disk has no room for it. Raises
@@ -91,7 +92,7 @@ class LocalStage:
                 # Hazard: bytes that were taken out of a snapshot cannot be taken again.
                 if error.kind != "no_space" or was_entered:
                     raise
-        self._warn(path)
+        self._warn()
         self._direct.append(image.name)
         return write_image(store, path, image, on_checksum)
 
@@ -103,13 +104,15 @@ class LocalStage:
         status = os.statvfs(self.root)
         return status.f_bavail * status.f_frsize >= num_bytes + _SPARE_BYTES
 
-    def _warn(self, path: str) -> None:
-        if not self._direct:
+    def _warn(self) -> None:
+        """Warns once that the disk is full."""
+        if self._journal is not None and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "the local stage %s has no room for all of this save: the rest is written to %s directly, which may "
                 "take longer; free space there (`bcp gc ROOT --local-stage %s` lists what saves left)",
                 self.root,
-                path,
+                self._journal.path,
                 self.root,
             )
 

@@ -212,7 +212,8 @@ def test_a_full_disk_costs_no_checkpoint(
     handle.result(20)
     monkeypatch.undo()
     assert local.direct_ranks == (0,)
-    assert "has no room for all of this save" in caplog.text
+    (warning,) = (text for text in caplog.messages if "has no room for all of this save" in text)
+    assert f"is written to {memory_url}/step_00000001 directly" in warning
     assert loads_as(memory_url, 0, 1.0)
 
 
