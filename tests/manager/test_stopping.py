@@ -104,6 +104,14 @@ def test_a_requested_stop_keeps_its_first_reason() -> None:
     assert requests.reason == "first"
 
 
+def test_a_stop_that_was_requested_with_a_deadline_keeps_the_reason_of_that_request() -> None:
+    requests = requests_of(deadlines=(time.time() + 100,), needed_s=50)
+    requests.request("late", deadline_s=80)
+    assert not requests.reason
+    requests.request("spot", deadline_s=40)
+    assert requests.reason == "spot"
+
+
 def stop_of_one(rank: int, world_size: int, stopping_rank: int) -> tuple[int, str]:
     """Ranks pass boundaries at speeds of their own until they are to stop."""
     requests = requests_of("SIGTERM")

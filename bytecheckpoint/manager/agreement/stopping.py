@@ -42,6 +42,8 @@ _LOST = (
 )
 _JOIN_S = 5.0
 _REQUEST, _VERDICT = "request", "verdict"
+_DEADLINE = "deadline"
+"""Reason of a stop for which nobody gave another one."""
 
 
 class StopRequests:
@@ -55,7 +57,8 @@ class StopRequests:
         """
         self._pid = os.getpid()
         self._reason = ""
-        self._deadlines = list(deadlines)
+        self._deadlines = [(at, _DEADLINE) for at in deadlines]
+        """Each with the reason of its stop."""
         self._needed_s = needed_s
         self._old_handlers: dict[str, Any] = {}
         self._is_closed = False
@@ -88,13 +91,16 @@ class StopRequests:
         if deadline_s is None:
             self._reason = self._reason or reason
         else:
-            self._deadlines.append(time.time() + float(deadline_s))  # in single precision minutes are lost
+            at = time.time() + float(deadline_s)  # in single precision minutes are lost
+            self._deadlines.append((at, reason or _DEADLINE))
 
     @property
     def reason(self) -> str:
         """The reason for which this rank is to stop now; empty if it is not."""
-        if not self._reason and self._deadlines and min(self._deadlines) - time.time() <= self._needed_s():
-            self._reason = "deadline"
+        if not self._reason and self._deadlines:
+            at, reason = min(self._deadlines)
+            if at - time.time() <= self._needed_s():
+                self._reason = reason
         return self._reason
 
     def close(self) -> None:
