@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from bytecheckpoint.errors import StorageError
+from bytecheckpoint.errors import CheckpointCorruptError, StorageError
 from bytecheckpoint.storage.backends import s3_requests
 from bytecheckpoint.storage.backends.s3_store import S3Store
 
@@ -51,6 +51,34 @@ class Dialect(http.server.BaseHTTPRequestHandler):
         pass
 
 
+class ShortRanges(Dialect):
+    """Answers with at most four bytes of ten."""
+
+    size = "10"
+
+    def do_GET(self) -> None:
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        content = b"0123456789"[first : min(last + 1, first + 4)]
+        self.send_response(206 if content else 416)
+        if content:
+            self.send_header("Content-Range", f"bytes {first}-{first + len(content) - 1}/{self.size}")
+        content = content or b"<Error><Code>InvalidRange</Code><Message>past the end</Message></Error>"
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "10")
+        self.end_headers()
+
+
+class ShortRangesOfUnknown(ShortRanges):
+    """Does not say how long the object is."""
+
+    size = "*"
+
+
 class WholeObjects(Dialect):
     status = 200
 
@@ -82,6 +110,15 @@ def test_an_answer_in_chunks_that_is_no_range_is_refused():
     with served(WholeObjects) as store, pytest.raises(StorageError, match="cannot read parts") as caught:
         get(store, "x", 4)
     assert caught.value.kind == "unsupported"
+
+
+@pytest.mark.parametrize("dialect", [ShortRanges, ShortRangesOfUnknown], ids=["with a size", "without a size"])
+def test_the_rest_of_a_range_that_is_answered_in_part_is_asked_for(dialect):
+    with served(dialect) as store:
+        assert get(store, "x", 9, 1) == b"123456789"
+        with pytest.raises(CheckpointCorruptError, match="ends at byte 10") as caught:
+            get(store, "x", 9, 3)
+    assert caught.value.kind == "truncated"
 
 
 def test_deleting_what_a_service_says_is_gone_is_no_error():

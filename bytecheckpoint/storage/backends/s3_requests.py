@@ -267,7 +267,9 @@ class _PartialObject:
 
 
 def _check_range(answer: Mapping[str, Any], first: int, last: int) -> None:
-    """Raises EndOfObjectError, RangeIgnoredError or ConnectionError for an answer without the bytes first to last."""
+    """Raises EndOfObjectError, RangeIgnoredError or ConnectionError for an answer that does not begin with byte `first`
+    of an object that has bytes up to `last`. It may have fewer bytes, as RFC 9110 allows: the rest is asked for again.
+    """
     num_bytes = answer.get("ContentLength")  # missing from a chunked answer
     if answer["ResponseMetadata"]["HTTPStatusCode"] != _PARTIAL:
         if first == 0 and num_bytes == last + 1:
@@ -278,5 +280,5 @@ def _check_range(answer: Mapping[str, Any], first: int, last: int) -> None:
         raise ConnectionError(BROKEN_OFF)
     if int(found["first"]) != first:
         raise RangeIgnoredError(f"bytes {first} to {last + 1} were asked for; the answer says {found[0]!r}")
-    if int(found["last"]) < last:
-        raise EndOfObjectError(int(found["size"]) if found["size"] != "*" else int(found["last"]) + 1)
+    if found["size"] != "*" and int(found["size"]) <= last:
+        raise EndOfObjectError(int(found["size"]))
