@@ -20,6 +20,7 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.info import CheckpointInfo, LoadReport, LoggedData
 from bytecheckpoint.manager import abandoned_steps, keep_policies, save_policies, step_records
 from bytecheckpoint.manager.after_commit.background import Background
+from bytecheckpoint.manager.after_commit.second_root import open_second
 from bytecheckpoint.manager.after_commit.step_marks import StepMarks, end_pins_ahead, refuse_read_only
 from bytecheckpoint.manager.agreement.decisions import Decisions, StorageClock, offset_of
 from bytecheckpoint.manager.agreement.due_steps import DueSteps
@@ -79,7 +80,7 @@ class CheckpointManager:
         other than 1 without memory, and what opening the root raises.
         """
         check_policies(save=save, keep=keep)
-        self._options = with_memory(check_options(options), memory)
+        self._options, memory_policy = with_memory(check_options(options), memory, memory_every)
         self._root, self._role = fix_place(layout.root_of(root, role)), role
         self._policy, self._keep = save, keep
         self._goodput = Goodput()
@@ -101,7 +102,7 @@ class CheckpointManager:
             self._run, self._options, decisions=self._decisions, goodput=self._goodput, owned=self._owned, log=log
         )
         self._data = ManagedData(self._run, self._saves, decisions=self._decisions, log=log, options=self._options.load)
-        self._memory = MemorySteps(memory_every, self._saves, self._run, self._options, decisions=self._decisions)
+        self._memory = MemorySteps(memory_policy, self._saves, self._run, self._options, decisions=self._decisions)
         self._due = DueSteps(save, self._saves, decisions=self._decisions, goodput=self._goodput, owned=self._owned)
         self._goodput.earlier_save_s = opened.save_s
         self._saves.begin_at(opened.newest, opened.abandoned)
@@ -117,6 +118,8 @@ class CheckpointManager:
         """Opens the root, on rank 0, without reading every step."""
         if self._options.read_only:
             return self._look(None, 0)
+        options = self._options
+        target = open_second(options, self._role)  # before the claim: it may refuse what it is given
         clock = StorageClock(offset_of(self._store))
         generation = claim(self._store, time=clock.now())
         end_pins_ahead(self._store)
@@ -124,10 +127,7 @@ class CheckpointManager:
         opened = self._look(clock, generation.number)
         background = Background(generation, self._keep, clock, reads_steps=not save_policies.is_step_only(self._policy))
         self._owned = OwnedRoot(generation, background, clock)
-        options = self._options
-        if options.cool_down is not None:
-            root = layout.root_of(options.cool_down, self._role)
-            target = open_store(root, storage_options=options.cool_down_options, writer_threads=1)
+        if target is not None:
             background.cool_down(target, options.cool_down_keep or _KEEP_ALL, overwrites=options.save.overwrite)
         background.begin()
         return opened

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 import bytecheckpoint as bcp
 from bytecheckpoint import api, keep_policies, save_policies
-from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError
+from bytecheckpoint.errors import CheckpointError, CheckpointMismatchError, CheckpointNotFoundError, StorageError
 from distributed.workers import WorkerPool
 
 EVERY = save_policies.EverySteps(1)
@@ -44,6 +45,28 @@ def test_what_is_no_policy_and_no_options_is_refused_with_what_to_pass(
     with pytest.raises(TypeError, match=message):
         bcp.CheckpointManager(tmp_path, **arguments)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"memory_every": 0}, ValueError),
+        ({"memory_every": 5}, ValueError),
+        ({"memory_every": "often"}, TypeError),
+        ({"options": bcp.ManagerOptions(cool_down="nosuch://bucket/run")}, StorageError),
+    ],
+    ids=["no step", "without memory", "no policy", "second root"],
+)
+def test_what_is_refused_claims_nothing_and_starts_nothing(
+    tmp_path: Path, arguments: dict[str, Any], error: type[Exception]
+) -> None:
+    with bcp.CheckpointManager(tmp_path, save=EVERY) as manager:
+        num_threads = threading.active_count()
+        with pytest.raises(error):
+            bcp.CheckpointManager(tmp_path, **arguments)
+        assert threading.active_count() == num_threads
+        manager.save(1, state_at(1))
+    assert bcp.steps(tmp_path) == [1]
 
 
 @pytest.mark.parametrize(

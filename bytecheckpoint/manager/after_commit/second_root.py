@@ -19,6 +19,7 @@ from bytecheckpoint.manager.after_commit.save_pauses import OngoingSaves, SavePa
 from bytecheckpoint.manager.agreement.decisions import StorageClock
 from bytecheckpoint.manager.cool_down import clear_cut_off, copy_step
 from bytecheckpoint.manager.keep_policies import KeepPolicy
+from bytecheckpoint.manager.options import ManagerOptions
 from bytecheckpoint.manager.ownership import Generation, claim
 from bytecheckpoint.manager.retention import (
     DeletionPace,
@@ -31,11 +32,20 @@ from bytecheckpoint.manager.retention import (
 from bytecheckpoint.manager.step_info import StepInfo
 from bytecheckpoint.manager.step_records import StoredStep
 from bytecheckpoint.storage import layout
+from bytecheckpoint.storage.open_store import open_store
 from bytecheckpoint.storage.store import Store
 
 logger = logging.getLogger("bytecheckpoint")
 
 _WAITS = "waits for its copy"
+
+
+def open_second(options: ManagerOptions, role: str | None) -> Store | None:
+    """Returns the store at the second root of these options, with nothing read or written yet; None without one."""
+    if options.cool_down is None:
+        return None
+    root = layout.root_of(options.cool_down, role)
+    return open_store(root, storage_options=options.cool_down_options, writer_threads=1)
 
 
 class SecondRoot:

@@ -27,9 +27,21 @@ from bytecheckpoint.saving.handle import SaveHandle
 logger = logging.getLogger("bytecheckpoint")
 
 
-def with_memory(options: ManagerOptions, memory: Memory | None) -> ManagerOptions:
-    """Returns the options with `memory` for each save; unchanged if `memory` is None."""
-    return options if memory is None else replace(options, save=replace(options.save, memory=memory))
+def with_memory(
+    options: ManagerOptions, memory: Memory | None, every: int | SavePolicy
+) -> tuple[ManagerOptions, SavePolicy]:
+    """Returns the options with `memory` for each save, unchanged if `memory` is None, and the policy of memory saves.
+
+    Raises TypeError if `every` is neither a number of steps nor a policy, and ValueError if it is less than one step,
+    or is not 1 although the options have no memory.
+    """
+    policy = EverySteps(every) if isinstance(every, int) else every
+    if not callable(getattr(policy, "due", None)):
+        raise TypeError(f"memory_every takes a number of steps or a save policy, not {every!r}")
+    options = options if memory is None else replace(options, save=replace(options.save, memory=memory))
+    if every != 1 and options.save.memory is None:
+        raise ValueError("memory_every without memory holds nothing: pass memory=bcp.Memory(copies=1) as well")
+    return options, policy
 
 
 class MemorySteps:
@@ -37,25 +49,18 @@ class MemorySteps:
 
     def __init__(
         self,
-        every: int | SavePolicy,
+        policy: SavePolicy,
         saves: ManagedSaves,
         run: ManagedRun,
         options: ManagerOptions,
         *,
         decisions: Decisions,
     ) -> None:
-        """Raises TypeError if `every` is neither a number of steps nor a policy, and ValueError if it is less than one
-        step, or is not 1 although the options have no memory.
-        """
-        self._policy = EverySteps(every) if isinstance(every, int) else every
-        if not callable(getattr(self._policy, "due", None)):
-            raise TypeError(f"memory_every takes a number of steps or a save policy, not {every!r}")
+        self._policy = policy
         self._saves = saves
         saves.settle_memory = self.settle
         self._run = run
         self._options = options
-        if every != 1 and not self.is_on:
-            raise ValueError("memory_every without memory holds nothing: pass memory=bcp.Memory(copies=1) as well")
         self._decisions = decisions
         self._handle: SaveHandle | None = None
         self._began = time.monotonic()
