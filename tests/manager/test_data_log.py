@@ -280,6 +280,30 @@ def test_a_state_without_loaders_and_one_that_is_no_small_position_are_refused(t
                 manager.log_data(0, {"data": bcp.DataLoaderState(loader, rank=0, size=1)})
 
 
+class PositionLoader(StreamLoader):
+    """Its positions are its states."""
+
+    def stream_position(self, stream_id: str) -> Any:
+        return self.stream_state(stream_id)
+
+
+@pytest.mark.parametrize("large", ["x" * 20_000, torch.zeros(20_000)], ids=["text", "tensor"])
+@pytest.mark.parametrize(
+    ("kind", "is_shared", "advice"),
+    [
+        (StreamLoader, False, r"give the loader a method stream_position\(id\)"),
+        (PositionLoader, False, r"let stream_position\(id\) of the loader return only"),
+        (PositionLoader, True, r"let shared_state\(\) of the loader return less"),
+    ],
+)
+def test_what_is_too_large_for_the_log_is_refused_with_what_would_make_it_smaller(
+    tmp_path: Path, kind: type[StreamLoader], is_shared: bool, advice: str, large: Any
+) -> None:
+    loader = kind({"a": 1}, large) if is_shared else kind({"a": large})
+    with manager_at(tmp_path) as manager, pytest.raises(CheckpointSaveError, match=advice):
+        manager.log_data(0, {"data": bcp.DataLoaderState(loader, rank=0, size=1)})
+
+
 def test_a_state_without_loaders_that_was_refused_leaves_those_of_the_state_before(tmp_path: Path) -> None:
     trainer = Trainer()
     with manager_at(tmp_path) as manager:

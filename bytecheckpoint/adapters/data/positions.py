@@ -5,6 +5,7 @@ of an earlier checkpoint they make the state of now.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,6 +21,15 @@ from bytecheckpoint.manifest.plain_wire import unsupported
 
 MAX_POSITION_BYTES = 1 << 14
 """Longest encoded position of one stream, or shared state of a loader."""
+_GIVE_POSITION = "give the loader a method stream_position(id), which docs/data.md explains"
+_SHORTEN_POSITION = (
+    "let stream_position(id) of the loader return only the values that change at every step: the others come from the "
+    "checkpoint before"
+)
+_SHORTEN_SHARED = (
+    "let shared_state() of the loader return less: move what grows into the states of streams, where "
+    "stream_position(id) can leave it out"
+)
 
 
 def encode_positions(fqn: str, state: DataLoaderState) -> bytes:
@@ -31,13 +41,15 @@ def encode_positions(fqn: str, state: DataLoaderState) -> bytes:
     entry, loader = DataLoaderEntry(fqn, state), state.streams
     entry.refuse_inexact()
     position_of = getattr(loader, "stream_position", loader.stream_state)
+    advice = _SHORTEN_POSITION if hasattr(loader, "stream_position") else _GIVE_POSITION
     streams: dict[str, msgspec.Raw] = {}
     for stream_id in entry.own_ids(loader):
         name = f"{fqn}.streams.{stream_id}"
-        encoded = encode_state(position_of(stream_id), name, _refuse_large)
-        streams[stream_id] = msgspec.Raw(_checked(encoded, name))
+        encoded = encode_state(position_of(stream_id), name, partial(_refuse_large, advice=advice))
+        streams[stream_id] = msgspec.Raw(_checked(encoded, name, advice))
     name = f"{fqn}.shared"
-    return entry.encode_part(loader, streams, _checked(encode_plain(loader.shared_state(), name, _refuse_large), name))
+    shared = encode_plain(loader.shared_state(), name, partial(_refuse_large, advice=_SHORTEN_SHARED))
+    return entry.encode_part(loader, streams, _checked(shared, name, _SHORTEN_SHARED))
 
 
 def merge_positions(fqn: str, parts: Mapping[int, bytes]) -> bytes:
@@ -78,25 +90,21 @@ def position_trees(merged: bytes) -> dict[str, Any]:
     return dict(decode_stored(merged)["streams"])
 
 
-def _checked(encoded: bytes, name: str) -> bytes:
+def _checked(encoded: bytes, name: str, advice: str) -> bytes:
     """Returns the encoded position of a stream, or shared state of a loader. Raises CheckpointSaveError
     (unsupported_value) if it is too long.
     """
     if len(encoded) > MAX_POSITION_BYTES:
         raise unsupported(
             name,
-            f"a state of {len(encoded)} bytes, and the log takes positions of at most {MAX_POSITION_BYTES}",
-            "give the loader a method stream_position(id), which docs/data.md explains",
+            f"a state of {len(encoded)} bytes, and the log takes at most {MAX_POSITION_BYTES}",
+            advice,
         )
     return encoded
 
 
-def _refuse_large(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
+def _refuse_large(fqn: str, tensor: torch.Tensor, *, advice: str) -> torch.Tensor:
     """Returns a small tensor as it is. Raises CheckpointSaveError (unsupported_value) for a large one."""
     if not fits_inline(tensor):
-        raise unsupported(
-            fqn,
-            "a tensor that is too large for the log of positions",
-            "give the loader a method stream_position(id), which docs/data.md explains",
-        )
+        raise unsupported(fqn, "a tensor that is too large for the log of positions", advice)
     return tensor
