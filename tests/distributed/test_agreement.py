@@ -158,6 +158,27 @@ def test_a_tensor_here_and_plain_data_there_is_refused_at_the_top(
     assert files_under(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ([bcp.RankLocal(1), 2], "x: a RankLocal on rank 0, 2 on rank 1"),
+        ([2, bcp.RankLocal(1)], "x: a RankLocal on rank 1, 2 on rank 0"),
+        ([1, bcp.RankLocal(1)], "x: a RankLocal on rank 1, 1 on rank 0"),
+        ([bcp.RankLocal({"a": 1}), {"a": 1}], "x: a RankLocal on rank 0, {'a': 1} on rank 1"),
+    ],
+    ids=["first", "second", "equal", "dict"],
+)
+def test_a_value_that_only_some_ranks_wrap_in_rank_local_is_refused(
+    workers: WorkerPool, tmp_path: Path, values: list[Any], line: str
+) -> None:
+    errors = workers.run(save_at_the_top, str(tmp_path), values, world_size=2)
+    assert errors[0] == errors[1]
+    assert (errors[0].cls, errors[0].kind, errors[0].ranks) == ("CheckpointMismatchError", "conflict", (0, 1))
+    assert line in errors[0].message
+    assert "on every rank" in errors[0].message
+    assert files_under(tmp_path) == []
+
+
 def extra(rank: int) -> dict[str, Any]:
     return {"seed": 100 + rank, "epoch": 3, "state": torch.arange(5) + rank, "nested": {"cursor": [rank, "x"]}}
 
