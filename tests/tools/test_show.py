@@ -48,6 +48,54 @@ def test_json_adds_up(call, saved_root) -> None:
         assert tensor["shape"] == list(checkpoint[tensor["fqn"]].shape)
 
 
+class ModuleOfState(torch.nn.Module):
+    """One whose names are like those of an optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.out = torch.nn.Linear(3, 4), torch.nn.Linear(4, 5)
+
+    def get_extra_state(self):
+        return {"a": 1}
+
+    def set_extra_state(self, state):
+        pass
+
+
+class HoldsOptimizer:
+    """Saves an optimizer as plain data."""
+
+    def __init__(self, optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self):
+        return {"optimizer": self.optimizer.state_dict(), "count": 3}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize(
+    "entries_of",
+    [
+        lambda model, optimizer: {"model": model, "optimizer": optimizer},
+        lambda model, optimizer: {"train": {"model": model, "optimizer": optimizer}},
+        lambda model, optimizer: {"model": model, "optimizer": optimizer.state_dict()},
+        lambda model, optimizer: {"model": model, "train": HoldsOptimizer(optimizer)},
+        lambda model, optimizer: {"model": model, "optimizers": [optimizer.state_dict()]},
+    ],
+    ids=["entries", "nested entries", "state_dict", "within an object", "list"],
+)
+def test_optimizer_state_counts_as_no_parameters_wherever_it_stands(call, tmp_path, entries_of) -> None:
+    model = ModuleOfState()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.out(model.state(torch.ones(2, 3))).sum().backward()
+    optimizer.step()
+    bcp.save(tmp_path / "c", entries_of(model, optimizer))
+    shown = call("show", tmp_path / "c", "--json").json
+    assert shown["num_parameters"] == sum(parameter.numel() for parameter in model.parameters())
+
+
 def test_rows_are_limited_and_the_rest_is_counted(call, saved_root) -> None:
     out = call("show", saved_root, "--limit", 3).out
     total = len(bcp.open(saved_root))

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from itertools import repeat
 from math import isfinite, prod
 from typing import Any, NamedTuple
 
@@ -19,9 +18,11 @@ import numpy as np
 from bytecheckpoint.dtypes import itemsize
 from bytecheckpoint.errors import CheckpointNotFoundError, and_more
 from bytecheckpoint.manifest import Chunk, Manifest, TensorRecord
+from bytecheckpoint.manifest.plain_wire import join_fqn
 
 from ..arguments import Opened
 from ..render.number_format import shape_text, shortened
+from .diagnosis.optimizer_trees import optimizers_in
 from .save_layout import chunks_by_file, cut_names
 
 _DIGITS = re.compile(r"([0-9]+)")
@@ -125,12 +126,9 @@ class ManifestSummary:
     @cached_property
     def num_parameters(self) -> int:
         """Number of elements of all tensors but optimizer state; tied tensors count once."""
-        optimizers = {
-            name
-            for name in {fqn.partition(".")[0] for fqn in self._manifest.objects}
-            if any(map(str.startswith, self._names, repeat(f"{name}.state.")))
-        }
-        return sum(entry.num_elements for entry in self.entries if entry.name not in optimizers)
+        starts = tuple(join_fqn(fqn, "") for fqn in optimizers_in(self._manifest))
+        totals = self._totals(["state" if fqn.startswith(starts) else "parameters" for fqn in self._names])
+        return sum(total.num_elements for total in totals if total.name == "parameters")
 
     @cached_property
     def num_chunks(self) -> int:
