@@ -287,6 +287,19 @@ def own_checkpoint_of_several_models(folder: Path) -> Case:
     return Case(folder / "x", saved, lambda: {"actor": network(8), "critic": network(9)}, "this library", kinds=kinds)
 
 
+def own_checkpoint_of_two_models_and_their_optimizer(folder: Path) -> Case:
+    def new(seed: int = 8) -> Names:
+        model, head = network(seed), network(seed + 1)
+        return {"model": model, "head": head, "optimizer": torch.optim.AdamW([*model.parameters(), *head.parameters()])}
+
+    saved = new(1)
+    sum(parameter.sum() for group in saved["optimizer"].param_groups for parameter in group["params"]).backward()
+    saved["optimizer"].step()
+    bcp.save(folder / "x", saved)
+    kinds = {"model": "model", "head": "model", "optimizer": "optimizer"}
+    return Case(folder / "x", saved, new, "this library", kinds=kinds)
+
+
 def own_checkpoint_without_names(folder: Path) -> Case:
     saved = {"model": trainer.Net(1)}
     bcp.save(folder / "x", saved["model"].body.state_dict())
@@ -323,6 +336,7 @@ CASES = [
     deepspeed_without_zero,
     own_checkpoint,
     own_checkpoint_of_several_models,
+    own_checkpoint_of_two_models_and_their_optimizer,
     own_checkpoint_without_names,
     converted_checkpoint,
 ]

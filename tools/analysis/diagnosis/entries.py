@@ -15,6 +15,7 @@ from bytecheckpoint.manifest.plain_wire import TensorRef
 
 from ...render.number_format import count_text, shortened
 from ..summary import plain_value
+from .optimizer_trees import is_optimizer
 
 Kind = Literal[
     "model",
@@ -144,15 +145,6 @@ def rank_part(fqn: str, value: Any) -> Part:
     if isinstance(value, dict) and {"python", "numpy", "torch"} <= value.keys():
         return Part(name=fqn, kind="random numbers", holds="generators of each rank", into="a bcp.RngState")
     return Part(name=fqn, kind="values of ranks", holds=_value_text(value), into=None, is_by_rank=True)
-
-
-def is_optimizer(value: Any) -> bool:
-    return isinstance(value, dict) and {"state", "groups"} <= value.keys() <= {
-        "state",
-        "groups",
-        "by_position",
-        "facts",
-    }
 
 
 def is_scheduler(value: Mapping[Any, Any]) -> bool:

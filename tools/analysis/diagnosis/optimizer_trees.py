@@ -5,6 +5,7 @@ own. Needs no torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 
@@ -13,6 +14,13 @@ from bytecheckpoint.manifest.plain_wire import MAX_DEPTH, join_fqn
 
 _items_of = msgspec.msgpack.Decoder(dict[str, msgspec.Raw] | list[msgspec.Raw]).decode
 _groups_of = msgspec.msgpack.Decoder(dict[str, dict[str, msgspec.Raw]]).decode
+
+
+def is_optimizer(tree: Any) -> bool:
+    """Returns True for a tree in the form in which this library saves an optimizer."""
+    if not isinstance(tree, dict) or "state" not in tree or not isinstance(tree.get("groups"), dict):
+        return False
+    return all(isinstance(group, dict) and "params" in group for group in tree["groups"].values())
 
 
 def optimizers_in(manifest: Manifest) -> list[str]:

@@ -24,12 +24,12 @@ from .entries import (
     entry_part,
     is_extra_state,
     is_model_state,
-    is_optimizer,
     is_scheduler,
     rank_part,
     scheduler_text,
     wrapper_of,
 )
+from .optimizer_trees import is_optimizer
 
 _NAMED_BY_READER = frozenset({OWN_FORMAT, "deepspeed", "megatron"})
 """Formats in which models may have names; in all others they have none."""
