@@ -206,6 +206,15 @@ def test_objects_with_a_state_of_their_own(tmp_path: Path, wrap: Any) -> None:
     assert same(holder.tensor, int8(4, block=2))
 
 
+def test_a_renamed_object_is_given_its_own_tensor_back(tmp_path: Path) -> None:
+    unfindable = type("Unfindable", (Int8Weight,), {"__module__": "elsewhere"})
+    bcp.save(tmp_path, {"old": Holder(int8(1, cls=unfindable))})
+    holder = Holder(int8(2, cls=unfindable))
+    bcp.load(tmp_path, {"new": holder}, key_map=[(r"^old\b", "new")])
+    assert holder.given is holder.tensor
+    assert same(holder.tensor, int8(1, cls=unfindable))
+
+
 def test_an_object_is_given_its_own_tensor_back(tmp_path: Path) -> None:
     bcp.save(tmp_path, {"it": Holder(int8(1))})
     holder = Holder(int8(2))
