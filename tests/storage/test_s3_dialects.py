@@ -121,6 +121,20 @@ def test_the_rest_of_a_range_that_is_answered_in_part_is_asked_for(dialect):
     assert caught.value.kind == "truncated"
 
 
+def test_a_request_is_tried_again_for_as_long_as_it_may_take(monkeypatch):
+    """More often than a float has doublings."""
+    monkeypatch.setattr(s3_requests, "_FIRST_PAUSE_S", 1e-6)
+    monkeypatch.setattr(s3_requests, "_MAX_PAUSE_S", 1e-6)
+
+    def attempt(number):
+        if number < 1100:
+            raise ConnectionResetError
+        return number
+
+    with served(Dialect) as store:
+        assert store._requests.persist(attempt, store._policy()) == 1100
+
+
 def test_deleting_what_a_service_says_is_gone_is_no_error():
     with served(Dialect) as store:
         store.delete("x")

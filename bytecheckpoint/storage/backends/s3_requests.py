@@ -169,7 +169,7 @@ class S3Requests:
             return None
         if is_throttled(error):
             self._backoff.slow_down()
-        longest_s = min(_FIRST_PAUSE_S * 2**number, _MAX_PAUSE_S)
+        longest_s = min(_FIRST_PAUSE_S * 2 ** min(number, 100), _MAX_PAUSE_S)  # no float holds 2**1024
         return random.uniform(_FIRST_PAUSE_S / 2, longest_s)  # noqa: S311 - spreads requests, keeps no secret
 
     def _limit_s(self, error: Exception, policy: RetryPolicy) -> float:
