@@ -25,13 +25,6 @@ class _Conflict(NamedTuple):
     ranks: tuple[int, int]
 
 
-class _RankLocalHere:
-    """Stands for a value that a rank wraps in RankLocal, and another does not."""
-
-    def __repr__(self) -> str:
-        return "a RankLocal"
-
-
 def merge_plain(
     plain: Sequence[Mapping[str, tuple[Scope, bytes]]], global_ranks: Sequence[int]
 ) -> tuple[dict[str, bytes], dict[str, dict[int, bytes]]]:
@@ -39,8 +32,8 @@ def merge_plain(
     by its number in `plain`, both by FQN. An FQN may be on some ranks only. `plain[r]` comes from rank r, whose global
     number is `global_ranks[r]`.
 
-    Raises one CheckpointMismatchError (conflict) for all FQNs whose values differ and must not, or that some ranks wrap
-    in RankLocal and others do not; if there are none, one for all data loaders whose parts do not fit together.
+    A value that any rank wraps in RankLocal is one of each rank. Raises one CheckpointMismatchError (conflict) for all
+    FQNs whose values differ and must not; if there are none, one for all data loaders whose parts do not fit together.
     """
     shared: dict[str, bytes] = {}
     by_rank: dict[str, dict[int, bytes]] = {}
@@ -57,12 +50,7 @@ def merge_plain(
             continue
         scope = "rank" if "rank" in scopes.values() else next(iter(scopes.values()))
         is_same = len(set(values.values())) == 1
-        unwrapped = next((rank for rank in scopes if scopes[rank] not in {"rank", "either"}), None)
-        if scope == "rank" and unwrapped is not None:
-            wrapped = next(rank for rank in scopes if scopes[rank] == "rank")
-            shown = _RankLocalHere(), decode_plain(values[unwrapped])
-            conflicts.append(_Conflict(fqn, shown, (wrapped, unwrapped)))
-        elif scope == "rank" or (scope == "either" and not is_same):
+        if scope == "rank" or (scope == "either" and not is_same):
             by_rank[fqn] = values
         elif is_same:
             shared[fqn] = next(iter(values.values()))
@@ -83,8 +71,7 @@ def _conflict_error(conflicts: Sequence[_Conflict], global_ranks: Sequence[int])
     ]
     return CheckpointMismatchError(
         f"{len(conflicts)} values of plain data differ between ranks; nothing was written. Wrap what is meant to "
-        "differ in bcp.RankLocal(value) on every rank, or give every rank the same:\n  "
-        + and_more(lines, _NUM_SHOWN, "\n  "),
+        "differ in bcp.RankLocal(value), or give every rank the same:\n  " + and_more(lines, _NUM_SHOWN, "\n  "),
         kind="conflict",
         ranks=tuple(sorted({global_ranks[rank] for conflict in conflicts for rank in conflict.ranks})),
     )
