@@ -218,7 +218,7 @@ class CheckpointManager:
         return None
 
     def _continue_from(self, report: LoadReport, step: int, passed_over: Collection[int], *, was_resumed: bool) -> None:
-        """Makes the restored step the newest one: later steps become abandoned."""
+        """Makes the restored step the newest: later ones become abandoned. `was_resumed`: memory was looked at."""
         warn_of_ignored(report, rank=self._rank)
         held = report.save_id if self._memory.is_on else ""
         find_abandoned = partial(abandoned_steps.steps_left_behind, self._store, step, held=held)

@@ -208,7 +208,7 @@ class _Planner:
     def add_holders(self, fqn: str, holders: Holders) -> None:
         for region, of_region in holders.items():
             if not region.numel and 0 not in self._tensors[fqn].shape:
-                continue  # this rank's share of an uneven split is empty
+                continue  # a rank's share of an uneven split is empty
             ranks, items = [holder.rank for holder in of_region], [holder.item for holder in of_region]
             digests = [holder.digest for holder in of_region if holder.digest is not None]
             self._add_region(fqn, region, _Replicas(ranks, items, digests))

@@ -50,7 +50,7 @@ class ItemRegion(NamedTuple):
 
 
 class PackedItems(msgspec.Struct, frozen=True, array_like=True):
-    """All items of one rank, as a message."""
+    """All write items of one rank, as a message."""
 
     described: bytes
     """The tensors: the same bytes on ranks that hold parts of the same tensors, in the same order."""

@@ -279,7 +279,8 @@ def join_stop(
     requests: StopRequests, process_group: dist.ProcessGroup | None, *, token: str, timeout_s: float
 ) -> SoleStop | GroupStop:
     """Returns the agreement of the ranks of a group, by default of all ranks; a SoleStop for a process on its own, or
-    for a group of one rank. Raises TypeError if `process_group` is no group that has this rank.
+    for a group of one rank. `token` is the same on all ranks, and another for each agreement; `timeout_s` limits the
+    wait of `pass_boundary`. Raises TypeError if `process_group` is no group that has this rank.
     """
     is_grouped = process_group is not None or (dist.is_available() and dist.is_initialized())
     if not is_grouped or dist.get_world_size(process_group) == 1:

@@ -239,7 +239,7 @@ def _prepare_root(root: str) -> str:
 
 
 def _read_host(root: str) -> str | None:
-    """Returns the id of a memory root; None if it is missing or damaged."""
+    """Returns the id of a memory root, which stands for the host; None if it is missing or damaged."""
     with suppress(FileNotFoundError, UnicodeDecodeError), open(os.path.join(root, _HOST), encoding="ascii") as file:
         host = file.read(64)
         return host if _ID.match(host) else None

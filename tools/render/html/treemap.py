@@ -43,7 +43,7 @@ class TreemapTile(NamedTuple):
 
 def lay_out(nodes: Sequence[ModuleNode], box: Box) -> list[TreemapTile]:
     """Returns the tiles of a tree in a rectangle. Nodes without bytes have no tile; of many siblings, the smallest
-    share a tile.
+    share a tile; a tile that is small or deep has none inside it.
     """
     tiles: list[TreemapTile] = []
     for family, (node, place) in enumerate(_placed(nodes, box)):
