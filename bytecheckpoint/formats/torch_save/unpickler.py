@@ -84,7 +84,8 @@ class _Machine:
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
         self._bytes_made = 0
-        """Estimate for all calls: each takes a few bytes of pickle, and may copy what it is given."""
+        """Estimate of the memory of all that calls and states have made so far, plus an amount for each crafted key,
+        which is slow to add. It is limited: a few bytes of pickle may copy a large value again and again."""
 
     def run(self, content: bytes) -> Any:
         stack, memo, steps = self._stack, self._memo, self._steps()

@@ -165,8 +165,9 @@ def load(
 ) -> None:
     """Fills a state, in place and with all ranks together, from a checkpoint that any layout may have saved.
 
-    Tensors are filled and converted to the state's dtype, plain data is replaced, and load_state_dict() of values that
-    have one is called last. What the state does not ask for is ignored, at any depth.
+    Tensors, also those of modules and optimizers, are filled and converted to the state's dtype, and plain data is
+    replaced. load_state_dict() is called last, only of other values that have one. What the state does not ask for is
+    ignored, at any depth.
 
     Args:
         state_dict: As for `save`. An empty dict in it takes whatever the checkpoint has in its place.
@@ -359,8 +360,8 @@ def _metadata_of(
 
 
 def _shown(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the state with the state_dict() of its objects, asked in the same order on every rank: they may use
-    collectives.
+    """Returns the state with what state_dict() gives in place of each value that `_is_asked`, which modules and
+    optimizers are not. All ranks ask in the same order, because a state_dict() may use collectives.
     """
     keys = sorted(state_dict, key=str)
     return {key: state_dict[key].state_dict() if _is_asked(state_dict[key]) else state_dict[key] for key in keys}

@@ -120,7 +120,9 @@ class NumberedFolders:
         self._unfinished: set[int] = set()
         """Numbers of deletions that have begun and did not end."""
         self._has_looked = True
+        """False from `finish_begun` until the background has looked for deletions that killed processes have begun."""
         self._choose: Choose | None = None
+        """The latest one, which each run in the background calls again."""
         self._work = RetriedWork("bcp-retention", self._delete_due, what=f"the deletion of checkpoints in {self.root}")
 
     def path_of(self, number: int) -> str:

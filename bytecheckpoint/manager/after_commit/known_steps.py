@@ -66,7 +66,7 @@ class KnownSteps:
                 self._mark(self._abandoned)
 
     def add(self, info: StepInfo) -> None:
-        """Notes that a step was committed."""
+        """Notes that a step was committed, in place of any earlier checkpoint of it: without a lease, not abandoned."""
         with self._lock:
             self._steps[info.step] = StoredStep(info, False, 0.0, False)
             if self._abandoned is not None:

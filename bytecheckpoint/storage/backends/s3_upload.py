@@ -70,6 +70,8 @@ def send(
     """Publishes the object after all of its blocks have been sent as parts; an object of 16 MiB or less is copied into
     memory and sent in one request.
 
+    `timeout_s` is the time for retries of each request, not of the whole upload.
+
     Up to `in_flight` blocks are entered at a time. Blocks that are too small or too many to be parts are copied into
     parts: this takes the memory of `in_flight` parts, each of 16 MiB or, if that is more, a 9,000th of the object, plus
     less than one block.
