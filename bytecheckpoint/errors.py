@@ -52,7 +52,7 @@ class CheckpointError(Exception):
         self.step = step
         """The step of that checkpoint, or None."""
         self.ranks = ranks
-        """The ranks that failed; empty if unknown."""
+        """Global numbers of the ranks that failed or disagree; empty if unknown."""
 
     def __str__(self) -> str:
         return self.message

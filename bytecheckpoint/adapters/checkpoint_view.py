@@ -41,7 +41,7 @@ class StoredTensor(NamedTuple):
 
 
 class StoredTree(NamedTuple):
-    """The plain data of one entry, as it was saved."""
+    """Plain data of one entry, of a part of it or of all, decoded; `CheckpointView.trees` says what may be in it."""
 
     fqn: str
     """FQN in the checkpoint."""

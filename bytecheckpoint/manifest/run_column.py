@@ -69,7 +69,7 @@ class RunColumn:
         return cls(counts, steps)
 
     def encode(self) -> memoryview:
-        """Returns the lengths of all runs, then their steps."""
+        """Returns the lengths of all runs, then their steps, as little-endian int64."""
         return memoryview(np.stack([self.counts, self.steps]).astype("<i8").tobytes())
 
     def astype(self, kind: type[np.generic]) -> np.ndarray:

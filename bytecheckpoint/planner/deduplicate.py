@@ -17,7 +17,7 @@ from bytecheckpoint.planner.write_items import ItemTable
 from bytecheckpoint.region import Region, rows
 
 MIN_SPLIT_BYTES = 1 << 20
-"""Least size of a part when a replica is split between its holders."""
+"""Least size of a part when a replica is split between its holders; the last may lack less than a row."""
 _SMALL_FRACTION = 32
 """Small replicas may add this fraction to the bytes that a rank writes. Spreading them more evenly would save less time
 than opening one more file costs each rank of a load."""
@@ -69,7 +69,8 @@ def _assign_small(replicas: Sequence[Replica], loads: list[int], level: int) -> 
 
 def _assign_large(replicas: Sequence[Replica], loads: list[int], level: int) -> Iterator[tuple[Replica, Region, int]]:
     """Assigns large replicas, largest first, to the least loaded holder. Splits a replica that would lift the holder
-    above `level`, but into no part below MIN_SPLIT_BYTES. Yields the parts, each with the position of its writer.
+    above `level`, into parts of whole rows: see MIN_SPLIT_BYTES. Yields the parts, each with the position of its
+    writer.
     """
     heap = [(load, position) for position, load in enumerate(loads)]
     heapq.heapify(heap)

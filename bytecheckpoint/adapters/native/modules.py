@@ -242,7 +242,7 @@ class ModuleEntry:
                 hook()
 
     def _held(self) -> _ModuleTensors:
-        """Returns what `_read` finds, or found when parameters were named just before."""
+        """Returns what `tied_names` has read, but only once; else what `_read` finds now."""
         held, self._named = self._named or self._read(), None
         return held
 

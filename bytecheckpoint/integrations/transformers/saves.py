@@ -141,7 +141,9 @@ class TrainerSaves:
             self._folders.retire_after(handle, number, partial(self._beyond, limit, path) if is_limited else None)
 
     def _beyond(self, limit: Limit, path: str) -> list[NumberedFolder]:
-        """Returns the checkpoints beyond the limit, on rank 0."""
+        """Returns the checkpoints beyond the limit, on rank 0. Call it only if the limit has a `num_kept` above 0: else
+        it returns all except the newest ones and the best.
+        """
         committed = self._folders.committed() if self._folders is not None else []
         newest = committed[-1].path if committed else ""  # may be newer than `path`, where deletions are late
         held = {os.path.realpath(each) for each in (path, newest, limit.best) if each}
