@@ -1,9 +1,8 @@
 """Objects with their own state_dict and load_state_dict: schedulers, data loaders, wrappers.
 
 Their state is a tree of plain data and tensors whose structure the checkpoint defines: a fresh object may not have
-any of it yet. Where key_map renames within the tree, the object gets the new keys. Tensors in the object's
-state_dict() are loaded in place if shape and dtype fit; for others the load creates new ones, on the device of the
-object's tensor, or on the host if it has none.
+any of it yet. Tensors in the object's state_dict() are loaded in place if shape and dtype fit; for others the load
+creates new ones, on the device of the object's tensor, or on the host if it has none.
 """
 
 from __future__ import annotations
@@ -26,15 +25,7 @@ from bytecheckpoint.adapters.native.subclass_match import refusals
 from bytecheckpoint.adapters.optimizers.forms import Form, forms_in
 from bytecheckpoint.adapters.optimizers.stored_optimizer import are_groups, is_optimizer_tree
 from bytecheckpoint.adapters.plain.plain_tree import leaves
-from bytecheckpoint.adapters.tree_loader import (
-    ABSENT,
-    TreeTarget,
-    contents_of,
-    is_sharded,
-    missing_in,
-    new_names,
-    with_new_keys,
-)
+from bytecheckpoint.adapters.tree_loader import ABSENT, TreeTarget, contents_of, is_sharded, missing_in
 from bytecheckpoint.manifest.plain_wire import TensorRef
 
 
@@ -154,11 +145,9 @@ class StatefulEntry:
 
     def finish(self, checkpoint: CheckpointView) -> None:
         if self._found is not None:
-            fqn = self._found.fqn
-            names = new_names(leaves(self._found.tree, fqn), checkpoint.rename)  # first: `filled` changes the tree
             state = self._target.filled(self._found, self._current, checkpoint)
             if state is not ABSENT:  # a None may be what was saved
-                self._value.load_state_dict(with_new_keys(state, fqn, checkpoint.rename(fqn), names))
+                self._value.load_state_dict(state)
 
 
 def _can_fill(own: Any, value: Any) -> bool:

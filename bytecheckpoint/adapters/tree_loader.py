@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -25,7 +25,7 @@ from bytecheckpoint.adapters.plain.plain_tree import leaves, with_leaves
 from bytecheckpoint.adapters.shard_columns import WholeTensors
 from bytecheckpoint.adapters.shards import LocalShard, LocalShards, dtype_name, shares_elements
 from bytecheckpoint.adapters.torch_types import DTensor, ShardedTensor
-from bytecheckpoint.manifest.plain_wire import TensorRef, join_fqn
+from bytecheckpoint.manifest.plain_wire import TensorRef
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -178,39 +178,6 @@ class TreeTarget:
 def state_fqn(fqn: str, checkpoint: CheckpointView) -> str:
     """Returns the state FQN of the subclass with this checkpoint FQN, found by renaming the FQN of its facts."""
     return outer_fqn(checkpoint.rename(f"{fqn}.{FACTS}"))
-
-
-def new_names(fqns: Iterable[str], rename: Callable[[str], str]) -> dict[str, str]:
-    """Returns the state FQNs of leaves by checkpoint FQN, and of the containers whose names follow from them: empty
-    where the leaves do not agree. Returns nothing if all names stay as they are.
-    """
-    found: dict[str, str] = {}
-    for fqn in fqns:
-        name, new, key, new_key = fqn, rename(fqn), "", ""
-        while name and key == new_key:
-            if found.setdefault(name, new) != new:
-                found[name] = ""
-            (name, _, key), (new, _, new_key) = name.rpartition("."), new.rpartition(".")
-    return found if any(fqn != name for fqn, name in found.items()) else {}
-
-
-def with_new_keys(tree: Any, fqn: str, new_fqn: str, names: Mapping[str, str]) -> Any:
-    """Returns the tree with the keys of dicts as `names`, from `new_names`, has them; a dict in which two keys would
-    become one keeps its own. `fqn` and `new_fqn` are the FQNs of the tree before and after. Changes dicts in place.
-    """
-    if not isinstance(tree, dict) or not names:
-        return tree
-    items: dict[Any, Any] = {}
-    for key, item in tree.items():
-        child = join_fqn(fqn, key)
-        name = names.get(child, "")
-        new = name.removeprefix(f"{new_fqn}.") if name.startswith(f"{new_fqn}.") else str(key)
-        new_key = key if new == str(key) else int(new) if isinstance(key, int) and new.isdecimal() else new
-        items[new_key] = with_new_keys(item, child, f"{new_fqn}.{new}", names)
-    if len(items) == len(tree):
-        tree.clear()
-        tree.update(items)
-    return tree
 
 
 def fits(own: Any, stored: StoredTensor) -> TypeGuard[torch.Tensor]:

@@ -30,20 +30,6 @@ class Counter:
         self.num_loads += 1
 
 
-class Holding:
-    """An object that keeps apart what it has and what it is given."""
-
-    def __init__(self, state: dict[Any, Any]) -> None:
-        self.state = state
-        self.loaded: dict[Any, Any] = {}
-
-    def state_dict(self) -> dict[Any, Any]:
-        return dict(self.state)
-
-    def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
-        self.loaded = state_dict
-
-
 STATES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "plain": {"step": 3, "history": [1, 2], "nested": {"a": (1, None), 2: b"x"}},
@@ -61,39 +47,6 @@ def test_an_object_gets_its_state_back(tmp_path: Path, state: dict[str, Any], is
     bcp.load(tmp_path, {"object": wrap(target)})
     assert repr(target.state) == repr(state)
     assert target.num_loads == 1
-
-
-SWAP = {"object.u": "object.v", "object.v": "object.u"}
-BY_NUMBER = {0: {"x": 2}, 1: {"x": 1}}
-
-
-@pytest.mark.parametrize(
-    ("saved", "own", "key_map", "expected"),
-    [
-        ({"u": torch.ones(1), "v": torch.zeros(1)}, {"u": torch.ones(1) * 7, "v": torch.ones(1) * 8}, SWAP, "swapped"),
-        ({"u": 1, "v": 2}, {"u": 7, "v": 8}, SWAP, {"u": 2, "v": 1}),
-        ({"old": 1, 2: "b"}, {"new": 7}, {"object.old": "object.new"}, {"new": 1, 2: "b"}),
-        ({"a.w": 1}, {"b.w": 7}, [(r"^object\.a\.", "object.b.")], {"b.w": 1}),
-        ({"a": {"x": 1, "y": [1]}}, {}, [(r"^object\.a\.", "object.b.")], {"b": {"x": 1, "y": [1]}}),
-        ({"a": {"x": 1}, "b": {"y": 2}}, {}, {"object.a.x": "object.b.x"}, {"a": {"x": 1}, "b": {"y": 2}}),
-        ({"a": {"x": 1, "y": 2}}, {}, {"object.a.x": "object.b.x"}, {"a": {"x": 1, "y": 2}}),
-        ({0: {"x": 1}, 1: {"x": 2}}, {}, {"object.0.x": "object.1.x", "object.1.x": "object.0.x"}, BY_NUMBER),
-        ({"u": 1}, {"u": 7}, {"elsewhere": "object", "object": "elsewhere"}, {"u": 1}),
-    ],
-    ids=["tensors", "data", "key", "dots", "dict", "other_dict", "out_of_dict", "numbers", "own_name"],
-)
-def test_key_map_renames_within_an_object(
-    tmp_path: Path, saved: dict[Any, Any], own: dict[str, Any], key_map: Any, expected: Any
-) -> None:
-    name = "elsewhere" if "elsewhere" in key_map else "object"
-    bcp.save(tmp_path, {name: Holding(saved), **({"object": 5} if name == "elsewhere" else {})})
-    target = Holding(own)
-    bcp.load(tmp_path, {"object": target}, key_map=key_map)
-    if expected == "swapped":
-        assert target.loaded["u"] is own["u"]
-        assert target.loaded["v"] is own["v"]
-        expected = {"u": torch.zeros(1), "v": torch.ones(1)}
-    assert same_value(target.loaded, expected)
 
 
 LEFT_OUT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
