@@ -20,7 +20,8 @@ def is_optimizer(tree: Any) -> bool:
     """Returns True for a tree in the form in which this library saves an optimizer."""
     if not isinstance(tree, dict) or "state" not in tree or not isinstance(tree.get("groups"), dict):
         return False
-    return all(isinstance(group, dict) and "params" in group for group in tree["groups"].values())
+    groups = tree["groups"].values()
+    return bool(groups) and all(isinstance(group, dict) and "params" in group for group in groups)
 
 
 def optimizers_in(manifest: Manifest) -> list[str]:
@@ -46,4 +47,5 @@ def _find(fqn: str, data: bytes, depth: int) -> Iterator[str]:
 def _has_form(items: Mapping[str, msgspec.Raw]) -> bool:
     if "state" not in items or "groups" not in items:
         return "state" in items and "param_groups" in items
-    return all("params" in group for group in _groups_of(items["groups"]).values())
+    groups = _groups_of(items["groups"]).values()
+    return bool(groups) and all("params" in group for group in groups)
