@@ -6,8 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-_HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
-_HPARAMS_TYPES = ("hparams_type", "hyper_parameters_type")
+import lightning.pytorch as pl
+
+_HAVE_HPARAMS = (pl.LightningModule, pl.LightningDataModule)
+_HPARAMS = tuple(each.CHECKPOINT_HYPER_PARAMS_KEY for each in _HAVE_HPARAMS)
+_HPARAMS_TYPES = tuple(each.CHECKPOINT_HYPER_PARAMS_TYPE for each in _HAVE_HPARAMS)
+"""Keys of the class of hyperparameters of OmegaConf. Without it, Lightning takes them as the dict that JSON gives."""
 
 
 def as_plain(rest: dict[str, Any]) -> dict[str, Any]:
