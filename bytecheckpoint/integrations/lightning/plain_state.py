@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,9 +31,24 @@ def as_plain(rest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _json_ready(value: Any) -> Any:
+    omegaconf = sys.modules.get("omegaconf")
+    if omegaconf is not None and omegaconf.OmegaConf.is_config(value):
+        value = _container(omegaconf, value)
     if isinstance(value, Mapping):
         return {str(key): _json_ready(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_ready(item) for item in value]
     return value
+
+
+def _container(omegaconf: Any, config: Any) -> Any:
+    """Returns a config of OmegaConf as dicts and lists, with what it refers to; as it was written if that is not there.
+    A mandatory value without a value stays "???".
+    """
+    try:
+        return omegaconf.OmegaConf.to_container(config, resolve=True)
+    except omegaconf.errors.OmegaConfBaseException:
+        return omegaconf.OmegaConf.to_container(config, resolve=False)
 
 
 def from_plain(extra: dict[str, Any]) -> dict[str, Any]:

@@ -82,3 +82,17 @@ def test_hyperparameters_of_modules_and_data_modules_come_back_as_dicts(
     assert type(given["datamodule_hyper_parameters"]) is dict
     made = _load_state(Data, given)  # what load_from_checkpoint does with the checkpoint that it has read
     assert dict(made.hparams) == of_data
+
+
+def test_lists_in_configs_of_omegaconf_come_back_as_lists(tmp_path: Path) -> None:
+    values = {"layers": [1, 2], "of": {"betas": [0.9, {"x": [None]}]}}
+    given = given_back(tmp_path, {"cfg": OmegaConf.create(values), "all": [OmegaConf.create(values)]}, values)
+    assert given["hyper_parameters"] == {"cfg": values, "all": [values]}
+    assert given_back(tmp_path, OmegaConf.create(values), values)["hyper_parameters"] == values
+
+
+def test_configs_of_omegaconf_that_lack_values_are_saved_as_they_were_written(tmp_path: Path) -> None:
+    missing, unknown = {"folder": "???", "lr": 0.1, "same": "${lr}"}, {"folder": "${oc.env:BCP_NO_SUCH}", "lr": 0.1}
+    given = given_back(tmp_path, {"cfg": OmegaConf.create(missing)}, {"cfg": OmegaConf.create(unknown)})
+    assert given["hyper_parameters"] == {"cfg": {"folder": "???", "lr": 0.1, "same": 0.1}}
+    assert given["datamodule_hyper_parameters"] == {"cfg": unknown}
