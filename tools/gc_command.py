@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from bytecheckpoint.errors import CheckpointError, and_more
-from bytecheckpoint.memory_tier.flush import age_s, ended_jobs, remove_job
+from bytecheckpoint.memory_tier.flush import EndedJob, age_s, ended_jobs, remove_job
 from bytecheckpoint.memory_tier.job_location import location_of
 from bytecheckpoint.storage import garbage, layout, stage_folder
 from bytecheckpoint.storage.garbage import Garbage, GarbageObject
@@ -33,6 +33,9 @@ Example:
   bcp gc s3://bucket/run --older-than 6h --delete
   bcp gc s3://bucket/run --local-stage /nvme/stage --delete
 """
+_TAKEN = "taken meanwhile"
+_ALIVE = {"lives", "young", _TAKEN}
+"""States of a job's memory that is not dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,21 +149,35 @@ def collect_memory(
 
     Returns the exit code: STORAGE if a process has taken one of these jobs meanwhile.
     """
-    jobs = ended_jobs(roots, location)
-    dead = [job for job in jobs if not job.num_living and age_s(job) >= min_age_s]
-    kept = [job for job in dead if is_real and not remove_job(job.path.rpartition("/")[0], job.path)]
+    jobs = [(job, _state(job, min_age_s, is_real=is_real)) for job in ended_jobs(roots, location)]
+    kept = [job.path for job, state in jobs if state == _TAKEN]
+    failures = [f"{path} has been taken by a process meanwhile, and was left alone" for path in kept]
+    code = exit_codes.STORAGE if failures else exit_codes.FINE
     if as_json:
-        print_json({"deleted": is_real, "jobs": [{**job._asdict(), "is_dead": job in dead} for job in jobs]})
-        return exit_codes.STORAGE if kept else exit_codes.FINE
+        shown = [{**job._asdict(), "is_dead": state not in _ALIVE, "state": state} for job, state in jobs]
+        print_json({"deleted": is_real and not failures, "jobs": shown, "failures": failures})
+        return code
     screen, did = Screen(), "removed" if is_real else "to be removed with --delete"
-    size = size_text(sum(job.num_bytes for job in dead))
-    screen.line(f"memory: {count_text(len(dead), 'ended job')}, {size}, {did}", style="bold")
-    for job in jobs:
-        state = "lives" if job.num_living else ("removed" if is_real else "dead") if job in dead else "young"
+    counted = [job for job, state in jobs if state == ("removed" if is_real else "dead")]
+    size = size_text(sum(job.num_bytes for job in counted))
+    screen.line(f"memory: {count_text(len(counted), 'ended job')}, {size}, {did}", style="bold")
+    for job, state in jobs:
         screen.line(f"{job.location}: {size_text(job.num_bytes)} in {count_text(job.num_slots, 'slot')} ({state})")
-    for job in kept:
-        screen.line(f"{job.path} has been taken by a process meanwhile, and was left alone", style="red")
-    return exit_codes.STORAGE if kept else exit_codes.FINE
+    for failure in failures:
+        screen.line(failure, style="red")
+    return code
+
+
+def _state(job: EndedJob, min_age_s: float, *, is_real: bool) -> str:
+    """Returns the state of a job's memory, after its removal if it is dead and `is_real`."""
+    if job.num_living:
+        return "lives"
+    if age_s(job) < min_age_s:
+        return "young"
+    if not is_real:
+        return "dead"
+    outcome = remove_job(job.path.rpartition("/")[0], job.path)
+    return {"removed": "removed", "gone": "removed by another process", "lives": _TAKEN}[outcome]
 
 
 def _row(store: Store, item: GarbageObject, now_s: float, min_age_s: float, save_ids: Collection[str]) -> GarbageRow:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from bytecheckpoint.errors import (
     CheckpointCorruptError,
@@ -283,18 +283,22 @@ def ended_jobs(roots: Sequence[str], location: str | None) -> list[EndedJob]:
     return found
 
 
-def remove_job(root: str, path: str) -> bool:
-    """Frees the memory of the job in the folder `path`. Returns False if it is not there, or a process of it lives."""
+def remove_job(root: str, path: str) -> Literal["removed", "gone", "lives"]:
+    """Frees the memory of the job in the folder `path`. Returns "gone" if it is not there, or another process removes
+    it, and "lives" if a process of the job lives: then it is left alone.
+    """
     found = next((each for each in find_jobs(root) if each[0].path == path), None)
     if found is None:
-        return False
+        return "gone"
     job, description = found
     try:
         with _locked([job], description.location):
             shutil.rmtree(job.path)
     except CheckpointSaveError:
-        return False
-    return True
+        return "lives"
+    except FileNotFoundError:
+        return "gone"
+    return "removed"
 
 
 @contextmanager

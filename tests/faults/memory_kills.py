@@ -291,7 +291,7 @@ def leftovers(folder: Path, job: Job, ended: set[Path]) -> str | None:
             wrong = _too_much(found, job, host, ended) if about.location.endswith("/ckpt") else None
             if wrong is not None:
                 return f"host {host}: {wrong}"
-            if not remove_job(root, found.path) or Path(found.path).exists():
+            if remove_job(root, found.path) != "removed" or Path(found.path).exists():
                 return f"host {host}: the memory of {about.location} cannot be given back"
     return None
 

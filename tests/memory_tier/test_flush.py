@@ -14,9 +14,12 @@ from click.testing import CliRunner, Result
 from forked_python import forked_python
 
 import bytecheckpoint as bcp
+from bytecheckpoint.memory_tier import flush
+from bytecheckpoint.memory_tier.flush import ended_jobs
 from bytecheckpoint.storage.memory_root import slot_file
 from bytecheckpoint.storage.memory_root.job_folder import JobFolder, find_jobs
 from bytecheckpoint.storage.memory_root.version_files import read_versions
+from bytecheckpoint.tools import gc_command
 from bytecheckpoint.tools.main import cli
 
 pytestmark = pytest.mark.filterwarnings("ignore:the memory root")
@@ -171,6 +174,65 @@ def test_gc_frees_the_memory_of_ended_jobs(killed: tuple[str, str]) -> None:
     assert json.loads(gone.output)["jobs"][0]["is_dead"] is True
     assert find_jobs(memory) == []
     shutil.rmtree(memory)
+
+
+_TAKES = """
+import sys
+from bytecheckpoint.storage.memory_root.job_folder import find_jobs
+((job, _),) = find_jobs(sys.argv[1])
+held = job.join()
+print("joined", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("option", [(), ("--json",)])
+def test_gc_says_what_a_process_has_taken_since_it_was_listed(
+    killed: tuple[str, str], monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...]
+) -> None:
+    root, memory = killed
+    listed = ended_jobs([memory], None)
+    monkeypatch.setattr(gc_command, "ended_jobs", lambda *_: listed)
+    arguments = ("gc", root, "--memory", "--memory-root", memory, "--older-than", "0h", "--delete", *option)
+    taker = subprocess.Popen([sys.executable, "-c", _TAKES, memory], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with taker:
+        assert taker.stdout is not None
+        taker.stdout.readline()
+        done = bcp_(*arguments)
+    assert done.exit_code == 4
+    if option:
+        said = json.loads(done.output)
+        assert (said["deleted"], said["jobs"][0]["state"]) == (False, "taken meanwhile")
+        assert "taken by a process" in said["failures"][0]
+    else:
+        assert "0 ended jobs, 0 B, removed" in done.output
+        assert "(taken meanwhile)" in done.output
+    assert len(find_jobs(memory)) == 1
+
+
+def test_gc_does_not_fail_for_memory_that_another_gc_has_removed(
+    killed: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, memory = killed
+    listed = ended_jobs([memory], None)
+    monkeypatch.setattr(gc_command, "ended_jobs", lambda *_: listed)
+    arguments = ("gc", root, "--memory", "--memory-root", memory, "--older-than", "0h", "--delete")
+    assert "1 ended job," in bcp_(*arguments).output
+    again = bcp_(*arguments)
+    assert again.exit_code == 0
+    assert "0 ended jobs, 0 B, removed" in again.output
+    assert "(removed by another process)" in again.output
+    said = json.loads(bcp_(*arguments, "--json").output)
+    assert (said["deleted"], said["failures"]) == (True, [])
+
+
+def test_memory_that_vanishes_while_it_is_removed_is_gone(
+    killed: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((job, description),) = find_jobs(killed[1])
+    shutil.rmtree(job.path)
+    monkeypatch.setattr(flush, "find_jobs", lambda _: [(job, description)])
+    assert flush.remove_job(killed[1], job.path) == "gone"
 
 
 def test_gc_without_a_root_needs_memory() -> None:
