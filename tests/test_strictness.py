@@ -297,6 +297,14 @@ def test_one_hyperparameter_can_be_left_out(saved: Path) -> None:
     assert same_value(state["optimizer"].state_dict()["state"], training_state(0)["optimizer"].state_dict()["state"])
 
 
+def test_tied_tensors_that_get_one_name_are_both_named(tmp_path: Path) -> None:
+    first, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    bcp.save(tmp_path, {"model": nn.ModuleDict({"a": first, "b": first, "c": other, "d": other})})
+    key_map = {"model.b.weight": "model.z", "model.d.weight": "model.z"}
+    with pytest.raises(bcp.CheckpointMismatchError, match=r"model\.z to both model\.b\.weight and model\.d\.weight"):
+        bcp.load(tmp_path, {"model": nn.Linear(2, 2)}, key_map=key_map)
+
+
 KEY_MAPS = {
     "dict": {f"model.{name}": f"model.net.{name}" for name in mlp().state_dict()},
     "regex": [(r"^model\.", "model.net.")],

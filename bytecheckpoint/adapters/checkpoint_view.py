@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, repeat
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from bytecheckpoint.adapters.shards import NEW_TUPLE, torch_dtype
 from bytecheckpoint.errors import CheckpointCorruptError
 from bytecheckpoint.manifest import Manifest
 from bytecheckpoint.manifest.plain_wire import TensorRef
+
+T = TypeVar("T")
 
 PER_RANK_NAME = "extra_state"
 """The top-level name under which plain data may differ from rank to rank without `RankLocal`."""
@@ -133,17 +135,16 @@ class CheckpointView:
         return saved | {leaf: records[fqn] for leaf, fqn in refs.items() if fqn in by_content}
 
     def _select_tensors(self) -> dict[str, StoredTensor]:
-        if self._is_as_saved:
-            return self.saved
-        selected: dict[str, StoredTensor] = {}
-        for fqn, tensor in self.saved.items():
-            if not self.takes(fqn):
-                continue
+        return self.saved if self._is_as_saved else self._renamed(self.saved)
+
+    def _renamed(self, values: Mapping[str, T]) -> dict[str, T]:
+        """Returns the values by checkpoint FQN that are not left out, by state FQN."""
+        sources: dict[str, str] = {}
+        for fqn in filter(self.takes, values):
             name = self.rename(fqn)
-            if name in selected:
-                raise renamed_alike(name, selected[name].fqn, fqn)
-            selected[name] = tensor
-        return selected
+            if sources.setdefault(name, fqn) != fqn:
+                raise renamed_alike(name, sources[name], fqn)
+        return {name: values[fqn] for name, fqn in sources.items()}
 
     def takes(self, fqn: str) -> bool:
         """Returns True if include and exclude let this checkpoint FQN through."""
@@ -205,14 +206,7 @@ class CheckpointView:
     @cached_property
     def plain(self) -> dict[str, Any]:
         """Leaves of plain data that are not left out, by state FQN; `RankMissing` where this rank has no value."""
-        if self._is_as_saved:
-            return self._tree_leaves
-        sources: dict[str, str] = {}
-        for fqn in filter(self.takes, self._tree_leaves):
-            name = self.rename(fqn)
-            if sources.setdefault(name, fqn) != fqn:
-                raise renamed_alike(name, sources[name], fqn)
-        return {name: self._tree_leaves[fqn] for name, fqn in sources.items()}
+        return self._tree_leaves if self._is_as_saved else self._renamed(self._tree_leaves)
 
     @property
     def moment(self) -> str:

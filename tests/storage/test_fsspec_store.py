@@ -436,3 +436,16 @@ def test_many_folders_of_memory_are_listed_in_one_pass(memory_url, monkeypatch):
     folders = [f"step_{step}" for step in range(20)]
     assert store.list_many(folders) == [{"manifest.bcp": 2, "data": None}] * 20
     assert len(passes) == 1
+
+
+def test_a_store_that_refuses_deletions_alone_is_writable(memory_url, monkeypatch):
+    def refuse(_self, path):
+        raise PermissionError(13, "deletions are denied", path)
+
+    monkeypatch.setattr(MemoryFileSystem, "rm_file", refuse)
+    monkeypatch.setattr(MemoryFileSystem, "_rm", refuse)
+    store = FsspecStore(memory_url, None)
+    with pytest.warns(UserWarning, match="not allowed to delete .* it stays"):
+        store.check_writable()
+    put(store, "x", b"1")
+    assert store.list("") == {"x": 1}

@@ -32,20 +32,23 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[Any]:
     Finds optimizers of torch, and those of DeepSpeed that wrap one.
     """
     found: dict[int, Any] = {}
-    _add_inner(optimizer, found, {id(optimizer)})
+    _add_inner(optimizer, found, set(), {id(optimizer)})
     return list(found.values())
 
 
-def _add_inner(optimizer: Any, found: dict[int, Any], seen: set[int]) -> None:
-    for inner in _held_by_attributes(optimizer):
+def _add_inner(optimizer: Any, found: dict[int, Any], seen: set[int], above: set[int]) -> bool:
+    """Adds the innermost ones that this one holds, unless they were seen. Returns True if it holds any; those in
+    `above`, which hold it, do not count.
+    """
+    held = [inner for inner in _held_by_attributes(optimizer) if id(inner) not in above]
+    for inner in held:
         if id(inner) in seen:
             continue
         seen.add(id(inner))
-        before = len(found)
-        if isinstance(inner, torch.optim.Optimizer):
-            _add_inner(inner, found, seen)
-        if len(found) == before:
+        is_outer = isinstance(inner, torch.optim.Optimizer) and _add_inner(inner, found, seen, above | {id(inner)})
+        if not is_outer:
             found[id(inner)] = inner
+    return bool(held)
 
 
 def _held_by_attributes(owner: Any) -> Iterator[Any]:

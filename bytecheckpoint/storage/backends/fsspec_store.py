@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import secrets
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime
@@ -248,10 +249,19 @@ class FsspecStore:
             )
 
     def check_writable(self) -> None:
-        """Implements `RemoteStore`: writes an empty object under a name that no listing shows, and deletes it."""
+        """Implements `RemoteStore`: writes an empty object under a name that no listing shows, and deletes it. Only
+        warns if the deletion is refused.
+        """
         name = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}-writable"
         self.write(name, one_block(b""), replace=True)
-        self.delete(name)
+        try:
+            self.delete(name)
+        except StorageError as error:
+            warnings.warn(
+                f"{error.message}. This empty object showed that writes are allowed, and it stays; so will old "
+                "checkpoints until deletions are allowed",
+                stacklevel=2,
+            )
 
     def inventory(self, folder: str) -> Iterator[StoredObject]:
         """Implements `HasInventory`, by one listing of everything if the backend can."""

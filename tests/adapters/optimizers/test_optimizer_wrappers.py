@@ -191,3 +191,18 @@ def test_state_that_belongs_to_no_parameter_is_warned_of(tmp_path: Path) -> None
     optimizer.register_state_dict_post_hook(lambda _, state: state | {"more": 1})
     with pytest.warns(UserWarning, match=r"the AdamW has a hook of its state_dict\(\); that is not saved"):
         bcp.save(tmp_path / "hooked", {"model": model, "optimizer": optimizer})
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["wrapper first", "wrapper last"])
+def test_a_wrapper_beside_its_own_inner_optimizer_is_not_innermost(is_first: bool) -> None:
+    inner = adam(mlp(0))
+    outer, wrapper = Accelerated(inner), Accelerated(inner)
+    outer.optimizers = [wrapper, inner] if is_first else [inner, wrapper]
+    assert inner_optimizers(outer) == [inner]
+
+
+def test_an_inner_optimizer_that_knows_its_owner_is_innermost() -> None:
+    inner = adam(mlp(0))
+    outer = Accelerated(inner)
+    inner.owner = outer
+    assert inner_optimizers(outer) == [inner]
