@@ -39,7 +39,7 @@ class NameScope(NamedTuple):
 
     def view(self, entries: Sequence[Entry], below: str, beside: Collection[str]) -> CheckpointView:
         """Returns the checkpoint as these entries see it. The FQN `below` is put in front of each of its names, except
-        for the names in `beside` and the names below these.
+        for those at or below the state FQNs in `beside`.
         """
         forms = forms_of(entries)
         return CheckpointView(
@@ -109,7 +109,7 @@ class Fitted(NamedTuple):
 
 def match_named(scope: NameScope, wanted: WantedState, *, below: str = "", beside: Collection[str] = ()) -> Matched:
     """Compares the state with the checkpoint. With `below`, a name of the state, the checkpoint counts as that entry of
-    the state, except for entries of the checkpoint in `beside`.
+    the state, except for its entries whose state FQNs are in `beside`.
     """
     entries = entries_of(wanted.state, wanted.framework)  # they serve for one comparison
     stored = scope.view(entries, below, beside)

@@ -24,7 +24,10 @@ def count_sources(
     is_stored_only: bool,  # noqa: FBT001
     payloads: Sequence[bytes],
 ) -> Sequence[bytes]:
-    """Returns the answer to every rank: the number of files by tier."""
+    """Returns the answer to every rank: the number of files by tier, each file that any rank wanted counted once; with
+    `is_stored_only`, where only the path has files of the version, all of its files. `rebuilt` names those that were
+    rebuilt from parity. A payload is the encoded Use of a rank.
+    """
     uses = [msgspec.msgpack.decode(payload, type=Use) for payload in payloads]
     wanted: dict[str, set[str]] = {}
     for use in uses:

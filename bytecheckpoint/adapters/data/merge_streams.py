@@ -63,7 +63,9 @@ def merge_streams(fqn: str, parts: Mapping[int, tuple[Scope, bytes]]) -> MergedS
     problems += _differing_shared(fqn, first_rank, decoded)
     streams: dict[str, msgspec.Raw] = {}
     owners: dict[str, int] = {}
+    """Data-parallel rank of each stream, by its id."""
     by_dp_rank: dict[int, int] = {}
+    """Global rank of the first replica, by data-parallel rank."""
     for rank, part in sorted(decoded.items(), key=lambda item: (item[1].dp_rank, item[0])):
         replica_of = by_dp_rank.setdefault(part.dp_rank, rank)
         if replica_of != rank:
@@ -177,7 +179,9 @@ def _without_owner(
 def _ambiguous(
     fqn: str, streams: Mapping[str, msgspec.Raw], by_dp_rank: Mapping[int, int], owners: Mapping[str, int]
 ) -> Iterator[StreamProblem]:
-    """Yields a problem for two streams that have values of one FQN: an id with dots may begin with another id."""
+    """Yields a problem for two streams that have values of one FQN: an id with dots may begin with another id.
+    `by_dp_rank` maps data-parallel ranks to global ranks, `owners` stream ids to data-parallel ranks.
+    """
     for stream_id in [stream_id for stream_id in streams if "." in stream_id]:
         parts = stream_id.split(".")
         for count in range(1, len(parts)):

@@ -214,8 +214,9 @@ def _copies(fqn: str, name: str, held: MasterPart) -> Iterator[FlatParamMemory]:
 
 
 def _gathered(fqn: str, name: str, parameter: Any) -> Iterator[FlatParamMemory]:
-    """Yields the memory of a parameter of ZeRO 3 if it is gathered now: small ones always are, others between forward
-    and backward. Raises CheckpointSaveError (unsupported_value) while the gathering is under way.
+    """Yields the memory of the ZeRO 3 parameter `name` if it is gathered now: small ones always are, others between
+    forward and backward. Raises CheckpointSaveError (unsupported_value), for the module `fqn`, while the gathering is
+    under way.
     """
     if parameter.ds_status.name == "INFLIGHT":
         raise unsupported(fqn, "a module whose parameters are being gathered", "save and load between steps")

@@ -137,8 +137,8 @@ class ManagedData:
         return _DataChoice(step, step)
 
     def _base_of(self, record: LogRecord) -> int | None:
-        """Returns the checkpoint to load before these positions. If retention has deleted it, the newest checkpoint of
-        the branch at or before the record's step.
+        """Returns the step of the checkpoint to load before these positions: the record's base, or, without one or if
+        retention has deleted it, the newest of the branch at or before the record's step; None if there is none.
         """
         store = self._run.store
         if record.base is not None and layout.committed_save_id(store, layout.step_folder(record.base)):
