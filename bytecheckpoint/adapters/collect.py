@@ -318,7 +318,9 @@ def collect_all(entries: list[Entry]) -> list[EntryContents]:
 
 
 def _resolved(shards: Sequence[LocalShard]) -> ShardBlocks:
-    """Returns the shards with their memory located. Refuses tensors on the meta device."""
+    """Returns the shards with their memory located. Raises the errors of `ShardBlocks.resolved`, and
+    CheckpointSaveError (unsupported_value) for a tensor on the meta device.
+    """
     blocks = ShardBlocks([shards]).resolved()
     for shard in blocks.records():  # columns are on the host
         if shard.tensor.is_meta:

@@ -156,7 +156,9 @@ def fit_state(ranks: Ranks, scope: NameScope, wanted: WantedState, plan: Callabl
 
 
 def _entries(stored: CheckpointView) -> set[str]:
-    """Returns the state FQNs of the entries of a checkpoint; an empty set if no tensor is outside of entries."""
+    """Returns the state FQNs of a checkpoint's entries, which keep their names when its other tensors are put below a
+    name; an empty set if there are no other tensors: then the entries may belong below that name.
+    """
     found = {
         fqn
         for fqn, tree in stored.trees.items()

@@ -222,8 +222,8 @@ def _note_protected(slots: JobMemory, held: HeldSave) -> None:
 
 
 def _tidy(slots: JobMemory, save_id: str, num_ranks_on_host: int) -> None:
-    """Notes on this host that the save is complete, and frees slots that are no longer needed. An OSError is only
-    logged: it costs no checkpoint.
+    """Notes on this host that the save is complete, and frees slots that are no longer needed, but leaves two for each
+    of the host's ranks. An OSError is only logged: it costs no checkpoint.
     """
     try:
         version_files.mark_complete(slots.job, save_id)

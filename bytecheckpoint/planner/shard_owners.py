@@ -67,7 +67,8 @@ Holders = dict[Region, list[Holder]]
 def collect_items(
     tables: Sequence[ItemTable], aliases: Mapping[str, str], global_ranks: Sequence[int]
 ) -> dict[str, TensorItems]:
-    """Returns the write items of each tensor that is not an alias.
+    """Returns the write items of each tensor that is not an alias. Errors name ranks by `global_ranks`, which has one
+    for each rank, not for each table.
 
     Raises CheckpointMismatchError (conflict) if ranks disagree about dtype or shape.
     """

@@ -270,7 +270,7 @@ def _may_be_committed(files: SaveFiles) -> bool:
 def discard(files: SaveFiles) -> None:
     """Deletes the files of a save that will not be committed: the coordinator those of all ranks, the others their own.
 
-    Deletes nothing if recovery can still commit the save.
+    Deletes nothing if recovery can still commit the save. A file that cannot be deleted raises no error.
     """
     target, save_id, rank, planned, _ = files
     store, folder, stage = target.store, target.folder, target.stage

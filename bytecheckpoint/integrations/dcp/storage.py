@@ -165,7 +165,8 @@ class BcpStorageWriter(StorageWriter):
         return [replace(plan, storage_data=len(plans)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Saves the state that the planner holds, with all ranks together, and commits it.
+        """Saves the state that the planner holds, with all ranks together, and commits it. The returned future is done,
+        with an empty list: `finish` needs no results.
 
         Raises CheckpointMismatchError (conflict) for a planner other than DefaultSavePlanner and for another number of
         ranks than that of `process_group`, and the errors of `bytecheckpoint.save`.

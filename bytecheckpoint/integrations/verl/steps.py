@@ -126,8 +126,9 @@ class RoleSaves:
             self._write_tracker(step)
 
     def load(self, local_path: str, state: Mapping[str, Any]) -> None:
-        """Fills the state, which may be empty, after a save in flight has ended. Raises the error of that save, and the
-        errors of `bytecheckpoint.load`.
+        """Waits for the save in flight, then loads into the state; reads nothing for an empty one. Also for that, the
+        checkpoint counts as the one that training goes on from. Raises the error of the save, and the errors of
+        `bytecheckpoint.load`.
         """
         self.settle()
         if state:
@@ -135,8 +136,9 @@ class RoleSaves:
         self._find_folders(Path(local_path), is_resumed=True)
 
     def _find_folders(self, place: Path, *, is_resumed: bool = False) -> NumberedFolders | None:
-        """Returns the folders of the role on rank 0, if the path is in one of verl's layouts; else None. With
-        `is_resumed` the path is that of the loaded checkpoint. Raises on all ranks what rank 0 raises.
+        """Returns the folders of the role, on rank 0 if the path is in one of verl's layouts; None on other ranks, and
+        for other paths. With `is_resumed` the path is that of the loaded checkpoint. Raises on all ranks what rank 0
+        raises.
         """
         is_role = _STEP.fullmatch(place.parent.name) is not None
         if not (is_role or _STEP.fullmatch(place.name)):
