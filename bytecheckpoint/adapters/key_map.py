@@ -96,10 +96,13 @@ def _rules(key_map: object) -> Iterable[object]:
 
 
 def _pair(rule: object) -> tuple[str, str]:
+    """Returns two FQNs of a dict, or pattern and replacement of a list. Raises CheckpointMismatchError (conflict) for a
+    rule that is not two strings.
+    """
     if isinstance(rule, tuple | list) and len(rule) == 2:
-        name, new_name = rule
-        if isinstance(name, str) and isinstance(new_name, str):
-            return name, new_name
+        first, second = rule
+        if isinstance(first, str) and isinstance(second, str):
+            return first, second
     raise _no_key_map(f"not {rule!r}")
 
 

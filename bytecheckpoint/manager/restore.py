@@ -100,9 +100,9 @@ def is_latest(step: object) -> bool:
 
 
 def given_step(step: object, *, takes: str = "the manager takes the number of a step") -> int:
-    """Returns a step as a plain int; numpy's integers are accepted.
+    """Returns a step as a plain int; numpy's integers are accepted. `takes` begins the message of the error.
 
-    Raises CheckpointMismatchError (conflict), which is a ValueError, for anything else.
+    Raises CheckpointMismatchError (conflict), a ValueError, for anything else than an integer from 0 to 2^63 - 1.
     """
     try:
         checked = check_step(step)

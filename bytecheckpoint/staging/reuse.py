@@ -96,8 +96,8 @@ class FoundChanges(NamedTuple):
 def compare_files(
     planned: Sequence[PlannedFile], earlier: Sequence[DataFile], later: Sequence[DataFile]
 ) -> FoundChanges:
-    """Compares the files of two saves by the checksums of their extents. A tensor has changed if an extent that holds
-    bytes of it has.
+    """Compares the files of two saves with one plan, each in the order of `planned`, by the checksums of their extents.
+    A tensor has changed if an extent that holds bytes of it has.
 
     Files of compressed chunks are left out, because their extents move with the values.
     """

@@ -54,10 +54,10 @@ class HostLinks:
         """Ranks to which a link is being opened. Only one at a time: the other end would drop the first for a second
         one."""
         self._targets: dict[int, tuple[Any, bytes]] = {}
-        """Places to which this rank has opened links, and their tokens."""
+        """By rank: the place to which this rank has opened a link, and its token."""
         self._ended: set[int] = set()
         self._unreachable: dict[int, float] = {}
-        """Times on the monotonic clock at which ranks became unreachable."""
+        """By rank: the time on the monotonic clock at which it became unreachable."""
 
     def listen(self) -> LinkAddress:
         dual = socket.has_dualstack_ipv6()

@@ -67,7 +67,7 @@ class LocalProcesses:
         self._watched: dict[int, int] = {}
         """Rank by process descriptor. A descriptor refers to one process, even if its id is given to another later."""
         self._unopened: dict[int, Presence] = {}
-        """Processes for which there is no descriptor."""
+        """By rank: processes without a descriptor, or that had ended when it was opened."""
 
     def add(self, rank: int, presence: Presence) -> None:
         self._unopened[rank] = presence

@@ -94,8 +94,8 @@ class TrackedFolder(NamedTuple):
         return decisions.decide_together(f"looking for a checkpoint in {self.shown()}", decide, kind)
 
     def read(self) -> str | None:
-        """Returns the content of the tracker file; None if there is no such file. Raises CheckpointNotFoundError if it
-        is empty.
+        """Returns the content of the tracker file without white space around it; None if there is no such file. Raises
+        CheckpointNotFoundError if nothing is left.
         """
         text = self._content(self._store())
         if text == "":
