@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bytecheckpoint.adapters.data.stream_wire import is_stream_tree
 from bytecheckpoint.adapters.key_map import Renamer
 from bytecheckpoint.adapters.optimizers.forms import flat_optimizer_state
 from bytecheckpoint.adapters.optimizers.stored_optimizer import BY_POSITION, is_optimizer_tree
@@ -83,6 +84,9 @@ class PlainData:
         if isinstance(value, dict) and value:
             items = {key: self._chosen(join_fqn(fqn, key), item) for key, item in value.items()}
             chosen = {key: item for key, item in items.items() if item is not _NOTHING}
+            is_loader = self._request.to == "bcp" and is_stream_tree(value)
+            if is_loader and leaves(chosen, fqn).keys() != leaves(value, fqn).keys():
+                chosen.pop("owners", None)  # a load refuses it without: a loader takes all of its state, or none
             return type(value)(chosen) if chosen else _NOTHING
         if type(value) in (list, tuple) and _holds_tensor(value):
             chosen_items = [self._chosen(join_fqn(fqn, index), item) for index, item in enumerate(value)]
