@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from bytecheckpoint.adapters.placements import LocalPart, MeshAxis, held_parts, is_known
 from bytecheckpoint.adapters.torch_types import DTensor, ShardedTensor
 from bytecheckpoint.dtypes import DTYPE_ITEMSIZES
+from bytecheckpoint.errors import CheckpointMismatchError
 from bytecheckpoint.manifest.plain_wire import unsupported
 from bytecheckpoint.region import Region, whole
 
@@ -76,7 +77,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
+    """Returns torch's dtype of this name. Raises CheckpointMismatchError (dtype) if the installed torch has none."""
+    dtype: torch.dtype | None = getattr(torch, name, None)
+    if dtype is None:
+        raise CheckpointMismatchError(
+            f"torch {torch.__version__} has no dtype {name}: install one that has it, or leave out what has this dtype "
+            "with exclude",
+            kind="dtype",
+        )
     return dtype
 
 

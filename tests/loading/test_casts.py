@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,23 @@ def test_values_are_compared_on_their_own_device_whatever_the_default_device_is(
     with torch.device("meta"):
         bcp.load(tmp_path, state, cast=True)
     assert state["w"].tolist() == [1, 1, 1]
+
+
+READS: dict[str, Callable[[Path], object]] = {
+    "cast": lambda path: bcp.load(path, {"w": torch.zeros(4)}, cast=True),
+    "an empty dict": lambda path: bcp.load(path, {"m": {}}),
+    "load_tree": bcp.load_tree,
+    "open": lambda path: bcp.open(path)["w"],
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_a_dtype_that_this_torch_lacks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], object]
+) -> None:
+    """As older releases of torch lack some dtypes."""
+    values = torch.ones(4).to(torch.float8_e8m0fnu)
+    bcp.save(tmp_path, {"w": values, "m": {"w": values}})
+    monkeypatch.delattr(torch, "float8_e8m0fnu")
+    with pytest.raises(bcp.CheckpointMismatchError, match="has no dtype float8_e8m0fnu: install"):
+        read(tmp_path)
