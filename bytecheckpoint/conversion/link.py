@@ -124,6 +124,9 @@ def _used_files(manifest: Manifest, selection: Selection) -> list[int]:
 
 
 def _records(manifest: Manifest, selection: Selection, numbers: Mapping[int, int]) -> Mapping[str, TensorRecord]:
+    """Returns the records of the selected tensors by new name; `numbers` has the new number of each file. Each tensor
+    has one piece, a whole stored tensor: `refuse_zeros` has refused zeros, whose FQN is None.
+    """
     stored = {tensor.pieces[0].fqn: tensor.fqn for tensor in selection.wanted}
     if stored == {fqn: fqn for fqn in manifest.tensors}:
         return manifest.tensors  # as it is: there may be a million chunks

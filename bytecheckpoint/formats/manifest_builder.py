@@ -198,7 +198,9 @@ class _PlainWalk:
     """Walks a value and counts: a small pickle can name the same list a billion times."""
 
     def __init__(self, path: str, on_tensor: OnTensor, renamed: dict[str, str]) -> None:
-        """`renamed` gets, by the old FQN, the new FQN of each TensorRef that has another place in the value."""
+        """`path` is for messages. `renamed` gets, by the old FQN, the new FQN of each TensorRef that has another place
+        in the value.
+        """
         self._path = path
         self._on_tensor = on_tensor
         self._num_values = 0

@@ -217,17 +217,18 @@ class _Application:
                 return True
         return False
 
-    def _check_known(self, unknown: Sequence[str], *, is_any_known: bool) -> None:
+    def _check_known(self, unmapped: Sequence[str], *, is_any_known: bool) -> None:
+        """Refuses a map that knows no name of the checkpoint, or not the `unmapped` names of its model."""
         if not is_any_known:
             raise refusal(
                 self._map,
                 f"it knows none of its {len(self._stored)} tensors as one of {self._map.sides[self._side]}"
                 + _examples(self._stored),
             )
-        if unknown and not self._keep_unmapped:
-            shown = and_more(unknown, _NUM_SHOWN)
+        if unmapped and not self._keep_unmapped:
+            shown = and_more(unmapped, _NUM_SHOWN)
             raise CheckpointMismatchError(
-                f"the name map {self._map.path} does not know {len(unknown)} tensors of this model: {shown}; "
+                f"the name map {self._map.path} does not know {len(unmapped)} tensors of this model: {shown}; "
                 "nothing was loaded or written: keep them under their names (keep_unmapped, --keep-unmapped) and leave "
                 "out with exclude what is not wanted, or add them to a map of your own",
                 kind="unexpected_key",

@@ -68,6 +68,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Returns the snapshot of these files, in a slot of `memory` if that is given. The state may change after its
     `stage()`; with the kind `none`, only after everything is written.
+
+    Raises the errors of `MemoryPart.take`.
     """
     if kind == "none":
         return LiveState(files, buffers.scratch, ready)

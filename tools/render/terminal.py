@@ -119,6 +119,7 @@ class Screen:
             self._plain_table(columns, [[printable(cell) for cell in row] for row in rows], indent)
 
     def _plain_table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]], indent: int) -> None:
+        """Prints rows of cells that are printable already; titles need not be."""
         titles = [printable(column.title) for column in columns]
         lines = [titles, *rows] if any(titles) else rows
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]

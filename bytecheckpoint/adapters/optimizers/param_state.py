@@ -115,7 +115,7 @@ def _copied(value: Any, fqn: str) -> Any:
 
 
 class ParamState:
-    """The state that an optimizer keeps for one parameter, in one load."""
+    """One load of the state that an optimizer keeps for a parameter: compares it with the stored one, and fills it."""
 
     def __init__(
         self,

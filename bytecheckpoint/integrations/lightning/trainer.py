@@ -149,7 +149,7 @@ class BcpStrategyMixin(Strategy):
 
     def _bcp_place(self, given: str) -> tuple[str, str]:
         """Returns the path of a save, and the path of a checkpoint to copy there instead; empty if there is none to
-        copy. Removes a link at the path.
+        copy. For rank 0 alone: removes a link at the path.
         """
         if os.path.islink(given):  # noqa: PTH114
             os.unlink(given)  # noqa: PTH108 - else the save would replace what it points to
