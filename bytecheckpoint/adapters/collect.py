@@ -218,9 +218,13 @@ def _optimizer_entry(item: _Value, framework: str, engines: Sequence[Any]) -> Op
     wrappers = [wrapper_of(optimizer) for optimizer in optimizers]
     if not any(wrappers):
         return OptimizerEntry(item.fqn, optimizers)
-    both = zip(optimizers, wrappers, strict=True)
-    inner = [[one] if wrapper is None else list(map(flat_or_itself, wrapper.inner)) for one, wrapper in both]
-    return OptimizerWrapperEntry(item.fqn, list(map(OptimizerWrapper, optimizers, inner)))
+    found = [
+        OptimizerWrapper(one, [one])
+        if wrapper is None
+        else wrapper._replace(inner=[*map(flat_or_itself, wrapper.inner)])
+        for one, wrapper in zip(optimizers, wrappers, strict=True)
+    ]
+    return OptimizerWrapperEntry(item.fqn, found)
 
 
 def _rank_local(value: Any) -> RankLocal | None:

@@ -25,29 +25,32 @@ Shapes = Counter[tuple[int, ...]]
 """Shapes of state tensors, and the number of tensors that have each."""
 
 
-def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Returns the innermost optimizers that this one holds: those in attributes, also in lists and dicts in them, that
-    hold no others.
+class HeldOptimizers(NamedTuple):
+    """The optimizers that one holds in attributes, also in lists and dicts in them, and those that these hold."""
 
-    Finds optimizers of torch, and those of DeepSpeed that wrap one.
-    """
-    found: dict[int, Any] = {}
-    _add_inner(optimizer, found, set(), {id(optimizer)})
-    return list(found.values())
+    inner: list[Any]
+    """The innermost: those that hold no others. Of torch, or DeepSpeed's that wrap one."""
+    between: list[torch.optim.Optimizer]
+    """All others."""
 
 
-def _add_inner(optimizer: Any, found: dict[int, Any], seen: set[int], above: set[int]) -> bool:
-    """Adds the innermost ones that this one holds, unless they were seen. Returns True if it holds any; those in
-    `above`, which hold it, do not count.
+def held_optimizers(optimizer: torch.optim.Optimizer) -> HeldOptimizers:
+    held = HeldOptimizers([], [])
+    _add_held(optimizer, held, set(), {id(optimizer)})
+    return held
+
+
+def _add_held(optimizer: torch.optim.Optimizer, found: HeldOptimizers, seen: set[int], above: set[int]) -> bool:
+    """Adds what this one holds, unless it was seen. Returns True if it holds any; those in `above`, which hold it, do
+    not count.
     """
     held = [inner for inner in _held_by_attributes(optimizer) if id(inner) not in above]
     for inner in held:
         if id(inner) in seen:
             continue
         seen.add(id(inner))
-        is_outer = isinstance(inner, torch.optim.Optimizer) and _add_inner(inner, found, seen, above | {id(inner)})
-        if not is_outer:
-            found[id(inner)] = inner
+        is_outer = isinstance(inner, torch.optim.Optimizer) and _add_held(inner, found, seen, above | {id(inner)})
+        (found.between if is_outer else found.inner).append(inner)
     return bool(held)
 
 
@@ -104,7 +107,7 @@ def shown_by(optimizer: torch.optim.Optimizer, inner: Sequence[Any]) -> ShownSta
 
 def _count_tensors(value: Any, shapes: Shapes, *, depth: int, is_known: bool) -> bool:
     """Counts the tensors in a part of a state_dict, by shape, into `shapes`. Returns True if it also has plain data
-    that belongs to no parameter, or is nested deeper than `depth`; `is_known` says that this part belongs to one.
+    that belongs to no parameter, or containers at `depth`; `is_known` says that this part belongs to one.
     """
     if isinstance(value, torch.Tensor):
         shapes[tuple(value.shape)] += 1

@@ -24,7 +24,7 @@ from bytecheckpoint.adapters.optimizers.inner_optimizers import (
     Shapes,
     check_steps_wait,
     held_by,
-    inner_optimizers,
+    held_optimizers,
     is_usual,
     keeps_state,
     shown_by,
@@ -54,14 +54,19 @@ class OptimizerWrapper(NamedTuple):
 
     optimizer: torch.optim.Optimizer
     inner: Sequence[torch.optim.Optimizer | FlatOptimizer]
-    """The optimizers inside; may be empty."""
+    """The innermost optimizers inside; may be empty."""
+    between: Sequence[torch.optim.Optimizer] = ()
+    """The optimizers inside that hold others."""
 
     def look(self) -> _StateCheck:
         """Returns the way in which the optimizer is to be saved."""
         inner = [each for each in self.inner if isinstance(each, torch.optim.Optimizer)]
         if len(inner) < len(self.inner):  # adapters know more of what frameworks keep flat than any state_dict() tells
             return _StateCheck("by parameter", Counter(), Counter())
-        own, of_inner = held_by([self.optimizer], without=inner), held_by(inner)
+        own, of_inner = Counter[tuple[int, ...]](), held_by(inner)
+        outer = [self.optimizer, *self.between]
+        for number, each in enumerate(outer):  # some show the state of those inside as theirs
+            own += held_by([each], without=[*inner, *outer[:number]])
         shown = shown_by(self.optimizer, inner)
         has_names_for_all = not own if inner else keeps_state(self.optimizer)
         if has_names_for_all and shown.shapes <= (of_inner or own) and not shown.has_own_data:
@@ -166,5 +171,5 @@ def wrapper_of(optimizer: Any) -> OptimizerWrapper | None:
     """Returns a wrapper for an optimizer that holds others or may keep its state outside `.state`; None for others."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return None
-    inner = inner_optimizers(optimizer)
-    return OptimizerWrapper(optimizer, inner) if inner or not is_usual(optimizer) else None
+    held = held_optimizers(optimizer)
+    return OptimizerWrapper(optimizer, *held) if held.inner or not is_usual(optimizer) else None

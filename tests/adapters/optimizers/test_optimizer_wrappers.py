@@ -24,7 +24,7 @@ from torch import nn
 from training import mlp, same_module, same_value, train
 
 import bytecheckpoint as bcp
-from bytecheckpoint.adapters.optimizers.inner_optimizers import inner_optimizers
+from bytecheckpoint.adapters.optimizers.inner_optimizers import held_optimizers
 
 Optimizer = torch.optim.Optimizer
 
@@ -100,7 +100,7 @@ def test_a_save_before_the_first_step_makes_no_state(tmp_path: Path, name: str) 
     model = mlp()
     optimizer = SHAPES[name](model)
     bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
-    assert not any(each.state for each in [*inner_optimizers(optimizer), optimizer])
+    assert not any(each.state for each in [*held_optimizers(optimizer).inner, optimizer])
     assert all(parameter.grad is None for parameter in model.parameters())
     other = mlp(1)
     restored = SHAPES[name](other)
@@ -198,11 +198,33 @@ def test_a_wrapper_beside_its_own_inner_optimizer_is_not_innermost(is_first: boo
     inner = adam(mlp(0))
     outer, wrapper = Accelerated(inner), Accelerated(inner)
     outer.optimizers = [wrapper, inner] if is_first else [inner, wrapper]
-    assert inner_optimizers(outer) == [inner]
+    assert held_optimizers(outer).inner == [inner]
 
 
 def test_an_inner_optimizer_that_knows_its_owner_is_innermost() -> None:
     inner = adam(mlp(0))
     outer = Accelerated(inner)
     inner.owner = outer
-    assert inner_optimizers(outer) == [inner]
+    assert held_optimizers(outer).inner == [inner]
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["wrapper first", "wrapper last"])
+def test_state_of_a_wrapper_between_that_nothing_shows_is_not_lost(tmp_path: Path, is_first: bool) -> None:
+    model, _ = stepped(adam)
+    inner = adam(model)
+    wrapper = Lookahead(inner)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    wrapper.step()
+    outer = Accelerated(inner)
+    outer.optimizers = [wrapper, inner] if is_first else [inner, wrapper]
+    with pytest.raises(bcp.CheckpointSaveError, match="lacks"):
+        bcp.save(tmp_path, {"model": model, "optimizer": outer})
+
+
+def test_a_wrapper_around_one_with_state_of_its_own_is_saved_with_all(tmp_path: Path) -> None:
+    model, optimizer = stepped(lambda model: Accelerated(Lookahead(adam(model))))
+    bcp.save(tmp_path, {"model": model, "optimizer": optimizer})
+    other, restored = stepped(lambda model: Accelerated(Lookahead(adam(model))), seed=1)
+    bcp.load(tmp_path, {"model": other, "optimizer": restored})
+    assert same_value(restored.state_dict(), optimizer.state_dict())
