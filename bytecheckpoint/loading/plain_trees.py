@@ -189,9 +189,12 @@ class PlainData:
         def key_of(name: str) -> str | int:
             return int(name) if tree.get(BY_POSITION) else name
 
-        state = {key_of(name): dict(values) for name, values in tree["state"].items()}
         prefix = join_fqn(fqn, "state.")
-        for name in [each for each in self._numbers if each.startswith(prefix)]:
+        state = {  # also tensors in lists, as LBFGS has
+            key_of(name): {key: self._with_stubs(item, f"{prefix}{name}.{key}", placed) for key, item in values.items()}
+            for name, values in tree["state"].items()
+        }
+        for name in [each for each in self._numbers if each.startswith(prefix) and each not in placed]:
             parameter, _, key = name.removeprefix(prefix).rpartition(".")
             while parameter and parameter not in known:
                 parameter, _, head = parameter.rpartition(".")

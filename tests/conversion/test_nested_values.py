@@ -63,3 +63,33 @@ def test_entries_of_which_one_begins_with_the_name_of_another_keep_all_values(tm
 def test_an_empty_name_is_a_name(tmp_path) -> None:
     bcp.save(tmp_path, {"": 2, "a": 1})
     assert bcp.open(tmp_path).objects == {"": 2, "a": 1}
+
+
+def lbfgs_run(size: int) -> tuple[torch.nn.Module, torch.optim.LBFGS]:
+    module = torch.nn.Linear(size, 1)
+    optimizer = torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=4)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (module(torch.linspace(-1, 1, 4 * size).reshape(4, size)) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return module, optimizer
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_tensors_in_lists_of_an_optimizer_stay_in_their_lists(call, tmp_path, size) -> None:
+    module, optimizer = lbfgs_run(size)
+    bcp.save(tmp_path / "a", {"model": module, "optimizer": optimizer})
+    assert call("convert", tmp_path / "a", tmp_path / "b.pt", "--to", "torch").code == 0
+    assert call("convert", tmp_path / "a", tmp_path / "c", "--to", "dcp").code == 0
+    (expected,) = optimizer.state_dict()["state"].values()
+    assert len(expected["old_dirs"]) > 1
+    of_dcp = bcp.load_tree(tmp_path / "c")["optimizer"]
+    for found in (torch.load(tmp_path / "b.pt"), bcp.load_tree(tmp_path / "a"), {"optimizer": of_dcp}):
+        (state,) = (values for name, values in found["optimizer"]["state"].items() if name in {"weight", 0})
+        assert state.keys() == expected.keys()
+        assert all(map(torch.equal, state["old_dirs"], expected["old_dirs"]))
+        assert torch.equal(state["prev_flat_grad"], expected["prev_flat_grad"])
