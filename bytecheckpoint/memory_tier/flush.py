@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from bytecheckpoint.errors import (
@@ -284,8 +285,8 @@ def ended_jobs(roots: Sequence[str], location: str | None) -> list[EndedJob]:
 
 
 def remove_job(root: str, path: str) -> Literal["removed", "gone", "lives"]:
-    """Frees the memory of the job in the folder `path`. Returns "gone" if it is not there, or another process removes
-    it, and "lives" if a process of the job lives: then it is left alone.
+    """Frees the memory of the job in the folder `path`. Returns "gone" if it is not there, and "lives" if a process of
+    the job lives, or another one removes it at this moment: then it is left alone.
     """
     found = next((each for each in find_jobs(root) if each[0].path == path), None)
     if found is None:
@@ -293,12 +294,18 @@ def remove_job(root: str, path: str) -> Literal["removed", "gone", "lives"]:
     job, description = found
     try:
         with _locked([job], description.location):
-            shutil.rmtree(job.path)
+            _remove(Path(job.path))
     except CheckpointSaveError:
         return "lives"
     except FileNotFoundError:
         return "gone"
     return "removed"
+
+
+def _remove(folder: Path) -> None:
+    while folder.exists():
+        with suppress(FileNotFoundError):  # of one file that went meanwhile
+            shutil.rmtree(folder)
 
 
 @contextmanager

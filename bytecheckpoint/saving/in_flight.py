@@ -251,19 +251,19 @@ class SavesInFlight:
                 self._step_hook = register_optimizer_step_pre_hook(self._wait_before_step)
 
     def wait_until_numbered(self) -> None:
-        """Waits until all ranks have numbered every save. Raises CheckpointSaveError if one waits for this thread."""
+        """Waits until all ranks have numbered the saves in flight. Raises like `wait_until_staged`."""
         for progress in self._all:
             if not progress.is_numbered.is_set():
                 awaited_threads().raise_if_awaited()
                 progress.is_numbered.wait()
 
     def wait_until_staged(self) -> None:
-        """Returns when no save needs the training state. Raises CheckpointSaveError if one waits for this thread."""
+        """Returns when no save in flight needs the state. Raises CheckpointSaveError if one waits for this thread."""
         for progress in self._all:
             progress.wait_until_staged()
 
     def wait_until_ended(self) -> None:
-        """Waits until every save ends. Raises CheckpointSaveError if one waits for this thread; no errors of saves."""
+        """Waits for the saves in flight. Raises CheckpointSaveError if one waits for this thread, but none of saves."""
         for progress in self._all:
             if not progress.outcome.done():
                 awaited_threads().raise_if_awaited()
@@ -374,7 +374,7 @@ def wait_until_numbered() -> None:
 
 
 def wait_until_staged() -> None:
-    """Returns when no save needs the training state. Raises CheckpointSaveError if one waits for this thread."""
+    """Returns when no save in flight needs the state. Raises CheckpointSaveError if one waits for this thread."""
     for state in _STATE.values():
         state.saves.wait_until_staged()
 

@@ -445,7 +445,7 @@ def test_a_store_that_refuses_deletions_alone_is_writable(memory_url, monkeypatc
     monkeypatch.setattr(MemoryFileSystem, "rm_file", refuse)
     monkeypatch.setattr(MemoryFileSystem, "_rm", refuse)
     store = FsspecStore(memory_url, None)
-    with pytest.warns(UserWarning, match="not allowed to delete .* it stays"):
+    with pytest.warns(UserWarning, match="-writable, .* stays, because deleting is not allowed"):
         store.check_writable()
     put(store, "x", b"1")
     assert store.list("") == {"x": 1}

@@ -33,7 +33,7 @@ def as_plain(rest: dict[str, Any]) -> dict[str, Any]:
 def _json_ready(value: Any) -> Any:
     omegaconf = sys.modules.get("omegaconf")
     if omegaconf is not None and omegaconf.OmegaConf.is_config(value):
-        value = _container(omegaconf, value)
+        value = _items(omegaconf, value)
     if isinstance(value, Mapping):
         return {str(key): _json_ready(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -41,14 +41,20 @@ def _json_ready(value: Any) -> Any:
     return value
 
 
-def _container(omegaconf: Any, config: Any) -> Any:
-    """Returns a config of OmegaConf as dicts and lists, with what it refers to; as it was written if that is not there.
-    A mandatory value without a value stays "???".
+def _items(omegaconf: Any, config: Any) -> Any:
+    """Returns the items of a config of OmegaConf, with what they refer to; as they were written where that is not
+    there. A mandatory value without a value stays "???".
     """
-    try:
-        return omegaconf.OmegaConf.to_container(config, resolve=True)
-    except omegaconf.errors.OmegaConfBaseException:
-        return omegaconf.OmegaConf.to_container(config, resolve=False)
+    written = omegaconf.OmegaConf.to_container(config, resolve=False)
+    if not isinstance(written, (dict, list)):  # all of it is a reference, or has no value
+        return written
+    items = {}
+    for key in written if isinstance(written, dict) else range(len(written)):
+        try:
+            items[key] = config[key]
+        except omegaconf.errors.OmegaConfBaseException:
+            items[key] = written[key]
+    return items if isinstance(written, dict) else list(items.values())
 
 
 def from_plain(extra: dict[str, Any]) -> dict[str, Any]:

@@ -250,16 +250,18 @@ class FsspecStore:
 
     def check_writable(self) -> None:
         """Implements `RemoteStore`: writes an empty object under a name that no listing shows, and deletes it. Only
-        warns if the deletion is refused.
+        warns if deleting is not allowed.
         """
         name = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}-writable"
         self.write(name, one_block(b""), replace=True)
         try:
             self.delete(name)
         except StorageError as error:
+            if error.kind != "permission":
+                raise
             warnings.warn(
-                f"{error.message}. This empty object showed that writes are allowed, and it stays; so will old "
-                "checkpoints until deletions are allowed",
+                f"{self._show(name)}, an empty object that showed that checkpoints can be written, stays, because "
+                "deleting is not allowed. Checkpoints can be saved; old ones stay too until the credentials may delete",
                 stacklevel=2,
             )
 

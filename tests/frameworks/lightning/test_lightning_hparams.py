@@ -96,3 +96,10 @@ def test_configs_of_omegaconf_that_lack_values_are_saved_as_they_were_written(tm
     given = given_back(tmp_path, {"cfg": OmegaConf.create(missing)}, {"cfg": OmegaConf.create(unknown)})
     assert given["hyper_parameters"] == {"cfg": {"folder": "???", "lr": 0.1, "same": 0.1}}
     assert given["datamodule_hyper_parameters"] == {"cfg": unknown}
+
+
+def test_an_item_that_refers_to_nothing_leaves_the_others_as_they_are(tmp_path: Path) -> None:
+    values = {"lr": 0.1, "same": "${lr}", "paths": ["${oc.env:BCP_NO_SUCH}", "${same}"], "of": {"lr": "${lr}"}}
+    given = given_back(tmp_path, OmegaConf.create(values), {"x": 1})
+    paths = ["${oc.env:BCP_NO_SUCH}", 0.1]
+    assert given["hyper_parameters"] == {"lr": 0.1, "same": 0.1, "paths": paths, "of": {"lr": 0.1}}
