@@ -45,7 +45,7 @@ class RankBlocks:
         return range(leader + 1, min(leader + self.block_ranks, self.num_ranks))
 
     def senders(self, reader: int) -> Sequence[int]:
-        """Returns the ranks that send messages to this leader."""
+        """Returns the ranks that send messages to a leader: its members, and to the coordinator the other leaders."""
         return [*self.members(reader), *(self.leaders[1:] if reader == COORDINATOR else ())]
 
 

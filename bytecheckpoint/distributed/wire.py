@@ -99,7 +99,8 @@ class OutgoingUnit:
     ) -> None:
         """Makes the `buffers` to send: the pieces where they are if they are single rows, else a copy, for which this
         waits until `budget` has the bytes. `done` is called when all peers have been sent the unit, and the bytes are
-        given back to the budget; until then the pieces must not change.
+        given back to the budget; until then the pieces must not change. With `verify`, the header has the digest for
+        `check_digest`.
         """
         num_bytes = sum(view.size for view in views)
         is_copied = any(view.ndim > 1 for view in views)

@@ -180,7 +180,7 @@ class PlainData:
 
     def _optimizer(self, tree: Mapping[str, Any], fqn: str, placed: set[str]) -> dict[str, Any]:
         """Returns the state_dict() of the optimizer, with parameters by name or, if they had none, by position. With
-        `flatten_optimizer`, returns it on one level instead.
+        `flatten_optimizer`, returns it on one level instead. Adds the names of its tensors to `placed`.
 
         Raises CheckpointMismatchError (conflict) if it is to be flat and its parameters have no names.
         """

@@ -225,8 +225,9 @@ class _Upload:
                 self._store.write(join_name(self._folder, name), one_block(mapped_file(found.place)), replace=False)
 
     def upload_rebuilt(self, missing: Collection[str]) -> None:
-        """Rebuilds missing files and uploads them, for each group in which only one member lacks files: they are made
-        from the files and the parity of the other members, all read from the path.
+        """Rebuilds missing files and uploads them, for each group of which this host holds a parity block and in which
+        only one member lacks files: they are made from the files and the parity of the other members, all read from the
+        path. Only logs that a group cannot be rebuilt.
         """
         source = HeldStore({}, b"", shown=self._shown, elsewhere={}, stored=StoredAt(self._store, self._folder))
         files, save_id = {file.name: file for file in self._version.files}, self._version.record.save_id

@@ -235,7 +235,7 @@ def is_number(value: Any) -> TypeGuard[int | float]:
 
 
 def is_scalar(value: Any) -> bool:
-    """Returns True if a piece of state is a number, or a tensor of one element."""
+    """Returns True if a piece of state is a tensor of one element, or an int or float but no bool."""
     return value.numel() == 1 if isinstance(value, torch.Tensor) else is_number(value)
 
 

@@ -196,7 +196,7 @@ class _BodyParts:
 
 def reader_of(body: Any) -> Callable[[memoryview], int]:
     """Returns a function that fills memory with the next bytes of a body and returns their number, 0 at the end. The
-    function raises the errors of botocore's `readinto`.
+    function raises the errors of botocore's `readinto`, but may return 0 for a body that was cut short.
 
     It reads from the connection, because botocore and urllib3 copy every byte once more, which costs as much as
     receiving it. Where the connection is not found in the body, or the body is encoded, the function returned is
