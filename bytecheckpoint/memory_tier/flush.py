@@ -307,6 +307,7 @@ def _remove(folder: Path) -> None:
     while folder.exists():
         with suppress(FileNotFoundError):  # of one file that went meanwhile
             shutil.rmtree(folder)
+            return  # what is there now is a later job's
 
 
 @contextmanager

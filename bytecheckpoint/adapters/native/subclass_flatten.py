@@ -43,8 +43,8 @@ same on all ranks and not a part of a larger one.
 
 
 def is_subclass(value: object) -> bool:
-    """Returns True for a tensor that names the inner tensors it is made of, and for a DTensor of such tensors; but not
-    for an AsyncCollectiveTensor, and for nested and sparse tensors, which a save refuses.
+    """Returns True for a tensor that names the inner tensors it is made of, and for a DTensor of such tensors. Returns
+    False for an AsyncCollectiveTensor, and for nested and sparse tensors, which a save refuses.
     """
     if type(value) in PLAIN_TENSORS or not isinstance(value, torch.Tensor):
         return False

@@ -135,7 +135,9 @@ def held_by(optimizers: Iterable[Any], *, without: Iterable[Any] = ()) -> Shapes
 
 def _state_tensors(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
     for optimizer in optimizers:
-        for of_parameter in optimizer.state.values() if isinstance(optimizer, torch.optim.Optimizer) else ():
+        # One that another holds may never have called super().__init__().
+        state = getattr(optimizer, _STATE, {}) if isinstance(optimizer, torch.optim.Optimizer) else {}
+        for of_parameter in state.values():
             yield from _items_of(of_parameter, MAX_DEPTH, lambda value: isinstance(value, torch.Tensor))
 
 

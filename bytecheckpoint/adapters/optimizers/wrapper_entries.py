@@ -76,14 +76,17 @@ class OptimizerWrapper(NamedTuple):
 
     def refused(self, fqn: str, check: _StateCheck) -> CheckpointSaveError:
         """Returns the error for an optimizer whose state cannot be saved completely in any way."""
-        names = ", ".join(sorted({type(each).__name__ for each in self.inner}))
+        names = ", ".join(sorted({type(each).__name__ for each in [*self.between, *self.inner]}))
         inside = f" and the optimizers in it ({names})" if names else ""
         what = (
             f"a {type(self.optimizer).__name__}, whose state_dict() has {check.shown.total()} state tensors and lacks "
             f"{(check.held - check.shown).total()} of the {check.held.total()} that its `.state`{inside} hold, so that "
             "some would not be saved"
         )
-        advice = "pass the optimizers inside it, as a list" if names else "let its state_dict() give out all state"
+        is_in_inner = self.inner and not self.between
+        advice = (
+            "pass the optimizers inside it, as a list" if is_in_inner else "let its state_dict() give out all state"
+        )
         return unsupported(fqn, what, advice)
 
 

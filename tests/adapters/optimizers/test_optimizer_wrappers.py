@@ -228,3 +228,19 @@ def test_a_wrapper_around_one_with_state_of_its_own_is_saved_with_all(tmp_path: 
     other, restored = stepped(lambda model: Accelerated(Lookahead(adam(model))), seed=1)
     bcp.load(tmp_path, {"model": other, "optimizer": restored})
     assert same_value(restored.state_dict(), optimizer.state_dict())
+
+
+class Bare(Optimizer):
+    """Holds another one, and never calls super().__init__(), so that it has no `.state`."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner = inner
+        self.param_groups = inner.param_groups
+
+
+def test_a_held_wrapper_without_a_state_does_not_hinder_a_save(tmp_path: Path) -> None:
+    model, inner = stepped(adam)
+    outer = Accelerated(inner)
+    outer.optimizers = [Bare(inner)]
+    bcp.save(tmp_path, {"model": model, "optimizer": outer})
+    assert {name.rpartition(".")[2] for name in bcp.open(tmp_path).keys()} >= {"exp_avg", "exp_avg_sq"}
