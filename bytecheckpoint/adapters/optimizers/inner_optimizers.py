@@ -35,6 +35,7 @@ class HeldOptimizers(NamedTuple):
 
 
 def held_optimizers(optimizer: torch.optim.Optimizer) -> HeldOptimizers:
+    """Returns what an optimizer holds, each once."""
     held = HeldOptimizers([], [])
     _add_held(optimizer, held, set(), {id(optimizer)})
     return held
