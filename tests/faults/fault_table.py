@@ -319,11 +319,11 @@ def main() -> int:
 
 def run_many(campaigns: Sequence[Campaign], *, jobs: int, minutes: float) -> int:
     """Each in a process of its own; writes the page, and says how long that took and what was broken."""
-    began, began_s = time.time(), time.monotonic()
+    before, began_s = {campaign.name: _kept_file(campaign.name) for campaign in campaigns}, time.monotonic()
     longest_first = [row.name for row in sorted(kept_rows(campaigns), key=expected_s, reverse=True)]
     codes = _each_alone(longest_first, jobs, minutes)
     seconds, rows = time.monotonic() - began_s, kept_rows(campaigns)
-    silent = [row.name for row in rows if not _is_kept_since(row.name, began)]
+    silent = [row.name for row in rows if _kept_file(row.name) == before[row.name]]
     if not silent and [row.name for row in rows] == [campaign.name for campaign in all_campaigns()]:
         _write(KEPT / WHOLE, json.dumps(Whole(round(seconds, 1), jobs, _digest(rows))._asdict(), indent=1) + "\n")
     write_page()
@@ -341,9 +341,10 @@ def expected_s(row: Row) -> float:
     return row.seconds / part
 
 
-def _is_kept_since(name: str, began: float) -> bool:
+def _kept_file(name: str) -> tuple[int, int] | None:
+    """Tells one file that `keep` wrote from the next: by number and date, as dates alone may be of another clock."""
     file = KEPT / f"{name}.json"
-    return file.exists() and file.stat().st_mtime >= began
+    return ((status := file.stat()).st_ino, status.st_mtime_ns) if file.exists() else None
 
 
 def _each_alone(names: Sequence[str], jobs: int, minutes: float) -> list[int]:

@@ -440,6 +440,19 @@ def test_a_run_of_all_says_how_long_it_took_and_what_was_broken(
     assert "All rows are of one run, which took 0 minutes, 2 campaigns at a time." in fault_table.PAGE.read_text()
 
 
+def test_a_row_that_files_date_before_the_run_is_of_the_run(three: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kernel does that dates files by its last tick, or a clock that was set back."""
+
+    def each_alone(names: Sequence[str], _jobs: int, _minutes: float) -> list[int]:
+        for row in three:
+            fault_table.keep(row)
+            os.utime(fault_table.KEPT / f"{row.name}.json", (0, 0))
+        return [0 for _ in names]
+
+    monkeypatch.setattr(fault_table, "_each_alone", each_alone)
+    assert run_all() == 0
+
+
 def test_rows_of_several_runs_are_not_passed_off_as_one(three: list[Row], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault_table, "_each_alone", keeping_as(three, []))
     run_all()
@@ -452,7 +465,6 @@ def test_a_campaign_that_ends_without_an_outcome_is_named_and_makes_no_whole_run
     three: list[Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fault_table.keep(three[1])
-    os.utime(fault_table.KEPT / "long.json", (0, 0))
     monkeypatch.setattr(fault_table, "_each_alone", keeping_as(three, [], failing=["long"]))
     assert run_all() == 1
     assert "0 broken; of long nothing is known: they ended early" in capsys.readouterr().out
